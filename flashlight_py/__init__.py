@@ -1,10 +1,10 @@
 """A small tensor framework in the style of flashlight for NumPy and CuPy arrays.
 
-Variables and modules to train with, and collectives that let one script run on one process, on
-every core of a machine or on many hosts. See ``distributed_init`` and ``all_reduce`` first.
+The package has variables and modules for training, and collectives. The same script runs in one
+process, on all cores of a machine or on many hosts. See ``distributed_init`` first.
 
-A name is imported when it is first used: the launcher, which uses none, starts without NumPy, and a
-program that only reduces arrays does not wait for modules and optimizers.
+Names are imported at their first use. The launcher therefore starts without NumPy, and a program
+that only reduces arrays does not load modules and optimizers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from flashlight_py._version import __version__ as __version__
 
-# Where each public name is imported from; the modules under "" are public themselves. The verbs are
-# listed by distributed.api. `scripts/stubs` tells type checkers the same.
+# Submodule of each public name. The names under "" are public modules. distributed.api lists the
+# verbs. `scripts/stubs` writes the same table to __init__.pyi for type checkers.
 _HOMES = {
     "_version": ["__version__"],
     "": [
@@ -53,7 +53,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use."""
     home = _HOME_OF.get(name)
-    if home == "" or name == "system":  # ``from flashlight_py import system`` asks here first
+    if home == "" or name == "system":  # ``from flashlight_py import system``
         return import_module(f"{__name__}.{name}")
     if name == "__all__":
         value: Any = [
@@ -64,13 +64,13 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(f"{__name__}.{home or 'distributed'}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # the next use finds it at once
+    globals()[name] = value  # later lookups skip __getattr__
     return value
 
 
 def _is_here(module: str) -> bool:
-    """Return whether a module was not deleted, if it is of an optional package."""
-    from importlib.util import find_spec  # only a search for all names needs it
+    """Return False if ``module`` belongs to an optional package that was deleted."""
+    from importlib.util import find_spec  # slow import, needed for __all__ only
 
     return module not in ("amp", "tagi", "tape") or find_spec(f"{__name__}.{module}") is not None
 

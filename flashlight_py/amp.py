@@ -1,8 +1,8 @@
-"""Mixed precision: half dtypes for products of matrices, float32 for the rest, and a loss scale.
+"""Mixed precision: matrix products in a half dtype, other functions in float32, and a loss scale.
 
-CPUs have no arithmetic in half precision that NumPy would use. There a half dtype is storage and
-wire: products are computed in float32 and rounded once; arrays that are kept for the backward pass,
-or travel, are half as large, and the casts take time. See docs/mixed-precision.md.
+NumPy has no fast half-precision arithmetic on CPUs. There, products are computed in float32 and
+rounded once, and a half dtype only halves stored and sent arrays. The casts take additional time.
+See docs/mixed-precision.md.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd import Variable, functions
-from flashlight_py.autograd.precision import casting, here
+from flashlight_py.autograd.precision import active_precision, casting
 from flashlight_py.device import array_module, device_of, floating, is_floating, to_device
 from flashlight_py.distributed import all_reduce, get_world_size
 from flashlight_py.distributed.internal import in_step
@@ -26,25 +26,27 @@ _STATE = "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 
 
 class autocast(ContextDecorator):
-    """Have functions choose their dtype: a context manager, or a decorator of functions.
+    """Select the dtypes in which functions compute: a context manager and decorator.
 
-    Products (``matmul``, ``linear`` and what is made of them) take their inputs in ``dtype`` and
-    return it; sums, means, exponentials, logarithms, powers, softmax and losses take and return
-    float32; other functions compute in the widest dtype that they get. float64 and integers stay as
-    they are. Parameters stay float32, and get gradients of float32; each is cast once a region, and
-    when an optimizer has stepped; ``weight.array[...] = 0`` is not seen until the next one.
+    Products (``matmul``, ``linear`` and functions built on them) cast their inputs to ``dtype`` and
+    return ``dtype``. Sums, means, exponentials, logarithms, powers, softmax and losses compute and
+    return float32. Other functions compute in the widest input dtype. float64 and integers are not
+    cast.
 
-    It holds for this thread and may be nested; ``enabled=False`` switches an outer one off. The
-    backward pass needs no autocast. A captured step may enter it, or be called in it.
+    Parameters and their gradients stay float32. Each parameter is cast once per region, and again
+    after an optimizer step. A change by ``weight.array[...] = 0`` is ignored until the next cast.
+
+    The context applies to the current thread and can be nested. ``enabled=False`` switches an outer
+    context off. The backward pass needs no autocast. A captured step may enter it or run inside it.
 
     Args:
-        dtype: ``"float16"`` or ``"bfloat16"``, which needs ml_dtypes; or the dtype itself.
-        enabled: False: does nothing but switch off an outer one.
+        dtype: ``"float16"``, ``"bfloat16"`` (needs ml_dtypes), or the NumPy dtype.
+        enabled: If False, switch an outer ``autocast`` off.
 
     Raises:
-        TypeError: ``dtype`` is no dtype.
-        ValueError: another dtype.
-        BackendUnavailableError: bfloat16, and ml_dtypes is not installed.
+        TypeError: If ``dtype`` is not a floating dtype.
+        ValueError: If ``dtype`` is neither float16 nor bfloat16.
+        BackendUnavailableError: If ``dtype`` is bfloat16 and ml_dtypes is not installed.
 
     Example:
         >>> x, weight = fl.input(np.ones((2, 3), np.float32)), fl.param(np.ones((4, 3), np.float32))
@@ -62,12 +64,14 @@ class autocast(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def _recreate_cm(self) -> "autocast":
-        """Return another one for each call of a decorated function: threads may call it at once."""
+        """Return a new context per call of a decorated function. Threads may call it at once."""
         return autocast(self.dtype, self.enabled)
 
     def __enter__(self) -> "autocast":
         dtype = self.dtype if self.enabled else None
-        self._entered.append(casting(dtype, here.casts if dtype == here.dtype else None))
+        self._entered.append(
+            casting(dtype, active_precision.casts if dtype == active_precision.dtype else None)
+        )
         self._entered[-1].__enter__()
         return self
 
@@ -76,19 +80,26 @@ class autocast(ContextDecorator):
 
 
 class DynamicScaler(HoldsState):
-    """A factor of the loss, so that gradients of float16 neither vanish nor overflow.
+    """A loss scale that keeps float16 gradients from underflow and overflow.
 
-    It follows torch's ``GradScaler``: a step whose gradients are not all finite is left out and the
-    scale multiplied by ``backoff_factor`` (above 0, below 1); after ``growth_interval`` steps (not
-    seconds; at least 1) in turn without that it is multiplied by ``growth_factor`` (above 1).
-    bfloat16 has the range of float32 and needs none. In a world of several ranks ``unscale`` is
-    collective: all leave the step out if one has to. If ``enabled`` is False, ``scale`` returns the
-    loss, ``step`` steps, and nothing else happens.
+    The scaler follows torch's ``GradScaler``. If a gradient is not finite, ``step`` does not call
+    the optimizer, and ``update`` multiplies the scale by ``backoff_factor``. After
+    ``growth_interval`` finite steps in a row, it multiplies the scale by ``growth_factor``.
 
-    A captured step ends with ``backward()``; call ``step`` and ``update`` after it.
+    bfloat16 has the range of float32 and needs no scale. With several ranks ``unscale`` is
+    collective: if one rank has a gradient that is not finite, every rank skips the step.
+
+    A captured step ends with ``backward()``. Call ``step`` and ``update`` after the captured step.
+
+    Args:
+        initial_scale: First scale, finite and above 0.
+        growth_factor: Factor above 1.
+        backoff_factor: Factor above 0 and below 1.
+        growth_interval: Number of steps (not seconds), at least 1.
+        enabled: If False, ``scale`` and ``step`` pass through, and other methods do nothing.
 
     Raises:
-        ValueError: a number is out of its range; ``initial_scale`` is above 0.
+        ValueError: If a number is out of its range.
 
     Example:
         >>> model = fl.nn.Linear(3, 1)
@@ -108,12 +119,12 @@ class DynamicScaler(HoldsState):
         backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
         self.enabled = bool(enabled)
-        # In memory, which replays of captured steps read; the scale for losses of each device.
+        # One scale per device, stored in arrays so that replays of captured steps read new values.
         self._scales: dict[str, Any] = {"cpu": np.ones((), np.float32)}
         self._tracker = np.zeros((), np.int64)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
-        # Of this iteration, by optimizer: whether its gradients are finite, and if it has stepped.
-        self._found: dict[Any, bool] = {}
+        # Since the last update(): are gradients finite, and which optimizers stepped.
+        self._are_finite: dict[Any, bool] = {}
         self._stepped: set[Any] = set()
 
     def _set(self, scale: float, growth: float, backoff: float, interval: int, steps: int) -> None:
@@ -123,9 +134,9 @@ class DynamicScaler(HoldsState):
             "backoff_factor must be above 0 and below 1": not 0 < backoff < 1,
             "growth_interval must be at least 1": not interval >= 1,
         }
-        if found := [what for what, is_so in wrong.items() if is_so]:
+        if errors := [text for text, is_violated in wrong.items() if is_violated]:
             raise ValueError(
-                f"DynamicScaler: {found[0]}; got scale {scale}, growth_factor {growth}, "
+                f"DynamicScaler: {errors[0]}, got scale {scale}, growth_factor {growth}, "
                 f"backoff_factor {backoff}, growth_interval {interval}"
             )
         self._set_scale(scale)
@@ -138,21 +149,27 @@ class DynamicScaler(HoldsState):
             array[...] = scale
 
     def get_scale(self) -> float:
-        """Return the scale: 1 where the scaler is not enabled."""
+        """Return the scale, or 1 if the scaler is not enabled."""
         return self._scales["cpu"].item() if self.enabled else 1.0
 
     def scale(self, loss: Any) -> Any:
-        """Return the loss times the scale, in its dtype; of a list or tuple, each of it.
+        """Return ``loss`` times the scale, in the dtype of ``loss``.
+
+        Args:
+            loss: A variable, or a list or tuple of variables.
 
         Raises:
-            TypeError: it is neither a variable, nor a list or tuple of them.
+            TypeError: If ``loss`` has another type.
         """
         if not self.enabled:
             return loss
         if isinstance(loss, (list, tuple)):
             return type(loss)(map(self.scale, loss))
         if not isinstance(loss, Variable):
-            raise TypeError(f"DynamicScaler.scale takes a variable, got {type(loss).__name__}")
+            raise TypeError(
+                "DynamicScaler.scale: expected a Variable, or a list or tuple of Variables, got "
+                f"{type(loss).__name__}"
+            )
         device, dtype = device_of(loss.data), loss.dtype if is_floating(loss.dtype) else "f8"
         if device not in self._scales:
             self._scales[device] = to_device(self._scales["cpu"], device)
@@ -162,23 +179,26 @@ class DynamicScaler(HoldsState):
     def unscale(self, optimizer: Any) -> None:
         """Divide the gradients of the optimizer's parameters by the scale, in place.
 
-        For what looks at gradients before the step, such as ``clip_grad_norm``. Collective in a
-        world of several ranks; blocks until the gradients are known.
+        Call this before functions that read gradients, such as ``clip_grad_norm``. Blocks until the
+        gradients are computed. Collective if the world has several ranks.
 
         Raises:
-            RuntimeError: it was done since the last ``update``, or the optimizer has stepped.
-            ValueError: a gradient is float16: parameters under autocast are float32.
+            RuntimeError: If ``unscale`` or ``step`` was called since the last ``update``.
+            ValueError: If a gradient is float16. Parameters under autocast must be float32.
         """
         if not self.enabled:
             return
-        if optimizer in self._found:
-            turn = "after step()" if optimizer in self._stepped else "twice"
-            raise RuntimeError(f"DynamicScaler.unscale was called {turn} since the last update()")
+        if optimizer in self._are_finite:
+            call = "step()" if optimizer in self._stepped else "unscale()"
+            raise RuntimeError(
+                f"DynamicScaler.unscale: {call} was already called for this optimizer since the "
+                "last update(). Call update() first"
+            )
         grads, sharded = gradients_of(optimizer.params)
         if any(grad.dtype.char == "e" for grad in grads):
             raise ValueError(
-                "DynamicScaler.unscale: a gradient is float16, which would lose what the scale has "
-                "saved; let the parameters be float32 and use autocast"
+                "DynamicScaler.unscale: expected float32 gradients, got float16, which cannot "
+                "represent unscaled gradients. Use float32 parameters and autocast"
             )
         is_finite = True
         with np.errstate(all="ignore"):
@@ -188,50 +208,56 @@ class DynamicScaler(HoldsState):
                 is_finite &= bool(xp.isfinite(grad).all())
                 xp.multiply(grad, inverse, out=grad, casting="same_kind")
         for shards in sharded:
-            shards.meet()
+            shards.wait_for_all()
         if get_world_size() > 1:
             is_finite = not all_reduce(np.array([not is_finite], np.float32), op="max")[0]
-        if grads or get_world_size() > 1:  # a rank may have no part of what is sharded
-            self._found[optimizer] = is_finite
+        if grads or get_world_size() > 1:  # a rank may hold no shard
+            self._are_finite[optimizer] = is_finite
 
     def step(self, optimizer: Any) -> Any:
-        """Unscale gradients, if that was not done; return ``optimizer.step()`` if all are finite.
+        """Unscale the gradients if needed. Call ``optimizer.step()`` if all gradients are finite.
+
+        Returns:
+            The result of ``optimizer.step()``, or None if the step is skipped.
 
         Raises:
-            RuntimeError: called twice without ``update``, or no parameter has a gradient.
-            ValueError: as :meth:`unscale`.
+            RuntimeError: If called twice without ``update``, or if no parameter has a gradient.
+            ValueError: If a gradient is float16.
         """
         if not self.enabled:
             return optimizer.step()
         if optimizer in self._stepped:
-            raise RuntimeError("DynamicScaler.step was called since the last update()")
-        if optimizer not in self._found:
-            self.unscale(optimizer)
-        if optimizer not in self._found:
             raise RuntimeError(
-                "DynamicScaler.step: no parameter of this optimizer has a gradient; call "
+                "DynamicScaler.step: step() was already called for this optimizer since the last "
+                "update(). Call update() first"
+            )
+        if optimizer not in self._are_finite:
+            self.unscale(optimizer)
+        if optimizer not in self._are_finite:
+            raise RuntimeError(
+                "DynamicScaler.step: no parameter of this optimizer has a gradient. Call "
                 "scaler.scale(loss).backward() first"
             )
-        result = optimizer.step() if self._found[optimizer] else None
+        result = optimizer.step() if self._are_finite[optimizer] else None
         self._stepped.add(optimizer)
         return result
 
     def update(self, new_scale: float | None = None) -> None:
-        """Change the scale after the steps of all optimizers; ``new_scale``: to this one.
+        """Adjust the scale after the steps of all optimizers, or set it to ``new_scale``.
 
         Raises:
-            RuntimeError: no gradients were looked at since the last time.
-            ValueError: ``new_scale`` is not finite and above 0.
+            RuntimeError: If neither ``step`` nor ``unscale`` was called since the last ``update``.
+            ValueError: If ``new_scale`` is not finite and above 0.
         """
         if not self.enabled:
             return
         if new_scale is not None:
             self._set(new_scale, *[self.state_dict()[name] for name in _STATE[1:]])
-        elif not self._found:
+        elif not self._are_finite:
             raise RuntimeError(
-                "DynamicScaler.update: no gradients were looked at since the last; call step()"
+                "DynamicScaler.update: step() was not called since the last update(). Call step()"
             )
-        elif not all(self._found.values()):
+        elif not all(self._are_finite.values()):
             self._set_scale(self.get_scale() * self.backoff_factor)
             self._tracker[...] = 0
         elif self._tracker.item() + 1 == self.growth_interval:
@@ -241,28 +267,28 @@ class DynamicScaler(HoldsState):
             self._tracker[...] = 0
         else:
             self._tracker += 1
-        self._found.clear()
+        self._are_finite.clear()
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, the factors and the steps since it has changed, by torch's names."""
+        """Return the scale, factors and number of steps since the last change, by torch's names."""
         factors = self.growth_factor, self.backoff_factor
         values = self.get_scale(), *factors, self.growth_interval, self._tracker.item()
         return dict(zip(_STATE, values, strict=True)) if self.enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` has returned, of ours or of torch's scaler.
+        """Load the result of ``state_dict`` of this class or of torch's ``GradScaler``.
 
         Raises:
-            ValueError: names are missing or unknown, or a number is out of its range.
+            ValueError: If names are missing or unknown, or if a number is out of its range.
         """
         if not self.enabled:
             return
         if sorted(state) != sorted(_STATE):
             raise ValueError(
                 f"DynamicScaler.load_state_dict: expected the entries {sorted(_STATE)}, got "
-                f"{sorted(state)}; a scaler that is not enabled has none"
+                f"{sorted(state)}. Pass the state of an enabled scaler"
             )
         scale, *others = (state[name] for name in _STATE)
         self._set(scale or 1, *others)
-        self._set_scale(scale)  # 0 after many steps in turn that were left out
+        self._set_scale(scale)  # 0 after many skipped steps, which _set rejects

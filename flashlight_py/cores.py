@@ -1,4 +1,4 @@
-"""The processor cores and the memory of a host, and how many processes they are enough for."""
+"""Cores, memory and descriptors of a host, and the number of processes that they allow."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path("/")  # of /proc and /sys; tests have others
-# The files of a control group with its quota and the period of that: of version 2, and of 1.
+ROOT = Path("/")  # parent of /proc and /sys; tests replace it
+# Files with the quota and the period of a control group, in version 2 and in version 1.
 _QUOTAS = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-MOST_RANKS = 1 << 17  # of a job on any number of hosts
-# The least memory of a process, in bytes; descriptors that are left for other purposes.
+MOST_RANKS = 1 << 17  # maximum number of ranks of a job, over all hosts
+# Minimum memory per process in bytes, and descriptors reserved for other purposes.
 _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use: by its affinity, and by a container's quota."""
+    """Return the number of cores that affinity and the container's quota allow to this process."""
     return _within_quota(len(os.sched_getaffinity(0)))
 
 
-def check_processes(what: str, count: int, descriptors: int) -> None:
+def check_processes(operation: str, count: int, descriptors: int) -> None:
     """Check that this process can start ``count`` others, with ``descriptors`` open for each.
 
-    Raises ValueError if the host has too little memory, or the limit of descriptors is too low.
+    Raises:
+        ValueError: If the host has too little memory, or if the limit of descriptors is too low.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no limit ("max"), or no such file
@@ -36,30 +37,31 @@ def check_processes(what: str, count: int, descriptors: int) -> None:
     bounds = [(memory // _PROCESS_BYTES, f"{memory >> 20} MB of memory, {_PROCESS_BYTES >> 20}")]
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY:
-        rest = (files - _OTHER_DESCRIPTORS) // descriptors
-        bounds.append((rest, f"{files} descriptors (ulimit -n), {descriptors}"))
-    most, why = min(bounds)
-    if count > max(1, most):
+        processes = (files - _OTHER_DESCRIPTORS) // descriptors
+        bounds.append((processes, f"{files} descriptors (ulimit -n), {descriptors}"))
+    limit, reason = min(bounds)
+    if count > max(1, limit):
         raise ValueError(
-            f"{what}: expected 1 to {max(1, most)} processes on this host, which has {why} for "
-            f"each, got {count}; start fewer"
+            f"{operation}: expected 1 to {max(1, limit)} processes on this host, which has "
+            f"{reason} for each, got {count}. Start fewer processes"
         )
 
 
 def check_folder(name: str) -> None:
-    """Raise FileNotFoundError if the current folder was deleted: no process can start in it."""
+    """Raise FileNotFoundError if the current folder was deleted. No process can start in it."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{name}: the current folder, where processes would start, was deleted; call os.chdir"
+            f"{name}: the current folder, in which processes start, was deleted. Call os.chdir"
         ) from error
 
 
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """Return the variables with which ``processes`` share ``cores``, without the user's variables.
+    """Return variables that divide ``cores`` among ``processes``, except variables in ``environ``.
 
-    OpenBLAS and MKL follow OMP_NUM_THREADS if they have no variable of their own.
+    The result is empty if ``environ`` has OMP_NUM_THREADS. OpenBLAS and MKL follow OMP_NUM_THREADS
+    unless their own variable is set.
     """
     if "OMP_NUM_THREADS" in environ:
         return {}
@@ -69,16 +71,19 @@ def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> 
 
 
 def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
-    """Return how many threads ``rank`` may compute with, given the cores that each rank may use.
+    """Return the number of compute threads for ``rank``. ``affinities[i]`` has the cores of rank i.
 
-    A rank that is bound to cores uses these; ranks that may use the same cores divide them.
+    A rank that is bound to its own cores uses all of them. Ranks with common cores divide them.
     """
     together = _within_quota(len(frozenset().union(*affinities)))
     return max(1, min(len(affinities[rank]), together // len(affinities)))
 
 
 def _within_quota(cores: int) -> int:
-    """Return ``cores``, or fewer if a control group has less: 150 ms in each 100 ms are two."""
+    """Return ``cores``, or fewer if a control group has a lower quota.
+
+    A quota of 150 ms per 100 ms counts as two cores.
+    """
     for group, files in itertools.product(control_groups(ROOT), _QUOTAS):
         with suppress(OSError, ValueError):  # no limit ("max", -1), or no such file
             quota, period = map(int, " ".join((group / f).read_text() for f in files).split())
@@ -90,9 +95,9 @@ def control_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and their parents; some may be missing."""
     with suppress(OSError):
         for names, path in re.findall(":(.*?):(.*)", (root / "proc/self/cgroup").read_text()):
-            # Version 2 has one hierarchy. Version 1 has one per set of controllers, which it names.
+            # Version 2 has one hierarchy. Version 1 has one per named set of controllers.
             for name in {names, *names.split(",")} if names else ("", "unified"):
                 mount = root / "sys/fs/cgroup" / name
-                # A container may see its own group alone, as the mount, by a longer path.
+                # In a container the mount may be the process's own group, while the path is longer.
                 groups = (mount / path.lstrip("/") / "x").parents
                 yield from (group for group in groups if group.is_relative_to(mount))

@@ -1,4 +1,4 @@
-"""The array library of an array. CuPy is never imported before a CuPy array exists."""
+"""Array libraries and devices of arrays. CuPy is imported only after a program has imported it."""
 
 import sys
 from types import ModuleType
@@ -11,8 +11,7 @@ from flashlight_py.errors import BackendUnavailableError
 
 __all__ = ["Array", "array_module", "device_of", "is_cupy", "to_device"]
 
-# A NumPy or CuPy array. CuPy has no complete stubs and follows NumPy's interface, so the type
-# checker sees NumPy's.
+# A NumPy or CuPy array. CuPy's stubs are incomplete, so type checkers see NumPy's type.
 Array: TypeAlias = NDArray[Any]
 
 
@@ -25,7 +24,7 @@ def is_cupy(value: object) -> bool:
 def array_module(array: object) -> ModuleType:
     """Return the module (``numpy`` or ``cupy``) whose functions apply to ``array``.
 
-    An array of another library names it by ``__array_library__``.
+    Arrays of other libraries name their module in ``__array_library__``.
     """
     if type(array) is np.ndarray:
         return np
@@ -36,7 +35,7 @@ def array_module(array: object) -> ModuleType:
 
 
 def device_of(array: Array) -> str:
-    """Return where ``array`` lives: ``"cpu"`` or ``"cuda:<index>"``."""
+    """Return the device that stores ``array``: ``"cpu"`` or ``"cuda:<index>"``."""
     if is_cupy(array):
         return f"cuda:{array.device.id}"  # type: ignore[attr-defined]
     return "cpu"
@@ -45,12 +44,11 @@ def device_of(array: Array) -> str:
 def to_device(array: Array, device: str) -> Array:
     """Return ``array`` on ``device`` (``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``).
 
-    It is the same object where it already lives there, a copy otherwise. Blocks until a
-    copy to the CPU has arrived.
+    Returns ``array`` itself if it is there already, else a copy. Blocks for a copy to the CPU.
 
     Raises:
-        ValueError: ``device`` names neither the CPU nor a CUDA device.
-        BackendUnavailableError: a CUDA device is asked for and CuPy or the device is missing.
+        ValueError: If ``device`` names neither the CPU nor a CUDA device.
+        BackendUnavailableError: If ``device`` is a CUDA device and CuPy or the device is missing.
     """
     if device == "cpu":
         host: Array = array.get() if is_cupy(array) else array  # type: ignore[attr-defined]
@@ -62,69 +60,75 @@ def to_device(array: Array, device: str) -> Array:
     number = int(index or 0)
     if number >= count:
         raise BackendUnavailableError(
-            f"device {device!r} was asked for and this machine has {count} CUDA device(s)"
+            f"device must be below {count}, the number of CUDA devices here, got {device!r}"
         )
     with cupy.cuda.Device(number):
         moved: Array = cupy.asarray(array)
     return moved
 
 
-def cuda(wanted: str = "an array on a GPU") -> tuple[Any, int]:
-    """Return CuPy and the number of CUDA devices; BackendUnavailableError if either is missing."""
+def cuda(purpose: str = "an array on a GPU") -> tuple[Any, int]:
+    """Return the module CuPy and the number of CUDA devices. ``purpose`` appears in errors.
+
+    Raises:
+        BackendUnavailableError: If CuPy or a CUDA device is missing.
+    """
     try:
         import cupy
     except ImportError as error:
         raise BackendUnavailableError(
-            f"{wanted} needs CuPy, which cannot be imported ({error}). Install it: "
+            f"{purpose} needs CuPy, which cannot be imported ({error}). Install it: "
             "pip install 'flashlight-py[cuda12]' (or [cuda13])"
         ) from error
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise BackendUnavailableError(
-            f"{wanted} needs a GPU, and CUDA finds none ({error}). Use NumPy arrays, or run where "
-            "nvidia-smi lists a device"
+            f"{purpose} needs a GPU, and CUDA has no device ({error}). Use NumPy arrays, or a "
+            "host on which nvidia-smi lists a device"
         ) from error
     return cupy, count
 
 
 def constant(value: float, like: Array) -> Any:
-    """Return a number in the dtype of ``like``, for arithmetic with it."""
-    if type(like) is np.ndarray:  # NumPy takes half the time with an array
+    """Return ``value`` as a scalar of the dtype of ``like``."""
+    if type(like) is np.ndarray:  # an array halves the time of NumPy's arithmetic
         return np.asarray(value, like.dtype)
     return like.dtype.type(value)
 
 
-# Float16 counts no further than 2,048 and ends at 65,504, bfloat16 counts to 256: what adds up many
-# elements, or divides by how many there are, does so in float32 and rounds once.
-NARROW = "eE"  # their letters, of ml_dtypes' bfloat16 too; comparing dtypes takes longer
+# float16 represents integers up to 2,048 and numbers up to 65,504, bfloat16 integers up to 256.
+# Sums over many elements, and divisions by their count, are computed in float32 and rounded once.
+NARROW = "eE"  # dtype.char of float16 and of ml_dtypes' bfloat16; faster than comparing dtypes
 _FLOATING = "efdgE"
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Return whether values of ``dtype`` may have gradients: NumPy's real ones, and bfloat16."""
+    """Return whether ``dtype`` can have gradients: bfloat16 and NumPy's real floating dtypes."""
     return dtype.char in _FLOATING
 
 
-def floating(dtype: Any, what: str) -> np.dtype[Any]:
-    """Return a dtype, also by its name; ``"bfloat16"`` is ml_dtypes'. ``what``: for errors.
+def floating(dtype: Any, operation: str) -> np.dtype[Any]:
+    """Return the floating dtype that ``dtype`` names. ``operation`` appears in errors.
 
-    Raises TypeError if it is no real floating dtype, and BackendUnavailableError if it is bfloat16
-    and ml_dtypes is not installed.
+    Raises:
+        TypeError: If ``dtype`` is not a real floating dtype.
+        BackendUnavailableError: If ``dtype`` is bfloat16 and ml_dtypes is not installed.
     """
     try:
-        found = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+        parsed = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
     except TypeError as error:
-        raise TypeError(f"{what} needs a real floating dtype, got {dtype!r}") from error
-    if not is_floating(found):
-        raise TypeError(f"{what} needs a real floating dtype, got {found}")
-    return found
+        raise TypeError(f"{operation}: expected a real floating dtype, got {dtype!r}") from error
+    if not is_floating(parsed):
+        raise TypeError(f"{operation}: expected a real floating dtype, got {parsed}")
+    return parsed
 
 
 def bfloat16(otherwise: np.dtype[Any] | None = None) -> np.dtype[Any]:
-    """Return the dtype of ml_dtypes, or ``otherwise`` if ml_dtypes is not installed.
+    """Return the bfloat16 dtype of ml_dtypes, or ``otherwise`` if ml_dtypes is not installed.
 
-    Raises BackendUnavailableError if ml_dtypes is not installed and ``otherwise`` is None.
+    Raises:
+        BackendUnavailableError: If ml_dtypes is not installed and ``otherwise`` is None.
     """
     try:
         import ml_dtypes
@@ -132,32 +136,32 @@ def bfloat16(otherwise: np.dtype[Any] | None = None) -> np.dtype[Any]:
         if otherwise is not None:
             return otherwise
         raise BackendUnavailableError(
-            "NumPy lacks the dtype bfloat16; install it with: "
-            f"pip install 'flashlight-py[bfloat16]' ({error})"
+            f"bfloat16 needs ml_dtypes, which cannot be imported ({error}). Install it: "
+            "pip install 'flashlight-py[bfloat16]'"
         ) from error
-    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return found
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
-def may_become(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return whether a value is cast to ``dtype`` in assignments: not complex to real, say."""
-    # ml_dtypes would allow everything.
-    a, b = (np.float32 if each.name == "bfloat16" else each for each in (given, dtype))
+def may_become(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return whether an assignment may cast ``source`` to ``dtype``: not complex to real."""
+    # np.can_cast allows every cast to and from bfloat16.
+    a, b = (np.float32 if kind.name == "bfloat16" else kind for kind in (source, dtype))
     return np.can_cast(a, b, "same_kind")
 
 
 def widened(array: Array) -> Array:
-    """Return an array of float16 or bfloat16 as float32, and any other as it is."""
+    """Return ``array`` as float32 if it is float16 or bfloat16, else ``array`` itself."""
     return array.astype(np.float32) if array.dtype.char in NARROW else array
 
 
 def narrowed(result: Array, like: Array) -> Array:
-    """Return ``result`` in the dtype of ``like`` where that is narrow, else as it is."""
+    """Return ``result`` in the dtype of ``like`` if that is float16 or bfloat16, else itself."""
     return result.astype(like.dtype) if like.dtype.char in NARROW else result
 
 
 def total(array: Array, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
-    """Return the sum over ``axis``: that of narrow dtypes as float32, to be cast by the caller."""
+    """Return the sum over ``axis``: float32 for float16 and bfloat16, which the caller casts."""
     wide = np.float32 if array.dtype.char in NARROW else None
-    found: Array = array.sum(axis=axis, keepdims=keepdims, dtype=wide)
-    return found
+    summed: Array = array.sum(axis=axis, keepdims=keepdims, dtype=wide)
+    return summed

@@ -53,8 +53,8 @@ ENOUGH_BYTES = 256 << 20  # containers have 64 MB by default, too little for gra
 _SHORTEST = 16  # an attacker who records the start of a job can try all shorter secrets
 # States of a finding. Only FAILED sets the exit code to 1.
 OK, MISSING, WARNING, FAILED = "ok", "missing", "warning", "FAILED"
-_GRACE_SECONDS = 10.0  # for a launcher to end its ranks
-MPI_SECONDS = 60.0  # maximum to load MPI or to run mpirun --version
+_GRACE_SECONDS = 10.0  # seconds for a launcher to end its ranks
+MPI_SECONDS = 60.0  # maximum seconds to load MPI or to run mpirun --version
 _RANK = ("-m", "flashlight_py.doctor", "--rank")
 # Prefixes of variables with which mpirun starts a rank. Commands of the doctor must not see them.
 _RANK_VARIABLES = ("PMI", "PMIX_", "OMPI_COMM_", "HYDRA_", "MPI_LOCAL")
@@ -235,10 +235,10 @@ def job_secret() -> tuple[str, str, str]:
         secret = Secret.find(one_host=False)
     except RendezvousError as error:
         return FAILED, str(error), ""
-    if not secret.given:
+    if not secret.from_job:
         detail = f"in {secret.source}, for jobs of this user on this host only"
         return OK, detail, f"with several hosts, without flrun or shared FILE_PATH: {SECRET_REMEDY}"
-    if len(secret.given) < _SHORTEST:
+    if len(secret.from_job) < _SHORTEST:
         return WARNING, f"from {secret.source}; it is short enough to be guessed", SECRET_REMEDY
     return OK, f"from {secret.source}; every rank needs the same secret", ""
 
@@ -410,7 +410,7 @@ def query_mpi() -> dict[str, Any]:
     vendor = MPI.get_vendor()[0]
     # mpi4py has one module per ABI and selects the one for the library that it loads.
     variant = Path(MPI.__file__).name.split(".")[1]
-    library = next(libraries.mapped("libmpi"), ctypes.CDLL(None))
+    library = next(libraries.loaded_libraries("libmpi"), ctypes.CDLL(None))
     query = getattr(library, "MPIX_Query_cuda_support", None)
     name = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
     abi = _ABIS.get(variant, f"ABI of {vendor}, for which mpi4py was compiled")

@@ -1,7 +1,7 @@
-"""Rational approximations of the error function, for NumPy's and CuPy's arrays.
+"""Rational approximations of the error function, for NumPy and CuPy arrays.
 
 W. J. Cody, Rational Chebyshev approximations for the error function, Mathematics of Computation 23,
-1969. Each is a numerator and a denominator, the highest power first.
+1969. Each table has a numerator and a denominator, with the coefficient of the highest power first.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from flashlight_py.device import Array
 
 Quotient = tuple[tuple[float, ...], tuple[float, ...]]
 
-SPLIT = 0.46875  # where NEAR ends and MIDDLE begins
-# Of x * x: erf(x) / x.
+SPLIT = 0.46875  # limit between NEAR and MIDDLE
+# NEAR(x * x) = erf(x) / x.
 NEAR: Quotient = (
     (0.185777706184603153, 3.16112374387056560, 113.864154151050156, 377.485237685302021,
      3209.37758913846947),
     (1.0, 23.6012909523441209, 244.024637934444173, 1282.61652607737228, 2844.23683343917062),
 )  # fmt: skip
-# Of x up to 4: erfc(x) * exp(x * x).
+# MIDDLE(x) = erfc(x) * exp(x * x), for x up to 4.
 MIDDLE: Quotient = (
     (2.15311535474403846e-8, 0.564188496988670089, 8.88314979438837594, 66.1191906371416295,
      298.635138197400131, 881.952221241769090, 1712.04761263407058, 2051.07837782607147,
@@ -26,7 +26,7 @@ MIDDLE: Quotient = (
     (1.0, 15.7449261107098347, 117.693950891312499, 537.181101862009858, 1621.38957456669019,
      3290.79923573345963, 4362.61909014324716, 3439.36767414372164, 1230.33935480374942),
 )  # fmt: skip
-# Of 1 / (x * x), for x beyond 4: (1 / sqrt(pi) - x * erfc(x) * exp(x * x)) * x * x.
+# FAR(1 / (x * x)) = (1 / sqrt(pi) - x * erfc(x) * exp(x * x)) * x * x, for x above 4.
 FAR: Quotient = (
     (0.0163153871373020978, 0.305326634961232344, 0.360344899949804439, 0.125781726111229246,
      0.0160837851487422766, 6.58749161529837803e-4),
@@ -36,7 +36,7 @@ FAR: Quotient = (
 
 
 def quotient(polynomials: Quotient, x: Array) -> Any:
-    """Return the quotient of two polynomials of ``x``, a new array of its dtype."""
+    """Return the quotient of two polynomials of ``x``, a new array of the same dtype."""
     upper, lower = (_polynomial(x, factors) for factors in polynomials)
     return upper / lower
 

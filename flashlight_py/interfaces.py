@@ -1,4 +1,4 @@
-"""This host's network interfaces: their addresses, and from which of them packets leave."""
+"""Network interfaces of this host, their addresses, and the source addresses of packets."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from flashlight_py import system
 
-# Reserved for documentation (RFC 5737, RFC 3849): what has no route of its own goes this way.
+# Documentation addresses (RFC 5737, RFC 3849). The default route applies to them.
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Return name and address, without a zone, of interfaces that are up; IPv4 before IPv6.
+    """Return (name, address) of running interfaces, IPv4 before IPv6. Addresses have no zone.
 
-    Addresses of the loopback, and those valid on one link alone, are left out. An interface without
-    a cable, or a bridge without a container, is not up.
+    Loopback and link-local addresses are excluded. An interface without a cable, or a bridge
+    without a container, is not running.
     """
     return [
         (name, address)
@@ -27,71 +27,72 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def own_addresses() -> list[str]:
-    """Return where other hosts may reach this one: addresses of default routes, then all others."""
-    there = [address for _, address in interfaces()]
-    by_default = [address for address in map(source_address, _OUTSIDE) if address in there]
-    return list(dict.fromkeys([*by_default, *there]))
+    """Return addresses at which other hosts can reach this host, default routes first."""
+    running = [address for _, address in interfaces()]
+    by_default = [address for address in map(source_address, _OUTSIDE) if address in running]
+    return list(dict.fromkeys([*by_default, *running]))
 
 
-def addresses_of(wanted: str) -> list[str]:
-    """Return the addresses that ``wanted`` means here: those of an interface, or one of ours.
+def addresses_of(names: str) -> list[str]:
+    """Return the local addresses that ``names`` selects, or an empty list.
 
-    None where it is neither. A list with commas means the first of its words that is either.
+    ``names`` is an interface or a local address, or a comma-separated list of them. In a list, the
+    first word that matches decides.
     """
-    return next(filter(None, map(_addresses_of, wanted.split(","))), [])
+    return next(filter(None, map(_addresses_of, names.split(","))), [])
 
 
 def _addresses_of(word: str) -> list[str]:
     if word in (name for _, name in system.if_nameindex()):
         return [address for name, address, _ in system.addresses() if name == word]
     try:
-        meant = resolved(word, 0) if word else []
+        socket_addresses = resolved(word, 0) if word else []
     except OSError:
         return []
-    return [str(address) for address, _, *zone in meant if is_own(address, zone)]
+    return [str(address) for address, _, *zone in socket_addresses if is_own(address, zone)]
 
 
 def resolved(host: str, port: int) -> list[tuple[Any, ...]]:
-    """Return the socket addresses that ``host`` means here. Raises OSError if it means none."""
+    """Return the socket addresses of ``host``. Raises OSError if ``host`` cannot be resolved."""
     try:
-        found = system.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # of a name that cannot be one
+        entries = system.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a malformed host name
         raise OSError(str(error)) from error
-    return list(dict.fromkeys(address for *_, address in found))
+    return list(dict.fromkeys(address for *_, address in entries))
 
 
 def source_address(target: str) -> str:
-    """Return the address from which packets to ``target`` leave, or ""; nothing is sent."""
+    """Return the source address of packets to ``target``, or "" without a route. Sends nothing."""
     try:
         with system.Socket(family_of(target), socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
             return str(probe.getsockname()[0]).partition("%")[0]
-    except OSError:  # a kernel without IPv6 has no such socket, either
+    except OSError:  # also if the kernel has no IPv6
         return ""
 
 
 def is_own(address: str, zone: Sequence[Any] = ()) -> bool:
-    """Return whether a socket can bind to ``address`` here; ``zone`` follows the port in IPv6."""
+    """Return whether a socket can bind to ``address``. ``zone`` has IPv6 flow info and scope."""
     try:
         with system.Socket(family_of(address), socket.SOCK_STREAM) as probe:
             probe.bind((address, 0, *zone))
-    except (OSError, UnicodeError):  # no address at all, perhaps
+    except (OSError, UnicodeError):  # also if ``address`` is malformed
         return False
     return True
 
 
 def listen_everywhere(port: int, backlog: int) -> system.Socket:
-    """Return a socket that listens at all addresses of this host; port 0: at a free one."""
+    """Return a socket that listens on all addresses of this host. Port 0 selects a free port."""
     both = system.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return system.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def keep_port() -> system.Socket:
-    """Return a socket that has a free port of this host, and does not listen there.
+    """Return a socket that reserves a free port without listening on it.
 
-    The kernel gives the port to no program that asks for any. A program that asks for its number
-    and reuses addresses, as servers do, can listen there.
+    The kernel does not assign the port to programs that request any free port. A program that
+    requests this port number with SO_REUSEADDR, as servers do, can listen on it.
     """
     both = system.has_dualstack_ipv6()
     kept = system.Socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM)

@@ -1,6 +1,6 @@
-"""Kernels for CuPy arrays that do in one launch what takes several, each some microseconds long.
+"""Fused CuPy kernels: one launch replaces several launches, which take microseconds each.
 
-They are compiled by CuPy when first used. Narrower types than float32 are computed in float32.
+CuPy compiles each kernel at its first use. Types narrower than float32 are computed in float32.
 """
 
 import functools
@@ -22,7 +22,7 @@ _ABOVE = _polynomial(1.25331406, 0.5594689599, 0.1323146197, 0.01466118099)
 _BELOW = _polynomial(
     1.0, 2.04215612, 1.864438885, 0.9872392362, 0.3270594715, 0.06597974371, 0.007334719276
 )
-# Inputs, outputs and the statements for an element, in which R is the type that it computes in.
+# Inputs, outputs and statements for one element. R is the type of the computation.
 _ELEMENTWISE = {
     "capped_step": (
         "float32 mean_sum, float32 variance_sum, float32 inverse_cap",
@@ -59,9 +59,9 @@ _ELEMENTWISE = {
         slope_out = m > 0 ? 1 - q : q;
         """,
     ),
-    # With a copy, as a load that depends on another one waits for it.
+    # ``grad`` is copied first: a load that depends on the comparison would wait for ``out``.
     "relu_slope": ("G grad, T out", "G slope", "const G g = grad; slope = out > T(0) ? g : G(0);"),
-    # Four rows for each element of bias: one load at a time does not fill the memory's bandwidth.
+    # Four rows per thread: one load at a time does not use the full memory bandwidth.
     "bias_relu": (
         "raw T bias, int64 columns, int64 stride, int64 total",
         "raw T out",
@@ -73,7 +73,7 @@ _ELEMENTWISE = {
         for (int k = 0; k < 4; ++k) {
           if (i + k * stride < total) out[i + k * stride] = sums[k] < T(0) ? T(0) : sums[k];
         }
-        """,  # nan stays
+        """,  # keeps nan
     ),
     "scaled_difference": (
         "T a, T b, G factor, R scale",
@@ -109,17 +109,17 @@ def _elementwise(name: str, real: str = "float32") -> Any:
 def capped_step(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Change ``mean`` and ``variance`` in place; all float32, of one shape.
+    """Update ``mean`` and ``variance`` in place. All arrays are float32 and have the same shape.
 
-    The formula is that of ``tagi.parameters``.
+    The formula is in ``tagi.parameters``.
     """
     _elementwise("capped_step")(mean_sum, variance_sum, inverse_cap, mean, variance)
 
 
 def mixture_relu(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
-    """Return means, variances and slopes of max(z, 0), new; all float32, of one shape.
+    """Return new arrays with the means, variances and slopes of max(z, 0).
 
-    The formula is that of ``csrc/tagi/activations.inc``.
+    All arrays are float32 and have the same shape. The formula is in ``csrc/tagi/activations.inc``.
     """
     import cupy
 
@@ -129,15 +129,15 @@ def mixture_relu(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
 
 
 def relu_slope(grad: Array, out: Array) -> Array:
-    """Return a new array: ``grad`` where ``out`` (same shape) is above 0, else 0."""
+    """Return a new array with ``grad`` where ``out`` (same shape) is above 0, else 0."""
     slope: Array = _elementwise("relu_slope")(grad, out)
     return slope
 
 
 def add_bias_relu(product: Array, bias: Array) -> None:
-    """Make ``product`` the larger of ``product + bias`` and 0, in place.
+    """Replace ``product`` by ``max(product + bias, 0)``, in place.
 
-    ``bias`` has the length of the last dimension of ``product``, and its dtype.
+    ``bias`` has the length of the last dimension of ``product``, and the same dtype.
     """
     columns = bias.size
     stride = -(-product.size // (4 * columns)) * columns if columns else 0
@@ -146,9 +146,9 @@ def add_bias_relu(product: Array, bias: Array) -> None:
 
 
 def mean_square_error(prediction: Array, target: Array) -> Array:
-    """Return the mean of ``(prediction - target) ** 2``, without dimensions.
+    """Return the mean of ``(prediction - target) ** 2`` as an array without dimensions.
 
-    The same shape and dtype; narrow floats are summed in float32.
+    Both arrays have the same shape and dtype. Dtypes narrower than float32 are summed in float32.
     """
     import cupy
 
@@ -166,8 +166,8 @@ def mean_square_error(prediction: Array, target: Array) -> Array:
     return total
 
 
-# CuPy reduces all elements in one block. More are first reduced by as many blocks as a large GPU
-# runs at once: by their number alone, so that equal arrays have equal means wherever they are.
+# CuPy reduces all elements in one block. Larger arrays are first reduced by up to _BLOCKS blocks,
+# as many as a large GPU runs at once. Equal arrays have equal means.
 _ONE_BLOCK, _THREADS, _BLOCKS = 1 << 14, 256, 1024
 _SQUARES = """
 {head}
@@ -220,9 +220,10 @@ def _reduction(inputs: str, mapped: str, end: str, dtype: str, real: str) -> Any
 
 
 def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
-    """Return ``(a - b) * (factor * scale)``, new; ``a`` and ``b`` of one shape and dtype.
+    """Return a new array ``(a - b) * (factor * scale)``.
 
-    ``factor`` has no dimensions, and stays on the device.
+    ``a`` and ``b`` have the same shape and dtype. ``factor`` has no dimensions and is on their
+    device.
     """
     result: Array = _elementwise("scaled_difference", _computed_in(a))(a, b, factor, scale)
     return result
@@ -231,8 +232,8 @@ def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
 def add_moments(sums: Array, mean: Array, squares: Any, weight: float, count: int) -> None:
     """Add ``count`` values of ``weight`` each to ``sums`` of an ``AverageValueMeter``, in place.
 
-    ``mean`` has one element. ``squares`` is the sum of squared deviations from it: a float64 array
-    without dimensions, or a number.
+    ``mean`` has one element. ``squares`` is the sum of squared deviations from the mean: a float64
+    array without dimensions, or a number.
     """
     _elementwise("add_moments")(mean, squares, weight, count, sums)
 

@@ -1,4 +1,4 @@
-"""The shared libraries that this process has loaded."""
+"""Shared libraries that this process has loaded."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-# Names of functions in builds of BLAS, NumPy's wheels first; 64_ marks 64-bit integers.
+# Function names in builds of BLAS, those of NumPy's wheels first. 64_ marks 64-bit integers.
 _SPELLINGS = ("scipy_{}64_", "{}64_", "scipy_{}", "{}")
 _RTLD_DI_LINKMAP = 2
 
 
-def mapped(name: str) -> Iterator[ctypes.CDLL]:
-    """Yield the loaded libraries whose file names contain ``name``, NumPy's own first."""
-    # dl_iterate_phdr(3) holds a lock in its callback: deadlock with an import that holds the GIL.
+def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
+    """Yield the loaded libraries whose file names contain ``name``, NumPy's libraries first."""
+    # dl_iterate_phdr(3) would deadlock: its callback runs with a lock, imports with the GIL.
     paths, link, process = set[str](), ctypes.c_void_p(), ctypes.CDLL(None)
     process.dlinfo(ctypes.c_void_p(process._handle), _RTLD_DI_LINKMAP, ctypes.byref(link))
     address = link.value
-    while address:  # of a struct link_map: address, name, section, next
+    while address:  # struct link_map: address, name, section, next
         _, text, _, address = (ctypes.c_void_p * 4).from_address(address)
         paths.add(os.fsdecode(ctypes.string_at(text or b"")))
     named = [path for path in paths if name in os.path.basename(path)]
@@ -28,15 +28,18 @@ def mapped(name: str) -> Iterator[ctypes.CDLL]:
 
 
 def functions_of(name: str, *names: str) -> Iterator[list[Any]]:
-    """Yield the functions ``names`` of each library of ``mapped(name)`` that has all of them."""
-    for library, spelling in itertools.product(mapped(name), _SPELLINGS):
-        spelled = [spelling.format(each) for each in names]
-        if all(hasattr(library, each) for each in spelled):
-            yield [library[each] for each in spelled]
+    """Yield the functions ``names`` of each loaded library that has all of them.
+
+    ``name`` is a part of the library's file name. Prefixes and suffixes of BLAS builds are tried.
+    """
+    for library, spelling in itertools.product(loaded_libraries(name), _SPELLINGS):
+        spelled = [spelling.format(function_name) for function_name in names]
+        if all(hasattr(library, function_name) for function_name in spelled):
+            yield [library[function_name] for function_name in spelled]
 
 
 def blas(*names: str) -> tuple[Any, ...]:
-    """Return whether NumPy's BLAS has 64-bit integers, and the addresses of functions ``names``.
+    """Return whether NumPy's BLAS has 64-bit integers, followed by the addresses of ``names``.
 
     The tuple is empty if this process has loaded no BLAS.
     """

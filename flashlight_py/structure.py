@@ -1,7 +1,7 @@
-"""The structure of a step and its parts, for captured steps (``fl.capture``).
+"""The structure of a captured step (``fl.capture``): modules, modes, hooks and options.
 
-A replay finds arrays where they lie. Its structure shows in no array: which modules there are, in
-which modes, with which hooks and options. Their owners say when it changes.
+A replay reads the current values of arrays. Structure is not visible in arrays, so its owners call
+``changed`` when it changes.
 """
 
 import functools
@@ -15,27 +15,27 @@ import numpy as np
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 count = np.zeros(1, np.int64)
-"""Another number after every change; native code reads it where it lies."""
+"""Number of the last change, which native code reads in place."""
 
 _changes = itertools.count(1)
 
 
 def changed() -> None:
-    """Note that what a module, an optimizer or a hook computes has changed."""
+    """Record that the computation of a module, an optimizer or a hook has changed."""
     count[0] = next(_changes)
 
 
 class HoldsState:
-    """An object whose arrays are state of the steps that use it."""
+    """An object whose arrays are part of the state of a captured step."""
 
 
 class Structured(HoldsState):
-    """An object whose attributes decide what a step computes; to set another value is a change."""
+    """An object whose attributes determine a step's computation. Assignments count as changes."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        is_other = vars(self).get(name, self) is not value
+        is_changed = vars(self).get(name, self) is not value
         super().__setattr__(name, value)
-        if is_other:
+        if is_changed:
             changed()
 
     def __delattr__(self, name: str) -> None:
@@ -47,19 +47,19 @@ class _Here(threading.local):
     recorder: Any = None
 
 
-here = _Here()
-"""``recorder``: whoever takes note of what this thread does; None: nobody."""
+thread_state = _Here()
+"""``recorder``: the object that records operations of this thread, or None."""
 
 
 def as_one(function: Function) -> Function:
-    """Let replays repeat ``function`` as one operation, not the operations in it.
+    """Decorate ``function`` so that replays repeat the whole call as one operation.
 
-    It may change arrays, not only compute new ones. Results that are no arrays must not vary.
+    The function may modify arrays in place. Other results than arrays must not vary.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        recorder = here.recorder
+        recorder = thread_state.recorder
         if recorder is None:
             return function(*args, **options)
         return recorder.as_one(function, args, options)
@@ -68,10 +68,11 @@ def as_one(function: Function) -> Function:
 
 
 @as_one
-def require(holds: Any, values: Any, error: Callable[[Any], Exception]) -> None:
-    """Raise ``error(value)`` of the first of ``values`` where ``holds``, of their shape, is false.
+def require_all(holds: Any, values: Any, error: Callable[[Any], Exception]) -> None:
+    """Raise ``error(value)`` for the first element of ``values`` for which ``holds`` is False.
 
-    On a GPU it waits for them. Replays of a captured step check their own values.
+    ``holds`` and ``values`` have the same shape. Blocks until a GPU has computed them. Replays of a
+    captured step check their current values.
     """
     if not holds.all():
         raise error(values[~holds][0])

@@ -1,8 +1,8 @@
-"""The operating system as the control plane sees it: clocks, sockets, threads, processes.
+"""Clocks, sockets, threads and processes of the operating system, for the control plane.
 
-Rendezvous, launcher, start and the handling of failures use these functions by the module's name
-(``system.monotonic()``), so that tests/simulation can replace them by hosts, a network and a time
-of its own. Exceptions are files, and what only ``spawn`` and the main thread of flrun do.
+Rendezvous, launcher, startup and failure handling call these functions through the module
+(``system.monotonic()``). tests/simulation replaces them by simulated hosts, networks and clocks.
+Files, and code that only ``spawn`` and flrun's main thread run, use the standard library directly.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ create_server, getaddrinfo = socket.create_server, socket.getaddrinfo
 gethostname, if_nameindex = socket.gethostname, socket.if_nameindex
 has_dualstack_ipv6 = socket.has_dualstack_ipv6
 
-# Descriptors, and waiting for them. A selector has a descriptor itself.
-Selector = selectors.DefaultSelector  # EpollSelector, which gevent removes
+# Descriptors, and functions that wait for them. A selector has a descriptor itself.
+Selector = selectors.DefaultSelector  # EpollSelector; gevent removes it from selectors
 select = _select.select
 read, write, close, dup, set_blocking = os.read, os.write, os.close, os.dup, os.set_blocking
 pipe, pipe2, fstat, isatty = os.pipe, os.pipe2, os.fstat, os.isatty
 set_inheritable = os.set_inheritable
 
-# This process, its threads, and others.
+# This process, its threads, and other processes.
 environ, getpid, readlink, random_bytes = os.environ, os.getpid, os.readlink, os.urandom
 RLock, waitid, kill, killpg = threading.RLock, os.waitid, os.kill, os.killpg
 
@@ -48,7 +48,7 @@ RLock, waitid, kill, killpg = threading.RLock, os.waitid, os.kill, os.killpg
 class Thread(threading.Thread):
     """A thread that can end after gevent or eventlet has patched ``threading``."""
 
-    def _delete(self) -> None:  # threading's looks for get_ident(), then a greenlet's
+    def _delete(self) -> None:  # the original looks up get_ident(), then a greenlet's identifier
         threading._active.pop(self.ident, None)  # type: ignore[attr-defined]
 
 
@@ -58,7 +58,7 @@ setitimer, getitimer = _signal.setitimer, _signal.getitimer
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``subprocess`` for the launcher alone: it takes 3 ms."""
+    """Import ``subprocess`` at the first use of ``Popen``, since the import takes 3 ms."""
     if name == "Popen":
         from subprocess import Popen
 
@@ -70,55 +70,54 @@ def __getattr__(name: str) -> Any:
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _IFREQ_BYTES, _MOST_ADDRESSES = 24 + 2 * struct.calcsize("l"), 1024
-# if_inet6: the scope of addresses that are valid beyond one link; those that cannot be used (yet).
+# Fields of if_inet6: the global scope, and flags of addresses that are unusable or not yet usable.
 _GLOBAL, _IFA_F_UNUSABLE = "00", 0x08 | 0x40
 
 
 def can_write(descriptor: int, seconds: float = 0.0) -> bool:
-    """Wait up to ``seconds`` until ``descriptor`` can be written, and return whether it can."""
+    """Wait up to ``seconds`` until ``descriptor`` is writable, and return whether it is."""
     poll = _select.poll()
     poll.register(descriptor, _select.POLLOUT)
     return bool(poll.poll(1000 * seconds))
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file of /proc. Raises an OSError if there is no such file."""
+    """Return the text of a file in /proc. Raises OSError if the file does not exist."""
     return Path(path).read_text(errors="replace")
 
 
 def children() -> list[int]:
-    """Return the processes whose parent is this one, also those that have ended just now.
-
-    Without /proc it finds none.
-    """
-    me, found = os.getpid(), []
+    """Return the IDs of this process's children, including zombies. Empty without /proc."""
+    parent, pids = os.getpid(), []
     for pid in filter(str.isdigit, os.listdir("/proc") if Path("/proc/self").exists() else ()):
         with suppress(FileNotFoundError, ProcessLookupError):
             stat = Path(f"/proc/{pid}/stat").read_bytes()
-            # The name, in brackets, may itself have brackets and spaces; state and parent follow.
-            if int(stat.rpartition(b")")[2].split()[1]) == me:
-                found.append(int(pid))
-    return found
+            # The name is in brackets, and may contain brackets and spaces. State and parent follow.
+            if int(stat.rpartition(b")")[2].split()[1]) == parent:
+                pids.append(int(pid))
+    return pids
 
 
 def addresses() -> list[tuple[str, str, bool]]:
-    """Return interfaces with their addresses, without a zone, and whether they are up and running.
+    """Return (interface, address, whether the interface is up and running). No address has a zone.
 
-    IPv4 before IPv6; of the latter only what is valid beyond one link, or the loopback's.
+    IPv4 comes before IPv6. IPv6 addresses are global, or belong to the loopback interface.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = [*_version_4(probe), *_version_6()]
-        running = {name for name in {name for name, _ in found} if _is_running(probe, name)}
-    return [(name, address, name in running) for name, address in found]
+        entries = [*_version_4(probe), *_version_6()]
+        running = {name for name in {name for name, _ in entries} if _is_running(probe, name)}
+    return [(name, address, name in running) for name, address in entries]
 
 
 def _version_4(probe: socket.socket) -> list[tuple[str, str]]:
-    room = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
-    request = struct.pack("iP", len(room), room.buffer_info()[0])
+    buffer = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
+    request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
     used, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
-    entries = (bytes(room[at : at + _IFREQ_BYTES]) for at in range(0, used, _IFREQ_BYTES))
+    entries = (
+        bytes(buffer[offset : offset + _IFREQ_BYTES]) for offset in range(0, used, _IFREQ_BYTES)
+    )
     return [
-        # An address with a label, as "eth0:1", is one of the same interface.
+        # The label "eth0:1" belongs to the interface eth0.
         (entry[:16].partition(b"\0")[0].decode().partition(":")[0], address)
         for entry in entries
         for address in [socket.inet_ntoa(entry[20:24])]
@@ -126,18 +125,18 @@ def _version_4(probe: socket.socket) -> list[tuple[str, str]]:
 
 
 def _version_6() -> list[tuple[str, str]]:
-    table, found = Path("/proc/net/if_inet6"), []
+    table, entries = Path("/proc/net/if_inet6"), []
     for line in table.read_text().splitlines() if table.exists() else ():
         digits, _, _, scope, flags, name = line.split()
         if (scope == _GLOBAL or name == "lo") and not int(flags, 16) & _IFA_F_UNUSABLE:
-            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return found
+            entries.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return entries
 
 
 def _is_running(probe: socket.socket, name: str) -> bool:
     try:
         reply = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
-    except OSError:  # it has gone meanwhile
+    except OSError:  # the interface was removed meanwhile
         return False
     flags = int(struct.unpack_from("H", reply, 16)[0])
     return bool(flags & _IFF_UP and flags & _IFF_RUNNING)

@@ -1,7 +1,7 @@
-"""Tracebacks as a user reads them: the program's own lines, without those inside this package.
+"""Shortened tracebacks: the frames inside this package are printed as one line.
 
-Only what is printed or sent is shortened; the exception keeps its traceback.
-FLASHLIGHT_FULL_TRACEBACK=1 shows everything.
+Only printed and sent text is shortened. The exception keeps its traceback.
+FLASHLIGHT_FULL_TRACEBACK=1 prints all frames.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FULL", "folded", "is_full", "words_of"]
+__all__ = ["FULL", "folded", "is_full", "message_of"]
 
 FULL = "FLASHLIGHT_FULL_TRACEBACK"
-"""The environment variable that, if it is "1", has tracebacks printed in full."""
+"""Environment variable that, if set to "1", prints all frames of tracebacks."""
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
-_BETWEEN = contextlib.__file__  # of a block that is ours, where one of our frames is before it
+_BETWEEN = contextlib.__file__  # frames of contextlib between two frames of this package
 
 
 def is_full() -> bool:
@@ -28,46 +28,46 @@ def is_full() -> bool:
     return os.environ.get(FULL) == "1"
 
 
-def words_of(error: BaseException) -> str:
-    """Return ``str(error)``, or why there is none: it is the user's code."""
+def message_of(error: BaseException) -> str:
+    """Return ``str(error)``, or a note if the error's own ``__str__`` raises."""
     try:
         return str(error)
-    except Exception as failure:  # noqa: BLE001 - whatever it raises
+    except Exception as failure:  # noqa: BLE001 - user code may raise any exception
         return f"(its str() raises {type(failure).__name__})"
 
 
 def folded(error: BaseException, start: int = 0) -> str:
-    """Return what Python prints of an exception from frame ``start`` on, our frames as one line.
+    """Return the printed form of ``error`` from frame ``start`` on, package frames as one line.
 
-    So also in those that led to it. An exception of which no frame is the user's stays whole.
+    Also applies to causes and contexts. A stack without user frames is printed in full.
     """
-    whole = traceback.TracebackException.from_exception(error)
-    del whole.stack[:start]
-    if not is_full() and not all(_is_ours(frame) for frame in whole.stack):
-        for each in _chain(whole):
-            each.stack = _Folded(each.stack)
-    return "".join(whole.format())
+    shortened = traceback.TracebackException.from_exception(error)
+    del shortened.stack[:start]
+    if not is_full() and not all(_is_ours(frame) for frame in shortened.stack):
+        for part in _chain(shortened):
+            part.stack = _Folded(part.stack)
+    return "".join(shortened.format())
 
 
 class _Folded(traceback.StackSummary):
-    """A stack that is printed with each run of our frames as one line."""
+    """A stack that prints consecutive frames of this package as one line."""
 
     def format(self, **options: Any) -> list[str]:
         """Return the lines; see ``traceback.StackSummary.format``."""
         lines = []
-        for ours, run in itertools.groupby(self._by_owner(), key=lambda each: each[0]):
+        for is_ours, run in itertools.groupby(self._by_owner(), key=lambda item: item[0]):
             frames = [frame for _, frame in run]
-            if ours:
+            if is_ours:
                 lines.append(_in_one_line(frames))
             else:
                 lines += traceback.StackSummary.from_list(frames).format(**options)
         return lines
 
     def _by_owner(self) -> Iterator[tuple[bool, traceback.FrameSummary]]:
-        ours = False
+        is_ours = False
         for frame in self:
-            ours = _is_ours(frame) or (ours and frame.filename == _BETWEEN)
-            yield ours, frame
+            is_ours = _is_ours(frame) or (is_ours and frame.filename == _BETWEEN)
+            yield is_ours, frame
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
@@ -84,11 +84,13 @@ def _in_one_line(frames: list[traceback.FrameSummary]) -> str:
     )
 
 
-def _chain(whole: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield ``whole``, what led to it, and the members of groups."""
-    left = [whole]
-    while left:
-        each = left.pop()
-        yield each
-        members = getattr(each, "exceptions", None) or []  # since Python 3.11
-        left += [other for other in (each.__cause__, each.__context__, *members) if other]
+def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield ``first``, its causes and contexts, and the members of exception groups."""
+    pending = [first]
+    while pending:
+        current = pending.pop()
+        yield current
+        members = getattr(current, "exceptions", None) or []  # since Python 3.11
+        pending += [
+            linked for linked in (current.__cause__, current.__context__, *members) if linked
+        ]

@@ -83,7 +83,7 @@ def test_a_class_name_exists_once() -> None:
 
 
 def test_few_files_tell_the_tape_of_what_they_do() -> None:
-    hooks = re.compile(r"\b(as_one|here\.recorder|flashlight_py\.tape)\b")
+    hooks = re.compile(r"\b(as_one|thread_state\.recorder|flashlight_py\.tape)\b")
     files = [str(path.relative_to(PACKAGE)) for path in FILES if hooks.search(path.read_text())]
     outside = [file for file in files if not file.startswith("tape/")]
     # On a GPU also the kernels of optimizers and the backend of NCCL, whose launches a graph keeps.

@@ -1,15 +1,15 @@
 """Variables, the backward pass and differentiable functions.
 
-A ``Variable`` wraps a NumPy or CuPy array; ``functions`` compute with variables and remember how;
-``Variable.backward`` walks that memory back to the leaves. Hooks on leaves and
-``on_backward_end`` let other layers act on gradients; nothing here knows who does.
+A ``Variable`` wraps a NumPy or CuPy array. ``functions`` compute with variables and record a graph.
+``Variable.backward`` walks this graph from the result to the leaves. Other packages process
+gradients by hooks on leaves and by ``on_backward_end``.
 
-From its first backward pass or native kernel on, a thread takes memory of NumPy's arrays from a
-cache: freed blocks of 32 KB or more, at most 32 MB in a process. A block that 8 backward passes
-have not used returns to the system. An import of this package changes nothing in the process.
+After its first backward pass or native kernel call, a thread allocates NumPy arrays from a cache of
+freed blocks. The cache stores blocks of at least 32 KB, at most 32 MB per process. A block that 8
+backward passes have not used returns to the system.
 """
 
-from flashlight_py.autograd import functions, operators  # operators: completes Variable
+from flashlight_py.autograd import functions, operators  # operators: adds methods to Variable
 from flashlight_py.autograd.engine import on_backward_end
 from flashlight_py.autograd.gradcheck import gradcheck
 from flashlight_py.autograd.variable import Variable, function, input, no_grad, param

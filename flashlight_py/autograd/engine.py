@@ -1,18 +1,18 @@
-"""The backward pass: one walk over recorded operations, without recursion.
+"""The backward pass: an iterative walk over recorded operations.
 
-Every operation leaves a ``Node`` whose edges say where its gradient goes next: to the node of an
-input that was itself computed, or to a leaf ``Variable``. Each edge carries the input's
-vector-Jacobian product ("vjp"): a function from the gradient of the result to that of the input.
+Every operation creates a ``Node``. The edges of a node lead to its inputs: to the node of a
+computed input, or to a leaf ``Variable``. Each edge has the vector-Jacobian product ("vjp") of the
+input. A vjp is a function that maps the gradient of the result to the gradient of the input.
 
-A vjp returns a new array, its argument, or a view of its argument, in the shape of its input, and
-never changes its argument. So the engine copies only if two gradients would share memory. It also
-casts, so that no vjp has to.
+A vjp returns a new array, its argument, or a view of its argument. The returned array has the shape
+of the input, and the argument is not modified. The engine copies a gradient only if two gradients
+would share memory. The engine also casts gradients, so that a vjp does not need to.
 
-Results computed without recording stand in the graph as ``Part``s (see ``graph``). Visited, they
-are computed again, recorded, and the walk goes on in that graph: everything is visited in the same
-order, and every hook called when it would be.
+A result that was computed without recording is a ``Part`` in the graph (see ``graph``). When the
+walk reaches a part, the result is computed again with recording, and the walk continues in the new
+graph. The order of nodes and hooks is the same as without parts.
 
-All bookkeeping lives in local dictionaries: a pass that raises leaves nothing behind.
+All state of a pass is local to the pass: a pass that raises leaves no state.
 """
 
 import functools
@@ -32,7 +32,7 @@ from flashlight_py.device import Array, array_module
 
 
 class GradSink:
-    """A receiver of a leaf's gradient in the place of an array; see ``Variable.grad_buffer``."""
+    """A receiver of a leaf's gradient that replaces the array; see ``Variable.grad_buffer``."""
 
     __slots__ = ()
 
@@ -40,35 +40,35 @@ class GradSink:
     dtype: np.dtype[np.generic]
 
     def add(self, leaf: Any, contribution: Array, is_new: bool) -> None:
-        """Take a contribution of the leaf's shape and dtype; only a new array may be kept."""
+        """Add a contribution of the leaf's shape and dtype. Only a new array may be stored."""
         raise NotImplementedError
 
     def product(self, leaf: Any, a: Array, b: Array) -> "Array | GradSink":
-        """Take ``a @ b``, and return this sink; or return the product, to be added."""
+        """Add ``a @ b`` and return this sink, or return the product for the caller to add."""
         raise NotImplementedError
 
 
 class InPasses:
-    """An owner of methods that a pass calls, notified of a pass that fails before it has.
+    """An owner of methods that a backward pass calls, notified if a pass fails before the call.
 
-    They are gradient hooks of leaves or vjps of operations, by ``functools.partial``. Those in
-    ``watching`` are notified of every pass that is inside no other.
+    The methods are gradient hooks of leaves or vjps, wrapped in ``functools.partial``. Owners in
+    ``watching`` are notified of every outermost pass.
     """
 
     def on_begin(self) -> None:
-        """Take note that a pass begins."""
+        """Handle the begin of a pass."""
 
     def join_failed(self) -> None:
-        """Take note that the running pass, which would have called it, ends by an exception."""
+        """Handle an exception that ends the running pass before it calls the method."""
 
 
 watching: list[weakref.ref[InPasses]] = []
 
-_LAST = sys.maxsize  # the turn of what users ask for
+_LAST = sys.maxsize  # turn of user callbacks
 
 
 class _Pass(threading.local):
-    """The backward pass of this thread, if one is running."""
+    """The backward pass that runs on this thread, or None."""
 
     walk: Walk | None = None
 
@@ -77,35 +77,36 @@ _current = _Pass()
 
 
 def on_backward_end(callback: EndCallback) -> None:
-    """Ask the running backward pass to call ``callback(completed)`` once, when it ends.
+    """Call ``callback(completed)`` once when the running backward pass ends. For gradient hooks.
 
-    Meant for gradient hooks. ``completed`` is False if the pass raised and gradients are missing or
-    partial. Callbacks run on the thread of the pass in the order in which they were given, before
-    ``backward()`` returns; each is called even if another raised, and the exception reaches the
-    caller of ``backward()``. A backward pass inside a hook is a pass of its own.
+    ``completed`` is False if the pass raised, so that gradients are missing or partial. Callbacks
+    run on the thread of the pass in the order of registration, before ``backward()`` returns. Every
+    callback runs even if another callback raises. Its exception reaches the caller of
+    ``backward()``. A backward pass inside a hook has its own callbacks.
 
     Raises:
-        RuntimeError: no backward pass is running on this thread.
-        TypeError: ``callback`` is not callable.
+        RuntimeError: If no backward pass runs on this thread.
+        TypeError: If ``callback`` is not callable.
     """
     if not callable(callback):
-        raise TypeError(f"on_backward_end needs a callable, got {type(callback).__name__}")
+        raise TypeError(f"on_backward_end: expected a callable, got {type(callback).__name__}")
     if _current.walk is None:
-        raise RuntimeError("on_backward_end was called outside a backward pass; call it in a hook")
+        raise RuntimeError("on_backward_end: no backward pass is running. Call it in a hook")
     _current.walk.callbacks.append((_LAST, callback))
 
 
 def at_end(callback: EndCallback, turn: int) -> None:
-    """Ask for a call of ``callback`` before those of ``on_backward_end``, in the order of turns.
+    """Call ``callback`` at the end of the pass, before callbacks of ``on_backward_end``.
 
-    So ranks call their modules in one order, also if their passes have got to other places.
+    Callbacks run in the order of ``turn``, so that all ranks use the same order even if their
+    passes stopped at different points.
     """
     assert _current.walk is not None
     _current.walk.callbacks.append((turn, callback))
 
 
 def is_last_contribution(leaf: Leaf) -> bool:
-    """Return whether the running pass has one contribution to ``leaf`` left, which it computes."""
+    """Return whether the pass computes its last contribution to ``leaf`` now."""
     return _current.walk is not None and _current.walk.pending.get(leaf) == 1
 
 
@@ -118,13 +119,13 @@ def in_backward() -> bool:
 def extension() -> Any | None:
     """Return the module of csrc/nn, or None if it was not built."""
     module = _native.optional("nn", "layers compute with NumPy alone, some times slower")
-    if module is not None and (found := libraries.blas("sgemm", "dgemm")):
-        module.use_blas(*found)
+    if module is not None and (blas := libraries.blas("sgemm", "dgemm")):
+        module.use_blas(*blas)
     return module
 
 
 def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
-    """Send ``seed``, the gradient of ``start``, to the leaves below; then call the callbacks."""
+    """Propagate ``seed``, the gradient of ``start``, to the leaves. Then call the callbacks."""
     if module := extension():
         module.begin_pass()
     outer = _current.walk
@@ -148,7 +149,7 @@ def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
         _current.walk = outer
         if walk.callbacks:
             walk.callbacks.sort(key=itemgetter(0))
-            with ExitStack() as stack:  # it calls the last first, and all even if one raises
+            with ExitStack() as stack:  # last in, first out; runs all even if one raises
                 for _, callback in reversed(walk.callbacks):
                     stack.callback(callback, completed)
 
@@ -166,24 +167,25 @@ def _join_failed(walk: Walk) -> None:
                 owner.join_failed()
 
 
-# In a small model's step this takes as long as its computations, so there are few calls.
+# For a small model this takes as long as the computations, so it makes few calls.
 def _visit_all(walk: Walk, root: Node) -> None:
-    """Visit nodes as soon as all their consumers are done; finish a leaf with its last one.
+    """Visit each node after all its consumers, and call a leaf's hook after its last gradient.
 
-    Ordered nodes, such as exchanges of messages, wait until nothing else is ready. Then the latest
-    of those below ``root`` is among them, and is visited: the reverse of the order of recording.
+    Ordered nodes, such as message exchanges, wait until no other node is ready. Then the last
+    recorded of the remaining ordered nodes is among the ready ones and is visited next. Ordered
+    nodes are therefore visited in the reverse order of recording.
     """
     pending, grads, replaced = walk.pending, walk.grads, walk.replaced
     walk.count([root], (), pending)
     ready = [root]
-    ordered: list[tuple[Any, Node]] = []  # a heap of those with turns
+    ordered: list[tuple[Any, Node]] = []  # heap of ready ordered nodes
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         if type(node) is Part:
-            ready += walk.replace(node)  # visited next: it was recorded last
+            ready += walk.replace(node)  # visited next, since the new graph was recorded last
             continue
         grad, edges = grads[node], node.edges
-        if node.through is not None:  # the gradient before it is needed no more
+        if node.through is not None:  # replaces the gradient of the result
             contribution = grads[node] = grad = node.through(grad)
             if not walk.retain_graph:
                 node.edges = node.through = None
@@ -210,53 +212,53 @@ def _visit_all(walk: Walk, root: Node) -> None:
 
 
 def _sum(walk: Walk, node: Node, contribution: Array) -> Array:
-    """Return the sum of the node's contributions so far and another one, in its shape and dtype."""
+    """Return the sum of a new contribution and the earlier ones, in the node's shape and dtype."""
     if contribution.shape != node.shape or contribution.dtype != node.dtype:
         contribution = _fit(contribution, node.shape, node.dtype)
-    held = walk.grads.get(node)
-    if held is None:
+    previous = walk.grads.get(node)
+    if previous is None:
         return contribution
     if node in walk.owned:
-        held += contribution
-        return held
-    if node.shape:  # a sum of zero dimensions is an immutable NumPy scalar
+        previous += contribution
+        return previous
+    if node.shape:  # a sum without dimensions is an immutable NumPy scalar
         walk.owned.add(node)
-    return held + contribution
+    return previous + contribution
 
 
 def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
-    """Add a contribution to ``leaf.grad``, which shares memory with nothing but its buffer."""
-    buffer, held = leaf.buffer, leaf.grad
+    """Add a contribution to ``leaf.grad``. The gradient shares memory only with its buffer."""
+    buffer, previous = leaf.buffer, leaf.grad
     like = leaf.data if buffer is None else buffer
     shape = like.shape
     if contribution.shape != shape or contribution.dtype != like.dtype:
         contribution = _fit(contribution, shape, like.dtype)
     if buffer is None:
-        if held is not None:
-            held += contribution
-            leaf.grad = held  # another one where a hook has left a NumPy scalar
+        if previous is not None:
+            previous += contribution
+            leaf.grad = previous  # rebinds if a hook has set a NumPy scalar
         elif contribution.base is None and contribution is not incoming and shape:
-            leaf.grad = contribution  # a new array, which nobody else has
+            leaf.grad = contribution  # a new array without other references
         else:
             leaf.grad = array_module(contribution).array(contribution)
     elif isinstance(buffer, GradSink):
-        if not isinstance(contribution, GradSink):  # else a vjp has passed it there already
+        if not isinstance(contribution, GradSink):  # else a vjp has added it already
             is_new = contribution.base is None and contribution is not incoming and bool(shape)
             buffer.add(leaf, contribution, is_new)
     else:
-        first = contribution if held is None else held
-        if first is not buffer:  # a vjp may have written there already
+        first = contribution if previous is None else previous
+        if first is not buffer:  # unless a vjp has written into the buffer
             buffer[...] = first
-        if held is not None:
+        if previous is not None:
             buffer += contribution
         leaf.grad = buffer
 
 
 def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Cast a gradient; raise a ValueError if its shape is not that of the input."""
+    """Return ``grad`` in ``dtype``. Raises ValueError if its shape differs from ``shape``."""
     if grad.shape != shape:
         raise ValueError(
-            f"backward: expected a gradient of shape {shape}, as its input has, got {grad.shape}; "
-            "the vector-Jacobian product of an operation is wrong"
+            f"backward: a vector-Jacobian product must return a gradient of the input's shape "
+            f"{shape}, got {grad.shape}"
         )
     return grad.astype(dtype, copy=False)

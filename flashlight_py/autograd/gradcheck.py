@@ -1,4 +1,4 @@
-"""Gradients against central differences."""
+"""Comparison of gradients with central differences."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,25 +12,25 @@ def gradcheck(
     function: Callable[..., Variable], arrays: Sequence[Array], step: float = 1e-6,
     tolerance: float = 1e-6,
 ) -> None:  # fmt: skip
-    """Compare the gradients of ``function`` with central differences, or raise.
+    """Compare the gradients of ``function`` with central differences.
 
-    The result is weighted with fixed numbers and summed, so that it may have any shape. Every
-    element of every array, of which copies are used, is moved by ``step`` to both sides.
+    The result may have any shape: it is multiplied by fixed weights and summed. Each element of a
+    copy of each array is moved by ``step`` in both directions.
 
     Args:
-        function: takes one variable per array; must return the same result for the same input and
-            be smooth within ``step``.
-        arrays: float64 arrays at which to check.
-        step: how far to move an element.
-        tolerance: largest allowed difference, relative to 1 or to the larger gradient.
+        function: Takes one variable per array. It must be deterministic, and smooth within
+            ``step``.
+        arrays: Arrays of float64 at which to check the gradients.
+        step: Distance by which an element is moved.
+        tolerance: Maximum difference, relative to the larger gradient or to 1, whichever is larger.
 
     Raises:
-        TypeError: an array is not float64, too coarse a dtype for differences.
-        AssertionError: a gradient is missing or differs; names the input, the element and both.
+        TypeError: If an array is not float64. Other dtypes are too coarse for differences.
+        AssertionError: If a gradient is missing or differs. The message has both values.
     """
     for array in arrays:
         if array.dtype != "float64":
-            raise TypeError(f"gradcheck needs float64 arrays, got {array.dtype}; cast them first")
+            raise TypeError(f"gradcheck: expected float64 arrays, got {array.dtype}. Cast them")
     variables = [param(array.copy()) for array in arrays]
 
     def objective() -> Variable:
@@ -41,18 +41,18 @@ def gradcheck(
     objective().backward()
     for position, variable in enumerate(variables):
         if variable.grad is None:
-            raise AssertionError(f"gradcheck: input {position} got no gradient")
-        cells = variable.data.reshape(-1)  # a view: the copy that was made is contiguous
-        for element, found in enumerate(variable.grad.reshape(-1).tolist()):
-            slope = central_difference(lambda: objective().scalar(), cells, element, step)
-            if problem := difference(position, element, found, slope, tolerance):
+            raise AssertionError(f"gradcheck: backward returned no gradient of input {position}")
+        cells = variable.data.reshape(-1)  # a view, since the copy is contiguous
+        for element, gradient in enumerate(variable.grad.reshape(-1).tolist()):
+            expected = central_difference(lambda: objective().scalar(), cells, element, step)
+            if problem := difference(position, element, gradient, expected, tolerance):
                 raise AssertionError(f"gradcheck: {problem}")
 
 
 def central_difference(
     objective: Callable[[], float], cells: Array, element: int, step: float
 ) -> float:
-    """Return the slope of ``objective`` by an element of ``cells``, of one dimension."""
+    """Return the slope of ``objective`` with respect to an element of the 1-D array ``cells``."""
     centre = float(cells[element])
     cells[element] = centre + step
     above = objective()
@@ -62,11 +62,13 @@ def central_difference(
     return (above - below) / (2 * step)
 
 
-def difference(position: int, element: int, found: float, expected: float, tolerance: float) -> str:
-    """Return how the gradient by an element of an input differs; "" within ``tolerance``."""
-    if abs(found - expected) <= tolerance * max(1.0, abs(found), abs(expected)):
+def difference(
+    position: int, element: int, received: float, expected: float, tolerance: float
+) -> str:
+    """Describe the difference of two gradients of an element. Return "" within ``tolerance``."""
+    if abs(received - expected) <= tolerance * max(1.0, abs(received), abs(expected)):
         return ""
     return (
-        f"input {position}, element {element}: backward returned {found!r}, "
-        f"central differences {expected!r}"
+        f"input {position}, element {element}: expected {expected!r} from central differences, "
+        f"got {received!r} from backward"
     )

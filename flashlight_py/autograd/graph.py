@@ -1,8 +1,8 @@
-"""The graph of a backward pass: nodes, left by operations, and their edges.
+"""The graph of a backward pass: nodes, which operations create, and edges to their inputs.
 
-An operation that is not recorded leaves an ``Outline``: what it was computed from, without the
-arrays. A computation that is to be done again leaves a ``Part`` for each result, with edges to what
-its outlines lead to; the graph of the second time then takes its place.
+An operation without recording creates an ``Outline`` with the sources of the result, but without
+arrays. A computation to repeat in the backward pass creates a ``Part`` for each result. Edges of a
+part lead to the sources of its outlines. The backward pass replaces parts by the repeated graph.
 """
 
 import itertools
@@ -22,29 +22,29 @@ Repeat: TypeAlias = Callable[[], Sequence["Leaf"]]
 
 
 class Leaf:
-    """An end of a graph, with all that a pass knows of a variable: ``Variable`` is made of it."""
+    """An end of the graph, with the attributes that a pass uses. Base class of ``Variable``."""
 
-    # For the library's own use, but grad.
+    # All slots except grad are internal.
     __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
                  "placement")  # fmt: skip
 
-    data: Array  # Variable.array is this with checks
+    data: Array  # Variable.array adds checks
     grad: Array | None
     node: "Node | None"
     hook: Callable[[Any], None] | None
     buffer: Any  # None, an array, or a GradSink
-    placement: Any  # of a sharded module's parameter (optim.optimizer)
-    changed: int  # Changes.count of a leaf's last change that was noted
+    placement: Any  # for parameters of a sharded module (optim.optimizer)
+    changed: int  # Changes.count at the last noted change of the leaf
 
 
 class Changes:
-    """How often values of variables were changed, as far as this package has done it."""
+    """Number of changes of variables that this package has made."""
 
     count = 0
 
 
 def note_changes(leaves: Iterable[Leaf]) -> None:
-    """Have backward passes refuse graphs in which these leaves were used before."""
+    """Make backward passes reject graphs that used ``leaves`` before this call."""
     Changes.count += 1
     now = Changes.count
     for leaf in leaves:
@@ -52,10 +52,10 @@ def note_changes(leaves: Iterable[Leaf]) -> None:
 
 
 class Node:
-    """One recorded operation; ``edges`` is None once a backward pass has freed it.
+    """One recorded operation. ``edges`` is None after a backward pass has freed it.
 
-    ``made``: the number of changes of variables before it. ``through``: a function of the gradient
-    before the vjps of the edges, if any, such as the slope of a ReLU.
+    ``made``: value of ``Changes.count`` when the operation was recorded. ``through``: function that
+    is applied to the gradient before the vjps, such as the slope of a ReLU.
     """
 
     __slots__ = ("dtype", "edges", "made", "shape", "through")
@@ -76,7 +76,7 @@ _recorded = itertools.count()
 
 
 class OrderedNode(Node):
-    """An operation that a pass visits before all ordered ones that were recorded earlier."""
+    """An operation that a pass visits before all ordered nodes with an earlier recording."""
 
     __slots__ = ("turn",)
 
@@ -86,7 +86,7 @@ class OrderedNode(Node):
 
 
 class Outline(Node):
-    """The sources of an operation, all that a block without results keeps of it."""
+    """The sources of an operation whose result is not recorded."""
 
     __slots__ = ("ordered", "sources")
 
@@ -97,7 +97,7 @@ class Outline(Node):
         self.ordered = False
 
     def targets(self) -> tuple[list[Target], bool]:
-        """Return what it was computed from outside of the block, and if by ordered operations."""
+        """Return the sources outside of the block, and whether an ordered operation uses them."""
         seen: dict[Target, None] = {self: None}
         unseen: list[Outline] = [self]
         ordered = False
@@ -113,7 +113,7 @@ class Outline(Node):
 
 
 class Outlining(threading.local):
-    """Whether operations on this thread are recorded as outlines alone."""
+    """Whether operations of this thread are recorded only as outlines."""
 
     is_outline = False
 
@@ -122,54 +122,57 @@ recording = Outlining()
 
 
 class Part(Node):
-    """Result ``place`` of a computation that was not recorded; ``edges``: what the result leads to.
+    """Result number ``position`` of a computation without recording.
 
-    ``repeat``: the function that does it again and returns all results, as variables; all parts of
-    a computation have the same one. ``ordered``: there are ordered operations in the computation.
+    ``edges`` lead to the sources of the result. ``repeat`` computes again and returns all results
+    as variables. All parts of one computation have the same ``repeat``. ``ordered`` states whether
+    the computation has ordered operations.
     """
 
-    __slots__ = ("place", "repeat", "turn")
+    __slots__ = ("position", "repeat", "turn")
 
     def __init__(
-        self, like: Array, repeat: Repeat, place: int, targets: Iterable[Target], ordered: bool
+        self, like: Array, repeat: Repeat, position: int, targets: Iterable[Target], ordered: bool
     ) -> None:
-        super().__init__(like.shape, like.dtype, tuple([(each, _no_vjp) for each in targets]))
+        super().__init__(like.shape, like.dtype, tuple([(target, _no_vjp) for target in targets]))
         self.repeat: Repeat | None = repeat
-        self.place = place
+        self.position = position
         self.turn = -next(_recorded) if ordered else None
 
 
 def _no_vjp(grad: Array) -> Array:
-    raise AssertionError("a part is computed again, and not differentiated itself")
+    raise AssertionError("a part is replaced before its vjp is called")
 
 
 class Walk:
-    """The state of a backward pass on its way through a graph.
+    """The state of a backward pass.
 
-    ``pending``: how many contributions each target still waits for. ``grads``: their sums so far;
-    ``owned``: those whose sum was made by the pass, hence its own to add into. ``callbacks``: calls
-    at the end of the pass, with turns. A pass that begins at a leaf has callbacks alone.
+    ``pending``: number of missing contributions of each target. ``grads``: sums of the
+    contributions so far. ``owned``: nodes whose sum is a new array of the pass, which may be
+    modified. ``callbacks``: calls at the end of the pass, with their turns. A pass that begins at a
+    leaf uses only ``callbacks``.
     """
 
     def __init__(self, root: Target, seed: Array, retain_graph: bool) -> None:
-        self._parts: dict[Repeat, list[Part]] = {}  # those that the pass reaches
+        self._parts: dict[Repeat, list[Part]] = {}  # parts that the pass reaches
         self.retain_graph = retain_graph
         self.pending: dict[Target, int] = {}
         self.grads = {root: seed} if isinstance(root, Node) else {}
         self.owned: set[Node] = set()
         self.callbacks: list[tuple[int, EndCallback]] = []
-        self.replaced: dict[Target, Node] = {}  # parts of computations that were done again
-        self._inside: set[Node] = set()  # those whose node is also used in its computation
+        self.replaced: dict[Target, Node] = {}  # parts and the nodes that replace them
+        self._inside: set[Node] = set()  # parts used inside their computation
 
     def count(
         self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]
     ) -> None:
-        """Put into ``counts``, which is empty, how many edges lead to each target below ``roots``.
+        """Count the edges to each target below ``roots``, down to ``ends``, in ``counts``.
 
-        Not below ``ends``; roots and ends that no edge leads to have 0. ``counts`` is complete even
-        if this raises: it shows which nodes wait. The walk takes note of the parts on the way.
+        Roots and ends without incoming edges have 0. ``counts`` is complete even if this raises a
+        RuntimeError because the graph was freed or a leaf was changed. It then shows the waiting
+        nodes.
         """
-        wrong, now = "", Changes.count
+        problem, now = "", Changes.count
         for root in roots:
             counts[root] = 0
         unseen: list[Any] = list(counts)
@@ -179,10 +182,10 @@ class Walk:
             node = unseen.pop()
             edges = node.edges
             if edges is None:
-                wrong = _why_without_edges(node)
+                problem = _why_without_edges(node)
                 continue
             if node.made < now:
-                wrong = wrong or _changed_since(node)
+                problem = problem or _changed_since(node)
             if node.repeat is not None:
                 self._parts.setdefault(node.repeat, []).append(node)
             for target, _ in edges:
@@ -192,50 +195,52 @@ class Walk:
                     counts[target] = 1
                     if not isinstance(target, Leaf):
                         unseen.append(target)
-        if wrong:
-            raise RuntimeError(wrong)
+        if problem:
+            raise RuntimeError(problem)
 
     def replace(self, part: Part) -> list[Node]:
-        """Return the node that is to be visited in the place of ``part``, or none for the time.
+        """Repeat the computation of ``part``, and return the node to visit next, if there is one.
 
-        The computation is done again, unless it was. Then the nodes of its graph take the place of
-        all its parts, so that all sums are made in the order in which they are made without parts.
+        The nodes of the new graph replace all parts of the computation. All sums are then made in
+        the same order as without parts.
         """
         if part not in self.replaced:
             assert part.repeat is not None
             parts = self._parts[part.repeat]
             nodes = self._done_again(part.repeat(), parts)
-            for each, node in zip(parts, nodes, strict=True):
-                if each in self.grads:
-                    self.grads[node] = self.grads.pop(each)
-                if each in self.owned:
+            for replaced_part, node in zip(parts, nodes, strict=True):
+                if replaced_part in self.grads:
+                    self.grads[node] = self.grads.pop(replaced_part)
+                if replaced_part in self.owned:
                     self.owned.add(node)
-                if self.pending.get(node, 0) > self.pending.get(each, 0):
-                    self._inside.add(each)  # so that what uses it last brings it to its turn
-                self.replaced[each] = node
+                if self.pending.get(node, 0) > self.pending.get(replaced_part, 0):
+                    self._inside.add(replaced_part)  # visited after the last node that uses it
+                self.replaced[replaced_part] = node
                 if not self.retain_graph:
-                    each.edges = each.repeat = None
+                    replaced_part.edges = replaced_part.repeat = None
         return [] if part in self._inside else [self.replaced[part]]
 
     def _done_again(self, results: Sequence[Leaf], parts: Sequence[Part]) -> list[Node]:
-        """Return what stands for ``parts`` in a new graph, which ``pending`` counts from now on."""
+        """Return the nodes of the repeated graph that replace ``parts``. Updates ``pending``."""
         announced = [target for part in parts for target, _ in part.edges or ()]
-        found = [results[part.place].node for part in parts if part.place < len(results)]
-        nodes = [node for node in found if node is not None]
+        candidates = [results[part.position].node for part in parts if part.position < len(results)]
+        nodes = [node for node in candidates if node is not None]
         counts: dict[Target, int] = {}
         self.count(nodes, announced, counts)
         counts = {target: count for target, count in counts.items() if count}
         reached = {target for target in counts if not isinstance(target, Node)}
-        left, new = set(announced) - counts.keys(), reached - set(announced)
-        # A leaf that is made on the way is another one each time.
-        same = len(left) == len(new) and all(
-            not isinstance(x, Node) and x.hook is None for x in left
+        missing, added = set(announced) - counts.keys(), reached - set(announced)
+        # A leaf that the computation creates is a new object in each repetition.
+        is_same = len(missing) == len(added) and all(
+            not isinstance(x, Node) and x.hook is None for x in missing
         )
-        if [(x.shape, x.dtype) for x in nodes] != [(x.shape, x.dtype) for x in parts] or not same:
+        if [(x.shape, x.dtype) for x in nodes] != [
+            (x.shape, x.dtype) for x in parts
+        ] or not is_same:
             raise RuntimeError(
-                "backward: a module that is computed again (see recompute) did something else than "
-                "the first time; it must do the same with the same inputs, random numbers of "
-                "flashlight_py.random and buffers, and use nothing else that changes in between"
+                "backward: expected a module under recompute to repeat its operations, got other "
+                "operations. Let them depend only on its inputs, buffers and random numbers of "
+                "flashlight_py.random"
             )
         for part, node in zip(parts, nodes, strict=True):
             counts[node] = counts.get(node, 0) + self.pending.get(part, 0)
@@ -247,37 +252,37 @@ class Walk:
         return nodes
 
     def now(self, target: Target) -> Target:
-        """Return what contributions to ``target`` go to: parts may have been replaced."""
+        """Return the node that has replaced ``target``, or ``target`` itself."""
         while target in self.replaced:
             target = self.replaced[target]
         return target
 
 
 def _changed_since(node: Node) -> str:
-    """Return what is wrong if a leaf was changed after the operation has used it, else nothing."""
+    """Return an error message if a leaf was changed after the operation used it, else ""."""
     edges: Any = node.edges
-    changed = [each for each, _ in edges if isinstance(each, Leaf) and each.changed > node.made]
+    changed = [leaf for leaf, _ in edges if isinstance(leaf, Leaf) and leaf.changed > node.made]
     if not changed:
         return ""
     vjp = getattr(edges[0][1], "func", edges[0][1])  # of a partial
     name: str = getattr(vjp, "__qualname__", type(vjp).__qualname__)
     function = "recompute" if vjp is _no_vjp else name.partition(".")[0].lstrip("_")
     return (
-        f"backward: {function}() has used a variable of shape {changed[0].data.shape} that was "
-        "changed since by an optimizer's step, load_state_dict or an assignment to its array; call "
-        "backward() before that, or compute the loss again"
+        f"backward: a variable of shape {changed[0].data.shape} was changed after {function}() had "
+        "used it, by an optimizer step, load_state_dict or an assignment to its array. Call "
+        "backward() before the change, or compute the loss again"
     )
 
 
 def _why_without_edges(node: Node) -> str:
     if isinstance(node, Outline):
         return (
-            "backward: the loss depends on a variable that a module made whose intermediate "
-            "results are not kept (see recompute), and that it did not return; return it, also "
-            "within a tuple, list or dict, or call recompute on another module"
+            "backward: the loss depends on an intermediate variable of a module under recompute, "
+            "which is not kept. Return the variable from the module, also inside a tuple, list or "
+            "dict, or call recompute on another module"
         )
     return (
         "backward: this graph was freed by an earlier backward pass, or by the function that "
-        "returned the variable; compute the loss again, pass retain_graph=True to the earlier "
-        "backward(), or call it inside of that function"
+        "returned the variable. Compute the loss again, pass retain_graph=True to the earlier "
+        "backward(), or call backward() inside that function"
     )

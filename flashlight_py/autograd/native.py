@@ -1,8 +1,8 @@
 """Native kernels of differentiable functions (csrc/nn), if they were built.
 
-A kernel is a function of contiguous arrays of one dtype that makes others, and is one instruction
-of a captured step. Callers compute the same in array operations if there is none: for CuPy's
-arrays, other dtypes, and a package without extensions.
+A kernel takes contiguous arrays of one dtype, returns new arrays, and is one instruction of a
+captured step. Without a kernel, callers use array operations: for CuPy arrays, other dtypes, and a
+package without native code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Made = Sequence[tuple[tuple[int, ...], Any]]
 
 
 class Kernel:
-    """A native function by its name and dtype; ``address``: of its row in csrc/nn."""
+    """A native function for one dtype. ``address`` points to its entry in the table of csrc/nn."""
 
     def __init__(self, name: str, address: int, call: Any) -> None:
         self.name, self.address, self._call = name, address, call
@@ -30,18 +30,18 @@ class Kernel:
     def __call__(
         self, made: Made, sizes: tuple[int, ...], numbers: tuple[float, ...], *arrays: Array | None
     ) -> Any:
-        """Return a new array, or a tuple of several, with the shapes and dtypes of ``made``.
+        """Return a new array, or a tuple of arrays, with the shapes and dtypes of ``made``.
 
-        ``sizes``, ``numbers`` and the order of arrays are the kernel's own; arrays are contiguous.
-        An array with fewer bytes than the kernel uses is a RuntimeError.
+        Each kernel defines ``sizes``, ``numbers`` and the order of arrays. Arrays must be
+        contiguous. Raises RuntimeError if an array has fewer bytes than the kernel uses.
         """
-        for each in arrays:
-            if each is None or type(each) is np.ndarray:
+        for array in arrays:
+            if array is None or type(array) is np.ndarray:
                 continue
-            if not issubclass(type(each), np.generic):
-                # It stands for an array, in a step that is recorded.
+            if not issubclass(type(array), np.generic):
+                # A placeholder for an array, while a step is recorded.
                 args = made, sizes, numbers, *arrays
-                return each.__array_function__(self, (), args, {})
+                return array.__array_function__(self, (), args, {})
             arrays = tuple([x if x is None else np.asarray(x) for x in arrays])
         results = [np.empty(shape, dtype) for shape, dtype in made]
         self._call(self.address, (*results, *arrays), sizes, numbers)
@@ -59,14 +59,14 @@ def _kernel(name: str) -> Kernel | None:
 
 
 def kernel(name: str, array: Array) -> Kernel | None:
-    """Return the kernel of a function for arrays like ``array``; None: there is none."""
+    """Return the kernel ``name`` for the dtype and library of ``array``, or None."""
     dtype = array.dtype
-    has_one = dtype.char in "fd" and dtype.isnative and not is_cupy(array)
-    return _kernel(f"{name}:{dtype.char}") if has_one else None
+    is_supported = dtype.char in "fd" and dtype.isnative and not is_cupy(array)
+    return _kernel(f"{name}:{dtype.char}") if is_supported else None
 
 
-def contiguous(array: Array) -> Array:
-    """Return ``array`` in C order, aligned and of native byte order: itself, if it is."""
+def as_contiguous(array: Array) -> Array:
+    """Return ``array`` itself if it is C-contiguous, aligned and native-endian, else a copy."""
     flags, dtype = array.flags, array.dtype
     if flags.c_contiguous and (is_cupy(array) or (flags.aligned and dtype.isnative)):
         return array
@@ -83,25 +83,25 @@ def channels_second(array: Array) -> Array:
     return array.transpose(0, array.ndim - 1, *range(1, array.ndim - 1))
 
 
-def lies_last(x: Array) -> bool:
-    """Return if these are images whose channels lie side by side, or nothing in order."""
+def is_channels_last(x: Array) -> bool:
+    """Return whether ``x`` is not C-contiguous, as images with the channels last in memory."""
     return x.ndim > 2 and not x.flags.c_contiguous
 
 
-def mapped(
+def apply_elementwise(
     name: str, x: Array, *seed: Array, numbers: tuple[float, ...] = (), results: int = 1,
     is_last: bool | None = None,
 ) -> Any:  # fmt: skip
-    """Return an elementwise kernel's results, or None: there is none.
+    """Return the results of an elementwise kernel, or None without a kernel.
 
-    Elements are counted, and lie in the results, with channels last if ``is_last``, by default if
-    they do in ``x``.
+    ``is_last`` selects the memory layout with channels last, for the order of elements and for the
+    results. By default it is the layout of ``x``.
     """
     native = kernel(name, x)
     if native is None:
         return None
-    is_last = lies_last(x) if is_last is None else is_last
-    x = contiguous(channels_last(x) if is_last else x)
+    is_last = is_channels_last(x) if is_last is None else is_last
+    x = as_contiguous(channels_last(x) if is_last else x)
     out = native(((x.shape, x.dtype),) * results, (x.size,), numbers, x, *seed)
     if not is_last:
         return out
@@ -109,18 +109,18 @@ def mapped(
 
 
 def record_mapped(name: str, x: Variable) -> Variable | None:
-    """Return a function with kernels ``name`` and ``name_with_slope``, or None: there are none."""
+    """Record kernel ``name``, and its slope ``name_with_slope``. Return None without kernels."""
     if not x.calc_grad or recording.is_outline:
-        out = mapped(name, x.data)
-        return None if out is None else record_all(out, ((x, lambda grad: grad),))  # never called
-    found = mapped(f"{name}_with_slope", x.data, results=2)
-    if found is None:
+        out = apply_elementwise(name, x.data)
+        return None if out is None else record_all(out, ((x, lambda grad: grad),))
+    results = apply_elementwise(f"{name}_with_slope", x.data, results=2)
+    if results is None:
         return None
-    out, slope = found
+    out, slope = results
 
     def vjp(grad: Array) -> Any:
-        if lies_last(slope):  # NumPy's product would lie in order if one of them does
-            return channels_second(contiguous(channels_last(grad)) * channels_last(slope))
+        if is_channels_last(slope):  # else NumPy's product is C-contiguous if one factor is
+            return channels_second(as_contiguous(channels_last(grad)) * channels_last(slope))
         return grad * slope
 
     vjp.__qualname__ = name
@@ -130,28 +130,29 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
 def record_jointly(
     name: str, array: Array, back: Callable[[Array], tuple[Array, ...]], *inputs: Variable | None
 ) -> Variable:
-    """Return the result of an operation ``name`` whose gradients are computed together by ``back``.
+    """Return the result of an operation ``name`` whose gradients ``back`` computes together.
 
-    It returns one for each input, of which some may be None. All but the first get theirs first:
-    they are parameters, whose hooks fire while others wait.
+    ``back`` returns one gradient per input, of which some may be None. Parameters follow the first
+    input. They get their gradients first, so that their hooks run early.
     """
 
-    def vjp(place: int) -> Any:
-        part = lambda grads: grads[place]  # noqa: E731
-        part.__qualname__ = name  # which is in errors
+    def vjp(position: int) -> Any:
+        part = lambda grads: grads[position]  # noqa: E731
+        part.__qualname__ = name  # errors quote it
         return part
 
-    edges = [(x, vjp(place)) for place, x in enumerate(inputs) if x is not None]
+    edges = [(x, vjp(position)) for position, x in enumerate(inputs) if x is not None]
     return record_all(array, [*edges[1:], *edges[:1]], back)  # type: ignore[arg-type]
 
 
-def kept_at_random(
+def random_keep_mask(
     seed: Array, first: int, rows: int, columns: int, block: int, ratio: float
 ) -> Array:
-    """Return truth values [rows, columns], False with probability ``ratio``: csrc/nn/random.inc.
+    """Return a Boolean mask [rows, columns] that is False with probability ``ratio``.
 
-    ``seed`` is one int64, an array, so that a captured step draws another one in each replay. Rows
-    are counted from ``first``; each ``block`` of their elements has a key of its own.
+    The algorithm is in csrc/nn/random.inc. ``seed`` is an array of one int64, so that each replay
+    of a captured step can use a new seed. Rows are counted from ``first``. Each ``block`` of
+    elements of a row has its own key.
     """
     xp = array_module(seed)
     column = xp.arange(columns, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Functions as operators and methods of variables, and as what NumPy's functions do with them."""
+"""Operators and methods of variables, and implementations of NumPy functions for variables."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -13,25 +13,25 @@ from flashlight_py.device import array_module
 
 
 def _reshape(self: Variable, *shape: Any) -> Variable:
-    """Return it with another shape, one number of which may be -1; a view where possible."""
+    """Return the variable with another shape, one entry of which may be -1. A view if possible."""
     return dimensions.reshape(self, shape[0] if len(shape) == 1 else shape)
 
 
 def _transpose(self: Variable, *axes: Any) -> Variable:
-    """Return it with its dimensions in the order of ``axes``, by default reversed; a view."""
+    """Return a view with dimensions in the order of ``axes``, by default reversed."""
     return dimensions.transpose(self, axes if len(axes) > 1 else (*axes, None)[0])
 
 
 def _missing(self: Variable, name: str) -> Any:
-    """Raise the AttributeError of an attribute, with what to write instead if that is known."""
-    instead = _INSTEAD.get(name, f"x.numpy().{name}" if hasattr(np.ndarray, name) else "")
+    """Raise AttributeError for an unknown attribute, with the name of a replacement if known."""
+    replacement = _INSTEAD.get(name, f"x.numpy().{name}" if hasattr(np.ndarray, name) else "")
     if callable(getattr(functions, name, 0)):
-        instead = f"fl.autograd.functions.{name}(x)"
-    words = f"; write {instead}" if instead and name[0] != "_" else ""
-    raise AttributeError(f"a Variable x has no attribute {name!r}{words}", name=name, obj=self)
+        replacement = f"fl.autograd.functions.{name}(x)"
+    hint = f". Use {replacement}" if replacement and name[0] != "_" else ""
+    raise AttributeError(f"a Variable x has no attribute {name!r}{hint}", name=name, obj=self)
 
 
-# Attributes of NumPy's arrays and torch's tensors, and what a Variable x has instead.
+# Attributes of NumPy arrays and torch tensors, with the expression that replaces them.
 _INSTEAD = {
     **{"clone": "x.copy()", "dim": "x.ndim", "numel": "x.size", "requires_grad": "x.calc_grad"},
     **{"view": "x.reshape(shape)", "permute": "x.transpose(axes)", "ravel": "x.flatten()"},
@@ -43,15 +43,15 @@ _INSTEAD = {
 }
 
 
-def _where(condition: Any, *others: Any) -> Any:
-    if any(isinstance(each, Variable) for each in others):
-        return selecting.where(condition, *others)
-    return np.where(condition.data, *others)
+def _where(condition: Any, *values: Any) -> Any:
+    if any(isinstance(value, Variable) for value in values):
+        return selecting.where(condition, *values)
+    return np.where(condition.data, *values)
 
 
 def _dot(a: Operand, b: Operand) -> Variable:
     if np.ndim(b) > 2:
-        raise TypeError("numpy.dot of a Variable takes no second operand of more than 2 dimensions")
+        raise TypeError(f"numpy.dot: operands must have at most 2 dimensions, got {np.ndim(b)}")
     return dimensions.matmul(a, b) if np.ndim(a) and np.ndim(b) else elementwise.mul(a, b)
 
 
@@ -61,12 +61,12 @@ def _split(ary: Variable, indices_or_sections: Any, axis: int = 0) -> list[Varia
 
 
 def _take(a: Any, indices: Any, axis: int | None = None) -> Variable:
-    where = (indices,) if axis is None else (*(slice(None),) * range(a.ndim)[axis], indices)
-    return dimensions.index(dimensions.flat(a) if axis is None else a, where)
+    index = (indices,) if axis is None else (*(slice(None),) * range(a.ndim)[axis], indices)
+    return dimensions.index(dimensions.flat(a) if axis is None else a, index)
 
 
 def _moveaxis(a: Variable, source: Any, destination: Any) -> Variable:
-    order = np.moveaxis(np.empty(range(a.ndim)), source, destination).shape  # of no elements
+    order = np.moveaxis(np.empty(range(a.ndim)), source, destination).shape  # size 0
     return dimensions.transpose(a, order)
 
 
@@ -76,7 +76,7 @@ def _broadcast_to(array: Variable, shape: Any) -> Variable:
 
 
 def _concatenate(variables: Any, axis: int | None = 0) -> Variable:
-    flats = variables if axis is not None else [dimensions.flat(each) for each in variables]
+    flats = variables if axis is not None else [dimensions.flat(variable) for variable in variables]
     return dimensions.concatenate(flats, axis or 0)
 
 
@@ -86,14 +86,14 @@ def _by_line(function: Callable[..., Variable], default: int | None) -> Callable
     )
 
 
-# Ufuncs, with what they are of variables.
+# Implementations of NumPy's ufuncs for variables.
 _SAME = "add negative maximum minimum exp log log1p sqrt sin cos tanh matmul"
 _UFUNCS: dict[Any, Callable[..., Variable]] = {
     **{getattr(np, name): getattr(functions, name) for name in _SAME.split()},
     **{np.subtract: elementwise.sub, np.multiply: elementwise.mul, np.divide: elementwise.div},
     **{np.power: elementwise.pow, np.square: lambda x: x * x, np.absolute: elementwise.abs},
 }
-# Other functions; the second number is how many arguments by position mean the same here.
+# Implementations of other NumPy functions, and how many leading positional arguments agree.
 _AS_HERE = "sum mean var max min stack transpose reshape tile squeeze expand_dims flip std prod"
 _FUNCTIONS: dict[Any, tuple[Callable[..., Any], int]] = {
     **{getattr(np, name): (getattr(functions, name), 2) for name in _AS_HERE.split()},
@@ -105,18 +105,18 @@ _FUNCTIONS: dict[Any, tuple[Callable[..., Any], int]] = {
     **{np.ravel: (dimensions.flat, 1), np.linalg.norm: (dimensions.norm, 1)},
     **{np.clip: (elementwise.clip, 3), np.where: (_where, 3), np.einsum: (dimensions.einsum, 99)},
 }
-# Those that have no derivative to lose: of truth values, indices, shapes and types.
+# Functions without a derivative, whose results are Booleans, indices, shapes or types.
 _CONSTANT = {np.argmax, np.argmin, np.argsort, np.any, np.all, np.isclose, np.allclose, np.shape,
              np.array_equal, np.count_nonzero, np.nonzero, np.ndim, np.size, np.result_type,
              np.zeros_like, np.ones_like, np.empty_like, np.full_like}  # fmt: skip
 
 
 def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-    """Return what NumPy's ``ufunc`` does of variables, or of their arrays where none learns."""
+    """Apply NumPy's ``ufunc`` to variables, or to arrays if no variable needs a gradient."""
     if ufunc in _UFUNCS and method == "__call__" and not options:
         return _UFUNCS[ufunc](*inputs)
-    if any(isinstance(each, Variable) for each in options.get("out", ())):
-        raise TypeError(f"numpy.{ufunc.__name__} cannot write to a Variable; name its array")
+    if any(isinstance(output, Variable) for output in options.get("out", ())):
+        raise TypeError(f"numpy.{ufunc.__name__}: out must be an array, got a Variable")
     is_test = all(types[-1] == "?" for types in ufunc.types if "O" not in types)
     name = ".".join(["numpy", ufunc.__name__, *[method] * (method != "__call__")])
     arrays = _arrays_of(inputs, "" if is_test else " with ".join([name, *options]))
@@ -124,30 +124,30 @@ def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options
 
 
 def _call_function(self: Variable, function: Any, _: Any, args: Any, options: Any) -> Any:
-    """Return what NumPy's ``function`` does of variables, or of their arrays where none learns."""
-    ours, most = _FUNCTIONS.get(function, (None, 0))
-    if ours and len(args) <= most and options.keys() <= signature(ours).parameters.keys():
-        return ours(*args, **options)
+    """Apply NumPy's ``function`` to variables, or to arrays if no variable needs a gradient."""
+    call, most = _FUNCTIONS.get(function, (None, 0))
+    if call and len(args) <= most and options.keys() <= signature(call).parameters.keys():
+        return call(*args, **options)
     name = " with ".join([f"{function.__module__}.{function.__name__}", *options])
     args, options = _arrays_of((args, options), "" if function in _CONSTANT else name)
     return function(*args, **options)
 
 
 def _arrays_of(value: Any, function: str = "") -> Any:
-    """Return ``value`` with arrays for variables, which ``function``, if named, must not lose."""
+    """Replace variables by arrays. ``function`` is for the TypeError if one needs a gradient."""
     if isinstance(value, Variable):
         if function and value.calc_grad:
             raise TypeError(
-                f"{function} cannot be differentiated here, and it gets a Variable that needs a "
-                f"gradient (shape {value.shape}). Use the functions of fl.autograd.functions, or "
-                "make one by fl.autograd.function; where no gradient is meant, pass variable.array "
-                "(from a GPU variable.numpy())"
+                f"{function} has no derivative, but got a Variable of shape {value.shape} that "
+                "needs a gradient. Use a function of fl.autograd.functions, or define one by "
+                "fl.autograd.function. If no gradient is needed, pass variable.array (from a GPU: "
+                "variable.numpy())"
             )
         return value.data
     if type(value) in (list, tuple):
-        return type(value)(_arrays_of(each, function) for each in value)
+        return type(value)(_arrays_of(item, function) for item in value)
     if type(value) is dict:
-        return {name: _arrays_of(each, function) for name, each in value.items()}
+        return {name: _arrays_of(item, function) for name, item in value.items()}
     return value
 
 

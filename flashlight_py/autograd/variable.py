@@ -1,4 +1,4 @@
-"""A variable: an array, its gradient, and the operation that made it."""
+"""A variable: an array, its gradient, and the operation that computed it."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _CUDA = 2  # kDLCUDA in dlpack.h
 
 
 class Variable(Leaf):
-    """An array in a computation whose gradient can be asked for.
+    """An array in a computation, with an optional gradient.
 
-    The array is NumPy's or CuPy's, or another with DLPack; it is shared, not copied. The dtype is
-    kept, also with Python numbers; arrays of two dtypes yield what NumPy makes of them (float16
-    with float32: float32), and each gets a gradient of its own dtype. A variable made by the user
-    is a leaf; one made by an operation on variables with ``calc_grad`` remembers that operation
-    until a backward pass has used it.
+    The array is NumPy's, CuPy's or another array with DLPack. It is shared, not copied. The dtype
+    is kept, also in arithmetic with Python numbers. Arrays of two dtypes follow NumPy's promotion
+    (float16 with float32: float32), and each gradient has the dtype of its variable. A variable
+    made by the user is a leaf. The result of an operation on variables with ``calc_grad`` stores
+    that operation until a backward pass has used it.
 
-    Arrays must not be changed between a forward pass and its backward pass. ``backward()`` notices
-    changes by this package, but not by NumPy. Indices, targets and lengths are copied.
+    Do not modify arrays between a forward pass and its backward pass. ``backward()`` detects
+    changes by this package, but not changes by NumPy. Indices, targets and lengths are copied.
 
-    NumPy's functions return variables if ``fl.autograd.functions`` has the same function, arrays if
-    the result has no derivative (``np.argmax``, ``<``), and raise TypeError otherwise if a variable
-    needs a gradient. ``==`` compares objects, as sets, dicts and lists of variables need it;
-    ``np.equal(x, y)`` compares elements.
+    NumPy's functions return variables if ``fl.autograd.functions`` has the same function. They
+    return arrays if the result has no derivative (``np.argmax``, ``<``). Other NumPy functions
+    raise TypeError if a variable needs a gradient. ``==`` compares objects, which sets, dicts and
+    lists of variables need. ``np.equal(x, y)`` compares elements.
 
     Args:
-        array: the value, any shape; of a real floating dtype, or bfloat16, with ``calc_grad``.
-        calc_grad: whether ``backward()`` computes a gradient for it.
+        array: The value, of any shape. With ``calc_grad`` the dtype must be floating.
+        calc_grad: Whether ``backward()`` computes a gradient for the variable.
 
     Raises:
-        TypeError: not an array, or ``calc_grad`` with a dtype that has no gradient.
+        TypeError: If ``array`` is not an array, or with ``calc_grad`` is not floating.
     """
 
     __slots__ = ()
@@ -61,11 +61,11 @@ class Variable(Leaf):
 
     @property
     def array(self) -> Array:
-        """The value. Assigning replaces the array (no copy); shape and dtype must stay.
+        """The value. Assignment replaces the array without a copy; shape and dtype must stay.
 
         Raises:
-            TypeError: the new value is no array, or of another dtype.
-            ValueError: the new array has another shape, or this is a parameter of a sharded module.
+            TypeError: If the new value is not an array, or has another dtype.
+            ValueError: If the new array has another shape, or if the variable is sharded.
         """
         return self.data
 
@@ -75,8 +75,8 @@ class Variable(Leaf):
         _require_same(value, self, "Variable.array")
         if self.placement is not None:
             raise ValueError(
-                "Variable.array: this parameter is of a sharded module, whose arrays lie in memory "
-                "that ranks have in common; load_state_dict copies values into it"
+                "Variable.array: a parameter of a sharded module cannot be replaced, because ranks "
+                "share its memory. Copy values into it by load_state_dict"
             )
         if self.data is not value:
             structure.changed()
@@ -88,48 +88,50 @@ class Variable(Leaf):
         """Whether ``backward()`` computes a gradient for this variable; assignable on leaves.
 
         Raises:
-            TypeError: set to True where the dtype has no gradient.
-            ValueError: set on the result of an operation.
+            TypeError: If it is set to True and the dtype has no gradient.
+            ValueError: If it is set on the result of an operation.
         """
         return self._calc_grad
 
     @calc_grad.setter
     def calc_grad(self, value: bool) -> None:
         if self.node is not None:
-            raise ValueError("calc_grad can be set on leaves only; this is an operation's result")
+            raise ValueError("Variable.calc_grad: expected a leaf, got an operation's result")
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
-        self.changed = getattr(self, "changed", 0)  # an operation's result that becomes a leaf
+        # a result that became a leaf has no such attribute
+        self.changed = getattr(self, "changed", 0)
         structure.changed()
 
     @property
     def has_history(self) -> bool:
-        """Whether a backward pass can go from this variable to those it was computed from.
+        """Whether the graph of this variable exists, so that ``backward()`` can start here.
 
-        False for a leaf, for a constant, and once a backward pass has freed the graph.
+        False for leaves and constants, and after a backward pass has freed the graph.
         """
         node = self.node
         return node is not None and (node.edges is not None or isinstance(node, Outline))
 
     @property
     def grad_buffer(self) -> Array | None:
-        """Memory for this leaf's gradient, or None (the default): then each pass makes its own.
+        """Memory for this leaf's gradient, or None (the default): each pass allocates memory.
 
-        With a buffer, which may be a view into a larger array, the first contribution after
-        ``grad`` was None is written into it, later ones are added in place, and ``grad`` is the
-        buffer itself. None for a sharded module's parameter (see ``fl.fully_shard``).
+        A buffer may be a view into a larger array. If ``grad`` is None, the first contribution is
+        copied to the buffer. Later contributions are added in place, and ``grad`` is the buffer.
+        The value is None for parameters of a sharded module (see ``fl.fully_shard``).
 
         Raises:
-            TypeError: the buffer is no array or of another dtype than the variable.
-            ValueError: it has another shape, is read-only, or the variable is no leaf, or sharded.
+            TypeError: If the buffer is not an array, or its dtype differs from the variable's.
+            ValueError: If the buffer has another shape or is read-only, or unless this is an
+                unsharded leaf.
         """
         return None if isinstance(self.buffer, GradSink) else self.buffer
 
     @grad_buffer.setter
     def grad_buffer(self, buffer: Array | None) -> None:
         if buffer is None and isinstance(self.buffer, GradSink):
-            return  # there is none to take away
+            return  # sharded parameters have no array to remove
         if buffer is not None:
             self._require_leaf("a gradient buffer")
             buffer = _as_array(buffer)
@@ -138,16 +140,16 @@ class Variable(Leaf):
                 raise ValueError("Variable.grad_buffer must be writable, got a read-only array")
             if isinstance(self.buffer, GradSink):
                 raise ValueError(
-                    "this parameter is sharded: its gradients are reduced where fl.fully_shard has "
-                    "arranged it, and neither distribute_module_grads nor a gradient buffer goes "
-                    "with that"
+                    "Variable.grad_buffer: a sharded parameter cannot have a gradient buffer, and "
+                    "distribute_module_grads cannot be combined with fl.fully_shard, which reduces "
+                    "its gradients. Use only one of them"
                 )
         self.buffer = buffer
         structure.changed()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's shape."""
+        """The shape of the array."""
         return self.data.shape
 
     @property
@@ -162,98 +164,97 @@ class Variable(Leaf):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The array's dtype."""
+        """The dtype of the array."""
         return self.data.dtype
 
     def assign(self, value: Array) -> None:
-        """Copy ``value``, of the same shape, into the array: in place, across devices if need be.
-
-        Floating dtypes are cast. For the library's own use.
-        """
+        """Copy ``value`` (same shape) into the array, in place, from any device. Internal."""
         self.data[...] = to_device(value, device_of(self.data))
         note_changes((self,))
 
     def numpy(self) -> Array:
-        """Return the value as a NumPy array: itself on the CPU, else a copy (blocks for it)."""
+        """Return the array on the CPU, else a NumPy copy. Blocks until a copy is complete."""
         return to_device(self.data, "cpu")
 
     def scalar(self) -> float:
-        """Return the only element as a Python number; blocks until it is computed.
+        """Return the only element as a Python number. Blocks until it is computed.
 
         Raises:
-            ValueError: there is not exactly one element.
+            ValueError: If the variable does not have exactly one element.
         """
         if self.data.size != 1:
-            raise ValueError(f"a number needs exactly one element, got shape {self.shape}")
+            raise ValueError(f"scalar: expected exactly one element, got shape {self.shape}")
         return self.data.item()  # type: ignore[no-any-return]
 
-    item = scalar  # NumPy's name, and torch's
+    item = scalar  # name in NumPy and torch
 
     def detach(self) -> Variable:
-        """Return a constant that shares the array: no gradient passes it."""
+        """Return a constant that shares the array. Gradients do not propagate through it."""
         return Variable(self.data)
 
     def copy(self) -> Variable:
-        """Return the same value in a new array; gradients pass it."""
+        """Return the value in a new array. Gradients propagate through the copy."""
         return record(self.data.copy(), (self, lambda grad: grad))
 
     def zero_grad(self) -> None:
-        """Drop the gradient: ``grad`` is None until the next backward pass."""
+        """Set ``grad`` to None until the next backward pass."""
         self.grad = None
 
     def register_grad_hook(self, hook: GradHook) -> None:
         """Call ``hook(self)`` in every backward pass once this leaf's gradient is complete.
 
-        The pass then goes on, so the parameters of the last layer come first. The hook may read and
-        replace ``grad``. A new hook replaces the old one. Passes without the variable skip it.
+        The pass continues after the hook, so hooks of the last layer run first. The hook may read
+        and replace ``grad``. A new hook replaces the previous hook. Passes that do not use the
+        variable do not call the hook.
 
         Raises:
-            TypeError: ``hook`` is not callable.
-            ValueError: the variable is the result of an operation.
+            TypeError: If ``hook`` is not callable.
+            ValueError: If the variable is the result of an operation.
         """
         if not callable(hook):
-            raise TypeError(f"a gradient hook must be callable, got {type(hook).__name__}")
+            raise TypeError(f"register_grad_hook: hook must be callable, got {type(hook).__name__}")
         self._require_leaf("a gradient hook")
         self.hook = hook
         structure.changed()
 
     def clear_grad_hook(self) -> None:
-        """Remove the hook, if there is one."""
+        """Remove the gradient hook, if there is one."""
         self.hook = None
         structure.changed()
 
     def backward(self, grad: Array | None = None, retain_graph: bool = False) -> None:
-        """Add to every leaf's ``grad`` the gradient of this variable with respect to it.
+        """Compute the gradient of this variable for every leaf, and add it to ``leaf.grad``.
 
-        Blocks the calling thread (on a GPU: until the kernels are queued). Existing gradients are
-        added to in place. If a hook raises, the exception ends the pass: some gradients are then
-        complete, some partial, some absent.
+        Blocks until all gradients are computed, or, on a GPU, until the kernels are queued.
+        Existing gradients are added to in place. If a hook raises, the pass ends with its
+        exception, and gradients may be complete, partial or missing.
 
         Args:
-            grad: gradient of the final objective with respect to this variable, of its shape and
-                dtype, not changed; by default 1, for which this must have exactly one element.
-            retain_graph: keep the graph, which is freed otherwise, for another call.
+            grad: Gradient of the objective for this variable, of the same shape and dtype. It is
+                not modified. Default: 1, if the variable has exactly one element.
+            retain_graph: Keep the graph for another call. By default the graph is freed.
 
         Raises:
-            ValueError: more than one element and no ``grad``, or ``grad`` of another shape.
-            TypeError: ``grad`` is no array or of another dtype.
-            RuntimeError: nothing here has ``calc_grad``, the graph was already freed, or a leaf was
-                changed after its use: an optimizer's step, ``load_state_dict``, a new ``array``.
+            ValueError: If ``grad`` is missing and the variable does not have one element, or if
+                ``grad`` has another shape.
+            TypeError: If ``grad`` is not an array or has another dtype.
+            RuntimeError: If no input has ``calc_grad``, if the graph was freed, or if a leaf was
+                changed after its use by an optimizer step, ``load_state_dict`` or a new ``array``.
         """
         if not self._calc_grad:
             raise RuntimeError(
-                "backward: this variable depends on nothing that has calc_grad=True; "
-                "make the inputs with param(), or call train() on the module"
+                "backward: expected a variable that depends on a variable with calc_grad=True. "
+                "Make the inputs with param(), or call train() on the module"
             )
         if grad is None:
             like = self.data
             if like.size != 1:
                 raise ValueError(
-                    "backward() without grad needs a variable of one element, got shape "
-                    f"{like.shape}; reduce it to a loss, or pass grad"
+                    "backward() without grad: expected a variable of one element, got shape "
+                    f"{like.shape}. Reduce it to a loss, or pass grad"
                 )
             if type(like) is np.ndarray and not like.ndim:
-                seed = np.asarray(1, like.dtype)  # in a fifth of the time of ones()
+                seed = np.asarray(1, like.dtype)  # takes a fifth of the time of ones()
             else:
                 seed = array_module(like).ones(like.shape, like.dtype)
         else:
@@ -262,7 +263,7 @@ class Variable(Leaf):
         run_pass(self.node or self, seed, retain_graph)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the array and ``calc_grad``, not the graph, gradient or hook."""
+        """Copy or pickle the array and ``calc_grad``, without graph, gradient and hook."""
         if self.placement is not None:
             self.placement.shards.check("copy")
         return Variable, (self.data, self._calc_grad)
@@ -271,39 +272,38 @@ class Variable(Leaf):
         return f"Variable({self.data!r}, calc_grad={self._calc_grad})"
 
     def __format__(self, spec: str) -> str:
-        """Return the only element in the format ``spec``; without one, what ``str`` does."""
+        """Format the only element by ``spec``. An empty ``spec`` formats like ``str``."""
         return format(self.scalar(), spec) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return the array, for ``np.asarray(variable)`` and functions of other libraries.
 
         Raises:
-            TypeError: the variable needs a gradient, or is on a GPU.
-            ValueError: ``copy`` is False and ``dtype`` needs one.
+            TypeError: If the variable needs a gradient, or is on a GPU.
+            ValueError: If ``copy`` is False and ``dtype`` needs a copy.
         """
         if self.calc_grad:
             raise TypeError(
-                "NumPy asks for the array of a Variable that needs a gradient (shape "
-                f"{self.shape}): what it computes would not be part of the graph. Where that is "
-                "meant, pass it variable.numpy(); else use the functions of fl.autograd.functions"
+                f"numpy: a Variable of shape {self.shape} that needs a gradient cannot become "
+                "an array, because results would not be part of the graph. Use functions of "
+                "fl.autograd.functions, or pass variable.numpy() if no gradient is needed"
             )
         return np.array(self.data, dtype=dtype, copy=copy)
 
     def __len__(self) -> int:
-        """Return the size of the first dimension."""
         if not self.data.ndim:
-            raise TypeError("len() of a Variable without dimensions; its number is scalar()")
+            raise TypeError("len(): expected a Variable with dimensions, got one number")
         return int(self.data.shape[0])
 
     def __iter__(self) -> Iterator[Variable]:
-        """Go through the first dimension."""
+        """Iterate over the first dimension."""
         return map(self.__getitem__, range(len(self)))
 
-    def _require_leaf(self, what: str) -> None:
+    def _require_leaf(self, attribute: str) -> None:
         if self.node is not None:
-            raise ValueError(f"{what} belongs to a leaf; this variable is an operation's result")
+            raise ValueError(f"{attribute} needs a leaf, got an operation's result")
 
-    if TYPE_CHECKING:  # operators.py adds these to the class, one function each
+    if TYPE_CHECKING:  # operators.py adds these methods
 
         def __neg__(self) -> Variable: ...
         def __add__(self, other: Operand) -> Variable: ...
@@ -336,41 +336,41 @@ class Variable(Leaf):
 
 
 def input(array: Array) -> Variable:
-    """Return a leaf without gradient that shares ``array``, of any shape and dtype, such as data.
+    """Return a leaf without gradient, such as data, that shares ``array`` of any shape and dtype.
 
-    Anything else than an array is a TypeError.
+    Raises TypeError if ``array`` is not an array.
     """
     return Variable(array)
 
 
 no_grad = input
-"""Another name of ``fl.input``, for constants."""
+"""Alias of ``fl.input``, for constants."""
 
 
 def param(array: Array) -> Variable:
-    """Return a leaf with gradient that shares ``array``, of any shape: something to learn.
+    """Return a leaf with gradient, such as a parameter, that shares ``array`` of any shape.
 
-    Anything else than an array of a real floating dtype is a TypeError.
+    Raises TypeError if ``array`` is not an array of a real floating dtype.
     """
     return Variable(array, True)
 
 
 def shards_of(variables: Iterable[Variable]) -> list[Any]:
-    """Return what the variables' sharded modules have in common, each once, in order."""
+    """Return the shards of the variables' sharded modules, without duplicates, in order."""
     return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
 
 
 def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None) -> Variable:
-    """Return the result of an operation, which remembers how to reach those inputs that learn.
+    """Return the result of an operation, with edges to the inputs that need a gradient.
 
     Args:
-        array: the result.
-        inputs: each input with its vector-Jacobian product (see ``engine``); hooks of inputs
-            that come first fire first.
-        through: see ``Node``.
+        array: The result.
+        inputs: Each input with its vector-Jacobian product (see ``engine``). Earlier hooks run
+            first.
+        through: See ``Node``.
     """
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
-        # NumPy's answer where a result has no dimensions.
+        # NumPy returns a scalar if a result has no dimensions.
         array = getattr(array, "__array_library__", np).asarray(array)
     return record_all(array, inputs, through)
 
@@ -378,7 +378,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 def record_all(
     array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
 ) -> Variable:
-    """Return what :func:`record` returns: inputs in a list take half of a microsecond less."""
+    """Record like :func:`record`. Inputs in a sequence save half a microsecond."""
     edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge
@@ -401,10 +401,7 @@ def record_all(
 def record_pair(
     array: Any, x: Variable, x_vjp: Vjp, y: Variable, y_vjp: Vjp, through: Vjp | None = None
 ) -> Variable:
-    """Return what :func:`record` returns of two operands, which may have been broadcast.
-
-    A vjp may return the gradient of the broadcast operand: it is summed to the operand's shape.
-    """
+    """Record an operation on two operands. Gradients of broadcast operands are summed."""
     if x.data.shape != array.shape:
         x_vjp = summed(x_vjp, x.data.shape)
     if y.data.shape != array.shape:
@@ -421,15 +418,15 @@ def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
         stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
         return device.total(grad, (*range(added), *stretched)).reshape(shape)
 
-    vjp_of_operand.__qualname__ = vjp.__qualname__  # which is in errors
+    vjp_of_operand.__qualname__ = vjp.__qualname__  # errors quote it
     return vjp_of_operand
 
 
 def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
-    """Return what :func:`record` returns, for an operation that does more than compute.
+    """Record like :func:`record`, for an operation with side effects such as messages.
 
-    A backward pass visits those below it in the reverse of the order in which they were recorded,
-    so that the messages of a forward pass have their answers in reverse order.
+    A backward pass visits these operations in the reverse order of recording, so that replies are
+    sent in the reverse order of messages.
     """
     result = record(array, *inputs)
     if isinstance(result.node, Outline):
@@ -440,18 +437,19 @@ def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
 
 
 def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Callable[..., Variable]:
-    """Return an operation of your own on variables, with its derivative; a decorator.
+    """Return a differentiable operation on variables, from its forward function; a decorator.
 
-    ``forward`` is called as the operation is, with arrays (NumPy's or CuPy's) in the place of
-    variables, and returns an array and ``backward``. A backward pass calls that once with the
-    gradient of the result, which it must not change. It returns a gradient for each variable or
-    array that was passed by position, in a tuple if there are several, of their shapes; None where
-    it is zero or not needed. ``fl.gradcheck`` compares the derivative with differences.
+    ``forward`` receives the arguments of the operation, with variables replaced by NumPy or CuPy
+    arrays. It returns an array and a function ``backward``. A backward pass calls ``backward`` once
+    with the gradient of the result, which must not be modified. ``backward`` returns one gradient
+    for each variable or array that was passed by position, as a tuple if there are several. A
+    gradient has the shape of its argument, or is None if it is zero or not needed. Check the
+    derivative with ``fl.gradcheck``.
 
     Raises:
-        TypeError: when called: ``forward`` does not return an array and a function, or a variable
-            is passed by name.
-        ValueError: in ``backward()``: gradients in another number, or of other shapes.
+        TypeError: If a call passes a variable by keyword, or ``forward`` returns other types.
+        ValueError: If ``backward`` returns a wrong number of gradients or wrong shapes.
+            ``Variable.backward()`` raises it.
 
     Example:
         >>> @fl.autograd.function
@@ -467,41 +465,41 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
 
     @functools.wraps(forward)
     def operation(*args: Any, **options: Any) -> Variable:
-        if any(isinstance(each, Variable) for each in options.values()):
-            raise TypeError(f"{name}: pass variables by position; options have no gradient")
-        given = [x.data if isinstance(x, Variable) else x for x in args]
-        made = forward(*given, **options)
-        if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
-            raise TypeError(f"{name} must return an array, and a function from its gradient on")
-        result, backward = _as_array(made[0]), made[1]
-        places = [at for at, x in enumerate(given) if isinstance(x, np.ndarray) or is_cupy(x)]
-        learning = {at: x for at, x in enumerate(args) if isinstance(x, Variable) and x._calc_grad}
-        ends = set(learning)
-        shapes = [learning[at].shape if at in learning else None for at in places]
+        if any(isinstance(option, Variable) for option in options.values()):
+            raise TypeError(f"{name}: got a Variable by keyword. Pass variables by position")
+        arrays = [x.data if isinstance(x, Variable) else x for x in args]
+        returned = forward(*arrays, **options)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
+            raise TypeError(f"{name} must return an array and a function, got {type(returned)}")
+        result, backward = _as_array(returned[0]), returned[1]
+        positions = [i for i, x in enumerate(arrays) if isinstance(x, np.ndarray) or is_cupy(x)]
+        learning = {i: x for i, x in enumerate(args) if isinstance(x, Variable) and x._calc_grad}
+        needed = set(learning)
+        shapes = [learning[index].shape if index in learning else None for index in positions]
         if learning:
             _require_floating(result)
 
         def gradients(grad: Array) -> Any:
-            found = backward(grad)
-            found = found if isinstance(found, tuple) else (found,)
-            got = [None if x is None else getattr(x, "shape", type(x).__name__) for x in found]
-            if len(got) != len(shapes) or any(
-                None not in (shape, one) and shape != one
-                for shape, one in zip(shapes, got, strict=True)
+            grads = backward(grad)
+            grads = grads if isinstance(grads, tuple) else (grads,)
+            received = [None if x is None else getattr(x, "shape", type(x).__name__) for x in grads]
+            if len(received) != len(shapes) or any(
+                None not in (shape, other) and shape != other
+                for shape, other in zip(shapes, received, strict=True)
             ):
                 raise ValueError(
-                    f"the gradients of {name}: expected one for each variable or array that was "
-                    f"passed by position, of the shapes {shapes} (None: any), got {got}"
+                    f"{name}: backward must return one gradient per array or variable passed by "
+                    f"position, of the shapes {shapes} (None: any shape), got {received}"
                 )
-            # Views, of which the pass makes copies: the function may keep what it has returned.
+            # Views, which the pass copies: the user may keep the returned arrays.
             zero = array_module(grad).zeros_like
             return {
-                at: zero(given[at]) if each is None else each[...]
-                for at, each in zip(places, found, strict=True)
-                if at in ends
+                index: zero(arrays[index]) if gradient is None else gradient[...]
+                for index, gradient in zip(positions, grads, strict=True)
+                if index in needed
             }
 
-        edges = [(x, lambda found, at=at: found[at]) for at, x in learning.items()]
+        edges = [(x, lambda grads, index=index: grads[index]) for index, x in learning.items()]
         return record_all(result, edges, gradients)
 
     return operation
@@ -519,21 +517,21 @@ def _as_array(value: object) -> Array:
 
         return cupy.from_dlpack(value)  # type: ignore[no-any-return]
     raise TypeError(
-        f"expected a NumPy or CuPy array (or one with DLPack), got {type(value).__name__}; "
-        "convert it with numpy.asarray first"
+        f"expected a NumPy, CuPy or DLPack array, got {type(value).__name__}. "
+        "Convert it with numpy.asarray first"
     )
 
 
 def _require_floating(array: Array | Variable) -> None:
     if not is_floating(array.dtype):
         raise TypeError(
-            f"a gradient needs a real floating dtype, got {array.dtype}; "
-            "cast the array, or leave calc_grad off"
+            f"a variable with gradient must have a real floating dtype, got {array.dtype}. "
+            "Cast the array, or pass calc_grad=False"
         )
 
 
-def _require_same(value: Array, like: Array | Variable, what: str) -> None:
+def _require_same(value: Array, like: Array | Variable, name: str) -> None:
     if value.shape != like.shape:
-        raise ValueError(f"{what} must have shape {like.shape}, got {value.shape}")
+        raise ValueError(f"{name} must have shape {like.shape}, got {value.shape}")
     if value.dtype != like.dtype:
-        raise TypeError(f"{what} must have dtype {like.dtype}, got {value.dtype}; cast it first")
+        raise TypeError(f"{name} must have dtype {like.dtype}, got {value.dtype}. Cast it first")

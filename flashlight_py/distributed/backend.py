@@ -33,7 +33,7 @@ class Backend(abc.ABC):
     processes: Sequence[str] = ()  # one text per rank for errors: "process 12 on host a"
     hosts: Sequence[Sequence[int]] = ()  # lists of ranks that share memory; (): no ranks do
     finds_shape = False  # True: receivers of a broadcast may pass no array
-    packed_bytes = 32 << 10, 32 << 10  # larger arrays are not packed: blocking, async_op
+    packed_bytes = 32 << 10, 32 << 10  # bytes of the largest packed array: blocking, async_op
     count: Sequence[int] = (0,)  # number of collectives that users called in this group
     composite: object = None  # the same object in all parts of a hierarchical backend
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
@@ -45,7 +45,7 @@ class Backend(abc.ABC):
         """Start ``call``. ``Work.wait()`` blocks until its end and returns the result.
 
         The result is the array for verbs that work in place, and a new array or ``call.out`` for
-        other verbs. An open receive returns ``Matched``. Ranks that receive nothing return None.
+        other verbs. An open receive returns ``Matched``. Ranks without a result return None.
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
@@ -80,11 +80,11 @@ class Backend(abc.ABC):
         """
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return the error that made the group unusable, for ``doing``, or None. Does not block."""
+        """Return an error of ``doing`` if the group is unusable, else None. Does not block."""
         return None
 
     def leave(self) -> None:  # noqa: B027
-        """Announce that this rank starts no more messages: only its exit counts as a loss then."""
+        """Notify the other ranks that this rank starts no more messages. Does not block."""
 
     def abandon(self) -> None:  # noqa: B027
         """Close file descriptors only. Called in a process that was forked from the rank."""

@@ -90,7 +90,7 @@ class ReduceOp(enum.IntEnum):
     OR = codes.OR
     XOR = codes.XOR
     LAND = 8
-    """For truth values, like LOR and LXOR: 1 if all elements are nonzero, else 0. Native code
-    computes them as AND, OR and XOR of bool."""
+    """Logical: 1 if the elements of all ranks are nonzero, else 0. LOR and LXOR are logical, too.
+    Native code computes them as AND, OR and XOR of bool."""
     LOR = 9
     LXOR = 10

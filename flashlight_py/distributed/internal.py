@@ -37,8 +37,8 @@ from flashlight_py.distributed.reducers.host_memory import (
     add_up,
     hosts_of,
     map_zeros,
-    meet,
     store_of,
+    wait_for_ranks,
 )
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets, reduce_all
 from flashlight_py.distributed.rendezvous.secret import REMEDY as SECRET_REMEDY

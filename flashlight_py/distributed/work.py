@@ -73,7 +73,7 @@ class Work(abc.ABC, Generic[Result_co]):
     def cancel(self) -> None:
         """End a receive from any rank that a backend started for itself. Its result is then None.
 
-        Has no effect if a message has arrived, and none on other operations.
+        Has no effect after a message has arrived. Other operations ignore it.
         """
 
     def result(self) -> Result_co:
@@ -122,7 +122,7 @@ class Done(Work):
 class Then(Work):
     """An operation whose result ``finish`` computes once from the result of another operation.
 
-    The first thread that waits calls ``finish``. Other threads get the same result.
+    The first thread that waits calls ``finish``. Other threads get the same result or error.
     """
 
     def __init__(self, work: Work, finish: Callable[[Any], Any]) -> None:
@@ -213,7 +213,7 @@ class AllOf(Work[list[Any]]):
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Wait for each operation, up to ``timeout`` seconds each. Then raise the first failure.
 
-        A GroupClosedError is raised only if no other failure exists, which would be its cause.
+        A GroupClosedError is raised only without other failures, which would be its cause.
         """
         if self._failure is not None:
             raise self._failure

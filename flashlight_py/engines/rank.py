@@ -22,7 +22,7 @@ from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.ranks import ADDRESSES, LISTENER, SECRET, unranked
 
-ENDING_SECONDS = 5.0  # from the request to end a rank until its process is killed
+ENDING_SECONDS = 5.0  # seconds from the request to end a rank to the kill of its process
 _BACKLOG = 1024
 
 
@@ -81,10 +81,10 @@ class Start:
     def _environment(self, rank: int, rendezvous: RendezvousAddress) -> Iterator[None]:
         """Set the environment variables of a rank, and its listener, and restore them on exit."""
         listener = _listeners.pop(self.key, None) if rank == 0 else None
-        before = dict(os.environ)
+        environ = dict(os.environ)
         addresses, port = rendezvous
         variables = {
-            **unranked(before),
+            **unranked(environ),
             **{"RANK": str(rank), "WORLD_SIZE": str(self.size), SECRET: self.secret},
             **{"MASTER_ADDR": addresses[0], "MASTER_PORT": str(port)},
             **{ADDRESSES: ",".join(addresses), "FLASHLIGHT_RESTART_COUNT": str(self.restarts)},
@@ -96,7 +96,7 @@ class Start:
             yield
         finally:
             os.environ.clear()
-            os.environ.update(before)
+            os.environ.update(environ)
             if listener is not None:
                 listener.close()
 

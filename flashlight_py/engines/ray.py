@@ -164,12 +164,12 @@ def reserved_resources(
 
     nodes = nodes_of(ray)
     request = f"{call.size} ranks with {dict(needs)} each, placed by {strategy}"
-    most = most_ranks(nodes, needs, strategy)
-    if most < call.size and not is_restart:
+    capacity = most_ranks(nodes, needs, strategy)
+    if capacity < call.size and not is_restart:
         descriptions = "; ".join(_format_resources(node) for node in nodes)
         raise ValueError(
-            f"{call.name}: expected resources for {request}, got resources for {most} ranks. The "
-            f"nodes have {descriptions}. Add nodes or lower nprocs or resources"
+            f"{call.name}: expected resources for {request}, got resources for {capacity} ranks. "
+            f"The nodes have {descriptions}. Add nodes or lower nprocs or resources"
         )
     group = placement_group([dict(needs)] * call.size, strategy=strategy)
     try:

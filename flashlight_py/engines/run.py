@@ -14,8 +14,8 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.supervisor import CAUSE_SECONDS
 
-SLOT_SECONDS = 60.0  # to wait for slots that other jobs use or a failed attempt frees
-POLL_SECONDS = 0.5  # between two polls of a state that an engine does not report
+SLOT_SECONDS = 60.0  # seconds to wait for slots that other jobs use or a failed attempt frees
+POLL_SECONDS = 0.5  # seconds between two polls of an engine
 
 Outcomes = dict[int, bytes | Failure]  # by rank: the pickled result, or the failure
 

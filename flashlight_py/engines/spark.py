@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # Spark's setting for the time to wait for executors, and its default.
 _EXECUTORS_SECONDS = ("spark.scheduler.maxRegisteredResourcesWaitingTime", "30s")
-_CANCEL_SECONDS = 0.2  # between two attempts to cancel a stage
+_CANCEL_SECONDS = 0.2  # seconds between two attempts to cancel a stage
 # Patterns of failed tasks in the text of a Spark exception.
 _REPORT = re.compile(r"flashlight rank (\d+) failed: ([\w+/=]+)!")
 _LOST = re.compile(r"ResultTask\(\d+, (\d+)\) finished unsuccessfully\.\s*([^\n]*)")
@@ -72,7 +72,7 @@ def _attempt(context: Any, start: Start, call: SpawnCall) -> list[bytes]:
     scala = context._jsc.sc()
     profile = scala.resourceProfileManager().defaultResourceProfile()
     seconds = scala.conf().getTimeAsSeconds(*_EXECUTORS_SECONDS)
-    advice = "Raise spark.executor.instances, spark.executor.cores and spark.task.cpus"
+    advice = "Raise spark.executor.instances or spark.executor.cores, or lower spark.task.cpus"
     count = partial(scala.maxNumConcurrentTasks, profile)
     engine.wait_for_slots(call, 0 if scala.isLocal() else seconds, count, "slots", advice)
 

@@ -38,7 +38,7 @@ _BACKLOG = 1024  # connections that the kernel queues until rank 0 accepts them
 
 
 class Agent:
-    """Runs the ranks of one host, one attempt after the other, and reports events to ``report``.
+    """The ranks of one host in successive attempts. Events are passed to ``report``.
 
     A public method handles the message of that name. ``stdin`` is the input of rank 0, if any.
     """
@@ -70,7 +70,7 @@ class Agent:
             sockets.append(self._listener)
         # The address to which ssh connected, as reported by sshd (ssh(1)), comes first.
         by_ssh = system.environ.get("SSH_CONNECTION", "").split()[2:3]
-        addresses = sorted(own_addresses(), key=lambda each: each not in by_ssh)
+        addresses = sorted(own_addresses(), key=lambda address: address not in by_ssh)
         self.report("ready", attempt, addresses, [address.getsockname()[1] for address in sockets])
 
     def task(self, task: Mapping[str, Any]) -> None:

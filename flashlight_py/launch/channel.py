@@ -39,7 +39,7 @@ def parsed(line: bytes) -> tuple[str, list[Any]]:
 
 
 class Reader:
-    """Reads messages from ``descriptor``, now non-blocking; calls ``on_data`` after each read."""
+    """A non-blocking reader of messages; ``on_data`` is called after each successful read."""
 
     def __init__(self, descriptor: int, on_data: Callable[[], object] = lambda: None) -> None:
         system.set_blocking(descriptor, False)
@@ -82,7 +82,7 @@ def write_whole(descriptor: int, data: bytes, on_wait: Callable[[], object] = la
 
 
 class Outgoing:
-    """Writes to a duplicate of ``descriptor`` without blocking, and buffers the unsent bytes.
+    """A non-blocking writer to a duplicate of ``descriptor``, which buffers unsent bytes.
 
     ``on_empty`` is called whenever all bytes are written. Bytes for a closed end are dropped.
     """
@@ -135,7 +135,7 @@ class Outgoing:
 
 
 class Supply:
-    """Reads ``descriptor`` in chunks, one per call of ``ask``, and passes them to ``deliver``.
+    """A reader of chunks: each call of ``ask`` passes one chunk of input to ``deliver``.
 
     The receiver asks when it can accept more. An empty chunk marks the end of the input.
     """

@@ -79,7 +79,7 @@ class Failure(NamedTuple):
 
 
 class Tail:
-    """Reads the lines of standard error and keeps the last lines of the last tracebacks.
+    """A parser of standard error that keeps the last line of each recent traceback.
 
     ``errors`` has one line per traceback of a chain. The last entry is the final exception.
     """

@@ -88,9 +88,9 @@ class SshAgent:
     def _on_exit(self, code: int) -> None:
         if not self._is_open:
             return
-        before = -1
-        while self._reader.received > before:  # one read may leave more messages in the pipe
-            before = self._reader.received
+        previous = -1
+        while self._reader.received > previous:  # one read may leave more messages in the pipe
+            previous = self._reader.received
             self._read()
         self.close()
         self._on_lost(self._silence or f"ssh to {self._name} {describe_exit(code)}")

@@ -31,11 +31,11 @@ from flashlight_py.launch.records import store_records
 from flashlight_py.launch.supervisor import Supervisor
 
 _CANNOT_RUN = 127  # the exit code of shells for this case
-_FINISHING_SECONDS = 10.0  # for agents to end all processes, in addition to the grace of the ranks
+_FINISHING_SECONDS = 10.0  # seconds for agents to end all processes, after the grace of the ranks
 
 
 class Job:
-    """Runs the program of ``options`` as ranks on ``hosts``.
+    """A job that runs the program of ``options`` as ranks on ``hosts``.
 
     The ranks rendezvous at paths that begin with ``file``. If it is empty, they connect to a port
     that the agent of the first host opens, with a secret per attempt. ``stdin`` is sent to rank 0.
@@ -113,7 +113,7 @@ class Job:
         self._first = self._slots[0].host
         self._working = {slot.host for slot in self._slots}  # hosts with ranks
         self._unready = set(self._working)  # hosts that are not ready
-        self._addresses, self._ports = list[str](), list[int]()  # of the first host
+        self._addresses, self._ports = list[str](), list[int]()  # of the first host, from its agent
         self._is_started = False
         self._stuck: list[int] = []
         # Flight records by rank, with the folder on the rank's host; and why others are missing.

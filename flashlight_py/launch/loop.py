@@ -13,16 +13,16 @@ from selectors import EVENT_READ, EVENT_WRITE
 
 from flashlight_py import system
 
-HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)  # they do not end a job
+HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that do not end a job
 # Signals from users and schedulers. Signals ignored at the start of the process stay ignored.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *HARMLESS)
 MOST_SECONDS = 1e6  # the kernel waits for events for at most 24 days
-BEAT_SECONDS = 0.5  # between messages that show that this end of a connection is alive
-LOST_SECONDS = 6.0  # of silence until a host is declared lost
+BEAT_SECONDS = 0.5  # seconds between two heartbeats of a connection
+LOST_SECONDS = 6.0  # seconds of silence until a host is declared lost
 
 
 class Poll:
-    """Calls back when a descriptor is readable or writable. Times are ``time.monotonic`` times."""
+    """Callbacks for readable and writable descriptors. Times are ``time.monotonic`` times."""
 
     def __init__(self) -> None:
         self._selector = system.Selector()
@@ -173,7 +173,7 @@ def keep_exit_codes() -> Iterator[None]:
 
 
 class Pulse:
-    """Sends a heartbeat over a connection, and detects silence of the other end.
+    """A heartbeat over a connection, and a detector of silence of the other end.
 
     A cut cable does not end a connection, and a machine that hangs may still acknowledge data. So
     each end calls ``beat`` every ``BEAT_SECONDS`` from a signal handler, even while the process

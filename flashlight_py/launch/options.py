@@ -52,7 +52,7 @@ class Options(NamedTuple):
 
 
 def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
-    """Parse ``arguments``, by default those of this process; exit if they are invalid."""
+    """Parse ``arguments``, by default ``sys.argv``; exit if an argument is invalid."""
     parser = _parser()
     namespace = parser.parse_args(arguments)
     # LOCAL_RANK marks a rank, whose launcher has already read these variables.

@@ -15,7 +15,7 @@ from flashlight_py.launch.failures import Tail
 
 STREAMS = ("out", "err")
 _WORDS = {"out": "standard output", "err": "standard error"}
-PARTIAL_SECONDS = 0.15  # until a line without an end, such as a prompt, is shown on a terminal
+PARTIAL_SECONDS = 0.15  # seconds until a line without an end, such as a prompt, is shown
 LONGEST_LINE = 1 << 16  # bytes; longer lines are split
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
@@ -28,7 +28,7 @@ class Source(NamedTuple):
 
 
 class RankOutput:
-    """Receives chunks of output of ``size`` ranks, and writes complete lines.
+    """A writer of complete lines from chunks of output of ``size`` ranks.
 
     Each line is prefixed with ``[rank]`` and written to its descriptor, or to an object like
     ``sys.stdout``. With ``folder``, output is appended to its ``rank-R.out`` and ``rank-R.err``.

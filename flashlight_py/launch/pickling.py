@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from flashlight_py.cores import check_folder
-from flashlight_py.tracebacks import words_of
+from flashlight_py.tracebacks import message_of
 
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing imports a script as __mp_main__
 
@@ -50,7 +50,7 @@ def dumps(
         # pickle calls methods of the objects, which may raise any exception
         if importlib.util.find_spec("cloudpickle") is None:
             raise TypeError(
-                f"{name}cannot be pickled: {words_of(error)}. Define functions and classes at "
+                f"{name}cannot be pickled: {message_of(error)}. Define functions and classes at "
                 "the top level of a module or script, or install cloudpickle: pip install "
                 "'flashlight-py[notebook]'"
             ) from error
@@ -59,7 +59,7 @@ def dumps(
     try:
         return _pickled(cloudpickle.Pickler, value, stand_in)
     except Exception as error:
-        reason = words_of(error)
+        reason = message_of(error)
         raise TypeError(f"{name}cannot be pickled, not even by cloudpickle: {reason}") from error
 
 

@@ -16,7 +16,7 @@ from flashlight_py.launch.loop import Loop, Poll, await_end
 from flashlight_py.launch.output import STREAMS, Source
 
 _CHUNK = 1 << 16
-_KILLED_SECONDS = 5.0  # to wait for killed processes, which may hang in the kernel
+_KILLED_SECONDS = 5.0  # seconds to wait for killed processes, which may hang in the kernel
 
 # Environment variables of ranks.
 RECORDS = "FLASHLIGHT_RECORDS"  # a pipe for the paths of flight records

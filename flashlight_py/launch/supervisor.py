@@ -14,11 +14,11 @@ from flashlight_py.launch.output import RankOutput
 # Seconds to wait for the cause after a rank failed because of another rank. Ranks that wait for the
 # failed rank may report before it does.
 CAUSE_SECONDS = 3.0
-STAYING_SECONDS = 10.0  # from the last end of a rank until the running ranks are reported
+STAYING_SECONDS = 10.0  # seconds from the last end of a rank to the report of running ranks
 
 
 class Supervisor:
-    """Supervises ``ranks``. If one fails, all receive SIGTERM, and SIGKILL ``grace`` seconds later.
+    """State of one attempt. If a rank fails, all receive SIGTERM, and SIGKILL ``grace`` s later.
 
     ``send`` sends a signal to every rank and its children. ``failures`` has the failures from
     before the end began, ``undecided`` the ranks that have neither failed nor returned.

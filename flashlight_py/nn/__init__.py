@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+# Submodule of each public name. `scripts/stubs` writes the same table for type checkers.
 _HOMES = {
     "module": ["Module"],
     "layers": [
@@ -24,7 +24,7 @@ _HOMES = {
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")
     globals().update({name: getattr(_module, name) for name in _names})
-# Of a package above this one, imported when they are used.
+# Layers of a higher package, imported at their first use.
 _ABOVE = {"BatchNorm": "flashlight_py.parallel.batch_norm"}
 
 __all__ = ["init", "BatchNorm"]
@@ -40,5 +40,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return all names, also those that are not imported yet."""
+    """Return all names, including names that are not imported yet."""
     return sorted({*globals(), *_ABOVE})

@@ -1,4 +1,4 @@
-"""Layers of images: convolution and pooling."""
+"""Layers for images: convolution and pooling."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import convolution
 from flashlight_py.autograd.functions.convolution import Pair, as_two, pad_of, pool_options
 from flashlight_py.autograd.functions.elementwise import as_variable
-from flashlight_py.autograd.precision import real
+from flashlight_py.autograd.precision import as_floating
 from flashlight_py.device import array_module
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import Function, Plain, check_sizes
@@ -17,18 +17,18 @@ from flashlight_py.nn.layers import Function, Plain, check_sizes
 class Conv2D(Plain):
     """Convolution of images ``[batch, in_channels, height, width]``: see ``functions.conv2d``.
 
-    The weight ``[out_channels, in_channels / groups, kernel height, kernel width]`` starts uniform
-    within ``sqrt(3 / fan_in)`` of 0, the bias ``[out_channels]`` uniform within ``1 /
-    sqrt(fan_in)``, as in flashlight; ``fan_in`` is how many elements an output is made of, and
-    ``dtype`` the parameters' dtype. ``kernel``: pixels of a window, a number or (down, across).
+    The weight ``[out_channels, in_channels / groups, kernel height, kernel width]`` is initialised
+    uniformly within ``sqrt(3 / fan_in)`` of 0, and the bias ``[out_channels]`` within ``1 /
+    sqrt(fan_in)``, as in flashlight. ``fan_in`` is the number of inputs of an output element.
+    ``kernel`` is the window size in pixels: a number or (down, across).
 
     Raises:
-        ValueError: a size is too small, or ``groups`` does not divide the channels; when called:
-            the input does not fit.
-        TypeError: a size is not an integer.
+        ValueError: If a size is too small, or if ``groups`` does not divide the channels. A call
+            raises it if the input does not fit.
+        TypeError: If a size is not an integer.
     """
 
-    _swaps = False  # the weight has in_channels first
+    _swaps = False  # True: the weight has in_channels first
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel: Pair, stride: Pair = 1,
@@ -60,9 +60,9 @@ class Conv2D(Plain):
 
 
 class Conv1D(Conv2D):
-    """Convolution of sequences ``[batch, in_channels, time]``, by :class:`Conv2D` of height 1.
+    """Convolution of sequences ``[batch, in_channels, time]``, by a :class:`Conv2D` of height 1.
 
-    The weight is ``[out_channels, in_channels / groups, kernel]``. Options are integers.
+    The weight has shape ``[out_channels, in_channels / groups, kernel]``. Options are integers.
     """
 
     def __init__(
@@ -89,14 +89,15 @@ class Conv1D(Conv2D):
 
 
 class ConvTranspose2D(Conv2D):
-    """The gradient of a :class:`Conv2D` from ``out_channels`` to ``in_channels``, by its input.
+    """The gradient of a :class:`Conv2D` from ``out_channels`` to ``in_channels``, for its input.
 
-    ``[batch, in_channels, height, width]`` to ``[batch, out_channels, (height - 1) * stride - 2 *
-    padding + dilation * (kernel - 1) + 1 + output_padding, ...]``. The weight is ``[in_channels,
-    out_channels / groups, kernel height, kernel width]``. Arguments are in torch's order.
+    It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, (height - 1) * stride
+    - 2 * padding + dilation * (kernel - 1) + 1 + output_padding, ...]``. The weight has shape
+    ``[in_channels, out_channels / groups, kernel height, kernel width]``. The order of arguments is
+    torch's.
 
     Raises:
-        ValueError: also if ``output_padding`` is not below ``stride``.
+        ValueError: If ``output_padding`` is not below ``stride``, or as in :class:`Conv2D`.
     """
 
     _swaps = True
@@ -110,7 +111,8 @@ class ConvTranspose2D(Conv2D):
         super().__init__(in_channels, out_channels, *options)
         self.output_padding = more = as_two("ConvTranspose2D: output_padding", output_padding, 0)
         if more[0] >= self.stride[0] or more[1] >= self.stride[1]:
-            raise ValueError(f"ConvTranspose2D: output_padding {more} is not below {self.stride=}")
+            stride = self.stride
+            raise ValueError(f"ConvTranspose2D: output_padding must be below {stride=}, got {more}")
 
     def forward(self, x: Variable) -> Variable:
         options = self.stride, self.padding, self.dilation, self.groups, self.output_padding
@@ -118,12 +120,14 @@ class ConvTranspose2D(Conv2D):
 
 
 class Upsample(Plain):
-    """Repeats the pixels of ``[..., height, width]`` ``scale`` times: a number or (down, across).
+    """Enlargement of ``[..., height, width]`` by ``scale``, a number or (down, across).
 
-    ``mode="bilinear"`` interpolates between centres of pixels, as torch's ``align_corners=False``.
+    ``mode="nearest"`` repeats pixels. ``mode="bilinear"`` interpolates between pixel centres, like
+    torch with ``align_corners=False``.
 
     Raises:
-        ValueError: ``scale`` is below 1, or an unknown mode; when called: fewer dimensions.
+        ValueError: If ``scale`` is below 1, or if the mode is unknown. A call raises it if the
+            input has less than two dimensions.
     """
 
     def __init__(self, scale: Pair = 2, mode: str = "nearest") -> None:
@@ -137,13 +141,13 @@ class Upsample(Plain):
             raise ValueError(f"Upsample: expected x of shape [..., height, width], got {x.shape}")
         (*outer, height, width), (down, across) = x.shape, self.scale
         if self.mode == "bilinear":
-            return _interpolated(_interpolated(real(x), 1, across), 2, down)
+            return _interpolated(_interpolated(as_floating(x), 1, across), 2, down)
         tiled = F.tile(F.reshape(x, (*outer, height, 1, width, 1)), (down, 1, across))
         return F.reshape(tiled, (*outer, height * down, width * across))
 
 
 def _interpolated(x: Variable, axis: int, scale: int) -> Variable:
-    """Return ``x`` with ``scale`` times as many pixels along ``axis``, counted from the last, 1."""
+    """Return ``x`` with ``scale`` times as many pixels along ``axis``, counted from the end."""
     xp, size = array_module(x.data), x.shape[-axis]
     centres = ((xp.arange(size * scale) + 0.5) / scale - 0.5).clip(0)
     before = centres.astype("int64")
@@ -155,7 +159,7 @@ def _interpolated(x: Variable, axis: int, scale: int) -> Variable:
 
 
 class Pool2D(Function):
-    """The largest element or the mean of windows: see ``functions.pool2d``, also for errors."""
+    """The maximum or the mean of windows. See ``functions.pool2d`` for options and errors."""
 
     def __init__(
         self, kernel: Pair, stride: Pair | None = None, padding: Pair = 0, mode: str = "max"

@@ -1,7 +1,7 @@
 """Initial values of parameters, drawn from the generator that ``set_seed`` seeds.
 
-All are NumPy arrays; ``Module.to`` moves them, so a seed gives the same values on every device.
-Dtypes are floating ones or their names, ``"bfloat16"`` too; a TypeError otherwise.
+All functions return NumPy arrays. ``Module.to`` moves them, so a seed gives the same values on
+every device. ``dtype`` is a floating dtype or its name, else TypeError is raised.
 """
 
 import math
@@ -15,7 +15,7 @@ from flashlight_py.random import generator
 def uniform(
     shape: Sequence[int], low: float = 0.0, high: float = 1.0, dtype: Any = "float32"
 ) -> Array:
-    """Return an array drawn uniformly from ``low`` up to ``high``."""
+    """Return an array with a uniform distribution from ``low`` to ``high``."""
     values: Array = generator().uniform(low, high, shape)
     return values.astype(floating(dtype, "init"))
 
@@ -23,13 +23,13 @@ def uniform(
 def normal(
     shape: Sequence[int], mean: float = 0.0, std: float = 1.0, dtype: Any = "float32"
 ) -> Array:
-    """Return an array drawn from the normal distribution with that mean and deviation."""
+    """Return an array with a normal distribution of this mean and standard deviation."""
     values: Array = generator().normal(mean, std, shape)
     return values.astype(floating(dtype, "init"))
 
 
 def kaiming_uniform(shape: Sequence[int], fan_in: int, dtype: Any = "float32") -> Array:
-    """Return values within ``sqrt(3 / fan_in)`` of 0, as in flashlight: He et al. without gain."""
+    """Return values within ``sqrt(3 / fan_in)`` of 0: He et al. without gain, as in flashlight."""
     bound = math.sqrt(3 / fan_in)
     return uniform(shape, -bound, bound, dtype)
 
@@ -42,7 +42,7 @@ def kaiming_normal(shape: Sequence[int], fan_in: int, dtype: Any = "float32") ->
 def glorot_uniform(
     shape: Sequence[int], fan_in: int, fan_out: int, dtype: Any = "float32"
 ) -> Array:
-    """Return values within ``sqrt(6 / (fan_in + fan_out))`` of 0 (Glorot, AISTATS 2010)."""
+    """Return uniform values within ``sqrt(6 / (fan_in + fan_out))`` of 0 (Glorot, AISTATS 2010)."""
     bound = math.sqrt(6 / (fan_in + fan_out))
     return uniform(shape, -bound, bound, dtype)
 

@@ -1,4 +1,4 @@
-"""Layers, losses and other modules around one function each, and containers of modules."""
+"""Layers, losses and other modules that wrap one function each, and containers of modules."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ from flashlight_py.structure import changed
 class Linear(Module):
     """``y = x @ weight.T + bias``: ``[..., in_features]`` to ``[..., out_features]``.
 
-    The weight ``[out_features, in_features]`` starts uniform within ``sqrt(3 / in_features)`` of 0,
-    the bias ``[out_features]`` uniform within ``1 / sqrt(in_features)``, as in flashlight;
-    ``dtype`` is theirs.
+    The weight ``[out_features, in_features]`` is initialised uniformly within ``sqrt(3 /
+    in_features)`` of 0, and the bias ``[out_features]`` within ``1 / sqrt(in_features)``, as in
+    flashlight. ``dtype`` is the dtype of the parameters.
 
     Raises:
-        ValueError: a size is below 1; when called: the input's last dimension differs.
-        TypeError: a size is not an integer.
+        ValueError: If a size is below 1. A call raises it if the input's last dimension differs.
+        TypeError: If a size is not an integer.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Linear(Module):
 
 
 class Plain(Module):
-    """A module that prints as it is made: its public attributes are its arguments."""
+    """A module whose ``repr`` shows its public attributes as arguments."""
 
     def __repr__(self) -> str:
         kinds = bool, int, float, str, tuple
@@ -59,7 +59,7 @@ class Plain(Module):
 
 
 class Function(Plain):
-    """A function of variables, with its other arguments, which become attributes."""
+    """A module that calls a function of variables. Keyword arguments become attributes."""
 
     def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
         self._function, self._options = function, tuple(options)
@@ -113,7 +113,7 @@ class SiLU(Function):
 
 
 class GELU(Function):
-    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise; options and errors of ``functions.gelu``."""
+    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise; options as in ``functions.gelu``."""
 
     def __init__(self, approximate: bool | str = False) -> None:
         super().__init__(F.gelu, approximate=is_by_tanh(approximate))
@@ -150,7 +150,7 @@ class HardTanh(Function):
 class GatedLinearUnit(Function):
     """The first half of ``x`` along ``axis`` times the sigmoid of the second half.
 
-    The result is half as long; an odd length is a ValueError.
+    The result is half as long. A call raises ValueError if the length is odd.
     """
 
     def __init__(self, axis: int = -1) -> None:
@@ -160,11 +160,12 @@ class GatedLinearUnit(Function):
 class PReLU(Module):
     """``x`` above 0, else ``weight * x``: ``[batch, channels, ...]`` to the same shape.
 
-    The weight ``[channels]``, of ``dtype``, starts as ``value``; with 1 channel it is for all.
+    The weight ``[channels]`` has ``dtype`` and is initialised to ``value``. With 1 channel, the
+    weight applies to all channels.
 
     Raises:
-        ValueError: ``channels`` is below 1; when called: the input has another number of them.
-        TypeError: ``channels`` is no integer.
+        ValueError: If ``channels`` is below 1. A call raises it if the channels differ.
+        TypeError: If ``channels`` is not an integer.
     """
 
     def __init__(self, channels: int = 1, value: float = 0.25, dtype: Any = "float32") -> None:
@@ -178,10 +179,10 @@ class PReLU(Module):
 
 
 class Dropout(Plain):
-    """Zeroes elements at random while training and scales the others up; else the identity.
+    """Random zeros and a scale-up of all other elements in training; the identity otherwise.
 
     Raises:
-        ValueError: ``ratio``, the probability of zeroing, is not at least 0 and below 1.
+        ValueError: Unless ``0 <= ratio < 1``. ``ratio`` is the probability of zeroing an element.
     """
 
     def __init__(self, ratio: float = 0.5) -> None:
@@ -194,10 +195,10 @@ class Dropout(Plain):
 
 
 class View(Plain):
-    """Reshapes its input to ``shape``, the batch dimension included.
+    """A reshape of the input to ``shape``, which includes the batch dimension.
 
-    One entry may be -1 and is then computed, so that ``(-1, 784)`` takes any batch. Another number
-    of elements is a ValueError when called.
+    One entry may be -1 and is then computed, so ``(-1, 784)`` accepts any batch size. A call raises
+    ValueError if the number of elements differs.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -208,22 +209,22 @@ class View(Plain):
 
 
 class Identity(Plain):
-    """Its input, unchanged."""
+    """The input, unchanged."""
 
     def forward(self, x: Any) -> Any:
         return x
 
 
 class Embedding(Module):
-    """A table of ``n`` vectors of size ``dim``, looked up by integers: ``[...]`` to ``[..., dim]``.
+    """A table of ``n`` vectors of size ``dim``, indexed by integers: ``[...]`` to ``[..., dim]``.
 
-    The weight ``[n, dim]`` starts normal with deviation 1, as in torch. Vector ``padding_idx``,
-    which may be negative, starts as 0 and gets no gradient.
+    The weight ``[n, dim]`` is initialised from the standard normal distribution, as in torch. The
+    vector at ``padding_idx``, which may be negative, is 0 and gets no gradient.
 
     Raises:
-        ValueError: a size is below 1, or ``padding_idx`` is out of range.
-        TypeError: a size is no integer; when called: the indices are none.
-        IndexError: when called: an index is none of 0 .. n - 1.
+        ValueError: If a size is below 1, or if ``padding_idx`` is out of range.
+        TypeError: If a size is not an integer. A call raises it if the indices are not integers.
+        IndexError: If an index of a call is outside of 0 .. n - 1.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class Embedding(Module):
     ) -> None:
         n, dim = check_sizes("Embedding", n=n, dim=dim)
         if padding_idx is not None and not -n <= padding_idx < n:
-            raise ValueError(f"Embedding: padding_idx {padding_idx} is none of {n} rows")
+            raise ValueError(f"Embedding: padding_idx must be in [-{n}, {n}), got {padding_idx}")
         self.padding_idx = None if padding_idx is None else padding_idx % n
         array = init.normal((n, dim), dtype=dtype)
         if self.padding_idx is not None:
@@ -248,7 +249,7 @@ class Embedding(Module):
 
 
 def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
-    """Return the sizes; raise a TypeError or ValueError unless all are integers >= ``least``."""
+    """Return the sizes. Raises TypeError or ValueError unless all are integers >= ``least``."""
     for name, value in sizes.items():
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             raise TypeError(f"{layer}: {name} must be an integer, got {type(value).__name__}")
@@ -258,48 +259,46 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 
 
 class Container(Module):
-    """A module that holds others in a list, named by position; a subclass writes ``forward``.
+    """A module with a list of modules, which are named by position. Subclasses define ``forward``.
 
-    ``modules`` are the first members, in order, also in lists or tuples.
+    ``modules`` are the first members, in order. Lists and tuples of modules are flattened.
 
     Raises:
-        TypeError: a member is not a module.
+        TypeError: If a member is not a module.
     """
 
     _unsearched = "_members"
 
     def __init__(self, *modules: Module | Sequence[Module]) -> None:
         self._members: list[Module] = []
-        for given in modules:
-            for module in given if isinstance(given, (list, tuple)) else (given,):
+        for argument in modules:
+            for module in argument if isinstance(argument, (list, tuple)) else (argument,):
                 self.add(module)
 
     def add(self, module: Module) -> None:
         """Append a module.
 
         Raises:
-            TypeError: ``module`` is not a module.
+            TypeError: If ``module`` is not a module.
         """
         if not isinstance(module, Module):
             raise TypeError(
-                f"{type(self).__name__} holds modules, got {type(module).__name__}; "
-                "was a class given instead of an instance?"
+                f"{type(self).__name__}: expected a Module, got {type(module).__name__}. Pass an "
+                "instance, not a class"
             )
         self._members.append(module)
         changed()
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the members by position, then modules kept in attributes by name."""
+        """Yield the members by position, then the modules in attributes by name."""
         for position, module in enumerate(self._members):
             yield str(position), module
         yield from super().children()
 
     def __len__(self) -> int:
-        """Return the number of members."""
         return len(self._members)
 
     def __getitem__(self, position: int) -> Module:
-        """Return the member at ``position``."""
         return self._members[position]
 
     def __repr__(self) -> str:
@@ -307,12 +306,12 @@ class Container(Module):
 
 
 class Sequential(Container):
-    """A chain: each module's result is the next one's input. Without members, the identity."""
+    """A chain of modules: the result of a module is the input of the next. Empty: the identity."""
 
     def forward(self, x: Any) -> Variable:
         """Return ``x`` passed through all modules in order."""
-        # A linear map and the ReLU after it are one operation, with one array and one node fewer.
-        linear: Linear | None = None  # it waits for what follows
+        # A Linear and the next ReLU are one operation, which saves an array and a node.
+        linear: Linear | None = None  # not called before the next module is known
         for module in self._members:
             if linear is not None:
                 if type(module) is ReLU and linear._is_plain() and module._is_plain():
@@ -327,17 +326,17 @@ class Sequential(Container):
 
 
 class Residual(Module):
-    """``shortcut(x) + module(x)`` (He et al., CVPR 2016); without a shortcut ``x + module(x)``.
+    """``shortcut(x) + module(x)`` (He et al., CVPR 2016). Without a shortcut: ``x + module(x)``.
 
     Raises:
-        TypeError: one is no module.
-        ValueError: when called: the two shapes differ.
+        TypeError: If an argument is not a module.
+        ValueError: If the shapes of the two results of a call differ.
     """
 
     def __init__(self, module: Module, shortcut: Module | None = None) -> None:
-        for given in (module, *([] if shortcut is None else [shortcut])):
-            if not isinstance(given, Module):
-                raise TypeError(f"Residual adds modules, got {type(given).__name__}")
+        for argument in (module, *([] if shortcut is None else [shortcut])):
+            if not isinstance(argument, Module):
+                raise TypeError(f"Residual: expected a Module, got {type(argument).__name__}")
         self.module, self.shortcut = module, shortcut
 
     def forward(self, x: Any) -> Variable:
@@ -345,8 +344,8 @@ class Residual(Module):
         out: Variable = self.module(x)
         if out.shape != past.shape:
             raise ValueError(
-                f"Residual: the module made shape {out.shape} of {x.shape}, and its shortcut "
-                f"{past.shape}; give a shortcut that makes the same"
+                f"Residual: expected equal shapes of module and shortcut for input {x.shape}, got "
+                f"{out.shape} and {past.shape}. Pass a shortcut with the module's output shape"
             )
         total: Variable = out + past
         return total
@@ -356,13 +355,13 @@ class Residual(Module):
 
 
 class ExponentialMovingAverage(Module):
-    """A copy of a module, in evaluation mode, whose parameters are averages of the module's.
+    """A copy of a module in evaluation mode, with averages of the module's parameters.
 
-    They start as the parameters, in float32 if those are narrower; ``decay`` is the part of an
-    average that an update keeps.
+    The averages are initialised to the parameters, in float32 if the parameters are narrower.
+    ``decay`` is the share of an average that an update keeps.
 
     Raises:
-        ValueError: ``decay`` is not 0 to 1.
+        ValueError: If ``decay`` is outside of 0 to 1.
     """
 
     def __init__(self, module: Module, decay: float = 0.999) -> None:
@@ -372,12 +371,13 @@ class ExponentialMovingAverage(Module):
         self.module._replace_arrays(widened)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        return self.module.eval()(*inputs, **options)  # also after train() of a parent
+        # a parent's train() may have switched the mode
+        return self.module.eval()(*inputs, **options)
 
     def update(self, module: Module) -> None:
-        """Move the averages toward the parameters of ``module``, and copy buffers.
+        """Move the averages toward the parameters of ``module``, and copy its buffers.
 
-        Call it after ``optimizer.step()``. A module of another structure is a ValueError.
+        Call this after ``optimizer.step()``. Raises ValueError for another structure.
         """
         state = {**module.state_dict()}
         for name, variable in self.module.named_params().items():
@@ -386,12 +386,12 @@ class ExponentialMovingAverage(Module):
         self.module.load_state_dict(state)
 
 
-# Losses around the functions of autograd.functions.losses, with their inputs and errors. An unknown
-# ``reduction``, which is ``"mean"``, ``"sum"`` or ``"none"``, is a ValueError.
+# Losses: modules that call autograd.functions.losses, with the same inputs and errors.
+# ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``. Other values raise ValueError.
 
 
 class MeanSquaredError(Function):
-    """The mean of the squared differences over all elements."""
+    """The mean of squared differences over all elements."""
 
     def __init__(self) -> None:
         super().__init__(F.mean_squared_error)
@@ -401,46 +401,46 @@ class MeanAbsoluteError(Function):
     """The mean of ``abs(prediction - target)``."""
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(F.mean_absolute_error, reduction=losses.check_reduction(reduction))
+        super().__init__(F.mean_absolute_error, reduction=losses.check_loss_reduction(reduction))
 
 
 class HuberLoss(Function):
-    """The mean of ``d * d / 2`` of differences d up to ``delta``, beyond it of the tangent there.
+    """The mean of ``d * d / 2`` for differences d up to ``delta``, and linear beyond ``delta``.
 
     Raises:
-        ValueError: also if ``delta`` is not above 0.
+        ValueError: If ``delta`` is not above 0.
     """
 
     def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
         if not delta > 0:
             raise ValueError(f"HuberLoss: delta must be above 0, got {delta}")
-        reduction = losses.check_reduction(reduction)
+        reduction = losses.check_loss_reduction(reduction)
         super().__init__(losses.huber_loss, reduction=reduction, delta=delta)
 
 
 class KLDivergence(Function):
-    """``sum(target * (log(target) - log_probabilities))`` over classes, the mean over samples.
+    """``sum(target * (log(target) - log_probabilities))`` over classes, averaged over samples.
 
-    Both have shape ``[..., classes]``, which ``reduction="none"`` makes ``[...]``. A target of 0
-    adds 0. ``"mean"`` is torch's ``"batchmean"``.
+    Both inputs have shape ``[..., classes]``. The result for ``reduction="none"`` has shape
+    ``[...]``. Targets of 0 add 0. ``"mean"`` is torch's ``"batchmean"``.
     """
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(losses.kl_divergence, reduction=losses.check_reduction(reduction))
+        super().__init__(losses.kl_divergence, reduction=losses.check_loss_reduction(reduction))
 
 
 class BinaryCrossEntropy(Function):
-    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` of probabilities p."""
+    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` for probabilities p."""
 
     def __init__(self, reduction: str = "mean") -> None:
-        super().__init__(F.binary_cross_entropy, reduction=losses.check_reduction(reduction))
+        super().__init__(F.binary_cross_entropy, reduction=losses.check_loss_reduction(reduction))
 
 
 class CategoricalCrossEntropy(Function):
-    """The negative log probability of the right classes, given log probabilities.
+    """The negative log probability of the target classes. The input has log probabilities.
 
-    Arguments are those of ``functions.categorical_cross_entropy``. ``label_smoothing`` outside of 0
-    to 1 is a ValueError.
+    Arguments are those of ``functions.categorical_cross_entropy``. Raises ValueError if
+    ``label_smoothing`` is outside of 0 to 1.
     """
 
     def __init__(
@@ -448,7 +448,7 @@ class CategoricalCrossEntropy(Function):
     ) -> None:
         losses.check_smoothing(label_smoothing)
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        reduction = losses.check_reduction(reduction)
+        reduction = losses.check_loss_reduction(reduction)
         super().__init__(F.categorical_cross_entropy, reduction=reduction, **options)
 
 
@@ -461,5 +461,6 @@ class ConnectionistTemporalClassification(Function):
     def __init__(
         self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
     ) -> None:
-        options = {"reduction": losses.check_reduction(reduction), "zero_infinity": zero_infinity}
-        super().__init__(F.connectionist_temporal_classification, blank=blank, **options)
+        options: dict[str, Any] = {"blank": blank, "zero_infinity": zero_infinity}
+        options["reduction"] = losses.check_loss_reduction(reduction)
+        super().__init__(F.connectionist_temporal_classification, **options)

@@ -1,4 +1,4 @@
-"""Weights by name from elsewhere: state dicts of torch, and files of safetensors."""
+"""Loading of weights by name from torch's state dicts and safetensors files."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -10,38 +10,38 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.nn.module import Module
 from flashlight_py.safetensors import from_bytes
 
-_IGNORED = "num_batches_tracked"  # by torch's BatchNorm; ours has no need of it
+_IGNORED = "num_batches_tracked"  # a buffer of torch's BatchNorm that ours does not need
 
 
 def load_torch(
     module: Module, state: Mapping[str, Any] | str | os.PathLike[str], strict: bool = True,
     rename: Callable[[str], str] | None = None,
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Copy a state dict of torch into the module's parameters and buffers, in place.
+    """Copy a torch state dict into the module's parameters and buffers, in place.
 
-    The layers have torch's names and shapes. Floating dtypes are cast to the module's; torch itself
-    is not imported. ``num_batches_tracked`` is left out. A parameter that is used twice is loaded
-    by any of its names. Nothing is changed unless everything fits. A sharded module is loaded on
-    every rank, all from the same state.
+    The layers have torch's names and shapes. Floating dtypes are cast to the module's dtypes. torch
+    is not imported. ``num_batches_tracked`` is ignored. Any name of a shared parameter can load it.
+    Nothing is changed unless every entry fits. Every rank of a sharded module must pass the same
+    state.
 
     Args:
-        module: takes the values.
-        state: names with tensors or arrays (``model.state_dict()``, ``torch.load(...)``), or the
-            path of a ``.safetensors`` file, which needs no other library.
-        strict: whether missing and unexpected names are errors.
-        rename: from a name in ``state`` to the module's, such as
-            ``lambda name: name.removeprefix("model.")``.
+        module: Module to load.
+        state: Mapping from names to tensors or arrays (``model.state_dict()``,
+            ``torch.load(...)``), or the path of a ``.safetensors`` file.
+        strict: Whether missing and unexpected names are errors.
+        rename: Function from a name in ``state`` to the module's name, such as ``lambda name:
+            name.removeprefix("model.")``.
 
     Returns:
-        The names that ``state`` lacks, and its unexpected names; two empty lists if it is strict.
+        The missing and the unexpected names: two lists, which are empty if ``strict``.
 
     Raises:
-        TypeError: ``module`` is no Module, ``state`` is no state dict, or an entry is no array, or
-            cannot be cast, such as complex to float.
-        ValueError: names all entries that are missing, unexpected, or of another shape; or two that
-            are for one parameter or buffer, and differ; or the file is none of safetensors.
-        OSError: the file cannot be read.
-        BackendUnavailableError: the file holds bfloat16, and ml_dtypes is not installed.
+        TypeError: If ``module`` is not a Module, ``state`` is not a state dict, or an entry is not
+            an array or cannot be cast, such as complex to float.
+        ValueError: If entries are missing, unexpected or of another shape (the message names all),
+            if two entries for one parameter differ, or if the file is malformed.
+        OSError: If the file cannot be read.
+        BackendUnavailableError: If the file has bfloat16 and ml_dtypes is not installed.
 
     Example:
         >>> layer = fl.nn.Linear(3, 2, bias=False)
@@ -49,33 +49,37 @@ def load_torch(
         ([], ['bias'])
     """
     if not isinstance(module, Module):
-        raise TypeError(f"load_torch takes a Module first, got {type(module).__name__}")
+        raise TypeError(f"load_torch: expected a Module, got {type(module).__name__}")
     if isinstance(state, (str, os.PathLike)):
         state = from_bytes(np.fromfile(state, np.uint8))
     if not isinstance(state, Mapping):
         raise TypeError(
-            "load_torch takes a state dict or the path of a .safetensors file, got "
-            f"{type(state).__name__}; pass model.state_dict()"
+            "load_torch: expected a state dict or the path of a .safetensors file, got "
+            f"{type(state).__name__}. Pass model.state_dict()"
         )
-    own, arrays = module.state_dict(), dict[str, Array]()
+    module_state, arrays = module.state_dict(), dict[str, Array]()
     first = {variable: name for name, variable in module.named_params().items()}
     aliases = {
         prefix + name: first[variable]
-        for prefix, each in module._walk()
-        for name, variable in each._own_params()
+        for prefix, submodule in module._walk()
+        for name, variable in submodule._own_params()
     }
-    for given, value in state.items():
-        name = rename(given) if rename else given
+    for source_name, value in state.items():
+        name = rename(source_name) if rename else source_name
         name = aliases.get(name, name)
-        if name in own or name.rpartition(".")[2] != _IGNORED:
-            array = _as_array(given, value)
-            if name in own and name in arrays and not np.array_equal(arrays[name], array, True):
-                raise ValueError(f"load_torch: {given!r} differs from another value for {name!r}")
+        if name in module_state or name.rpartition(".")[2] != _IGNORED:
+            array = _as_array(source_name, value)
+            if (
+                name in module_state
+                and name in arrays
+                and not np.array_equal(arrays[name], array, True)
+            ):
+                raise ValueError(f"load_torch: {source_name!r} and {name!r} must have equal values")
             arrays[name] = array
-    missing = [name for name in own if name not in arrays]
-    unexpected = [name for name in arrays if name not in own]
-    known = {name: arrays.get(name, array) for name, array in own.items()}
-    module.load_state_dict(arrays if strict else known)
+    missing = [name for name in module_state if name not in arrays]
+    unexpected = [name for name in arrays if name not in module_state]
+    filled = {name: arrays.get(name, array) for name, array in module_state.items()}
+    module.load_state_dict(arrays if strict else filled)
     return missing, unexpected
 
 
@@ -84,11 +88,11 @@ def _as_array(name: str, value: Any) -> Array:
         return value  # type: ignore[no-any-return]
     if hasattr(value, "detach"):
         tensor = value.detach().cpu()
-        # NumPy's arrays of torch know no bfloat16; float32 holds the same values.
+        # torch cannot convert bfloat16 to NumPy. float32 has all its values.
         is_bfloat16 = str(tensor.dtype) == "torch.bfloat16"
         return (tensor.float() if is_bfloat16 else tensor).numpy()  # type: ignore[no-any-return]
     if hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)
     if isinstance(value, (np.generic, int, float)):
         return np.asarray(value)
-    raise TypeError(f"load_torch: {name!r} is no tensor or array, but {type(value).__name__}")
+    raise TypeError(f"load_torch: {name!r} must be a tensor or array, got {type(value).__name__}")

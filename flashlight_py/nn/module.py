@@ -1,4 +1,4 @@
-"""The base of all modules: finds parameters, saves and loads them, switches modes."""
+"""The base class of all modules, with parameters, state and modes."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ _CONTAINERS = list, tuple, dict
 
 
 class _Forward(Protocol[Result_co]):
-    """A module as type checkers see it: to call it returns what its ``forward`` does."""
+    """Type of modules for type checkers: a call returns the result type of ``forward``."""
 
     before_forward: "Callable[[Module], None] | None"
     _instead: Callable[..., Any] | None
@@ -29,35 +29,36 @@ class _Forward(Protocol[Result_co]):
 
 
 class Module(Structured, ABC):
-    """A function of variables, with parameters of its own.
+    """A function of variables with parameters. Subclasses define ``forward``.
 
-    A subclass assigns its parameters (variables) and its submodules to attributes and writes
-    ``forward``. They are found in the order of assignment and named by their attributes:
-    ``"weight"``, ``"decoder.bias"``. After them come modules that only lists, tuples and dicts
-    hold: ``"layers.0.weight"``, as in torch's ``ModuleList`` and ``ModuleDict``. Variables there
-    are inputs or results, no parameters. ``add_buffer`` takes arrays that belong to the state
-    without being learned. Calling the module calls ``forward`` with all arguments, after
-    ``before_forward`` with the module, if that is set: one slot, which copies and pickles do not
-    keep.
+    A subclass assigns its parameters (variables) and its submodules to attributes. They are listed
+    in the order of assignment, with the names of the attributes: ``"weight"``, ``"decoder.bias"``.
+    Modules that only lists, tuples and dicts contain follow: ``"layers.0.weight"``, as in torch's
+    ``ModuleList`` and ``ModuleDict``. Variables in such containers are not parameters.
+    ``add_buffer`` adds arrays that are part of the state but are not trained.
+
+    A call of the module calls ``before_forward`` with the module, if it is set, and then
+    ``forward`` with all arguments. Copies and pickles do not include ``before_forward``.
     """
 
     training = True
     _buffer_names: tuple[str, ...] = ()
     before_forward: "Callable[[Module], None] | None" = None
-    _instead: Callable[..., Any] | None = None  # called in place of forward, with the module first
-    _paused: tuple[Variable, ...] = ()  # own parameters whose calc_grad eval() switched off
-    _unsearched = ""  # an attribute with a list of modules that have other names
+    # replaces forward; gets the module as first argument
+    _instead: Callable[..., Any] | None = None
+    _paused: tuple[Variable, ...] = ()  # parameters whose calc_grad eval() has switched off
+    _unsearched = ""  # attribute with a list of modules with other names
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Compute the module's result from its inputs.
+        """Compute the result of the module from its inputs.
 
         Raises:
-            ValueError: an input does not fit, as the class says.
+            ValueError: If an input does not fit, as documented for the class.
         """
 
     def __call__(self: _Forward[Result_co], *inputs: Any, **options: Any) -> Result_co:
-        """Return what ``forward`` does, or what :func:`recompute` has put in its place."""
+        """Return the result of ``forward``, or of its replacement by :func:`recompute`."""
         if self.before_forward is not None:
             self.before_forward(self)  # type: ignore[arg-type]  # self is a Module
         if self._instead is not None:
@@ -65,16 +66,16 @@ class Module(Structured, ABC):
         return self.forward(*inputs, **options)
 
     def _is_plain(self) -> bool:
-        """Return whether calling the module calls its class's ``forward``, and nothing else."""
+        """Return whether a call of the module only calls the ``forward`` of its class."""
         is_called = self.before_forward is None and self._instead is None
         return is_called and "forward" not in vars(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles hold: everything but the slot of ``before_forward``."""
+        """Return all attributes except ``before_forward``, for copies and pickles."""
         return {name: value for name, value in vars(self).items() if name != "before_forward"}
 
     def children(self) -> "Iterator[tuple[str, Module]]":
-        """Yield the direct submodules with their names: in attributes, then in lists and dicts."""
+        """Yield the direct submodules and their names: attributes first, then lists and dicts."""
         containers = []
         for name, value in vars(self).items():
             if isinstance(value, Structured):  # takes a tenth of the time of a test for Module
@@ -87,12 +88,12 @@ class Module(Structured, ABC):
             yield from _modules_in(value, name, met)
 
     def params(self) -> list[Variable]:
-        """Return every parameter once: own ones first, then the submodules' in order."""
-        held = [value for _, module in self._walk() for value in vars(module).values()]
-        return list(dict.fromkeys(value for value in held if isinstance(value, Variable)))
+        """Return all parameters without duplicates: direct ones first, then the submodules'."""
+        values = [value for _, module in self._walk() for value in vars(module).values()]
+        return list(dict.fromkeys(value for value in values if isinstance(value, Variable)))
 
     def named_params(self) -> dict[str, Variable]:
-        """Return every parameter once, by dotted name; a shared one keeps its first name."""
+        """Return all parameters without duplicates, by dotted name. The first name counts."""
         first_names: dict[Variable, str] = {}
         for prefix, module in self._walk():
             for name, variable in module._own_params():
@@ -101,7 +102,7 @@ class Module(Structured, ABC):
 
     @property
     def buffers(self) -> dict[str, Array]:
-        """Every array given to ``add_buffer`` here and below, by dotted name; not copied."""
+        """Arrays from ``add_buffer`` of this module and all submodules, by dotted name."""
         return {
             prefix + name: getattr(module, name)
             for prefix, module in self._walk()
@@ -114,12 +115,12 @@ class Module(Structured, ABC):
         self._buffer_names = (*self._buffer_names, name)
 
     def zero_grad(self) -> None:
-        """Drop the gradient of every parameter."""
+        """Set the gradient of every parameter to None."""
         for variable in self.params():
             variable.grad = None
 
     def train(self: SomeModule) -> SomeModule:
-        """Switch to training: undo ``eval()``, here and below. Hooks stay. Returns the module."""
+        """Switch this module and its submodules to training; undoes ``eval()``. Returns itself."""
         for _, module in self._walk():
             module.training = True
             for variable in module._paused:
@@ -128,10 +129,9 @@ class Module(Structured, ABC):
         return self
 
     def eval(self: SomeModule) -> SomeModule:
-        """Switch to evaluation: no dropout and no graph for parameters, here and below.
+        """Switch this module and its submodules to evaluation: no dropout and no graph.
 
-        ``calc_grad`` is switched off for every parameter that has it, until ``train()``. Gradients
-        and hooks stay. Returns the module.
+        ``calc_grad`` of all parameters is off until ``train()``. Keeps hooks. Returns the module.
         """
         for _, module in self._walk():
             module.training = False
@@ -142,58 +142,58 @@ class Module(Structured, ABC):
         return self
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the arrays of all parameters and buffers by name: the module's own, not copies.
+        """Return the arrays of all parameters and buffers by name, without copying.
 
-        Parameters that GPUs share (``fl.fully_shard``), or that are cut between ranks
-        (``fl.parallel.shard_linear``), are whole: copies, and collective. A rank that ended in the
-        middle of a sharded step makes it a TornStateError.
+        Collective if parameters are shared between GPUs (``fl.fully_shard``) or split between ranks
+        (``fl.parallel.shard_linear``). Such parameters are returned as complete copies. Raises
+        TornStateError if a rank ended during a sharded step.
         """
         for shards in shards_of(self.params()):
             shards.check("state_dict")
-        own = {
+        parameters = {
             name: variable.placement.whole(variable.data)
             if variable.placement is not None and variable.placement.is_cut
             else variable.data
             for name, variable in self.named_params().items()
         }
-        return {**own, **self.buffers}
+        return {**parameters, **self.buffers}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Copy ``state`` into the existing arrays, in place, across devices if need be.
+        """Copy ``state`` into the existing arrays, in place and across devices.
 
-        Floating dtypes are cast to the module's. Nothing is changed unless everything fits. A
-        sharded module is loaded on every rank, all from the same state.
+        Floating dtypes are cast to the module's dtypes. Nothing is changed unless every entry fits.
+        Every rank of a sharded module must call this with the same state.
 
         Raises:
-            ValueError: names all entries that are missing, unexpected, or of another shape.
-            TypeError: an entry cannot be cast, such as complex to float.
+            ValueError: If entries are missing, unexpected or of another shape; names them all.
+            TypeError: If an entry cannot be cast, such as complex to float.
         """
         named = self.named_params()
         for name, variable in named.items():
-            if variable.placement and name in state:  # this process's part of what is cut
+            if variable.placement and name in state:  # this rank's shard
                 state = {**state, name: variable.placement.part(state[name])}
-        own: dict[str, Variable | Array] = {**named, **self.buffers}
-        _check_state(state, own)
+        targets: dict[str, Variable | Array] = {**named, **self.buffers}
+        _check_state(state, targets)
         with ExitStack() as stack:
             for shards in shards_of(self.params()):
                 stack.enter_context(shards.loading())
-            for name, held in own.items():
-                if isinstance(held, Variable):
-                    held.assign(state[name])
+            for name, target in targets.items():
+                if isinstance(target, Variable):
+                    target.assign(state[name])
                 else:
-                    held[...] = to_device(state[name], device_of(held))
+                    target[...] = to_device(state[name], device_of(target))
 
     def clone(self: SomeModule) -> SomeModule:
-        """Return a copy with arrays of its own: without gradients, gradient hooks and history.
+        """Return a copy with new arrays, without gradients, gradient hooks and history.
 
-        Parameters that are used twice are so in the copy. A sharded module's copy is not sharded.
+        Shared parameters are shared in the copy. The copy is not sharded.
         """
         return copy.deepcopy(self)
 
     def summary(self) -> str:
-        """Return a table of all modules: names, classes, shapes of what they have, and numbers.
+        """Return a table of all modules with classes, shapes and numbers of elements.
 
-        A parameter that is used twice counts once. Parameters cut between ranks count as a whole.
+        A shared parameter counts once. Parameters that are split between ranks count as a whole.
 
         Example:
             >>> print(fl.nn.Sequential(fl.nn.Linear(3, 2), fl.nn.ReLU()).summary())
@@ -205,83 +205,83 @@ class Module(Structured, ABC):
             8 numbers in 2 parameters, 32 bytes; 0 in buffers, 0 bytes
         """
         rows = [("name", "module", "parameters and buffers", "numbers"), ("", "", "", "")]
-        seen: dict[Variable, tuple[int, ...]] = {}  # with the shape of the whole parameter
-        for prefix, each in self._walk():
+        seen: dict[Variable, tuple[int, ...]] = {}  # parameters and their unsharded shapes
+        for prefix, submodule in self._walk():
             shapes: dict[str, tuple[int, ...]] = {}
-            for name, variable in each._own_params():
+            for name, variable in submodule._own_params():
                 if variable not in seen:
                     placement = variable.placement
                     seen[variable] = shapes[name] = tuple((placement or variable).shape)
             count = sum(map(math.prod, shapes.values()))
-            shapes |= {name: getattr(each, name).shape for name in each._buffer_names}
+            shapes |= {name: getattr(submodule, name).shape for name in submodule._buffer_names}
             arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-            rows.append((prefix[:-1], _words(each), arrays, f"{count:,}"))
+            rows.append((prefix[:-1], _words(submodule), arrays, f"{count:,}"))
         a, b, c, d = (max(map(len, column)) for column in zip(*rows, strict=True))
         rows[1] = ("-" * a, "-" * b, "-" * c, "-" * d)
         lines = [f"{w:{a}}  {x:{b}}  {y:{c}}  {z:>{d}}" for w, x, y, z in rows]
         numbers = {variable: math.prod(shape) for variable, shape in seen.items()}
         nbytes = sum(count * variable.dtype.itemsize for variable, count in numbers.items())
         buffers = self.buffers.values()
-        size, in_buffers = sum(each.size for each in buffers), sum(each.nbytes for each in buffers)
+        size, in_buffers = sum(x.size for x in buffers), sum(x.nbytes for x in buffers)
         end = f"{sum(numbers.values()):,} numbers in {len(seen):,} parameters, {nbytes:,} bytes"
         return "\n".join([*lines, f"{end}; {size:,} in buffers, {in_buffers:,} bytes"])
 
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
-        """Cast parameters and floating buffers to ``dtype``; drops gradients. Returns the module.
+        """Cast parameters and floating buffers to ``dtype``. Drops gradients. Returns the module.
 
-        Optimizers and gradient hooks belong to the arrays of before: make them afterwards. A
-        ``dtype`` that is not real and floating is a TypeError, a sharded module a ValueError, and
-        ``"bfloat16"`` without ml_dtypes a BackendUnavailableError.
+        Create optimizers and gradient hooks after this call, since they refer to the old arrays.
+        Raises TypeError if ``dtype`` is not a real floating dtype, ValueError if the module is
+        sharded, and BackendUnavailableError for bfloat16 without ml_dtypes.
         """
         dtype = floating(dtype, "Module.astype")
         self._replace_arrays(lambda a: a.astype(dtype) if is_floating(a.dtype) else a)
         return self
 
     def to(self: SomeModule, device: str) -> SomeModule:
-        """Move all parameters and buffers to ``"cpu"`` or ``"cuda[:<index>]"``; drops gradients.
+        """Move parameters and buffers to ``"cpu"`` or ``"cuda[:<index>]"``. Drops gradients.
 
-        Optimizers and gradient hooks belong to the arrays of before: make them afterwards. Returns
-        the module. Another name, or a sharded module, is a ValueError; CuPy or a device that is
-        missing is a BackendUnavailableError.
+        Create optimizers and gradient hooks after this call, since they refer to the old arrays.
+        Returns the module. Raises ValueError if the device is unknown or the module is sharded, and
+        BackendUnavailableError if CuPy or the device is missing.
         """
         self._replace_arrays(lambda a: to_device(a, device))
         return self
 
     def _walk(self, prefix: str = "") -> _Named:
-        """Return this module and all below, parents first, with what precedes their names."""
+        """Return this module and all submodules with the prefixes of their names, parents first."""
         walked: _Named = []
-        later: _Named = [(prefix, self)]  # what no attribute may hold, from the last to the first
+        later: _Named = [(prefix, self)]  # modules in containers, last first
         met: set[int] = set()
         names: set[str] = set()
         while later:
             start, module = later.pop()
             if id(module) not in met:
-                held: _Named = []
-                found = module._visit(start, met, [], held)
-                if not (walked or held):
-                    return found
-                if twice := names.intersection(new := dict(found)):
+                in_containers: _Named = []
+                visited = module._visit(start, met, [], in_containers)
+                if not (walked or in_containers):
+                    return visited
+                if twice := names.intersection(new := dict(visited)):
                     raise ValueError(
-                        f"{type(self).__name__}: two modules have the name {min(twice)[:-1]!r}; "
-                        "make the keys of the dict differ as texts, without dots"
+                        f"{type(self).__name__}: two modules have the name {min(twice)[:-1]!r}. "
+                        "Use dict keys without dots that differ as strings"
                     )
                 names.update(new)
-                met.update(id(each) for _, each in found)
-                walked += found
-                later += reversed(held)
+                met.update(id(submodule) for _, submodule in visited)
+                walked += visited
+                later += reversed(in_containers)
         return walked
 
-    def _visit(self, prefix: str, met: set[int], found: _Named, held: _Named) -> _Named:
-        """Return ``found`` with this module and those in attributes below; add others to held."""
-        found.append((prefix, self))
+    def _visit(self, prefix: str, met: set[int], visited: _Named, in_containers: _Named) -> _Named:
+        """Append this module and the modules in attributes to ``found``, others to ``held``."""
+        visited.append((prefix, self))
         met.add(id(self))
         for name, child in self.children():
             if "." in name:
-                held.append((f"{prefix}{name}.", child))
+                in_containers.append((f"{prefix}{name}.", child))
             elif id(child) not in met:
-                child._visit(f"{prefix}{name}.", met, found, held)
-        met.remove(id(self))  # another attribute may hold it, too
-        return found
+                child._visit(f"{prefix}{name}.", met, visited, in_containers)
+        met.remove(id(self))  # another attribute may refer to the module
+        return visited
 
     def _own_params(self) -> Iterator[tuple[str, Variable]]:
         for name, value in vars(self).items():
@@ -291,8 +291,8 @@ class Module(Structured, ABC):
     def _replace_arrays(self, change: Callable[[Array], Array]) -> None:
         if shards_of(self.params()):
             raise ValueError(
-                "the module is sharded, so its parameters stay where they are; call astype() and "
-                "to() before fully_shard"
+                "Module: astype() and to() cannot change a sharded module. Call them before "
+                "fully_shard"
             )
         for variable in self.params():
             variable.data = change(variable.data)
@@ -303,17 +303,14 @@ class Module(Structured, ABC):
 
 
 def _holds_module(owner: Module, container: Any) -> bool:
-    """Return whether a module is in ``container``, of ``owner``, or in containers in it.
-
-    More than 100 items, such as a vocabulary, are searched once for each length and structure.
-    """
+    """Return whether ``container`` of ``owner`` contains a module. Caches large containers."""
     key, now = (id(owner), id(container)), (int(count[0]), len(container))
-    known = _searched.get(key)
-    if known is not None and known[0]() is owner and known[1] == now:
-        return known[2]
+    previous = _searched.get(key)
+    if previous is not None and previous[0]() is owner and previous[1] == now:
+        return previous[2]
     containers, met, items, is_found = [container], {id(container)}, 0, False
-    for each in containers:
-        values = each.values() if isinstance(each, dict) else each
+    for current in containers:
+        values = current.values() if isinstance(current, dict) else current
         items += len(values)
         kinds = set(map(type, values))
         if is_found := any(Module in kind.__mro__ for kind in kinds):
@@ -325,13 +322,13 @@ def _holds_module(owner: Module, container: Any) -> bool:
                 met.update(map(id, inner))
     if items > 100:
         if len(_searched) > 100:
-            _searched.clear()  # of modules that are no more
+            _searched.clear()  # drops entries of deleted modules
         _searched[key] = weakref.ref(owner), now, is_found
     return is_found
 
 
-# By the ids of a module and a large container: the module, the structure and length at the search,
-# and the result. The module is compared because a copy of another one may have the ids later.
+# Cached searches, by the ids of a module and a large container: the module, structure and length at
+# the search, and the result. The module is compared because another module may reuse the ids.
 _searched: dict[tuple[int, int], tuple[weakref.ref[Module], tuple[int, int], bool]] = {}
 
 
@@ -345,26 +342,26 @@ def _modules_in(container: Any, path: str, met: set[int]) -> Iterator[tuple[str,
 
 
 def _words(module: Module) -> str:
-    """Return the module as it would be made, where that is one line; else its class."""
+    """Return the ``repr`` of the module if it is one line and has no submodules, else its class."""
     name, text = type(module).__name__, repr(module)
     is_short = text.startswith(name) and "\n" not in text
     return name if any(True for _ in module.children()) or not is_short else text
 
 
-def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:
-    problems = [f"missing {name!r}" for name in own if name not in state]
-    problems += [f"unexpected {name!r}" for name in state if name not in own]
-    both = [(name, state[name], held) for name, held in own.items() if name in state]
+def _check_state(state: Mapping[str, Array], targets: Mapping[str, Variable | Array]) -> None:
+    problems = [f"missing {name!r}" for name in targets if name not in state]
+    problems += [f"unexpected {name!r}" for name in state if name not in targets]
+    both = [(name, state[name], target) for name, target in targets.items() if name in state]
     problems += [
-        f"{name!r} has shape {given.shape}, expected {held.shape}"
-        for name, given, held in both
-        if given.shape != held.shape
+        f"{name!r} has shape {value.shape}, expected {target.shape}"
+        for name, value, target in both
+        if value.shape != target.shape
     ]
     if problems:
         raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
-    for name, given, held in both:
-        if not may_become(given.dtype, held.dtype):
+    for name, value, target in both:
+        if not may_become(value.dtype, target.dtype):
             raise TypeError(
-                f"load_state_dict: nothing was loaded: {name!r} has dtype {given.dtype}, "
-                f"which cannot become {held.dtype}"
+                f"load_state_dict: nothing was loaded: {name!r} has dtype {value.dtype}, "
+                f"which cannot become {target.dtype}"
             )

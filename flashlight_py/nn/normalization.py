@@ -1,4 +1,4 @@
-"""Layers that normalize, with the names and shapes of torch's parameters.
+"""Normalization layers, with the names and shapes of torch's parameters.
 
 ``eps`` is added to the variance or mean square.
 """
@@ -17,7 +17,7 @@ from flashlight_py.nn.layers import Plain, check_sizes
 
 
 class Affine(Plain):
-    """A layer with a weight of ones and a bias of zeros, or without them."""
+    """A layer with an optional weight of ones and an optional bias of zeros."""
 
     channels: int
 
@@ -40,7 +40,7 @@ class LayerNorm(Affine):
     """Normalization over the last dimensions, of the given ``shape``; see ``functions.layer_norm``.
 
     Raises:
-        ValueError: a size is below 1; when called: the input does not end with the shape.
+        ValueError: If a size is below 1. A call raises it if the input does not fit.
     """
 
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-5, bias: bool = True) -> None:
@@ -53,10 +53,10 @@ class LayerNorm(Affine):
 
 
 class RMSNorm(Affine):
-    """Division by the root of the mean square of the last dimension; see ``functions.rms_norm``.
+    """Division by the root mean square of the last dimension; see ``functions.rms_norm``.
 
     Raises:
-        ValueError: ``size`` is below 1; when called: the input's last dimension differs.
+        ValueError: If ``size`` is below 1. A call raises it if the input's last dimension differs.
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
@@ -68,10 +68,11 @@ class RMSNorm(Affine):
 
 
 class GroupNorm(Affine):
-    """Groups of ``channels``, dimension 1, of each sample normalized; see ``functions.group_norm``.
+    """Normalization of groups of the ``channels`` (dimension 1); see ``functions.group_norm``.
 
     Raises:
-        ValueError: the channels are not divisible by ``groups``; when called: the input has others.
+        ValueError: If ``groups`` does not divide ``channels``. A call raises it if the input has
+            another number of channels.
     """
 
     def __init__(self, groups: int, channels: int, eps: float = 1e-5) -> None:
@@ -79,14 +80,14 @@ class GroupNorm(Affine):
         self.groups, self.channels = groups, channels
         super().__init__((channels,), True, True, eps)
         if channels % groups:
-            raise ValueError(f"GroupNorm: {channels} channels are not divisible by {groups} groups")
+            raise ValueError(f"GroupNorm: groups must divide {channels} channels, got {groups}")
 
     def forward(self, x: Variable) -> Variable:
         return F.group_norm(self._of_channels(x), self.groups, self.weight, self.bias, self.eps)
 
 
 class LocalBatchNorm(Affine):
-    """A BatchNorm over this process's batch; see ``flashlight_py.parallel.batch_norm``."""
+    """A BatchNorm over the batch of this process; see ``flashlight_py.parallel.batch_norm``."""
 
     running_mean: Array
     running_var: Array
@@ -103,18 +104,18 @@ class LocalBatchNorm(Affine):
             self.add_buffer("running_var", np.ones(channels, np.float32))
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x`` normalized; in training, running statistics are changed in place."""
+        """Return ``x`` normalized. In training, update the running statistics in place."""
         x = self._of_channels(x)
         if not self.training and self.track_statistics:
             running = self.running_mean, self.running_var
             return F.batch_norm(x, self.weight, self.bias, *running, self.eps)
-        given = x, self.weight, self.bias, None, None
-        out, mean, variance = batch_norm_with_moments(*given, self.eps)
+        arguments = x, self.weight, self.bias, None, None
+        out, mean, variance = batch_norm_with_moments(*arguments, self.eps)
         self._track(mean, variance, x.size // self.channels)
         return out
 
     def _track(self, mean: Array, variance: Array, count: int | Array) -> None:
-        """Move the running statistics towards those of ``count`` values per channel."""
+        """Move the running statistics towards the moments of ``count`` values per channel."""
         if self.track_statistics:
             variance = variance * (count / (count - 1))
             for running, new in ((self.running_mean, mean), (self.running_var, variance)):

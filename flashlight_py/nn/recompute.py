@@ -1,4 +1,4 @@
-"""Modules that keep their inputs alone, and compute again what a backward pass needs."""
+"""Modules that keep only their inputs, and repeat their forward pass in the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,32 +11,32 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.nn.module import Module, SomeModule
 
 
-# A recomputed module leaves placeholders in the graph, with edges to what it was found to lead
-# to; when the walk gets to the first, its graph takes their place in the same walk. A backward
-# pass of its own inside would fire the hooks of shared parameters early and add gradients in
-# another order.
+# A recomputed module leaves placeholders in the graph, with edges to the sources of its results.
+# When the walk reaches the first placeholder, the graph of the repeated forward pass replaces all
+# of them, and the same walk continues. A nested backward pass would call the hooks of shared
+# parameters too early and add gradients in another order.
 def recompute(module: SomeModule) -> SomeModule:
-    """Have ``module`` keep no intermediate results: the backward pass computes them again.
+    """Make ``module`` keep no intermediate results. The backward pass computes them again.
 
-    In place: parameters, buffers, their names and the state dict stay as they are; copies and
-    pickles recompute as well. Returns the module. For the blocks of a deep network, one by one:
-    then the memory for activations is that of the blocks' inputs and of one block, for a second
-    forward pass of each. Modules inside may be recomputed themselves.
+    The module is changed in place and returned. Parameters, buffers, names and the state dict are
+    not changed. Copies and pickles recompute as well. Apply this to each block of a deep network.
+    The activations then need the memory of all blocks' inputs and of one block, and each block runs
+    a second forward pass. Inner modules may be recomputed themselves.
 
-    Gradients are the same to the last bit, and hooks fire when they would have. Random numbers from
-    ``fl.random``, by dropout for example, are drawn again; buffers (running statistics) are changed
-    by the first forward pass alone. If nothing needs a gradient, nothing is computed twice.
+    Gradients are identical to the last bit, and hooks run in the same order. Random numbers from
+    ``fl.random``, for example for dropout, are repeated. Buffers (running statistics) are updated
+    only by the first forward pass. If no gradient is needed, nothing is computed twice.
 
-    The module, whose ``forward`` returns a variable, or a tuple, list or dict of them, must do the
-    same the second time: what else it reads must not change between the forward and the backward
-    pass, and it must return a variable that is later used in a loss, not leave it in an attribute.
-    ``before_forward`` of the module is called in the first pass only, that of modules in it in
-    both.
+    ``forward`` must return a variable, or a tuple, list or dict of variables, and must repeat the
+    same operations. Other data that it reads must not change between the forward and the backward
+    pass. A variable that the loss uses must be returned, not stored in an attribute.
+    ``before_forward`` of the module is called in the first pass only. ``before_forward`` of its
+    submodules is called in both passes.
 
     Raises:
-        TypeError: ``module`` is no Module.
-        RuntimeError: in the backward pass: it did something else the second time, or was switched
-            between ``train()`` and ``eval()`` in between.
+        TypeError: If ``module`` is not a Module.
+        RuntimeError: If the second pass does other operations, or if ``train()`` or ``eval()``
+            switched the mode in between. The backward pass raises it.
 
     Example:
         >>> block = fl.nn.Sequential(fl.nn.Linear(4, 4), fl.nn.Tanh(), fl.nn.Dropout(0.5))
@@ -44,44 +44,44 @@ def recompute(module: SomeModule) -> SomeModule:
         >>> model(fl.input(np.ones((2, 4), np.float32))).sum().backward()
     """
     if not isinstance(module, Module):
-        raise TypeError(f"recompute takes a Module, got {type(module).__name__}")
+        raise TypeError(f"recompute: expected a Module, got {type(module).__name__}")
     module._instead = _run
     return module
 
 
 def _run(module: Module, *inputs: Any, **options: Any) -> Any:
-    """Return what ``module.forward`` does, without what it has computed on the way."""
-    if recording.is_outline:  # for a module around this one, which computes this one again
+    """Return the result of ``module.forward`` without keeping intermediate results."""
+    if recording.is_outline:  # an outer recomputed module repeats this module
         return module.forward(*inputs, **options)
-    inside = [each for _, each in module._walk()]
-    modes = [each.training for each in inside]
+    inside = [inner for _, inner in module._walk()]
+    modes = [inner.training for inner in inside]
     buffers: dict[tuple[Module, str], Array] = {
-        (each, name): getattr(each, name).copy() for each in inside for name in each._buffer_names
+        (m, name): getattr(m, name).copy() for m in inside for name in m._buffer_names
     }
-    dtype = precision.here.dtype
+    dtype = precision.active_precision.dtype
     recording.is_outline = True
     try:
         with random.noting() as drawn, precision.casting(dtype):
             result = module.forward(*inputs, **options)
     finally:
         recording.is_outline = False
-    before = {place: array for place, array in buffers.items() if _has_changed(array, *place)}
+    before = {key: array for key, array in buffers.items() if _has_changed(array, *key)}
 
-    # Not by setattr, which would say that modules compute something else from now on.
+    # setattr would report a change of structure.
     def set_buffers(arrays: dict[tuple[Module, str], Array]) -> None:
-        for (each, name), array in arrays.items():
-            object.__setattr__(each, name, array)
+        for (inner, name), array in arrays.items():
+            object.__setattr__(inner, name, array)
 
     def repeat() -> list[Variable]:
-        if [each.training for _, each in module._walk()] != modes:
+        if [inner.training for _, inner in module._walk()] != modes:
             raise RuntimeError(
-                "backward: a recomputed module was switched between train() and eval() after its "
-                "forward pass; call backward() before"
+                "backward: train() or eval() was called on a recomputed module after its forward "
+                "pass. Call backward() first"
             )
-        now = {(each, name): getattr(each, name) for each, name in before}
+        now = {(inner, name): getattr(inner, name) for inner, name in before}
         with random.replaying(drawn), precision.casting(dtype):
             try:
-                set_buffers({place: array.copy() for place, array in before.items()})
+                set_buffers({key: array.copy() for key, array in before.items()})
                 return _variables(module.forward(*inputs, **options))
             finally:
                 set_buffers(now)
@@ -90,29 +90,26 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
 
 
 def _has_changed(before: Array, module: Module, name: str) -> bool:
-    """Return whether a buffer is not what it was; of a GPU's, not to wait for it, it is True."""
+    """Return whether a buffer has changed. True for buffers on a GPU, to avoid waiting."""
     now: Array = getattr(module, name)
     return is_cupy(now) or not array_module(now).array_equal(now, before)
 
 
 def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
-    """Return ``result`` with variables whose backward pass calls ``repeat`` first.
-
-    It is a variable, or a tuple, list or dict of variables and anything else, nested or not.
-    """
+    """Return ``result`` with variables whose backward pass calls ``repeat`` first."""
     variables = _variables(result)
     targets = {
-        id(variable): (place, *variable.node.targets())
-        for place, variable in enumerate(variables)
+        id(variable): (position, *variable.node.targets())
+        for position, variable in enumerate(variables)
         if isinstance(variable.node, Outline)
     }
-    ordered = any(each for _, _, each in targets.values())
+    ordered = any(is_ordered for _, _, is_ordered in targets.values())
     with_parts: dict[int, Variable] = {}
-    for number, (place, its_targets, _) in targets.items():
-        with_parts[number] = found = Variable(variables[place].data)
-        found.node = Part(found.data, repeat, place, its_targets, ordered)
-        found._calc_grad = True
-    # The others are passed through, or need no gradient.
+    for number, (position, its_targets, _) in targets.items():
+        with_parts[number] = repeated = Variable(variables[position].data)
+        repeated.node = Part(repeated.data, repeat, position, its_targets, ordered)
+        repeated._calc_grad = True
+    # Other variables are inputs that the module returns, or need no gradient.
     return _mapped(result, lambda variable: with_parts.get(id(variable), variable))
 
 
@@ -120,17 +117,17 @@ def _variables(result: Any) -> list[Variable]:
     if isinstance(result, Variable):
         return [result]
     inside = result.values() if isinstance(result, dict) else result
-    each = inside if isinstance(result, (dict, list, tuple)) else ()
-    return [variable for one in each for variable in _variables(one)]
+    items = inside if isinstance(result, (dict, list, tuple)) else ()
+    return [variable for item in items for variable in _variables(item)]
 
 
 def _mapped(result: Any, change: Callable[[Variable], Variable]) -> Any:
-    """Return ``result`` with every variable replaced."""
+    """Return ``result`` with ``change`` applied to every variable."""
     if isinstance(result, Variable):
         return change(result)
     if isinstance(result, dict):
-        return {name: _mapped(each, change) for name, each in result.items()}
+        return {name: _mapped(item, change) for name, item in result.items()}
     if isinstance(result, (list, tuple)):
-        each = [_mapped(one, change) for one in result]
-        return type(result)(*each) if hasattr(result, "_fields") else type(result)(each)
+        items = [_mapped(item, change) for item in result]
+        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
     return result

@@ -1,4 +1,4 @@
-"""Layers of sequences: recurrent ones, attention and transformers, with torch's parameters."""
+"""Recurrent layers, attention and transformers, with torch's parameters."""
 
 import math
 from typing import Any
@@ -20,23 +20,24 @@ _NAMES = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 class RNN(Plain):
     """Recurrent layers: ``[batch, time, input_size]`` to ``[batch, time, directions * hidden]``.
 
-    The equations are those of ``functions.recurrent``. The parameters have torch's names and
-    shapes, for layer k ``weight_ih_l<k>``, ``weight_hh_l<k>``, ``bias_ih_l<k>``, ``bias_hh_l<k>``,
-    with ``_reverse`` behind for the second direction, and start uniform within ``1 /
+    See ``functions.recurrent`` for the equations. The parameters have torch's names and shapes.
+    Layer k has ``weight_ih_l<k>``, ``weight_hh_l<k>``, ``bias_ih_l<k>`` and ``bias_hh_l<k>``, with
+    the suffix ``_reverse`` for the second direction. Initial values are uniform within ``1 /
     sqrt(hidden_size)`` of 0.
 
     Args:
         kind: ``"lstm"``, ``"gru"`` or ``"tanh"``.
-        input_size: the last dimension of the input, at least 1.
-        hidden_size: the length of the state, at least 1.
-        layers: how many, each of which takes both directions of the one below.
-        bidirectional: whether each layer goes backward too, with weights of its own.
-        dropout: the ratio between layers while training, at least 0 and below 1.
-        dtype: of the parameters.
+        input_size: Last dimension of the input, at least 1.
+        hidden_size: Length of the state, at least 1.
+        layers: Number of layers. A layer reads both directions of the previous layer.
+        bidirectional: Whether each layer also runs backward, with separate weights.
+        dropout: Ratio between layers while training, at least 0 and below 1.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: an unknown kind, or a number out of range; when called: the shapes do not fit.
-        TypeError: a size is no integer.
+        ValueError: If ``kind`` is unknown, a number is out of range, or shapes in a call do not
+            fit.
+        TypeError: If a size is not an integer.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class RNN(Plain):
         return ("", "_reverse") if self.bidirectional else ("",)
 
     def forward(self, x: Variable, state: Any = None) -> tuple[Variable, Any]:
-        """Return the hidden states of the last layer after each step, and the last state of each.
+        """Return the last layer's hidden states of all steps, and the last state of each layer.
 
-        ``state``, given (None: zeros) and returned, is ``h`` of shape ``[layers * directions,
-        batch, hidden_size]``, for "lstm" a tuple of ``h`` and ``c``.
+        ``state`` (default: zeros) and the returned state are ``h`` of shape ``[layers * directions,
+        batch, hidden_size]``. For "lstm" they are tuples of ``h`` and ``c``.
         """
         x = as_variable(x)
         if x.ndim != 3 or x.shape[2] != self.input_size:
@@ -74,10 +75,10 @@ class RNN(Plain):
         is_lstm, ends = self.kind == "lstm", self._ends()
         first = () if state is None else tuple(state) if is_lstm else (state,)
         expected = self.layers * len(ends), x.shape[0], self.hidden_size
-        if first and [each.shape for each in first] != [expected] * (1 + is_lstm):
+        if first and [array.shape for array in first] != [expected] * (1 + is_lstm):
             raise ValueError(
                 f"RNN: expected {1 + is_lstm} state(s) of shape {expected}, got "
-                f"{[each.shape for each in first]}"
+                f"{[array.shape for array in first]}"
             )
         last: list[tuple[Variable, ...]] = []
         for layer in range(self.layers):
@@ -86,25 +87,26 @@ class RNN(Plain):
             outputs = []
             for end in ends:
                 weights = [getattr(self, f"{name}_l{layer}{end}") for name in _NAMES]
-                begin = [F.index(each, len(last)) for each in first]
+                begin = [F.index(array, len(last)) for array in first]
                 output, *ended = F.recurrent(self.kind, x, weights, begin, bool(end))
                 outputs.append(output)
                 last.append(tuple(ended))
             x = F.concatenate(outputs, -1) if len(outputs) > 1 else outputs[0]
-        states = tuple(F.stack(each) for each in zip(*last, strict=True))
+        states = tuple(F.stack(array) for array in zip(*last, strict=True))
         return x, states if is_lstm else states[0]
 
 
 class MultiheadAttention(Plain):
-    """Attention of several heads between linear maps (Vaswani et al., 2017).
+    """Multi-head attention between linear maps (Vaswani et al., 2017).
 
-    ``layer(x)`` and ``layer(x, mask)`` attend to ``x`` ``[batch, positions, dim]`` itself;
-    ``layer(q, k, v)`` and ``layer(q, k, v, mask)`` to others, ``[batch, keys, dim]``. The result
-    has the shape of the first. ``mask``, ``causal`` and ``dropout``, in training, are those of
-    ``functions.attention``. ``bias`` is whether the linear maps have biases.
+    ``layer(x)`` and ``layer(x, mask)`` attend to ``x`` ``[batch, positions, dim]`` itself.
+    ``layer(q, k, v)`` and ``layer(q, k, v, mask)`` attend to keys and values ``[batch, keys,
+    dim]``. The result has the shape of the first argument. See ``functions.attention`` for
+    ``mask``, ``causal`` and ``dropout`` (only in training). ``bias``: whether linear maps have
+    biases.
 
     Raises:
-        ValueError: ``heads`` does not divide ``dim``; when called: shapes that do not fit.
+        ValueError: If ``heads`` does not divide ``dim``. A call raises it if the shapes do not fit.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class MultiheadAttention(Plain):
         dim, heads = check_sizes("MultiheadAttention", dim=dim, heads=heads)
         check_ratio(dropout)
         if dim % heads:
-            raise ValueError(f"MultiheadAttention: dim {dim} is not divisible by {heads} heads")
+            raise ValueError(f"MultiheadAttention: heads must divide dim {dim}, got {heads}")
         self.in_proj_weight = param(init.glorot_uniform((3 * dim, dim), dim, 3 * dim))
         self.in_proj_bias = param(np.zeros(3 * dim, np.float32)) if bias else None
         self.out_proj = Linear(dim, dim, bias)
@@ -122,21 +124,21 @@ class MultiheadAttention(Plain):
     def forward(self, *inputs: Any) -> Variable:
         count = 3 if len(inputs) > 2 else 1
         mask = (*inputs, None)[count]
-        first, *others = given = [as_variable(x) for x in inputs[:count]]
-        for x in given:
+        first, *others = variables = [as_variable(x) for x in inputs[:count]]
+        for x in variables:
             if x.ndim != 3 or x.shape[2] != self.dim:
                 raise ValueError(
                     "MultiheadAttention: expected inputs of shape [batch, positions, "
                     f"{self.dim}], got {x.shape}"
                 )
-        how = mask, self.causal, self.dropout if self.training else 0.0
+        options = mask, self.causal, self.dropout if self.training else 0.0
         if not others:
             projected = F.linear(first, self.in_proj_weight, self.in_proj_bias)
-            return self.out_proj(F.self_attention(projected, self.heads, *how))
+            return self.out_proj(F.self_attention(projected, self.heads, *options))
         biases = [None] * 3 if self.in_proj_bias is None else F.split(self.in_proj_bias, 3)
         weights = F.split(self.in_proj_weight, 3)
-        q, k, v = map(self._projected, given, weights, biases)
-        joined = F.transpose(F.attention(q, k, v, *how), (0, 2, 1, 3))
+        q, k, v = map(self._projected, variables, weights, biases)
+        joined = F.transpose(F.attention(q, k, v, *options), (0, 2, 1, 3))
         return self.out_proj(F.reshape(joined, first.shape))
 
     def _projected(self, x: Variable, weight: Variable, bias: Variable | None) -> Variable:
@@ -148,7 +150,7 @@ _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 class TransformerLayer(Module):
-    """Attention and a network of two linear maps, each added to its input; see ``Transformer``."""
+    """Attention and a network of two linear maps, both with a residual; see ``Transformer``."""
 
     def __init__(
         self, dim: int, heads: int, hidden: int, dropout: float, causal: bool, activation: str,
@@ -178,22 +180,22 @@ class TransformerLayer(Module):
 
 
 class Transformer(Module):
-    """Blocks of attention and a network for each position (Vaswani et al., 2017).
+    """Blocks of attention and a network that is applied to each position (Vaswani et al., 2017).
 
-    The state has the names of ``torch.nn.TransformerEncoder`` without a norm of its own.
+    The state has the names of ``torch.nn.TransformerEncoder`` without its optional norm.
 
     Args:
-        dim: size of the last dimension of ``x`` ``[batch, positions, dim]`` and of the result.
-        heads: how many heads of attention it is divided among.
-        hidden: size between the two linear maps of a block, by default ``4 * dim``.
-        layers: how many blocks.
-        dropout: in training, of the attention's weights and of what is added to a block's input.
-        causal: whether position i attends to positions 0 .. i alone.
+        dim: Last dimension of ``x`` ``[batch, positions, dim]`` and of the result.
+        heads: Number of attention heads that divide ``dim``.
+        hidden: Size between the two linear maps of a block. Default: ``4 * dim``.
+        layers: Number of blocks.
+        dropout: Ratio in training, for attention weights and for both residual branches of a block.
+        causal: If True, position i attends only to positions 0 .. i.
         activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
-        norm: ``"pre"``: of what goes into attention and network; ``"post"``: of the sums.
+        norm: ``"pre"`` normalizes the inputs of attention and network, ``"post"`` the sums.
 
     Raises:
-        ValueError: ``dim`` is not divisible by ``heads``, or an unknown ``activation`` or ``norm``.
+        ValueError: If ``heads`` does not divide ``dim``, or if an option is unknown.
     """
 
     def __init__(
@@ -203,15 +205,15 @@ class Transformer(Module):
         dim, heads, layers = check_sizes("Transformer", dim=dim, heads=heads, layers=layers)
         (hidden,) = check_sizes("Transformer", hidden=4 * dim if hidden is None else hidden)
         choices = ("activation", activation, (*_ACTIVATIONS,)), ("norm", norm, ("pre", "post"))
-        for name, value, known in choices:
-            if value not in known:
-                raise ValueError(f"Transformer: {name} must be one of {known}, got {value!r}")
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise ValueError(f"Transformer: {name} must be one of {allowed}, got {value!r}")
         options = hidden, dropout, causal, activation, norm
         self._shown = f"{dim}, {heads}, hidden={hidden}, layers={layers}"
         self.layers = Sequential(*(TransformerLayer(dim, heads, *options) for _ in range(layers)))
 
     def forward(self, x: Variable, mask: Any = None) -> Variable:
-        """Return the last block's result; ``mask`` is for all, as in ``functions.attention``."""
+        """Return the last block's result. All blocks use ``mask`` (see ``functions.attention``)."""
         for _, layer in self.layers.children():
             x = layer(x) if mask is None else layer(x, mask)
         return x
@@ -221,10 +223,10 @@ class Transformer(Module):
 
 
 class PositionEmbedding(Module):
-    """A vector learned for each position, added to the input ``[batch, at most positions, dim]``.
+    """A learned vector per position, added to the input ``[batch, at most positions, dim]``.
 
     Raises:
-        ValueError: a size is below 1; when called: the input has more positions, or another size.
+        ValueError: If a size is below 1. A call raises it if the input does not fit.
     """
 
     def __init__(self, positions: int, dim: int) -> None:
@@ -243,10 +245,12 @@ class PositionEmbedding(Module):
 
 
 class SinusoidalPositionEmbedding(PositionEmbedding):
-    """Sines and cosines of each position, added to the input (Vaswani et al., 2017); no parameters.
+    """Sines and cosines of each position, added to the input (Vaswani et al., 2017).
+
+    The layer has no parameters.
 
     Raises:
-        ValueError: a size is below 1, or ``dim`` is odd.
+        ValueError: If a size is below 1, or if ``dim`` is odd.
     """
 
     def __init__(self, positions: int, dim: int) -> None:

@@ -1,8 +1,8 @@
-"""Optimizers, which change parameters by their gradients, schedules of rates, and clipping."""
+"""Optimizers that update parameters by their gradients, learning-rate schedules, and clipping."""
 
 from importlib import import_module
 
-# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+# Submodule of each public name. `scripts/stubs` writes the same table for type checkers.
 _HOMES = {
     "optimizer": ["FirstOrderOptimizer"],
     "algorithms": [

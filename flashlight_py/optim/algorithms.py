@@ -1,6 +1,6 @@
-"""The optimizers: each is a rule of rules.inc, its numbers, and its state's names.
+"""The optimizers. Each has a rule of rules.inc, the rule's numbers, and names of its state.
 
-Arguments and errors in common: see :class:`FirstOrderOptimizer`.
+See :class:`FirstOrderOptimizer` for common arguments and errors.
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ class SGDOptimizer(RuleOptimizer):
 
     ``g = grad + weight_decay * p``; ``v = momentum * v + g``; then ``p -= lr * v``, or with
     Nesterov ``p -= lr * (g + momentum * v)`` (Sutskever et al., ICML 2013, in the form of
-    flashlight and torch). Without momentum ``p -= lr * g``. ``momentum`` is at least 0.
+    flashlight and torch). Without momentum: ``p -= lr * g``. ``momentum`` is at least 0.
 
     Raises:
-        ValueError: also for Nesterov without momentum.
+        ValueError: If ``nesterov`` is True and ``momentum`` is 0.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class SGDOptimizer(RuleOptimizer):
         self.momentum = check_at_least_zero("momentum", momentum)
         self.nesterov = bool(nesterov)
         if nesterov and not momentum:
-            raise ValueError("nesterov=True needs a momentum above 0")
+            raise ValueError("SGDOptimizer: momentum must be above 0 with nesterov=True, got 0")
         super().__init__(params, lr, ["velocity"] if momentum else [], weight_decay=weight_decay)
 
     def _rule(self) -> Rule:
@@ -47,12 +47,11 @@ class AdamOptimizer(RuleOptimizer):
     """Adam: steps scaled by running means of the gradient and of its square.
 
     ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then ``p -= lr *
-    m' / (sqrt(v') + eps)`` where ``m'`` and ``v'`` are ``m / (1 - beta1 ** t)`` and ``v / (1 -
-    beta2 ** t)`` at the parameter's own step ``t``: algorithm 1 of the paper. ``m`` and ``v`` of
-    float16 and bfloat16 parameters are float32.
+    m' / (sqrt(v') + eps)`` with ``m' = m / (1 - beta1 ** t)`` and ``v' = v / (1 - beta2 ** t)`` at
+    step ``t`` of the parameter (algorithm 1 of the paper). ``m`` and ``v`` are float32 or wider.
 
     If ``decoupled``, parameters shrink by ``lr * weight_decay`` before the step (AdamW, Loshchilov
-    and Hutter, ICLR 2019; as in flashlight); else ``weight_decay * p`` is added to ``g``.
+    and Hutter, ICLR 2019, as in flashlight). Otherwise ``weight_decay * p`` is added to ``g``.
     """
 
     def __init__(
@@ -74,10 +73,10 @@ class AdamOptimizer(RuleOptimizer):
 
 
 class AdagradOptimizer(RuleOptimizer):
-    """Adagrad (Duchi et al., JMLR 2011): steps scaled by the sum of all squares so far.
+    """Adagrad (Duchi et al., JMLR 2011): steps scaled by the sum of all squared gradients.
 
     ``s = s + g * g``; ``p = (1 - weight_decay) * p - lr * g / (sqrt(s) + eps)``. Without
-    ``weight_decay`` that is torch's too, whose ``eps`` is 1e-10; torch's decay is an L2 penalty.
+    ``weight_decay``, torch has the same formula with ``eps`` 1e-10. torch's decay is an L2 penalty.
     """
 
     def __init__(
@@ -94,9 +93,9 @@ class RMSPropOptimizer(RuleOptimizer):
     """RMSprop (Tieleman and Hinton, 2012): steps scaled by a running mean of squares.
 
     ``s = rho * s + (1 - rho) * g * g``; ``p = (1 - weight_decay) * p - lr * g / (sqrt(s) + eps)``.
-    With ``use_first`` a running mean ``f`` of gradients is kept as well, and the variance ``s - f *
-    f``, at least 0, takes the place of ``s`` (torch: ``centered``). Without ``weight_decay`` that
-    is torch's too; torch's decay is an L2 penalty.
+    With ``use_first``, the variance ``s - f * f``, at least 0, replaces ``s``. ``f`` is a running
+    mean of gradients (torch: ``centered``). Without ``weight_decay``, torch has the same formula.
+    torch's decay is an L2 penalty.
     """
 
     def __init__(
@@ -112,14 +111,15 @@ class RMSPropOptimizer(RuleOptimizer):
 
 
 class AdadeltaOptimizer(RuleOptimizer):
-    """Adadelta (Zeiler, 2012): steps of the size of earlier ones, without a rate to choose.
+    """Adadelta (Zeiler, 2012): steps have the size of earlier steps, without a tuned rate.
 
     ``s = rho * s + (1 - rho) * g * g``; ``d = sqrt((u + eps) / (s + eps)) * g``; ``p = (1 -
-    weight_decay) * p - lr * d``; ``u = rho * u + (1 - rho) * d * d``. Without ``weight_decay`` that
-    is torch's too, whose ``eps`` is 1e-6; torch's decay is an L2 penalty. ``lr`` is 1 in the paper.
+    weight_decay) * p - lr * d``; ``u = rho * u + (1 - rho) * d * d``. Without ``weight_decay``,
+    torch has the same formula with ``eps`` 1e-6. torch's decay is an L2 penalty. The paper has
+    ``lr`` 1.
 
     Raises:
-        ValueError: also if ``eps``, the size of the first steps, is 0.
+        ValueError: If ``eps`` is 0. It determines the size of the first steps.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class AdadeltaOptimizer(RuleOptimizer):
         weight_decay: float = 0,
     ) -> None:  # fmt: skip
         if not check_at_least_zero("eps", eps):
-            raise ValueError("eps must be above 0, got 0: no parameter would ever change")
+            raise ValueError("AdadeltaOptimizer: eps must be above 0, got 0")
         numbers = {"rho": rho, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, lr, ["square", "change"], **numbers)
 
@@ -136,11 +136,11 @@ class AdadeltaOptimizer(RuleOptimizer):
 
 
 class AMSgradOptimizer(RuleOptimizer):
-    """AMSgrad (Reddi et al., ICLR 2018): Adam whose divisor never shrinks.
+    """AMSgrad (Reddi et al., ICLR 2018): Adam with a divisor that never decreases.
 
-    ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``;
-    ``w = max(w, v)``; ``p = (1 - weight_decay) * p - lr * m / (sqrt(w) + eps)``. As in the paper
-    and in flashlight nothing corrects the bias of ``m`` and ``v``; torch's does.
+    ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; ``w = max(w, v)``;
+    ``p = (1 - weight_decay) * p - lr * m / (sqrt(w) + eps)``. As in the paper and in flashlight,
+    the bias of ``m`` and ``v`` is not corrected. torch corrects it.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class AMSgradOptimizer(RuleOptimizer):
 
 
 class NovogradOptimizer(RuleOptimizer):
-    """NovoGrad (Ginsburg et al., 2019): gradients count by their norm, one for each parameter.
+    """NovoGrad (Ginsburg et al., 2019): gradients are normalized per parameter.
 
-    With ``n``, the sum of the squares of a gradient: ``v = beta2 * v + (1 - beta2) * n``; ``m =
-    beta1 * m + (1 - beta1) * (g / (sqrt(v) + eps) + weight_decay * p)``; ``p -= lr * m``, as in
-    flashlight. The paper begins with ``v = n`` and has no factor ``1 - beta1``. If ``eps`` is 0, a
+    ``n`` is the sum of the squares of a gradient: ``v = beta2 * v + (1 - beta2) * n``; ``m = beta1
+    * m + (1 - beta1) * (g / (sqrt(v) + eps) + weight_decay * p)``; ``p -= lr * m``, as in
+    flashlight. The paper starts with ``v = n`` and has no factor ``1 - beta1``. If ``eps`` is 0, a
     gradient of zeros counts as 0.
 
-    The norm is a number in Python: on a GPU each parameter is waited for.
+    On a GPU, each step waits for the norm of each gradient.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Limits on gradients."""
+"""Limits for gradients."""
 
 import math
 from collections.abc import Iterable
@@ -17,60 +17,62 @@ from flashlight_py.structure import as_one
 def clip_grad_norm(
     params: Iterable[Variable], max_norm: float, *, group: Summing | None = None
 ) -> float:
-    """Scale all gradients together so that their joint L2 norm is at most ``max_norm``.
+    """Scale all gradients by a common factor so that their joint L2 norm is at most ``max_norm``.
 
-    In place. Parameters without a gradient count as zeros. A norm that is infinite or nan leaves
-    the gradients as they are. Blocks until the norm is computed.
+    In place. Parameters without a gradient count as zeros. If the norm is infinite or nan, the
+    gradients are not changed. Blocks until the norm is computed.
 
-    With several processes that have the same parameters, call it after the gradients were reduced,
-    without a group: the norm is the same on every rank. If ranks have different parameters, as
-    parts of one model, pass their group: the squares are summed over it, in one small message, and
-    all ranks scale by the same factor. With parameters of sharded modules, or that ``shard_linear``
-    has cut, it is collective: it returns when each rank has scaled its own pieces.
+    If all ranks have the same parameters, call this after the gradients are reduced, without a
+    group. The norm is then the same on every rank. If ranks have different parameters of one model,
+    pass their group. Their squares are then summed in one small message, and all ranks scale by the
+    same factor. Collective for parameters of sharded modules and of ``shard_linear``: the call
+    returns when every rank has scaled its shards.
 
     Args:
-        params: the variables whose gradients to scale; of this rank alone, and possibly none,
-            with a group.
-        max_norm: the limit, at least 0.
-        group: ranks that have the other gradients of the norm, such as ``fl.new_group(ranks)``;
-            each calls it. Default: there are no others.
+        params: Variables whose gradients are scaled. With a group, the list has the parameters of
+            this rank and may be empty.
+        max_norm: Limit, at least 0.
+        group: Ranks that have the other gradients of the norm, such as ``fl.new_group(ranks)``.
+            Each rank of the group must call this. Default: no other ranks.
 
     Returns:
         The norm before scaling.
 
     Raises:
-        TypeError: ``params`` is not an iterable of variables, or ``max_norm`` is no number.
-        ValueError: ``params`` is empty without a group, or ``max_norm`` is negative.
-        DistributedError: with a group, or sharded parameters, as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``params`` is no iterable of variables, or ``max_norm`` no number.
+        ValueError: If ``params`` is empty without a group, or if ``max_norm`` is negative.
+        DistributedError: If communication with a group or for sharded parameters fails, as in
+            :func:`flashlight_py.all_reduce`.
     """
     with _in_step(group, "clip_grad_norm"):
         params = as_param_list(params, may_be_empty=group is not None)
-    own, sharded = _by_shards(params)
-    with _in_step(next(iter(sharded), group), "clip_grad_norm"):  # the group of the first call
+    grads, sharded = _by_shards(params)
+    with _in_step(next(iter(sharded), group), "clip_grad_norm"):
         limit = check_at_least_zero("max_norm", max_norm)
-    return _limit_norm(own, list(sharded.items()), limit, group)
+    return _limit_norm(grads, list(sharded.items()), limit, group)
 
 
 def clip_grad_value(params: Iterable[Variable], clip_value: float) -> None:
     """Limit each element of all gradients to ``-clip_value`` .. ``clip_value``, in place.
 
-    nan stays. Collective with sharded parameters. It raises the errors of :func:`clip_grad_norm`.
+    nan is kept. Collective for sharded parameters. The errors are those of :func:`clip_grad_norm`.
     """
-    own, sharded = _by_shards(as_param_list(params))
+    grads, sharded = _by_shards(as_param_list(params))
     with _in_step(next(iter(sharded), None), "clip_grad_value"):
         limit = check_at_least_zero("clip_value", clip_value)
-    _limit_values(own, list(sharded.items()), limit)
+    _limit_values(grads, list(sharded.items()), limit)
 
 
 @as_one
 def _limit_values(grads: list[Array], sharded: Any, limit: float) -> None:
-    pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
-    with np.errstate(all="ignore"):  # a limit beyond the range of the dtype is infinite
+    pieces = [grad for shards, variables in sharded for grad in shards.own_gradients(variables)]
+    with np.errstate(all="ignore"):  # a limit beyond the dtype's range becomes infinite
         for grad in [*grads, *pieces]:
-            xp, most = array_module(grad), grad.dtype.type(limit)
-            xp.maximum(xp.minimum(grad, most, out=grad), -most, out=grad)
+            xp, bound = array_module(grad), grad.dtype.type(limit)
+            xp.maximum(xp.minimum(grad, bound, out=grad), -bound, out=grad)
     for shards, _ in sharded:
-        shards.group.all_reduce(np.zeros(1))  # ranks wait for all pieces, and for a wrong limit
+        # waits until all ranks have changed their shards, or failed
+        shards.group.all_reduce(np.zeros(1))
 
 
 @as_one
@@ -78,18 +80,18 @@ def _limit_norm(
     grads: list[Array], sharded: list[tuple[Shards, list[Variable]]], limit: float,
     group: Summing | None,
 ) -> float:  # fmt: skip
-    """Scale ``grads`` and those of ``sharded`` parameters in place; return their joint norm."""
+    """Scale ``grads`` and gradients of ``sharded`` parameters in place. Return the joint norm."""
     sums = [part for grad in grads for part in sums_of_squares(grad)]
-    sums += [shards.sum_of_squares(those) for shards, those in sharded]
+    sums += [shards.sum_of_squares(variables) for shards, variables in sharded]
     squares = np.array([sum(sums)], np.float64)
     if group is not None:
         group.all_reduce(squares)
     norm = math.sqrt(squares[0])
     if limit < norm < math.inf:
-        pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
+        pieces = [grad for shards, variables in sharded for grad in shards.own_gradients(variables)]
         _scale([*grads, *pieces], limit / norm)
         for shards, _ in sharded:
-            shards.meet()
+            shards.wait_for_all()
     return norm
 
 
@@ -99,34 +101,31 @@ def _in_step(ranks: Summing | Shards | None, name: str) -> AbstractContextManage
 
 def _scale(grads: Iterable[Array], factor: float) -> None:
     """Multiply each of ``grads`` by ``factor``, in place."""
-    with np.errstate(all="ignore"):  # small elements become 0
+    with np.errstate(all="ignore"):  # underflow to 0
         for grad in grads:
-            # A number would be rounded to float16 first, of which a small one leaves nothing.
+            # A Python number would be rounded to float16 first, and a small factor would become 0.
             np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
 
 
 def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]:
-    """Return the gradients that this process has of ``params``, and who has pieces of them.
-
-    After a change of them ``meet()`` of each of the latter is to be called.
-    """
-    own, sharded = _by_shards(params)
-    pieces = [grad for shards, those in sharded.items() for grad in shards.own_gradients(those)]
-    return [*own, *pieces], list(sharded)
+    """Return this process's gradients of ``params``, and their shards, for ``wait_for_all()``."""
+    grads, sharded = _by_shards(params)
+    pieces = [grad for shards, group in sharded.items() for grad in shards.own_gradients(group)]
+    return [*grads, *pieces], list(sharded)
 
 
 def _by_shards(params: Iterable[Variable]) -> tuple[list[Array], dict[Shards, list[Variable]]]:
-    """Return this process's own gradients, and the sharded parameters that have one."""
-    own: list[Array] = []
+    """Return the unsharded gradients, and the sharded parameters that have a gradient."""
+    grads: list[Array] = []
     sharded: dict[Shards, list[Variable]] = {}
     for param in params:
         placement = param.placement
         if param.grad is None:
             continue
-        if not param.grad.shape:  # what NumPy has computed of it is a scalar
+        if not param.grad.shape:  # NumPy operations turn it into a scalar
             param.grad = array_module(param.grad).asarray(param.grad)
         if placement is None:
-            own.append(param.grad)
+            grads.append(param.grad)
         else:
             sharded.setdefault(placement.shards, []).append(param)
-    return own, sharded
+    return grads, sharded

@@ -1,4 +1,4 @@
-"""The rules of optimizers on the CPU, native or in NumPy, and the sum of a gradient's squares."""
+"""The rules of optimizers on the CPU, native or in NumPy, and sums of squares of gradients."""
 
 import functools
 import math
@@ -10,10 +10,10 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy, widened
 
-# A field of a rule is a number, or a form with its parameters, such as (LR,) or (SHRINK, decay): a
-# number that follows from memory at each step. The functions take the rate, the number of the
-# parameter's step from 1 on, the field, and a function that adds the squared norm of the gradient
-# to the running mean of them, with a decay. csrc/optim/tasks.cc does the same, to the bit.
+# A field of a rule is a number, or a form with parameters, such as (LR,) or (SHRINK, decay), whose
+# number is computed from memory in each step. A form's function takes the rate, the parameter's
+# step number (from 1), the field, and a function ``norm(decay)``. ``norm`` adds the gradient's
+# squared norm to its running mean and returns the mean. csrc/optim/tasks.cc computes the same bits.
 Field: TypeAlias = "float | tuple[int] | tuple[int, float] | tuple[int, float, float]"
 Rule: TypeAlias = tuple[str, tuple[Field, ...]]
 Numbers: TypeAlias = Sequence[float]
@@ -29,26 +29,26 @@ FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
 
 
 def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) -> list[float]:
-    """Return the numbers of a rule's fields in step ``time``; ``norm``: see ``FORMS``."""
+    """Return the numbers of a rule's fields in step ``time``. See ``FORMS`` for ``norm``."""
     return [FORMS[f[0]](lr, time, f, norm) if isinstance(f, tuple) else f for f in fields]
 
 
 @functools.cache
 def native() -> Any | None:
-    """Return the module of the kernels, or None, with a warning, where it is missing."""
+    """Return the module of native kernels, or None with a warning if it is missing."""
     return _native.optional("optim", "optimizers step in NumPy, some ten times slower")
 
 
 def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
-    """Change the arrays of ``piece`` in place by NumPy or CuPy, to the bit as csrc/optim does.
+    """Update the arrays of ``piece`` in place by NumPy or CuPy, with the same bits as csrc/optim.
 
-    Narrower types than float32 are computed in float32, and rounded once. ``numbers`` are those of
-    the rule's fields. A piece is (parameter, gradient, *states), all of one shape. ``grad_scale``
-    is the factor of the gradient, which stays as it is.
+    Types narrower than float32 are computed in float32 and rounded once. ``numbers`` are the
+    numbers of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same
+    shape. ``grad_scale`` is a factor for the gradient, whose array is not modified.
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
-    # Python's numbers would make float64 of arrays without dimensions.
+    # Python numbers would convert arrays without dimensions to float64.
     real = wide.dtype.type
     if grad_scale != 1:
         total = total * real(grad_scale)
@@ -57,8 +57,8 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
         array[...] = result
 
 
-# The rules of rules.inc for arrays: numbers, parameter, gradient and states to the new parameter
-# and states.
+# The rules of rules.inc for arrays. Each takes numbers, parameter, gradient and states, and returns
+# the new parameter and states.
 def _sgd(numbers: Numbers, param: Array, grad: Array) -> Results:
     lr, decay = numbers
     return (param - _decayed(grad, param, decay) * lr,)
@@ -107,7 +107,8 @@ def _rmsprop_centered(
     rho, rest, eps, lr, shrink = numbers
     square = _normal(square * rho + grad * grad * rest)
     mean = _normal(mean * rho + grad * rest)
-    variance = array_module(square).maximum(square - mean * mean, 0)  # not below it by rounding
+    # rounding may give negative values
+    variance = array_module(square).maximum(square - mean * mean, 0)
     return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, mean
 
 
@@ -132,7 +133,7 @@ RULES: dict[str, Callable[..., Results]] = {
 
 
 def _decayed(grad: Array, param: Array, decay: float) -> Array:
-    return grad + param * decay if decay else grad  # without decay infinite parameters stay
+    return grad + param * decay if decay else grad  # keeps infinite parameters without decay
 
 
 def _normal(array: Array) -> Array:
@@ -150,8 +151,9 @@ BLOCK = 65536  # elements
 def sum_of_squares(grad: Array) -> float:
     """Return the sum of the squares of all elements, in float64. Blocks until it is computed.
 
-    In blocks of 65,536 elements, in which element ``i`` is added to sum ``i % 16``, in order; at
-    last the 16 sums are added, one after the other. So NumPy arrays have the same sum everywhere.
+    Blocks of 65,536 elements are summed in order. In a block, element ``i`` is added to sum ``i %
+    16``, and the 16 sums are added at the end, one after the other. The sum is equal on all
+    machines.
     """
     if is_cupy(grad):
         wide = grad.astype(np.float64).reshape(-1)
@@ -162,20 +164,20 @@ def sum_of_squares(grad: Array) -> float:
     return reference_sum(grad)
 
 
-def sums_of_squares(grad: Array, mine: slice = slice(None)) -> list[float]:
-    """Return the sum of squares of each block of 65,536 elements; of those in ``mine`` alone.
+def sums_of_squares(grad: Array, blocks: slice = slice(None)) -> list[float]:
+    """Return the sum of squares of each block of 65,536 elements in the slice ``blocks``.
 
-    Added up in order they are the same on all ranks. An array on a GPU is one block.
+    The sums, added in order, are the same on all ranks. An array on a GPU is one block.
     """
     if is_cupy(grad):
         return [sum_of_squares(grad)]
     flat = grad.reshape(-1)
-    starts = range(0, flat.size, BLOCK)[mine]
+    starts = range(0, flat.size, BLOCK)[blocks]
     return [sum_of_squares(flat[start : start + BLOCK]) for start in starts]
 
 
 def reference_sum(grad: Array) -> float:
-    """Return the sum of squares in the words of NumPy, to the bit that of csrc/optim."""
+    """Return the sum of squares by NumPy, with the same bits as csrc/optim."""
     flat, sums = grad.reshape(-1), np.zeros(16)
     for start in range(0, flat.size, BLOCK):
         squares = np.zeros((min(BLOCK, flat.size - start) + 15) // 16 * 16)

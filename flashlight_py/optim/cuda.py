@@ -1,7 +1,7 @@
-"""The steps of optimizers on CuPy arrays: one launch for all parameters, or few.
+"""Optimizer steps on CuPy arrays, with one or few launches for all parameters.
 
-The kernels are the rules of rules.inc, compiled by CUDA when first used, without fused
-multiply-adds, as for the CPU. float16 is computed in float32.
+The kernels are the rules of rules.inc. CUDA compiles them at their first use, without fused
+multiply-adds, as on the CPU. float16 is computed in float32.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ import numpy as np
 from flashlight_py.autograd.graph import note_changes
 from flashlight_py.device import is_cupy
 from flashlight_py.optim.cpu import INVERSE, RATE, ROOT, numbers_of
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 
-# Threads of a block, and elements that a block steps.
+# Threads per block, and elements per block.
 BLOCK, CHUNK = 256, 4096
-# A table of so many words is an argument of the kernel; a larger one must be copied to the GPU.
+# Maximum number of words of a table that is a kernel argument. Larger tables are copied to the GPU.
 _WORDS = 448
 _BY_VALUE = np.dtype([("words", np.int64, _WORDS)])
 _TO_DEVICE = 1  # cudaMemcpyHostToDevice
 _HERE = contextlib.nullcontext()
-# A rule with its numbers, and with what it changes: (parameter, gradient, *states).
+# A rule with its numbers, and the arrays that it updates: (parameter, gradient, *states).
 Rule = tuple[str, tuple[float, ...]]
 Step = tuple[Rule, tuple[Any, ...]]
 
@@ -48,21 +48,21 @@ enum {{ WIDTH = 5 + {rule}<R>::states }};
 struct Table {{ long long words[{words}]; }};
 
 extern "C" __global__ void flashlight_{rule}(
-    {parameter} given, long long rows, double scale) {{
+    {parameter} argument, long long rows, double scale) {{
   const long long *table = {table};
   long long row = 0, end = rows;
   while (end - row > 1) {{
     const long long middle = (row + end) / 2;
     if (table[middle * WIDTH] <= blockIdx.x) row = middle; else end = middle;
   }}
-  const long long *mine = table + row * WIDTH;
-  const double *numbers = reinterpret_cast<const double *>(table + mine[2]);
+  const long long *fields = table + row * WIDTH;
+  const double *numbers = reinterpret_cast<const double *>(table + fields[2]);
   const {rule}<R> rule = {{{numbers}}};
-  P *param = reinterpret_cast<P *>(mine[3]);
-  const G *grad = reinterpret_cast<const G *>(mine[4]);
+  P *param = reinterpret_cast<P *>(fields[3]);
+  const G *grad = reinterpret_cast<const G *>(fields[4]);
   {states}
-  const long long from = (blockIdx.x - mine[0]) * {chunk};
-  const long long most = from + {chunk}, size = mine[1] < most ? mine[1] : most;
+  const long long from = (blockIdx.x - fields[0]) * {chunk};
+  const long long most = from + {chunk}, size = fields[1] < most ? fields[1] : most;
   for (long long i = from + threadIdx.x; i < size; i += blockDim.x) {{
     R value = R(param[i]);
     rule(value, R(grad[i]) * R(scale){elements});
@@ -72,8 +72,8 @@ extern "C" __global__ void flashlight_{rule}(
 """
 
 
-def fits(piece: tuple[Any, ...]) -> bool:
-    """Return whether the kernels take (parameter, gradient, *states), arrays of any library."""
+def is_supported(piece: tuple[Any, ...]) -> bool:
+    """Return whether the kernels support (parameter, gradient, *states), arrays of any library."""
     param = piece[0]
     if not all(is_cupy(array) and array.flags.c_contiguous for array in piece):
         return False
@@ -81,16 +81,13 @@ def fits(piece: tuple[Any, ...]) -> bool:
     return (
         all(array.shape == param.shape and array.device == param.device for array in piece)
         and {param.dtype.char, piece[1].dtype.char} <= _TYPES.keys()
-        and not (real == "d" and piece[1].dtype.char == "e")  # CUDA has no such conversion
+        and not (real == "d" and piece[1].dtype.char == "e")  # CUDA cannot convert half to double
         and all(state.dtype.char == real for state in piece[2:])
     )
 
 
 def change(steps: Iterable[Step], grad_scale: float) -> None:
-    """Change parameters and states in place; returns when the kernels are queued.
-
-    One launch for all that have the same rule, dtypes and device; what they step :func:`fits`.
-    """
+    """Update parameters and states in place, with few launches. Returns when they are queued."""
     groups: dict[Any, list[Step]] = defaultdict(list)
     for step in steps:
         (name, _), (param, grad, *_) = step
@@ -100,21 +97,21 @@ def change(steps: Iterable[Step], grad_scale: float) -> None:
 
 
 def _launch(steps: Sequence[Step], grad_scale: float) -> None:
-    """Queue one kernel, by a table: a row of each step, and behind the rows the rules' numbers."""
+    """Queue one kernel with a table: one row per step, followed by the numbers of the rules."""
     import cupy
 
     (name, numbers), (param, grad, *states) = steps[0]
     words, values, blocks = list[int](), list[float](), 0
-    place = len(steps) * (5 + len(states))
-    for (_, own), piece in steps:
+    offset = len(steps) * (5 + len(states))
+    for (_, rule_numbers), piece in steps:
         size = piece[0].size
-        words += (blocks, size, place + len(values), *(array.data.ptr for array in piece))
-        values += own
+        words += (blocks, size, offset + len(values), *(array.data.ptr for array in piece))
+        values += rule_numbers
         blocks += -(-size // CHUNK)
     if not blocks:
         return
     packed = struct.pack(f"={len(words)}q{len(values)}d", *words, *values)
-    recorder = here.recorder
+    recorder = thread_state.recorder
     is_short = recorder is None and len(packed) <= 8 * _WORDS
     shape = len(numbers), len(states), param.dtype.char, grad.dtype.char, is_short
     kernel, device = _kernel(name, *shape), param.device.id
@@ -130,10 +127,7 @@ def _launch(steps: Sequence[Step], grad_scale: float) -> None:
 
 
 class CapturedStep:
-    """A step of ``optimizer``, a RuleOptimizer, that a CUDA graph repeats.
-
-    The kernels of the graph read their numbers in tables on the device, which ``advance`` writes.
-    """
+    """A step of a RuleOptimizer in a CUDA graph, whose kernels read their numbers from tables."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._before = optimizer, optimizer._steps.copy()
@@ -141,12 +135,12 @@ class CapturedStep:
         forms = [field[0] for field in self._rule if isinstance(field, tuple)]
         self._is_timed, self._has_norm = not {RATE, ROOT}.isdisjoint(forms), INVERSE in forms
         self._at = {id(variable.data): n for n, variable in enumerate(optimizer.params)}
-        # Of each table: the words before the numbers, and the positions of the parameters.
+        # For each table: the words before the numbers, and the positions of the parameters.
         self._tables: list[tuple[Any, bytes, list[int]]] = []
         self._written: Any = None
 
     def table(self, packed: bytes, numbers: int, params: Sequence[Any]) -> Any:
-        """Return a new table on the device for ``params``; ``numbers``: how many bytes end it."""
+        """Return a new device table for ``params``, whose last ``numbers`` bytes are numbers."""
         import cupy
 
         positions = [self._at[id(param)] for param in params]
@@ -155,7 +149,7 @@ class CapturedStep:
         return table
 
     def end(self) -> str:
-        """Undo the count of the step, as no kernel has run; return why it cannot be repeated."""
+        """Undo the count of the step, since no kernel has run. Return why it cannot be repeated."""
         optimizer = self._optimizer
         optimizer._steps[:] = self._before
         positions = [position for *_, positions in self._tables for position in positions]
@@ -168,7 +162,7 @@ class CapturedStep:
         return ""
 
     def advance(self, stream: int) -> None:
-        """Count a step, and queue the copies of its numbers to the tables if they have changed."""
+        """Count a step, and queue copies of the numbers to the tables if they have changed."""
         import cupy
 
         optimizer, steps = self._optimizer, self._optimizer._steps
@@ -183,7 +177,7 @@ class CapturedStep:
         values = functools.cache(lambda time: pack(*numbers_of(fields, lr, time)))
         for table, words, positions in self._tables:
             packed = b"".join((words, *map(values, steps[positions].tolist())))
-            # CUDA has copied memory that is not pinned when this returns.
+            # For memory that is not pinned, CUDA returns after the copy.
             source = np.frombuffer(packed, np.uint8).ctypes.data
             cupy.cuda.runtime.memcpyAsync(table.data.ptr, source, len(packed), _TO_DEVICE, stream)
 
@@ -201,14 +195,14 @@ def _kernel(name: str, count: int, states: int, param: str, grad: str, is_short:
         real="double" if param == "d" else "float",
         numbers=", ".join(f"R(numbers[{number}])" for number in range(count)),
         states=" ".join(
-            f"R *{each} = reinterpret_cast<R *>(mine[{5 + number}]);"
-            for number, each in enumerate(names)
+            f"R *{state} = reinterpret_cast<R *>(fields[{5 + number}]);"
+            for number, state in enumerate(names)
         ),
-        elements="".join(f", {each}[i]" for each in names),
+        elements="".join(f", {state}[i]" for state in names),
         chunk=CHUNK,
         words=_WORDS,
         parameter="const FL_CONSTANT Table" if is_short else "const long long *",
-        table="given.words" if is_short else "given",
+        table="argument.words" if is_short else "argument",
     )
     if "e" in (param, grad):
         text = "#include <cuda_fp16.h>\n" + text

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: each is a formula of the step, so that any step can be gone on from."""
+"""Learning-rate schedules. Each is a formula of the step, so that it can resume at any step."""
 
 import math
 from bisect import bisect_right
@@ -10,40 +10,39 @@ import numpy as np
 
 from flashlight_py.optim.optimizer import check_at_least_zero
 
-# From the base rate and the number of steps to the rate.
+# Function from the base rate and the number of steps to the rate.
 Formula: TypeAlias = Callable[[float, int], float]
 
 
 class HasRate(Protocol):
-    """An optimizer of ``fl.optim``, distributed or not, or one like it."""
+    """An optimizer of ``fl.optim``, distributed or not, or a similar object."""
 
     lr: float
 
 
 class LearningRateSchedule:
-    """Sets ``optimizer.lr`` as a function of how often ``step()`` was called.
+    """A schedule that sets ``optimizer.lr`` depending on the number of calls of ``step()``.
 
-    The base rate is the one that the optimizer has when the schedule is made, or, if an earlier
-    schedule has set that, the base rate of the earlier one (torch's ``initial_lr``). The rate of
-    step 0 is set at once. Momentum stays as it is. Rates, factors and ``gamma`` are at least 0, and
-    lengths such as ``step_size``, ``total_iters`` and ``T_max`` are at least 1, in steps.
+    The base rate is the optimizer's rate at the creation of the schedule. If an earlier schedule
+    has set this rate, the earlier base rate is used (torch's ``initial_lr``). The rate of step 0 is
+    set at once. Momentum is not changed. Rates, factors and ``gamma`` are at least 0. Lengths such
+    as ``step_size``, ``total_iters`` and ``T_max`` are numbers of steps, at least 1.
 
     Args:
-        optimizer: of ``fl.optim``, an ``fl.DistributedOptimizer``, or anything else whose ``lr``
-            can be assigned.
-        formula: from the base rate and the number of steps, from 0 on, to the rate.
+        optimizer: Optimizer of ``fl.optim``, or another object with an assignable ``lr``.
+        formula: Function from the base rate and the number of steps (from 0) to the rate.
 
     Raises:
-        TypeError: ``optimizer`` has no ``lr``, or a number is none.
-        ValueError: a number is outside its range; here or in ``step``, a rate is negative or nan.
+        TypeError: If ``optimizer`` has no ``lr``, or if an option is not a number.
+        ValueError: If a number is out of range. ``step`` raises it if a rate is negative or nan.
     """
 
-    _memory: Mapping[str, float] = {}  # the state of a formula, if it has any
+    _memory: Mapping[str, float] = {}  # state of a formula, if it has state
 
     def __init__(self, optimizer: HasRate, formula: Formula) -> None:
         if not hasattr(optimizer, "lr"):
             raise TypeError(
-                f"{type(self).__name__} takes an optimizer with a learning rate lr, got "
+                f"{type(self).__name__}: expected an optimizer with a learning rate lr, got "
                 f"{type(optimizer).__name__}"
             )
         self.optimizer = optimizer
@@ -57,30 +56,29 @@ class LearningRateSchedule:
         return self.rate_at(self.last_step)
 
     def get_last_lr(self) -> list[float]:
-        """Return ``[last_lr]``: in a list, as torch does for its groups of parameters."""
+        """Return ``[last_lr]``, a list as in torch, which has groups of parameters."""
         return [self.last_lr]
 
     def rate_at(self, step: int) -> float:
-        """Return the rate after ``step`` steps, at least 0; changes nothing."""
+        """Return the rate after ``step`` steps (at least 0), without changing any state."""
         return self._formula(self.base_lr, step)
 
     def step(self) -> None:
-        """Set the rate of the next step: call it after ``optimizer.step()``.
+        """Set the rate of the next step. Call this after ``optimizer.step()``.
 
-        A ``OneCycleLR`` that is over is a ValueError, and nothing is changed.
+        After the end of a ``OneCycleLR`` this raises ValueError, and nothing is changed.
         """
         self._go_to(self.base_lr, self.last_step + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the base rate; not what the schedule was made with."""
+        """Return the number of steps and the base rate, without the options of the schedule."""
         return {"last_step": self.last_step, "base_lr": self.base_lr, **self._memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, with the same rates as there, and set the optimizer's rate.
+        """Resume from ``state``, and set the optimizer's rate.
 
         Raises:
-            ValueError: ``state`` has other entries, or is past the end of a ``OneCycleLR``. Nothing
-                was changed.
+            ValueError: If ``state`` has other entries, or is past the end of a ``OneCycleLR``.
         """
         expected = self.state_dict()
         if state.keys() != expected.keys():
@@ -93,9 +91,9 @@ class LearningRateSchedule:
         self._go_to(float(state["base_lr"]), int(state["last_step"]))
 
     def _go_to(self, base: float, step: int) -> None:
-        self.optimizer.lr = self._formula(base, step)  # both may refuse it
+        self.optimizer.lr = self._formula(base, step)  # formula or optimizer may raise
         self.base_lr, self.last_step = base, step
-        if hasattr(self.optimizer, "__dict__"):  # in an array, as the rate: no change of structure
+        if hasattr(self.optimizer, "__dict__"):  # an array, so that it is no change of structure
             vars(self.optimizer).setdefault("_scheduled", np.empty(2))[:] = self.optimizer.lr, base
 
     def __repr__(self) -> str:
@@ -118,11 +116,11 @@ class StepLR(LearningRateSchedule):
 
 
 class MultiStepLR(LearningRateSchedule):
-    """The rate times ``gamma`` at each of the ``milestones``, numbers of steps, in any order."""
+    """The rate times ``gamma`` at each of the ``milestones`` (numbers of steps, in any order)."""
 
     def __init__(self, optimizer: HasRate, milestones: Sequence[int], gamma: float = 0.1) -> None:
-        at, gamma = sorted(milestones), check_at_least_zero("gamma", gamma)
-        super().__init__(optimizer, lambda base, step: base * gamma ** bisect_right(at, step))
+        steps, gamma = sorted(milestones), check_at_least_zero("gamma", gamma)
+        super().__init__(optimizer, lambda base, step: base * gamma ** bisect_right(steps, step))
 
 
 class ExponentialLR(LearningRateSchedule):
@@ -134,9 +132,9 @@ class ExponentialLR(LearningRateSchedule):
 
 
 class LinearLR(LearningRateSchedule):
-    """Warm-up: from ``start_factor`` to ``end_factor`` times the base rate, in a straight line.
+    """Warm-up: a linear change from ``start_factor`` to ``end_factor`` times the base rate.
 
-    After ``total_iters`` steps the rate stays.
+    The rate is constant after ``total_iters`` steps.
     """
 
     def __init__(
@@ -152,9 +150,9 @@ class LinearLR(LearningRateSchedule):
 
 
 class CosineAnnealingLR(LearningRateSchedule):
-    """From the base rate to ``eta_min`` in ``T_max`` steps, along half a cosine.
+    """Half a cosine from the base rate to ``eta_min`` in ``T_max`` steps.
 
-    Past ``T_max`` it rises again, as torch's does: the period is ``2 * T_max`` (SGDR without
+    After ``T_max`` the rate rises again, as in torch. The period is ``2 * T_max`` (SGDR without
     restarts, Loshchilov and Hutter, ICLR 2017).
     """
 
@@ -164,24 +162,24 @@ class CosineAnnealingLR(LearningRateSchedule):
 
 
 class OneCycleLR(LearningRateSchedule):
-    """Up from ``max_lr / div_factor`` to ``max_lr``, then down far below (Smith and Topin, 2017).
+    """A rise from ``max_lr / div_factor`` to ``max_lr``, then a fall (Smith and Topin, 2017).
 
-    The base rate does not matter. Momentum stays: torch's ``cycle_momentum=False``.
+    The base rate is ignored. Momentum is not changed, as with torch's ``cycle_momentum=False``.
 
     Args:
-        optimizer: see :class:`LearningRateSchedule`.
-        max_lr: the highest rate.
-        total_steps: the length of the cycle in steps; default ``epochs * steps_per_epoch``.
-        epochs, steps_per_epoch: needed only without ``total_steps``.
-        pct_start: the part of the cycle in which the rate rises, in ``0 < pct_start < 1``.
-        anneal_strategy: ``"cos"`` or ``"linear"``: the shape of each phase.
-        div_factor: the first rate is ``max_lr`` divided by it, above 0.
-        final_div_factor: the last rate is the first one divided by it, above 0.
-        three_phase: go down as fast as up, to the first rate, then on to the last one.
+        optimizer: See :class:`LearningRateSchedule`.
+        max_lr: Highest rate.
+        total_steps: Length of the cycle in steps. Default: ``epochs * steps_per_epoch``.
+        epochs, steps_per_epoch: Required without ``total_steps``.
+        pct_start: Share of the cycle in which the rate rises, in ``0 < pct_start < 1``.
+        anneal_strategy: Shape of each phase: ``"cos"`` or ``"linear"``.
+        div_factor: The first rate is ``max_lr / div_factor``. Above 0.
+        final_div_factor: The last rate is the first rate divided by ``final_div_factor``. Above 0.
+        three_phase: Fall to the first rate as fast as the rise, then to the last rate.
 
     Raises:
-        ValueError: also if the length is not given, or the phases are too short to have a step
-            each; and by ``step()`` past the end.
+        ValueError: If the length is missing, or if a phase has less than one step. ``step()``
+            raises it after the end of the cycle.
     """
 
     def __init__(
@@ -192,7 +190,7 @@ class OneCycleLR(LearningRateSchedule):
     ) -> None:  # fmt: skip
         if total_steps is None:
             if epochs is None or steps_per_epoch is None:
-                raise ValueError("OneCycleLR needs total_steps, or epochs and steps_per_epoch")
+                raise ValueError("OneCycleLR: expected total_steps, or epochs and steps_per_epoch")
             total_steps = _steps("epochs", epochs) * _steps("steps_per_epoch", steps_per_epoch)
         if anneal_strategy not in _SHAPES:
             raise ValueError(f"anneal_strategy must be cos or linear, got {anneal_strategy!r}")
@@ -202,7 +200,7 @@ class OneCycleLR(LearningRateSchedule):
         self.total_steps = total = _steps("total_steps", total_steps)
         top, shape = check_at_least_zero("max_lr", max_lr), _SHAPES[anneal_strategy]
         first, up = top / div_factor, pct_start * total
-        turns = [  # between the phases: the step, and the rate
+        turns = [  # limits of the phases: step and rate
             (0, first),
             (up - 1, top),
             *([(2 * up - 2, first)] if three_phase else []),
@@ -210,16 +208,16 @@ class OneCycleLR(LearningRateSchedule):
         ]
         if any(end <= begin for (begin, _), (end, _) in pairwise(turns)):
             raise ValueError(
-                f"OneCycleLR: each phase needs a step, but the phases of {total} steps end at "
-                f"{', '.join(f'{end:g}' for end, _ in turns[1:])}; change pct_start, which is "
-                f"{pct_start}, or take more steps"
+                f"OneCycleLR: each phase must have a step, got phases of {total} steps that end at "
+                f"{', '.join(f'{end:g}' for end, _ in turns[1:])}. Change pct_start ({pct_start}), "
+                "or use more steps"
             )
 
         def formula(_: float, step: int) -> float:
-            if step > total:  # one more than there are rates: a loop's last call of step()
+            if step > total:  # a loop's last call of step() is allowed
                 raise ValueError(
-                    f"OneCycleLR: step {step} of a cycle of {total} steps; make it with as many "
-                    "total_steps as the run has"
+                    f"OneCycleLR: expected at most {total} steps, got step {step}. Pass the number "
+                    "of steps of the run as total_steps"
                 )
             step = min(step, total - 1)
             phases = ((a, b) for a, b in pairwise(turns) if step <= b[0])
@@ -230,15 +228,16 @@ class OneCycleLR(LearningRateSchedule):
 
 
 class SequentialLR(LearningRateSchedule):
-    """One schedule after the other, such as a warm-up and what follows it.
+    """A sequence of schedules, such as a warm-up and a decay.
 
-    Each of ``schedulers``, all made for this optimizer, begins with its step 0, from the base rate
-    of the first one, which has to be made first: the second and later ones at ``milestones``, in
-    steps, rising. From then on only this schedule's ``step()`` is called.
+    All ``schedulers`` must be created for this optimizer. Each starts with its step 0 and the base
+    rate of the first schedule, which must be created first. ``milestones`` are the numbers of steps
+    at which the second and later schedules start, in ascending order. Call only ``step()`` of this
+    schedule.
 
     Raises:
-        ValueError: also if a schedule is of another optimizer or follows a metric, or the
-            milestones do not rise or are not one less than the schedules.
+        ValueError: If a schedule belongs to another optimizer or follows a metric, or if the
+            milestones are not ascending and one fewer than the schedules.
 
     Example:
         >>> optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(2))], lr=1.0)
@@ -253,16 +252,16 @@ class SequentialLR(LearningRateSchedule):
         self, optimizer: HasRate, schedulers: Sequence[LearningRateSchedule],
         milestones: Sequence[int],
     ) -> None:  # fmt: skip
-        begins, formulas = [0, *milestones], [each._formula for each in schedulers]
+        begins, formulas = [0, *milestones], [schedule._formula for schedule in schedulers]
         if len(begins) != len(formulas) or begins != sorted(set(begins)):
             raise ValueError(
-                f"SequentialLR of {len(formulas)} schedules needs {len(formulas) - 1} milestones "
-                f"that rise from above 0, got {list(milestones)}"
+                f"SequentialLR: expected {len(formulas) - 1} milestones for {len(formulas)} "
+                f"schedules, ascending and above 0, got {list(milestones)}"
             )
-        if any(each.optimizer is not optimizer for each in schedulers):
-            raise ValueError("SequentialLR: a schedule was made for another optimizer")
-        if any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
-            raise ValueError("SequentialLR: ReduceLROnPlateau follows a metric, not the steps")
+        if any(schedule.optimizer is not optimizer for schedule in schedulers):
+            raise ValueError("SequentialLR: all schedules must belong to the same optimizer")
+        if any(isinstance(schedule, ReduceLROnPlateau) for schedule in schedulers):
+            raise ValueError("SequentialLR: schedules must follow steps, got ReduceLROnPlateau")
 
         def formula(base: float, step: int) -> float:
             turn = bisect_right(begins, step) - 1
@@ -273,15 +272,16 @@ class SequentialLR(LearningRateSchedule):
 
 
 class ReduceLROnPlateau(LearningRateSchedule):
-    """The rate times ``factor``, down to ``min_lr``, if a metric has stopped to improve.
+    """The rate times ``factor``, down to ``min_lr``, each time a metric stops improving.
 
-    Call ``step(metric)`` after each evaluation, with the same number on every rank. It counts steps
-    since the metric was better than the best one by ``threshold``, a part of that (``"rel"``) or a
-    difference (``"abs"``). After more than ``patience`` of them the rate changes, and the next
-    ``cooldown`` steps do not count. Better is lower in mode ``"min"``, higher in ``"max"``.
+    Call ``step(metric)`` after each evaluation, with the same number on every rank. A metric is
+    better if it differs from the best by ``threshold``, relative to the best (``"rel"``) or
+    absolute (``"abs"``). Mode ``"min"`` prefers lower values, ``"max"`` higher values. After more
+    than ``patience`` steps without a better metric, the rate falls, and ``cooldown`` steps do not
+    count.
 
     Raises:
-        ValueError: also for another mode.
+        ValueError: If a mode is unknown, or if a number is out of range.
     """
 
     def __init__(
@@ -291,7 +291,8 @@ class ReduceLROnPlateau(LearningRateSchedule):
     ) -> None:  # fmt: skip
         if mode not in ("min", "max") or threshold_mode not in ("rel", "abs") or not factor < 1:
             raise ValueError(
-                f"{mode=} must be min or max, {threshold_mode=} rel or abs, and {factor=} below 1"
+                "ReduceLROnPlateau: mode must be min or max, threshold_mode rel or abs, and factor "
+                f"below 1, got {mode!r}, {threshold_mode!r} and {factor}"
             )
         numbers = {"factor": factor, "patience": patience, "threshold": threshold}
         for name, value in {**numbers, "cooldown": cooldown, "min_lr": min_lr}.items():
@@ -303,7 +304,7 @@ class ReduceLROnPlateau(LearningRateSchedule):
         super().__init__(optimizer, lambda base, _: min(base, max(base * factor ** cuts(), min_lr)))
 
     def step(self, metric: Any) -> None:  # type: ignore[override]
-        """Look at ``metric``, a number or what ``float`` takes, and set the rate."""
+        """Set the rate depending on ``metric``, a number or an object that ``float`` accepts."""
         value, (best, bad, cooling, cuts) = float(metric) * self._sign, self._memory.values()
         margin = self._threshold * (abs(best) if self._is_relative and best < math.inf else 1)
         best, bad = (value, 0) if value < best - margin else (best, bad + 1)

@@ -49,7 +49,7 @@ class Activation(BaseLayer):
         mean, variance, slope = self._moments(x.mean, variance)
         return BaseHiddenStates(mean, variance, slope if x.slope is None else slope * x.slope)
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas:
         """Return the deltas unchanged; the previous layer multiplies them by the slope."""
         return d, e
 

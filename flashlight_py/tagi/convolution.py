@@ -145,7 +145,7 @@ class Conv2d(_Convolution):
             self._x, self._square = BaseHiddenStates(means, None, x.slope), square
         return BaseHiddenStates(batch_first(z, shape), batch_first(zv, shape))
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Set the sums over windows of ``d`` times means and ``e`` times squared means. Return the
         windows' ``d @ W`` and ``e @ W**2``, added where windows overlap, times slopes.
         """
@@ -161,7 +161,7 @@ class Conv2d(_Convolution):
             sums[0] += columns[0] @ d[:, part.columns].T
             sums[1] += columns[1] @ e[:, part.columns].T
         self._set_sums(sums.transpose(0, 2, 1), d, e)
-        if not wanted:
+        if not needs_input:
             return None
         back, back_e = xp.zeros_like(x.mean), xp.zeros_like(x.mean)
         for part, columns in _columns(over, batch, inputs, 1, x.mean):
@@ -196,8 +196,8 @@ class ConvTranspose2d(_Convolution):
         height, width = ((size - 1) * self.stride + self.kernel_size - less for size in images[1:])
         if height < 1 or width < 1:
             raise ValueError(
-                f"padding {self.padding} is too large for images of {images}: outputs would have "
-                f"{height} rows and {width} columns. Pass a smaller padding"
+                f"padding must leave at least 1 row and column of images {images}, got "
+                f"{self.padding}, which leaves {height} rows and {width} columns"
             )
         self._over = self._windows(height, width)
         self.input_shape = images
@@ -227,7 +227,7 @@ class ConvTranspose2d(_Convolution):
             self._x, self._square = BaseHiddenStates(x.mean, None, x.slope), square
         return BaseHiddenStates(images, images_v)
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Set the sums of means times windows of ``d``, and of squares times windows of ``e``.
         Return the windows' sums of ``d`` times W and ``e`` times W**2, times slopes.
         """
@@ -243,10 +243,10 @@ class ConvTranspose2d(_Convolution):
             for number, (matrix, deltas) in enumerate(((weight, d), (self._square, e))):
                 patches(over, part, deltas, None, tuple(columns))
                 sums[number] += (units * units if number else units) @ columns[0].T
-                if wanted:
+                if needs_input:
                     xp.matmul(matrix, columns[0], out=back[number, :, span])
         self._set_sums(sums, channel_first(d), channel_first(e))
-        if not wanted:
+        if not needs_input:
             return None
         back_d, back_e = (batch_first(array, x.mean.shape) for array in back)
         return times_slope(back_d, back_e, x.slope)

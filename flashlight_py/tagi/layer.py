@@ -105,15 +105,15 @@ class BaseLayer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Set the sums of the parameters, call ``on_sums``, and return the deltas of the input.
 
         Args:
             d, e: Deltas of the means and variances of the output: float32, ``[batch,
                 *output_shape]`` or another shape of this size. They may be overwritten.
-            wanted: Whether to return the deltas of the input; otherwise None is returned. They are
-                the deltas of the units *before* the activation that made the input: multiplied by
-                its slope and the square of its slope.
+            needs_input: Whether to return the deltas of the input instead of None. They are deltas
+                of the units *before* the activation that made the input: multiplied by its slope
+                and the square of its slope.
         """
 
     def forward_nothing(self) -> None:  # noqa: B027 (most layers have no collective work)
@@ -128,7 +128,7 @@ class BaseLayer(abc.ABC):
     @property
     def parameters_in_use(self) -> list[Parameter]:
         """The parameters of the layer, the weight first."""
-        return [each for each in (self.weight, self.biases) if each is not None]
+        return [parameter for parameter in (self.weight, self.biases) if parameter is not None]
 
     def statistics(self) -> list[Array]:
         """Return state other than parameters, such as running means; not copies."""
@@ -274,12 +274,12 @@ class LayerBlock(_Block):
             x = layer.forward(x)
         return x
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         for number in range(len(self.layers) - 1, -1, -1):
-            deltas = self.layers[number].backward(d, e, wanted or number > 0)
+            deltas = self.layers[number].backward(d, e, needs_input or number > 0)
             if deltas is not None:
                 d, e = deltas
-        return (d, e) if wanted else None
+        return (d, e) if needs_input else None
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
         """Yield the layers of the block, with names such as ``"Linear.main.3.0"``."""
@@ -314,10 +314,10 @@ class ResNetBlock(_Block):
         other = shape if self.shortcut is None else _connect("shortcut", self.shortcut, shape)
         flat = len(main) == 1 or len(other) == 1
         if main != other and not (flat and math.prod(main) == math.prod(other)):
-            name = "the input" if self.shortcut is None else f"the shortcut, {self.shortcut},"
+            name = "the input" if self.shortcut is None else f"the shortcut, {self.shortcut}"
             raise ValueError(
-                f"the main block, {self.main_block}, has outputs of shape {main}, and {name} of "
-                f"shape {other}. Use layers with the same output shape"
+                f"expected the same output shape of both paths, got {main} for the main block, "
+                f"{self.main_block}, and {other} for {name}"
             )
         self.output_shape = main
         return main
@@ -335,7 +335,7 @@ class ResNetBlock(_Block):
             variance = main.variance + other.variance
         return BaseHiddenStates(main.mean + other.mean, variance)
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Run both paths backward, the shortcut first, and return the sums of their deltas.
 
         Without a shortcut, the second path contributes ``d`` times the slope and ``e`` times the
@@ -345,9 +345,9 @@ class ResNetBlock(_Block):
         copies = d.copy(), e.copy()  # each path may overwrite its arguments
         other: Deltas | None = times_slope(*copies, self._slopes[1])
         if self.shortcut is not None:
-            other = self.shortcut.backward(*copies, wanted)
-        main = self.main_block.backward(*times_slope(d, e, self._slopes[0]), wanted)
-        if not wanted or main is None or other is None:
+            other = self.shortcut.backward(*copies, needs_input)
+        main = self.main_block.backward(*times_slope(d, e, self._slopes[0]), needs_input)
+        if not needs_input or main is None or other is None:
             return None
         d, e = main
         d += other[0].reshape(d.shape)

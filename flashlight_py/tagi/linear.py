@@ -74,7 +74,7 @@ class Linear(BaseLayer):
             self._x, self._squares, self._square = x, squares, square
         return BaseHiddenStates(mean, variance)
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Set ``d.T @ m`` and ``e.T @ m**2``; return ``d @ W`` and ``e @ W**2`` times slopes."""
         x, weight = self._x, self.weight
         xp = array_module(x.mean)
@@ -82,7 +82,7 @@ class Linear(BaseLayer):
         xp.matmul(d.T, x.mean, out=weight.mean_sum)
         xp.matmul(e.T, self._squares, out=weight.variance_sum)
         self._sum_biases(d, e, 0)
-        if not wanted:
+        if not needs_input:
             return None
         square = xp.square(weight.mean) if self._square is None else self._square
         return times_slope(d @ weight.mean, e @ square, x.slope)
@@ -174,7 +174,7 @@ class Embedding(BaseLayer):
             self._indices = indices
         return BaseHiddenStates(mean.reshape(len(values), -1), variance.reshape(len(values), -1))
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Set the sums of d and e of each row. The deltas of the indices are 0."""
         indices = self._indices
         xp = array_module(indices)
@@ -188,7 +188,7 @@ class Embedding(BaseLayer):
             totals = xp.bincount(positions, deltas.reshape(-1), self.num_weights)
             sums[...] = totals.reshape(sums.shape)
         self._sums_are_complete()
-        if not wanted:
+        if not needs_input:
             return None
         return xp.zeros(indices.shape, REAL), xp.zeros(indices.shape, REAL)
 

@@ -172,7 +172,7 @@ class Gates(NamedTuple):
         no, n = self.weight.mean.shape[1:]
         rows, ni, steps = len(x), n - no, self.steps
         matrix, variances = (
-            each.reshape(4 * no, n) for each in (self.weight.mean, self.weight.variance)
+            moment.reshape(4 * no, n) for moment in (self.weight.mean, self.weight.variance)
         )
         products = self._products(8)
 
@@ -210,15 +210,15 @@ class Gates(NamedTuple):
         return _by_sample(h[0]), _by_sample(h[1]), last, Pass(joined, slopes, False)
 
     def backward(
-        self, memory: Pass, d: Array, e: Array, wanted: bool
+        self, memory: Pass, d: Array, e: Array, needs_input: bool
     ) -> tuple[Array, Array, Deltas | None]:
         """Return deltas for the deltas ``d``, ``e`` of h, ``[rows, steps * no]``.
 
         Two arrays for the gate inputs, ``[rows * steps, 4 * no]`` in the order of ``joined``, and,
-        if wanted, the deltas of the layer's inputs, ``[rows, steps * ni]``.
+        if ``needs_input``, the deltas of the layer's inputs, ``[rows, steps * ni]``.
         """
         if memory.by_sample:
-            return self._backward_natively(memory, d, e, wanted)
+            return self._backward_natively(memory, d, e, needs_input)
         joined, slopes, _ = memory
         xp = array_module(joined)
         steps, rows, n = joined.shape
@@ -235,10 +235,10 @@ class Gates(NamedTuple):
                 dh = d[t - 1] + dz[t].reshape(rows, -1) @ matrix[:, ni:]
                 eh = e[t - 1] + coefficients[t].reshape(rows, -1) @ products[:, ni:]
         dz, coefficients = dz.reshape(-1, 4 * no), coefficients.reshape(-1, 10 * no)
-        if not wanted:
+        if not needs_input:
             return dz, coefficients[:, : 4 * no], None
         dx, ex = dz @ matrix[:, :ni], coefficients @ products[:, :ni]
-        dx, ex = (_by_sample(each.reshape(steps, rows, ni)) for each in (dx, ex))
+        dx, ex = (_by_sample(delta.reshape(steps, rows, ni)) for delta in (dx, ex))
         return dz, coefficients[:, : 4 * no], (dx, ex)
 
     def _forward_natively(
@@ -258,22 +258,22 @@ class Gates(NamedTuple):
         return h, v_h, after, Pass(joined, slopes, True)
 
     def _backward_natively(
-        self, memory: Pass, d: Array, e: Array, wanted: bool
+        self, memory: Pass, d: Array, e: Array, needs_input: bool
     ) -> tuple[Array, Array, Deltas | None]:
         kernels: Any = native()
         joined, slopes, _ = memory
         rows, steps, n = joined.shape
         no = slopes.shape[3]
         dz, ez = np.empty((2, rows * steps, 4 * no), REAL)
-        deltas: Any = np.empty((2, rows, steps * (n - no)), REAL) if wanted else (None, None)
+        deltas: Any = np.empty((2, rows, steps * (n - no)), REAL) if needs_input else (None, None)
         self._call(kernels, "backward", rows, self.weight.mean, slopes, d, e, dz, ez, *deltas)
-        return dz, ez, (deltas[0], deltas[1]) if wanted else None
+        return dz, ez, (deltas[0], deltas[1]) if needs_input else None
 
     def _call(self, kernels: Any, name: str, rows: int, *arrays: Array | None) -> None:
         no, n = self.weight.mean.shape[1:]
         sizes = kernels.ffi.new("fl_tagi_lstm *", (rows, self.steps, n - no, no))
         call = getattr(kernels.lib, f"fl_tagi_lstm_{name}")
-        if call(sizes, *(floats(kernels, each) for each in arrays)):
+        if call(sizes, *(floats(kernels, array) for array in arrays)):
             raise MemoryError(f"LSTM.{name}: not enough memory for the weights of all gates")
 
     def _products(self, pairs: int) -> Array:

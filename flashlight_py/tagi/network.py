@@ -204,14 +204,14 @@ class Network:
             for key, layer in self._lstms().items()
             if isinstance(layer, SLSTM) and layer.smoothed is not None
         }
-        steps = min((len(each[0]) for each in smoothed.values()), default=0)
+        steps = min((len(array[0]) for array in smoothed.values()), default=0)
         if not 0 <= time_step < steps:
             raise ValueError(
                 f"get_lstm_states: time_step must be -1, or from 0 and below {steps}, the number "
                 f"of smoothed time steps, got {time_step}"
             )
         return {
-            key: States(*(host_copy(each[time_step]) for each in states))
+            key: States(*(host_copy(array[time_step]) for array in states))
             for key, states in smoothed.items()
         }
 
@@ -231,8 +231,8 @@ class Network:
                     f"{', '.join(map(repr, layers)) or 'no such layer'}), got {key!r}"
                 )
             name = f"set_lstm_states: layer {key!r}"
-            entries[key] = [as_real(name, each, "cpu") for each in entry]
-            expected, got = [layers[key].output_size] * 4, [each.size for each in entries[key]]
+            entries[key] = [as_real(name, array, "cpu") for array in entry]
+            expected, got = [layers[key].output_size] * 4, [array.size for array in entries[key]]
             if got != expected:
                 raise ValueError(
                     f"{name}, {layers[key]}: expected means and variances of h and c, {expected} "

@@ -59,11 +59,11 @@ class Normalization(BaseLayer):
         self._slope = None if x.slope is None else x.slope.reshape(rows)
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Set sums of ``t d`` and ``t^2 e``; return ``d r W`` and ``e (r W)^2`` times slopes."""
         t = self._t
         deltas = d.reshape(t.shape), e.reshape(t.shape)
-        sums, back = standardize_back(t, *deltas, self._slope, self._back, wanted)
+        sums, back = standardize_back(t, *deltas, self._slope, self._back, needs_input)
         self.weight.mean_sum[...], self.weight.variance_sum[...] = sums[:2]
         if self.biases is not None:
             self.biases.mean_sum[...], self.biases.variance_sum[...] = sums[2:]
@@ -86,7 +86,7 @@ class Normalization(BaseLayer):
 
 
 class BatchNorm2d(Normalization):
-    """Normalises each channel of images, or each feature of flat samples, over the batch.
+    """Normalisation of each channel of images, or feature of flat samples, over the batch.
 
     Statistics of the n units of a channel (batch, height and width) or feature (batch), with means
     m and variances v: mean = sum(m) / n, variance = (sum((m - mean)^2) + sum(v)) / (n - 1); for one
@@ -194,7 +194,7 @@ def _mean_and_variance(sums: Array) -> tuple[Array, Array]:
 
 
 class LayerNorm(Normalization):
-    """Normalises each sample over all its units, in training and evaluation.
+    """Normalisation of each sample over all its units, in training and evaluation.
 
     With means m and variances v of the n units of a sample: mean = sum(m) / n, variance = (sum((m -
     mean)^2) + sum(v)) / (n - 1); for one unit, v. Weights start with mean 1, biases with 0.
@@ -296,22 +296,22 @@ def standardize(
 
 
 def standardize_back(
-    t: Array, d: Array, e: Array, slope: Array | None, back: Array, wanted: bool
+    t: Array, d: Array, e: Array, slope: Array | None, back: Array, needs_input: bool
 ) -> tuple[Array, Deltas | None]:
-    """Return float64 sums ``[4, features]`` of t d, t^2 e, d, e; and, if ``wanted``, new deltas: d
-    times ``back`` and ``slope``, and e times both squared.
+    """Return float64 sums ``[4, features]`` of t d, t^2 e, d, e; and, if ``needs_input``, new
+    deltas: d times ``back`` and ``slope``, and e times both squared.
     """
     xp, rows = array_module(t), _Rows.of(t)
     if rows is None:
         products = xp.einsum("bfp,bfp->bf", t, d), xp.einsum("bfp,bfp->bf", t * t, e)
         parts = (*products, d.sum(axis=2), e.sum(axis=2))
         sums = xp.stack([part.sum(axis=0, dtype=np.float64) for part in parts])
-        if not wanted:
+        if not needs_input:
             return sums, None
         return sums, times_slope(d * back[..., None], e * (back * back)[..., None], slope)
     sums = np.empty((4, *t.shape[:2]))
     factors = np.ascontiguousarray(np.broadcast_to(back, t.shape[:2]))
-    outs = (np.empty_like(rows.lead), np.empty_like(rows.lead)) if wanted else None
+    outs = (np.empty_like(rows.lead), np.empty_like(rows.lead)) if needs_input else None
     rows.call("standardize_back", rows.lead, d, e, slope, factors, sums, *(outs or (None, None)))
     return sums.sum(axis=1), outs
 
@@ -345,8 +345,8 @@ class _Rows:
 
         Rows are long enough that no other array has their shape.
         """
-        arranged = [None if each is None else self._with_layout(each) for each in arrays]
-        pointers = [data_pointer(self._module, each) for each in arranged]
+        arranged = [None if array is None else self._with_layout(array) for array in arrays]
+        pointers = [data_pointer(self._module, array) for array in arranged]
         getattr(self._module.lib, f"fl_tagi_{name}")(self._description, *pointers)
 
     def _with_layout(self, array: Array) -> Array:

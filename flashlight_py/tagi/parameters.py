@@ -114,7 +114,7 @@ class ParameterBucket:
             parameter.mean_sum = self.sums[start:end].reshape(shape)
             parameter.variance_sum = self.sums[self.size + start : self.size + end].reshape(shape)
             start = end
-        self._homes = [each.mean for each in parameters]
+        self._homes = [parameter.mean for parameter in parameters]
         # Means, variances and their sums. Pointers are kept, because making them takes longer than
         # a small step.
         of_means, of_variances = self.sums[: self.size], self.sums[self.size : 2 * self.size]
@@ -135,7 +135,7 @@ class ParameterBucket:
             RuntimeError: If the parameters were moved to other buckets.
         """
         pairs = zip(self.parameters, self._homes, strict=True)
-        if any(each.mean is not home for each, home in pairs):
+        if any(parameter.mean is not home for parameter, home in pairs):
             raise RuntimeError(
                 "step: another network was created with the same layers and owns their parameters. "
                 "Step that network, or create each network with new layers"

@@ -78,9 +78,9 @@ class LSTM(BaseLayer):
         self._independent = window == "independent"
         self._inputs, self._outputs = input_size, output_size  # of one time step
         self.input_shape, self.output_shape = (seq_len * input_size,), (seq_len * output_size,)
-        both = input_size + output_size
-        deviation = spread(init_method, both, output_size)
-        self.weight: Parameter = gaussian((4, output_size, both), deviation, gain_weight)
+        width = input_size + output_size
+        deviation = spread(init_method, width, output_size)
+        self.weight: Parameter = gaussian((4, output_size, width), deviation, gain_weight)
         self.biases = gaussian((4, output_size), deviation, gain_bias) if bias else None
         self._carried: States | None = None  # each [1, output_size]; None: 0
         self._x = BaseHiddenStates(np.empty((0, self.input_size)))
@@ -104,14 +104,14 @@ class LSTM(BaseLayer):
         rows, steps = (batch * self.seq_len, 1) if self._independent else (batch, self.seq_len)
         x_variance = None if x.variance is None else x.variance.reshape(rows, -1)
         start, gates = self._carried if carry else None, Gates(self.weight, self.biases, steps)
-        mean, variance, self._carried, kept = gates.forward(
+        mean, variance, self._carried, arrays = gates.forward(
             x.mean.reshape(rows, -1), x_variance, start, carry
         )
         if self.training:
-            self._x, self._pass = x, kept
+            self._x, self._pass = x, arrays
         return BaseHiddenStates(mean.reshape(batch, -1), variance.reshape(batch, -1))
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Set the gates' sums over batch and time; return deltas of the input."""
         joined, slopes, _ = self._pass
         xp = array_module(joined)
@@ -123,14 +123,14 @@ class LSTM(BaseLayer):
             h, v_h = h + v_h * d, xp.maximum(v_h + v_h * v_h * e, 0)
             self._carried = States(h, v_h, c + t * d, xp.maximum(v_c + t * t * e, 0))
         gates = Gates(self.weight, self.biases, 1 if self._independent else self.seq_len)
-        dz, ez, deltas = gates.backward(self._pass, d, e, wanted)
+        dz, ez, deltas = gates.backward(self._pass, d, e, needs_input)
         joined, shape = joined.reshape(-1, joined.shape[2]), (dz.shape[1], -1)
         xp.matmul(dz.T, joined, out=self.weight.mean_sum.reshape(shape))
         xp.matmul(ez.T, joined * joined, out=self.weight.variance_sum.reshape(shape))
         self._sum_biases(dz.reshape(-1, 4, self._outputs), ez.reshape(-1, 4, self._outputs), 0)
         if deltas is None:
             return None
-        d, e = (each.reshape(self._x.mean.shape) for each in deltas)
+        d, e = (delta.reshape(self._x.mean.shape) for delta in deltas)
         return times_slope(d, e, self._x.slope)
 
     @property
@@ -142,7 +142,7 @@ class LSTM(BaseLayer):
         """Return the initial states of the next call: four flat copies on the CPU."""
         if self._carried is None:
             return States(*(np.zeros(self._outputs, REAL) for _ in States._fields))
-        return States(*(host_copy(each).reshape(-1) for each in self._carried))
+        return States(*(host_copy(state).reshape(-1) for state in self._carried))
 
     def set_states(self, states: Sequence[Any] | None) -> None:
         """Set the initial states of the next call, ``output_size`` elements each. None: 0.
@@ -158,7 +158,7 @@ class LSTM(BaseLayer):
 
     def to_device(self, device: str) -> None:
         if self._carried is not None:
-            self._carried = States(*(to_device(each, device) for each in self._carried))
+            self._carried = States(*(to_device(state, device) for state in self._carried))
 
     def _sizes(self) -> Sequence[int]:
         return self._inputs, self._outputs
@@ -207,7 +207,7 @@ class SLSTM(LSTM):
         self.num_samples = 0  # number of time steps to keep; 0: none
         self.time_steps: list[TimeStep] = []
         self.smoothed: States | None = None  # ``[time steps, n]`` each
-        self._before: States | None = None  # initial states of the last forward pass
+        self._previous: States | None = None  # initial states of the last forward pass
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return ``[1, output_size]``.
@@ -219,24 +219,24 @@ class SLSTM(LSTM):
             raise ValueError(
                 f"{self}: expected one sample, the next time step of a series, got {len(x.mean)}"
             )
-        self._before = self._carried
+        self._previous = self._carried
         return super().forward(x)
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Run the backward pass of :class:`LSTM` and keep the time step.
 
         Raises:
             RuntimeError: If ``num_samples`` time steps are kept already.
         """
         if self.num_samples == 0 or self._carried is None:
-            return super().backward(d, e, wanted)
+            return super().backward(d, e, needs_input)
         if len(self.time_steps) == self.num_samples:
             raise RuntimeError(
                 f"{self}: expected at most {self.num_samples} time steps (net.num_samples), got "
                 "one more. Call smoother() or reset_lstm_states() first"
             )
         prior, (cell, hidden) = self._carried, self._covariances()
-        deltas = super().backward(d, e, wanted)
+        deltas = super().backward(d, e, needs_input)
         prior, posterior = (
             States(*(array[0] for array in states)) for states in (prior, self._carried)
         )
@@ -247,12 +247,12 @@ class SLSTM(LSTM):
         """Return ``cell`` and ``hidden`` of a :class:`TimeStep` for the last forward pass."""
         k, no = self._pass.slopes[0, 0], self._outputs
         xp = array_module(k)
-        if self._before is None:
+        if self._previous is None:
             return xp.zeros(no, k.dtype), xp.zeros((no, no), k.dtype)
         gates = k[:4].copy()  # slopes of h with respect to the gate inputs
         gates[:3] *= k[4]
         effect = (gates[:, :, None] * self.weight.mean[:, :, self._inputs :]).sum(axis=0)
-        return self._before[3][0] * k[5], self._before[1][0][:, None] * effect.T
+        return self._previous[3][0] * k[5], self._previous[1][0][:, None] * effect.T
 
     def smooth(self) -> BaseHiddenStates:
         """Return smoothed h, ``[time steps, output_size]``, and start a new series.
@@ -294,7 +294,7 @@ def _smoothed(
     covariance: Array, posterior: tuple[Array, ...], prior: tuple[Array, ...],
     after: tuple[Array, ...],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return smoothed moments of a time step from those of the next one.
+    """Return smoothed moments of a time step from the moments of the next step.
 
     ``covariance`` has one element per unit, or one per pair of units.
     """

@@ -133,14 +133,14 @@ class Sequential(Network):
             ValueError: If the number of deltas differs from the number of outputs.
         """
         deltas = self.check_deltas()
-        wanted = self.input_state_update or self._from_states
+        needs_input = self.input_state_update or self._from_states
         if self.samples:
-            result = self._row.backward(*deltas, wanted) or deltas
+            result = self._row.backward(*deltas, needs_input) or deltas
         else:
             result = deltas
             for _, layer in reversed([*self.named_layers()]):
                 layer.backward_nothing()
-        self.output_delta_z_buffer = BaseDeltaStates(*result) if wanted else BaseDeltaStates()
+        self.output_delta_z_buffer = BaseDeltaStates(*result) if needs_input else BaseDeltaStates()
         self.learnt = self.samples
         self.input_delta_z_buffer.mean = None  # layers may have overwritten the arrays
 
@@ -162,7 +162,7 @@ class Sequential(Network):
                 "train() before net(x)"
             )
         if not d.shape == e.shape == self.output_z_buffer.mean.shape:
-            d, e = (self._deltas("backward: deltas", each) for each in (d, e))
+            d, e = (self._deltas("backward: deltas", delta) for delta in (d, e))
         return d, e
 
     def step(self) -> None:
@@ -207,7 +207,7 @@ class Sequential(Network):
         """
         layers = [layer for _, layer in self.named_layers() if layer.parameters_in_use][::-1]
         if make is None:
-            parameters = [each for layer in layers for each in layer.parameters_in_use]
+            parameters = [parameter for layer in layers for parameter in layer.parameters_in_use]
             self.buckets = [ParameterBucket(parameters, zeros_on(self.device))]
         else:
             self.buckets = make(layers)
@@ -343,10 +343,9 @@ class Sequential(Network):
         ):
             return connected
         if len(shape) == 1:
-            remedy = (
-                f" of shape {connected}" if connected else ". Pass the batch as first dimension"
-            )
-            raise ValueError(f"{self.layers[0]}: {size} elements are not whole samples{remedy}")
+            multiple = f"a multiple of {math.prod(connected)} elements" if connected else ""
+            expected = multiple or "an array with the batch first"
+            raise ValueError(f"{self.layers[0]}: expected {expected}, got {size} flat elements")
         self._connect(sample)
         return sample
 

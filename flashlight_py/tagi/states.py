@@ -112,8 +112,8 @@ class BaseDeltaStates:
         """
         if source.mean is None or source.variance is None:
             raise ValueError(
-                "copy_from: expected a source with deltas, got none. Set input_state_update = "
-                "True of its network before backward()"
+                "copy_from: expected a source with deltas, got one without. Set "
+                "input_state_update = True of its network before backward()"
             )
         if num_data > source.size:
             raise ValueError(f"copy_from: num_data must be at most {source.size}, got {num_data}")

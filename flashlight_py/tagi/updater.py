@@ -88,7 +88,7 @@ def _observe_natively(
 
 
 class OutputUpdater:
-    """Computes the deltas of network outputs from observations with Gaussian errors.
+    """Updater that computes deltas of outputs from observations with Gaussian errors.
 
     Each method writes the deltas to ``delta_states`` for the ``backward()`` of the network. Arrays
     are ``[batch, outputs]`` or flat, of any dtype and strides. ``var_obs`` may also be one number,

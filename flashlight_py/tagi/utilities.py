@@ -91,7 +91,7 @@ def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
             f"means and variances: expected shape [batch, {tree.len}] (outputs of the tree) or "
             f"flat, got {m.shape} and {v.shape}"
         )
-    m, v = (each.reshape(shape).astype(np.float64) for each in (m, v))
+    m, v = (array.reshape(shape).astype(np.float64) for array in (m, v))
     z = m / np.sqrt(v + ERROR_VARIANCE)
     tail = tails(abs(z))[0]
     right, left = np.where(z > 0, 1 - tail, tail), np.where(z > 0, tail, 1 - tail)
@@ -121,7 +121,7 @@ class Utils:
         """
         tree = tree_of(num_classes)
         classes = _checked_labels(labels, num_classes, missing=np.nan)
-        obs, idx = (each.reshape(num_classes, -1)[classes] for each in (tree.obs, tree.idx))
+        obs, idx = (array.reshape(num_classes, -1)[classes] for array in (tree.obs, tree.idx))
         obs[classes < 0] = np.nan
         return obs.reshape(-1), idx.reshape(-1), tree.num_obs
 
@@ -234,7 +234,7 @@ class Utils:
         """Return windows of a time series, and the values that follow each window.
 
         Args:
-            data: Shape ``[steps, num_features]`` or flat; masked values become NaN.
+            data: Array of shape ``[steps, num_features]`` or flat; masked values become NaN.
             output_col: Indices of the features to predict, from 0.
             input_seq_len, output_seq_len: Steps of a window, and steps that follow it.
             num_features: Features of a step.
@@ -321,7 +321,7 @@ class Normalizer:
 
     @staticmethod
     def unstandardize(norm_data: Array, mu: Array, std: Array) -> Array:
-        """Return ``norm_data * std + mu``, the data before standardisation, of broadcast shape."""
+        """Return ``norm_data * std + mu``: the original data in the broadcast shape."""
         return norm_data * (std + SMALL) + mu
 
     @staticmethod

@@ -308,12 +308,12 @@ class _Pool(ImageLayer):
         images = images_of(shape)
         return self._cover(images, images[0])
 
-    def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
+    def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Return the sums, per element, of its shares of the window deltas, times slopes."""
-        if not wanted:
+        if not needs_input:
             return None
         shape = self.shape_of_outputs(len(self._like))
-        back, back_e = (self._spread(each.reshape(shape), n) for n, each in enumerate((d, e), 1))
+        back, back_e = (self._spread(x.reshape(shape), n) for n, x in enumerate((d, e), 1))
         return times_slope(back, back_e, self._slope)
 
     @abc.abstractmethod

@@ -18,7 +18,7 @@ from tests.distributed.test_conformance import (  # noqa: F401 - run here, with 
     test_reductions_match_numpy_for_sizes_around_every_threshold,
     test_verbs_match_numpy_for_every_root_and_op,
 )
-from tests.distributed.test_programs import test_each_verb_in_every_size  # noqa: F401
+from tests.distributed.test_programs import test_each_verb_works_in_every_size  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

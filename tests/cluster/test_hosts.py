@@ -152,7 +152,7 @@ def test_hosts_end_if_the_test_process_is_killed(cluster: Cluster) -> None:
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     *pids, folder = done.stdout.split()
-    processes.await_end({int(pid) for pid in pids}, 10)
+    processes.wait_for_end({int(pid) for pid in pids}, 10)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     for file in sorted(Path(folder).rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()

@@ -56,8 +56,9 @@ def world_of(backend: str, *more: dict[str, Any], **params: Any) -> dict[str, An
     if backend == "mpi":
         pytest.importorskip("mpi4py")
     world = BACKENDS[backend][1]
-    for how in (*more, {"params": params}) if params else more:
-        world = {**world, **how, "params": {**world.get("params", {}), **how.get("params", {})}}
+    for extra in (*more, {"params": params}) if params else more:
+        merged = {**world.get("params", {}), **extra.get("params", {})}
+        world = {**world, **extra, "params": merged}
     return world
 
 
@@ -89,13 +90,13 @@ def on_ranks(
     slow: Sequence[World] = (),
     fresh: bool = False,
     lost: int | None = None,
-    **how: Any,
+    **extra: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that runs ``test(rank, size, *fixtures)`` on each rank.
 
-    The ranks are the fixture ``ranks``, or those of ``worlds`` and ``slow`` with more ``params`` or
-    ``env``. ``fresh``: use new ranks, which the test may end. ``lost``: use new ranks, of which the
-    test kills this one (-1: the last rank).
+    The ranks are the fixture ``ranks``, or worlds in ``worlds`` and ``slow``, with more ``params``
+    or ``env``. ``fresh``: new ranks, which the test may end. ``lost``: new ranks; the test kills
+    this rank (-1: the last one).
     """
     marked = [(world, ()) for world in worlds] + [(world, pytest.mark.slow) for world in slow]
 
@@ -118,7 +119,7 @@ def on_ranks(
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         if not marked:
             return run
-        params = [pytest.param((*world, how), marks=marks) for world, marks in marked]
+        params = [pytest.param((*world, extra), marks=marks) for world, marks in marked]
         return pytest.mark.parametrize("ranks", params, ids=_world_id, indirect=True)(run)
 
     return decorate
@@ -233,8 +234,8 @@ def ranks_by_host(size: int) -> list[int]:
 
     tests/cluster sets it.
     """
-    if said := os.environ.get("FLASHLIGHT_TEST_HOSTS"):
-        counts = [int(count) for count in said.split(",")]
+    if text := os.environ.get("FLASHLIGHT_TEST_HOSTS"):
+        counts = [int(count) for count in text.split(",")]
         return counts if max(counts) > 1 else []
     return [2, size - 2] if "FLASHLIGHT_MEMORY_DOMAIN" in os.environ else []
 
@@ -262,10 +263,10 @@ def combine_by_hosts(
 
 
 def expected_result(
-    verb: Verb, everyone: list[Array], rank: int, op: str = "sum", flat: bool = False, **how: Any
+    verb: Verb, everyone: list[Array], rank: int, op: str = "sum", flat: bool = False, **args: Any
 ) -> Any:
     """Return the result of ``rank`` by the table; None if the rank receives no result."""
-    call = Call(verb, op=ReduceOp[op.upper()], **how)
+    call = Call(verb, op=ReduceOp[op.upper()], **args)
     if not verb.fills(rank, call.root):
         return None
     if verb in BY_HOSTS and not flat:
@@ -359,7 +360,7 @@ def check_pending_works(rank: int, size: int) -> None:
     assert all(work.is_completed() for work in works)
     assert all(work.wait() is array for work, array in zip(works, arrays, strict=True))
     for i, array in enumerate(arrays):
-        count = verbs[i // 6][1]  # number of ranks whose arrays were added
+        count = verbs[i // 6][1]  # number of added arrays
         assert np.all(array == i * count + sum(range(count)))
 
 
@@ -378,7 +379,7 @@ def check_message_ring(rank: int, size: int, count: int) -> None:
     assert_equal(y, values((rank - 1) % size, (count,), "float32"), f"{count} from before")
 
 
-Started = tuple[Any, Callable[[], Any], Array]  # a work, what gives its result, the expected
+Started = tuple[Any, Callable[[], Any], Array]  # work, getter of its result, expected result
 
 
 def numbers(rank: int, step: int, count: int) -> Array:
@@ -413,7 +414,7 @@ class RandomOperations:
         try:
             work.wait(timeout)
         except fl.errors.CollectiveTimeoutError as error:
-            if "it goes on" not in str(error):
+            if "operation continues" not in str(error):
                 raise
             self.pending.append(started)
             return False
@@ -421,7 +422,7 @@ class RandomOperations:
         return True
 
     def reduce(self, step: int, count: int) -> list[Started]:
-        """Run a blocking reduction while others are pending."""
+        """Run a blocking reduction while other operations are pending."""
         x = fl.all_reduce(numbers(self.rank, step, count))
         np.testing.assert_array_equal(x, sum(numbers(r, step, count) for r in range(self.size)))
         return []
@@ -451,8 +452,8 @@ class RandomOperations:
 
     def all_to_all(self, step: int, count: int) -> list[Started]:
         work = fl.all_to_all(numbers(self.rank, step, count * self.size), async_op=True)
-        mine = slice(count * self.rank, count * (self.rank + 1))
-        parts = [numbers(r, step, count * self.size)[mine] for r in range(self.size)]
+        own_part = slice(count * self.rank, count * (self.rank + 1))
+        parts = [numbers(r, step, count * self.size)[own_part] for r in range(self.size)]
         return [(work, work.wait, np.concatenate(parts))]
 
     def message(self, step: int, count: int) -> list[Started]:

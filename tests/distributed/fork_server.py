@@ -89,15 +89,15 @@ class _Client:
     """Starts the server and requests ranks from it."""
 
     def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         warnings = os.environ.get("FLASHLIGHT_TEST_WARNINGS", "error")
-        program = [sys.executable, "-W", warnings, __file__, str(theirs.fileno()), *sys.path]
-        with theirs:
+        program = [sys.executable, "-W", warnings, __file__, str(other_end.fileno()), *sys.path]
+        with other_end:
             self._process = subprocess.Popen(
                 program,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[other_end.fileno()],
                 env={**os.environ, **ONE_THREAD},
                 start_new_session=True,
             )
@@ -107,10 +107,10 @@ class _Client:
         return self._process.pid
 
     def start(self, plan: bytes, log: BinaryIO) -> Forked:
-        mine, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._channel, [plan], [theirs.fileno(), log.fileno()])
-        return Forked(Connection(mine.detach()))
+        own_end, other_end = socket.socketpair()
+        with other_end:
+            socket.send_fds(self._channel, [plan], [other_end.fileno(), log.fileno()])
+        return Forked(Connection(own_end.detach()))
 
     def close(self) -> None:
         self._channel.close()
@@ -189,9 +189,9 @@ def _main(descriptor: str, *path: str) -> None:
 
     gc.freeze()  # a collection in a rank would copy every shared page
     with socket.socket(fileno=int(descriptor)) as channel:
-        found = _Server(channel).serve()
-    if found is not None:
-        rank_main.main(*found)
+        plan = _Server(channel).serve()
+    if plan is not None:
+        rank_main.main(*plan)
 
 
 if __name__ == "__main__":

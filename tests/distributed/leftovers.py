@@ -8,9 +8,9 @@ from tests.distributed import processes
 from tests.distributed.harness import living_processes
 
 MARK = "FLASHLIGHT_TEST_SESSION"
-# Seconds for processes that are ending, such as those of a launcher that has returned.
+# Seconds for processes that are ending, such as ranks of a launcher that has returned.
 ENDING_SECONDS = 2.0
-# Seconds for the files with which ranks detect whether they share memory.
+# Seconds until ranks remove their files that test for shared memory.
 JOINING_SECONDS = 5.0
 # Processes that serve several tests.
 helpers: set[int] = set()
@@ -35,7 +35,7 @@ def unmapped_files(files: set[Path]) -> set[Path]:
 def _unmapped(files: set[Path]) -> set[Path]:
     if not files:
         return files
-    maps = "\n".join(_text(pid, "maps") for pid in processes.running())
+    maps = "\n".join(_text(pid, "maps") for pid in processes.all_pids())
     return {file for file in files if str(file) not in maps and file.exists()}
 
 
@@ -45,7 +45,7 @@ def end_processes() -> dict[int, str]:
     strays = _strays()
     if not strays:
         return {}
-    processes.await_end(set(strays), ENDING_SECONDS)
+    processes.wait_for_end(set(strays), ENDING_SECONDS)
     stayed = _strays()
     processes.kill(set(stayed), ENDING_SECONDS)
     return stayed
@@ -56,7 +56,7 @@ def _strays() -> dict[int, str]:
     allowed = living_processes() | helpers | {os.getpid()}
     return {
         pid: _text(pid, "cmdline").replace("\0", " ").strip()
-        for pid in processes.running()
+        for pid in processes.all_pids()
         if pid not in allowed and mark in _text(pid, "environ")
     }
 

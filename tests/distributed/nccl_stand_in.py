@@ -1,8 +1,8 @@
-"""A stand-in for NCCL on machines without a GPU, with that for CuPy: for what the host does.
+"""A stand-in for NCCL and CuPy on machines without a GPU, to test the host side.
 
-It moves bytes over the group's CPU backend, at once. What a test shows with it is which functions
-of NCCL are called, with which addresses, counts, types and operations, in which order with events
-and waits. It shows nothing of CUDA or NCCL themselves: tests/gpu does, where there is a GPU.
+It moves bytes over the group's CPU backend, at once. Tests can check which NCCL functions are
+called, with which addresses, counts, types and operations, and in which order with events and
+waits. It tests nothing of CUDA or NCCL; tests/gpu does so on a real GPU.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import RECV, SEND
 from tests.cupy_stand_in import LOG, Event, StandInCupy, Stream
 
-# The functions that csrc/nccl/launch.c calls, as C has them.
+# The functions that csrc/nccl/launch.c calls, with their C signatures.
 _SIGNATURES = {
     "ncclAllReduce": "int(void *, void *, size_t, int, int, void *, void *)",
     "ncclReduceScatter": "int(void *, void *, size_t, int, int, void *, void *)",
@@ -39,11 +39,11 @@ _SIGNATURES = {
     "cuGraphLaunch": "int(void *, void *)",
     "cuMemcpyDtoDAsync_v2": "int(unsigned long long, unsigned long long, size_t, void *)",
 }
-_INTERNAL_ERROR = 3  # of an exception in a function
+_INTERNAL_ERROR = 3  # after an exception in a function
 
 
 class StandInLibrary(NcclLibrary):
-    """A library whose functions are Python's, and which C can call all the same."""
+    """A library whose functions are Python functions that C can call."""
 
     def address(self, name: str) -> int:
         def call(*arguments: Any) -> int:
@@ -56,7 +56,7 @@ class StandInLibrary(NcclLibrary):
 
 
 def _calling(method: str, name: str) -> Callable[..., int]:
-    """Return a function of NCCL that is ``method`` of the stand-in, for ``name``."""
+    """Return ``method`` of the stand-in as a C function, for the function ``name`` of NCCL."""
 
     def call(self: Any, *arguments: Any) -> int:
         status: int = getattr(self, method)(name, *arguments)
@@ -66,11 +66,11 @@ def _calling(method: str, name: str) -> Callable[..., int]:
 
 
 class StandInNccl:
-    """NCCL's functions as CFFI would offer them; enumerators are the binding's own."""
+    """NCCL's functions, as CFFI provides them. Enumerators are those of the real binding."""
 
     def __init__(self, ffi: Any, cpu: Backend | None) -> None:
         self.ffi, self._cpu = ffi, cpu
-        self.callbacks: list[Any] = []  # which C calls as long as this lives
+        self.callbacks: list[Any] = []  # C calls them as long as this object lives
         for enum in ("ncclResult_t", "ncclRedOp_t", "ncclDataType_t", "ncclScalarResidence_t"):
             vars(self).update(ffi.typeof(enum).relements)
         names = {code: name for name, code in ffi.typeof("ncclDataType_t").relements.items()}
@@ -78,7 +78,7 @@ class StandInNccl:
         self._scales: dict[int, Any] = {}
         self._numbers = itertools.count(100)
         self._group: list[tuple[Any, ...]] | None = None
-        self._splits: list[Any] = []  # where the communicator of a split appears, when asked again
+        self._splits: list[Any] = []  # where the next poll stores the second communicator
         self._texts = [ffi.new("char[]", text) for text in (b"stand-in status", b"stand-in words")]
 
     def ncclGetErrorString(self, status: int) -> Any:
@@ -101,7 +101,7 @@ class StandInNccl:
         return 0
 
     def ncclCommSplit(self, comm: Any, color: int, key: int, place: Any, config: Any) -> int:
-        """Return success at once, as NCCL does, and make it later."""
+        """Return success at once, like NCCL, and create the communicator in the next poll."""
         assert (config.blocking, key) == (1, self._cpu.rank)
         self._splits = [place, place]
         return 0
@@ -238,7 +238,7 @@ class StandInNccl:
 
 
 def install(cpu: Backend, devices: int = 8) -> StandInNccl:
-    """Make this process believe that it has ``devices`` GPUs and NCCL 2.27.3."""
+    """Make this process see ``devices`` GPUs and NCCL 2.27.3."""
     ffi = _native.load("nccl").ffi
     nccl = StandInNccl(ffi, cpu)
     sys.modules["cupy"] = StandInCupy(devices)
@@ -247,7 +247,7 @@ def install(cpu: Backend, devices: int = 8) -> StandInNccl:
     join = joining._communicator
 
     def join_by_its_own(cpu: Backend, nccl: NcclLibrary, *rest: Any) -> Communicator:
-        """Let each group's communicator move its bytes over that group's own CPU backend."""
+        """Let each group's communicator move its bytes over the CPU backend of that group."""
         own = nccl.lib if nccl.lib._cpu is cpu else StandInNccl(ffi, cpu)
         return join(cpu, dataclasses.replace(nccl, lib=own), *rest)
 

@@ -1,4 +1,4 @@
-"""The calls of random programs made of the MPI library as well, and compared."""
+"""Random programs of collectives, compared with the MPI library."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ VERBS = tuple(TABLE_VERBS)
 
 
 def run_with_mpi(rank: int, size: int, program: Sequence[Call]) -> None:
-    """Make every call, and MPI's of the same name; both are compared with NumPy."""
+    """Make every call here and in MPI. Both results are compared with NumPy."""
     run_program(rank, size, program, dict.fromkeys(VERBS, _compare))
 
 
@@ -24,7 +24,7 @@ def _compare(call: Call, group: fl.ProcessGroup) -> None:
     if dtype_of(call.dtype).itemsize == 2 and not is_whole(call.dtype):
         return  # MPI has no float16
     if call.op in LOGICAL and (group.size == 1 or not is_whole(call.dtype)):
-        return  # nor truth values of floats; and one rank's numbers stay as they are
+        return  # MPI has no logical operation of floats, and one rank's numbers do not change
     verb, rank, size = TABLE_VERBS[call.verb], group.rank, group.size
     rows = call.rows * (size if verb.cuts or verb is SCATTER else 1)
     given = [call.unequal(r) if verb.ragged else call.array(r, rows) for r in range(size)]
@@ -38,13 +38,13 @@ def _compare(call: Call, group: fl.ProcessGroup) -> None:
         count = rank + verb.fills(0, 0) if verb.prefix else size
         factor = call.scale / count if call.op == "avg" else call.scale
         theirs = theirs if factor == 1.0 else (theirs * factor).astype(theirs.dtype)
-        if call.op in LOGICAL:  # of one rank its numbers, where ours are 1 and 0
+        if call.op in LOGICAL:  # MPI keeps the numbers of a single rank, but we return 1 and 0
             theirs = (theirs != 0).astype(theirs.dtype)
     np.testing.assert_allclose(theirs, expected, rtol=1e-5, atol=1e-5, err_msg=repr(call))
 
 
 def _of_mpi(call: Call, group: fl.ProcessGroup, x: Array, like: Array) -> Any:
-    """Return what MPI gives this rank for ``x``; None if nothing."""
+    """Return the result of MPI for ``x`` on this rank; None if there is no result."""
     from mpi4py import MPI
 
     members = MPI.COMM_WORLD.group.Incl(group.ranks)

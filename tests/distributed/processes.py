@@ -1,4 +1,4 @@
-"""Look at and end processes that need not be our children; what this process holds."""
+"""Inspection and termination of processes, including processes of other parents."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ from typing import Any
 from flashlight_py.distributed.failures import flight_record
 
 
-def held() -> tuple[int, int, Any, bool]:
-    """Descriptors, threads, the hook of exceptions, and whether SIGUSR1 is handled: a world's."""
+def process_state() -> tuple[int, int, Any, bool]:
+    """Return descriptors, threads, the exception hook, and whether SIGUSR1 is handled."""
     descriptors = len(os.listdir("/proc/self/fd"))
     handles = flight_record._handler(signal.SIGUSR1) > signal.SIG_IGN
     return descriptors, threading.active_count(), sys.excepthook, handles
 
 
 @contextlib.contextmanager
-def descriptors_below(limit: int) -> Iterator[None]:
-    """Have this process open no file with a descriptor of ``limit`` or more."""
+def limit_descriptors(limit: int) -> Iterator[None]:
+    """Close or avoid descriptors of ``limit`` or more in this process."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
@@ -33,15 +33,15 @@ def descriptors_below(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def running() -> list[int]:
-    """Every process of this machine."""
+def all_pids() -> list[int]:
+    """Return the pids of all processes of this machine."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def members(groups: set[int]) -> set[int]:
-    """The processes whose process group is one of ``groups``."""
+    """Return the pids whose process group is one of ``groups``."""
     found = set()
-    for pid in running():
+    for pid in all_pids():
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(pid) in groups:
                 found.add(pid)
@@ -49,15 +49,15 @@ def members(groups: set[int]) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """False too for a zombie, which whoever adopted it may leave unburied: it has no command."""
+    """Return whether ``pid`` runs. A zombie does not: it has no command line."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def await_end(pids: set[int], seconds: float) -> None:
-    """Return when all of ``pids`` have ended, or after ``seconds``."""
+def wait_for_end(pids: set[int], seconds: float) -> None:
+    """Return when all ``pids`` have ended, or after ``seconds``."""
     ends = time.monotonic() + seconds
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -69,8 +69,8 @@ def await_end(pids: set[int], seconds: float) -> None:
 
 
 def kill(pids: set[int], seconds: float) -> None:
-    """Kill ``pids`` and wait until they are gone, for at most ``seconds``."""
+    """Kill ``pids`` and wait until they have ended, for at most ``seconds``."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    await_end(pids, seconds)
+    wait_for_end(pids, seconds)

@@ -175,21 +175,21 @@ def _result(call: Call, answer: Any) -> Any:
 def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
     """Compare with the definition of the verb in the table, for equal or unequal parts."""
     verb, rank, size = (TABLE_VERBS | UNEVEN)[call.verb], group.rank, group.size
-    how = {name: getattr(call, name) for name in ("op", "scale", "root") if name in verb.takes}
+    options = {name: getattr(call, name) for name in ("op", "scale", "root") if name in verb.takes}
     rows = [call.rows_for(r) if call.verb in UNEVEN else call.rows for r in range(size)]
     if call.verb in UNEVEN:
-        how["rows"] = rows
+        options["rows"] = rows
     given = [call.unequal(r) if verb.ragged else call.array(r) for r in range(size)]
     if verb.cuts:
         given = [call.array(r, sum(rows)) for r in range(size)]
     x = with_layout(given[rank], call.layout)
-    expected = expected_result(verb, given, rank, flat=True, **how)
+    expected = expected_result(verb, given, rank, flat=True, **options)
     if expected is not None and not verb.reduces:  # NumPy removes the padding of records
         expected = expected.astype(x.dtype)
     out = None if verb.in_place or expected is None else _out(call, expected)
     if out is not None:
-        how["out"] = out
-    answer = getattr(fl, verb.name)(x, async_op=call.async_op, group=group, **how)
+        options["out"] = out
+    answer = getattr(fl, verb.name)(x, async_op=call.async_op, group=group, **options)
     got = _result(call, answer)
     assert got is x if verb.in_place else out is None or got is out
     if not verb.in_place:
@@ -221,20 +221,20 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> None:
     """Scatter an array in equal or unequal parts, or a list of parts."""
     is_uneven = call.verb in UNEVEN
     rows = [call.rows_for(r) if is_uneven else call.rows for r in range(group.size)]
-    whole = values(99, (sum(rows), call.width), call.dtype)
-    parts = np.split(whole, np.cumsum(rows)[:-1])
+    array = values(99, (sum(rows), call.width), call.dtype)
+    parts = np.split(array, np.cumsum(rows)[:-1])
     xs: Any = None
     if group.rank == call.root:
         as_list = call.layout == "fortran"
         xs = [with_layout(p, "fortran") for p in parts]
-        xs = xs if as_list else with_layout(whole, call.layout)
+        xs = xs if as_list else with_layout(array, call.layout)
     own = parts[group.rank]
     machines, out = own.dtype.newbyteorder("="), None
     if call.layout == "strided" or group.rank % 2:  # in both byte orders
         out = np.empty(own.shape, own.dtype if call.async_op else machines)
-    how: dict[str, Any] = {"rows": rows} if is_uneven else {}
-    how |= {"out": out, "group": group, "async_op": call.async_op}
-    got = _result(call, fl.scatter(xs, call.root, **how))
+    options: dict[str, Any] = {"rows": rows} if is_uneven else {}
+    options |= {"out": out, "group": group, "async_op": call.async_op}
+    got = _result(call, fl.scatter(xs, call.root, **options))
     assert got is out or (out is None and got.dtype == machines), repr(call)
     assert_equal(got, own, repr(call))
 
@@ -248,8 +248,8 @@ def _several(call: Call, group: fl.ProcessGroup) -> None:
     given = [with_layout(array, "contiguous") for array in lists[rank]]
     gathered = _result(call, fl.all_gather(given, out=outs, async_op=call.async_op, group=group))
     assert outs is None or gathered[1] is outs[1]
-    for got, whole in zip(gathered, expected, strict=True):
-        assert_equal(got, whole, repr(call))
+    for got, array in zip(gathered, expected, strict=True):
+        assert_equal(got, array, repr(call))
     wide = [values(r, (2 * size, call.width), call.dtype) for r in range(size)]
     answer = fl.reduce_scatter(
         (wide[rank], wide[rank][:size]),
@@ -277,8 +277,8 @@ def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
     )
     got = _result(call, answer)
     if rank % 2 == 0:
-        got, came = got
-        assert came == [table[source][rank] for source in range(size)], repr(call)
+        got, received_rows = got
+        assert received_rows == [table[source][rank] for source in range(size)], repr(call)
     assert out is None or got is out
     assert_equal(got, expected, repr(call))
 
@@ -328,9 +328,9 @@ def _objects(call: Call, group: fl.ProcessGroup) -> None:
     pairs = (
         zip(got, everyone, strict=True) if isinstance(got, list) else [(got, expected[call.verb])]
     )
-    for one, wanted in pairs:
-        assert (one["rank"], one["text"]) == (wanted["rank"], wanted["text"]), repr(call)
-        assert_equal(one["values"], wanted["values"], repr(call))
+    for one, target in pairs:
+        assert (one["rank"], one["text"]) == (target["rank"], target["text"]), repr(call)
+        assert_equal(one["values"], target["values"], repr(call))
 
 
 def _barrier(call: Call, group: fl.ProcessGroup) -> None:

@@ -1,9 +1,9 @@
-"""The program that one rank of a test runs: connect to the harness, then execute what it sends.
+"""The program of one rank of a test: connect to the harness, then run the tasks that it sends.
 
-It is forked by ``fork_server.py``, or started in another host as ``python rank_main.py SOCKET
-RANK``, or a launcher runs it with -1: the rank is then read from the environment that the MPI
-launcher set. Every message is a pickle on one Unix
-socket, so a rank needs no inherited pipe and may be started by any launcher.
+``fork_server.py`` forks it, ``python rank_main.py SOCKET RANK`` starts it on another host, or a
+launcher starts it with rank -1: the rank is then read from the environment of the MPI launcher.
+Every message is a pickle on one Unix socket. A rank needs no inherited pipe, so any launcher may
+start it.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(path: str, rank: int) -> None:
     _die_with_parent()
-    # The harness ends a stuck rank by SIGABRT, which makes faulthandler show where it was.
+    # The harness ends a stuck rank by SIGABRT, and faulthandler then prints its stack.
     faulthandler.enable(all_threads=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     link = _connect(path, rank)
@@ -41,7 +41,7 @@ def main(path: str, rank: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this rank when the process that started it is gone."""
+    """Make the kernel kill this rank when its parent process ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -78,8 +78,8 @@ def _initialise(rank: int, size: int, setup: dict[str, Any]) -> None:
 
 
 def _execute(rank: int, size: int, task: bytes) -> bytes:
-    # Unpickling imports the test's module and pickling fails on what cannot travel, so both are
-    # part of what is attempted.
+    # Unpickling imports the module of the test, and pickling may fail, so both are inside the
+    # attempt.
     function, args = pickle.loads(task)
     return pickle.dumps(function(rank, size, *args))
 

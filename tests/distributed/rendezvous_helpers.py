@@ -1,4 +1,4 @@
-"""Ranks of a rendezvous as real processes: start, hold, kill and question them."""
+"""Ranks of a rendezvous as real processes: start, pause and kill them, and read their reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 from tests.distributed import leftovers
 
-__all__ = ["Rank", "Ranks", "closed", "ranks_at"]
+__all__ = ["Rank", "Ranks", "all_closed", "ranks_at"]
 
 ROOT = Path(__file__).parents[2]
 FINAL = ("closed", "refused", "crashed", "dying")
@@ -28,7 +28,7 @@ DEADLINE = 30.0
 
 
 class Rank:
-    """One rank: what it has reported so far."""
+    """One rank and the events that it has reported."""
 
     def __init__(self, server: _Server, plan: dict[str, Any]) -> None:
         self._server = server
@@ -36,14 +36,14 @@ class Rank:
         self.events: dict[str, dict[str, Any]] = {}
 
     def await_event(self, *events: str, seconds: float = 0.0) -> dict[str, Any]:
-        """Return the first of ``events`` that this rank reports, within the deadline or later."""
+        """Return the first of ``events`` that this rank reports; fail after the deadline."""
         end = time.monotonic() + max(DEADLINE, seconds)
         while not self.events.keys() & set(events):
             self._server.read_reports(end, f"rank {self.plan} to report {events}: {self.events}")
         return next(self.events[event] for event in events if event in self.events)
 
     def outcome(self) -> str:
-        """Return how it ended: "closed", or "refused: <the error's text>"."""
+        """Return the last report: "closed", or "refused: <text of the error>"."""
         final = self.await_event(*FINAL)
         return ": ".join(filter(None, (final["event"], final.get("text"))))
 
@@ -57,7 +57,7 @@ class Rank:
         os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """Kill it, and wait until it is dead: a signal takes effect some time after it was sent."""
+        """Kill the process, and wait until it has ended."""
         process = os.pidfd_open(self.pid)
         try:
             signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -71,7 +71,7 @@ class Rank:
 
 
 class Ranks:
-    """Starts ranks, which end with it; the process of ``worker``, which forks them, stays."""
+    """Starts ranks and kills them at the end. The process that forks them remains."""
 
     def __init__(
         self, worker: str = "tests.distributed.rendezvous_worker", **defaults: Any
@@ -81,7 +81,7 @@ class Ranks:
         self._server = _Server.of(worker)
 
     def start(self, rank: int, size: int, **plan: Any) -> Rank:
-        """Start ``rank`` of ``size``; ``plan`` adds to or replaces the defaults."""
+        """Start ``rank`` of ``size``; ``plan`` overrides the defaults."""
         env = {**self.defaults.get("env", {}), **plan.pop("env", {})}
         plan = {**self.defaults, "rank": rank, "size": size, **plan, "env": env}
         plan["path"] = str(plan.get("path", ""))
@@ -93,19 +93,19 @@ class Ranks:
     def start_all(
         self, size: int, plans: Mapping[int, dict[str, Any]] | None = None, **plan: Any
     ) -> list[Rank]:
-        """Start all ranks; ``plans`` adds to the plan of some of them."""
+        """Start all ranks; ``plans`` has additional entries for some ranks."""
         own = plans or {}
         return [self.start(rank, size, **plan, **own.get(rank, {})) for rank in range(size)]
 
     def start_ready(self, rank: int, size: int, **plan: Any) -> Rank:
-        """Start ``rank`` and wait until it has its store: rank 0 listens."""
+        """Start ``rank`` and wait until it has its store. Rank 0 then listens."""
         started = self.start(rank, size, **plan)
         started.await_event("constructed")
         return started
 
     def start_together(self, ranks: Iterable[int], size: int, **plan: Any) -> list[Rank]:
-        """Start ``ranks`` of ``size`` and let them meet only when all are ready to."""
-        started = [self.start(rank, size, hold="constructed", **plan) for rank in ranks]
+        """Start ``ranks`` of ``size``, and let them meet after all are ready."""
+        started = [self.start(rank, size, pause_at="constructed", **plan) for rank in ranks]
         for rank in started:
             rank.await_event("constructed")
         for rank in started:
@@ -113,18 +113,18 @@ class Ranks:
         return started
 
     def run(self, size: int, **plan: Any) -> None:
-        """Start ``size`` ranks and require that all exchange and close."""
-        assert closed(self.start_all(size, **plan))
+        """Start ``size`` ranks; all must exchange and close."""
+        assert all_closed(self.start_all(size, **plan))
 
     def close(self) -> None:
         for rank in self.all:
             if not rank.events.keys() & {*FINAL, "ended"}:
-                with contextlib.suppress(ProcessLookupError):  # it has ended, its report is unread
+                with contextlib.suppress(ProcessLookupError):  # it has ended with an unread report
                     rank.kill()
 
 
 class _Server:
-    """A process that forks ranks: one for each kind of worker, and all tests of a session."""
+    """A process that forks ranks: one for each kind of worker, shared by all tests of a session."""
 
     _running: ClassVar[dict[str, _Server]] = {}
 
@@ -154,7 +154,7 @@ class _Server:
         self._process.stdin.flush()
 
     def read_reports(self, end: float, awaited: str) -> None:
-        """Hand the next reports to their ranks; fail at ``end`` with what was ``awaited``."""
+        """Pass the next reports to their ranks; fail at ``end`` with the text ``awaited``."""
         pipe = self._process.stdout
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
@@ -171,17 +171,17 @@ class _Server:
         self._process.communicate()
 
 
-def closed(started: list[Rank]) -> bool:
+def all_closed(started: list[Rank]) -> bool:
     outcomes = [rank.outcome() for rank in started]
     assert outcomes == ["closed"] * len(started)
     return True
 
 
 def ranks_at(*places: str) -> Any:
-    """Return a fixture: ranks that meet in each of ``places`` in turn.
+    """Return a fixture of ranks that meet in each of ``places`` in turn.
 
-    "tcp": at a port; "tree": there, one below the other where a test does not say otherwise;
-    "file": at the path ``meeting`` in the test's folder.
+    "tcp": at a port; "tree": at a port, each rank below another one by default; "file": at the path
+    ``meeting`` in the folder of the test.
     """
     return pytest.fixture(params=places)(_ranks)
 

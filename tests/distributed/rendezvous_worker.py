@@ -1,7 +1,7 @@
-"""A process that forks ranks of a rendezvous on command; the other end is rendezvous_helpers.
+"""A process that forks ranks of a rendezvous for rendezvous_helpers.
 
 It reads one plan per line (JSON) and forks a rank for each, which reports events as JSON lines.
-Forking spares each of the many ranks in these tests the start of an interpreter.
+Forking saves the start of an interpreter for each rank.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def report(plan: Plan, event: str, **details: Any) -> None:
 
 
 def payload(rank: int, number: int, length: int) -> bytes:
-    """What ``rank`` passes in exchange ``number``; every rank knows what it must get."""
+    """Return the payload of ``rank`` in exchange ``number``, which every rank can compute."""
     return (b"%d/%d." % (rank, number) * (length // 4 + 1))[:length]
 
 
 def die_before_operation(plan: Plan) -> None:
-    """Kill this rank just before its n-th creation, renaming or removal of a file at the path."""
+    """Kill this rank before its n-th creation, renaming or removal of a file at the path."""
     count = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -57,26 +57,26 @@ def die_before_operation(plan: Plan) -> None:
     sys.addaudithook(hook)
 
 
-def hold(plan: Plan, moment: str) -> None:
-    """Stop at ``moment`` until the test says go on."""
+def pause_at(plan: Plan, moment: str) -> None:
+    """Pause at ``moment`` until the test sends a line."""
     report(plan, moment)
-    if plan.get("hold") == moment:
+    if plan.get("pause_at") == moment:
         signal.sigwait([signal.SIGUSR1])
 
 
-def report_places(plan: Plan) -> None:
-    """Say below whom this rank is, each time that it has a place."""
+def report_positions(plan: Plan) -> None:
+    """Report the parent of this rank, whenever it gets a position."""
     join = TreeNode._join
 
     def joined(node: TreeNode) -> None:
         join(node)
-        report(plan, f"below {node._seat.parent}")
+        report(plan, f"below {node._position.parent}")
 
     TreeNode._join = joined  # type: ignore[method-assign]
 
 
 def stop_before_reading(plan: Plan) -> None:
-    """Stop, as by SIGSTOP, when all has been sent that others wait for in exchange ``stop``."""
+    """Stop, like SIGSTOP, after the rank has sent all data of exchange ``stop``."""
     serve = TreeNode._serve
 
     def stopped(node: TreeNode, deadline: float) -> None:
@@ -88,20 +88,20 @@ def stop_before_reading(plan: Plan) -> None:
     TreeNode._serve = stopped  # type: ignore[method-assign]
 
 
-def take_part(plan: Plan) -> None:
+def run_exchanges(plan: Plan) -> None:
     rank, size = plan["rank"], plan["size"]
     places.FAN = plan.get("fan", places.FAN)
-    report_places(plan)
+    report_positions(plan)
     if "stop" in plan:
         stop_before_reading(plan)
-    hold(plan, "started")
+    pause_at(plan, "started")
     store = STORES[plan["store"]](plan)
     store.local_rank = plan.get("local_rank")
-    hold(plan, "constructed")
+    pause_at(plan, "constructed")
     for number, length in enumerate(plan["lengths"]):
         got = store.exchange(payload(rank, number, length))
         assert got == [payload(other, number, length) for other in range(size)]
-        hold(plan, f"exchanged {number}")
+        pause_at(plan, f"exchanged {number}")
     if plan.get("abort"):
         store.abort(plan["abort"])
     store.close()
@@ -116,7 +116,7 @@ def run_rank(plan: Plan) -> None:
     if "die_before" in plan:
         die_before_operation(plan)
     try:
-        take_part(plan)
+        run_exchanges(plan)
     except RendezvousError as error:
         report(plan, "refused", text=str(error))
     except Exception as error:
@@ -125,7 +125,7 @@ def run_rank(plan: Plan) -> None:
 
 
 def main() -> None:
-    # Ranks that end are reaped at once: a zombie would still be listed by the kernel.
+    # Ranks that end are reaped at once: the kernel would list a zombie.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     for line in sys.stdin:

@@ -73,9 +73,9 @@ def test_all_reduce_stores_its_result_in_out(rank: int, size: int) -> None:
     assert fl.all_reduce(x, op="max", out=out, async_op=True).wait() is out
     assert (out == np.arange(3.0) + size - 1).all()
     wrong: list[Any] = [np.empty(4), np.empty(3, int), x, "text"]
-    for place in wrong:  # on rank 0; rank 1 raises MismatchError
+    for target in wrong:  # on rank 0; rank 1 raises MismatchError
         with pytest.raises((TypeError, ValueError) if rank == 0 else fl.errors.MismatchError):
-            fl.all_reduce(x, out=place if rank == 0 else out)
+            fl.all_reduce(x, out=target if rank == 0 else out)
     with pytest.raises(TypeError, match="expected an array, got int"):
         fl.all_reduce(3, out=out)
 

@@ -24,7 +24,7 @@ from tests.distributed.conformance import (
     values,
 )
 from tests.distributed.harness import run_ranks
-from tests.distributed.told import first_error
+from tests.distributed.mismatch_errors import first_error
 
 # Host of each rank, as a letter.
 PLACES = {
@@ -59,11 +59,11 @@ def reductions(rank: int, size: int, places: str, name: str) -> None:
         everyone = [values(r, (count,), name) for r in range(size)]
         for op, scale in (("sum", 1.0), ("sum", 3.0), ("max", 1.0), *fractions(name)):
             expected = in_order(everyone, places, op, scale)
-            what = f"{op} of {count} {name}, scale={scale}"
-            assert_equal(fl.all_reduce(everyone[rank].copy(), scale, op=op), expected, what)
+            case = f"{op} of {count} {name}, scale={scale}"
+            assert_equal(fl.all_reduce(everyone[rank].copy(), scale, op=op), expected, case)
             x = everyone[rank].copy()
             fl.reduce(x, root=size - 1, scale=scale, op=op)
-            assert_equal(x, expected if rank == size - 1 else everyone[rank], f"reduced {what}")
+            assert_equal(x, expected if rank == size - 1 else everyone[rank], f"reduced {case}")
 
 
 def parts(rank: int, size: int, places: str, name: str) -> None:
@@ -71,15 +71,15 @@ def parts(rank: int, size: int, places: str, name: str) -> None:
         for uneven in (None, [rows * (1 + r % 3) for r in range(size)], [0] * (size - 1) + [rows]):
             many = uneven or [rows] * size
             everyone = [values(r, (sum(many), 2), name) for r in range(size)]
-            mine = [list(split_rows(array, many))[rank] for array in everyone]
+            own_parts = [list(split_rows(array, many))[rank] for array in everyone]
             for scale in {1.0, *(scale for _, scale in fractions(name))}:
-                expected = in_order(mine, places, "sum", scale)
-                what = f"{many} rows of {name}, scale={scale}"
+                expected = in_order(own_parts, places, "sum", scale)
+                case = f"{many} rows of {name}, scale={scale}"
                 part = fl.reduce_scatter(everyone[rank], scale=scale, rows=uneven)
-                assert_equal(part, expected, what)
+                assert_equal(part, expected, case)
                 out = np.empty_like(expected)
                 assert fl.reduce_scatter(everyone[rank], scale=scale, out=out, rows=uneven) is out
-                assert_equal(out, expected, what)
+                assert_equal(out, expected, case)
 
 
 def gathered(rank: int, size: int, places: str, name: str) -> None:
@@ -178,8 +178,8 @@ def test_timeout_names_no_rank_that_waits_for_another_host(rank: int, size: int)
             real(*args)
 
         HostCalls._reduce_section = late  # type: ignore[method-assign]
-    said = first_error(lambda: fl.reduce_scatter(np.ones(200_000)), fl.barrier)
-    assert rank == size - 1 or "rank 3 did not join" in said
+    error = first_error(lambda: fl.reduce_scatter(np.ones(200_000)), fl.barrier)
+    assert rank == size - 1 or "rank 3 did not join" in error
 
 
 def late_after_all_to_all(rank: int, size: int, timeout: float | None) -> str:
@@ -215,12 +215,12 @@ def test_late_rank_reports_itself_after_another_host_declared_it_lost(rank: int,
             return real(self, call)
 
         GlooBackend.start = late  # type: ignore[method-assign]
-    said = first_error(lambda: fl.reduce(np.ones(200_000)), fl.barrier)
+    error = first_error(lambda: fl.reduce(np.ones(200_000)), fl.barrier)
     if rank == 0:
-        assert "lost rank 2 (it gave up waiting for this rank" in said
+        assert "lost rank 2 (it gave up waiting for this rank" in error
     else:
-        assert "rank 0 did not join" in said
-        assert "lost rank 2" not in said
+        assert "rank 0 did not join" in error
+        assert "lost rank 2" not in error
 
 
 @pytest.mark.slow
@@ -239,5 +239,5 @@ def test_timeout_names_a_rank_that_stopped_before_it_sent_the_answer(rank: int, 
             return real(self, verb, array, seconds)
 
         NativeBackend.step = late  # type: ignore[method-assign]
-    said = first_error(fl.barrier, fl.barrier)
-    assert rank == 1 or "rank 1 did not join" in said
+    error = first_error(fl.barrier, fl.barrier)
+    assert rank == 1 or "rank 1 did not join" in error

@@ -26,8 +26,8 @@ from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
 from flashlight_py.errors import BackendUnavailableError
 from tests.distributed.conformance import hosts_by_letter, on_ranks
-from tests.distributed.processes import descriptors_below
-from tests.distributed.threads import on_threads
+from tests.distributed.processes import limit_descriptors
+from tests.distributed.threads import run_on_threads
 
 HERE = "127.0.0.1"
 # Ranks that forward calls. Ranks that are not neighbours connect only for large arrays.
@@ -66,9 +66,9 @@ class Raw:
         self.addresses[rank][peer] = address[:2] + port.to_bytes(2, "big") + address[4:]
 
     def connect(self, rank: int, lazily: bool = False) -> None:
-        given = self.addresses[rank]
-        addresses, key = map(self.ffi.from_buffer, (b"".join(given), bytes(32)))
-        op = self.lib.fl_connect(self.groups[rank], addresses, len(given[0]), key, lazily, 20)
+        address = self.addresses[rank]
+        addresses, key = map(self.ffi.from_buffer, (b"".join(address), bytes(32)))
+        op = self.lib.fl_connect(self.groups[rank], addresses, len(address[0]), key, lazily, 20)
         assert self.end(op) == self.lib.FL_OK
 
     def all_reduce(self, rank: int, x: Any, blocking: bool = True) -> Any:
@@ -108,8 +108,8 @@ class Raw:
 
 def test_signal_ends_a_wait_for_a_connection() -> None:
     """Regression: the signal was lost, and later data arrived at a wrong address."""
-    raw, nobody = Raw(MANY), socket.create_server((HERE, 0))  # who takes calls and says nothing
-    silent = nobody.getsockname()[1]
+    raw, silent_server = Raw(MANY), socket.create_server((HERE, 0))  # never answers
+    silent = silent_server.getsockname()[1]
     raw.lead(0, FAR, silent)
     raw.lead(FAR, 0, silent)
     began, answers = time.monotonic(), [1]
@@ -128,15 +128,15 @@ def test_signal_ends_a_wait_for_a_connection() -> None:
         status = raw.end(raw.all_reduce(rank, np.ones(LARGE, np.float32)))
         ended[rank] = status, time.monotonic() - began
         if rank == 0:
-            nobody.close()
+            silent_server.close()
 
     try:
-        on_threads(raw.size, run)
+        run_on_threads(raw.size, run)
         assert ended[0][0] == raw.lib.FL_CLOSED
         assert ended[0][1] < 6.0
         assert raw.lib.FL_OK not in {status for status, _ in ended.values()}
     finally:
-        nobody.close()
+        silent_server.close()
         raw.close()
 
 
@@ -157,10 +157,10 @@ class Cut:
 
     def _serve(self) -> None:
         with suppress(OSError):
-            here = self._server.accept()[0]
-            there = socket.create_connection((HERE, self._to))
-            threading.Thread(target=self._pump, args=(here, there, False), daemon=True).start()
-            self._pump(there, here, True)
+            client = self._server.accept()[0]
+            upstream = socket.create_connection((HERE, self._to))
+            threading.Thread(target=self._pump, args=(client, upstream, False), daemon=True).start()
+            self._pump(upstream, client, True)
 
     def _pump(self, source: socket.socket, sink: socket.socket, is_cut: bool) -> None:
         with suppress(OSError), source, sink:
@@ -179,9 +179,9 @@ def test_call_is_compared_only_after_its_whole_header_has_arrived() -> None:
     raw.lead(0, 1, cut.port)
     call = raw.ffi.new("fl_signature *")
     try:
-        on_threads(raw.size, lambda rank: raw.connect(rank, lazily=rank == 1))
+        run_on_threads(raw.size, lambda rank: raw.connect(rank, lazily=rank == 1))
         for _ in range(2):
-            on_threads(raw.size, raw.barrier)
+            run_on_threads(raw.size, raw.barrier)
         time.sleep(0.1)  # all data has arrived
         # The rank waits for the next call, and sends.
         cut.cut(2 * PREAMBLE + BEGINNING)
@@ -199,7 +199,7 @@ def test_call_is_compared_only_after_its_whole_header_has_arrived() -> None:
 def test_rank_without_free_descriptors_raises_its_own_error(rank: int, size: int) -> None:
     """Regression: the process aborted instead."""
     fl.barrier()
-    with descriptors_below(3):
+    with limit_descriptors(3):
         fl.distributed_shutdown()
 
 

@@ -36,10 +36,10 @@ EACH_A_HOST = hosts_by_letter("abcdefghijkl")
 
 def sockets() -> int:
     """Return the number of open sockets. If both ends connect at once, one socket closes soon."""
-    return min(open_now() for _ in range(20))
+    return min(open_sockets() for _ in range(20))
 
 
-def open_now() -> int:
+def open_sockets() -> int:
     time.sleep(0.005)
     with os.scandir("/proc/self/fd") as entries:
         paths = [Path(entry.path) for entry in entries]
@@ -48,8 +48,8 @@ def open_now() -> int:
 
 def among_many(timeout: float = 20, lost: int | None = None) -> Any:
     """Return a decorator that runs a test on new ranks, each on its own host."""
-    how: Any = {"params": {"TIMEOUT": timeout}, "env": EACH_A_HOST}
-    return on_ranks(("hierarchical", RANKS), fresh=True, lost=lost, **how)
+    options: Any = {"params": {"TIMEOUT": timeout}, "env": EACH_A_HOST}
+    return on_ranks(("hierarchical", RANKS), fresh=True, lost=lost, **options)
 
 
 @among_many()
@@ -67,9 +67,9 @@ def test_collectives_connect_only_the_ranks_that_exchange_data(rank: int, size: 
     fl.barrier()
     assert sockets() == first
     far = (rank + size // 2) % size  # not a neighbour of this rank
-    came = np.empty(4, int)
-    fl.sendrecv(np.full(4, rank), far, out=came, src=far)
-    assert (came == far).all()
+    got = np.empty(4, int)
+    fl.sendrecv(np.full(4, rank), far, out=got, src=far)
+    assert (got == far).all()
     fl.barrier()
     assert sockets() == first + 1
     for count in (2000, 50000):
@@ -90,10 +90,10 @@ def test_collectives_connect_only_the_ranks_that_exchange_data(rank: int, size: 
 @among_many()
 def test_send_to_the_next_rank_does_not_deadlock_in_a_large_ring(rank: int, size: int) -> None:
     """Regression: each rank waited for the next one to receive."""
-    came = np.empty(1)
+    got = np.empty(1)
     for _ in range(3):
-        fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, out=came, src=(rank - 1) % size)
-        assert came[0] == (rank - 1) % size
+        fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, out=got, src=(rank - 1) % size)
+        assert got[0] == (rank - 1) % size
 
 
 @on_ranks(("hierarchical", 6), fresh=True, params={"TIMEOUT": 20}, env=hosts_by_letter("ab"))
@@ -103,10 +103,10 @@ def test_ranks_connect_only_to_their_local_rank_on_other_hosts(rank: int, size: 
     assert (fl.all_reduce(np.full(3, rank)) == size * (size - 1) // 2).all()
     fl.barrier()
     assert sockets() == first
-    came = np.empty(1, int)
+    got = np.empty(1, int)
     peer = size - 1 - rank
-    fl.sendrecv(np.full(1, rank), peer, out=came, src=peer)
-    assert came[0] == peer
+    fl.sendrecv(np.full(1, rank), peer, out=got, src=peer)
+    assert got[0] == peer
     assert sockets() == first + 1
 
 
@@ -151,12 +151,12 @@ def first_message(
     first."""
     gave_up, over = folder / "gave-up", folder / "over"
     group = fl.new_group(ranks) if part else None
-    place = ranks.index(rank) if rank in ranks else -1
+    index = ranks.index(rank) if rank in ranks else -1
     text = ""
-    if place == 2:
+    if index == 2:
         await_file(gave_up)
-    if place in (0, 2):
-        source = 1 if place == 0 else 0
+    if index in (0, 2):
+        source = 1 if index == 0 else 0
         try:
             fl.recv(np.empty(3), source if part else ranks[source], group=group)
         except fl.errors.DistributedError as error:
@@ -164,7 +164,7 @@ def first_message(
         if shuts_down:
             with suppress(fl.errors.DistributedError):
                 fl.distributed_shutdown()
-        (gave_up if place == 0 else over).touch()
+        (gave_up if index == 0 else over).touch()
     await_file(over)
     with suppress(fl.errors.DistributedError):
         fl.distributed_shutdown()
@@ -197,8 +197,8 @@ def test_first_message_to_a_failed_rank_returns_the_reason_of_the_failure(
 ) -> None:
     """Regression: no thread listened on that rank any more, and a healthy rank was named."""
     ranks = FIRST_MESSAGES[places]
-    how = {"params": {"TIMEOUT": 1}, "env": hosts_by_letter(places)}
-    texts = run_ranks(first_message, len(places), tmp_path, ranks, part, shuts_down, **how)
+    options = {"params": {"TIMEOUT": 1}, "env": hosts_by_letter(places)}
+    texts = run_ranks(first_message, len(places), tmp_path, ranks, part, shuts_down, **options)
     late = re.compile(rf"rank {1 if part else ranks[1]} did not join")
     for rank in (ranks[0], ranks[2]):
         assert late.search(texts[rank]), texts
@@ -242,7 +242,7 @@ def test_stopped_rank_reports_the_first_failure(rank: int, size: int, tmp_path: 
 LARGE = 4_000_000  # more than the socket buffer of the kernel
 
 
-def by_both(size: int) -> Any:
+def on_both_backends(size: int) -> Any:
     """Return a decorator that runs a test on new ranks, in shared memory and over TCP."""
     return on_ranks(("gloo", size), ("shm", size), fresh=True, params={"TIMEOUT": 30})
 
@@ -251,23 +251,23 @@ def total(group: Any = None) -> int:
     return int(fl.all_reduce(np.ones(1, int), group=group)[0])
 
 
-def goes_on(size: int) -> None:
+def check_world(size: int) -> None:
     """Check that the world works: collectives and messages, large and small."""
     assert total() == size
     x = np.full(LARGE, 1.0)
     assert fl.all_reduce(x)[-1] == size
     rank = fl.get_world_rank()
     for count in (1, LARGE // 4):
-        came = np.empty(count)
-        fl.sendrecv(np.full(count, float(rank)), (rank + 1) % size, out=came, src=(rank - 1) % size)
-        assert (came == (rank - 1) % size).all()
+        got = np.empty(count)
+        fl.sendrecv(np.full(count, float(rank)), (rank + 1) % size, out=got, src=(rank - 1) % size)
+        assert (got == (rank - 1) % size).all()
 
 
 def tasks_and_descriptors() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-@by_both(4)
+@on_both_backends(4)
 def test_groups_add_no_threads_and_no_descriptors(rank: int, size: int) -> None:
     assert total() == size
     before = tasks_and_descriptors()
@@ -275,9 +275,9 @@ def test_groups_add_no_threads_and_no_descriptors(rank: int, size: int) -> None:
     halves = [group.split(rank % 2, rank) for group in groups[:10]]
     for group in (*groups, *halves):
         assert total(group) == group.size
-        came, after, ahead = np.empty(1, int), group.rank + 1, group.rank - 1
-        group.sendrecv(np.array([group.rank]), after % group.size, out=came, src=ahead % group.size)
-        assert came[0] == ahead % group.size
+        got, after, ahead = np.empty(1, int), group.rank + 1, group.rank - 1
+        group.sendrecv(np.array([group.rank]), after % group.size, out=got, src=ahead % group.size)
+        assert got[0] == ahead % group.size
     tasks, descriptors = tasks_and_descriptors()
     assert tasks == before[0]
     assert descriptors <= before[1] + size - 1  # one per process, at the first long wait
@@ -289,7 +289,7 @@ def test_groups_add_no_threads_and_no_descriptors(rank: int, size: int) -> None:
     assert all(total(group) == size for group in groups[1::2])
 
 
-@by_both(3)
+@on_both_backends(3)
 def test_late_data_for_a_closed_group_does_not_disturb_other_groups(rank: int, size: int) -> None:
     """Data for a group that a rank has closed, or data that the group was to send."""
     for count in (3, LARGE):
@@ -304,10 +304,10 @@ def test_late_data_for_a_closed_group_does_not_disturb_other_groups(rank: int, s
         for work in works:
             with contextlib.suppress(PeerLostError, GroupClosedError):  # or it was in time
                 work.wait()
-        goes_on(size)
+        check_world(size)
 
 
-@by_both(3)
+@on_both_backends(3)
 def test_group_closed_during_a_send_sends_no_later_content(rank: int, size: int) -> None:
     """The array is overwritten at once. The new content must not arrive.
 
@@ -334,7 +334,7 @@ def test_group_closed_during_a_send_sends_no_later_content(rank: int, size: int)
             else:
                 with pytest.raises(PeerLostError):
                     work.wait()
-        goes_on(size)
+        check_world(size)
 
 
 @on_ranks(("gloo", 3), fresh=True, params={"TIMEOUT": 30})
@@ -351,7 +351,7 @@ def test_failed_group_leaves_other_groups_usable(rank: int, size: int) -> None:
         with pytest.raises(GroupClosedError):
             group.barrier()
     assert total(other) == size
-    goes_on(size)
+    check_world(size)
 
 
 @on_ranks(
@@ -372,29 +372,29 @@ def test_lost_rank_ends_only_the_groups_that_contain_it(rank: int, size: int) ->
         assert fl.all_reduce(np.ones(LARGE), group=group)[-1] == group.size
 
 
-@by_both(3)
+@on_both_backends(3)
 def test_threads_create_groups_in_any_order(rank: int, size: int) -> None:
     parents = [fl.new_group(range(size)) for _ in range(4)]
     made: dict[int, Any] = {}
 
-    def make(place: int) -> None:
-        parent = parents[place]
-        order = list(range(size))[place % size :] + list(range(size))[: place % size]
+    def make(index: int) -> None:
+        parent = parents[index]
+        order = list(range(size))[index % size :] + list(range(size))[: index % size]
         for _ in range(20):
-            made[place] = parent.new_group(order[: 2 + place % 2])
-            if made[place].is_member:
-                assert total(made[place]) == made[place].size
+            made[index] = parent.new_group(order[: 2 + index % 2])
+            if made[index].is_member:
+                assert total(made[index]) == made[index].size
 
-    threads = [threading.Thread(target=make, args=(place,)) for place in range(4)]
+    threads = [threading.Thread(target=make, args=(index,)) for index in range(4)]
     for thread in threads[:: 1 if rank % 2 else -1]:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(made) == 4
-    goes_on(size)
+    check_world(size)
 
 
-@by_both(RANKS)
+@on_both_backends(RANKS)
 def test_group_connects_members_that_were_not_connected(rank: int, size: int) -> None:
     """The group that first needs a connection creates it."""
     far = fl.split(rank % (size // 2), rank)
@@ -407,10 +407,10 @@ def test_group_connects_members_that_were_not_connected(rank: int, size: int) ->
     else:
         with pytest.raises(PeerLostError):
             ended.recv(np.ones(1), 0)
-    goes_on(size)
+    check_world(size)
 
 
-@by_both(2)
+@on_both_backends(2)
 def test_group_outlives_its_dropped_parent_but_not_the_world(rank: int, size: int) -> None:
     for _ in range(3):
         middle = fl.new_group(range(size))
@@ -432,9 +432,9 @@ def test_groups_across_hosts_add_no_threads(rank: int, size: int) -> None:
         assert total(group) == size
         x = np.full(LARGE, 1.0)
         assert fl.all_reduce(x, group=group)[-1] == size
-        came = np.empty(1, int)
-        group.sendrecv(np.array([group.rank]), 3 - group.rank, out=came, src=3 - group.rank)
-        assert came[0] == 3 - group.rank
+        got = np.empty(1, int)
+        group.sendrecv(np.array([group.rank]), 3 - group.rank, out=got, src=3 - group.rank)
+        assert got[0] == 3 - group.rank
     for group in groups:
         group.close()
     assert total() == size

@@ -130,7 +130,7 @@ FREED: dict[str, Callable[[fl.ProcessGroup], Any]] = {
 }
 
 
-def free_under_ctrl_c(rank: int, size: int, what: str) -> None:
+def free_under_ctrl_c(rank: int, size: int, kind: str) -> None:
     """Raise SIGINT first. The next Python code of the process runs its handler."""
     lost: list[Any] = []
     sys.unraisablehook = lost.append
@@ -138,7 +138,7 @@ def free_under_ctrl_c(rank: int, size: int, what: str) -> None:
     library.cdef("int raise(void *);")  # takes a number, which is passed as a pointer
     press = getattr(library.dlopen(None), "raise")
     group = fl.new_group(range(size))
-    held_by = [FREED[what](group), library.gc(library.cast("void *", signal.SIGINT), press)]
+    held_by = [FREED[kind](group), library.gc(library.cast("void *", signal.SIGINT), press)]
     if not isinstance(held_by[0], fl.ProcessGroup | list):
         held_by.insert(0, group)
     del group
@@ -152,9 +152,9 @@ def free_under_ctrl_c(rank: int, size: int, what: str) -> None:
 
 
 def test_ctrl_c_is_raised_if_it_arrives_while_an_object_is_freed(ranks: Any) -> None:
-    ranks.run_each(free_under_ctrl_c, [(what,) for what in FREED])
+    ranks.run_each(free_under_ctrl_c, [(kind,) for kind in FREED])
     before = ranks.run(count_held)
-    ranks.run_each(free_under_ctrl_c, [(what,) for what in FREED] * 2)
+    ranks.run_each(free_under_ctrl_c, [(kind,) for kind in FREED] * 2)
     for then, now in zip(before, ranks.run(count_held), strict=True):
         assert now[0] < then[0] + 8
         assert now[1] < then[1] + 8  # the world may have one more thread

@@ -43,7 +43,7 @@ TRAINJOB = variables(
     "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=train-node-0-0.train "
     "PET_MASTER_PORT=29400 JOB_COMPLETION_INDEX=1"
 )
-# Hydra starts its proxies by srun, so Slurm's numbers are those of the nodes.
+# Hydra starts its proxies by srun, so Slurm numbers the nodes.
 HYDRA_BY_SRUN = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **HYDRA}
 FLUX = variables("FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1")
 JSM = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
@@ -54,10 +54,10 @@ POD = variables("JOB_COMPLETION_INDEX=2 HOSTNAME=train-workers-0-2")
 POD_MEETING = variables("MASTER_ADDR=train-workers-0-0.train MASTER_PORT=29500")
 
 
-def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
-    found = detect(environ)
-    assert found is not None
-    return found
+def detect_fields(environ: Mapping[str, str]) -> LaunchEnvironment:
+    launch = detect(environ)
+    assert launch is not None
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def detected(environ: Mapping[str, str]) -> LaunchEnvironment:
 def test_detect_takes_rank_and_size_from_the_innermost_launcher(
     environ: dict[str, str], expected: tuple[object, ...]
 ) -> None:
-    found = detected(environ)
-    where = found.rank, found.size, found.local_rank, found.local_size
-    assert (found.launcher, *where) == expected
+    launch = detect_fields(environ)
+    where = launch.rank, launch.size, launch.local_rank, launch.local_size
+    assert (launch.launcher, *where) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,21 +128,21 @@ def test_detect_returns_none_without_a_launcher(environ: dict[str, str]) -> None
 def test_detect_returns_the_rendezvous_of_the_launcher(
     environ: dict[str, str], address: str | None, port: int | None
 ) -> None:
-    found = detected(environ)
-    assert (found.master_address, found.master_port) == (address, port)
-    assert found.file == environ.get("FLASHLIGHT_FILE")
+    launch = detect_fields(environ)
+    assert (launch.master_address, launch.master_port) == (address, port)
+    assert launch.file == environ.get("FLASHLIGHT_FILE")
 
 
 def test_detect_names_the_variables_that_it_used() -> None:
-    said = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-    assert detected(TORCHRUN).said_by == said
-    assert detected(TRAINJOB).said_by == "PET_NODE_RANK, PET_NNODES"
+    names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
+    assert detect_fields(TORCHRUN).source == names
+    assert detect_fields(TRAINJOB).source == "PET_NODE_RANK, PET_NNODES"
 
 
 def test_detect_reads_os_environ_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert detect() == detected(TORCHRUN)
+    assert detect() == detect_fields(TORCHRUN)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_detect_uses_flrun_addresses_only_if_master_addr_and_port_are_unchanged(
     flrun."""
     ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000"}
     meeting = {"FLASHLIGHT_PORT": "40001:40000", "FLASHLIGHT_ADDRESSES": "10.0.0.1,fd00::1"}
-    found = detected({**ours, **meeting, **change})
-    assert (found.master_port, found.addresses) == (port, addresses)
+    launch = detect_fields({**ours, **meeting, **change})
+    assert (launch.master_port, launch.addresses) == (port, addresses)
 
 
 def test_derived_port_differs_from_the_port_of_the_torchrun_agent() -> None:
@@ -177,8 +177,8 @@ def test_detect_prefers_flrun_inside_a_step_of_another_launcher() -> None:
     inner = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     with pytest.raises(ValueError, match="contradict OMPI_COMM_WORLD_RANK"):
         detect(inner)
-    found = detected({**inner, "FLASHLIGHT_RESTART_COUNT": "0"})
-    assert (found.launcher, found.rank, found.size) == ("launcher", 0, 2)
+    launch = detect_fields({**inner, "FLASHLIGHT_RESTART_COUNT": "0"})
+    assert (launch.launcher, launch.rank, launch.size) == ("launcher", 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_detect_prefers_flrun_inside_a_step_of_another_launcher() -> None:
     ],
 )
 def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first: str) -> None:
-    found = detected({**STEP, "SLURM_STEP_NODELIST": nodes})
-    assert found.master_address == first
-    assert found.master_port is not None
-    assert 12_000 <= found.master_port < 32_000
+    launch = detect_fields({**STEP, "SLURM_STEP_NODELIST": nodes})
+    assert launch.master_address == first
+    assert launch.master_port is not None
+    assert 12_000 <= launch.master_port < 32_000
 
 
 @pytest.mark.parametrize(
@@ -200,14 +200,17 @@ def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first:
     [
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
-        ({"WORLD_SIZE": "2", **OPEN_MPI}, "then `unset WORLD_SIZE`; else set RANK as well"),
+        ({"WORLD_SIZE": "2", **OPEN_MPI}, "call `unset WORLD_SIZE`. Otherwise set RANK as well"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE is set and PMI_RANK is not"),
         ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK must be an integer, got 'two'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8"),
+        (
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"},
+            "LOCAL_WORLD_SIZE must be at most WORLD_SIZE=4.*got 8",
+        ),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not"),
@@ -220,7 +223,7 @@ def test_detect_uses_the_first_host_of_a_slurm_step_as_master(nodes: str, first:
         ),
         (
             {**KUBEFLOW, "WORLD_SIZE": "4", "PET_NPROC_PER_NODE": "2"},
-            "RANK=1 is the pod's number.*by torchrun, which reads",
+            "RANK=1 is the number of the pod.*by torchrun, which reads",
         ),
     ],
 )

@@ -32,7 +32,7 @@ if {rank} < 0:
     fl.distributed_init(fl.DistributedInit.MPI, params={params})
 else:
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, {rank}, {size}, params={params})
-if "ERRORS" in os.environ:  # what mpirun forwards may be mixed
+if "ERRORS" in os.environ:  # mpirun may mix the outputs of ranks
     sys.stderr = open(os.environ["ERRORS"] + str(fl.get_world_rank()), "w")
 fl.barrier()
 train()
@@ -45,11 +45,11 @@ IN_A_THREAD = (
 )
 
 
-def by_hand(path: Path, how: str, size: int = 2, env: Any = None, **params: Any) -> Any:
+def start_ranks(path: Path, statement: str, size: int = 2, env: Any = None, **params: Any) -> Any:
     params["FILE_PATH"] = str(path / "meet")
     ranks = []
     for rank in range(size):
-        program = PROGRAM.format(how=how, rank=rank, size=size, params=params)
+        program = PROGRAM.format(how=statement, rank=rank, size=size, params=params)
         ranks.append(start([sys.executable, "-c", program], env and env(rank)))
     return [finish(rank) for rank in ranks]
 
@@ -60,7 +60,7 @@ def by_hand(path: Path, how: str, size: int = 2, env: Any = None, **params: Any)
 )
 def test_other_ranks_raise_with_the_traceback(tmp_path: Path, size: int, world: Any) -> None:
     started = time.monotonic()
-    outcomes = by_hand(tmp_path, RAISE, size, **world)
+    outcomes = start_ranks(tmp_path, RAISE, size, **world)
     assert time.monotonic() - started < 15
     for rank, (code, output) in enumerate(outcomes):
         assert code == 1
@@ -73,17 +73,17 @@ def test_other_ranks_raise_with_the_traceback(tmp_path: Path, size: int, world: 
 
 
 def test_exception_of_a_thread_is_reported_when_the_process_ends(tmp_path: Path) -> None:
-    (code, output), (other, _) = by_hand(tmp_path, IN_A_THREAD, BACKEND="shm")
+    (code, output), (other, _) = start_ranks(tmp_path, IN_A_THREAD, BACKEND="shm")
     assert (code, other) == (1, 0)
     assert "it raised ZeroDivisionError: division by zero" in output
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("os._exit(4)", 4)])
+@pytest.mark.parametrize(("statement", "code"), [("sys.exit(3)", 3), ("os._exit(4)", 4)])
 def test_exit_of_a_rank_raises_peer_lost_error(
-    tmp_path: Path, backend: str, how: str, code: int
+    tmp_path: Path, backend: str, statement: str, code: int
 ) -> None:
-    (first, output), (second, _) = by_hand(tmp_path, how, BACKEND=backend)
+    (first, output), (second, _) = start_ranks(tmp_path, statement, BACKEND=backend)
     assert (first, second) == (1, code)
     assert "PeerLostError: [all_reduce] rank 0 of 2: lost rank 1 (" in output
 
@@ -147,8 +147,8 @@ def test_report_contains_the_end_of_a_long_traceback() -> None:
 
 
 def test_keyboard_interrupt_is_reported_and_keeps_its_exit_status(tmp_path: Path) -> None:
-    how = f"os.kill(os.getpid(), {int(signal.SIGINT)})"
-    (code, output), (other, _) = by_hand(tmp_path, how, BACKEND="shm")
+    statement = f"os.kill(os.getpid(), {int(signal.SIGINT)})"
+    (code, output), (other, _) = start_ranks(tmp_path, statement, BACKEND="shm")
     assert code == 1
     assert other == -signal.SIGINT
     assert "it raised KeyboardInterrupt" in output
@@ -187,7 +187,7 @@ def train(batch: Any) -> Any:
     return fl.all_reduce(np.zeros(3))
 
 
-def caught(fn: Any, *args: Any) -> str:
+def catch(fn: Any, *args: Any) -> str:
     """Call ``fn``, catch its exception, and continue, like a host program."""
     try:
         fn(*args)
@@ -200,7 +200,7 @@ WORLDS = ("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "error", "said"),
+    ("ranks", "error", "message"),
     [
         *((world, None, "ValueError: a bad batch") for world in WORLDS),
         (WORLDS[0], KeyboardInterrupt(), "KeyboardInterrupt"),
@@ -210,15 +210,15 @@ WORLDS = ("shm", 2), ("gloo", 2), ("hierarchical", 3), ("mpi", 2)
 )
 @on_ranks(fresh=True)
 def test_abort_on_exception_raises_on_other_ranks_while_the_host_program_continues(
-    rank: int, size: int, error: BaseException | None, said: str
+    rank: int, size: int, error: BaseException | None, message: str
 ) -> None:
     fl.barrier()
-    heard = caught(train, error if rank == 1 else np.zeros(3))
+    heard = catch(train, error if rank == 1 else np.zeros(3))
     if rank == 1:
-        assert heard.startswith(said)
+        assert heard.startswith(message)
         return
     assert heard.startswith("PeerLostError: ")
-    assert f"it raised {said}" in heard
+    assert f"it raised {message}" in heard
     assert "in train\n" in heard
     fl.distributed_shutdown()  # does not wait, because the group is closed
 
@@ -230,24 +230,24 @@ def test_abort_on_exception_reports_while_another_thread_waits(rank: int, size: 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(train, None) if rank == 1 else None
         x = np.zeros(3)
-        said = caught(fl.recv, x, 1) if rank == 2 else caught(fl.all_reduce, x)
+        message = catch(fl.recv, x, 1) if rank == 2 else catch(fl.all_reduce, x)
     if future is None:
-        assert "PeerLostError" in said
+        assert "PeerLostError" in message
     else:
-        assert said.startswith(("GroupClosedError", "PeerLostError"))  # depends on which is first
+        assert message.startswith(("GroupClosedError", "PeerLostError"))  # whichever is first
         assert repr(future.exception()) == "ValueError('a bad batch')"
 
 
 @on_ranks(("shm", 2))
 def test_abort_on_exception_ignores_planned_exits(rank: int, size: int) -> None:
     for end in (SystemExit(0), SystemExit()):
-        assert caught(train, end).startswith("SystemExit")
+        assert catch(train, end).startswith("SystemExit")
     assert fl.all_reduce(np.array(rank)) == 1
 
 
 def test_abort_on_exception_has_no_effect_without_other_ranks() -> None:
-    assert caught(train, None) == "ValueError: a bad batch"
-    assert caught(train, np.zeros(3)) == ""
+    assert catch(train, None) == "ValueError: a bad batch"
+    assert catch(train, np.zeros(3)) == ""
 
 
 def test_abort_on_exception_rejects_coroutine_and_generator_functions() -> None:

@@ -17,7 +17,7 @@ import pytest
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks, ranks_in, world_of
 from tests.distributed.harness import run_outcomes, run_ranks, run_survivors
-from tests.distributed.told import first_error, told_now_or_later
+from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 
 SHM, MPI = (pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "mpi"))
 ranks = ranks_in(*((b, n) for b in ("gloo", "mpi") for n in (2, 3)), slow=[("shm", 2), ("shm", 3)])
@@ -29,7 +29,7 @@ def params(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"BACKEND": request.param}
 
 
-def all_first(places: int = 1) -> list[int]:
+def first_rows(places: int = 1) -> list[int]:
     """Return row counts for an array of 6 rows that all go to the first one or two ranks."""
     first = [6] if places == 1 else [4, 2]
     return first + [0] * (fl.get_world_size() - places)
@@ -59,19 +59,19 @@ CALLS: dict[str, Any] = {
     ),
     "shape of an all_to_all": lambda rank: fl.all_to_all(np.zeros((6, 2 + min(rank, 1)))),
     "rows of an all_to_all": lambda rank: fl.all_to_all(
-        np.zeros(6), rows=all_first() if rank else None
+        np.zeros(6), rows=first_rows() if rank else None
     ),
     "columns of an uneven all_to_all": lambda rank: fl.all_to_all(
-        np.zeros((6, 2 + min(rank, 1))), rows=all_first()
+        np.zeros((6, 2 + min(rank, 1))), rows=first_rows()
     ),
     "rows of a reduce_scatter": lambda rank: fl.reduce_scatter(
-        np.zeros((6, 3)), rows=all_first(2)[:: -1 if rank else 1]
+        np.zeros((6, 3)), rows=first_rows(2)[:: -1 if rank else 1]
     ),
     "rows or none in a reduce_scatter": lambda rank: fl.reduce_scatter(
-        np.zeros(6), rows=None if rank else all_first()
+        np.zeros(6), rows=None if rank else first_rows()
     ),
     "rows of a scatter": lambda rank: fl.scatter(
-        np.zeros((6, 3)), rows=all_first(2)[:: -1 if rank else 1]
+        np.zeros((6, 3)), rows=first_rows(2)[:: -1 if rank else 1]
     ),
     "op of an all_reduce_location": lambda rank: fl.all_reduce_location(
         np.zeros(3), op="max" if rank else "min"
@@ -91,7 +91,7 @@ CALLS: dict[str, Any] = {
 @on_ranks()
 def test_mismatch_raises_on_every_rank_and_names_both_calls(rank: int, size: int) -> None:
     for name, call in CALLS.items():
-        message = told_now_or_later(partial(call, rank))
+        message = mismatch_now_or_later(partial(call, rank))
         assert f"rank {rank} of {size}" in message, name
         assert "rank 0 called" in message, name
         assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group remains usable
@@ -141,19 +141,19 @@ def test_errors_name_the_cause_once_and_later_errors_repeat_it(rank: int, size: 
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.4 * (size - 1 - rank))
-    said = []
+    messages = []
     for _ in range(2):
         with pytest.raises(fl.errors.DistributedError) as caught:
             fl.all_reduce(np.zeros(10))
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
     time.sleep(0.4 * rank)
-    first, second = said
+    first, second = messages
     assert "lost rank 1 (" in first
     assert "cannot be used any more because of rank 1: " in second
     assert first.count(" says") + first.count("gave up") <= 1, first
 
 
-def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:
+def wait_for_exiting_rank(rank: int, size: int, closes: bool) -> str:
     """Rank 1 exits, then rank 0, for which rank 2 waits."""
     group = fl.new_group(range(size))
     pids = group.all_gather_object(os.getpid())
@@ -178,7 +178,7 @@ def test_peer_lost_error_names_the_first_lost_rank(closes: bool) -> None:
 
     A rank that has closed the group does not count as lost.
     """
-    outcomes = run_outcomes(wait_for_one_that_goes, 3, closes, params={"BACKEND": "gloo"})
+    outcomes = run_outcomes(wait_for_exiting_rank, 3, closes, params={"BACKEND": "gloo"})
     assert outcomes[2].ok, outcomes[2].report()
     assert f"lost rank {0 if closes else 1} (" in outcomes[2].value
 
@@ -195,7 +195,7 @@ def test_peer_lost_error_names_a_rank_that_left_if_none_is_lost(rank: int, size:
             group.all_to_all(np.ones(size))
 
 
-def stay_away(rank: int, size: int, seconds: float) -> str:
+def skip_the_call(rank: int, size: int, seconds: float) -> str:
     fl.barrier()  # start of the timeouts of all ranks
     if rank == 1:
         time.sleep(seconds)  # like a stuck rank
@@ -211,7 +211,7 @@ def stay_away(rank: int, size: int, seconds: float) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", SHM, MPI])
 def test_timeout_error_names_a_rank_that_does_not_call(backend: str) -> None:
-    outcomes = run_outcomes(stay_away, 3, 4.0, **world_of(backend, TIMEOUT=1))
+    outcomes = run_outcomes(skip_the_call, 3, 4.0, **world_of(backend, TIMEOUT=1))
     for rank in (0, 2):
         assert f"rank {rank} of 3: rank 1 did not join within 1 seconds" in outcomes[rank].value
     # In shared memory a late rank finds all calls and is in time.

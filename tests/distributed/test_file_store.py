@@ -22,21 +22,21 @@ from flashlight_py.distributed.rendezvous import file_store, wire
 from flashlight_py.distributed.rendezvous.file_store import VERSION, FileStore
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import own_addresses
-from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
-from tests.distributed.threads import on_threads
+from tests.distributed.rendezvous_helpers import Ranks, all_closed, ranks_at
+from tests.distributed.threads import run_on_threads
 
 ranks = ranks_at("file")
 
 
 def test_file_store_creates_private_files_in_a_directory(ranks: Ranks, tmp_path: Path) -> None:
-    started = ranks.start_all(2, path=tmp_path, hold="exchanged 0")
+    started = ranks.start_all(2, path=tmp_path, pause_at="exchanged 0")
     for rank in started:
         rank.await_event("exchanged 0")
     assert all(name.startswith("flashlight.") for name in os.listdir(tmp_path))
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     for rank in started:
         rank.resume()
-    assert closed(started)
+    assert all_closed(started)
     assert os.listdir(tmp_path) == []
 
 
@@ -46,7 +46,7 @@ def test_file_store_matches_names_literally(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def test_file_store_separates_runs_with_different_names(ranks: Ranks, tmp_path: Path) -> None:
-    assert closed(
+    assert all_closed(
         ranks.start_all(3, path=tmp_path / "a") + ranks.start_all(2, path=tmp_path / "a.run")
     )
     assert os.listdir(tmp_path) == []
@@ -54,7 +54,7 @@ def test_file_store_separates_runs_with_different_names(ranks: Ranks, tmp_path: 
 
 @pytest.mark.slow
 def test_file_store_names_a_rank_that_misses_a_later_exchange(ranks: Ranks) -> None:
-    ranks.start(2, 3, hold="exchanged 0")
+    ranks.start(2, 3, pause_at="exchanged 0")
     for rank in ranks.start_together((0, 1), 3, timeout=1.0):
         assert "rank 2 of 3 has not arrived within 1 s" in rank.refusal()
 
@@ -82,14 +82,14 @@ def test_file_store_completes_at_most_one_run_with_two_ranks_0(ranks: Ranks) -> 
 
 def test_file_store_never_mixes_two_runs_at_one_path(ranks: Ranks) -> None:
     """The second run is rejected as a whole, or completes before the first one checks again."""
-    client = ranks.start(1, 2, hold="exchanged 0")
+    client = ranks.start(1, 2, pause_at="exchanged 0")
     server = ranks.start(0, 2)
     client.await_event("exchanged 0")
     outcomes = [rank.outcome() for rank in ranks.start_all(2)]
-    refused = ["a run is under way at this path already" in outcome for outcome in outcomes]
+    refused = ["another run has started at this path" in outcome for outcome in outcomes]
     assert all(refused) or outcomes == ["closed", "closed"]
     client.resume()
-    assert closed([server, client])
+    assert all_closed([server, client])
 
 
 def test_file_store_names_an_unusable_parent_directory(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_rank_0_listens_outside_if_a_rank_is_on_another_host(
         assert store.secret
         store.close()
 
-    on_threads(2, take_part)
+    run_on_threads(2, take_part)
     assert got == [[b"0", b"1"]] * 2
     assert reached[-1] == outside
     assert os.listdir(tmp_path) == []
@@ -207,7 +207,7 @@ def test_file_store_removes_each_kind_of_stale_file(
 def test_file_store_removes_all_files_of_a_dead_run(ranks: Ranks, tmp_path: Path) -> None:
     put_stale(tmp_path, *STALE)
     clients = [ranks.start_ready(rank, 3) for rank in (1, 2)]
-    assert closed([ranks.start(0, 3), *clients])
+    assert all_closed([ranks.start(0, 3), *clients])
     assert os.listdir(tmp_path) == []
 
 
@@ -243,7 +243,7 @@ def test_file_store_does_not_block_on_a_fifo(ranks: Ranks, tmp_path: Path) -> No
 
 
 @pytest.fixture
-def reused() -> Iterator[socket.socket]:
+def server() -> Iterator[socket.socket]:
     """Return a server of another program at the port of a dead run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
@@ -257,7 +257,7 @@ def announce(directory: Path, server: socket.socket) -> Path:
 
 
 @contextmanager
-def answering(server: socket.socket, words: bytes) -> Iterator[None]:
+def answer_clients(server: socket.socket, words: bytes) -> Iterator[None]:
     """Send ``words`` to each client."""
 
     def serve() -> None:
@@ -280,22 +280,22 @@ def answering(server: socket.socket, words: bytes) -> Iterator[None]:
 
 
 def test_file_store_ignores_a_stale_port_that_another_program_uses(
-    ranks: Ranks, tmp_path: Path, reused: socket.socket
+    ranks: Ranks, tmp_path: Path, server: socket.socket
 ) -> None:
-    announce(tmp_path, reused)
-    with answering(reused, b"220 mail.example ESMTP\r\n"):
+    announce(tmp_path, server)
+    with answer_clients(server, b"220 mail.example ESMTP\r\n"):
         ranks.run(3)
     assert os.listdir(tmp_path) == []
 
 
 def test_file_store_ignores_a_stale_port_that_another_run_uses(
-    ranks: Ranks, tmp_path: Path, reused: socket.socket
+    ranks: Ranks, tmp_path: Path, server: socket.socket
 ) -> None:
     """The other run uses another path and another secret, and is not disturbed."""
     other = ranks.start_ready(0, 2, path=tmp_path / "another")
-    while not (found := list(tmp_path.glob("another.run-*"))):
+    while not (records := list(tmp_path.glob("another.run-*"))):
         time.sleep(0.001)
-    record = json.loads(found[0].read_text())
+    record = json.loads(records[0].read_text())
     put(tmp_path, STALE["run"], json.dumps({**record, **NOBODY, "secret": "00" * 32}).encode())
     ranks.run(3)
     assert [path.name.split(".")[0] for path in tmp_path.iterdir()] == ["another"]
@@ -304,27 +304,27 @@ def test_file_store_ignores_a_stale_port_that_another_run_uses(
 
 @pytest.mark.slow
 def test_file_store_continues_after_a_delay_if_a_stale_port_does_not_answer(
-    ranks: Ranks, tmp_path: Path, reused: socket.socket
+    ranks: Ranks, tmp_path: Path, server: socket.socket
 ) -> None:
     """The listener may be a run of another host between two exchanges, so its file is kept."""
-    stale = announce(tmp_path, reused)
+    stale = announce(tmp_path, server)
     ranks.run(3)
     assert list(tmp_path.iterdir()) == [stale]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
-def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, reused: socket.socket) -> None:
+def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, server: socket.socket) -> None:
     """No rank connects to an address that another user announced."""
-    os.chown(announce(tmp_path, reused), 65534, 65534)
+    os.chown(announce(tmp_path, server), 65534, 65534)
     text = ranks.start(1, 2, timeout=1.0).refusal()
     assert "rank 0 of 2 has not arrived within 1 s" in text
-    assert f"files passed over: run-{DEAD}-0 belongs to another user" in text
-    reused.settimeout(0.0)
+    assert f"ignored files: run-{DEAD}-0 belongs to another user" in text
+    server.settimeout(0.0)
     with pytest.raises(BlockingIOError):
-        reused.accept()
+        server.accept()
 
 
-# File operations: rank 0 makes four before its announcement exists, and others until it removes it.
+# Numbers of the file operations before which a rank is killed: about 20 of rank 0, 8 of rank 1.
 MOMENTS = [(0, first) for first in range(0, 20, 2)] + [(1, first) for first in range(0, 8, 2)]
 
 
@@ -348,7 +348,7 @@ def test_file_store_survives_a_kill_between_any_two_file_operations(
 
 def test_file_store_works_after_repeatedly_killed_runs(ranks: Ranks, tmp_path: Path) -> None:
     for moment in ("exchanged 0", "exchanged 1", "constructed", "exchanged 2"):
-        started = ranks.start_all(3, hold=moment)
+        started = ranks.start_all(3, pause_at=moment)
         for rank in started:
             rank.await_event(moment)
         for rank in started:
@@ -362,9 +362,9 @@ def test_store_accepts_a_restarted_rank(ranks: Ranks, tmp_path: Path, restarted:
     waiting = ranks.start(1 - restarted, 3)
     # Rank 1 makes no checks meanwhile: if it were killed between creating and removing its file,
     # the next run would find the file. The successor of rank 0 removes the files of rank 0.
-    first = ranks.start_ready(restarted, 3, **({"hold": "constructed"} if restarted else {}))
+    first = ranks.start_ready(restarted, 3, **({"pause_at": "constructed"} if restarted else {}))
     while restarted == 0 and not any("run-" in name for name in os.listdir(tmp_path)):
         time.sleep(0.001)  # no event when a file appears
     first.kill()
-    assert closed([waiting, ranks.start(restarted, 3), ranks.start(2, 3)])
+    assert all_closed([waiting, ranks.start(restarted, 3), ranks.start(2, 3)])
     assert os.listdir(tmp_path) == []

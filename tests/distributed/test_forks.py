@@ -36,26 +36,26 @@ VERBS: list[Callable[[ProcessGroup], Any]] = [
 ]
 
 
-def refused(call: Callable[[], Any], match: str) -> None:
+def check_group_closed(call: Callable[[], Any], match: str) -> None:
     with pytest.raises(fl.errors.GroupClosedError, match=match):
         call()
 
 
-def in_the_child(groups: list[ProcessGroup], works: list[Any]) -> None:
+def check_child(groups: list[ProcessGroup], works: list[Any]) -> None:
     assert not fl.is_distributed_init()
     assert (fl.get_world_rank(), fl.get_world_size()) == (0, 1)
     assert fl.all_reduce(np.full(3, 2.0)).tolist() == [2.0] * 3
     assert [group["ranks"] for group in journal.groups().values()] == [[0]]
     for work in works:
-        refused(work.wait, "forked")
+        check_group_closed(work.wait, "forked")
         assert work.is_completed()
-        refused(work.result, "forked")
+        check_group_closed(work.result, "forked")
     for group in groups:
         for verb in VERBS:
-            refused(functools.partial(verb, group), "forked")
+            check_group_closed(functools.partial(verb, group), "forked")
         assert "closed" in repr(group)
-    held = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
-    assert not [name for name in held if "memfd:flashlight" in name or "pidfd" in name]
+    links = {os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if fd.is_symlink()}
+    assert not [name for name in links if "memfd:flashlight" in name or "pidfd" in name]
     groups[0].close()
     groups.clear()
     works.clear()
@@ -68,28 +68,28 @@ def in_the_child(groups: list[ProcessGroup], works: list[Any]) -> None:
 # Fresh ranks: otherwise shared arrays of other tests would stay open.
 @on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 5), slow=[("mpi", 3)], fresh=True)
 def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, size: int) -> None:
-    whole = fl.new_group(range(size))
-    part = whole.new_group(range(size))
+    everyone = fl.new_group(range(size))
+    part = everyone.new_group(range(size))
     after, before = (rank + 1) % size, (rank - 1) % size
     x, y, z = np.zeros(1000), np.zeros(5), np.full((4, 4), 1.0).T[::2]
-    works = [whole.irecv(x, before), whole.all_reduce(z, async_op=True)]
-    waiting = threading.Thread(target=whole.recv, args=(y, before, 7))
+    works = [everyone.irecv(x, before), everyone.all_reduce(z, async_op=True)]
+    waiting = threading.Thread(target=everyone.recv, args=(y, before, 7))
     waiting.start()
-    groups = [fl.distributed.start.world.current_world().group, whole, part]
+    groups = [fl.distributed.start.world.current_world().group, everyone, part]
     child = os.fork()
     if child == 0:
-        in_the_child(groups, works)
+        check_child(groups, works)
         sys.exit(0)  # runs the atexit handlers
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     process = multiprocessing.get_context("fork").Process(
-        target=in_the_child, args=(list(groups), list(works))
+        target=check_child, args=(list(groups), list(works))
     )
     process.start()
     process.join()
     assert process.exitcode == 0
 
-    works.append(whole.isend(np.full(5, float(rank)), after, 7))
-    sent = whole.isend(np.full(1000, float(rank)), after)
+    works.append(everyone.isend(np.full(5, float(rank)), after, 7))
+    sent = everyone.isend(np.full(1000, float(rank)), after)
     for work in (*works, sent):
         work.wait()
     waiting.join()
@@ -98,7 +98,7 @@ def test_forked_child_has_no_group_and_does_not_disturb_its_parent(rank: int, si
     assert np.all(z == size)
     for group in groups:
         assert group.all_reduce(np.full(2, 1.0)).tolist() == [group.size] * 2
-    whole.close()
+    everyone.close()
     part.close()
 
 

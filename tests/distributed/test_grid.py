@@ -31,7 +31,7 @@ def factorisations(size: int, dims: int) -> Iterator[tuple[int, ...]]:
             yield shape
 
 
-def as_in_mpi(rank: int, size: int, most_dims: int) -> int:
+def compare_with_mpi(rank: int, size: int, most_dims: int) -> int:
     """Compare all grids of up to ``most_dims`` dimensions of the first ranks with MPI's grids."""
     from mpi4py import MPI
 
@@ -45,7 +45,7 @@ def as_in_mpi(rank: int, size: int, most_dims: int) -> int:
                 for shape in factorisations(count, dims):
                     for periodic in itertools.product((False, True), repeat=dims):
                         cart = communicator.Create_cart(shape, periodic)
-                        same_as(cart, group.grid(shape, periodic), MPI.PROC_NULL)
+                        check_same_grid(cart, group.grid(shape, periodic), MPI.PROC_NULL)
                         cart.Free()
                         tried += 1
             communicator.Free()
@@ -54,7 +54,7 @@ def as_in_mpi(rank: int, size: int, most_dims: int) -> int:
     return tried
 
 
-def same_as(cart: Any, grid: Grid, nobody: int) -> None:
+def check_same_grid(cart: Any, grid: Grid, no_rank: int) -> None:
     where = repr(grid)
     assert grid.coords == tuple(cart.coords), where
     for other in range(cart.Get_size()):
@@ -62,32 +62,33 @@ def same_as(cart: Any, grid: Grid, nobody: int) -> None:
         assert grid.rank_of(grid.coords_of(other)) == other, where
     for dim, extent in enumerate(grid.shape):
         for steps in range(-extent - 1, extent + 2):
-            theirs = tuple(None if r == nobody else r for r in cart.Shift(dim, steps))
-            assert grid.shift(dim, steps) == theirs, (where, dim, steps)
-            assert grid.shift(dim - len(grid.shape), steps) == theirs
+            expected = tuple(None if r == no_rank else r for r in cart.Shift(dim, steps))
+            assert grid.shift(dim, steps) == expected, (where, dim, steps)
+            assert grid.shift(dim - len(grid.shape), steps) == expected
 
 
 def test_grid_matches_mpi(pool: Any) -> None:
     pytest.importorskip("mpi4py")
-    tried = pool(4, init="mpi", params={"BACKEND": "mpi"}).run(as_in_mpi, 3)
+    tried = pool(4, init="mpi", params={"BACKEND": "mpi"}).run(compare_with_mpi, 3)
     assert tried[0] == tried[1] + 15
 
 
 @pytest.mark.slow
 def test_grid_matches_mpi_for_twelve_ranks() -> None:
     pytest.importorskip("mpi4py")
-    run_ranks(as_in_mpi, 12, 3, init="mpi", params={"BACKEND": "mpi"}, deadline=120.0)
+    run_ranks(compare_with_mpi, 12, 3, init="mpi", params={"BACKEND": "mpi"}, deadline=120.0)
 
 
 def test_grid_computes_extents_like_mpi() -> None:
     mpi = pytest.importorskip("mpi4py.MPI")
     for size, dims in itertools.product(range(1, 65), range(1, 5)):
-        found, theirs = extents_of([None] * dims, size), mpi.Compute_dims(size, dims)
-        assert math.prod(found) == size
-        assert list(found) == sorted(found, reverse=True)
-        assert found[0] - found[-1] <= theirs[0] - theirs[-1], (size, dims, found, theirs)
+        extents, expected = extents_of([None] * dims, size), mpi.Compute_dims(size, dims)
+        assert math.prod(extents) == size
+        assert list(extents) == sorted(extents, reverse=True)
+        spread = extents[0] - extents[-1]
+        assert spread <= expected[0] - expected[-1], (size, dims, extents, expected)
         if dims < 3:
-            assert list(found) == theirs
+            assert list(extents) == expected
     assert extents_of((2, None, -1), 36) == (2, 6, 3)
     assert extents_of((np.int64(3), None), 12) == (3, 4)
     assert extents_of(7, 7) == extents_of(None, 7) == (7,)
@@ -101,13 +102,13 @@ def test_grid_rejects_invalid_arguments() -> None:
     assert grid.shift(1) == (None, None)
     assert grid.rank_of((-7, 0)) == 0
     assert grid.rank_of((0, 1)) is None
-    for shape, said in [
-        ((2, 3), r"multiply to the 1 ranks of the group.* got 6 for shape \(2, 3\)"),
+    for shape, pattern in [
+        ((2, 3), r"must be 1, the number of ranks.* got 6 for shape \(2, 3\)"),
         ((2, None), r"got 2 for shape \(2, None\)"),
         ((0, 1), "positive integers"),
         ((1.0, 1), "positive integers"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=pattern):
             fl.grid(shape)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 or 2 values"):
         fl.grid((1, 1), periodic=[True])
@@ -129,7 +130,7 @@ def test_grid_raises_on_a_process_outside_the_group(rank: int, size: int) -> Non
     else:
         with pytest.raises(ValueError, match="the rank of this process"):
             group.grid((1, 1))
-    with pytest.raises(ValueError, match=f"the {size} ranks of the group"):
+    with pytest.raises(ValueError, match=f"must be {size}, the number of ranks"):
         fl.grid((size, 2))
 
 
@@ -137,24 +138,24 @@ def halos(rank: int, size: int, layout: str, periodic: bool) -> None:
     """Exchange arrays with both neighbours, by sendrecv and in a batch. Edges receive nothing."""
     grid = fl.grid((1, size), periodic)
     x, empty = (values(number, (6, 5), "float32") for number in (rank, 77))
-    given, ends = with_layout(x, layout), [grid.shift(1, -1), grid.shift(1, +1)]
-    wanted = [empty if src is None else values(src, (6, 5), "float32") for src, _ in ends]
+    sent, ends = with_layout(x, layout), [grid.shift(1, -1), grid.shift(1, +1)]
+    expected_halos = [empty if src is None else values(src, (6, 5), "float32") for src, _ in ends]
     for is_batch in (False, True):
         outs = [with_layout(empty, layout) for _ in ends]
         if is_batch:
-            sends = [fl.P2POp(fl.isend, given, ends[i][1], i) for i in (0, 1)]
+            sends = [fl.P2POp(fl.isend, sent, ends[i][1], i) for i in (0, 1)]
             receives = [fl.P2POp(fl.irecv, outs[i], ends[i][0], i) for i in (0, 1)]
             got = fl.batch_isend_irecv([*sends, *receives]).wait()
-            assert got[0] is given
+            assert got[0] is sent
             got = got[2:]
         else:
             got = [
-                fl.sendrecv(given, dst, out=out, src=src)
+                fl.sendrecv(sent, dst, out=out, src=src)
                 for (src, dst), out in zip(ends, outs, strict=True)
             ]
         for side in (0, 1):
             assert got[side] is outs[side]
-            assert_equal(got[side], wanted[side], f"is_batch={is_batch}, of {ends[side]}")
+            assert_equal(got[side], expected_halos[side], f"is_batch={is_batch}, of {ends[side]}")
 
 
 def test_grid_neighbours_exchange_halos_of_every_layout(ranks: Any) -> None:
@@ -172,10 +173,10 @@ def test_messages_with_peer_none_have_no_effect(rank: int, size: int) -> None:
     for send in (fl.send, fl.isend):
         with pytest.raises(ValueError, match=r"got None. Only sendrecv and P2POp"):
             send(x, None)  # type: ignore[arg-type]
-    nobody = [fl.P2POp("send", x, None), fl.P2POp(fl.irecv, out, None, partial=True)]
-    work = fl.batch_isend_irecv(nobody)
+    no_rank = [fl.P2POp("send", x, None), fl.P2POp(fl.irecv, out, None, partial=True)]
+    work = fl.batch_isend_irecv(no_rank)
     assert work.is_completed()
-    assert [got is op.x for got, op in zip(work.wait(), nobody, strict=True)] == [True] * 2
+    assert [got is op.x for got, op in zip(work.wait(), no_rank, strict=True)] == [True] * 2
     assert fl.batch_isend_irecv([]).wait() == []
     group = fl.new_group([0])
     if rank == 0:
@@ -183,7 +184,7 @@ def test_messages_with_peer_none_have_no_effect(rank: int, size: int) -> None:
     group.close()
     calls = [
         lambda: group.sendrecv(x, None, out=out, src=None),
-        lambda: group.batch_isend_irecv(nobody),
+        lambda: group.batch_isend_irecv(no_rank),
     ]
     for call in calls:
         with pytest.raises((fl.errors.GroupClosedError, ValueError), match=r"closed|on a member"):

@@ -163,13 +163,13 @@ def test_barrier_waits_for_the_gpus(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     group._joiner = dataclasses.replace(group._joiner, join_gpus=lambda backend: backend)
     gpus = group.join_gpus()
-    asked: list[str] = []
+    calls: list[str] = []
     start = gpus.start
-    gpus.start = lambda call: (asked.append(call.name), start(call))[1]
+    gpus.start = lambda call: (calls.append(call.name), start(call))[1]
     group.barrier()
     group.limit(20.0)
     group.barrier()
-    assert asked == ["barrier"] * 2
+    assert calls == ["barrier"] * 2
 
 
 @on_ranks(("gloo", 2), ("shm", 2), fresh=True)

@@ -19,7 +19,7 @@ from tests.distributed import jobs
 from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import mpirun_command, run_ranks
 from tests.distributed.jobs import free_port
-from tests.distributed.processes import descriptors_below, held
+from tests.distributed.processes import limit_descriptors, process_state
 
 # A user program that initialises, reduces, and prints its rank.
 PROGRAM = """
@@ -67,8 +67,8 @@ def expected(size: int) -> set[str]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_distributed_init_works_under_mpirun(method: str, size: int) -> None:
     command = [*mpirun_command(size), *MAIN, method]
-    (said,) = finish([jobs.start(command)])
-    assert set(said.splitlines()) == expected(size)
+    (output,) = finish([jobs.start(command)])
+    assert set(output.splitlines()) == expected(size)
 
 
 def test_distributed_init_works_with_a_shared_file(tmp_path: Path) -> None:
@@ -111,32 +111,32 @@ def test_distributed_init_creates_a_world_of_one_without_a_launcher() -> None:
 
 def test_distributed_init_raises_if_a_launched_rank_would_be_alone() -> None:
     """For example if the mpirun of one MPI starts a program whose mpi4py uses another MPI."""
-    errors = error_of(start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"))
+    errors = init_error(start("mpi", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4"))
     assert "RendezvousError" in errors
     assert "the environment says rank 1 of 4" in errors
-    assert "MPI says 1" in errors
+    assert "MPI has 1 rank" in errors
 
 
 def test_distributed_init_with_mpi_names_mpi4py_if_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')\n")
-    errors = error_of(start("mpi", PYTHONPATH=str(tmp_path)))
+    errors = init_error(start("mpi", PYTHONPATH=str(tmp_path)))
     assert "BackendUnavailableError" in errors
     assert "pip install 'flashlight-py[mpi]'" in errors
 
 
 def test_distributed_init_raises_if_a_rendezvous_is_missing() -> None:
-    assert "MASTER_ADDR" in error_of(start("env", RANK="0", WORLD_SIZE="2"))
+    assert "MASTER_ADDR" in init_error(start("env", RANK="0", WORLD_SIZE="2"))
 
 
-def error_of(process: subprocess.Popen[str]) -> str:
+def init_error(process: subprocess.Popen[str]) -> str:
     code, errors = jobs.finish(process)
     assert code == 1
     return errors
 
 
-def start_watching_without_descriptors(*args: Any) -> None:
+def start_watchdog_without_descriptors(*args: Any) -> None:
     """Start the watchdog of the world while the process may open no more files."""
-    with descriptors_below(0):
+    with limit_descriptors(0):
         watch(*args)
 
 
@@ -149,9 +149,9 @@ def test_init_releases_everything_if_its_last_step_fails(
 ) -> None:
     folders = {"FILE_PATH": str(tmp_path / "meet"), "TRACE_DIR": str(tmp_path / "records")}
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, {**folders, "BACKEND": "gloo"}
-    before = held()
+    before = process_state()
     if rank == 1:
-        initialize._watch = start_watching_without_descriptors
+        initialize._watch = start_watchdog_without_descriptors
         with pytest.raises(OSError, match="Too many open files"):
             fl.distributed_init(*place)
         initialize._watch = watch
@@ -162,7 +162,7 @@ def test_init_releases_everything_if_its_last_step_fails(
             fl.barrier()
         fl.distributed_shutdown()
     assert not fl.is_distributed_init()
-    assert held() == before
+    assert process_state() == before
     fl.distributed_init(*place)
     assert np.all(fl.all_reduce(np.ones(3)) == size)
     fl.distributed_shutdown()
@@ -181,11 +181,11 @@ def test_init_notifies_ranks_if_its_cleanup_is_interrupted(monkeypatch: pytest.M
 
     monkeypatch.setattr(initialize, "STEPS", (fail,))
     store: Any = SimpleNamespace(abort=reasons.append)
-    before = held()
+    before = process_state()
     with pytest.raises(KeyboardInterrupt, match="again"):
         initialize.create_world(lambda: store, Settings())
     assert reasons == ["KeyboardInterrupt: again"]
-    assert held() == before
+    assert process_state() == before
 
 
 # Init methods of torch are translated, or rejected with the valid ones ----------------------------
@@ -197,7 +197,7 @@ MEETING = {**ADDRESS, "MASTER_PORT": 29500}
 
 
 @pytest.mark.parametrize(
-    ("given", "params", "asked"),
+    ("passed", "params", "result"),
     [
         (None, None, (None, None)),
         (fl.DistributedInit.MPI, None, (fl.DistributedInit.MPI, None)),
@@ -212,12 +212,12 @@ MEETING = {**ADDRESS, "MASTER_PORT": 29500}
         ("tcp://node1:29500", ADDRESS, (ENV, MEETING)),
     ],
 )
-def test_read_init_method_translates_names_of_torch(given: Any, params: Any, asked: Any) -> None:
-    assert read_init_method(given, params) == asked
+def test_read_init_method_translates_names_of_torch(passed: Any, params: Any, result: Any) -> None:
+    assert read_init_method(passed, params) == result
 
 
 @pytest.mark.parametrize(
-    ("given", "params", "message"),
+    ("passed", "params", "message"),
     [
         ("MPI", None, "DistributedInit.MPI, .*, got 'MPI'"),
         ("env://?rank=0", None, "'file://PATH', 'tcp://HOST:PORT' or a backend .nccl, gloo"),
@@ -255,11 +255,11 @@ def test_read_init_method_translates_names_of_torch(given: Any, params: Any, ask
     ],
 )
 def test_distributed_init_rejects_invalid_params_before_it_creates_anything(
-    given: Any, params: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    passed: Any, params: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        fl.distributed_init(given, 0, 2, params)
+        fl.distributed_init(passed, 0, 2, params)
     assert not fl.is_distributed_init()
     assert list(tmp_path.iterdir()) == []
 
@@ -320,9 +320,11 @@ def test_init_rejects_a_rank_unlike_the_environment(monkeypatch: pytest.MonkeyPa
         fl.distributed_init("env://", 1, 2)
 
 
-def meet(rank: int, size: int, init_method: str | None, is_told: bool, **params: Any) -> Any:
-    given = (rank, size) if is_told else (-1, -1)
-    fl.distributed_init(init_method, *given, {"TIMEOUT": "30", **params})
+def join_world(
+    rank: int, size: int, init_method: str | None, passes_rank: bool, **params: Any
+) -> Any:
+    passed = (rank, size) if passes_rank else (-1, -1)
+    fl.distributed_init(init_method, *passed, {"TIMEOUT": "30", **params})
     x = fl.all_reduce(np.array([rank + 1]))
     fl.distributed_shutdown()
     return int(x[0])
@@ -330,7 +332,7 @@ def meet(rank: int, size: int, init_method: str | None, is_told: bool, **params:
 
 def test_distributed_init_accepts_init_methods_of_torch(tmp_path: Path) -> None:
     for word in (f"tcp://localhost:{free_port()}", f"file://{tmp_path / 'meet'}"):
-        assert run_ranks(meet, 2, word, True, init=None) == [3, 3]
+        assert run_ranks(join_world, 2, word, True, init=None) == [3, 3]
 
 
 def variables(rank: int) -> dict[str, str]:
@@ -339,11 +341,11 @@ def variables(rank: int) -> dict[str, str]:
 
 def test_distributed_init_combines_an_address_with_rank_and_size_of_the_environment() -> None:
     word = f"tcp://localhost:{free_port()}"
-    assert run_ranks(meet, 2, word, False, init=None, env=variables) == [3, 3]
+    assert run_ranks(join_world, 2, word, False, init=None, env=variables) == [3, 3]
 
 
 def join_by_params(rank: int, size: int) -> Any:
-    return meet(rank, size, None, True, MASTER_ADDR="localhost")
+    return join_world(rank, size, None, True, MASTER_ADDR="localhost")
 
 
 def test_distributed_init_params_override_the_address_of_rank_0() -> None:

@@ -18,8 +18,8 @@ def numbers(rank: int, rows: int) -> np.ndarray:
     return np.arange(float(rows)) + 1e6 * rank
 
 
-def same(given: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_array_equal(given, expected)
+def same(result: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(result, expected)
 
 
 def gathers_over_their_input(rank: int, size: int, n: int) -> None:
@@ -35,18 +35,18 @@ def gathers_over_their_input(rank: int, size: int, n: int) -> None:
 
 
 def exchanges_over_their_input(rank: int, size: int, n: int) -> None:
-    came = np.concatenate([numbers(r, size * n)[rank * n : (rank + 1) * n] for r in range(size)])
+    got = np.concatenate([numbers(r, size * n)[rank * n : (rank + 1) * n] for r in range(size)])
     for rows in (None, [n] * size):
         x = numbers(rank, size * n)
         assert fl.all_to_all(x, rows=rows, out=x) is x
-        same(x, came)
+        same(x, got)
 
 
 def parts_over_their_input(rank: int, size: int, n: int) -> None:
-    whole = np.sum([numbers(r, size * n) for r in range(size)], axis=0)
+    total = np.sum([numbers(r, size * n) for r in range(size)], axis=0)
     for part in (0, rank):  # the part of rank 0, and its own
         x = numbers(rank, size * n)
-        same(fl.reduce_scatter(x, out=x[part * n :][:n]), whole[rank * n :][:n])
+        same(fl.reduce_scatter(x, out=x[part * n :][:n]), total[rank * n :][:n])
     x = numbers(0, size * n)
     out = x[:n] if rank == 1 else np.zeros(n)
     same(
@@ -65,11 +65,11 @@ def test_verbs_accept_read_only_arrays_that_they_only_read(rank: int, size: int)
     x = np.full(size, float(rank))
     x.flags.writeable = False
     right, left = (rank + 1) % size, (rank - 1) % size
-    came = np.zeros(size)
-    assert fl.sendrecv(x, right, out=came, src=left) is came
-    same(came, np.full(size, float(left)))
+    got = np.zeros(size)
+    assert fl.sendrecv(x, right, out=got, src=left) is got
+    same(got, np.full(size, float(left)))
     work = fl.isend(x, right)
-    same(fl.recv(came, left), np.full(size, float(left)))
+    same(fl.recv(got, left), np.full(size, float(left)))
     work.wait()
     same(fl.all_gather(x), np.repeat(np.arange(float(size)), size))
     same(fl.all_to_all(x), np.arange(float(size)))
@@ -77,9 +77,9 @@ def test_verbs_accept_read_only_arrays_that_they_only_read(rank: int, size: int)
     same(fl.scatter(x if rank == 1 else None, root=1), [1.0])
     same(fl.all_gather(np.float32(rank)), np.arange(size))  # NumPy scalars are immutable
     with pytest.raises(ValueError, match=r"sendrecv.* read-only"):
-        fl.sendrecv(came, right, out=x, src=left)
+        fl.sendrecv(got, right, out=x, src=left)
     with pytest.raises(ValueError, match="dst must be a rank"):
-        fl.sendrecv(came, size, out=came, src=left)
+        fl.sendrecv(got, size, out=got, src=left)
 
 
 @on_ranks()
@@ -117,7 +117,7 @@ def test_sync_distributed_does_not_repeat_a_raised_failure(rank: int, size: int)
 def test_wrong_rows_raise_once_and_keep_other_results(
     rank: int, size: int, is_reported: bool
 ) -> None:
-    """Start a call whose rows do not match ``out``, and another one with gaps in memory."""
+    """Start a call with a wrong ``out``, and another call with a strided array."""
     x, out, gaps = np.ones((rank + 1, 2)), np.zeros((1, 2)), np.ones((3, 4))[:, ::2]
     work = fl.all_gather(x, out=out, async_op=True)
     fl.all_reduce(gaps, async_op=True)  # its result is copied into the strided array

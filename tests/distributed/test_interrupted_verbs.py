@@ -35,7 +35,7 @@ def ones(count: int = 12) -> Any:
     return np.ones(count)
 
 
-def with_last(first: Verb, last: Verb) -> Verb:
+def pair(first: Verb, last: Verb) -> Verb:
     """Return a verb of rank 0 and the last rank only."""
 
     def both(group: Group) -> Any:
@@ -46,13 +46,13 @@ def with_last(first: Verb, last: Verb) -> Verb:
     return both
 
 
-def other(group: Group) -> int:
+def partner(group: Group) -> int:
     """Return the last rank for rank 0, and rank 0 for the last rank."""
     return 0 if group.rank else group.size - 1
 
 
 def op(kind: Any, group: Group) -> fl.P2POp:
-    return fl.P2POp(kind, ones(), other(group))
+    return fl.P2POp(kind, ones(), partner(group))
 
 
 def send_before_a_wait(group: Group) -> None:
@@ -90,19 +90,19 @@ ROWS: dict[str, Verb] = {
     "scatter": lambda group: group.scatter(ones() if group.rank else None, group.size - 1),
     "all_to_all": lambda group: group.all_to_all(ones()),
     "barrier": lambda group: group.barrier(),
-    "send": with_last(lambda g: g.send(ones(MANY), other(g)), lambda g: g.recv(ones(MANY), 0)),
-    "recv": with_last(lambda g: g.recv(ones(), other(g)), lambda g: g.send(ones(), 0)),
-    "sendrecv": with_last(*[lambda g: g.sendrecv(ones(), other(g), out=ones(), src=other(g))] * 2),
+    "send": pair(lambda g: g.send(ones(MANY), partner(g)), lambda g: g.recv(ones(MANY), 0)),
+    "recv": pair(lambda g: g.recv(ones(), partner(g)), lambda g: g.send(ones(), 0)),
+    "sendrecv": pair(*[lambda g: g.sendrecv(ones(), partner(g), out=ones(), src=partner(g))] * 2),
     "all_reduce_multiple": lambda group: group.all_reduce_multiple([ones(), ones()]),
     "all_reduce_location": lambda group: group.all_reduce_location(ones()),
     "broadcast_object": lambda group: group.broadcast_object("x", group.size - 1),
     "all_gather_object": lambda group: group.all_gather_object("x"),
     "gather_object": lambda group: group.gather_object("x"),
     "scatter_object": lambda group: group.scatter_object(["x"] * group.size, group.size - 1),
-    "send_object": with_last(
-        lambda g: g.send_object("x" * 8 * MANY, other(g)), lambda g: g.recv_object(0)
+    "send_object": pair(
+        lambda g: g.send_object("x" * 8 * MANY, partner(g)), lambda g: g.recv_object(0)
     ),
-    "recv_object": with_last(lambda g: g.recv_object(other(g)), lambda g: g.send_object("x", 0)),
+    "recv_object": pair(lambda g: g.recv_object(partner(g)), lambda g: g.send_object("x", 0)),
     "new_group": lambda group: group.new_group(range(group.size)),
     "split": lambda group: group.split(0),
     "shared_empty": lambda group: group.shared_empty(3),
@@ -129,37 +129,33 @@ FORMS: dict[str, Verb] = {
         ones(), rows=[12] + [0] * (group.size - 1)
     ),
     "barrier of its own limit": lambda group: group.barrier(LIMIT),
-    "recv of any rank": with_last(lambda g: g.recv(ones(), None), lambda g: g.send(ones(), 0)),
-    "recv in part": with_last(
-        lambda g: g.recv(ones(), other(g), partial=True), lambda g: g.send(ones(), 0)
+    "recv of any rank": pair(lambda g: g.recv(ones(), None), lambda g: g.send(ones(), 0)),
+    "recv in part": pair(
+        lambda g: g.recv(ones(), partner(g), partial=True), lambda g: g.send(ones(), 0)
     ),
-    "recv, noticed by another verb": with_last(
-        lambda g: g.recv(ones(), other(g)), send_before_a_wait
-    ),
+    "recv, noticed by another verb": pair(lambda g: g.recv(ones(), partner(g)), send_before_a_wait),
     "synchronize": lambda group: fl.synchronize([ones(), 3], group=group),
     "synchronize between two calls": lambda group: fl.synchronize(
         [ones(), PressesCtrlC() if group.rank == 0 else 3], group=group
     ),
     "functional.all_reduce": lambda group: functional.all_reduce(fl.input(ones()), group=group),
     "functional.all_gather": lambda group: functional.all_gather(fl.input(ones()), group=group),
-    "functional.recv": with_last(
-        lambda g: functional.recv(((12,), np.float64), other(g), group=g),
+    "functional.recv": pair(
+        lambda g: functional.recv(((12,), np.float64), partner(g), group=g),
         lambda g: functional.send(fl.input(ones()), 0, group=g),
     ),
 }
 
-# Operations that rank 0 started, and in whose wait it is interrupted. They continue.
+# Operations that rank 0 started. Ctrl-C interrupts its wait, and the operations continue.
 GOES_ON: dict[str, Verb] = {
-    "isend": with_last(lambda g: g.isend(ones(MANY), other(g)), lambda g: g.irecv(ones(MANY), 0)),
-    "irecv": with_last(lambda g: g.irecv(ones(), other(g)), lambda g: g.isend(ones(), 0)),
-    "batch_isend_irecv": with_last(
-        *[lambda g: g.batch_isend_irecv([op("send", g), op("recv", g)])] * 2
-    ),
+    "isend": pair(lambda g: g.isend(ones(MANY), partner(g)), lambda g: g.irecv(ones(MANY), 0)),
+    "irecv": pair(lambda g: g.irecv(ones(), partner(g)), lambda g: g.isend(ones(), 0)),
+    "batch_isend_irecv": pair(*[lambda g: g.batch_isend_irecv([op("send", g), op("recv", g)])] * 2),
     "sync_distributed": lambda group: group.all_reduce(ones(), async_op=True),
 }
 
 
-def called(name: str, group: Group) -> Callable[[], Any]:
+def verb_caller(name: str, group: Group) -> Callable[[], Any]:
     """Return a function that calls the verb, or waits for a started operation."""
     if name not in GOES_ON:
         return functools.partial((ROWS | FORMS)[name], group)
@@ -197,13 +193,13 @@ def interrupt(call: Callable[[], Any], group: Group, is_wait: bool) -> None:
         thread.join()
 
 
-def interrupted(rank: int, size: int, names: list[str], goes_on: bool) -> list[str]:
+def try_interrupts(rank: int, size: int, names: list[str], goes_on: bool) -> list[str]:
     """Try each of ``names`` in a group of its own, and return the problems."""
     wrong, ends = [], fl.new_group([0, size - 1])
     for name in names:
         group = fl.new_group(range(size))
         try:
-            _interrupted(name, group, ends, goes_on)
+            _try_interrupt(name, group, ends, goes_on)
         except (AssertionError, pytest.fail.Exception, fl.errors.DistributedError) as error:
             wrong.append(f"{name} on rank {rank}: {type(error).__name__}: {error}")
         group.close()
@@ -211,7 +207,7 @@ def interrupted(rank: int, size: int, names: list[str], goes_on: bool) -> list[s
     return wrong
 
 
-def _interrupted(name: str, group: Group, ends: Group, goes_on: bool) -> None:
+def _try_interrupt(name: str, group: Group, ends: Group, goes_on: bool) -> None:
     """Interrupt rank 0. Other ranks wait in the same verb, and the last rank calls it later."""
     rank = group.rank
     # Only connected ranks receive a reason. Others only detect that rank 0 has exited.
@@ -219,28 +215,28 @@ def _interrupted(name: str, group: Group, ends: Group, goes_on: bool) -> None:
     ROWS["send"](group)
     gc.collect()  # frees the previous thread, which runs Python code
     if rank == 0:
-        interrupt(called(name, group), group, name in GOES_ON)
+        interrupt(verb_caller(name, group), group, name in GOES_ON)
     if ends.is_member:
         ends.barrier()
     began = time.monotonic()
     if goes_on:
         if rank:
-            called(name, group)()
+            verb_caller(name, group)()
         group.barrier()
     else:
         kind = fl.errors.PeerLostError if rank else fl.errors.GroupClosedError
         with pytest.raises(kind) as caught:
-            _and_once_more(name if rank else "barrier", group)
-        said = str(caught.value)
+            _call_again(name if rank else "barrier", group)
+        message = str(caught.value)
         names_it = ("lost rank 0", "rank 0 gave up", "because of rank 0: it gave up")
-        assert rank == 0 or any(words in said for words in names_it), said
-        assert rank == 0 or "interrupt" in said.lower(), said
+        assert rank == 0 or any(words in message for words in names_it), message
+        assert rank == 0 or "interrupt" in message.lower(), message
     assert time.monotonic() - began < PROMPT
 
 
-def _and_once_more(name: str, group: Group) -> None:
+def _call_again(name: str, group: Group) -> None:
     """A rank that finished its part before raises in the next call."""
-    called(name, group)()
+    verb_caller(name, group)()
     group.barrier()
 
 
@@ -258,8 +254,8 @@ CASES = [
 
 @pytest.mark.parametrize(("backend", "which"), CASES)
 def test_ctrl_c_in_a_verb_ends_the_group(backend: str, which: str, pool: Any) -> None:
-    size, how = world_of(backend)
+    size, options = world_of(backend)
     # MPI makes progress only in a wait.
     goes_on = which == "goes on" and backend != "mpi"
-    wrong = pool(size, **how).run(interrupted, [*SETS[which]], goes_on)
+    wrong = pool(size, **options).run(try_interrupts, [*SETS[which]], goes_on)
     assert [*itertools.chain(*wrong)] == []

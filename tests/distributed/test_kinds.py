@@ -1,4 +1,4 @@
-"""Results are of the kind of what was passed: tensors of PyTorch, new arrays of JAX, CuPy's."""
+"""Results have the kind of the input: tensors of PyTorch, new arrays of JAX or CuPy."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
 
 
 class Torch:
-    """Tensors: verbs that work in place return the same one."""
+    """Tensors of PyTorch. In-place verbs return the same tensor."""
 
     in_place = True
 
@@ -35,7 +35,7 @@ class Torch:
 
 
 class Jax:
-    """Arrays that never change: every verb returns another one."""
+    """Immutable arrays of JAX. Every verb returns a new array."""
 
     in_place = False
 
@@ -55,7 +55,7 @@ LIBRARIES: dict[str, Callable[[], Any]] = {"torch": Torch, "jax": Jax}
 
 
 class Checks:
-    """Arrays of a library, of one dtype, and what must hold of results."""
+    """Arrays of one library and dtype, and checks of results."""
 
     def __init__(self, library: str, dtype: str) -> None:
         self.library, self.name = LIBRARIES[library](), dtype
@@ -64,13 +64,13 @@ class Checks:
         return self.library.make(values, self.name)
 
     def same(self, got: Any, values: Any, dtype: str = "") -> None:
-        """``got`` is an array of the library and of the dtype, and holds ``values``."""
+        """Check that ``got`` is an array of the library and the dtype with these ``values``."""
         assert isinstance(got, self.library.array), type(got)
         assert self.library.dtype(got) == (dtype or self.name)
         assert got.tolist() == self.library.make(values, dtype or self.name).tolist()
 
     def filled(self, got: Any, given: Any, values: Any, before: Any) -> None:
-        """``got`` holds ``values``; it is ``given``, or a new one and ``given`` what it was."""
+        """Check that ``got`` has ``values``, and is ``given`` or leaves ``given`` unchanged."""
         self.same(got, values)
         assert (got is given) == self.library.in_place
         if not self.library.in_place:
@@ -96,7 +96,9 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 
 
 @in_both
-def test_new_results_are_of_the_kind(rank: int, size: int, library: str, dtype: str) -> None:
+def test_verbs_return_new_results_of_the_kind_of_the_input(
+    rank: int, size: int, library: str, dtype: str
+) -> None:
     check = Checks(library, dtype)
     make, same = check.make, check.same
     mine, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
@@ -106,7 +108,7 @@ def test_new_results_are_of_the_kind(rank: int, size: int, library: str, dtype: 
     same(first, ROWS)
     same(second, [*ROWS[:2], ROWS[3]])
     same(fl.all_gather((mine, mine), async_op=True).wait()[1], ROWS)
-    same(fl.all_gather(make(rank)), [0, 1])  # no dimension
+    same(fl.all_gather(make(rank)), [0, 1])  # an array without dimensions
     for gathered in (fl.gather(mine, 1), fl.gather(mine, 1, async_op=True).wait()):
         if rank == 1:
             same(gathered, ROWS)
@@ -132,11 +134,11 @@ def test_new_results_are_of_the_kind(rank: int, size: int, library: str, dtype: 
 
 
 @in_both
-def test_scatter_returns_the_kind(rank: int, size: int, library: str) -> None:
+def test_scatter_returns_the_kind_of_the_input(rank: int, size: int, library: str) -> None:
     check = Checks(library, "float32")
     make, same = check.make, check.same
     whole, mine = make(ROWS), ROWS[2 * rank :][:2]
-    # What a rank that is not the root passes tells its kind alone.
+    # The argument of a rank that is not the root only shows the kind.
     same(fl.scatter(whole if rank == 0 else make([])), mine)
     same(fl.scatter([whole[:2], whole[2:]]), mine)
     same(fl.scatter([make(0), make(1)], root=1, async_op=True).wait(), rank)
@@ -151,7 +153,9 @@ def test_scatter_returns_the_kind(rank: int, size: int, library: str) -> None:
 
 
 @in_both
-def test_verbs_in_place_return_the_kind(rank: int, size: int, library: str, dtype: str) -> None:
+def test_in_place_verbs_return_the_kind_of_the_input(
+    rank: int, size: int, library: str, dtype: str
+) -> None:
     check = Checks(library, dtype)
     before = [rank + 1, 2 * rank]
     op, total = ("max", [2, 2]) if dtype == "bool" else ("sum", [3, 2])
@@ -181,7 +185,7 @@ def test_verbs_in_place_return_the_kind(rank: int, size: int, library: str, dtyp
 
 
 @in_both
-def test_messages_return_the_kind(rank: int, size: int, library: str) -> None:
+def test_messages_return_the_kind_of_the_input(rank: int, size: int, library: str) -> None:
     check, other = Checks(library, "float32"), 1 - rank
     sent, zeros = check.make([rank, rank + 1]), [0, 0]
     arriving = [other, other + 1]
@@ -216,7 +220,7 @@ def test_messages_return_the_kind(rank: int, size: int, library: str) -> None:
     check.same(x, [*arriving, 0] if check.library.in_place else [0, 0, 0])
 
 
-def test_a_world_of_one_returns_the_kind_too(library: str) -> None:
+def test_world_of_one_returns_the_kind_of_the_input(library: str) -> None:
     check = Checks(library, "float32")
     x = check.make([[1, 2]])
     for got in (fl.all_gather(x), fl.reduce_scatter(x), fl.all_to_all(x), fl.scatter([x])):
@@ -227,7 +231,7 @@ def test_a_world_of_one_returns_the_kind_too(library: str) -> None:
 # PyTorch --------------------------------------------------------------------------------------
 
 
-def test_a_tensor_shares_the_memory_of_what_has_arrived() -> None:
+def test_tensor_result_shares_memory_with_the_received_data() -> None:
     torch = pytest.importorskip("torch", reason="needs torch")
     x = torch.ones(3)
     got = fl.all_gather(x)
@@ -244,7 +248,7 @@ def jax() -> Any:
     return pytest.importorskip("jax", reason="needs jax")
 
 
-def test_64_bits_stay_64_bits_where_jax_is_set_to_32(jax: Any) -> None:
+def test_results_keep_64_bits_if_jax_is_set_to_32_bits(jax: Any) -> None:
     with (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(True):
         x = jax.numpy.arange(3.0, dtype="float64")
     assert fl.all_reduce(x, scale=3.0).dtype == "float64"
@@ -252,7 +256,7 @@ def test_64_bits_stay_64_bits_where_jax_is_set_to_32(jax: Any) -> None:
     assert fl.all_reduce_location(jax.numpy.ones(2))[1].dtype == "int32"
 
 
-def test_what_of_jax_holds_no_numbers_is_refused(jax: Any) -> None:
+def test_verbs_reject_jax_arrays_without_numbers(jax: Any) -> None:
     deleted = jax.numpy.ones(3)
     deleted.delete()
     for x in (deleted, jax.random.key(0)):
@@ -262,14 +266,14 @@ def test_what_of_jax_holds_no_numbers_is_refused(jax: Any) -> None:
         jax.jit(fl.all_reduce)(jax.numpy.ones(3))
 
 
-def test_a_large_result_is_the_memory_of_the_one_copy(jax: Any) -> None:
+def test_large_jax_result_uses_the_memory_of_its_only_copy(jax: Any) -> None:
     x = jax.numpy.ones(1 << 20)
     address = fl.distributed.calls.kinds.copy_to_fill(np.asarray(x))
     got = jax.device_put(address)
     assert got.unsafe_buffer_pointer() == address.ctypes.data
 
 
-def test_results_of_jax_lie_where_the_array_does(tmp_path: Any) -> None:
+def test_jax_results_are_on_the_device_of_the_input(tmp_path: Any) -> None:
     pytest.importorskip("jax", reason="needs jax")
     program = """
 import jax, flashlight_py as fl
@@ -287,18 +291,18 @@ assert fl.scatter([x[:3]]).devices() <= set(devices)
     subprocess.run([sys.executable, "-W", "error", "-c", program], env=environment, check=True)
 
 
-def test_what_is_told_to_change_things_in_place_refuses_arrays_of_jax(jax: Any) -> None:
+def test_in_place_functions_reject_jax_arrays(jax: Any) -> None:
     x = jax.numpy.ones(3)
     for change in (fl.synchronize, fl.CoalescingReducer(1.0).add, fl.InlineReducer(1.0).add):
         with pytest.raises(ValueError, match=r"read-only.*np\.array"):
             change(x)
 
 
-# Arrays of a GPU with nothing but __cuda_array_interface__ -------------------------------------
+# GPU arrays that have only __cuda_array_interface__ -----------------------------------------------
 
 
 class OnlyCuda:
-    """An array on a GPU that knows no DLPack, written on ``stream`` last, as Numba's."""
+    """A GPU array without DLPack, like Numba's, that ``stream`` wrote last."""
 
     def __init__(self, hidden: Any, stream: int | None) -> None:
         self.hidden, self.stream = hidden, stream
@@ -309,7 +313,7 @@ class OnlyCuda:
 
 
 @pytest.mark.parametrize("stream", [None, 1, 2, 0x7F00])
-def test_the_stream_of_the_producer_is_waited_for(
+def test_verbs_wait_for_the_stream_of_the_producer(
     monkeypatch: pytest.MonkeyPatch, stream: int | None
 ) -> None:
     cupy = cupy_stand_in.StandInCupy()

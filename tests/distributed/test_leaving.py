@@ -1,4 +1,4 @@
-"""Ranks that leave while others wait for messages of them: who raises, when, and who does not."""
+"""Ranks that leave while other ranks wait for their messages: which ranks raise, and when."""
 
 import contextlib
 import itertools
@@ -18,12 +18,12 @@ from tests.distributed.test_interrupted_verbs import (
     Group,
     Verb,
     ones,
-    with_last,
+    pair,
 )
 
 IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
 
-# What other ranks wait for rank 0 in, which has left.
+# Operations in which other ranks wait for rank 0 after it has left.
 MESSAGES: dict[str, Verb] = {
     "send": lambda group: group.send(ones(MANY), 0),
     "send of 4 MB": lambda group: group.send(np.ones(1 << 19), 0),
@@ -38,13 +38,13 @@ MESSAGES: dict[str, Verb] = {
     ).wait(),
     "sync_distributed": lambda group: [group.irecv(ones(), 0), group.synchronize()],
 }
-# The same where all others have left.
+# Operations in which a rank waits after all other ranks have left.
 FROM_ANY: dict[str, Verb] = {
     "recv of any rank": lambda group: group.recv(ones(), None),
     "recv of any rank in part": lambda group: group.recv(ones(), None, partial=True),
     "irecv of any rank": lambda group: group.irecv(ones(), None).wait(),
 }
-# What is waited for is behind others, of which one fails.
+# Operations that wait behind others, one of which fails.
 BEHIND: dict[str, Verb] = {
     "irecv": lambda group: [group.irecv(ones(), 0) for _ in range(3)][-1].wait(),
     "irecv in part": lambda group: [
@@ -56,8 +56,8 @@ BEHIND: dict[str, Verb] = {
     "irecv of any rank": lambda group: [group.irecv(ones(), None) for _ in range(3)][-1].wait(),
 }
 
-# Calls after which rank 0 or all ranks but the last may leave before the last rank has called: the
-# last rank gets what it waits for, each element ``expected(size)``.
+# Calls that rank 0, or all ranks but the last, may finish and leave before the last rank calls. The
+# last rank gets the results. Each element is ``expected(size)``.
 GIVEN: dict[str, tuple[Verb, Callable[[int], int]]] = {
     "broadcast": (lambda group: group.broadcast(ones(), 0, async_op=True), lambda size: 1),
     "scatter": (
@@ -72,7 +72,7 @@ GIVEN: dict[str, tuple[Verb, Callable[[int], int]]] = {
     "scan": (lambda group: group.scan(ones(), async_op=True), lambda size: size),
     "exscan": (lambda group: group.exscan(ones(), async_op=True), lambda size: size - 1),
     "isend": (
-        with_last(
+        pair(
             lambda group: group.isend(ones(), group.size - 1), lambda group: group.irecv(ones(), 0)
         ),
         lambda size: 1,
@@ -83,12 +83,12 @@ WORLDS: list[Any] = [("shm", 4), ("hierarchical", 4), ("gloo", 3), ("mpi", 3)]
 
 
 def everywhere(fast: int = 1, fresh: bool = True) -> Any:
-    """Return a decorator of a test in all worlds, of which those but the first are slow."""
+    """Return a decorator that runs a test in all worlds. All but the first world are slow tests."""
     return on_ranks(*WORLDS[:fast], slow=WORLDS[fast:], fresh=fresh, params={"TIMEOUT": LIMIT})
 
 
 def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
-    """Rank 1 leaves after ``rounds`` calls; the others start three more, and wait for one."""
+    """Rank 1 leaves after ``rounds`` calls. The other ranks start three more, and wait for one."""
     count = rounds + 3 * (group.rank != 1)
     works = [group.all_reduce(np.ones(3), async_op=True) for _ in range(count * async_op)]
     for n in range(rounds):
@@ -103,7 +103,7 @@ def call_once_more(group: Group, rounds: int, async_op: bool) -> str:
 
 def wait_for_one_that_left(group: Group, name: str) -> None:
     if group.rank == group.size - 1:
-        time.sleep(0.2)  # the others wait before rank 0 leaves, or soon after it
+        time.sleep(0.2)  # before rank 0 leaves, or soon after
     began = time.monotonic()
     with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
         MESSAGES[name](group)
@@ -127,8 +127,9 @@ def wait_behind_others(group: Group, name: str) -> None:
 
 
 @everywhere(fresh=False)
-def test_who_waits_for_a_message_of_one_that_has_closed_the_group(rank: int, size: int) -> None:
-    """Rank 0 closes a group, in which others have messages for it."""
+def test_message_waits_raise_peer_lost_error_after_the_peer_closes_the_group(
+    rank: int, size: int
+) -> None:
     for name in MESSAGES:
         group = fl.new_group(range(size))
         if rank:
@@ -137,7 +138,7 @@ def test_who_waits_for_a_message_of_one_that_has_closed_the_group(rank: int, siz
         fl.barrier()
 
 
-FAST = {"send of 4 MB", "recv", "sync_distributed"}  # others repeat what those show
+FAST = {"send of 4 MB", "recv", "sync_distributed"}  # the other operations repeat these cases
 
 
 @pytest.mark.parametrize(
@@ -149,8 +150,10 @@ FAST = {"send of 4 MB", "recv", "sync_distributed"}  # others repeat what those 
     ],
 )
 @everywhere(fast=2)
-def test_who_waits_for_a_message_of_one_that_shuts_down(rank: int, size: int, name: str) -> None:
-    """Rank 0 shuts down; others have messages for it, in the world or in another group."""
+def test_message_waits_raise_peer_lost_error_after_the_peer_shuts_down(
+    rank: int, size: int, name: str
+) -> None:
+    """Rank 0 shuts down. Other ranks wait for its messages in the world or in another group."""
     group = fl.new_group(range(size))
     if rank:
         wait_for_one_that_left(group, name)
@@ -159,14 +162,14 @@ def test_who_waits_for_a_message_of_one_that_shuts_down(rank: int, size: int, na
 
 
 @everywhere(fast=4, fresh=False)
-def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
+def test_peer_lost_error_says_how_many_calls_fewer_the_departed_rank_made(
     rank: int, size: int
 ) -> None:
     for rounds, async_op in itertools.product((0, 3), (False, True)):
         with contextlib.closing(fl.new_group(range(size))) as group:
             own = call_once_more(group, rounds, async_op)
         words = fl.all_gather_object(own)
-        # Whom another one has told of the loss before its call may not know the numbers.
+        # A rank that another rank notified of the loss before its call may not know the numbers.
         ended = f"(it ended normally or closed this group after {rounds} calls of it, 1 fewer than "
         assert any(ended in each for each in words), words
         fl.barrier()
@@ -174,7 +177,7 @@ def test_the_error_of_a_rank_that_left_says_how_many_calls_fewer_it_made(
 
 @pytest.mark.parametrize("rounds", [0, 3])
 @everywhere(fast=4)
-def test_other_ranks_read_that_a_rank_shut_down_and_how_many_calls_fewer_it_made(
+def test_errors_say_that_a_rank_shut_down_after_fewer_calls(
     rank: int, size: int, rounds: int
 ) -> None:
     for _ in range(rounds):
@@ -199,7 +202,9 @@ QUICK = {"recv of any rank", "isend"}
     ],
 )
 @everywhere()
-def test_who_waits_when_all_others_shut_down(rank: int, size: int, wait: Any, name: str) -> None:
+def test_message_waits_end_after_all_other_ranks_shut_down(
+    rank: int, size: int, wait: Any, name: str
+) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
         wait(group, name)
@@ -208,10 +213,10 @@ def test_who_waits_when_all_others_shut_down(rank: int, size: int, wait: Any, na
 
 
 @everywhere()
-def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(rank: int, size: int) -> None:
-    """Those that have sent shut down; the next one sends later than a wait in vain would last."""
+def test_receive_from_any_rank_waits_for_the_remaining_ranks(rank: int, size: int) -> None:
+    """Ranks shut down after their send. The next sender waits longer than a wait in vain."""
     if rank == 0:
-        fl.irecv(ones(), None, tag=1)  # nobody waits for it
+        fl.irecv(ones(), None, tag=1)  # no rank waits for it
         sources = set()
         for _ in range(1, size):
             work = fl.irecv(ones(), None)
@@ -227,7 +232,7 @@ def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(rank: int, 
 
 @pytest.mark.parametrize("name", GIVEN)
 @on_ranks(("gloo", 3), ("shm", 4), slow=[("hierarchical", 4)], params={"TIMEOUT": LIMIT})
-def test_what_was_given_arrives_if_its_giver_closes_the_group_after_a_wait(
+def test_data_arrives_if_the_sender_closes_the_group_after_its_wait(
     rank: int, size: int, name: str
 ) -> None:
     """Each rank closes the group as soon as the wait for its own part has returned."""
@@ -240,8 +245,8 @@ def test_what_was_given_arrives_if_its_giver_closes_the_group_after_a_wait(
 
 
 @everywhere()
-def test_what_was_sent_before_a_shutdown_arrives(rank: int, size: int) -> None:
-    """Rank 0 shuts down with messages on their way; what nobody waits for disturbs nobody."""
+def test_messages_sent_before_a_shutdown_arrive(rank: int, size: int) -> None:
+    """Rank 0 shuts down with messages in flight. A message without a receiver causes no error."""
     last, got = size - 1, np.zeros(1 << 19)
     if rank == 0:
         for _ in range(3):
@@ -251,7 +256,7 @@ def test_what_was_sent_before_a_shutdown_arrives(rank: int, size: int) -> None:
         fl.irecv(ones(), 0, tag=8)
         fl.isend(ones(), 0, tag=9)
         for _ in range(3):
-            time.sleep(0.7)  # longer than one that waits in vain would
+            time.sleep(0.7)  # longer than a wait in vain would last
             assert fl.recv(got, 0)[-1] == 1
             got[:] = 0
     fl.distributed_shutdown()

@@ -1,4 +1,4 @@
-"""Ten thousand messages that are open at once cost little, and all end when they cannot go on."""
+"""Ten thousand open messages cost little, and all of them end if they cannot complete."""
 
 import ctypes
 import gc
@@ -16,23 +16,23 @@ from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.errors import DistributedError, GroupClosedError, PeerLostError
 from tests.distributed.conformance import on_ranks, ranks_in
 
-# What a message may hold beside its array and Python's objects, in bytes.
+# Bytes that a message may use in addition to its array and Python's objects.
 MOST_BYTES = 200
-# The table of started operations, a dict of Python, may grow during a round: to 589,848 bytes.
+# The dict of started operations may grow during a round, to 589,848 bytes.
 ONCE = 600_000
 
-# On several hosts Python begins each message, and ends it, here for four ranks on two cores.
+# On several hosts Python starts and ends each message, here for four ranks on two cores.
 OPEN = {2: 10_000, 4: 1_000}
 WORLDS = [("shm", 2), ("gloo", 2), ("hierarchical", 4)]
 
 ranks = ranks_in(*WORLDS)
 
-# From what ends them to the end of all, in seconds.
+# Seconds until all messages have ended.
 SOON = 5.0  # on two ranks
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -44,7 +44,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def native_bytes() -> int:
-    """Return the bytes that malloc has given away; small objects of Python lie elsewhere."""
+    """Return the bytes allocated by malloc. Small Python objects are not included."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _Mallinfo
     found = mallinfo()
@@ -56,15 +56,15 @@ def threads() -> int:
 
 
 def hold_open(rank: int, size: int, count: int, kind: str, one_tag: bool) -> list[float]:
-    """Have ``count`` open that nobody answers, then answer them; three times.
+    """Open ``count`` messages without a peer, then complete them; three times.
 
-    Returns, of the last two times, the bytes of native memory that one of them held. The first time
-    also frees the results of earlier tests, which ended operations keep until the table of started
-    operations is full: 17 MB less to 0.9 MB more than in the later rounds were seen.
+    Return the bytes of native memory per message in the last two rounds. The first round also frees
+    results of earlier tests, which ended operations keep until the dict of started operations is
+    full: a difference of -17 MB to 0.9 MB was measured.
     """
     peer = rank ^ 1
     mine, theirs = (np.full((count, 2), value, np.int32) for value in (rank, -1))
-    sources, rooms = list(mine), list(theirs)  # views, made before anything is counted
+    sources, rooms = list(mine), list(theirs)  # views, created before the measurement
     tags = [0 if one_tag else i for i in range(count)]
     source = None if kind == "irecv of any" else peer
     works: list[Any] = [None] * (2 * count)
@@ -77,7 +77,7 @@ def hold_open(rank: int, size: int, count: int, kind: str, one_tag: bool) -> lis
 
     first, then = (send, receive) if kind == "isend" else (receive, send)
     held = []
-    started = fl.irecv(np.zeros(2, np.int32), peer)  # which the one thread of all looks after
+    started = fl.irecv(np.zeros(2, np.int32), peer)  # a single thread handles them
     fl.isend(np.zeros(2, np.int32), peer).wait()
     started.wait()
     for _ in range(3):
@@ -101,7 +101,7 @@ def hold_open(rank: int, size: int, count: int, kind: str, one_tag: bool) -> lis
 
 
 def begin(group: ProcessGroup, lost: int, count: int, batch: bool) -> list[Any]:
-    """Begin ``count`` messages that nobody answers, all of them to or from rank ``lost``."""
+    """Start ``count`` messages to or from rank ``lost``, which does not answer."""
     peers = [lost] if group.rank != lost else [r for r in range(group.size) if r != lost]
     large, rooms = np.zeros(1 << 20, np.uint8), list(np.zeros((count // 2, 2)))
     ops = [
@@ -116,7 +116,7 @@ def begin(group: ProcessGroup, lost: int, count: int, batch: bool) -> list[Any]:
 
 
 def errors_of(works: list[Any]) -> list[DistributedError]:
-    """Wait for each, which fails; return why."""
+    """Wait for each work, which must fail, and return the errors."""
     errors = []
     for work in works:
         with pytest.raises(DistributedError) as caught:
@@ -127,7 +127,7 @@ def errors_of(works: list[Any]) -> list[DistributedError]:
 
 
 def assert_lost(errors: list[DistributedError], rank: int) -> None:
-    """One says that ``rank`` is lost, the others too, or that this has closed the group."""
+    """Check that an error names the lost ``rank``, and that the others do or say "closed"."""
     assert {type(error) for error in errors} <= {PeerLostError, GroupClosedError}
     lost = [str(error) for error in errors if isinstance(error, PeerLostError)]
     assert lost
@@ -136,10 +136,10 @@ def assert_lost(errors: list[DistributedError], rank: int) -> None:
 
 @pytest.mark.parametrize("batch", [False, True], ids=["each", "one batch"])
 @on_ranks()
-def test_all_end_when_the_group_is_closed(rank: int, size: int, batch: bool) -> None:
-    """Rank 0 closes the group; the others hear of it, and close it too."""
+def test_open_messages_end_after_the_group_is_closed(rank: int, size: int, batch: bool) -> None:
+    """Rank 0 closes the group. The other ranks are notified, and close it too."""
     counts = []
-    for count in (2 * size, OPEN[size]):  # the first round begins threads of the world
+    for count in (2 * size, OPEN[size]):  # the first round starts threads of the world
         group = fl.new_group(range(size))
         works = begin(group, 0, count, batch)
         fl.barrier()
@@ -160,7 +160,7 @@ def test_all_end_when_the_group_is_closed(rank: int, size: int, batch: bool) -> 
 
 
 @on_ranks(*WORLDS, lost=1)
-def test_all_end_when_a_peer_is_killed(rank: int, size: int) -> None:
+def test_open_messages_end_after_a_peer_is_killed(rank: int, size: int) -> None:
     group = fl.distributed.start.world.current_world().group
     works = begin(group, 1, OPEN[size], batch=False)
     fl.barrier()
@@ -172,8 +172,8 @@ def test_all_end_when_a_peer_is_killed(rank: int, size: int) -> None:
     assert seconds < SOON * size / 2, seconds
 
 
-@on_ranks(*WORLDS, fresh=True)  # a fork leaves open what ranks of other tests share
-def test_all_have_ended_in_a_forked_child_and_go_on_in_its_parent(rank: int, size: int) -> None:
+@on_ranks(*WORLDS, fresh=True)  # a fork keeps resources of other tests open
+def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -> None:
     peer, count = rank ^ 1, OPEN[size]
     mine, theirs = (np.full((count, 2), value, np.int32) for value in (rank, -1))
     numbers, half = range(count), count // 2
@@ -189,9 +189,9 @@ def test_all_have_ended_in_a_forked_child_and_go_on_in_its_parent(rank: int, siz
         assert {type(error) for error in errors} == {GroupClosedError}
         assert all("forked" in str(error) for error in errors)
         assert seconds < SOON * size / 2, seconds
-        sys.exit(0)  # with the handlers of atexit
+        sys.exit(0)  # runs the handlers of atexit
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    fl.barrier()  # until then every rank's receives are open
+    fl.barrier()  # the receives of all ranks are open until then
     works += [fl.isend(mine[i], peer, i) for i in numbers[:half]]
     works += [fl.irecv(theirs[i], peer, i) for i in numbers[half:]]
     for work in works:
@@ -207,7 +207,7 @@ def test_open_messages_cost_no_thread_and_little_memory(
     if kind == "irecv of any" and ranks.size > 2:
         pytest.skip("any other rank may send here")
     count = OPEN[ranks.size]
-    # Small messages that were sent lie with the receiver, over TCP in what has come as well.
+    # Small messages are stored at the receiver. Over TCP they may be in its buffer.
     most = MOST_BYTES * (2 if kind == "isend" else 1)
     for held in ranks.run(hold_open, count, kind, one_tag, deadline=20.0):
         assert max(held) <= most + ONCE / count, held

@@ -1,4 +1,4 @@
-"""What is asked of the machine before memory is taken, and that all ranks raise where it lacks."""
+"""Checks of the available memory. All ranks raise if memory is short on a rank."""
 
 import contextlib
 import errno
@@ -29,7 +29,7 @@ MOST_GROUPS = 400
 
 
 def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
-    """Make groups until ``more`` bytes of addresses are used; return how many, and the error."""
+    """Create groups until ``more`` bytes of addresses are used; return count and error."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -38,7 +38,7 @@ def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
         while len(groups) < MOST_GROUPS:
             groups.append(fl.split(0))
     except (MemoryError, OSError, DistributedError) as error:
-        with contextlib.suppress(DistributedError):  # another rank may be in its next split
+        with contextlib.suppress(DistributedError):  # another rank may be inside its next split
             fl.distributed_shutdown()
         return len(groups), f"{type(error).__name__}: {error}"
     return len(groups), ""
@@ -46,12 +46,12 @@ def make_groups(rank: int, size: int, more: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("more", [60, 120, 180], ids="{} MiB".format)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_groups_beyond_the_memory_are_an_exception(backend: str, more: int) -> None:
+def test_new_group_raises_if_memory_for_addresses_runs_out(backend: str, more: int) -> None:
     params = {"BACKEND": backend, "TIMEOUT": "5"}
     results = run_ranks(make_groups, 2, more << 20, deadline=30.0, params=params)
     first = min(results)
     assert first[0] < MOST_GROUPS
-    assert "memory" in first[1].lower(), results  # NumPy has it in the name of its class
+    assert "memory" in first[1].lower(), results  # the class name of NumPy's error contains it
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_file_is_for_this_user_alone_and_goes(folder: Path, named: bool) -> None:
+def test_memory_file_is_private_and_temporary(folder: Path, named: bool) -> None:
     file = MemoryFile(named)
     os.pwrite(file.fd, b"secret", 0)
     status = os.fstat(file.fd)
@@ -75,14 +75,14 @@ def test_a_file_is_for_this_user_alone_and_goes(folder: Path, named: bool) -> No
         pass
 
 
-def test_names_are_needed_where_processes_do_not_see_each_other() -> None:
+def test_memory_file_needs_a_name_if_processes_do_not_see_each_other() -> None:
     assert not needs_names(["a pid:[1]", "a pid:[1]", "b pid:[1]"])
     assert needs_names(["a pid:[1]", "a pid:[2]"])
     assert needs_names(["a pid:[1]", ""])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_what_belongs_to_somebody_else_is_refused(folder: Path) -> None:
+def test_open_memory_rejects_files_of_other_users(folder: Path) -> None:
     path = folder / "flashlight-other"
     path.write_bytes(b"")
     os.chown(path, 12345, 12345)
@@ -90,7 +90,7 @@ def test_what_belongs_to_somebody_else_is_refused(folder: Path) -> None:
         pass
 
 
-def test_links_are_not_followed(folder: Path) -> None:
+def test_open_memory_does_not_follow_links(folder: Path) -> None:
     (folder / "target").write_bytes(b"")
     link = folder / "flashlight-link"
     link.symlink_to(folder / "target")
@@ -99,11 +99,11 @@ def test_links_are_not_followed(folder: Path) -> None:
 
 
 def age(path: Path) -> None:
-    """Make ``path`` older than a file that somebody is about to lock."""
+    """Make ``path`` older than a file that its owner is about to lock."""
     os.utime(path, (0, 0))
 
 
-def test_what_an_owner_that_died_has_left_is_removed(folder: Path) -> None:
+def test_memory_file_removes_files_of_dead_owners(folder: Path) -> None:
     living = MemoryFile(named=True)
     age(Path(living.path))
     program = (
@@ -128,7 +128,7 @@ MB = 1 << 20
 MEMINFO = "MemTotal: 131072 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 STAT = "anon 5\ninactive_file 1048576\nactive_file 2097152\n"
-LACK = "there is not enough memory"
+LACK = "not enough memory"
 
 
 def machine(root: Path, files: dict[str, object], swap: int = 0) -> Path:
@@ -140,7 +140,7 @@ def machine(root: Path, files: dict[str, object], swap: int = 0) -> Path:
 
 
 def group(folder: str, limit: object, used: int) -> dict[str, object]:
-    """Return the files of a control group of version 2, with 3 MB of files that were read."""
+    """Return the files of a control group (version 2) with 3 MB of file caches."""
     names = f"{folder}/memory.max", f"{folder}/memory.current", f"{folder}/memory.stat"
     return dict(zip(names, (limit, used, STAT), strict=True))
 
@@ -182,7 +182,7 @@ OLD = {"proc/self/cgroup": "5:cpu,memory:/docker/0a\n1:name=systemd:/docker/0a\n
         ({**OLD, **old_group(V1, 9223372036854771712, 9)}, 0, 64 * MB, "MemAvailable"),
     ],
 )
-def test_the_least_of_all_limits_counts(
+def test_available_memory_is_the_smallest_of_all_limits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, object],
@@ -190,7 +190,7 @@ def test_the_least_of_all_limits_counts(
     free: int,
     limit: str,
 ) -> None:
-    """Of the machine and of each control group above this process, as a container sees it."""
+    """The machine and each control group above this process count, as inside a container."""
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files, swap))
     monkeypatch.setattr(memory_room, "LITTLE", 0)
     found, words = memory_room.available()
@@ -216,7 +216,7 @@ LIMITED = {**JOB, **group(f"{V2}/slurm", 16 * MB, 4 * MB)}
         ({**LIMITED, f"{V2}/slurm/memory.stat": "inactive_file many\n"}, True),
     ],
 )
-def test_what_cannot_be_read_does_not_limit(
+def test_available_memory_ignores_unreadable_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, object], is_known: bool
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
@@ -225,10 +225,10 @@ def test_what_cannot_be_read_does_not_limit(
     assert (found, expected[1] in words) == (expected[0], True), words
 
 
-def test_little_is_given_without_a_question_and_limits_are_looked_for_once(
+def test_require_memory_skips_small_requests_and_caches_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups without a limit, or with more than the machine has, are not read again."""
+    """Groups without a limit, or with more memory than the machine, are not read again."""
     files = {**LIMITED, **group(f"{V2}/slurm/job_7", "max", 1), **group(V2, 999 * MB, 1)}
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
     memory_room.available()
@@ -249,10 +249,10 @@ def test_little_is_given_without_a_question_and_limits_are_looked_for_once(
     assert reads == ["proc/meminfo", *slurm]
     (tmp_path / f"{V2}/slurm/memory.max").write_text("max")
     with pytest.raises(MemoryError, match="67,108,864 are available"):
-        memory_room.require_memory(1025 * MB, "an array")  # for so much they are looked for anew
+        memory_room.require_memory(1025 * MB, "an array")  # large requests read the limits again
 
 
-def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
+def test_reserve_restores_the_file_if_memory_runs_out_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
@@ -269,12 +269,12 @@ def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
     assert (status.st_size, status.st_blocks * 512) == (3 * MB, 3 * MB)
 
 
-def test_a_file_system_that_is_too_small_is_named_before_it_is_full(
+def test_reserve_raises_before_a_small_file_system_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
     system = os.fstatvfs(fd)
-    with pytest.raises(OSError, match=r"a file: its file system has [0-9,]* bytes of") as caught:
+    with pytest.raises(OSError, match=r"a file: the file system has [0-9,]* of") as caught:
         memory_room.reserve(fd, system.f_blocks * system.f_frsize + 1, "a file")
     blocks = os.fstat(fd).st_blocks
     os.close(fd)
@@ -286,7 +286,7 @@ def test_a_file_system_that_is_too_small_is_named_before_it_is_full(
 
 @contextlib.contextmanager
 def little_memory(folder: Path) -> Iterator[None]:
-    """Have this rank believe that its machine has 64 MB."""
+    """Make this rank believe that its machine has 64 MB."""
     before, memory_room.ROOT = memory_room.ROOT, machine(folder, {})
     try:
         yield
@@ -295,17 +295,17 @@ def little_memory(folder: Path) -> Iterator[None]:
 
 
 def model(width: int) -> Any:
-    """Return a linear layer, the same on all ranks."""
+    """Return a linear layer that is equal on all ranks."""
     fl.set_seed(1)
     return fl.nn.Linear(width, width)
 
 
 def fill(out: Any) -> None:
-    """Be called where there is enough memory alone."""
+    """Fail unless there is enough memory."""
     assert str(memory_room.ROOT) == "/"
 
 
-# What takes more than 64 MB on a host of two ranks, and the name that its error has.
+# Allocations of more than 64 MB on a host of two ranks, with the name in the error.
 TAKES: dict[str, Callable[[], object]] = {
     "shared_empty": lambda: fl.shared_empty((9, MB)),
     "host_array": lambda: fl.host_array(fill, shape=(17, MB)),
@@ -316,10 +316,10 @@ TAKES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", TAKES)
 @on_ranks(("shm", 2), ("hierarchical", 4))
-def test_every_rank_raises_where_a_host_lacks_memory(
+def test_out_of_memory_error_is_raised_on_every_rank(
     rank: int, size: int, name: str, tmp_path: Path
 ) -> None:
-    """That of all ranks, or the second of two."""
+    """Memory is short on all ranks, or on the second of two ranks."""
     assert len(hosts_of(group_or_world(None))) == size // 2
     is_poor = size == 2 or rank >= 2
     lacking = little_memory(tmp_path / str(rank)) if is_poor else contextlib.nullcontext()
@@ -333,17 +333,17 @@ def test_every_rank_raises_where_a_host_lacks_memory(
     assert all(words in text for words in (name, place, "MemAvailable")), text
     assert is_poor or "rank 2" in text, text
     assert not re.search(r"rank \d: rank", text), text
-    assert fl.all_reduce(np.ones(3)).tolist() == [size] * 3  # the group goes on
+    assert fl.all_reduce(np.ones(3)).tolist() == [size] * 3  # the group remains usable
     x = fl.shared_empty(100_000)
     x[...] = 1
     assert fl.all_reduce(x)[-1] == size
 
 
 @on_ranks(("single", 1), ("shm", 2))
-def test_a_rank_that_knows_nothing_of_its_memory_takes_it(
+def test_require_memory_allows_all_requests_if_limits_are_unknown(
     rank: int, size: int, tmp_path: Path
 ) -> None:
-    """Of rank 0's memory; what is little takes no longer for that there is a question for much."""
+    """Rank 0's limits are unknown. Small arrays do not get slower by the check of large arrays."""
     exchanges: list[bytes] = []
     exchange = BackendStore.exchange
 
@@ -363,7 +363,7 @@ def test_a_rank_that_knows_nothing_of_its_memory_takes_it(
 
 
 @on_ranks(("single", 1), ("shm", 2))
-def test_what_no_machine_has_is_refused_before_anything_is_taken(rank: int, size: int) -> None:
+def test_impossible_sizes_are_rejected_before_an_allocation(rank: int, size: int) -> None:
     takes: list[Callable[[], object]] = [
         lambda: fl.shared_empty(10**15, np.float64),
         lambda: fl.host_array(zeros, shape=10**15, dtype=np.float64),
@@ -376,21 +376,25 @@ def test_what_no_machine_has_is_refused_before_anything_is_taken(rank: int, size
 
 
 def zeros(out: Any) -> None:
-    """Leave it as it is."""
+    """Leave the array unchanged."""
 
 
 @on_ranks(("gloo", 2))
-def test_over_gloo_the_others_raise_as_well(rank: int, size: int, tmp_path: Path) -> None:
+def test_out_of_memory_error_is_raised_on_every_rank_over_gloo(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     lacking = little_memory(tmp_path) if rank == 1 else contextlib.nullcontext()
-    why = rf"rank {rank} of 2: {LACK}\. rank 1: an array of float32 \(17, 1048576\): 71,303,168 "
+    why = rf"rank {rank} of 2: .*{LACK}\. rank 1: an array of float32 \(17, 1048576\): 71,303,168 "
     with lacking, pytest.raises(fl.errors.OutOfMemoryError, match=why):
         fl.shared_empty((17, MB))
     assert fl.all_reduce(np.ones(1)) == size
 
 
 @on_ranks(("shm", 2))
-def test_what_was_mapped_and_not_written_counts(rank: int, size: int, tmp_path: Path) -> None:
-    """Room for parameters and gradients is not room for the state of Adam as well."""
+def test_available_memory_excludes_mapped_pages_without_data(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    """Memory that suffices for parameters and gradients does not suffice for the state of Adam."""
     sharded = model(2500)
     with little_memory(tmp_path / str(rank)):
         fl.fully_shard(sharded)
@@ -399,7 +403,9 @@ def test_what_was_mapped_and_not_written_counts(rank: int, size: int, tmp_path: 
             fl.optim.AdamOptimizer(sharded.params(), 1e-3)
 
 
-def test_workers_of_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_workers_raise_out_of_memory_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flashlight_py.parallel.workers import WorkerMemory
 
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))

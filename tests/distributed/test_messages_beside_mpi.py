@@ -1,10 +1,10 @@
 """Random programs of messages receive the same in this package and in MPI.
 
-MPI's rules make them deterministic. A program is a list of steps, each of one message or of several
-that are a batch. Every rank does its part of the steps in their order and draws for itself how:
-blocking or not, in which order the messages of a batch, and when it waits for which. No wait can be
-for ever: the rank at the first step has had all partners' part of the steps before. Only what is
-sent under a tag whose receives are for any rank may be overtaken, so it is waited for in the end.
+MPI's rules make the programs deterministic. A program is a list of steps, each of which is one
+message or a batch. Every rank runs its part of the steps in order and draws the form: blocking or
+not, the order inside a batch, and the time of each wait. No wait can last forever, because at the
+first step all partners have run their part of earlier steps. Messages of tags with receives from
+any rank may overtake each other, so they are waited for at the end.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ MOST_BYTES = 256 << 10
 NBYTES = (0, 1, 4, 60, 1000, 4 << 10, 9000, 70_000, MOST_BYTES)
 RECEIVES = ("named", "named", "any", "both")
 TAGS = 24
-MPI_TAG = 2**15 - 1  # every MPI has so many
+MPI_TAG = 2**15 - 1  # the largest tag that every MPI supports
 BATCH = 8
-NUMBER = 8  # bytes in which a message that has so many names itself
+NUMBER = 8  # minimum bytes of a message that contains its number
 NOISE = np.random.default_rng(0).integers(0, 256, 2 * MOST_BYTES, np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tag:
-    """What goes under one tag. ``receives`` are of a named rank, of any, or of one by both ways."""
+    """The kind of the messages of one tag: receives from a named rank, from any rank, or both."""
 
     number: int
     receives: str
@@ -51,7 +51,7 @@ class Message:
     rows: int
 
     def array(self) -> Array:
-        """Return what is sent."""
+        """Return the array to send."""
         nbytes = self.rows * self.tag.dtype.itemsize
         start = self.number * 97 % MOST_BYTES
         array = NOISE[start : start + nbytes].copy()
@@ -61,15 +61,15 @@ class Message:
 
 
 Digest = tuple[int | None, int, int]
-# "send" or "recv", and of or to whom; None: of any rank.
+# "send" or "recv", and the peer; None: any rank.
 Op = tuple[str, Message, int | None]
 NOBODY = -2
-# Of one rank: "do" an op, "begin" some (their number), "wait" for those or "poll" until they end.
+# Actions of a rank: "do" an op, "begin" ops (by number), "wait" for ops, or "poll" until they end.
 Action = tuple[str, list[Op], int]
 
 
 class Program:
-    """``count`` messages between ``size`` ranks, of which each has ``most`` steps open or fewer."""
+    """``count`` messages between ``size`` ranks, with at most ``most`` open steps per rank."""
 
     def __init__(self, size: int, count: int, most: int, seed: int) -> None:
         self.size, self.most, self.seed = size, most, seed
@@ -99,7 +99,7 @@ class Program:
         return Message(number, source, destination, tag, rows)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """Yield what ``rank`` does; what it begins is numbered from 0."""
+        """Yield the actions of ``rank``. Started operations are numbered from 0."""
         own = random.Random(f"{self.seed} {rank}")
         begun, waiting, late = 0, list[int](), list[int]()
         for step in self.steps:
@@ -121,7 +121,7 @@ class Program:
         yield from (("wait", [], number) for number in waiting + late)
 
     def expected(self, rank: int) -> dict[int, list[Digest]]:
-        """Return, by tag, what ``rank`` receives: of each source in the order of its sends."""
+        """Return by tag the messages to ``rank``, by source in the order of its sends."""
         found: dict[int, list[Digest]] = {}
         for source in range(self.size):
             for _, ops, _ in self.actions(source):
@@ -131,7 +131,7 @@ class Program:
         return found
 
     def by_tag(self, received: Sequence[tuple[Message, Array]]) -> dict[int, list[Digest]]:
-        """Return the same of what was received, given in the order of the receives."""
+        """Return received messages like ``expected``, given the order of the receives."""
         messages = {m.number: m for step in self.steps for m in step}
         found: dict[int, list[tuple[int, Digest]]] = {}
         for asked, array in received:
@@ -154,17 +154,17 @@ def _ops(message: Message, rank: int, own: random.Random) -> Iterator[Op]:
 
 
 def digest(array: Array) -> Digest:
-    """Return a message's number, where it has room for that, its length and a sum of its bytes."""
+    """Return the number of a message (if it has room for one), its length, and its sum."""
     data = array.view(np.uint8)
     number = int(data[:NUMBER].view(np.int64)[0]) if data.size >= NUMBER else None
     return number, data.size, zlib.crc32(data)
 
 
 class Ours:
-    """This package's world."""
+    """The world of this package."""
 
     def do(self, op: Op, array: Array) -> Array:
-        """Send, or return what was received."""
+        """Send, or return the received array."""
         kind, message, peer = op
         if kind == "recv":
             return fl.recv(array, peer, message.tag.number, partial=message.tag.partial)
@@ -172,7 +172,7 @@ class Ours:
         return array
 
     def begin(self, ops: list[tuple[Op, Array]]) -> Any:
-        """Begin several messages, as a batch where they are more than one and none of any rank."""
+        """Start messages, as a batch if there are several and no source is any rank."""
         given = [
             (kind, array, None if peer == NOBODY else peer, message.tag.number, message.tag.partial)
             for (kind, message, peer), array in ops
@@ -193,7 +193,7 @@ class Ours:
         return bool(works.is_completed())
 
     def wait(self, works: Any, ops: list[tuple[Op, Array]]) -> list[Array]:
-        """Return the arrays, of what was received in part the part."""
+        """Return the arrays, or the received part of a partial receive."""
         if not isinstance(works, list):
             return works.wait()
         parts = (work.wait() for work in works)
@@ -231,7 +231,7 @@ class Mpi:
         return [begin[op[0]](*self._arguments(op, array)) for op, array in ops]
 
     def is_done(self, works: Any) -> bool:
-        return all(work.Get_status() for work in works)  # which leaves them to be waited for
+        return all(work.Get_status() for work in works)  # a later wait completes them
 
     def wait(self, works: Any, ops: list[tuple[Op, Array]]) -> list[Array]:
         statuses = [self._mpi.Status() for _ in ops]
@@ -243,7 +243,7 @@ class Mpi:
 
 
 def _run(library: Ours | Mpi, program: Program, rank: int) -> list[tuple[Message, Array]]:
-    """Run ``rank``'s part; return what was received, in the order in which it was asked for."""
+    """Run the part of ``rank``; return the received messages in the order of the receives."""
     asked: list[tuple[Message, Array]] = []
     begun: list[tuple[Any, list[tuple[Op, Array]], list[int]]] = []
     for what, ops, number in program.actions(rank):
@@ -281,7 +281,7 @@ def _run(library: Ours | Mpi, program: Program, rank: int) -> list[tuple[Message
 
 
 def run_on_both(rank: int, size: int, count: int, most: int, seed: int) -> None:
-    """Run a program on this package and on MPI; both must receive what MPI's rules say."""
+    """Run a program in this package and in MPI. Both must receive the expected messages."""
     program, theirs = Program(size, count, most, seed), Mpi()
     expected = program.expected(rank)
     fl.barrier()
@@ -307,14 +307,18 @@ BY_MPI = {"init": "mpi"}
 
 
 @pytest.mark.parametrize(("backend", "size"), TRIED)
-def test_random_messages_are_received_as_in_mpi(pool: Any, backend: str, size: int) -> None:
+def test_random_message_programs_receive_the_same_as_in_mpi(
+    pool: Any, backend: str, size: int
+) -> None:
     ranks = pool(size, **world_of(backend, BY_MPI))
     ranks.run_each(run_on_both, [(100, 8, 1), (100, 100, 2)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), TRIED)
-def test_10_000_random_messages_are_received_as_in_mpi(pool: Any, backend: str, size: int) -> None:
+def test_program_of_10_000_messages_receives_the_same_as_in_mpi(
+    pool: Any, backend: str, size: int
+) -> None:
     programs = [(10_000, 30, 3), (10_000, 1000, 4)]
     ranks = pool(size, **world_of(backend, BY_MPI))
     ranks.run_each(run_on_both, programs, deadline=110.0)

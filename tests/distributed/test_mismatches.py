@@ -1,6 +1,6 @@
-"""Random programs of which one rank's differs: all raise at that call, and nothing was changed.
+"""Random programs that differ on one rank: all ranks raise at that call, and no array changes.
 
-EXAMPLES=1000 in the environment tries as many for each backend, others in every run.
+Set EXAMPLES=1000 to run that many programs per backend. Each run uses new programs.
 """
 
 import contextlib
@@ -21,7 +21,12 @@ from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed.conformance import hosts_by_letter, on_ranks, world_of
 from tests.distributed.harness import run_ranks
-from tests.distributed.told import told, told_later, told_now_or_later, told_of_messages
+from tests.distributed.mismatch_errors import (
+    late_message_mismatches,
+    late_mismatch,
+    mismatch_error,
+    mismatch_now_or_later,
+)
 
 FEW = 25
 EXAMPLES = int(os.environ.get("EXAMPLES", FEW))
@@ -33,7 +38,7 @@ WITHOUT_ASYNC = ("barrier", "scatter", "all_gather", "gather", "all_to_all")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a rank calls; shapes begin with a multiple of any number of ranks here."""
+    """A call. The first dimension of shapes is divisible by all sizes of worlds in this file."""
 
     verb: str
     dtype: str = "float64"
@@ -44,14 +49,14 @@ class Call:
     starts: bool = False
 
     def compared(self) -> tuple[Any, ...]:
-        """What must be the same on all ranks."""
+        """The properties that must be equal on all ranks."""
         if self.verb == "barrier":
             return (self.verb,)
         verb = TABLED[self.verb]
         how = (self.op, self.scale) if verb.reduces else ()
         root = self.root if verb.rooted else None
         shape = () if self.verb == "scatter" else self.shape[1:] if verb.ragged else self.shape
-        dtype = "" if self.verb == "scatter" else self.dtype  # which the root alone knows
+        dtype = "" if self.verb == "scatter" else self.dtype  # known to the root only
         return self.verb, dtype, shape, how, root
 
     def make(self, rank: int) -> Any:
@@ -87,7 +92,7 @@ calls = st.builds(
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[Call], list[Call]]:
-    """Draw a program, and that of the rank which differs."""
+    """Draw a program, and the program of the rank that differs."""
     common = draw(st.lists(calls, min_size=1, max_size=4))
     at = draw(st.integers(0, len(common) - 1))
     odd = list(common)
@@ -109,7 +114,7 @@ def programs(draw: st.DrawFn) -> tuple[list[Call], list[Call]]:
 def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: bool) -> None:
     """Run this rank's program up to the first call that differs, which must raise.
 
-    Unless ``at_once`` it may be the next call that raises, on all ranks then.
+    Unless ``at_once``, the next call may raise instead, on all ranks.
     """
     mine = [*programs[rank], last]
     for number, call in enumerate(mine):
@@ -118,21 +123,21 @@ def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: b
         if len(set(everyone)) == 1:
             call(x, rank, size)
             continue
-        now = told(lambda call=call, x=x: call(x, rank, size))
+        now = mismatch_error(lambda call=call, x=x: call(x, rank, size))
         assert now or not at_once
         assert not now or "test_mismatches.py:" in now
         assert not now or x is None or np.all(x == rank + 1)
-        later = told_later()
+        later = late_mismatch()
         assert now or "an earlier call of this group, 1 before this one" in later
         assert not (at_once and later)
         assert fl.all_gather_object(bool(later)) == [bool(later)] * size
         break
     y = np.full(20_000, rank + 1.0)
-    assert np.all(fl.all_reduce(y) == size * (size + 1) / 2)  # the group lives on
+    assert np.all(fl.all_reduce(y) == size * (size + 1) / 2)  # the group remains usable
 
 
 @pytest.mark.parametrize("backend", WORLDS)
-def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, backend: str) -> None:
+def test_different_programs_raise_mismatch_error_on_every_rank(pool: Any, backend: str) -> None:
     size, (name, *sync) = WORLDS[backend], backend.split(", ")
     world = pool(size, **world_of(name, *[SYNC] * len(sync)))
     last = Call("all_reduce", dtype="float32", shape=(18,))
@@ -150,8 +155,8 @@ def test_programs_that_differ_raise_everywhere_and_change_nothing(pool: Any, bac
 
 @pytest.mark.parametrize("count", [10, 100_000])
 @on_ranks(("gloo", 2), ("shm", 2), ("mpi", 2))
-def test_what_runs_beside_a_mismatch_goes_on(rank: int, size: int, count: int) -> None:
-    """A mismatch of a message or of a collective leaves what runs beside it alone."""
+def test_operations_in_parallel_with_a_mismatch_continue(rank: int, size: int, count: int) -> None:
+    """Parallel operations continue after a mismatch of a message or a collective."""
     peer = 1 - rank
     got = np.zeros(count)
     works = [fl.irecv(got, peer, tag=1), fl.isend(np.full(count, rank + 1.0), peer, tag=1)]
@@ -168,7 +173,7 @@ def test_what_runs_beside_a_mismatch_goes_on(rank: int, size: int, count: int) -
     assert np.all(got == peer + 1)
 
 
-# A file's name may be any bytes, as Python shows those that are no text.
+# A file name may contain bytes that are not text, which Python escapes.
 NO_TEXT = compile("fl.all_reduce(np.zeros(3 + rank))", "/home/caf\udce9/train.py", "exec")
 
 
@@ -187,14 +192,16 @@ def ended(started: Any) -> None:
 
 @pytest.mark.parametrize("starts", [False, True])
 @on_ranks(("gloo", 2), ("shm", 3), ("mpi", 2), ("hierarchical", 3))
-def test_each_side_reports_where_the_others_have_called(rank: int, size: int, starts: bool) -> None:
+def test_mismatch_error_names_the_call_sites_of_all_ranks(
+    rank: int, size: int, starts: bool
+) -> None:
     lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
     with pytest.raises(fl.errors.MismatchError) as first:
         (two if rank else one)(starts)
-    told_later()
+    late_mismatch()
     with pytest.raises(fl.errors.MismatchError, match=r" at caf\\udce9/train.py:1") as then:
         exec(NO_TEXT, {**globals(), "rank": rank})
-    told_later()
+    late_mismatch()
     message = str(first.value)
     assert "rank 0 called all_reduce(float64 (3,), op=sum, scale=1" in message
     assert all(line in message for line in lines), message
@@ -203,14 +210,14 @@ def test_each_side_reports_where_the_others_have_called(rank: int, size: int, st
 
 
 def number_of(message: str) -> int:
-    """Which call of the group it was, the first being 1."""
+    """Return the number of a call in the group, from 1."""
     found = re.search(r"the ranks made different calls in call (\d+) of this group: ", message)
     assert found, message
     return int(found[1])
 
 
 def line_of(function: Any) -> int:
-    """Return the line of the function's first statement."""
+    """Return the line of the first statement of a function."""
     line: int = function.__code__.co_firstlineno
     return line + 1
 
@@ -229,13 +236,15 @@ ONE, OBJECTS = np.ones(1, int), ["a", "b", "c"]
 
 @pytest.mark.parametrize("odd", range(3))
 @on_ranks(("gloo", 3), ("shm", 3), ("mpi", 3), ("hierarchical", 3))
-def test_a_verb_made_of_others_is_distinguished_from_them(rank: int, size: int, odd: int) -> None:
-    """One rank calls what the others' verb begins with inside."""
+def test_mismatch_error_distinguishes_a_composed_verb_from_its_steps(
+    rank: int, size: int, odd: int
+) -> None:
+    """One rank calls the verb that is the first step of the other ranks' verb."""
     for name, pair in COMPOSED.items():
-        message = told_now_or_later(pair[rank == odd])
+        message = mismatch_now_or_later(pair[rank == odd])
         assert f"called {name}" in message, message
         assert "test_mismatches.py:" in message
-        assert fl.all_reduce(np.ones(2))[1] == size  # in step again
+        assert fl.all_reduce(np.ones(2))[1] == size  # the ranks are in step again
 
 
 def differ_in_group(rank: int, size: int) -> str:
@@ -248,9 +257,9 @@ def differ_in_group(rank: int, size: int) -> str:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
-def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
+def test_calls_of_different_groups_raise_mismatch_error(backend: str) -> None:
     texts = run_ranks(differ_in_group, 2, params={"BACKEND": backend, "TIMEOUT": 1})
-    # The second receives the failure of the first.
+    # The second call receives the failure of the first.
     reported = [text for text in texts if "the ranks called verbs of different groups" in text]
     assert reported, texts
     for text in reported:
@@ -260,8 +269,8 @@ def test_verbs_of_different_groups_are_a_mismatch(backend: str) -> None:
 
 
 @on_ranks(("gloo", 4), slow=[("shm", 4)], fresh=True, params={"TIMEOUT": 1})
-def test_verbs_of_different_groups_name_every_rank_that_is_missing(rank: int, size: int) -> None:
-    everybody = fl.new_group(range(size), timeout=30)  # so that rank 0 is the first to give up
+def test_calls_of_different_groups_name_every_missing_rank(rank: int, size: int) -> None:
+    everybody = fl.new_group(range(size), timeout=30)  # rank 0 gives up first
     with pytest.raises(fl.errors.DistributedError) as caught:
         (everybody if rank else fl).all_reduce(np.zeros(3))  # type: ignore[attr-defined]
     with contextlib.suppress(fl.errors.DistributedError):
@@ -276,7 +285,7 @@ MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]
 
 
 @on_ranks(*(("gloo", 2), ("shm", 3), ("hierarchical", 3), ("mpi", 2)), ("shm", 3, SYNC))
-def test_shapes_that_differ_beyond_the_eighth_dimension_are_distinguished(
+def test_shapes_that_differ_beyond_eight_dimensions_raise_mismatch_error(
     rank: int, size: int
 ) -> None:
     for shape in MANY[1:]:
@@ -284,11 +293,11 @@ def test_shapes_that_differ_beyond_the_eighth_dimension_are_distinguished(
             if call is one_message and rank > 1:
                 continue
             x = np.full(shape if rank == 1 else MANY[0], rank + 1.0)
-            now = told(lambda call=call, x=x: call(x))
+            now = mismatch_error(lambda call=call, x=x: call(x))
             assert not now or np.all(x == rank + 1)
-            later = told_of_messages(1 - rank) if call is one_message else told_later()
+            later = late_message_mismatches(1 - rank) if call is one_message else late_mismatch()
             assert now or later
-            assert "ranks 0, 1 " not in now + later  # as if both had called the same
+            assert "ranks 0, 1 " not in now + later  # as if both had made the same call
     x = np.ones(MANY[0])
     assert np.all(fl.all_reduce(x) == size)
     assert fl.all_gather(x).shape == (size, *MANY[0][1:])
@@ -304,7 +313,9 @@ def only_first_checks(rank: int) -> dict[str, str]:
 
 
 @on_ranks(("shm", 2), fresh=True, env=only_first_checks, init=None)
-def test_ranks_must_agree_on_whether_to_compare_calls(rank: int, size: int, tmp_path: Path) -> None:
+def test_distributed_init_raises_if_flashlight_checks_differs(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     why = "FLASHLIGHT_CHECKS is 0 on rank 1 only"
     params = {"FILE_PATH": str(tmp_path / "meet")}
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):
@@ -318,13 +329,14 @@ def differ_unchecked(rank: int, size: int) -> str:
     return type(caught.value).__name__
 
 
-def test_without_checks_hosts_that_differ_break_the_group() -> None:
+def test_unchecked_mismatch_between_hosts_ends_the_group() -> None:
     names = run_ranks(differ_unchecked, 3, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
     assert set(names) <= {"MismatchError", "PeerLostError", "GroupClosedError"}
     assert "MismatchError" in names
 
 
-# Errors and flight records number the calls of a group alike, however many steps those take -------
+# Errors and flight records number the calls of a group alike
+# -----------------------------------------
 
 
 CALLS = {
@@ -347,8 +359,8 @@ CALLS = {
 
 
 @on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 3), slow=[("mpi", 3)])
-def test_errors_count_as_records_do(rank: int, size: int) -> None:
-    world = fl.new_group(range(size))  # with a count of its own
+def test_errors_and_flight_records_count_calls_alike(rank: int, size: int) -> None:
+    world = fl.new_group(range(size))  # has its own count
     for group in (world, world.new_group([1, 0])):
         if not group.is_member:
             continue
@@ -357,14 +369,14 @@ def test_errors_count_as_records_do(rank: int, size: int) -> None:
             differ(group, name)
         late = group.all_reduce(np.ones(2 + group.rank), async_op=True)
         due = calls_of(group)
-        group.all_gather_object("x" * 5000)  # what comes afterwards does not count
+        group.all_gather_object("x" * 5000)  # later calls do not count
         with pytest.raises(fl.errors.MismatchError, match=f" in call {due} of this group"):
             late.wait()
     world.close()
 
 
 def differ(group: Any, name: str) -> None:
-    """Fail in a plain call, and in the first step of others."""
+    """Fail in a plain call, and in the first step of composed calls."""
     for call in (
         lambda: group.all_reduce(np.ones(2 + group.rank)),
         lambda: group.all_gather_object("x") if group.rank else group.barrier(),

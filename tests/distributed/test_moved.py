@@ -1,4 +1,4 @@
-"""What verbs only move: rows that have no bytes, and arrays of dtypes that nobody computes with."""
+"""Verbs that only move data: rows without bytes, and arrays of dtypes without arithmetic."""
 
 import itertools
 import re
@@ -10,18 +10,18 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.errors import MismatchError
 from tests.distributed.conformance import assert_equal, dtype_of, on_ranks, ranks_in, values
+from tests.distributed.mismatch_errors import late_message_mismatches, mismatch_now_or_later
 from tests.distributed.programs import MOVING, every_verb, run_program
-from tests.distributed.told import told_now_or_later, told_of_messages
 
 ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
 
 
 @pytest.mark.parametrize("name", ["f4", "M8[s]"])
 @on_ranks()
-def test_rows_without_bytes_are_counted(rank: int, size: int, name: str) -> None:
+def test_gathers_count_rows_without_bytes(rank: int, size: int, name: str) -> None:
     many = [1, 4, 0, 2][:size]
     total = sum(many)
-    dtype = np.dtype(name)  # dates are those that native code leaves to Python
+    dtype = np.dtype(name)  # native code leaves dates to Python
     x = np.zeros((many[rank], 2, 0, 3) if dtype.kind == "M" else (many[rank], 0), dtype)
     tail = x.shape[1:]
     assert fl.all_gather(x).shape == (total, *tail)
@@ -45,7 +45,7 @@ def test_rows_without_bytes_are_counted(rank: int, size: int, name: str) -> None
                 fl.gather(x, 0, out=wrong)
         else:
             fl.gather(x, 0)
-    # The others know how many rows arrive.
+    # The other ranks know how many rows arrive.
     part = np.zeros((size, *tail), dtype)
     assert fl.scatter(part if rank == 0 else None, 0).shape == (1, *tail)
     assert fl.reduce_scatter(part, op="max").shape == (1, *tail)
@@ -61,8 +61,8 @@ def test_rows_without_bytes_are_counted(rank: int, size: int, name: str) -> None
 
 
 @on_ranks()
-def test_an_out_without_rows_is_too_short(rank: int, size: int) -> None:
-    """Arrays that have bytes, in any layout, and an out that has none: nobody reads its address."""
+def test_gathers_reject_an_out_without_rows(rank: int, size: int) -> None:
+    """The address of an ``out`` without bytes must not be used."""
     near = np.array([0, 64, 0, 0], np.int64)
     for x in (np.zeros((2, 2), np.int64), np.zeros((2, 2), "M8[s]")):
         out = np.ndarray((0, 2), x.dtype, near.data)
@@ -82,7 +82,7 @@ def _count_rows(verb: Any, x: Any, out: Any, how: bool, wrong: bool) -> None:
 
 
 @on_ranks()
-def test_what_wait_has_raised_is_not_raised_again(rank: int, size: int) -> None:
+def test_sync_distributed_does_not_repeat_an_error_of_wait(rank: int, size: int) -> None:
     for out in (np.zeros((size + 1, 4))[:, ::2], np.zeros((size + 1, 2))):
         for x in (np.zeros((1, 4))[:, ::2], np.zeros((1, 2))):
             with pytest.raises(ValueError, match=f"expected out with {size} rows"):
@@ -91,14 +91,14 @@ def test_what_wait_has_raised_is_not_raised_again(rank: int, size: int) -> None:
 
 
 def block(source: int, target: int) -> np.ndarray:
-    """What the one sends to the other."""
+    """Return the block that one rank sends to the other."""
     kinds = ("f4", "M8[s]", "U3", "?", "c16")
     x = np.arange(2 * (source + target)).astype(kinds[(source + 2 * target) % 5])
     return x.reshape(2, -1) if source else x[::2] if target else x
 
 
 @on_ranks()
-def test_blocks_of_any_shapes_go_to_all(rank: int, size: int) -> None:
+def test_collectives_accept_blocks_of_any_layout(rank: int, size: int) -> None:
     sent = [block(rank, target) for target in range(size)]
     for how in (False, True):
         for outs in (None, [np.zeros_like(block(source, rank)) for source in range(size)]):
@@ -107,7 +107,7 @@ def test_blocks_of_any_shapes_go_to_all(rank: int, size: int) -> None:
                 assert part.dtype == block(source, rank).dtype
                 np.testing.assert_array_equal(part, block(source, rank))
                 assert outs is None or part is outs[source]
-                part[:] = part  # may be written to
+                part[:] = part  # is writable
     for wrong in (sent * 2, [None] * size):
         with pytest.raises((TypeError, ValueError), match="all_to_all"):
             fl.all_to_all(wrong)
@@ -115,7 +115,7 @@ def test_blocks_of_any_shapes_go_to_all(rank: int, size: int) -> None:
         fl.all_to_all(sent, rows=[1] * size)
     wrong_out = rf"out\[{rank}\] must be float32 \(2,\), as rank {rank} sends, got float64"
     for how in (False, True):
-        with pytest.raises(ValueError, match=wrong_out):  # before anything is sent
+        with pytest.raises(ValueError, match=wrong_out):  # before data is sent
             fl.all_to_all([np.ones(2, "f4")] * size, out=[np.zeros(2) for _ in sent], async_op=how)
         other, outs = (rank + 1) % size, [np.zeros(2, "f4") for _ in sent]
         outs[other] = np.zeros(2)
@@ -143,23 +143,23 @@ MOVED = [
 ]
 
 
-LAYOUTS = [("contiguous", "sum"), ("reversed", "max"), ("fortran", "max")]  # with max into out
+LAYOUTS = [("contiguous", "sum"), ("reversed", "max"), ("fortran", "max")]  # max with out
 
 
-def test_what_is_moved_may_be_of_any_dtype(ranks: Any) -> None:
+def test_movement_verbs_accept_any_dtype(ranks: Any) -> None:
     for dtype in map(dtype_of, MOVED):
         calls = every_verb(ranks.size, dtype, [2], MOVING, [3], LAYOUTS)
         ranks.run(run_program, calls)
 
 
-def test_what_is_moved_may_be_of_any_size(ranks: Any) -> None:
-    """Without rows; more than travels with a call."""
+def test_movement_verbs_accept_any_size(ranks: Any) -> None:
+    """No rows, and more bytes than one message holds."""
     for dtype in (RECORD, np.dtype("M8[s]")):
         ranks.run(run_program, every_verb(ranks.size, dtype, [2], MOVING, [0, 3000], LAYOUTS))
 
 
 @on_ranks()
-def test_what_is_received_in_part_of_any_rank_may_be_of_any_dtype(rank: int, size: int) -> None:
+def test_partial_receive_from_any_rank_accepts_any_dtype(rank: int, size: int) -> None:
     for dtype in map(dtype_of, MOVED):
         x = values(1, (3, 2), dtype)
         if rank == 0 < size - 1:
@@ -170,7 +170,7 @@ def test_what_is_received_in_part_of_any_rank_may_be_of_any_dtype(rank: int, siz
 
 
 @on_ranks()
-def test_out_may_have_either_byte_order(rank: int, size: int) -> None:
+def test_movement_verbs_accept_an_out_of_either_byte_order(rank: int, size: int) -> None:
     x = np.arange(2 * size, dtype=">f4").reshape(size, 2)
     for order, rows in itertools.product("<>", (None, [1] * size)):
         out, several = np.zeros((1, 2), f"{order}f4"), np.zeros((size, 2), f"{order}f4")
@@ -184,7 +184,7 @@ def test_out_may_have_either_byte_order(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_what_a_dtype_carries_stays_where_it_is(rank: int, size: int) -> None:
+def test_movement_verbs_keep_dtype_metadata(rank: int, size: int) -> None:
     dtype = np.dtype("i4", metadata={"of": lambda: 1})
     x = np.arange(size, dtype=np.int32).astype(dtype)
     assert fl.scatter(x if rank == 0 else None, 0, rows=[1] * size).tolist() == [rank]
@@ -217,29 +217,29 @@ CALLS: list[Any] = [
 
 
 @on_ranks()
-def test_other_dtypes_are_a_mismatch_that_names_them(rank: int, size: int) -> None:
+def test_different_dtypes_raise_mismatch_error_with_their_names(rank: int, size: int) -> None:
     if size == 1:
         return
     for one, other, *names in PAIRS:
         x = np.zeros((12, 2), one if rank == 0 else other)
         for call in CALLS:
-            message = told_now_or_later(lambda call=call, x=x: call(x))
+            message = mismatch_now_or_later(lambda call=call, x=x: call(x))
             assert all(name in message for name in names), message
         if rank < 2:
             with pytest.raises(MismatchError) as caught:
                 fl.sendrecv(x, 1 - rank, out=x.copy(), src=1 - rank)
             assert all(name in str(caught.value) for name in names), str(caught.value)
-            told_of_messages(1 - rank)
+            late_message_mismatches(1 - rank)
         fl.barrier()
     dates = np.zeros(12, "M8[ns]" if rank == 0 else "M8[us]" if rank == 1 else "i8")
     for verb in (fl.all_reduce, fl.reduce, fl.reduce_scatter, fl.scan, fl.exscan):
         for op in ("min", "max"):
-            message = told_now_or_later(lambda verb=verb, op=op: verb(dates, op=op))
+            message = mismatch_now_or_later(lambda verb=verb, op=op: verb(dates, op=op))
             assert re.search(r"datetime64\[ns\] .*datetime64\[us\] ", message), message
 
 
 @on_ranks()
-def test_dtypes_that_numpy_takes_for_equal_are(rank: int, size: int) -> None:
+def test_dtypes_that_numpy_considers_equal_match(rank: int, size: int) -> None:
     for one, other in (("M8[s]", "M8[1000ms]"), ("m8[3ms]", "m8[3000us]")):
         assert np.dtype(other) == np.dtype(one)
         for kind in (lambda name: name, lambda name: [("a", "i4"), ("b", name, (2,))]):
@@ -253,7 +253,7 @@ EXTREMES = {"min": np.minimum, "max": np.maximum}
 
 
 @on_ranks()
-def test_dates_in_lists_and_alone(rank: int, size: int) -> None:
+def test_verbs_accept_dates_in_lists_and_scalars(rank: int, size: int) -> None:
     everyone = [values(r, (40, 2), "M8[ns]") for r in range(size)]
     for (op, ufunc), many in itertools.product(EXTREMES.items(), (False, True)):
         xs = [everyone[rank].copy(), everyone[rank][:1].copy()]

@@ -1,4 +1,4 @@
-"""The MPI backend beyond what every backend must do, beside its CPU backend; started by mpirun."""
+"""The MPI backend with its CPU backend, under mpirun, beyond the conformance tests."""
 
 import contextlib
 import os
@@ -33,18 +33,18 @@ from flashlight_py.errors import (
     UnavailableEverywhereError,
 )
 from tests.distributed import conformance
-from tests.distributed.conformance import dtype_of, in_places, on_ranks, ranks_in, two_hosts
+from tests.distributed.conformance import dtype_of, hosts_by_letter, on_ranks, ranks_in, two_hosts
 from tests.distributed.harness import run_ranks
+from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 from tests.distributed.programs import every_verb, run_program
-from tests.distributed.test_failures import CALLS, stay_away
-from tests.distributed.told import first_error, told_now_or_later
+from tests.distributed.test_failures import CALLS, skip_the_call
 
 pytest.importorskip("mpi4py")
 
 ranks = ranks_in(("mpi", 2), ("mpi", 3))
 TIMEOUT = 20.0
-# Where the CPU backend is Gloo, and where it is shared memory inside hosts and Gloo between them.
-APART: dict[str, Any] = {"env": in_places("abc")}
+# With Gloo as the CPU backend, and with shared memory inside hosts and Gloo between them.
+APART: dict[str, Any] = {"env": hosts_by_letter("abc")}
 HOSTS: dict[str, Any] = {"env": two_hosts}
 UNCHECKED = {"FLASHLIGHT_CHECKS": "0"}
 
@@ -63,10 +63,10 @@ def backend() -> MpiBackend:
 @pytest.mark.parametrize("limit", [50, 10_000])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "longdouble"])
 @on_ranks()
-def test_arrays_that_are_too_large_for_one_call_go_in_pieces(
+def test_arrays_above_the_limit_of_a_call_are_sent_in_chunks(
     rank: int, size: int, dtype: str, limit: int
 ) -> None:
-    """With a limit of 50 or 10,000 bytes in place of 2 GB."""
+    """With a limit of 50 or 10,000 bytes instead of 2 GB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verb_steps, "LARGEST_BYTES", limit)
         run_program(rank, size, every_verb(size, dtype, (1, 25, 1000)))
@@ -74,14 +74,14 @@ def test_arrays_that_are_too_large_for_one_call_go_in_pieces(
 
 
 @on_ranks()
-def test_everything_at_once_in_any_order_of_waiting(rank: int, size: int) -> None:
+def test_concurrent_operations_may_be_waited_for_in_any_order(rank: int, size: int) -> None:
     conformance.everything_at_once(rank, size, seed=1, steps=150)
 
 
 @pytest.mark.slow
 @on_ranks(("mpi", 2))
-def test_an_operation_goes_on_while_its_rank_does_something_else(rank: int, size: int) -> None:
-    """Rank 0 starts and then does something else; nobody has to wait until it waits."""
+def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int) -> None:
+    """Rank 0 starts an operation and then computes. No other rank waits for its wait."""
     x = np.ones(100_000)
     started = time.monotonic()
     work = fl.all_reduce(x, async_op=True)
@@ -94,10 +94,10 @@ def test_an_operation_goes_on_while_its_rank_does_something_else(rank: int, size
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "longdouble"])
 @on_ranks()
-def test_extremes_of_nan_and_signed_zeros_are_the_same_everywhere(
+def test_min_and_max_of_nan_and_signed_zeros_are_equal_on_all_ranks(
     rank: int, size: int, name: str
 ) -> None:
-    """NaN and zeros of both signs, whose order differs between ranks."""
+    """NaN and zeros of both signs, in a different order on each rank."""
     odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
     table = np.array([np.roll(odd, shift) for shift in range(size)])
     for op, ufunc in (("min", np.minimum), ("max", np.maximum)):
@@ -107,8 +107,8 @@ def test_extremes_of_nan_and_signed_zeros_are_the_same_everywhere(
 
 
 @on_ranks(("mpi", 2))
-def test_a_group_that_all_have_left_is_freed(rank: int, size: int) -> None:
-    """Groups whose ranks have all left are freed when the next one is made."""
+def test_group_is_freed_after_all_ranks_have_left(rank: int, size: int) -> None:
+    """They are freed when the next group is created."""
     before = len(backend().progress._closed)
     for _ in range(20):
         store = BackendStore(backend())
@@ -121,7 +121,7 @@ def test_a_group_that_all_have_left_is_freed(rank: int, size: int) -> None:
 
 
 @on_ranks(("mpi", 2), fresh=True)
-def test_the_world_can_be_made_again(rank: int, size: int) -> None:
+def test_world_can_be_created_again(rank: int, size: int) -> None:
     params = {"BACKEND": "mpi", "TIMEOUT": TIMEOUT}
     for _ in range(10):
         fl.distributed_shutdown()
@@ -134,14 +134,14 @@ def test_the_world_can_be_made_again(rank: int, size: int) -> None:
 
 
 @on_ranks(("mpi", 2))
-def test_it_says_which_library_it_is(rank: int, size: int) -> None:
+def test_describe_names_the_mpi_library(rank: int, size: int) -> None:
     text = fl.distributed.describe()
     assert fl.distributed_backend().name == "MPI"
     assert all(words in text for words in ("NumPy arrays: MPI (", "mpi4py 4", "BACKEND is mpi"))
 
 
 @on_ranks(("mpi", 2), fresh=True, env=UNCHECKED)
-def test_without_checks_the_verbs_work(rank: int, size: int) -> None:
+def test_verbs_work_without_checks(rank: int, size: int) -> None:
     x = np.full(1000, rank + 1.0)
     fl.all_reduce(x)
     assert np.all(x == sum(range(size + 1)))
@@ -151,34 +151,34 @@ def test_without_checks_the_verbs_work(rank: int, size: int) -> None:
 
 
 @on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
-def test_where_one_thread_may_call_mpi_operations_advance_in_waits(rank: int, size: int) -> None:
+def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: int) -> None:
     conformance.many_in_flight(rank, size)
     conformance.ring_of_messages(rank, size, 50_000)
     work = fl.all_reduce(np.ones(3), async_op=True)
-    while not work.is_completed():  # each look makes it advance
+    while not work.is_completed():  # each check runs a step
         pass
     assert "one thread" in fl.distributed.describe()
     assert threading.active_count() == 1
 
 
-# Beside the CPU backend, on one host and several, and amid what MPI moves -------------------------
+# With the CPU backend, on one host and several, during MPI's transfers ---------------------------
 
 
 @on_ranks(("mpi", 3, HOSTS), slow=[("mpi", 3, APART)])
-def test_on_several_hosts(rank: int, size: int) -> None:
+def test_mpi_backend_works_on_several_hosts(rank: int, size: int) -> None:
     is_apart = os.environ["FLASHLIGHT_MEMORY_DOMAIN"] in "abc"
     path = "Gloo" if is_apart else "shared memory inside hosts, Gloo between"
     assert f"calls are compared over {path}" in fl.distributed.describe()
     conformance.everything_at_once(rank, size, 4, 60)
     for name in ("shape", "verb"):
-        message = told_now_or_later(lambda name=name: CALLS[name](rank))
+        message = mismatch_now_or_later(lambda name=name: CALLS[name](rank))
         assert "made different calls" in message
         assert "rank 0 called" in message
-        assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group lives on
+        assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group remains usable
 
 
 def stop_in_the_middle(rank: int, how: str) -> None:
-    """Rank 1 has agreed on a call, and does not do its part of what MPI moves then."""
+    """Rank 1 joins a call and then does not run its part of the transfer."""
     if rank == 1:
         group = current_world().group
         backend()._verb_steps._all_reduce = lambda call, _: _stop(how, group)
@@ -210,7 +210,7 @@ def _raise() -> None:
     ],
 )
 @on_one_host_and_several()
-def test_who_ends_in_the_middle_is_named_at_once(
+def test_rank_that_ends_during_a_call_is_named_at_once(
     rank: int, size: int, how: str, own: type[BaseException], why: str
 ) -> None:
     began = time.monotonic()
@@ -224,15 +224,15 @@ def test_who_ends_in_the_middle_is_named_at_once(
 
 @pytest.mark.slow
 @on_one_host_and_several(params={"TIMEOUT": 1})
-def test_what_does_not_get_on_ends_after_the_timeout(rank: int, size: int) -> None:
+def test_stuck_operation_ends_after_the_timeout(rank: int, size: int) -> None:
     with pytest.raises(DistributedError, match="did not finish within 1 seconds"):
         stop_in_the_middle(rank, "is stuck")
 
 
 @pytest.mark.slow
 @on_one_host_and_several()
-def test_a_rank_that_has_done_its_part_may_leave(rank: int, size: int) -> None:
-    """Rank 0 has sent what it had to, and leaves, while another rank has yet to take its part."""
+def test_rank_may_leave_after_it_has_sent_its_data(rank: int, size: int) -> None:
+    """Rank 0 has sent its data and leaves before another rank receives."""
     x = np.full(10, float(rank + 1))
     if rank:
         broadcast = backend()._verb_steps._broadcast
@@ -251,14 +251,14 @@ def _late(steps: Iterator[None]) -> Iterator[None]:
 
 @pytest.mark.slow
 @on_ranks(("mpi", 3, APART), ("mpi", 3, HOSTS), fresh=True, params={"TIMEOUT": 1})
-def test_a_rank_that_stays_away_is_named_on_several_hosts(rank: int, size: int) -> None:
-    said = stay_away(rank, size, 4.0)
+def test_absent_rank_is_named_on_several_hosts(rank: int, size: int) -> None:
+    said = skip_the_call(rank, size, 4.0)
     assert rank == 1 or "rank 1 did not join within" in said
 
 
 @pytest.mark.slow
 @on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 2}, env=UNCHECKED)
-def test_without_comparing_a_rank_that_has_left_takes_no_part(rank: int, size: int) -> None:
+def test_unchecked_call_raises_after_a_rank_has_left(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
         group.close()
@@ -270,29 +270,29 @@ def test_without_comparing_a_rank_that_has_left_takes_no_part(rank: int, size: i
 
 @pytest.mark.slow
 @on_ranks(("mpi", 3), fresh=True, params={"TIMEOUT": 1}, env=UNCHECKED)
-def test_without_comparing_a_wait_ends_all_the_same(rank: int, size: int) -> None:
+def test_unchecked_wait_ends_after_the_timeout(rank: int, size: int) -> None:
     if rank == 1:
         time.sleep(2.0)
     with pytest.raises(CollectiveTimeoutError, match="a rank did not join"):
-        fl.barrier() if rank == 1 else fl.all_reduce(np.ones(10))  # the others have given up
+        fl.barrier() if rank == 1 else fl.all_reduce(np.ones(10))  # the other ranks have given up
 
 
-# Joining, and the end of the job ------------------------------------------------------------------
+# Creation, and the end of the job -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "expected"),
     [
         (joining.MpiCard(1, 2, gpu_aware=True), "MPI_CUDA_AWARE differs between ranks"),
         (joining.MpiCard(problem="no libmpi"), "rank 1: no libmpi"),
     ],
 )
-def test_cards_that_do_not_fit_are_rejected(other: joining.MpiCard, told: str) -> None:
-    with pytest.raises(UnavailableEverywhereError, match=told):
+def test_check_cards_raises_if_cards_disagree(other: joining.MpiCard, expected: str) -> None:
+    with pytest.raises(UnavailableEverywhereError, match=expected):
         joining._check_cards([joining.MpiCard(0, 2), other])
 
 
-def test_awareness_is_a_flag() -> None:
+def test_mpi_cuda_aware_must_be_a_flag() -> None:
     assert Settings.from_params({"MPI_CUDA_AWARE": "1"}).mpi_cuda_aware
     assert not Settings.from_params({"MPI_CUDA_AWARE": False}).mpi_cuda_aware
     with pytest.raises(ValueError, match="MPI_CUDA_AWARE"):
@@ -300,13 +300,13 @@ def test_awareness_is_a_flag() -> None:
 
 
 def meet_as_strangers(rank: int, size: int, path: str) -> str:
-    """Each of these processes is a world of its own to MPI."""
+    """Create a world of processes that MPI did not start together."""
     params = {"BACKEND": "mpi", "FILE_PATH": path, "TIMEOUT": TIMEOUT}
     place = fl.DistributedInit.FILE_SYSTEM, rank, size
     return first_error(lambda: fl.distributed_init(*place, params))
 
 
-def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any) -> None:
+def test_separate_mpi_jobs_are_rejected_on_every_rank(tmp_path: Any) -> None:
     path = str(tmp_path / "meet")
     for message in run_ranks(meet_as_strangers, 2, path, init=None):
         assert "expected 2 ranks of one MPI job" in message
@@ -316,7 +316,7 @@ def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any)
 
 
 class FakeMpi:
-    """Stands in for MPI where the real Abort would end the tests themselves."""
+    """Replaces MPI, whose Abort would end the tests."""
 
     Request = SimpleNamespace(Testall=None)
 
@@ -331,7 +331,7 @@ class FakeMpi:
         self.aborted.append(code)
 
 
-def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
+def test_exception_hook_prints_first_and_is_removed_with_the_last_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     printed: list[BaseException] = []
@@ -341,20 +341,20 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
     progress.add(one)
     progress.add(other)
     progress.remove(one, healthy=False)
-    for group in progress._groups:  # nobody is waited for
+    for group in progress._groups:  # no rank is waited for
         group.leaving = SimpleNamespace(leave=lambda moved: None, have_all_left=lambda: True)
     error = ValueError("uncaught")
     guard = sys.excepthook
     guard(ValueError, error, None)
     assert (printed, mpi.aborted) == ([error], [1])
     progress.remove(other, healthy=False)
-    guard(ValueError, error, None)  # somebody wrapped it, and still calls it
+    guard(ValueError, error, None)  # a wrapper may still call the old hook
     assert (printed, mpi.aborted) == ([error, error], [1])
     abort.uninstall_hooks()
     assert sys.excepthook is before
 
 
-# A program whose Abort tells what nobody has read of its output by then: mpirun loses that.
+# A program whose Abort reports unread output, which mpirun would lose.
 ABORTING = """
 import fcntl, os, sys, termios
 from flashlight_py.distributed.backends.mpi import leaving
@@ -377,12 +377,12 @@ raise ValueError("no such file")
 """
 
 
-def test_the_job_is_ended_when_what_was_printed_has_been_read() -> None:
+def test_job_is_aborted_after_its_output_has_been_read() -> None:
     reading, writing = os.pipe()
     command = [sys.executable, "-c", ABORTING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing) as process:
         os.close(writing)
-        with pytest.raises(subprocess.TimeoutExpired):  # nobody reads, so it does not end
+        with pytest.raises(subprocess.TimeoutExpired):  # without a reader the job does not end
             process.wait(0.3)
         text = b""
         while not text.endswith(b"ValueError: no such file\n"):
@@ -392,7 +392,7 @@ def test_the_job_is_ended_when_what_was_printed_has_been_read() -> None:
     os.close(reading)
 
 
-def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_installs_no_hook_in_interactive_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before, progress, group = sys.excepthook, Progress(FakeMpi(), threaded=False), SimpleNamespace()
     progress.add(group)
@@ -400,13 +400,13 @@ def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     progress.remove(group, healthy=False)
 
 
-def test_the_arrays_of_an_operation_that_broke_are_kept() -> None:
-    """Requests of mpi4py do not keep them all, and MPI goes on to write."""
+def test_arrays_of_a_failed_operation_are_kept() -> None:
+    """Requests of mpi4py do not keep all arrays, and MPI still writes into them."""
     mpi = SimpleNamespace(Request=SimpleNamespace(Testall=lambda requests: False))
     array = np.ones(3)
     is_alive = weakref.ref(array)
     steps = Progress(mpi, threaded=False).until([partial(id, array)])
     next(steps)
-    steps.close()  # as an operation does that failed
+    steps.close()  # like a failed operation
     del array, steps
     assert is_alive() is not None

@@ -1,7 +1,7 @@
-"""CuPy arrays through MPI, on real ranks with a stand-in for CuPy.
+"""CuPy arrays over MPI, on real ranks with a stand-in for CuPy.
 
-Shown here: which way each verb takes, what it gives, and that the stream is waited for first. Not
-shown: anything of CUDA, or of an MPI library that reaches a GPU's memory.
+Tested: the path of each verb, its result, and the wait for the stream. Not tested: CUDA, or an MPI
+library that accesses GPU memory.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from tests.gpu.verbs import on_gpu
 
 
 def every_move(rank: int, size: int, name: str, rows: int) -> None:
-    """The verbs that move arrays and are not in ``tests.gpu.verbs``."""
+    """Run the verbs that move arrays and are not in ``tests.gpu.verbs``."""
     mine = on_gpu(np.zeros(1))
     backend = current_world().group.backend(mine)
     everyone = [values(r, (size * rows, 3), name) for r in range(size)]
@@ -43,7 +43,7 @@ def every_move(rank: int, size: int, name: str, rows: int) -> None:
 
 
 @on_ranks()
-def test_results_are_brought_home_unasked(rank: int, size: int) -> None:
+def test_results_are_copied_back_without_a_wait(rank: int, size: int) -> None:
     x = on_gpu(np.full(1000, float(rank)))
     fl.all_reduce(x, async_op=True)
     fl.sync_distributed()
@@ -61,7 +61,7 @@ def test_sync_distributed_raises_each_failure_of_cupy_arrays_once(rank: int, siz
 
 
 def receive_openly(rank: int, size: int) -> None:
-    """From any rank, and fewer rows than there is room for."""
+    """Receive from any rank, and fewer rows than the array has."""
     if rank:
         fl.send(on_gpu(np.full((rank, 2), float(rank))), 0, tag=4)
         return
@@ -91,7 +91,7 @@ def test_all_reduce_of_every_layout_and_op(ranks: Any, dtype: str) -> None:
         ranks.run(verbs.all_reduce_every_op, dtype, layout)
 
 
-def test_the_other_verbs(ranks: Any) -> None:
+def test_other_verbs_return_the_expected_arrays(ranks: Any) -> None:
     for count in (0, 1, 1000):
         ranks.run(verbs.broadcast_from_each, "float32", count)
         ranks.run(verbs.all_gather_unequal, "float32", count)
@@ -103,7 +103,7 @@ def test_the_other_verbs(ranks: Any) -> None:
     ranks.run(receive_openly)
 
 
-def test_arrays_of_both_kinds_side_by_side(ranks: Any) -> None:
+def test_numpy_and_cupy_arrays_can_be_used_in_turn(ranks: Any) -> None:
     for contiguous in (False, True):
         ranks.run(verbs.all_reduce_multiple_mixed, contiguous, True)
     ranks.run(verbs.halves_at_the_ends, "float32")
@@ -111,7 +111,7 @@ def test_arrays_of_both_kinds_side_by_side(ranks: Any) -> None:
     ranks.run(verbs.dropped_work_is_safe)
 
 
-def test_a_message_of_another_shape_is_refused_on_both_sides(ranks: Any) -> None:
+def test_message_of_another_shape_raises_on_both_ends(ranks: Any) -> None:
     told = ranks.run(verbs.message_of_another_shape)
     assert "rank 1 called recv(" in told[0]
     assert "rank 0 called send(" in told[1]
@@ -126,10 +126,10 @@ def test_a_message_of_another_shape_is_refused_on_both_sides(ranks: Any) -> None
     indirect=["ranks"],
 )
 @on_ranks()
-def test_arrays_are_staged_or_an_aware_library_is_given_them(
+def test_arrays_are_staged_unless_the_library_is_gpu_aware(
     rank: int, size: int, words: str, steps: list[str]
 ) -> None:
-    """One all_reduce: what describe says, and what was done to the GPU for it."""
+    """One all_reduce: check describe() and the operations on the GPU."""
     x = on_gpu(np.full(1000, 1.0))
     LOG.clear()
     fl.all_reduce(x)
@@ -139,5 +139,5 @@ def test_arrays_are_staged_or_an_aware_library_is_given_them(
     assert "CuPy arrays: MPI (" in text
     assert words in text
     done = [step for step, *_ in LOG if step != "record"]
-    # For an aware library the stream is waited for, perhaps more than once.
+    # An aware library waits for the stream at least once.
     assert done == steps if len(steps) > 1 else {*done} == {*steps}

@@ -1,6 +1,7 @@
-"""Ranks of one mpirun meet through MPI, and a job in which something goes wrong ends.
+"""Rendezvous of ranks of one mpirun through MPI, and the end of jobs with errors.
 
-What cannot work is said before anybody waits; a job ends on every rank, soon, and says why.
+Errors of the environment are raised before a rank waits. A job ends soon on every rank, with a
+reason.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def start_job(size: int, *program: str) -> subprocess.Popen[str]:
 
 
 def mpirun(size: int, script: str, timeout: float = 20.0, begins: bool = True) -> list[str]:
-    """Run ``script`` on ``size`` ranks and return what they say, sorted; they must end well."""
+    """Run ``script`` on ``size`` ranks and return their sorted output; all must exit with 0."""
     program = IMPORTS + BEGINNING * begins + script
     code, output = finish(start_job(size, program, str(timeout)))
     assert code == 0, output
@@ -54,7 +55,7 @@ def mpirun(size: int, script: str, timeout: float = 20.0, begins: bool = True) -
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_gets_all_payloads(size: int) -> None:
+def test_mpi_store_returns_all_payloads_on_every_rank(size: int) -> None:
     script = """
 for length in (3, 0, 1_000_000):
     got = store.exchange(bytes([store.rank]) * length)
@@ -68,8 +69,8 @@ say(store.size)
 
 
 @pytest.mark.slow
-def test_a_missing_rank_is_named() -> None:
-    """First by rank 0 while it waits, then by all."""
+def test_mpi_store_error_names_a_missing_rank() -> None:
+    """Rank 0 logs it while it waits, then every rank raises."""
     script = """
 import logging
 from flashlight_py.distributed.rendezvous import store as contract
@@ -83,7 +84,7 @@ if store.rank != 1:
     assert mpirun(3, script, timeout=1.0) == [waited, "0: True", "2: True"]
 
 
-def test_the_reason_of_an_abort_reaches_everybody() -> None:
+def test_mpi_store_sends_the_reason_of_an_abort_to_every_rank() -> None:
     script = """
 store.exchange(b"")
 if store.rank == 1:
@@ -95,7 +96,7 @@ else:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_abort_before_the_first_exchange_reaches_everybody(rank: int) -> None:
+def test_mpi_store_abort_before_the_first_exchange_reaches_every_rank(rank: int) -> None:
     script = f"""
 import time
 if store.rank == {rank}:
@@ -108,8 +109,8 @@ else:
     assert mpirun(3, script) == [f"{other}: True" for other in range(3) if other != rank]
 
 
-def test_others_are_told_that_rank_0_cannot_listen() -> None:
-    """A fake of ``listen``: a system without descriptors would have none for MPI either."""
+def test_mpi_store_raises_on_every_rank_if_rank_0_cannot_listen() -> None:
+    """Replaces ``listen``: without descriptors MPI could not start either."""
     script = """
 from mpi4py import MPI
 
@@ -120,7 +121,7 @@ if MPI.COMM_WORLD.Get_rank() == 0:
     MpiStore.listen = listen
     words = "rank 0 of 2: too many open files"
 else:
-    words = "rank 0 cannot listen for the others"
+    words = "rank 0 cannot listen for connections"
 try:
     store = MpiStore(timeout=20)
     store.exchange(b"")
@@ -130,7 +131,7 @@ except RendezvousError as error:
     assert mpirun(2, script, begins=False) == ["0: True", "1: True"]
 
 
-def test_rank_0_leaves_when_all_have_left_or_one_has_aborted() -> None:
+def test_rank_0_leaves_after_all_ranks_have_left_or_one_aborted() -> None:
     script = """
 store.exchange(b"")
 if store.rank == 1:
@@ -144,7 +145,7 @@ else:
     assert mpirun(3, script) == ["0: True"]
 
 
-def test_ranks_of_several_hosts_meet_at_another_address_than_the_loopback() -> None:
+def test_mpi_store_does_not_use_the_loopback_between_hosts() -> None:
     script = """
 from flashlight_py.distributed.rendezvous import mpi_store
 store.close()
@@ -158,33 +159,35 @@ store.close()
         assert mpirun(3, script) == [f"{rank}: False" for rank in range(3)]
 
 
-def test_ranks_started_by_another_mpi_are_refused() -> None:
-    """A singleton of this MPI inside the environment of another one's mpirun."""
+def test_mpi_store_rejects_ranks_of_another_mpi() -> None:
+    """A single process of this MPI in the environment of another MPI's mpirun."""
     environ = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
     command = [sys.executable, "-c", IMPORTS + BEGINNING, "5.0"]
     _, text = finish(start(command, environ))
     assert "RendezvousError" in text
-    assert "says rank 2 of 4 (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), MPI says 1" in text
+    assert (
+        "says rank 2 of 4 (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), but MPI has 1 rank" in text
+    )
 
 
-def test_a_world_that_mpi_knows_is_not_refused() -> None:
+def test_mpi_store_accepts_a_world_of_its_mpi() -> None:
     declared = LaunchEnvironment("pmi", 0, 4)
     mpi_store.check_world(declared, 4)
     mpi_store.check_world(None, 1)
     mpi_store.check_world(LaunchEnvironment("pmi", 0, 1), 1)
-    with pytest.raises(RendezvousError, match="MPI says 1"):
+    with pytest.raises(RendezvousError, match="MPI has 1 rank"):
         mpi_store.check_world(declared, 1)
 
 
 @pytest.mark.parametrize("error", [ImportError("No module"), RuntimeError("cannot load MPI")])
-def test_without_mpi_it_is_said_what_to_install(
+def test_load_mpi_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     class Failing:
         def __getattr__(self, name: str) -> object:
             raise error
 
-    # A None in sys.modules is Python's own mark of a module that cannot be imported.
+    # None in sys.modules makes an import fail.
     package = None if isinstance(error, ImportError) else Failing()
     monkeypatch.setitem(sys.modules, "mpi4py", package)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
@@ -192,7 +195,8 @@ def test_without_mpi_it_is_said_what_to_install(
         mpi_store.load_mpi()
 
 
-# Jobs in which something goes wrong ---------------------------------------------------------------
+# Jobs with errors
+# -----------------------------------------------------------------------------------
 
 
 PREAMBLE = """
@@ -218,10 +222,10 @@ def run(size: int, script: str) -> tuple[int, str]:
     "others",
     [
         "fl.all_reduce(np.zeros(3))",
-        pytest.param("threading.Event().wait()", marks=pytest.mark.slow),  # they compute
+        pytest.param("threading.Event().wait()", marks=pytest.mark.slow),  # ranks that compute
     ],
 )
-def test_an_uncaught_exception_is_printed_and_ends_the_job(others: str) -> None:
+def test_uncaught_exception_is_printed_and_ends_the_job(others: str) -> None:
     script = f"""
 if rank == 1:
     raise ValueError("no such file")
@@ -240,8 +244,8 @@ if rank == 1:
         "Iallreduce(np.ones(4), np.empty(4))",
     ],
 )
-def test_a_rank_that_raises_takes_no_part_in_calls_of_the_program(call: str) -> None:
-    """Nor would its last words be taken for a part: they have a communicator of their own."""
+def test_rank_that_raises_joins_no_further_call(call: str) -> None:
+    """Its last message has a separate communicator, so it is not part of a collective."""
     script = f"""
 from mpi4py import MPI
 if rank == 1:
@@ -258,7 +262,7 @@ print("all are here", flush=True)
 @pytest.mark.parametrize(
     "abandon", ["group.barrier(timeout=0.2)", "group.all_reduce(np.full(9, 7.0), async_op=True)"]
 )
-def test_what_was_abandoned_does_not_reach_the_groups_of_a_new_world(abandon: str) -> None:
+def test_abandoned_operations_do_not_affect_a_new_world(abandon: str) -> None:
     script = f"""
 for _ in range(2):
     group = fl.new_group([0, 1, 2])
@@ -287,7 +291,7 @@ for _ in range(2):
         ("os.kill(os.getpid(), signal.SIGKILL)", ""),
     ],
 )
-def test_a_rank_that_exits_or_is_killed_ends_the_job(end: str, told: str) -> None:
+def test_rank_that_exits_or_is_killed_ends_the_job(end: str, told: str) -> None:
     script = f"""
 if rank == 1:
     {end}
@@ -298,7 +302,7 @@ fl.all_reduce(np.zeros(3))
     assert told in output
 
 
-def test_a_job_that_ends_well_exits_with_0() -> None:
+def test_successful_job_exits_with_0() -> None:
     script = """
 x = np.ones(3)
 fl.all_reduce(x)
@@ -315,7 +319,7 @@ else:
 
 
 @pytest.mark.slow
-def test_a_forked_child_that_raises_does_not_end_the_job() -> None:
+def test_forked_child_that_raises_does_not_end_the_job() -> None:
     script = """
 child = os.fork()
 if child == 0:

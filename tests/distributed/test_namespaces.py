@@ -1,7 +1,7 @@
-"""Processes in unusual surroundings: namespaces in which something is missing, patched threads.
+"""Processes in unusual environments: incomplete namespaces, and patched threads.
 
-Without a loopback the start ends at once, with an error. Without /proc everything works: start,
-shared memory, lost ranks, spawn, workers, flrun.
+Without a loopback the start raises at once. Without /proc everything works: start, shared memory,
+lost ranks, spawn, workers, flrun.
 """
 
 import os
@@ -37,7 +37,7 @@ ENV = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29717"}
     [([*LAUNCH, "-n", "2"], {}), (MPIRUN, {}), ([sys.executable], ENV)],
     ids=["file", "MPI", "port"],
 )
-def test_a_host_without_a_loopback_is_refused(
+def test_distributed_init_raises_without_a_loopback(
     tmp_path: Path, start: Sequence[str], env: dict[str, str]
 ) -> None:
     if subprocess.run([*NO_NETWORK, "true"], capture_output=True, check=False).returncode:
@@ -49,7 +49,7 @@ def test_a_host_without_a_loopback_is_refused(
     done = run(command, timeout=25, env={**os.environ, **env})
     assert done.returncode == 1
     assert "this host cannot reach itself at " in done.stderr
-    assert "start it (ip link set lo up)" in done.stderr
+    assert "(ip link set lo up)" in done.stderr
 
 
 UNSHARED = ("unshare", "-m", "sh", "-c")
@@ -92,7 +92,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(params=["umount -l /proc", "mount -t tmpfs none /proc"])
 def without_proc(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Words before a command that runs it without /proc."""
+    """Return the prefix of a command that runs it without /proc."""
     if subprocess.run([*UNSHARED, request.param], capture_output=True, check=False).returncode:
         pytest.skip("needs a mount namespace")
     return (*UNSHARED, f'{request.param} && exec "$@"', "sh")
@@ -113,7 +113,7 @@ def test_ranks_and_workers_run_without_proc(without_proc: tuple[str, ...], tmp_p
     assert "flrun: warning: /proc is not mounted" in done.stderr
 
 
-# Threads and sockets that gevent or eventlet has replaced by cooperative ones ---------------------
+# Threads and sockets that gevent or eventlet replaced by cooperative ones -------------------------
 
 
 PATCH = """
@@ -149,15 +149,15 @@ sys.stdout.write(f"{fl.all_reduce(np.ones(1))[0]:g}\\n")
 
 
 def end_of(tmp_path: Path, program: str, *words: str, launcher: Sequence[object] = ()) -> Any:
-    """Run ``program`` with ``words``, of which the first is the library, and return its end."""
-    if find_spec(words[0]) is None:  # an import here would patch os.fork of this process
+    """Run ``program`` with ``words``, the first of which is the library, and return the process."""
+    if find_spec(words[0]) is None:  # an import would patch os.fork of this process
         pytest.skip(f"needs {words[0]}")
     return run([*(launcher or [sys.executable]), write(tmp_path, program), *words], timeout=50)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_patched_ranks_are_refused_and_one_process_works(
+def test_distributed_init_rejects_patched_ranks_but_not_one_process(
     tmp_path: Path, library: str, when: str
 ) -> None:
     assert end_of(tmp_path, PROGRAM, library, when).stdout == "1\n"
@@ -167,9 +167,7 @@ def test_patched_ranks_are_refused_and_one_process_works(
 
 
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_ranks_end_without_an_error_if_patched_after_the_start(
-    tmp_path: Path, library: str
-) -> None:
+def test_ranks_patched_after_the_start_end_without_an_error(tmp_path: Path, library: str) -> None:
     several = end_of(tmp_path, PROGRAM, library, "started", launcher=[*LAUNCH, "-n", 2])
     assert sorted((several.stdout + several.stderr).splitlines()) == ["[0] 2", "[1] 2"]
 
@@ -204,7 +202,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("place", ["main", "greenlet"])
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_a_patched_process_starts_processes_that_are_not(
+def test_patched_process_starts_unpatched_processes(
     tmp_path: Path, library: str, place: str
 ) -> None:
     ended = end_of(tmp_path, SPAWN, library, place)

@@ -1,4 +1,4 @@
-"""The native entry: the calls it takes, what it returns and records, of arrays and by address.
+"""The native entry: calls with arrays and by address, their results and their records.
 
 An address of memory is (address, dtype code, shape, owner).
 """
@@ -29,22 +29,22 @@ from flashlight_py.distributed.work import Work
 from flashlight_py.errors import MismatchError
 from tests.distributed import conformance
 from tests.distributed.conformance import on_ranks
-from tests.distributed.told import told, told_later
+from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
 
 in_both = on_ranks(("shm", 2), ("gloo", 2))
 CODES = {verb.name: verb.code for verb in (*VERBS, journal.SENDRECV)}
 
 
 def settle() -> None:
-    """Let go of what other tests have left in these ranks: until then calls are left to Python."""
+    """Release operations of other tests: until then native code leaves calls to Python."""
     gc.collect()
     fl.barrier()
 
 
 def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
-    """Call the native entry; the result of what is asynchronous is waited for."""
+    """Call the native entry, and wait for asynchronous results."""
     names = ("out", "op", "scale", "peer", "tag", "async_op")
-    op = False if verb in ("send", "recv") else "sum"  # of a receive: whether fewer rows may come
+    op = False if verb in ("send", "recv") else "sum"  # for a receive: whether it is partial
     defaults = {"out": None, "op": op, "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
     arguments = {**defaults, **given}
     got = group.fast.collective(CODES[verb], x, *(arguments[name] for name in names))
@@ -52,7 +52,7 @@ def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
 
 
 @in_both
-def test_what_is_not_plain_is_left_to_python(rank: int, size: int) -> None:
+def test_native_entry_leaves_unsupported_arrays_to_python(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     x, ints = np.zeros(4), np.zeros(4, int)
@@ -94,8 +94,8 @@ def test_what_is_not_plain_is_left_to_python(rank: int, size: int) -> None:
 
 
 @in_both
-def test_both_describe_arrays_alike(rank: int, size: int) -> None:
-    """Native code describes a plain array, Python one of the other byte order, in the same way."""
+def test_native_and_python_signatures_are_equal(rank: int, size: int) -> None:
+    """Native code describes a plain array, Python an array of the other byte order."""
     for shape in [(), (0,), (3, 0, 2), (2, 3, 4), (1,) * 7 + (2, 3, 4), (2,) * 12]:
         x = np.full(shape, rank, np.dtype("f8" if rank else ">f8"))
         assert np.all(fl.all_reduce(x, 0.5, op="max") == 0.5)
@@ -108,8 +108,7 @@ def record_of(group: ProcessGroup) -> Record:
 
 @pytest.mark.parametrize("count", [1, 100_000])
 @in_both
-def test_an_end_is_recorded_where_nobody_waits(rank: int, size: int, count: int) -> None:
-    """What nobody waits for ends all the same, and its end is recorded."""
+def test_end_of_an_operation_is_recorded_without_a_wait(rank: int, size: int, count: int) -> None:
     settle()
     group = current_world().group
     x = np.full(count, 1.0)
@@ -123,15 +122,15 @@ def test_an_end_is_recorded_where_nobody_waits(rank: int, size: int, count: int)
 
 
 @on_ranks(("shm", 2))
-def test_rows_of_an_all_to_all_are_compared_and_checked(rank: int, size: int) -> None:
-    """Lists of rows are read natively, arrays by Python: both are the same call."""
+def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
+    """Native code reads lists of rows, Python reads arrays: both are the same call."""
     settle()
     group = current_world().group
     rows, x = [[3, 3], [2, 4]][rank], np.arange(12.0).reshape(6, 2)
     wanted = np.concatenate([x[:3], x[:2]] if rank == 0 else [x[3:], x[2:]])
     for given in ((rows,) * 2, (tuple(rows), np.array(rows))):
         assert np.array_equal(fl.all_to_all(x, rows=given[rank]), wanted)
-    assert "all_to_all" in record_of(group).what
+    assert "all_to_all" in record_of(group).values
     with pytest.raises(MismatchError, match=r"all_to_all\(float32 \(6, 2\), rows=\.\.\.\)"):
         fl.all_to_all(x.astype(np.float32) if rank == 0 else x, rows=rows)
     with pytest.raises(MismatchError, match=r"rank 1 called all_to_all\(rows=\.\.\.\)"):
@@ -142,8 +141,8 @@ def test_rows_of_an_all_to_all_are_compared_and_checked(rank: int, size: int) ->
 
 
 @in_both
-def test_several_messages_are_native(rank: int, size: int) -> None:
-    """A batch is begun natively where all of it is plain, and recorded message by message."""
+def test_batch_of_messages_is_started_natively(rank: int, size: int) -> None:
+    """Each message of a batch of plain arrays is recorded."""
     settle()
     group, peer = current_world().group, 1 - rank
     for count in (3, 3000, 300_000):
@@ -171,13 +170,13 @@ def test_several_messages_are_native(rank: int, size: int) -> None:
     ops += [fl.P2POp("recv", np.zeros(30_002), peer)]
     with pytest.raises(MismatchError, match="float64"):
         fl.batch_isend_irecv(ops).wait()
-    sent = [record for record in group.journal.records() if record.what[2] == "send"]
+    sent = [record for record in group.journal.records() if record.values[2] == "send"]
     assert rank or len(sent) >= 13
 
 
 @in_both
-def test_a_rank_without_rows_receives_those_of_others(rank: int, size: int) -> None:
-    """One that has nothing to give, and is given something."""
+def test_all_to_all_returns_rows_to_a_rank_without_rows(rank: int, size: int) -> None:
+    """The rank sends no rows and receives some."""
     settle()
     for width in (3, 5000):
         x = np.arange(4.0 * width).reshape(4, width)
@@ -188,12 +187,12 @@ def test_a_rank_without_rows_receives_those_of_others(rank: int, size: int) -> N
 
 
 class Alarm(Exception):
-    """What a signal handler raises."""
+    """The exception of a signal handler."""
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_an_interrupted_batch_raises_what_the_handler_has_raised(rank: int, size: int) -> None:
-    """A handler raises at any moment while messages are started; all of them end later."""
+def test_interrupted_batch_raises_the_exception_of_the_handler(rank: int, size: int) -> None:
+    """A handler raises at any time while messages are started. All messages end later."""
 
     def handler(number: int, frame: Any) -> None:
         raise Alarm
@@ -204,7 +203,7 @@ def test_an_interrupted_batch_raises_what_the_handler_has_raised(rank: int, size
         for _ in range(60):
             arrays = [np.zeros(3) for _ in range(6)]
             ops = [fl.P2POp("recv", x, 1, tag=began + i) for i, x in enumerate(arrays)]
-            with contextlib.suppress(Alarm):  # also one that arrives while the timer is stopped
+            with contextlib.suppress(Alarm):  # an alarm may arrive while the timer is stopped
                 try:
                     signal.setitimer(signal.ITIMER_REAL, 0.0002)
                     kept.append(fl.batch_isend_irecv(ops))
@@ -214,30 +213,30 @@ def test_an_interrupted_batch_raises_what_the_handler_has_raised(rank: int, size
         signal.signal(signal.SIGALRM, before)
 
 
-# Memory by its address ----------------------------------------------------------------------------
+# Memory by address ------------------------------------------------------------------------------
 
 
 in_all = on_ranks(("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
 BFLOAT16 = DTYPES.index("bfloat16")
-# Whether x and out are given by their addresses.
+# Whether x and out are passed by address.
 MIXED = ((1, 1), (0, 0), (1, 0), (0, 1))
 
 
 class Size(tuple[int, ...]):
-    """A shape as torch has it."""
+    """A shape like torch.Size."""
 
     __slots__ = ()
 
 
 class Owner:
-    """What keeps memory alive, and can be watched."""
+    """An owner of memory that can be weakly referenced."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
 
 
 def by_address(x: Any, owner: Any = None) -> tuple[Any, ...]:
-    """``x`` by its address; nothing else keeps its memory where that is its ``owner``."""
+    """Return ``x`` by address. With ``owner``, nothing else keeps its memory alive."""
     return x.ctypes.data, native_code(x.dtype), Size(x.shape), x if owner is None else owner
 
 
@@ -248,7 +247,7 @@ def ops_of(code: int) -> tuple[str, ...]:
 
 
 def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
-    """Every verb that there is for the dtype of ``code``."""
+    """Yield every verb that supports the dtype of ``code``."""
     moved = [("broadcast", {"root": 1}), ("all_gather", {}), ("gather", {"root": 1})]
     moved += [("scatter", {"root": 1}), ("all_to_all", {})]
     for op in ops_of(code):
@@ -260,10 +259,10 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("count", [3, 30_000])
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(("shm", 2), ("gloo", 2), slow=[("shm", 3), ("gloo", 3)])
-def test_every_verb_does_what_it_does_with_arrays(
+def test_calls_by_address_return_the_same_as_calls_with_arrays(
     rank: int, size: int, async_op: bool, count: int
 ) -> None:
-    """What arrays, and memory by its address, become is what public verbs return, bit for bit."""
+    """Public verbs return the same bits for arrays."""
     settle()
     group = current_world().group
     for code in range(len(DTYPES)) if count < 100 else (4, BFLOAT16, 12):
@@ -281,13 +280,13 @@ def test_every_verb_does_what_it_does_with_arrays(
             for one, other in MIXED[: 2 if in_place else 4]:
                 mine[...] = x
                 first = by_address(mine) if one else mine
-                if "op" in how:  # by its name, or as a ReduceOp
+                if "op" in how:  # as a name, or as a ReduceOp
                     given["op"] = how["op"] if one else ReduceOp[how["op"].upper()]
                 second = None if out is None else by_address(out) if other else out
                 got = native(group, verb, first, out=second, async_op=async_op, **given)
                 assert got is (first if in_place else second), (verb, how, code)
                 where = mine if in_place else out
-                if verb == "exscan" and rank == 0:  # fl.exscan writes the identity afterwards
+                if verb == "exscan" and rank == 0:  # fl.exscan writes the identity later
                     continue
                 assert where is None or np.array_equal(where, wanted), (verb, how, code)
             assert record_of(group).as_dict()["dtype"] == str(x.dtype)
@@ -295,10 +294,10 @@ def test_every_verb_does_what_it_does_with_arrays(
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_a_row_is_gathered_from_its_place_in_the_result(
+def test_all_gather_accepts_an_input_inside_the_result(
     rank: int, size: int, async_op: bool
 ) -> None:
-    """A rank's row may lie in the place that it has in the result, as FSDP of torch has it."""
+    """FSDP of torch passes the row of a rank at its position in the result."""
     settle()
     group = current_world().group
     for count in (4, 5_000, 300_000):
@@ -322,8 +321,8 @@ def test_a_row_is_gathered_from_its_place_in_the_result(
 
 
 @in_both
-def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
-    """Scalars, and memory of no elements, whose address is 0."""
+def test_calls_by_address_accept_memory_without_elements(rank: int, size: int) -> None:
+    """Scalars, and memory without elements, whose address is 0."""
     settle()
     group = current_world().group
     x, whole = np.full((), rank + 1.0), np.zeros(size)
@@ -346,7 +345,7 @@ def test_memory_without_elements_has_no_address(rank: int, size: int) -> None:
 
 
 @in_both
-def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
+def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     x = np.zeros(4 * size)
@@ -394,7 +393,7 @@ def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
         assert group.fast.sendrecv(ops) is NotImplemented, given
         pair = given, 1 - rank, by_address(np.zeros(4))
         assert group.fast.sendrecv(*pair, 1 - rank, 0, 0) is NotImplemented, given
-    for verb, given in [  # which would have to make an array, or do not go together
+    for verb, given in [  # it would have to create an array, or the arguments do not match
         ("all_gather", {}),
         ("all_to_all", {}),
         ("reduce_scatter", {}),
@@ -416,26 +415,28 @@ def test_what_is_malformed_is_left_to_python(rank: int, size: int) -> None:
     mixed = [fl.P2POp("recv", whole, 1 - rank), fl.P2POp("send", x, 1 - rank)]
     assert group.fast.sendrecv(mixed) is NotImplemented
     assert group.fast.sendrecv(x, 1 - rank, whole, 1 - rank, 0, 0) is NotImplemented
-    assert [*group.journal.header] == before  # nothing has happened
-    given = whole if rank else x  # without a result here there needs to be no place for it
+    assert [*group.journal.header] == before  # no call was recorded
+    given = whole if rank else x  # a rank without a result needs no memory for it
     assert (native(group, "gather", given) is None) == (rank > 0)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_a_mismatch_is_raised_on_every_rank(rank: int, size: int, async_op: bool) -> None:
-    """Ranks that call different things all raise, and the group goes on."""
+def test_mismatch_of_calls_by_address_raises_on_every_rank(
+    rank: int, size: int, async_op: bool
+) -> None:
+    """The group remains usable."""
     settle()
     group = current_world().group
     errors, x = [], np.zeros((3 + rank, 2))
     for verb, given in itertools.product(("all_reduce", "broadcast", "reduce"), (by_address(x), x)):
-        now = told(functools.partial(native, group, verb, given, async_op=async_op))
-        errors.append(now or told_later())
+        now = mismatch_error(functools.partial(native, group, verb, given, async_op=async_op))
+        errors.append(now or late_mismatch())
         recorded = record_of(group).error
         assert re.match(rf"MismatchError: \[({verb}|barrier)\]", recorded), recorded
         assert recorded.removeprefix("MismatchError: ") == errors[-1]
-        if now:  # ranks that have run ahead raise in the next call
-            told_later()
+        if now:  # ranks that ran ahead raise in the next call
+            late_mismatch()
     for mine in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
         for verb, rows in [("all_gather", 2 * size * size), ("all_to_all", 2 * size)]:
             out = by_address(np.zeros((rows, *mine.shape[1:]), mine.dtype))
@@ -458,8 +459,8 @@ def test_a_mismatch_is_raised_on_every_rank(rank: int, size: int, async_op: bool
 
 
 @on_ranks(("shm", 2), ("shm", 3))
-def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
-    """An all_to_all of rows, and what happens where ``out`` has another number of them."""
+def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> None:
+    """Another length of ``out`` raises."""
     settle()
     group = current_world().group
     for code in (BFLOAT16, 12):
@@ -494,8 +495,10 @@ def test_an_all_to_all_of_rows(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
-    """Gathers of unequal parts fill an ``out`` of the right length, and refuse another."""
+def test_gathers_of_unequal_parts_check_the_length_of_out(
+    rank: int, size: int, async_op: bool
+) -> None:
+    """Another length of ``out`` raises."""
     settle()
     group = current_world().group
     rows = size * (size + 1) // 2
@@ -526,7 +529,7 @@ def test_gathers_of_unequal_parts(rank: int, size: int, async_op: bool) -> None:
 
 
 @in_all
-def test_messages(rank: int, size: int) -> None:
+def test_messages_by_address_receive_the_sent_values(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -558,7 +561,7 @@ def test_messages(rank: int, size: int) -> None:
                 assert native(group, "recv", room) is room
                 assert out.tobytes() == theirs.tobytes()
     if rank < 2:
-        # More than returns before its receiver has called.
+        # More bytes than a send copies before its receiver has called.
         x = by_address(np.zeros(60_000, dtype_of_code(BFLOAT16) if rank else np.float16))
         with pytest.raises(MismatchError, match="bfloat16"):
             native(group, "recv" if rank else "send", x, peer=1 - rank)
@@ -566,11 +569,13 @@ def test_messages(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("count", [3, 300_000])
 @in_both
-def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count: int) -> None:
-    """The owner lives until the operation has ended, though nobody has the Work any more."""
+def test_owner_of_memory_lives_until_a_dropped_operation_ends(
+    rank: int, size: int, count: int
+) -> None:
+    """The caller drops the Work at once."""
     settle()
     group = current_world().group
-    # A send of little has ended when it returns.
+    # A send of few bytes has ended when it returns.
     for verb in ("all_reduce", "all_gather", *(("send",) if count > 10_000 else ())):
         if rank == 0:
             owners = [Owner(np.ones(count)), Owner(np.zeros(2 * count))]
@@ -583,7 +588,7 @@ def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, co
             gc.collect()
             used = watched if verb == "all_gather" else watched[:1]
             assert all(ref() is not None for ref in used)
-            fl.send(np.zeros(1), 1, tag=9)  # now the other one may join
+            fl.send(np.zeros(1), 1, tag=9)  # now the other rank can join
             fl.recv(np.zeros(1), 1, tag=9)
             group.synchronize()
             gc.collect()
@@ -597,8 +602,8 @@ def test_the_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, co
             fl.send(np.zeros(1), 0, tag=9)
 
 
-def test_one_rank_takes_addresses() -> None:
+def test_world_of_one_accepts_addresses() -> None:
     x = by_address(np.ones(3, np.float32))
     given = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
-    fl.barrier()  # the first call takes no fast path
+    fl.barrier()  # the first call is not on the fast path
     assert current_world().group.fast.collective(*given) is x

@@ -1,6 +1,6 @@
-"""Ranks that call different things through NCCL, on real processes with the stand-in for a GPU.
+"""Mismatches and lost ranks with NCCL, on real processes with a stand-in for a GPU.
 
-The stand-in's device never ends what it is given, as a real one that waits for the others.
+The stand-in's device never completes a collective, like a real device that waits for other ranks.
 """
 
 import os
@@ -19,14 +19,14 @@ from tests.distributed.conformance import on_ranks
 
 
 class Stuck(nccl_stand_in.StandInNccl):
-    """NCCL that begins everything, and whose communicator can be aborted."""
+    """An NCCL that starts everything, and whose communicator can be aborted."""
 
     def _do(self, name: str, *arguments: Any) -> int:
         return 0
 
 
 def gpus(group: Any) -> Any:
-    """Join the stand-ins of GPUs, and return what makes arrays on them."""
+    """Connect the stand-ins of GPUs, and return a module that creates arrays on them."""
     nccl = nccl_stand_in.install(group.backend())
     nccl.__class__ = Stuck
     cupy_stand_in.Event.ends_at_once = False
@@ -37,7 +37,7 @@ def gpus(group: Any) -> Any:
 
 
 def finish(group: Any, verb: Any, *args: Any) -> None:
-    """Call, and wait: the host itself waits for nothing."""
+    """Call and wait: otherwise the host does not wait."""
     verb(*args)
     group.synchronize()
 
@@ -54,11 +54,11 @@ CALLS: dict[str, Any] = {
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_mismatch_aborts_and_raises_on_every_rank(rank: int, size: int) -> None:
+def test_mismatch_aborts_nccl_and_raises_on_every_rank(rank: int, size: int) -> None:
     for name, call in CALLS.items():
         group = fl.new_group(range(size))
         cp = gpus(group)
-        group.all_reduce(cp.zeros(7), async_op=True)  # the same on all
+        group.all_reduce(cp.zeros(7), async_op=True)  # equal on all ranks
         started = time.monotonic()
         with pytest.raises(fl.errors.MismatchError) as caught:
             finish(group, call, group, cp, rank)
@@ -73,7 +73,7 @@ def test_a_mismatch_aborts_and_raises_on_every_rank(rank: int, size: int) -> Non
 
 
 @on_ranks(("hierarchical", 3), fresh=True)
-def test_a_mismatch_between_hosts_reaches_every_rank(rank: int, size: int) -> None:
+def test_mismatch_between_hosts_raises_on_every_rank(rank: int, size: int) -> None:
     world = current_world().group
     cp = gpus(world)
     with pytest.raises(fl.errors.MismatchError) as caught:
@@ -84,8 +84,8 @@ def test_a_mismatch_between_hosts_reaches_every_rank(rank: int, size: int) -> No
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_barrier_beside_a_reduction_is_reported_once(rank: int, size: int) -> None:
-    """What has been reported once is not raised again by the shutdown."""
+def test_barrier_during_a_reduction_is_reported_once(rank: int, size: int) -> None:
+    """The shutdown does not raise an error that was raised before."""
     world = current_world().group
     cp = gpus(world)
     call = (fl.barrier,) if rank == 0 else (fl.all_reduce, cp.zeros(3))
@@ -98,10 +98,10 @@ def test_a_barrier_beside_a_reduction_is_reported_once(rank: int, size: int) -> 
 
 @pytest.mark.parametrize("has_called", [False, True])
 @on_ranks(("shm", 2), ("gloo", 2), lost=1)
-def test_a_rank_that_dies_is_lost_within_two_seconds(
+def test_dead_rank_raises_peer_lost_error_within_two_seconds(
     rank: int, size: int, has_called: bool
 ) -> None:
-    """Rank 1 is killed before or after its call, which nothing on the CPU waits for any more."""
+    """Rank 1 is killed before or after its call. No operation on the CPU waits for it."""
     world = current_world().group
     cp = gpus(world)
     if has_called:
@@ -120,8 +120,8 @@ def test_a_rank_that_dies_is_lost_within_two_seconds(
 
 
 @on_ranks(("shm", 2), ("gloo", 2), ("hierarchical", 3), fresh=True)
-def test_an_exception_of_another_rank_ends_what_is_on_its_way(rank: int, size: int) -> None:
-    """The last rank raises when all have called, and goes on: its process does not end."""
+def test_exception_of_another_rank_ends_pending_collectives(rank: int, size: int) -> None:
+    """The last rank raises after all ranks have called, and its process continues."""
     world = current_world().group
     cp = gpus(world)
     world.all_reduce(cp.zeros(3), async_op=True)
@@ -141,8 +141,8 @@ def test_an_exception_of_another_rank_ends_what_is_on_its_way(rank: int, size: i
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch(rank: int, size: int) -> None:
-    """One calls with a NumPy array, the other with a CuPy array: what then, and after that."""
+def test_numpy_and_cupy_arrays_in_one_call_raise_mismatch_error(rank: int, size: int) -> None:
+    """One rank passes a NumPy array and the other a CuPy array."""
     world = current_world().group
     cp, told = gpus(world), []
     calls: list[Any] = [lambda: fl.all_reduce(np.zeros(3)), lambda: fl.all_reduce(cp.zeros(3))]
@@ -156,7 +156,7 @@ def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch(rank: int, size: i
     assert first.startswith("MismatchError")
     assert "rank 0 called all_reduce(float64 (3,)" in first
     assert "rank 1 called all_reduce(cupy float64 (3,)" in first
-    # Rank 0 had not begun anything with NCCL, and finds out by the next call.
+    # Rank 0 had started no NCCL call, and raises in the next call.
     assert then.startswith(("MismatchError", "GroupClosedError")[rank])
     assert "the ranks made different calls" in then
 
@@ -164,7 +164,7 @@ def test_a_call_with_an_array_of_the_other_kind_is_a_mismatch(rank: int, size: i
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
 @on_ranks(("shm", 2), fresh=True)
-def test_a_rank_that_does_not_call_is_named_after_the_timeout(
+def test_timeout_error_names_the_rank_that_does_not_call(
     rank: int, size: int, elsewhere: bool
 ) -> None:
     """Rank 1 calls nothing, or a verb of another group, until rank 0 has given up."""
@@ -195,8 +195,8 @@ def test_a_rank_that_does_not_call_is_named_after_the_timeout(
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_failure_of_nccl_on_one_rank_is_reported_to_the_others(rank: int, size: int) -> None:
-    """NCCL fails on rank 0 alone, when all have called: it asks who is there."""
+def test_nccl_failure_on_one_rank_is_reported_to_the_other_ranks(rank: int, size: int) -> None:
+    """NCCL fails on rank 0 only, after all ranks have called. Rank 0 asks for missing ranks."""
     world = current_world().group
     cp = gpus(world)
     world.all_reduce(cp.zeros(3), async_op=True)
@@ -215,8 +215,8 @@ def test_a_failure_of_nccl_on_one_rank_is_reported_to_the_others(rank: int, size
 
 
 @on_ranks(("shm", 2), ("gloo", 2), fresh=True)
-def test_a_rank_that_leaves_when_it_has_done_its_part_is_not_lost(rank: int, size: int) -> None:
-    """A rank that has done its part, and leaves, is not lost: what is on its way ends well."""
+def test_rank_that_leaves_after_its_calls_is_not_lost(rank: int, size: int) -> None:
+    """Pending collectives end normally."""
     group = fl.new_group(range(size))
     cp = gpus(group)
     group.all_reduce(cp.zeros(3), async_op=True)
@@ -235,12 +235,12 @@ def test_a_rank_that_leaves_when_it_has_done_its_part_is_not_lost(rank: int, siz
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_refusal_is_told_to_all_ranks(rank: int, size: int) -> None:
-    """One rank refuses its arguments: the others hear of it where they would wait."""
+def test_rejected_arguments_raise_on_every_rank(rank: int, size: int) -> None:
+    """One rank passes invalid arguments. The other ranks raise instead of waiting."""
     group, told = fl.new_group(range(size)), []
     cp = gpus(group)
     peer, x, locked = 1 - rank, cp.zeros(3), cp.zeros((4, 4))
-    compared: list[tuple[Any, Any]] = [  # before anything moves
+    compared: list[tuple[Any, Any]] = [  # before data moves
         (lambda: group.all_gather(x, out=locked), lambda: group.all_gather(x)),
         (lambda: group.all_to_all(x, rows=[1]), lambda: group.all_to_all(x, rows=[2, 1])),
         (lambda: group.send(x.astype("S1"), peer), lambda: group.recv(x, peer)),
@@ -253,7 +253,7 @@ def test_a_refusal_is_told_to_all_ranks(rank: int, size: int) -> None:
         with pytest.raises((TypeError, ValueError, fl.errors.MismatchError)) as caught:
             calls[rank == 0]()
         told.append(f"{type(caught.value).__name__}: {caught.value}")
-    # The communicator of the rank that has refused has ended as well.
+    # The communicator of the rank with invalid arguments has ended as well.
     with pytest.raises(fl.errors.MismatchError if rank else fl.errors.GroupClosedError):
         finish(group, group.all_reduce, x)
     kinds = [text.partition(":")[0] for text in told]

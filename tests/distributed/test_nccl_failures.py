@@ -1,7 +1,7 @@
-"""What becomes of failures of NCCL, with a stand-in for it: a machine without a GPU has no others.
+"""Failures of NCCL, with a stand-in for the library.
 
-A communicator that never settles, one that loses a peer, and the order of events and waits
-between streams cannot be had from the real library here; tests/gpu has them for real.
+The real library here cannot produce a communicator that never settles, a lost peer, or a given
+order of events and stream waits. tests/gpu tests these with real GPUs.
 """
 
 import sys
@@ -41,7 +41,7 @@ IN_PROGRESS, REMOTE, INVALID_USAGE, SYSTEM_ERROR = 7, 6, 5, 2
 
 
 class Cpu(SingleBackend):
-    """The CPU's side of a group of two, whose other rank never answers."""
+    """The CPU backend of a group of two ranks, whose other rank never answers."""
 
     size = 2
     path = "the CPU"
@@ -59,7 +59,7 @@ class Cpu(SingleBackend):
 
 
 class Nccl(StandInNccl):
-    """Does nothing, and answers what a test says."""
+    """An NCCL that does nothing and returns the statuses of a test."""
 
     def __init__(self) -> None:
         super().__init__(ffi, Cpu())
@@ -116,26 +116,26 @@ def backend(nccl: Nccl, cupy: StandInCupy) -> Any:
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given to the device ends when the test says so."""
+    """The device completes work only when the test says so."""
     monkeypatch.setattr(Event, "ends_at_once", False)
 
 
 def ones(count: int = 4, **how: Any) -> Call:
-    """An all_reduce of an array of the device."""
+    """Return an all_reduce of an array on the device."""
     return Call(ALL_REDUCE, sys.modules["cupy"].asarray(np.ones(count)), **how)
 
 
 # The communicator ---------------------------------------------------------------------------
 
 
-def test_joining_ends_with_the_timeout_when_a_rank_does_not_come(nccl: Nccl) -> None:
+def test_communicator_creation_times_out_if_a_rank_is_missing(nccl: Nccl) -> None:
     nccl.answers["ncclCommInitRankConfig"] = IN_PROGRESS
     nccl.state = IN_PROGRESS
     with pytest.raises(CollectiveTimeoutError, match=r"\[init\] rank 0 of 2.*within 0.05 seconds"):
         communicator(nccl)
 
 
-def test_a_late_call_cuts_off_once_and_names_who_is_missing(nccl: Nccl) -> None:
+def test_late_call_aborts_once_and_names_missing_ranks(nccl: Nccl) -> None:
     made = communicator(nccl)
     nccl.state = IN_PROGRESS
     with pytest.raises(CollectiveTimeoutError, match="rank 1 is missing"):
@@ -147,7 +147,7 @@ def test_a_late_call_cuts_off_once_and_names_who_is_missing(nccl: Nccl) -> None:
         made.require("broadcast")
 
 
-def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
+def test_call_in_progress_is_waited_for(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
     nccl.state = IN_PROGRESS
     threading.Timer(0.02, vars(nccl).update, [{"state": 0}]).start()
@@ -155,10 +155,8 @@ def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
     assert made.broken is None
 
 
-def test_a_call_that_begins_soon_is_not_slept_on(
-    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shortest sleep, time.sleep(0) too, takes longer than most calls."""
+def test_call_polls_without_sleep_at_first(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest sleep, even time.sleep(0), takes longer than most calls."""
     made = communicator(nccl, timeout=30.0)
     states = iter([IN_PROGRESS] * 3 + [0])
     name = "flashlight_py.distributed.backends.nccl.communicator._BUSY_SECONDS"
@@ -169,7 +167,7 @@ def test_a_call_that_begins_soon_is_not_slept_on(
     assert made.broken is None
 
 
-def test_whoever_waits_for_a_call_to_begin_looks_for_trouble_meanwhile(nccl: Nccl) -> None:
+def test_waiting_call_runs_on_wait(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
     made.on_wait = lambda: made.fail(PeerLostError("rank 1 has raised"))
     nccl.state = IN_PROGRESS
@@ -180,7 +178,7 @@ def test_whoever_waits_for_a_call_to_begin_looks_for_trouble_meanwhile(nccl: Ncc
     assert nccl.calls.count("ncclCommAbort") == 1
 
 
-def test_a_lost_peer_breaks_the_communicator_from_any_thread(nccl: Nccl) -> None:
+def test_lost_peer_ends_the_communicator_from_any_thread(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
     nccl.state = REMOTE
     watcher = threading.Thread(target=made.watch, args=("all_reduce", time.monotonic()))
@@ -191,16 +189,16 @@ def test_a_lost_peer_breaks_the_communicator_from_any_thread(nccl: Nccl) -> None
     assert "rank 1 is missing" in str(made.error())
 
 
-def test_who_is_found_to_be_gone_is_lost_whatever_nccl_calls_it(nccl: Nccl) -> None:
+def test_nccl_error_becomes_peer_lost_error_if_a_rank_is_missing(nccl: Nccl) -> None:
     made = communicator(nccl)
     made.find_missing = lambda: (PeerLostError, "rank 1 is gone")
     nccl.state = SYSTEM_ERROR
     made.watch("all_reduce", time.monotonic())
     assert type(made.error()) is PeerLostError
-    assert type(made.error()) is PeerLostError  # nobody is asked twice
+    assert type(made.error()) is PeerLostError  # missing ranks are searched only once
 
 
-def test_what_takes_too_long_is_cut_off_and_what_does_not_is_left(nccl: Nccl) -> None:
+def test_watch_aborts_late_collectives_only(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=5.0)
     made.watch("all_reduce", time.monotonic())
     assert made.broken is None
@@ -208,7 +206,7 @@ def test_what_takes_too_long_is_cut_off_and_what_does_not_is_left(nccl: Nccl) ->
     assert isinstance(made.broken, CollectiveTimeoutError)
 
 
-def test_a_failure_inside_a_group_is_raised_after_its_end(nccl: Nccl, backend: Any) -> None:
+def test_failure_inside_an_nccl_group_is_raised_after_its_end(nccl: Nccl, backend: Any) -> None:
     nccl.answers["ncclAllReduce"] = INVALID_USAGE
     with pytest.raises(DistributedError, match=r"status 5"):
         backend.start_many([ones(), ones()])
@@ -216,7 +214,7 @@ def test_a_failure_inside_a_group_is_raised_after_its_end(nccl: Nccl, backend: A
     assert nccl.calls.index("ncclGroupEnd") < nccl.calls.index("ncclCommAbort")
 
 
-def test_scaled_sums_are_kept_up_to_a_number(nccl: Nccl) -> None:
+def test_scaled_sums_are_cached_up_to_a_limit(nccl: Nccl) -> None:
     made = communicator(nccl)
     for scale in (*range(2, 70), 69):
         op = made.scaled_sum("all_reduce", scale / 64, "float32", nccl.ncclFloat32)
@@ -226,7 +224,9 @@ def test_scaled_sums_are_kept_up_to_a_number(nccl: Nccl) -> None:
 
 
 @pytest.mark.parametrize(("scale", "kind", "scalar"), [(300.0, "uint8", 44), (-3.0, "int64", -3)])
-def test_whole_scales_wrap_as_on_the_cpu(nccl: Nccl, scale: float, kind: str, scalar: int) -> None:
+def test_integer_scales_wrap_as_on_the_cpu(
+    nccl: Nccl, scale: float, kind: str, scalar: int
+) -> None:
     codes = {"uint8": nccl.ncclUint8, "int64": nccl.ncclInt64}
     op = communicator(nccl).scaled_sum("all_reduce", scale, kind, codes[kind])
     assert nccl._scales[op] == scalar
@@ -234,7 +234,7 @@ def test_whole_scales_wrap_as_on_the_cpu(nccl: Nccl, scale: float, kind: str, sc
 
 @pytest.mark.parametrize("state", [0, IN_PROGRESS])
 @pytest.mark.parametrize("status", [0, IN_PROGRESS])
-def test_an_end_destroys_once_or_is_cut_off_if_the_others_do_not_join(
+def test_close_destroys_once_or_aborts_if_other_ranks_do_not_join(
     nccl: Nccl, status: int, state: int
 ) -> None:
     made = communicator(nccl)
@@ -245,11 +245,11 @@ def test_an_end_destroys_once_or_is_cut_off_if_the_others_do_not_join(
     assert ends == ([0, 1] if status and state else [1, 0])
 
 
-# The communicator that collectives are launched on -------------------------------------------
+# The second communicator, on which collectives are launched -----------------------------------
 
 
 class Splits(Nccl):
-    """Notes on which communicator each function is called, and blocks in a launch if told so."""
+    """Records the communicator of each function, and can block in a launch."""
 
     def __init__(self, leaves: bool = True) -> None:
         super().__init__()
@@ -289,9 +289,7 @@ def split(cupy: StandInCupy) -> Any:
         backend.close()
 
 
-def test_collectives_are_launched_on_the_communicator_that_was_split(
-    split: Any, cupy: StandInCupy
-) -> None:
+def test_collectives_are_launched_on_the_second_communicator(split: Any, cupy: StandInCupy) -> None:
     backend, nccl = split()
     assert int(ffi.cast("uintptr_t", backend.communicator.child)) == 2
     backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3))))
@@ -302,7 +300,7 @@ def test_collectives_are_launched_on_the_communicator_that_was_split(
     assert nccl.on[3:] == [("finalize", 2), ("destroy", 2), ("finalize", 1), ("destroy", 1)]
 
 
-def test_the_first_message_of_a_pair_connects_on_the_communicator_that_does_not_block(
+def test_first_message_of_a_pair_connects_on_the_non_blocking_communicator(
     split: Any, cupy: StandInCupy
 ) -> None:
     backend, nccl = split()
@@ -312,8 +310,8 @@ def test_the_first_message_of_a_pair_connects_on_the_communicator_that_does_not_
     assert nccl.on == [("send", 1), ("send", 2), ("recv", 1), ("recv", 2), ("send", 2), ("recv", 2)]
 
 
-def test_a_launch_that_blocks_ends_when_the_watchdog_aborts(split: Any) -> None:
-    """The abort of the first communicator ends the launch, then the second one is freed."""
+def test_blocking_launch_ends_after_the_watchdog_aborts(split: Any) -> None:
+    """The abort of the first communicator ends the launch. Then the second one is freed."""
     backend, nccl = split(timeout=0.3)
     nccl.blocks = True
     with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 seconds"):
@@ -322,8 +320,8 @@ def test_a_launch_that_blocks_ends_when_the_watchdog_aborts(split: Any) -> None:
     assert nccl.on == [("all_reduce", 2), ("abort", 1), ("abort", 2)]
 
 
-def test_a_thread_that_asks_who_is_missing_keeps_no_communicator(nccl: Nccl) -> None:
-    """It has left the launch, and holds the lock of the calls while it asks."""
+def test_abort_frees_the_communicator_while_a_thread_finds_missing_ranks(nccl: Nccl) -> None:
+    """The thread has left the launch, and holds the lock of calls while it asks."""
     made, aborted = communicator(nccl, 30.0, splits=True), threading.Event()
     made.child = ffi.cast("ncclComm_t", 2)
     is_freed = threading.Event()
@@ -351,7 +349,7 @@ def test_a_thread_that_asks_who_is_missing_keeps_no_communicator(nccl: Nccl) -> 
         launched.result()
 
 
-def test_a_thread_that_stays_in_a_launch_keeps_its_communicator(
+def test_abort_keeps_the_communicator_of_a_thread_inside_a_launch(
     split: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend, nccl = split(timeout=0.3, leaves=False)
@@ -368,7 +366,7 @@ def test_a_thread_that_stays_in_a_launch_keeps_its_communicator(
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_launch_waits_while_too_many_collectives_have_not_ended(split: Any) -> None:
+def test_launch_waits_while_too_many_collectives_are_pending(split: Any) -> None:
     backend, nccl = split()
     call = ones(blocking=False)
     for _ in range(MAX_PENDING):
@@ -397,14 +395,14 @@ def test_a_launch_waits_while_too_many_collectives_have_not_ended(split: Any) ->
         (21600, None, {}, "NCCL 2.16.0 is older than 2.18.0"),
     ],
 )
-def test_the_reason_why_calls_begin_on_a_thread_of_nccl(
+def test_slow_launch_reason_depends_on_version_and_environment(
     version: int, loaded: str | None, environment: dict[str, str], reason: str
 ) -> None:
     found = slow_launch_reason(version, loaded, environment)
     assert (found.startswith(reason), bool(found)) == (True, bool(reason))
 
 
-def test_the_path_says_why_calls_begin_on_a_thread_of_nccl(nccl: Nccl, cupy: StandInCupy) -> None:
+def test_path_of_the_backend_says_why_launches_are_slow(nccl: Nccl, cupy: StandInCupy) -> None:
     made = communicator(nccl)
     made.nccl = replace(made.nccl, slow_reason="rank 1: NCCL 2.16.0 is older than 2.18.0")
     backend = NcclBackend(Cpu(), made, cupy, 0)
@@ -417,7 +415,9 @@ def test_the_path_says_why_calls_begin_on_a_thread_of_nccl(nccl: Nccl, cupy: Sta
 
 
 @pytest.mark.usefixtures("endless")
-def test_streams_wait_for_each_other_and_the_host_for_none(backend: Any, cupy: StandInCupy) -> None:
+def test_streams_wait_for_each_other_without_blocking_the_host(
+    backend: Any, cupy: StandInCupy
+) -> None:
     x = cupy.asarray(np.ones(4))
     with Stream(name="mine"):
         work = backend.start(Call(ALL_REDUCE, x, blocking=False))
@@ -433,14 +433,14 @@ def test_streams_wait_for_each_other_and_the_host_for_none(backend: Any, cupy: S
     assert LOG[4] == ("wait", "mine", LOG[3][2])
 
 
-def test_a_blocking_verb_orders_the_current_stream_at_once(backend: Any, cupy: StandInCupy) -> None:
+def test_blocking_verb_orders_the_current_stream_at_once(backend: Any, cupy: StandInCupy) -> None:
     work = backend.start(Call(BROADCAST, cupy.asarray(np.ones(4))))
     assert isinstance(work, Done)
     assert LOG[-1] == ("wait", "default", LOG[-2][2])
 
 
 @pytest.mark.usefixtures("endless")
-def test_arrays_are_kept_until_the_device_is_done(backend: Any) -> None:
+def test_arrays_are_kept_until_the_collective_has_ended(backend: Any) -> None:
     work = backend.start(ones(blocking=False))
     flight = backend._flights.newest()
     assert len(flight.arrays) == 1
@@ -453,7 +453,7 @@ def test_arrays_are_kept_until_the_device_is_done(backend: Any) -> None:
     assert work.wait(timeout=0.01) is not None
 
 
-def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
+def test_pending_work_raises_the_error_that_ended_the_communicator(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = cupy.asarray(np.ones(4))
@@ -463,7 +463,7 @@ def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
     work = backend.start(Call(ALL_REDUCE, x, blocking=False))
     flight = backend._flights.newest()
     backend.communicator.fail(PeerLostError("rank 1 is gone"))
-    flight.event.done = True  # an aborted kernel ends as well, with half an answer
+    flight.event.done = True  # an aborted kernel ends too, with an incomplete result
     assert work.is_completed()
     with pytest.raises(PeerLostError, match=r"rank 1 is gone\. Asked over the CPU: rank 1 did not"):
         work.wait()
@@ -473,14 +473,14 @@ def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
 
 
 class Lost(Done):
-    """A comparison that has found that a rank is lost."""
+    """A comparison whose error says that a rank is lost."""
 
     def wait(self, timeout: float | None = None) -> Any:
         raise PeerLostError("lost rank 1 (its process has ended)")
 
 
-def test_what_a_comparison_has_found_meanwhile_says_who_is_missing(nccl: Nccl) -> None:
-    """NCCL fails of the same cause, and the group on the CPU is closed by then."""
+def test_find_missing_returns_the_error_of_an_ended_comparison(nccl: Nccl) -> None:
+    """NCCL fails for the same reason, and the CPU backend is closed by then."""
     comparisons = Comparisons(Cpu(), communicator(nccl))
     comparisons._posted += [Done(), Lost()]
     kind, found = comparisons.find_missing()
@@ -499,8 +499,8 @@ class AnsweredAhead(Cpu):
         return found
 
 
-def test_a_rank_that_answers_by_an_earlier_call_is_named_when_it_has_ended(nccl: Nccl) -> None:
-    """NCCL notices the end of a process before the host does."""
+def test_find_missing_names_a_rank_that_ended_after_a_call_ahead(nccl: Nccl) -> None:
+    """NCCL detects the end of a process before the host does."""
     made = communicator(nccl)
     nccl.state = REMOTE
     comparisons = Comparisons(AnsweredAhead(), made)
@@ -509,8 +509,8 @@ def test_a_rank_that_answers_by_an_earlier_call_is_named_when_it_has_ended(nccl:
     assert str(made.error()).endswith("Asked over the CPU: lost rank 1 (its process has ended)")
 
 
-def test_a_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traceback of an error may refer to the launcher; NCCL waits for the graph's end."""
+def test_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error's traceback may keep the launcher alive, and NCCL waits for the end of the graph."""
     driver = StandInLibrary(ffi, StandInNccl(ffi, None), "stand-in", 22809)
     driver.lib.cuGraphLaunch = driver.lib.cuEventRecord = lambda *_: LOG.append("launch") or 0
     monkeypatch.setattr(launching, "driver_address", driver.address)
@@ -528,7 +528,7 @@ def test_a_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("endless")
-def test_the_watchdog_finds_what_takes_too_long(nccl: Nccl, cupy: StandInCupy) -> None:
+def test_watchdog_aborts_a_late_collective(nccl: Nccl, cupy: StandInCupy) -> None:
     backend = NcclBackend(Cpu(), communicator(nccl), cupy, 0)
     backend.start(ones(blocking=False))
     with pytest.raises(CollectiveTimeoutError, match=r"within 0.05 seconds.*Asked over the CPU"):
@@ -538,10 +538,8 @@ def test_the_watchdog_finds_what_takes_too_long(nccl: Nccl, cupy: StandInCupy) -
     assert not any(thread.name == "flashlight-nccl" for thread in threading.enumerate())
 
 
-def test_a_rank_that_dies_while_nccl_connects_is_noticed_as_soon_as_any(
-    nccl: Nccl, cupy: StandInCupy
-) -> None:
-    """The first collective waits for the others inside NCCL, on the host."""
+def test_dead_rank_is_detected_while_nccl_connects(nccl: Nccl, cupy: StandInCupy) -> None:
+    """The first collective waits for other ranks inside NCCL, on the host."""
     cpu = Cpu()
     backend = NcclBackend(cpu, communicator(nccl, 30.0), cupy, 0)
     cpu.dead = PeerLostError("lost rank 1 (its process has ended)")
@@ -554,7 +552,7 @@ def test_a_rank_that_dies_while_nccl_connects_is_noticed_as_soon_as_any(
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_failure_of_cuda_is_no_collective_that_takes_long(
+def test_cuda_failure_is_not_reported_as_a_timeout(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend.start(ones(blocking=False))
@@ -567,7 +565,7 @@ def test_a_failure_of_cuda_is_no_collective_that_takes_long(
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
+def test_failed_watchdog_ends_the_communicator(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(event: int) -> int:
@@ -583,14 +581,14 @@ def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
     assert told[0].exc_type is ZeroDivisionError
 
 
-def test_several_arrays_begin_as_one(backend: Any, nccl: Nccl) -> None:
+def test_several_arrays_are_launched_as_one_operation(backend: Any, nccl: Nccl) -> None:
     nccl.calls.clear()
     backend.start_many([ones(n, blocking=False) for n in (3, 0, 5)])
     assert nccl.calls == ["ncclGroupStart", "ncclAllReduce", "ncclAllReduce", "ncclGroupEnd"]
     assert sum(entry[0] == "record" for entry in LOG) == 2
 
 
-def test_an_array_on_another_device_is_refused_before_anything_is_sent(
+def test_array_on_another_device_is_rejected_before_data_is_sent(
     backend: Any, nccl: Nccl, cupy: StandInCupy
 ) -> None:
     x = cupy.asarray(np.ones(3))
@@ -601,5 +599,5 @@ def test_an_array_on_another_device_is_refused_before_anything_is_sent(
     assert nccl.calls == []
 
 
-def test_the_stand_in_is_never_taken_for_numpy() -> None:
+def test_stand_in_array_is_not_a_numpy_array() -> None:
     assert not isinstance(StandInCupy().asarray([1.0]).get(), StandInArray)

@@ -1,7 +1,7 @@
-"""What the host does for every verb, on real processes with a stand-in for CuPy and NCCL.
+"""The host side of every verb, on real processes with stand-ins for CuPy and NCCL.
 
-Shown here: counts, types, offsets, operations and grouping, on all ranks together. Not shown:
-anything of CUDA or NCCL; the same functions run on them in tests/gpu.
+Tested: counts, types, offsets, operations and grouping, on all ranks together. Not tested: CUDA and
+NCCL. tests/gpu runs the same functions on real GPUs.
 """
 
 import gc
@@ -39,7 +39,7 @@ ranks = ranks_in(("shm", 2, GPU), slow=[("shm", 3, GPU)])
 
 
 @on_ranks()
-def test_an_array_is_let_go_when_the_device_is_done(rank: int, size: int) -> None:
+def test_array_is_released_after_the_collective_has_ended(rank: int, size: int) -> None:
     x = verbs.on_gpu(np.ones(3))
     held = weakref.ref(x)
     fl.all_reduce(x)
@@ -49,8 +49,8 @@ def test_an_array_is_let_go_when_the_device_is_done(rank: int, size: int) -> Non
 
 
 @on_ranks()
-def test_a_closed_group_keeps_nothing_on_the_gpu(rank: int, size: int) -> None:
-    """The array and the GPUs' backend are gone, uncollected, though the flight record stays."""
+def test_closed_group_releases_its_gpu_memory(rank: int, size: int) -> None:
+    """The array and the backend are freed without the garbage collector."""
     x = verbs.on_gpu(np.ones(3))
     group = fl.new_group(range(size))
     gc.collect()
@@ -65,8 +65,8 @@ def test_a_closed_group_keeps_nothing_on_the_gpu(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) -> None:
-    """The others have begun by then: they have their result, and the group goes on."""
+def test_wrong_length_of_out_raises_on_its_rank_only(rank: int, size: int) -> None:
+    """The other ranks have started by then. They have results, and the group remains usable."""
     x = verbs.on_gpu(np.full((1, 2), rank))
     for verb, how in ((fl.all_gather, {}), (fl.all_to_all, {"rows": [1] + [0] * (size - 1)})):
         rows = size if verb is fl.all_gather or rank == 0 else 0
@@ -83,8 +83,8 @@ def test_an_out_of_another_length_is_an_error_on_its_rank(rank: int, size: int) 
 
 
 @on_ranks()
-def test_joining_takes_as_long_as_in_the_group_around(rank: int, size: int) -> None:
-    """Join GPUs in a group whose timeout is shorter than one rank takes to come."""
+def test_connecting_gpus_uses_the_timeout_of_the_parent_group(rank: int, size: int) -> None:
+    """Connect GPUs in a group whose timeout is shorter than the delay of one rank."""
     verbs.cupy()
     with fl.new_group(range(size), timeout=0.3) as group:
         x = verbs.on_gpu(np.ones(3))
@@ -99,7 +99,7 @@ def rank_1_blocks(rank: int) -> dict[str, str]:
 
 
 @on_ranks(("shm", 2), env=rank_1_blocks)
-def test_waiting_without_end_is_refused_on_every_rank(rank: int, size: int) -> None:
+def test_nccl_comm_blocking_is_rejected_on_every_rank(rank: int, size: int) -> None:
     verbs.cupy()
     why = "rank 1: NCCL_COMM_BLOCKING must be unset, got 1: NCCL would ignore timeouts"
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):

@@ -1,4 +1,4 @@
-"""NCCL's real library, and how ranks prepare to join their GPUs: as far as no GPU is needed."""
+"""NCCL's real library, and the exchange of cards, as far as they need no GPU."""
 
 import os
 import re
@@ -47,13 +47,13 @@ def nccl() -> NcclLibrary:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """The library is looked for anew, before and after."""
+    """Search for the library again, before and after the test."""
     library.load_nccl.cache_clear()
     yield
     library.load_nccl.cache_clear()
 
 
-def test_it_tells_its_version_and_where_it_was_found(nccl: NcclLibrary) -> None:
+def test_load_nccl_returns_version_and_path(nccl: NcclLibrary) -> None:
     assert nccl.version >= library.MINIMUM
     assert re.fullmatch(r"2\.\d+\.\d+", library.version_text(nccl.version))
     assert Path(nccl.path).name.startswith("libnccl.so")
@@ -65,7 +65,7 @@ def test_unique_ids_are_128_bytes_and_differ(nccl: NcclLibrary) -> None:
     assert first != second
 
 
-def test_a_refusal_carries_both_of_nccls_texts(nccl: NcclLibrary) -> None:
+def test_failure_contains_both_error_texts_of_nccl(nccl: NcclLibrary) -> None:
     null = ffi.NULL
     status = nccl.lib.ncclAllReduce(null, null, 1, 7, 0, null, null)
     assert status == nccl.lib.ncclInvalidArgument
@@ -74,7 +74,7 @@ def test_a_refusal_carries_both_of_nccls_texts(nccl: NcclLibrary) -> None:
     assert "comm argument is NULL" in told  # ncclGetLastError
 
 
-def test_every_declared_function_is_there(nccl: NcclLibrary) -> None:
+def test_library_has_every_declared_function(nccl: NcclLibrary) -> None:
     declared = re.findall(r"\b(nccl\w+)\(", cdef())
     assert len(declared) >= 20
     for name in declared:
@@ -85,15 +85,15 @@ def cdef() -> str:
     return (Path(__file__).parents[2] / "csrc" / "nccl" / "nccl.cdef.h").read_text()
 
 
-def test_declarations_are_those_of_nccl_h(nccl: NcclLibrary) -> None:
-    """Enumerators have the header's values, functions the header's parameter types."""
+def test_declarations_match_nccl_h(nccl: NcclLibrary) -> None:
+    """Compares the values of enumerators and the parameter types of functions with the header."""
     header = Path(nccl.path).parents[1] / "include" / "nccl.h"
     if not header.exists():
         pytest.skip(f"this NCCL has no header: {header}")
     theirs, ours = header.read_text(), cdef()
     enumerators = re.findall(r"\b(nccl\w+)\s*=\s*(\d+)", ours)
     assert len(enumerators) >= 20
-    added = {"ncclTimeout": 22900}  # by which version
+    added = {"ncclTimeout": 22900}  # by version
     for name, value in enumerators:
         if nccl.version < added.get(name, 0):
             continue
@@ -103,7 +103,7 @@ def test_declarations_are_those_of_nccl_h(nccl: NcclLibrary) -> None:
 
 
 def parameters(source: str, function: str) -> list[str]:
-    """The types of a function's parameters; const says nothing about how they are passed."""
+    """Return the types of a function's parameters, without const."""
     found = re.search(
         rf"ncclResult_t\s+{function}\(([^)]*)\)|char\s*\*\s*{function}\(([^)]*)\)", source
     )
@@ -115,13 +115,13 @@ def parameters(source: str, function: str) -> list[str]:
 
 
 @needs_none
-def test_without_a_gpu_a_communicator_is_refused_with_cuda_s_words(nccl: NcclLibrary) -> None:
-    """Also shows that a struct of 128 bytes passes by value, and that the config is taken."""
+def test_communicator_without_a_gpu_raises_with_the_text_of_cuda(nccl: NcclLibrary) -> None:
+    """Also shows that a struct of 128 bytes is passed by value, and that the config is accepted."""
     with pytest.raises(DistributedError, match=r"\[init\] rank 0 of 2: NCCL 2.*[Cc]uda failure"):
         Communicator(nccl, nccl.unique_id(), 0, 2, 5.0)
 
 
-def test_the_variable_comes_first_and_stands_alone(
+def test_library_candidates_uses_only_the_variable_if_it_is_set(
     monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libnccl.so.2")
@@ -131,7 +131,7 @@ def test_the_variable_comes_first_and_stands_alone(
     assert "pip install 'flashlight-py[cuda12]'" in str(told.value)
 
 
-def test_the_order_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_candidates_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(library.VARIABLE, raising=False)
     monkeypatch.setattr(library, "_path_in_wheel", lambda name: f"/{name}/libnccl.so.2")
     monkeypatch.setattr(library, "_path_in_process", lambda: "/loaded/libnccl.so.2")
@@ -143,14 +143,14 @@ def test_the_order_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_one_that_somebody_has_opened_is_seen(nccl: NcclLibrary) -> None:
+def test_library_candidates_include_a_library_loaded_by_other_code(nccl: NcclLibrary) -> None:
     found = library._path_in_process()
     assert found is not None
     assert Path(found).samefile(nccl.path)
 
 
 def stand_in(version: int) -> Any:
-    """A library of that version, which no machine has installed."""
+    """Return a stand-in for a library of a version that no machine has installed."""
 
     def tell(room: Any) -> int:
         room[0] = version
@@ -159,14 +159,14 @@ def stand_in(version: int) -> Any:
     return SimpleNamespace(ncclSuccess=0, ncclGetVersion=tell)
 
 
-def test_too_old_says_which_version_is_needed_and_why() -> None:
+def test_open_first_names_the_required_version_if_nccl_is_too_old() -> None:
     places = iter([("the system", "libnccl.so.2")])
     with pytest.raises(BackendUnavailableError) as told:
         library.open_first(ffi, places, lambda path: stand_in(21003))
     assert "is NCCL 2.10.3, too old: 2.14 is needed for ncclCommInitRankConfig" in str(told.value)
 
 
-def test_a_place_that_has_none_is_passed_by_and_named() -> None:
+def test_open_first_names_sources_without_a_library() -> None:
     def open_path(path: str) -> Any:
         if path == "/missing":
             raise OSError("no such file")
@@ -179,11 +179,11 @@ def test_a_place_that_has_none_is_passed_by_and_named() -> None:
 
 
 @pytest.mark.parametrize(("code", "text"), [(2708, "2.7.8"), (21403, "2.14.3"), (22707, "2.27.7")])
-def test_versions_in_words(code: int, text: str) -> None:
+def test_version_text_formats_both_codings(code: int, text: str) -> None:
     assert library.version_text(code) == text
 
 
-def test_forms_of_dtypes_are_the_library_s_codes() -> None:
+def test_form_of_returns_the_codes_of_the_library() -> None:
     codes = {name.removeprefix("nccl").lower(): code for code, name in enum("ncclDataType_t")}
     for name, code in codes.items():
         form = form_of(dtype_of(name), ReduceOp.SUM)
@@ -205,17 +205,19 @@ def enum(name: str) -> list[tuple[int, str]]:
         ("longdouble", ReduceOp.SUM, "got float"),
     ],
 )
-def test_what_nccl_cannot_reduce_is_a_type_error(dtype: str, op: ReduceOp, told: str) -> None:
+def test_form_of_raises_type_error_for_unsupported_reductions(
+    dtype: str, op: ReduceOp, told: str
+) -> None:
     with pytest.raises(TypeError, match=told):
         form_of(np.dtype(dtype), op)
 
 
-# Joining, on real processes -----------------------------------------------------------------------
+# Exchange of cards, on real processes -----------------------------------------------------------
 
 
 def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
-    """Return what rank 0's NCCL made, as rank 0 knows it, and as it arrived here."""
-    if port:  # the ENV rendezvous finds the world that the variables describe
+    """Return the unique id of rank 0's NCCL, on rank 0 and as received here."""
+    if port:  # the ENV rendezvous reads the variables
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         fl.distributed_init(fl.DistributedInit.ENV)
@@ -230,7 +232,7 @@ def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("init", ["file", "mpi", None])
-def test_the_real_id_crosses_the_rendezvous(init: str | None, backend: str) -> None:
+def test_exchange_cards_returns_the_unique_id_of_rank_0(init: str | None, backend: str) -> None:
     port = 0 if init else free_port()
     results = run_ranks(real_unique_id, 3, port, init=init, params={"BACKEND": backend})
     made = results[0][0]
@@ -249,7 +251,7 @@ def test_the_real_id_crosses_the_rendezvous(init: str | None, backend: str) -> N
     ],
 )
 @on_ranks(("shm", 2))
-def test_what_cannot_work_is_told_on_every_rank(
+def test_exchange_cards_raises_on_every_rank_if_cards_disagree(
     rank: int, size: int, cards: Any, told: str
 ) -> None:
     with pytest.raises(UnavailableEverywhereError, match=told) if told else nullcontext():
@@ -258,9 +260,7 @@ def test_what_cannot_work_is_told_on_every_rank(
 
 @needs_none
 @on_ranks(("shm", 2), fresh=True)
-def test_without_a_gpu_the_reason_and_the_remedy_are_told_on_every_rank(
-    rank: int, size: int
-) -> None:
+def test_error_without_a_gpu_has_reason_and_remedy_on_every_rank(rank: int, size: int) -> None:
     why = r"CuPy arrays cannot be sent between these ranks\. rank 0: .*(pip install|nvidia-smi)"
     with pytest.raises(BackendUnavailableError, match=f"(?s){why}"):
         current_world().group.join_gpus()
@@ -268,10 +268,10 @@ def test_without_a_gpu_the_reason_and_the_remedy_are_told_on_every_rank(
 
 @needs_none
 @on_ranks(("shm", 2), fresh=True, init=None)
-def test_backend_nccl_needs_gpus_and_flashlight_s_key_alone_none(
+def test_backend_nccl_needs_gpus_but_max_device_per_node_does_not(
     rank: int, size: int, tmp_path: Path
 ) -> None:
-    """Scripts give MAX_DEVICE_PER_NODE wherever they run; NumPy arrays need no GPU."""
+    """Scripts pass MAX_DEVICE_PER_NODE everywhere, and NumPy arrays need no GPU."""
     place, path = (fl.DistributedInit.FILE_SYSTEM, rank, size), {"FILE_PATH": f"{tmp_path}/meet"}
     with pytest.raises(UnavailableEverywhereError):
         fl.distributed_init(*place, {**path, "BACKEND": "nccl"})
@@ -284,21 +284,23 @@ def test_backend_nccl_needs_gpus_and_flashlight_s_key_alone_none(
     ("rule", "count", "index"),
     [
         (DeviceRule(rank=5, local_rank=1), 4, 1),
-        (DeviceRule(rank=5, local_rank=1), 1, 0),  # each rank sees its own GPU only
+        (DeviceRule(rank=5, local_rank=1), 1, 0),  # each rank sees only its own GPU
         (DeviceRule(rank=5, local_rank=1, max_per_node=4), 4, 1),
         (DeviceRule(rank=6, local_rank=1, max_per_node=4), 4, 2),
     ],
 )
-def test_the_device_follows_from_the_place(rule: DeviceRule, count: int, index: int) -> None:
+def test_device_rule_selects_the_device_by_rank(rule: DeviceRule, count: int, index: int) -> None:
     assert rule.index(count) == index
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_device_rule_raises_if_the_device_does_not_exist() -> None:
     with pytest.raises(BackendUnavailableError, match=r"must be below 2.*got 3"):
         DeviceRule(rank=3, max_per_node=4).index(2)
 
 
-def test_several_ranks_on_one_gpu_when_nccl_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_identity_allows_several_ranks_per_gpu_if_nccl_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tests.cupy_stand_in import StandInCupy
 
     cupy = StandInCupy(2)

@@ -1,4 +1,4 @@
-"""What is on its way, asked about by several threads at once."""
+"""Pending collectives that several threads check at once."""
 
 import shutil
 import subprocess
@@ -31,7 +31,7 @@ ALWAYS = {"ncclCommGetAsyncError", "ncclGetErrorString", "ncclGetLastError", "nc
 
 
 class Strict(Nccl):
-    """In progress, for two questions, after each call that begins something."""
+    """An NCCL that is in progress for two polls after each call that starts an operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_called_or_launched_before_what_was_called_has_begun(
+def test_next_call_waits_until_the_previous_call_has_started(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cupy, nccl = StandInCupy(1), Strict()
@@ -83,7 +83,7 @@ def test_nothing_is_called_or_launched_before_what_was_called_has_begun(
     for kind, method in ((Event, "record"), (Stream, "wait_event"), (Stream, "__enter__")):
         monkeypatch.setattr(kind, method, after_it_has_begun(nccl, getattr(kind, method)))
     backend = NcclBackend(Cpu(), communicator(nccl, 30.0), cupy, 0)
-    for _ in range(2):  # the scaled sum is known the second time
+    for _ in range(2):  # the second call finds the cached scaled sum
         CALLS[name](backend, lambda dtype="float32": cupy.asarray(np.ones(4, dtype))).wait()
     backend.close()
     assert BEGINNING & set(nccl.calls)
@@ -142,7 +142,7 @@ const char *ncclGetLastError(void *comm) { return ""; }
 """
 
 
-def test_arguments_of_a_communicator_arrive_as_c_declares_them(tmp_path: Path) -> None:
+def test_launcher_passes_arguments_as_declared_in_c(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so"
@@ -170,7 +170,7 @@ LAUNCHED = [
 
 
 class Noting:
-    """Functions of NCCL and of the driver, which note by which arguments C calls them."""
+    """Functions of NCCL and the driver that record the arguments from C."""
 
     def __init__(self) -> None:
         self.callbacks: list[Any] = []
@@ -187,10 +187,10 @@ class Noting:
 
 
 @pytest.mark.parametrize("is_group", [False, True])
-def test_each_function_is_launched_between_the_events_that_order_two_streams(
+def test_launcher_calls_nccl_between_the_events_of_two_streams(
     is_group: bool,
 ) -> None:
-    """The communication stream waits for the caller's, 0x66, and then that for it."""
+    """The communication stream waits for the caller's stream 0x66, which then waits for it."""
     ffi = _native.load("nccl").ffi
     for kind, call in enumerate(LAUNCHED):
         lib = Noting()
@@ -206,7 +206,7 @@ def test_each_function_is_launched_between_the_events_that_order_two_streams(
 
 
 class Landed(Event):
-    """Done when ``ends`` says so; another thread goes on while CUDA is asked."""
+    """An event that is done when ``ends`` is set. Another thread runs while CUDA is asked."""
 
     ends = True
 
@@ -220,8 +220,8 @@ class Landed(Event):
         pass
 
 
-def test_flights_land_once_if_several_threads_ask_at_the_same_time() -> None:
-    """The watchdog forgets ended flights, and so does each thread that adds a flight or asks."""
+def test_flights_are_removed_once_if_several_threads_check() -> None:
+    """The watchdog removes ended flights, and so does each thread that adds or checks a flight."""
     flights, ended = Flights(Landed() for _ in range(4)), threading.Event()
 
     def ask() -> None:
@@ -250,8 +250,8 @@ def test_flights_land_once_if_several_threads_ask_at_the_same_time() -> None:
     assert len(flights._events) == 3
 
 
-def test_the_time_of_a_collective_begins_when_the_one_before_it_has_ended() -> None:
-    """Many may be queued on the device, each of which takes less than the time limit."""
+def test_time_limit_starts_after_the_previous_collective_has_ended() -> None:
+    """Many collectives may be queued on the device, each shorter than the time limit."""
     flights = Flights(Event() for _ in range(2))
     for _ in range(2):
         event = flights.free_event()
@@ -272,7 +272,7 @@ def test_flights_have_no_free_event_if_all_are_in_use() -> None:
     held[0].event.ends = False
     flights.add(held[0])
     held.append(DeviceFlight("all_reduce", flights.free_event(), []))
-    flights.add(held[1])  # which ends before the first, and is not asked about before that
+    flights.add(held[1])  # ends before the first, and is not checked before it
     assert flights.free_event() is None
     held[0].event.ends = True
     assert flights.free_event() is held[0].event

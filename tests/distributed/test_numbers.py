@@ -1,4 +1,4 @@
-"""Numbers are returned; what is no array is refused with what to call."""
+"""Verbs return numbers for numbers. Other objects that are not arrays raise errors."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.distributed.conformance import on_ranks
 
 
 @on_ranks(("shm", 2))
-def test_a_number_of_each_kind(rank: int, size: int) -> None:
+def test_verbs_return_numbers_for_each_kind_of_number(rank: int, size: int) -> None:
     world = fl.new_group(range(size))
     results = [
         fl.all_reduce(rank + 0.5),
@@ -31,7 +31,7 @@ def test_a_number_of_each_kind(rank: int, size: int) -> None:
         fl.all_reduce(-7),
     ]
     world.close()
-    reduced = 3 if rank == 1 else 1  # a reduce leaves the others theirs
+    reduced = 3 if rank == 1 else 1  # reduce leaves the numbers of other ranks unchanged
     expected: list[object] = [2.0, 1.0, 6, True, False, 1 + 2j, 6, 1, 10, 0.5, reduced]
     expected += [np.float32(1), np.int16(-4), -14]
     assert results == expected
@@ -39,7 +39,7 @@ def test_a_number_of_each_kind(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_all_reduce_location_of_a_number_returns_a_number_and_a_rank(rank: int, size: int) -> None:
+def test_all_reduce_location_returns_a_number_and_a_rank(rank: int, size: int) -> None:
     pair = fl.all_reduce_location(np.float32(-rank), async_op=True).wait()
     pairs = [
         fl.all_reduce_location(rank + 0.5, op="max"),
@@ -56,7 +56,7 @@ def test_all_reduce_location_of_a_number_returns_a_number_and_a_rank(rank: int, 
 
 
 @on_ranks(("single", 1), ("gloo", 3), ("shm", 5), ("hierarchical", 4), ("mpi", 3))
-def test_scans_of_numbers(rank: int, size: int) -> None:
+def test_scans_return_numbers(rank: int, size: int) -> None:
     assert fl.scan(1) == rank + 1
     assert fl.exscan(2.5) == 2.5 * rank
     assert fl.exscan(rank + 2, op="prod") == math.prod(range(2, rank + 2))
@@ -69,7 +69,7 @@ def test_scans_of_numbers(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_kinds_that_differ_between_ranks(rank: int, size: int) -> None:
+def test_numbers_of_different_kinds_raise_mismatch_error(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.all_reduce(1 if rank == 0 else 1.0)
     assert "rank 0 called all_reduce(int64 ()" in str(caught.value)
@@ -86,10 +86,10 @@ def test_kinds_that_differ_between_ranks(rank: int, size: int) -> None:
         (2**61, "sum", 8.0, 1, False),
         (2**20, "prod", 1.0, 3, True),
         (2**20, "prod", 1.0, 4, False),
-        (2**61, "sum", float("inf"), 1, True),  # refused for what it is, later
+        (2**61, "sum", float("inf"), 1, True),  # rejected later for another reason
     ],
 )
-def test_an_int_that_could_pass_64_bits(
+def test_require_bits_rejects_integers_that_may_exceed_64_bits(
     x: int, op: str, scale: float, size: int, fits: bool
 ) -> None:
     if fits:
@@ -99,7 +99,7 @@ def test_an_int_that_could_pass_64_bits(
         require_bits("all_reduce", x, ReduceOp[op.upper()], scale, size)
 
 
-def test_alone_a_number_is_the_same_number() -> None:
+def test_world_of_one_returns_the_same_number() -> None:
     assert fl.all_reduce(3.5) == 3.5
     assert fl.all_reduce(7, scale=3) == 21
     assert fl.broadcast(True) is True

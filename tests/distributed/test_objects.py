@@ -1,4 +1,4 @@
-"""Objects between ranks: what comes is what was given, and what cannot be pickled hurts nobody."""
+"""Verbs of Python objects. An object that cannot be pickled raises on every rank."""
 
 import threading
 from typing import Any
@@ -10,13 +10,13 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.told import told_now_or_later
+from tests.distributed.mismatch_errors import mismatch_now_or_later
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
 
 
 def some_object(rank: int) -> Any:
-    """Of another size on each rank; rank 1 has the smallest there is."""
+    """Return an object whose size differs between ranks; that of rank 1 is minimal."""
     return (
         None if rank == 1 else {"rank": rank, "rows": list(range(rank * 5000)), "name": "é" * rank}
     )
@@ -41,7 +41,7 @@ class Unpicklable:
 
 
 @on_ranks()
-def test_an_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: int) -> None:
+def test_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: int) -> None:
     last = size - 1
     mine = Unpicklable() if rank == last else rank
     calls = [
@@ -54,11 +54,11 @@ def test_an_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: 
         with pytest.raises(TypeError, match=f"rank {last}: RuntimeError: this one stays") as caught:
             call()
         assert f"rank {rank} of {size}" in str(caught.value)
-    assert fl.all_gather_object(rank) == list(range(size))  # the group lives on
+    assert fl.all_gather_object(rank) == list(range(size))  # the group remains usable
 
 
 @on_ranks()
-def test_wrong_roots_are_refused(rank: int, size: int) -> None:
+def test_object_verbs_reject_wrong_roots(rank: int, size: int) -> None:
     for call in (fl.broadcast_object, fl.gather_object, fl.scatter_object):
         with pytest.raises(ValueError, match=f"0 to {size - 1}, got {size}"):
             call(0, size)
@@ -68,8 +68,8 @@ def test_wrong_roots_are_refused(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(rank: int, size: int) -> None:
-    """Each pair of roots: both have an object to give, none of them, and only one."""
+def test_object_verbs_raise_mismatch_error_if_roots_differ(rank: int, size: int) -> None:
+    """With each pair of roots, both ranks, one rank or no rank has an object."""
     for one, other in ((0, 1), (1, 0), (2, 1)) if size > 1 else ():
         root, long = one if rank == 0 else other, [f"{r}" * 2000 for r in range(size)]
         for verb, obj, wanted in [
@@ -78,21 +78,21 @@ def test_verbs_of_objects_raise_mismatch_error_if_the_roots_differ(rank: int, si
             (fl.gather_object, long[rank], long if rank == other else None),
             (fl.scatter_object, [*range(size)], rank),
         ]:
-            text = told_now_or_later(lambda root=root, verb=verb, obj=obj: verb(obj, root))
+            text = mismatch_now_or_later(lambda root=root, verb=verb, obj=obj: verb(obj, root))
             for differing in (one, other):
                 assert f"called {verb.__name__}(root={differing})" in text, text
             assert verb(obj, other) == wanted
 
 
-def test_a_root_must_have_one_object_for_each_rank() -> None:
+def test_scatter_object_needs_one_object_per_rank() -> None:
     for objs, got in ((None, "None"), ([1, 2], "2")):
         with pytest.raises(ValueError, match=f"1 objects, one for each rank, .* got {got}"):
             fl.scatter_object(objs)
 
 
 @on_ranks()
-def test_large_arrays_inside_objects(rank: int, size: int) -> None:
-    """Large buffers arrive as they were, and can be written to where the sender's can."""
+def test_object_verbs_send_large_arrays_inside_objects(rank: int, size: int) -> None:
+    """The arrays are writable if those of the sender are."""
     x = np.arange(3000.0).reshape(60, 50) + rank
     fixed = x.copy()
     fixed.flags.writeable = False
@@ -115,8 +115,8 @@ def test_large_arrays_inside_objects(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_objects_of_all_lengths(rank: int, size: int) -> None:
-    """Around every length from which objects travel in another way."""
+def test_object_verbs_send_objects_of_all_lengths(rank: int, size: int) -> None:
+    """Lengths around every threshold between methods of transfer."""
     for length in (0, 900, 1100, 16_000, 17_000, 70_000, 300_000):
         for root in range(size):
             given = [b"x" * (length if r == rank else r) for r in range(size)]
@@ -130,10 +130,10 @@ def test_objects_of_all_lengths(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 3), ("gloo", 3))
-def test_objects_on_the_fast_path(rank: int, size: int) -> None:
-    """One native call does each verb, and is what the record shows."""
+def test_object_verbs_use_the_fast_path(rank: int, size: int) -> None:
+    """One native call runs each verb, and the flight record shows it."""
     group = current_world().group
-    known = [None, NotImplemented, ..., [], (1, 2)]  # also what the fast path itself may return
+    known = [None, NotImplemented, ..., [], (1, 2)]  # also results of the fast path itself
     for verb, given, wanted in [
         (journal.BROADCAST_OBJECT, known, [known]),
         (journal.ALL_GATHER_OBJECT, rank, [*range(size)]),
@@ -155,21 +155,21 @@ def test_objects_on_the_fast_path(rank: int, size: int) -> None:
 
 
 class Interrupted:
-    """Ctrl-C where an object is pickled on rank 1."""
+    """Raises KeyboardInterrupt when it is pickled on rank 1."""
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
 
 
 @on_ranks(("shm", 2), ("gloo", 2), fresh=True)
-def test_an_interrupt_while_pickling_ends_the_group(rank: int, size: int) -> None:
+def test_interrupt_during_pickling_ends_the_group(rank: int, size: int) -> None:
     with pytest.raises(KeyboardInterrupt if rank else fl.errors.PeerLostError):
         fl.all_gather_object(Interrupted() if rank else 0)
 
 
 @on_ranks(("shm", 3), ("gloo", 3))
-def test_ranks_with_and_without_the_fast_path(rank: int, size: int) -> None:
-    """A rank whose calls are noted by Python takes part in the same collectives."""
+def test_object_verbs_work_if_only_some_ranks_use_the_fast_path(rank: int, size: int) -> None:
+    """On one rank, Python records the calls."""
     group, large = current_world().group, np.arange(50_000.0)
     for off in range(size):
         group.journal.header[2] = rank == off
@@ -192,7 +192,7 @@ class Refusing:
 
 
 @on_ranks()
-def test_objects_are_messages(rank: int, size: int) -> None:
+def test_send_object_and_recv_object_keep_their_order(rank: int, size: int) -> None:
     given: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
     if size == 1:
         with pytest.raises(ValueError, match="must be another rank"):

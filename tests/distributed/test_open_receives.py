@@ -1,4 +1,4 @@
-"""Receiving from any rank, and into more room than is needed."""
+"""Receives from any rank, and partial receives into larger arrays."""
 
 import os
 import re
@@ -21,8 +21,10 @@ from tests.distributed.conformance import WORLDS, on_ranks, ranks_in
 
 @pytest.mark.parametrize("width", [1, 30_000])
 @on_ranks()
-def test_messages_of_any_rank_and_of_any_length(rank: int, size: int, width: int) -> None:
-    """Everybody sends five messages to everybody, who takes them as they come, and some of one."""
+def test_open_receive_accepts_messages_of_any_rank_and_length(
+    rank: int, size: int, width: int
+) -> None:
+    """Every rank sends five messages to every rank. Some receives name the source."""
     others = [peer for peer in range(size) if peer != rank]
     sends = [
         fl.isend(np.full((i + 1, width), float(rank)), peer, tag=tag)
@@ -30,7 +32,7 @@ def test_messages_of_any_rank_and_of_any_length(rank: int, size: int, width: int
         for tag in (3, 8)
         for peer in others
     ]
-    named = fl.irecv(np.empty((1, width)), others[0], tag=3)  # the first one of that rank
+    named = fl.irecv(np.empty((1, width)), others[0], tag=3)  # the first message of that rank
     assert named.source == others[0]
     assert np.all(named.wait() == others[0])
     taken: dict[int, list[int]] = {peer: [] for peer in others}
@@ -47,7 +49,7 @@ def test_messages_of_any_rank_and_of_any_length(rank: int, size: int, width: int
         assert np.all(part == part[0])
         taken[int(part[0, 0])].append(len(part))
     assert all(rows == [1, 2, 3, 4, 5] for rows in taken.values()), taken
-    for peer in others:  # of one rank each, and of the right shape
+    for peer in others:  # from one rank each, with the exact shape
         for i in range(5):
             got = fl.recv(np.empty((i + 1, width)), peer, tag=8, partial=i % 2 == 0)
             assert got.shape == (i + 1, width)
@@ -57,11 +59,11 @@ def test_messages_of_any_rank_and_of_any_length(rank: int, size: int, width: int
 
 
 @on_ranks()
-def test_what_does_not_fit_is_refused_on_both_ends(rank: int, size: int) -> None:
-    """Too many rows, another width, too few for a receive that wants all: on both ends."""
+def test_open_receive_rejects_a_message_that_is_too_long_on_both_ends(rank: int, size: int) -> None:
+    """Too many rows, another width, or too few rows for a complete receive."""
     if rank > 1:
         return
-    many = 20_000  # a send of less may have returned before
+    many = 20_000  # a smaller send may have returned before
     pairs = [
         ((4, many), (3, many), True),
         ((2, many + 1), (3, many), True),
@@ -89,12 +91,12 @@ SIZES = (0, 1, 30, 1000, 100_000)  # on both sides of every threshold, in every 
 
 @pytest.mark.parametrize("sources", [("named",), ("any",), ("any", "named")])
 @on_ranks()
-def test_messages_of_a_rank_are_not_overtaken(
+def test_open_receive_keeps_the_order_of_a_sender(
     rank: int, size: int, sources: tuple[str, ...]
 ) -> None:
-    """Messages of one rank and tag fill the receives in the order of both.
+    """Messages of one rank and tag fill the receives in order.
 
-    ``sources`` say in turn how a receive names the sender: "named", or "any".
+    ``sources`` says how each receive names the sender: "named" or "any".
     """
     if rank > 1:
         return
@@ -103,7 +105,7 @@ def test_messages_of_a_rank_are_not_overtaken(
     peer, half = 1 - rank, len(arrays) // 2
     if rank == 1:
         sends = [fl.isend(x, peer, tag=4) for x in arrays[:half]]
-        fl.send(np.zeros(1), peer, tag=5)  # some have come before they are asked for
+        fl.send(np.zeros(1), peer, tag=5)  # some messages arrive before their receives
         fl.recv(np.zeros(1), peer, tag=5)
         sends += [fl.isend(x, peer, tag=4) for x in arrays[half:]]
         for send in sends:
@@ -119,7 +121,7 @@ def test_messages_of_a_rank_are_not_overtaken(
         )
         for i in range(len(arrays))
     ]
-    fl.send(np.zeros(1), peer, tag=5)  # and some later
+    fl.send(np.zeros(1), peer, tag=5)  # and others later
     parts = [work.wait() for work in reversed(works)][::-1]
     for i, (part, x) in enumerate(zip(parts, arrays, strict=True)):
         np.testing.assert_array_equal(part, x, err_msg=f"message {i} of {len(arrays)}, {sources}")
@@ -130,7 +132,7 @@ SEVERAL = [(name, size) for name, size in WORLDS if size > 1]
 ranks = ranks_in(*SEVERAL)
 
 
-def test_a_world_of_one_receives_in_part_from_itself() -> None:
+def test_world_of_one_receives_partially_from_itself() -> None:
     room = np.zeros((4, 2))
     work = fl.irecv(room, 0, partial=True)
     fl.isend(np.ones((3, 2)), 0).wait()
@@ -138,13 +140,13 @@ def test_a_world_of_one_receives_in_part_from_itself() -> None:
     assert part.base is room
     assert part.tolist() == [[1, 1]] * 3
     assert work.source == 0
-    with pytest.raises(ValueError, match="has one rank"):
+    with pytest.raises(ValueError, match="group of one rank"):
         fl.recv(room, None)
-    with pytest.raises(ValueError, match="first dimension"):
+    with pytest.raises(ValueError, match="must have a dimension"):
         fl.irecv(np.zeros(()), 0, partial=True)
 
 
-def test_a_record_of_a_receive_from_any_says_so() -> None:
+def test_flight_record_shows_a_receive_from_any_rank() -> None:
     call = {"verb": "recv", "dtype": "float64", "shape": [3], "peer": -1, "tag": 7}
     assert call_text(call) == "recv(float64 (3,), peer=any, tag=7)"
 
@@ -155,9 +157,8 @@ def test_a_record_of_a_receive_from_any_says_so() -> None:
     fresh=True,
     params={"TIMEOUT": 1},
 )
-def test_nobody_sends_in_time(rank: int, size: int) -> None:
-    """It ends by the timeout, and says whom it waited for and what is sent instead."""
-    fl.barrier()  # all begin to count now, whoever has started late
+def test_open_receive_times_out_and_names_other_tags(rank: int, size: int) -> None:
+    fl.barrier()  # all ranks start to wait at the same time
     if rank == 0:
         with pytest.raises(CollectiveTimeoutError, match=r"rank(s)? 1.*tag[= ]7"):
             fl.recv(np.zeros(3), None, tag=7)
@@ -168,8 +169,8 @@ def test_nobody_sends_in_time(rank: int, size: int) -> None:
 
 
 @on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 4), lost=1)
-def test_a_rank_that_is_gone_ends_a_receive_from_any(rank: int, size: int) -> None:
-    """It may have been the one."""
+def test_open_receive_raises_if_a_rank_is_lost(rank: int, size: int) -> None:
+    """The lost rank might have been the sender."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -179,8 +180,10 @@ def test_a_rank_that_is_gone_ends_a_receive_from_any(rank: int, size: int) -> No
 
 
 @on_ranks()
-def test_a_wait_that_ends_early_names_this_rank_and_can_be_repeated(rank: int, size: int) -> None:
-    """Of a receive from any rank, and of a batch, whose arrays for nobody keep their places."""
+def test_open_receive_wait_timeout_names_this_rank_and_can_be_repeated(
+    rank: int, size: int
+) -> None:
+    """A receive from any rank, and a batch whose messages to no rank keep their positions."""
     after, before = (rank + 1) % size, (rank - 1) % size
     rooms = [np.zeros((5, 2)) for _ in range(4)]
     work = fl.irecv(rooms[0], None, tag=3, partial=True)

@@ -1,4 +1,4 @@
-"""Every verb on every backend by random programs, against NumPy and against the MPI library."""
+"""Random programs of every verb on every backend, compared with NumPy and with an MPI library."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ WORLDS = [("single", 1), ("gloo", 2), ("shm", 2), ("hierarchical", 3), ("mpi", 2
 SLOW = [*(("gloo", 4), ("gloo", 5), ("shm", 3), ("shm", 5)), ("hierarchical", 5)]
 SLOW += [("mpi", 4), ("mpi", 5)]
 
-# The same programs every time. A failing one is not shrunk: each try would need new processes.
+# The same programs in every run. They are not shrunk: each try would need new processes.
 repeatable = settings(
     derandomize=True,
     deadline=None,
@@ -29,12 +29,12 @@ ranks = ranks_in(*WORLDS, slow=SLOW)
 
 @repeatable
 @given(data=st.data())
-def test_programs_of_every_verb_return_what_numpy_returns(ranks: Any, data: st.DataObject) -> None:
+def test_random_programs_return_the_same_as_numpy(ranks: Any, data: st.DataObject) -> None:
     ranks.run(run_program, data.draw(programs(ranks.size)))
 
 
-def test_each_verb_in_every_size(ranks: Any) -> None:
-    """Rows of every width, whatever the random programs have left out."""
+def test_each_verb_works_in_every_size(ranks: Any) -> None:
+    """Rows of every width that random programs may have omitted."""
     ranks.run(run_program, every_verb(ranks.size, "float32", (1, 1000, 100_000)), deadline=100.0)
     ranks.run(run_program, every_verb(ranks.size, "int8", (1, 1000, 100_000)), deadline=100.0)
 
@@ -49,7 +49,7 @@ def test_each_verb_in_every_size(ranks: Any) -> None:
         pytest.param("hierarchical", 4, marks=pytest.mark.slow),
     ],
 )
-def test_programs_return_what_mpi_returns(
+def test_random_programs_return_the_same_as_mpi(
     pool: Any, backend: str, size: int, data: st.DataObject
 ) -> None:
     ranks = pool(size, **world_of(backend, {"init": "mpi"}))

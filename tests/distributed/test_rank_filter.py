@@ -1,4 +1,4 @@
-"""RankFilter and is_main_process: one rank talks, and every record says whose it is."""
+"""RankFilter and is_main_process: one rank logs, and every record contains its rank."""
 
 import io
 import logging
@@ -12,7 +12,7 @@ from tests.distributed.conformance import on_ranks
 
 
 def logged(*filters: fl.RankFilter) -> list[str]:
-    """What comes out of an info and an error with these filters on the handler."""
+    """Return the output of an info and an error with these filters on the handler."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(logging.Formatter("%(rank)s/%(local_rank)s/%(world_size)s %(message)s"))
@@ -26,7 +26,7 @@ def logged(*filters: fl.RankFilter) -> list[str]:
 
 
 @on_ranks(("shm", 2))
-def test_ranks_that_log(rank: int, size: int) -> None:
+def test_rank_filter_passes_records_of_the_selected_ranks(rank: int, size: int) -> None:
     mine, is_first = [f"{rank}/{rank}/2 info", f"{rank}/{rank}/2 error"], rank == 0
     assert fl.is_main_process() == is_first
     assert logged(fl.RankFilter()) == mine
@@ -38,18 +38,18 @@ def test_ranks_that_log(rank: int, size: int) -> None:
 
 @pytest.fixture
 def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the world's rank 0 of 1, and rank 1 of its host: what no single host has."""
+    """Make this process rank 0 of 1 in the world and rank 1 of its host."""
     monkeypatch.setattr(world, "_world", world.World(local_rank=1))
 
 
 @pytest.mark.usefixtures("second_host")
-def test_the_local_rank_is_the_one_on_the_host() -> None:
+def test_rank_filter_uses_the_local_rank_of_the_host() -> None:
     assert logged(fl.RankFilter(local_rank=0)) == []
     assert logged(fl.RankFilter(local_rank=1)) == ["0/1/1 info", "0/1/1 error"]
     assert logged(fl.RankFilter(rank=0)) == ["0/1/1 info", "0/1/1 error"]
 
 
-def test_before_init_a_process_is_the_main_one() -> None:
+def test_rank_filter_treats_a_process_as_rank_0_before_init() -> None:
     assert fl.is_main_process()
     assert logged(fl.RankFilter(rank=0)) == ["0/0/1 info", "0/0/1 error"]
 
@@ -63,6 +63,8 @@ def test_before_init_a_process_is_the_main_one() -> None:
         ({"pass_level": "ERROR"}, TypeError, "pass_level"),
     ],
 )
-def test_arguments(arguments: dict[str, Any], kind: type[Exception], name: str) -> None:
+def test_rank_filter_rejects_invalid_arguments(
+    arguments: dict[str, Any], kind: type[Exception], name: str
+) -> None:
     with pytest.raises(kind, match=f"RankFilter: {name} must be"):
         fl.RankFilter(**arguments)

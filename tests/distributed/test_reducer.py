@@ -1,4 +1,4 @@
-"""Both reducers give the scaled sum of every array that was added, whatever the buckets."""
+"""Reducers return the scaled sum of every added array, for any buckets."""
 
 import itertools
 from typing import Any
@@ -16,20 +16,18 @@ from tests.distributed.conformance import on_ranks
 @pytest.mark.parametrize(
     "options",
     [
-        None,  # of an InlineReducer
+        None,  # an InlineReducer
         *({}, {"async_op": False}, {"contiguous": False}),
         *({"bucket_bytes": 1}, {"bucket_bytes": 20_000}),
         {"bucket_bytes": 20_000, "async_op": False, "contiguous": False},
     ],
 )
 @on_ranks(("single", 1), ("shm", 2), ("shm", 3))
-def test_a_reducer_returns_the_scaled_sums(
-    rank: int, size: int, options: dict[str, Any] | None
-) -> None:
+def test_reducers_return_scaled_sums(rank: int, size: int, options: dict[str, Any] | None) -> None:
     reducer: Any = fl.InlineReducer(1 / size)
     if options is not None:
         reducer = fl.CoalescingReducer(1 / size, **options)
-    for _ in range(3):  # a reducer is used again after finalize
+    for _ in range(3):  # a reducer is reused after finalize
         shapes = [(10,), (200, 30), (), (0,), (5000,), (3, 4)] * 3
         dtypes = [np.float32, np.float64] * 9
         arrays = [
@@ -45,7 +43,7 @@ def test_a_reducer_returns_the_scaled_sums(
 
 
 @on_ranks(("shm", 2))
-def test_what_was_abandoned_is_not_sent(rank: int, size: int) -> None:
+def test_abandoned_arrays_are_not_sent(rank: int, size: int) -> None:
     reducer = fl.CoalescingReducer(1.0)
     x = np.ones(3)
     reducer.add(x)
@@ -54,25 +52,23 @@ def test_what_was_abandoned_is_not_sent(rank: int, size: int) -> None:
     assert np.all(x == 1)
 
 
-def test_a_reducer_refuses_what_all_reduce_refuses() -> None:
+def test_reducers_reject_the_same_arrays_as_all_reduce() -> None:
     for reducer in (fl.InlineReducer(1.0), fl.CoalescingReducer(1.0)):
         with pytest.raises(TypeError, match="list"):
             reducer.add([1.0])
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 60))
-def test_a_plan_is_complete_within_the_limit_and_has_no_bucket_too_many(
-    sizes: list[int], limit: int
-) -> None:
+def test_plan_buckets_is_complete_and_minimal(sizes: list[int], limit: int) -> None:
     plan = plan_buckets(sizes, limit)
     assert [index for bucket in plan for index in bucket] == list(range(len(sizes)))
     for bucket in plan:
         assert bucket
         assert sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1
-    for bucket, after in itertools.pairwise(plan):  # closed as the next array does not fit
+    for bucket, after in itertools.pairwise(plan):  # closed because the next array does not fit
         assert sum(sizes[i] for i in bucket) + sizes[after[0]] > limit
 
 
-def test_a_limit_of_buckets_is_positive() -> None:
+def test_plan_buckets_rejects_a_limit_of_zero() -> None:
     with pytest.raises(ValueError, match="must"):
         plan_buckets([1], 0)

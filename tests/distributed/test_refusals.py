@@ -1,4 +1,4 @@
-"""An argument refused on one rank is a part of the call: every rank raises, the group lives on."""
+"""Invalid arguments on one rank: every rank raises, and the group remains usable."""
 
 import inspect
 import os
@@ -16,10 +16,10 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls import journal
 from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import hosts_by_letter, on_ranks, ranks_in
-from tests.distributed.told import told, told_later, told_now_or_later
+from tests.distributed.mismatch_errors import late_mismatch, mismatch_error, mismatch_now_or_later
 
 SIZE, ODD = 3, 1
-AT_ONCE = 20.0  # seconds, on a machine that does much else
+AT_ONCE = 20.0  # seconds, on a machine under load
 WRONG = TypeError, ValueError, RuntimeError
 
 ranks = ranks_in(*((name, SIZE) for name in ("gloo", "shm", "hierarchical", "mpi")))
@@ -52,7 +52,7 @@ def row_layer() -> Any:
 
 
 def alike(leaves: int | None = None) -> Any:
-    """Return a module that is distributed, the same on all ranks."""
+    """Return a distributed module that is equal on all ranks."""
     fl.set_seed(0)
     module = linear()
     fl.distribute_module_grads(module, leaves=leaves)
@@ -117,7 +117,7 @@ def stop_profile(bad: bool) -> None:
     fl.profile(os.devnull).stop() if bad else fl.profile(os.devnull).start()
 
 
-# The odd rank calls each with True and raises, the others with False.
+# Called with True on the odd rank, which raises, and with False on the other ranks.
 CASES: dict[str, Callable[[Any], Any]] = {
     "all_reduce: no array": lambda bad: fl.all_reduce([ones(), None][bad]),
     "all_reduce: a dtype": lambda bad: fl.all_reduce([ones(1), np.array(["a"])][bad]),
@@ -259,7 +259,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "Profile.start: started": start_profile,
     "Profile.stop: not started": stop_profile,
 }
-# Names that ``functions_of_groups`` returns and that need no case, by the reason.
+# Results of ``functions_of_groups`` that need no case, with the reason.
 WITHOUT_CASE = {
     "before or after the group": "distributed_init distributed_shutdown",
     "no argument": "BaseLayer.forward_nothing DDPSequential.average_statistics "
@@ -275,7 +275,7 @@ WITHOUT_CASE = {
 
 
 def functions_of_groups() -> set[str]:
-    """Return the public functions that take a group, or say that they are collective."""
+    """Return the public functions that take a group, or whose docstring says collective."""
     modules = fl, fl.functional, *(getattr(fl, name) for name in fl._HOMES[""])
     public = [
         inspect.unwrap(getattr(m, name)) for m in modules for name in getattr(m, "__all__", ())
@@ -299,7 +299,7 @@ def test_cases_cover_every_public_collective_function() -> None:
 
 
 @on_ranks()
-def test_a_refused_collective_raises_on_every_rank(rank: int, size: int) -> None:
+def test_rejected_collective_raises_on_every_rank(rank: int, size: int) -> None:
     calls = world().journal.count
     before = calls[0]
     for name, call in CASES.items():
@@ -308,20 +308,22 @@ def test_a_refused_collective_raises_on_every_rank(rank: int, size: int) -> None
             with pytest.raises(WRONG) as caught:
                 call(True)
             assert not isinstance(caught.value, fl.errors.DistributedError), name
-            told_later()
+            late_mismatch()
         else:
-            check(partial(call, False), name, told_now_or_later)
-        assert fl.all_reduce(np.ones(3))[0] == size, name  # in step
+            check(partial(call, False), name, mismatch_now_or_later)
+        assert fl.all_reduce(np.ones(3))[0] == size, name  # ranks are in step
         assert time.monotonic() - began < AT_ONCE, name
-    fl.sync_distributed()  # nothing is left to be raised
-    # The calls of a flight record have the same numbers on every rank.
+    fl.sync_distributed()  # no error is pending
+    # The calls of a flight record have equal numbers on every rank.
     assert len(set(fl.all_gather_object(calls[0] - before))) == 1
 
 
 def check(
-    call: Callable[[], Any], name: str, told: Callable[[Callable[[], Any]], str] = told
+    call: Callable[[], Any],
+    name: str,
+    error_of: Callable[..., str] = mismatch_error,
 ) -> None:
-    message = told(call)
+    message = error_of(call)
     assert message, f"{name} did not raise"
     assert f"rank {ODD} called " in message, (name, message)
     assert ", and rejected its arguments (" in message, (name, message)
@@ -329,7 +331,7 @@ def check(
 
 
 @on_ranks()
-def test_the_others_have_its_reason(rank: int, size: int) -> None:
+def test_other_ranks_raise_the_reason_of_a_rejection(rank: int, size: int) -> None:
     if rank == ODD:
         with pytest.raises(ValueError, match="first dimension must be a multiple") as caught:
             fl.reduce_scatter(ones(7))
@@ -345,10 +347,10 @@ def test_the_others_have_its_reason(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_ranks_that_refuse_alike_raise_their_own_and_go_on(rank: int, size: int) -> None:
+def test_ranks_that_all_reject_raise_their_own_errors_and_continue(rank: int, size: int) -> None:
     right, left = (rank + 1) % size, (rank - 1) % size
     for name, call in [*CASES.items()] * 3:
-        if name != "scatter: parts that differ":  # the root alone has parts
+        if name != "scatter: parts that differ":  # only the root has parts
             with pytest.raises(WRONG):
                 call(True)
     with pytest.raises(ValueError, match="read-only"):
@@ -362,7 +364,7 @@ def test_ranks_that_refuse_alike_raise_their_own_and_go_on(rank: int, size: int)
 
 
 def messages(peer: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Calls of a rank that refuses, and of its peer."""
+    """Calls of a rank with invalid arguments, and of its peer."""
     me, locked = ODD, np.broadcast_to(1.0, 6)
     p2p = fl.P2POp
     return {
@@ -393,14 +395,14 @@ def messages(peer: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]
 
 @pytest.mark.parametrize("peer", [0, 2])
 @on_ranks()
-def test_a_refused_message_raises_at_both_ends(rank: int, size: int, peer: int) -> None:
+def test_rejected_message_raises_at_both_ends(rank: int, size: int, peer: int) -> None:
     for name, (wrong, right) in messages(peer).items():
         if rank == ODD:
             with pytest.raises((TypeError, ValueError)):
                 wrong()
         if rank == peer:
             check(right, name)
-        if rank in (ODD, peer):  # later messages are not taken for it
+        if rank in (ODD, peer):  # they do not match later messages
             other, got = ODD + peer - rank, ones()
             fl.sendrecv(np.full(6, float(rank)), other, out=got, src=other)
             assert got[0] == other, name
@@ -409,8 +411,8 @@ def test_a_refused_message_raises_at_both_ends(rank: int, size: int, peer: int) 
 
 
 @on_ranks()
-def test_a_group_goes_on_as_well(rank: int, size: int) -> None:
-    """A group of its own: ranks are named as the world knows them."""
+def test_group_remains_usable_after_a_rejection(rank: int, size: int) -> None:
+    """In a subgroup, errors use the rank numbers of the world."""
     with fl.new_group([2, 1]) as group:
         if not group.is_member:
             return
@@ -421,7 +423,9 @@ def test_a_group_goes_on_as_well(rank: int, size: int) -> None:
 
 
 @on_ranks(("hierarchical", SIZE), fresh=True, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
-def test_without_checks_between_hosts_the_group_ends_with_the_reason(rank: int, size: int) -> None:
+def test_unchecked_rejection_between_hosts_ends_the_group_with_the_reason(
+    rank: int, size: int
+) -> None:
     with pytest.raises(TypeError if rank == ODD else fl.errors.DistributedError) as caught:
         fl.all_reduce(None if rank == ODD else np.ones(3))
     why = "rank 1 called all_reduce, and rejected its arguments (TypeError"
@@ -429,9 +433,9 @@ def test_without_checks_between_hosts_the_group_ends_with_the_reason(rank: int, 
 
 
 @on_ranks()
-def test_a_group_that_has_ended_waits_for_nobody(rank: int, size: int) -> None:
+def test_closed_group_raises_at_once_on_invalid_arguments(rank: int, size: int) -> None:
     group = fl.new_group(range(size))
-    group.backend().close()  # as what breaks it does
+    group.backend().close()  # like a failure that ends the group
     with pytest.raises((TypeError, fl.errors.GroupClosedError)):
         group.all_reduce(None)
     with pytest.raises((TypeError, fl.errors.GroupClosedError)):
@@ -442,7 +446,7 @@ def test_a_group_that_has_ended_waits_for_nobody(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_what_ends_a_program_is_no_refusal_and_ends_the_group(rank: int, size: int) -> None:
+def test_system_exit_and_interrupts_end_the_group(rank: int, size: int) -> None:
     class Stop(BaseException):
         pass
 
@@ -463,7 +467,7 @@ def test_what_ends_a_program_is_no_refusal_and_ends_the_group(rank: int, size: i
 
 
 @on_ranks()
-def test_a_generator_of_messages_is_as_good_as_a_list(rank: int, size: int) -> None:
+def test_batch_isend_irecv_accepts_a_generator(rank: int, size: int) -> None:
     if rank < 2:
         got = np.zeros(3)
         ops = (fl.P2POp(kind, x, 1 - rank) for kind, x in (("send", np.ones(3)), ("recv", got)))
@@ -472,7 +476,7 @@ def test_a_generator_of_messages_is_as_good_as_a_list(rank: int, size: int) -> N
 
 
 @on_ranks()
-def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(rank: int, size: int) -> None:
+def test_rejected_batch_raises_at_both_ends(rank: int, size: int) -> None:
     if rank == ODD:
         ops = [fl.P2POp("send", None, 0, tag=4), fl.P2POp("recv", ones(), None, tag=9)]
         with pytest.raises(TypeError):
@@ -486,7 +490,7 @@ def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(rank: int, s
 
 
 @on_ranks()
-def test_a_call_without_an_argument_says_which(rank: int, size: int) -> None:
+def test_missing_argument_is_named_in_the_error(rank: int, size: int) -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'dst'") as caught:
         world().send(ones())  # type: ignore[call-arg]
     assert caught.value.__context__ is None

@@ -1,4 +1,4 @@
-"""Which addresses ranks of several hosts use, and how they connect to rank 0 at several."""
+"""Choice of addresses between hosts, and connections to rank 0 at several addresses."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from flashlight_py.distributed.start.settings import Settings
 from tests.distributed.jobs import finish, start
 from tests.distributed.without_ipv6 import SOCKET
 
-# Which addresses are chosen ------------------------------------------------------------------
+# Choice of addresses ----------------------------------------------------------------------------
 
 
 def card(host: str, own: str = "", sources: str = "", **more: Any) -> Card:
@@ -30,7 +30,7 @@ def card(host: str, own: str = "", sources: str = "", **more: Any) -> Card:
 
 
 def joined(cards: list[Card], *connections: tuple[str, str], seen: str = "") -> list[Card]:
-    """Connect rank i + 1 with rank 0 from and to these addresses; rank 0 sees ``seen`` instead."""
+    """Connect rank i + 1 with rank 0 by these addresses; ``seen`` is a translated address."""
     of_0 = {}
     for number, (client, server) in enumerate(connections, 1):
         ends = [[client, 4000 + number], [server, 29511]]
@@ -43,15 +43,15 @@ NAT, A, B, C = "10.0.2.15", "10.1.0.1", "10.1.0.2", "10.1.0.3"
 A6, B6, C6 = "fd00::1", "fd00::2", "fd00::3"
 
 
-def test_the_connection_with_rank_0_says_which_addresses_are_good() -> None:
-    """Also to the ranks of both hosts that are connected through the loopback, or not at all."""
+def test_choose_addresses_prefers_addresses_proven_by_rank_0() -> None:
+    """Ranks without such a connection use the address of their host."""
     cards = [card("a", f"{NAT} {A}", B), card("a"), card("b", f"{NAT} {B}"), card("b")]
     local = ("127.0.0.1", "127.0.0.1")
     assert choose_addresses(joined(cards, local, (B, A))) == [A, A, B, B]
 
 
-def test_a_bridge_that_every_host_has_is_passed_over() -> None:
-    """As that of Docker, whose address is the same everywhere; of two networks one is used."""
+def test_choose_addresses_skips_an_address_of_every_host() -> None:
+    """For example Docker's bridge. Of two networks, one is used."""
     bridge, other_a, other_b = "172.17.0.1", "192.168.7.1", "192.168.7.2"
     cards = [
         card("a", f"{bridge} {A} {other_a}", f"{bridge} {A}"),
@@ -64,8 +64,8 @@ def test_a_bridge_that_every_host_has_is_passed_over() -> None:
         choose_addresses(only)
 
 
-def test_an_address_of_one_link_is_none_of_a_host() -> None:
-    """MASTER_ADDR may be one; what is there beside it is used."""
+def test_choose_addresses_skips_link_local_addresses() -> None:
+    """MASTER_ADDR may be link-local. Another address of the host is used."""
     link_a, link_b = "fe80::1", "fe80::2"
     cards = [card("a", f"{A} {A6}", A), card("b", f"{B} {B6}", B)]
     assert choose_addresses(joined(cards, (link_b, link_a))) == [A, B]
@@ -73,14 +73,14 @@ def test_an_address_of_one_link_is_none_of_a_host() -> None:
         choose_addresses(joined([card("a"), card("b")], (link_b, link_a)))
 
 
-def test_without_connections_the_routes_to_the_peer_do() -> None:
-    """As with MPI; an address that several hosts have is none of them."""
+def test_choose_addresses_uses_routes_without_proven_connections() -> None:
+    """For example with MPI. Addresses of several hosts are skipped."""
     a, b = f"{NAT} {A}", f"{NAT} {B}"
     assert choose_addresses([card("a", a, f"{NAT} {A}"), card("b", b, B)]) == [A, B]
-    assert choose_addresses([card("a", a), card("b", b)]) == [A, B]  # the only one that is left
+    assert choose_addresses([card("a", a), card("b", b)]) == [A, B]  # the only remaining address
 
 
-def test_all_use_one_version_of_ip() -> None:
+def test_choose_addresses_uses_one_version_of_ip() -> None:
     cards = [card("a", f"{A} {A6}"), card("b", f"{B} {B6}"), card("c", C6)]
     assert choose_addresses(joined(cards, (B, A), (C6, A6))) == [A6, B6, C6]
     assert choose_addresses(joined(cards[:2], (B6, A6))) == [A6, B6]
@@ -88,17 +88,17 @@ def test_all_use_one_version_of_ip() -> None:
         choose_addresses([card("a", A), card("b", B6)])
 
 
-def test_what_the_user_asks_for_is_used() -> None:
-    asked = card("b", f"{NAT} {B}", asked="eth1", wanted=["10.9.0.2"])
+def test_choose_addresses_uses_the_interface_of_the_user() -> None:
+    asked = card("b", f"{NAT} {B}", interface="eth1", interface_addresses=["10.9.0.2"])
     assert choose_addresses(joined([card("a", f"{NAT} {A}"), asked], (B, A))) == [A, "10.9.0.2"]
-    both = [card(host, NAT, asked="eth0", wanted=[NAT]) for host in "ab"]
+    both = [card(host, NAT, interface="eth0", interface_addresses=[NAT]) for host in "ab"]
     with pytest.raises(ValueError, match=r"'eth0' is 10.0.2.15 on both a and b, so these hosts"):
         choose_addresses(both)
     with pytest.raises(ValueError, match=r"b \(rank 1\) has no 'eth9'; its interfaces: 10.1.0.2"):
-        choose_addresses([card("a", A), card("b", B, asked="eth9")])
+        choose_addresses([card("a", A), card("b", B, interface="eth9")])
 
 
-def test_why_there_is_no_address() -> None:
+def test_choose_addresses_error_gives_the_reason() -> None:
     with pytest.raises(ValueError, match=r"a \(rank 0\) and b have the same address 10.0.2.15"):
         choose_addresses([card("a", NAT, NAT), card("b", NAT, NAT)])
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_why_there_is_no_address() -> None:
         choose_addresses([card("a", A), card("b")])
 
 
-def test_addresses_of_this_host() -> None:
+def test_addresses_of_returns_the_addresses_of_this_host() -> None:
     assert interfaces.addresses_of("lo")[0] == "127.0.0.1"
     assert interfaces.addresses_of("eth99,127.0.0.3") == ["127.0.0.3"]
     assert interfaces.addresses_of("192.0.2.77") == []
@@ -129,7 +129,7 @@ fl.distributed_shutdown()
 
 
 @pytest.mark.skipif(platform.machine() not in SOCKET, reason="no number of socket(2) is known")
-def test_a_kernel_without_ipv6_is_no_obstacle(tmp_path: Path) -> None:
+def test_flrun_works_on_a_kernel_without_ipv6(tmp_path: Path) -> None:
     path = tmp_path / "join.py"
     path.write_text(JOIN)
     run = [sys.executable, "-m"]
@@ -150,7 +150,7 @@ def test_a_kernel_without_ipv6_is_no_obstacle(tmp_path: Path) -> None:
         ("lo", {"GLOO_SOCKET_IFNAME": "ib0", "FLASHLIGHT_INTERFACE": "eth0"}, "lo"),
     ],
 )
-def test_params_name_the_interface_before_the_environment(
+def test_params_interface_overrides_the_environment(
     passed: str, variables: dict[str, str], used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -158,7 +158,7 @@ def test_params_name_the_interface_before_the_environment(
     assert Settings.from_params({"INTERFACE": passed}).interface == used
 
 
-# How ranks connect ----------------------------------------------------------------------------
+# Connections ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def listening(host: str = "127.0.0.1") -> Iterator[int]:
 
 @contextlib.contextmanager
 def black_hole(port: int) -> Iterator[str]:
-    """An address at which ``port`` neither answers nor refuses: its queue is full."""
+    """Return an address at which ``port`` neither accepts nor rejects: its queue is full."""
     with contextlib.ExitStack() as stack:
         host = "127.0.0.7"
         server = stack.enter_context(socket.socket())
@@ -184,7 +184,7 @@ def black_hole(port: int) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_an_address_that_does_not_answer_delays_nothing() -> None:
+def test_attempts_are_not_delayed_by_a_silent_address() -> None:
     with listening() as port, black_hole(port) as nowhere:
         attempts = Attempts([(nowhere, port), ("127.0.0.1", port)])
         began = time.monotonic()
@@ -192,8 +192,8 @@ def test_an_address_that_does_not_answer_delays_nothing() -> None:
         assert time.monotonic() - began < 10
         with wire:
             assert wire.getpeername() == ("127.0.0.1", port)
-        assert attempts.left == 1
-        early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # who refuses may be there soon
+        assert attempts.pending == 1
+        early = Attempts([(nowhere, port), ("127.0.0.8", port)])  # may listen soon
         assert list(early.connected(began + 100)) == []
         assert time.monotonic() - began < 20
         alone = Attempts([(nowhere, port)])
@@ -201,13 +201,13 @@ def test_an_address_that_does_not_answer_delays_nothing() -> None:
         assert alone.problems == {nowhere: "timed out"}
 
 
-def test_what_is_wrong_with_each_address_is_kept() -> None:
+def test_attempts_record_the_problem_of_each_address() -> None:
     with listening() as port:
         attempts = Attempts([("127.0.0.8", port), ("::1", port), ("no name.", port)])
         assert list(attempts.connected(time.monotonic() + 20)) == []
     assert attempts.problems.keys() == {"127.0.0.8", "::1", "no name."}
     assert "refused" in attempts.problems["127.0.0.8"]
-    assert attempts.left == 0
+    assert attempts.pending == 0
 
 
 @pytest.mark.parametrize(
@@ -219,27 +219,29 @@ def test_what_is_wrong_with_each_address_is_kept() -> None:
         ("a-name", False, {"::"}),
     ],
 )
-def test_where_rank_0_listens(
+def test_create_listeners_chooses_addresses_by_host_name(
     host: str, one_host: bool, at: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a name at all addresses, as others may take it for any of them."""
+    """At all addresses for a name, since other hosts may resolve it to any of them."""
     meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(each) for each in tcp_store.listen(host, 0, 5, one_host)]
+        listeners = [
+            stack.enter_context(each) for each in tcp_store.create_listeners(host, 0, 5, one_host)
+        ]
         assert {each.getsockname()[0] for each in listeners} == at
         if at == {"::"}:  # of both versions
             port = listeners[0].getsockname()[1]
             socket.create_connection(("127.0.0.1", port)).close()
 
 
-def test_a_name_of_another_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_listeners_rejects_the_name_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [("192.0.2.77", 29511)])
-    with pytest.raises(OSError, match="MASTER_ADDR is no address of this host"):
-        tcp_store.listen("a-name", 29511, 5, one_host=False)
+    with pytest.raises(OSError, match="MASTER_ADDR is not an address of this host"):
+        tcp_store.create_listeners("a-name", 29511, 5, one_host=False)
 
 
-def test_names_are_asked_anew_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_resolved_again_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any) -> Any:
         raise OSError("Name or service not known")
 
@@ -249,7 +251,7 @@ def test_names_are_asked_anew_for_each_attempt(monkeypatch: pytest.MonkeyPatch) 
     assert attempts.problems == {"later": "Name or service not known"}
 
 
-# Two ranks in one process ----------------------------------------------------------------------
+# Two ranks in one process -----------------------------------------------------------------------
 
 
 TWO = """
@@ -272,7 +274,7 @@ print(json.dumps(said), fl.is_distributed_init())
 """.replace('"FILE"', "fl.DistributedInit.FILE_SYSTEM")
 
 
-def test_two_ranks_in_one_process_are_refused_on_every_rank(tmp_path: Path) -> None:
+def test_two_ranks_in_one_process_raise_on_every_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO, str(tmp_path / "meeting")]
     started = [start([*command, *ranks]) for ranks in (["0", "2"], ["1"])]
     said: list[str] = []
@@ -285,7 +287,7 @@ def test_two_ranks_in_one_process_are_refused_on_every_rank(tmp_path: Path) -> N
     assert all(reason in text for text in said), said
 
 
-def test_what_is_not_known_of_processes_is_not_held_against_them() -> None:
+def test_shared_process_error_ignores_unknown_processes() -> None:
     unknown = Peer("a", 1)
     assert shared_process_error([unknown, unknown]) == ""
     known = Peer("a", 1, "boot", "7")

@@ -1,6 +1,6 @@
-"""Ranks that return from a small collective before the others have called it.
+"""Ranks that return from a small collective before the other ranks have called it.
 
-Calls that are only compared (``Call.compared``), for a library that does not do so itself.
+Also calls that are only compared (``Call.compared``), for libraries that compare nothing.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from flashlight_py.distributed.verbs import (
 )
 from flashlight_py.errors import DistributedError, MismatchError
 from tests.distributed.conformance import on_ranks, ranks_in
-from tests.distributed.told import told, told_later
+from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
 
 
 def in_both(size: int, **how: Any) -> Any:
     return on_ranks(("shm", size), ("gloo", size), **how)
 
 
-# Over TCP what nobody waits for may lie in the kernel for 200 ms; what somebody does must not.
+# Over TCP, data without a waiting receiver may stay in the kernel for 200 ms.
 CALLS, LONGEST = 16, 0.1
-COARSE = 6  # Linux's CLOCK_MONOTONIC_COARSE, which Python has no name for
-# Each with the ranks that need nobody in it, and what all have afterwards.
+COARSE = 6  # Linux's CLOCK_MONOTONIC_COARSE, which Python does not define
+# Each verb with the ranks that need no other rank, and the results of all ranks.
 VERBS: dict[str, Any] = {
     "broadcast": (fl.broadcast, lambda rank, root: rank == root),
     "scatter": (lambda x: fl.scatter(np.stack([x] * 3), 0), lambda rank, root: rank == root),
@@ -63,8 +63,8 @@ VERBS: dict[str, Any] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 @in_both(3)
-def test_who_needs_nobody_does_not_wait(rank: int, size: int, verb: str) -> None:
-    """Call before those who can call only after a message of this rank."""
+def test_call_that_needs_no_other_rank_does_not_wait(rank: int, size: int, verb: str) -> None:
+    """Call before ranks that can only call after a message of this rank."""
     call, is_free = VERBS[verb]
     token = np.zeros(1)
     free = [r for r in range(size) if is_free(r, 0)]
@@ -83,10 +83,8 @@ def test_who_needs_nobody_does_not_wait(rank: int, size: int, verb: str) -> None
 
 @pytest.mark.parametrize("differ", [False, True])
 @on_ranks(("shm", 3), fresh=True)
-def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back(
-    rank: int, size: int, differ: bool
-) -> None:
-    """Make many calls that are compared ahead, the last of another op on rank 1 if they differ."""
+def test_look_back_compares_calls_made_ahead(rank: int, size: int, differ: bool) -> None:
+    """Make many calls ahead. If they differ, rank 1 uses another op in the last call."""
     cpu, x, error = members_of(None).backend(), np.ones(3), ""
     assert isinstance(cpu, ComparesAhead)
     try:
@@ -99,13 +97,13 @@ def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back(
     except MismatchError as mismatch:
         error = str(mismatch)
         with pytest.raises(MismatchError):
-            fl.barrier()  # the next call that compares finds it too
+            fl.barrier()  # the next compared call raises as well
     assert ("op=max" in error) == ("op=sum" in error) == differ
 
 
 @on_ranks(("shm", 2), lost=1)
-def test_a_look_back_in_a_group_that_has_ended_raises(rank: int, size: int) -> None:
-    """Look back at a call that rank 1 does not make, in a group that has ended meanwhile."""
+def test_look_back_raises_after_the_group_has_ended(rank: int, size: int) -> None:
+    """Rank 1 does not make the call, and the group has ended meanwhile."""
     cpu = members_of(None).backend()
     assert isinstance(cpu, ComparesAhead)
     if rank == 1:
@@ -118,8 +116,8 @@ def test_a_look_back_in_a_group_that_has_ended_raises(rank: int, size: int) -> N
 
 
 @in_both(3)
-def test_many_calls_ahead_bring_what_was_given(rank: int, size: int) -> None:
-    """More calls than a rank may be ahead, of all sizes; each brings what was given to it."""
+def test_many_calls_ahead_deliver_their_data(rank: int, size: int) -> None:
+    """More calls than a rank may be ahead, of all sizes. Each delivers its data."""
     for n in range(300):
         x = np.full(1 + 37 * n % 700, n + 1000.0 * (rank == n % size))
         assert np.all(fl.broadcast(x, n % size) == n + 1000.0)
@@ -130,8 +128,8 @@ def test_many_calls_ahead_bring_what_was_given(rank: int, size: int) -> None:
 
 
 @in_both(3)
-def test_who_gives_much_does_not_wait_for_who_has_run_ahead(rank: int, size: int) -> None:
-    """One gives more than goes with a call; one gives nothing, and waits until the root has all."""
+def test_large_send_does_not_wait_for_a_rank_that_ran_ahead(rank: int, size: int) -> None:
+    """One rank sends more data than the first message holds. One rank sends nothing."""
     token = np.zeros(1)
     began = time.monotonic()
     for n in range(CALLS):
@@ -145,14 +143,14 @@ def test_who_gives_much_does_not_wait_for_who_has_run_ahead(rank: int, size: int
 
 
 @in_both(3)
-def test_the_next_call_names_the_earlier_one_and_its_lines(rank: int, size: int) -> None:
+def test_next_call_names_the_earlier_mismatch_and_its_call_sites(rank: int, size: int) -> None:
     x = np.full(3 if rank == 0 else 4, rank + 1.0)
     line = sys._getframe().f_lineno + 1
-    now = told(lambda: fl.broadcast(x))
+    now = mismatch_error(lambda: fl.broadcast(x))
     assert (now == "") == (rank == 0)
     assert np.all(x == rank + 1)
-    message = told_later()
-    assert told_later() == ""
+    message = late_mismatch()
+    assert late_mismatch() == ""
     assert "an earlier call of this group, 1 before this one: " in message
     for who, rows in (("rank 0", 3), ("ranks 1, 2", 4)):
         call = f"{who} called broadcast(float64 ({rows},), root=0) at "
@@ -161,16 +159,16 @@ def test_the_next_call_names_the_earlier_one_and_its_lines(rank: int, size: int)
 
 
 @on_ranks(("shm", 2), ("gloo", 2), fresh=True)
-def test_a_shutdown_raises_what_nobody_was_told(rank: int, size: int) -> None:
-    now = told(lambda: fl.broadcast(np.zeros(3 + rank)))
-    later = told(fl.distributed_shutdown)
+def test_shutdown_raises_an_unreported_mismatch(rank: int, size: int) -> None:
+    now = mismatch_error(lambda: fl.broadcast(np.zeros(3 + rank)))
+    later = mismatch_error(fl.distributed_shutdown)
     assert later
     assert "rank 0 called broadcast(float64 (3,), root=0)" in (now or later)
 
 
 @in_both(3)
-def test_what_was_given_arrives_when_its_giver_has_left(rank: int, size: int) -> None:
-    """Give, and be gone before the others take it."""
+def test_data_arrives_after_its_sender_has_left(rank: int, size: int) -> None:
+    """The sender ends before the other ranks receive."""
     group = fl.new_group(range(size))
     token = np.zeros(1)
     if rank == 0:
@@ -192,8 +190,10 @@ def test_what_was_given_arrives_when_its_giver_has_left(rank: int, size: int) ->
 
 @pytest.mark.parametrize("verb", ["broadcast", "scatter"])
 @in_both(3)
-def test_all_ranks_go_on_after_refusals_of_a_root(rank: int, size: int, verb: str) -> None:
-    """Refuse calls on the root, which every rank catches, and go on."""
+def test_all_ranks_continue_after_a_root_rejects_its_arguments(
+    rank: int, size: int, verb: str
+) -> None:
+    """Every rank catches the error of the root, and continues."""
     call = {"broadcast": fl.broadcast, "scatter": lambda x: fl.scatter(x if rank == 0 else None)}
     for times in (1, 2, 3, 20):
         for _ in range(times):
@@ -207,20 +207,20 @@ def test_all_ranks_go_on_after_refusals_of_a_root(rank: int, size: int, verb: st
 
 @pytest.mark.parametrize("verb", VERBS)
 @in_both(3)
-def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
+def test_call_that_raises_an_earlier_mismatch_sends_no_data(
     rank: int, size: int, verb: str
 ) -> None:
-    """Differ in a call from which the root returns, and see which later calls raise."""
+    """Ranks differ in a call from which the root returns early. Check which later calls raise."""
     call = VERBS[verb][0]
-    told(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
-    fl.send(np.zeros(1), (rank + 1) % size)  # all have called
+    mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
+    fl.send(np.zeros(1), (rank + 1) % size)  # all ranks have called
     fl.recv(np.zeros(1), (rank - 1) % size)
-    errors = [told(lambda: call(np.full(3, rank + 1.0))) for _ in range(40)]
-    assert told_later() == ""  # all have been told
+    errors = [mismatch_error(lambda: call(np.full(3, rank + 1.0))) for _ in range(40)]
+    assert late_mismatch() == ""  # all ranks have been notified
     numbers, message = [n for n, error in enumerate(errors) if error], "".join(errors)
     of_root = fl.broadcast_object(numbers)
     assert len(of_root) == 1
-    if rank > 0 and verb in ("reduce", "gather"):  # the root needs the others, they do not need it
+    if rank > 0 and verb in ("reduce", "gather"):  # the root needs the other ranks
         assert numbers == []
     else:
         assert numbers == of_root
@@ -228,35 +228,35 @@ def test_a_call_that_raises_for_an_earlier_one_gives_nothing(
 
 
 def tell(sender: int, receiver: int, rank: int) -> None:
-    """Let ``receiver`` go on only when ``sender`` has come so far."""
+    """Let ``receiver`` continue after ``sender`` has reached this line."""
     if rank in (sender, receiver):
         message = np.zeros(1)
         fl.send(message, receiver) if rank == sender else fl.recv(message, sender)
 
 
 @in_both(3)
-def test_ranks_that_need_a_withdrawn_call_raise_the_earlier_mismatch_once(
+def test_withdrawn_call_raises_the_earlier_mismatch_once_on_other_ranks(
     rank: int, size: int
 ) -> None:
-    """Rank 0 raises a mismatch that rank 1, which waits for its call, has not been told either."""
+    """Rank 1 waits for the call of rank 0 and has not been notified of the mismatch."""
     if rank == 2:
         tell(1, 2, rank)
-    assert (told(lambda: fl.scan(np.zeros(3 + (rank == 2)))) != "") == (rank == 2)
+    assert (mismatch_error(lambda: fl.scan(np.zeros(3 + (rank == 2)))) != "") == (rank == 2)
     if rank == 1:
         work = fl.broadcast(np.ones(5), async_op=True)
         tell(1, 2, rank)
         tell(1, 0, rank)
-        message = told(work.wait)
+        message = mismatch_error(work.wait)
     else:
         tell(1, 0, rank)
         tell(2, 0, rank)
         tick = time.clock_gettime(COARSE)
         while time.clock_gettime(COARSE) == tick:
-            pass  # a call in the same tick as the one before compares earlier ones behind it
-        message = told(lambda: fl.broadcast(np.ones(5)))
+            pass  # a call in the same clock tick compares earlier calls after itself
+        message = mismatch_error(lambda: fl.broadcast(np.ones(5)))
     assert "an earlier call of this group, 1 before this one: " in message
     assert "rank 2 called scan(float64 (4,)" in message
-    assert told_later() == ""  # all have been told
+    assert late_mismatch() == ""  # all ranks have been notified
 
 
 @in_both(2)
@@ -265,14 +265,14 @@ def test_each_of_two_earlier_mismatches_is_raised(rank: int, size: int) -> None:
     raised = []
 
     def call(count: int) -> None:
-        raised.append(told(lambda: fl.broadcast(np.zeros(count))) != "")
+        raised.append(mismatch_error(lambda: fl.broadcast(np.zeros(count))) != "")
 
     if rank == 0:
         call(1)
         call(1)
         tell(0, 1, rank)
         tell(1, 0, rank)
-        time.sleep(0.05)  # a call in the same tick of the clock compares earlier ones behind it
+        time.sleep(0.05)  # a call in the same clock tick compares earlier calls after itself
         call(1)
         tell(0, 1, rank)
     else:
@@ -285,48 +285,49 @@ def test_each_of_two_earlier_mismatches_is_raised(rank: int, size: int) -> None:
     tell(1, 0, rank)
     for _ in range(10):
         call(3)
-    assert told_later() == ""
+    assert late_mismatch() == ""
     root, other = fl.all_gather_object(raised)
     assert root[:3] == [False, False, True]
-    # A call in the same clock tick as the one before it leaves the second one to the next call.
+    # A call in the same clock tick as the previous call leaves the second mismatch to the next
+    # call.
     assert sorted(root[3:5]) == [False, True]
     assert not any(root[5:])
     assert other == [True, True, *root[2:]]
 
 
 @in_both(3)
-def test_a_gather_goes_on_after_an_earlier_mismatch(rank: int, size: int) -> None:
+def test_gather_works_after_an_earlier_mismatch(rank: int, size: int) -> None:
     """Rank 1 is many calls ahead of a gather in which rank 2 raises the earlier mismatch."""
     one, root = np.zeros(1), 2
     if rank == 1:
         tell(0, 1, rank)
-    told(lambda: fl.broadcast(np.zeros(1 + (rank > 0)), 0))
-    told(lambda: fl.broadcast(one, 0))
+    mismatch_error(lambda: fl.broadcast(np.zeros(1 + (rank > 0)), 0))
+    mismatch_error(lambda: fl.broadcast(one, 0))
     if rank == 0:
         tell(0, 1, rank)
     if rank != 2:
-        told(lambda: fl.gather(one, root))
+        mismatch_error(lambda: fl.gather(one, root))
     for n in range(7):
         if rank == 1 and n == 4:
             tell(2, 1, rank)
         if rank == 2 and n == 0:
             tell(2, 1, rank)
             tell(1, 2, rank)
-            told(lambda: fl.gather(np.zeros(30_000), root))
+            mismatch_error(lambda: fl.gather(np.zeros(30_000), root))
         if rank == 1 and n == 6:
             tell(1, 2, rank)
-        told(lambda: fl.broadcast(one, 1))
-    told_later()
+        mismatch_error(lambda: fl.broadcast(one, 1))
+    late_mismatch()
     for n in range(3):
         assert np.all(fl.all_reduce(np.full(60_000, rank + 1.0 + n)) == 6 + 3 * n)
 
 
 @in_both(2)
-def test_all_ranks_find_the_same_earlier_mismatches(rank: int, size: int) -> None:
-    """The root waits for all in a scatter of 5 KB, and raises; another does not know its size."""
-    told(lambda: fl.broadcast(np.zeros(3 + rank), 1))
-    raised = told(lambda: fl.scatter(np.ones((size, 300)) if rank == 1 else None, 1))
-    told_later()
+def test_all_ranks_raise_the_same_earlier_mismatches(rank: int, size: int) -> None:
+    """The root raises in a scatter of 5 KB. Another rank does not know its size."""
+    mismatch_error(lambda: fl.broadcast(np.zeros(3 + rank), 1))
+    raised = mismatch_error(lambda: fl.scatter(np.ones((size, 300)) if rank == 1 else None, 1))
+    late_mismatch()
     assert len(set(fl.all_gather_object(raised != ""))) == 1
 
 
@@ -335,11 +336,11 @@ def sync_on_rank_1(rank: int) -> dict[str, str]:
 
 
 @in_both(3, env=sync_on_rank_1)
-def test_one_rank_may_compare_each_call_at_once(rank: int, size: int) -> None:
-    raised = told(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
+def test_flashlight_checks_sync_may_be_set_on_one_rank(rank: int, size: int) -> None:
+    raised = mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0)))) != ""
     assert raised == (rank > 0)
-    assert told(lambda: fl.all_reduce(np.full(40_000, 1.0))) != ""
-    assert told_later() == ""
+    assert mismatch_error(lambda: fl.all_reduce(np.full(40_000, 1.0))) != ""
+    assert late_mismatch() == ""
 
 
 # Calls that ranks only compare --------------------------------------------------------------------
@@ -349,7 +350,7 @@ ranks = ranks_in(("shm", 4), ("gloo", 3), ("hierarchical", 4))
 
 
 class OfGpu(SimpleNamespace):
-    """Stands for a CuPy array: there is nothing of it but its dtype and shape."""
+    """Stands for a CuPy array. It has only a dtype and a shape."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -370,7 +371,7 @@ def compare(call: Call, blocking: bool) -> Any:
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Let ``OfGpu`` be what ``cupy.ndarray`` is."""
+    """Replace ``cupy.ndarray`` by ``OfGpu``."""
     with mock.patch.dict(sys.modules, cupy=SimpleNamespace(ndarray=OfGpu)):
         yield
 
@@ -378,7 +379,9 @@ def stand_in() -> Iterator[None]:
 @pytest.mark.parametrize("blocking", [True, False])
 @on_ranks()
 @stand_in()
-def test_nothing_moves_and_shapes_are_known(rank: int, size: int, blocking: bool) -> None:
+def test_compared_calls_move_no_data_and_return_shapes(
+    rank: int, size: int, blocking: bool
+) -> None:
     x = of_gpu(2 * size, 3)
     rows = [1] * (size - 1) + [size + 1]
     for call in (
@@ -412,8 +415,8 @@ def test_nothing_moves_and_shapes_are_known(rank: int, size: int, blocking: bool
 
 
 @on_ranks()
-def test_both_ends_of_a_message_know_its_number(rank: int, size: int) -> None:
-    """Twenty messages from rank 0 to the last, which are received in several ways."""
+def test_compared_message_has_the_same_number_on_both_ends(rank: int, size: int) -> None:
+    """Twenty messages from rank 0 to the last rank, with several kinds of receives."""
     backend, x, numbers = current_world().group.backend(), np.zeros((3, 2)), []
     for i in range(20):
         found: list[int] = []
@@ -431,8 +434,8 @@ def test_both_ends_of_a_message_know_its_number(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_a_lost_rank_is_known_without_a_call(rank: int, size: int) -> None:
-    """Rank 1 leaves two groups: one in order, one as its program raises."""
+def test_lost_returns_a_dead_rank_without_a_call(rank: int, size: int) -> None:
+    """Rank 1 leaves two groups: one normally, and one when its program raises."""
     groups = [fl.new_group(range(size)) for _ in range(2)]
     left, broken = [group.backend() for group in groups]
     assert left.lost("wait") is broken.lost("wait") is None
@@ -458,7 +461,7 @@ def test_a_lost_rank_is_known_without_a_call(rank: int, size: int) -> None:
 
 @on_ranks()
 @stand_in()
-def test_every_rank_raises_what_was_called(rank: int, size: int) -> None:
+def test_compared_mismatch_raises_the_calls_on_every_rank(rank: int, size: int) -> None:
     x = of_gpu(4, 3)
     for theirs, words in (
         (Call(ALL_REDUCE, of_gpu(4, 2)), "all_reduce(cupy float32 (4, 2)"),
@@ -470,4 +473,4 @@ def test_every_rank_raises_what_was_called(rank: int, size: int) -> None:
             compare(Call(ALL_REDUCE, x) if rank == 0 else theirs, blocking=True)
         assert "rank 0 called all_reduce(cupy float32 (4, 3)" in str(caught.value)
         assert words in str(caught.value)
-        compare(Call(ALL_REDUCE, x), blocking=True)  # the group lives on
+        compare(Call(ALL_REDUCE, x), blocking=True)  # the group remains usable

@@ -1,4 +1,4 @@
-"""Only who knows a job's secret takes part in it: at a port, on Gloo's connections, in files."""
+"""Only processes that know a job's secret can join: at a port, over Gloo, and by files."""
 
 import os
 import socket
@@ -14,10 +14,10 @@ import pytest
 from flashlight_py.distributed.rendezvous import secret
 from flashlight_py.distributed.rendezvous.secret import Secret, nonce
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, user_of
+from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, socket_user
 from flashlight_py.errors import PeerLostError, RendezvousError
-from tests.distributed.rendezvous_helpers import Ranks, closed
-from tests.distributed.threads import connected, on_threads
+from tests.distributed.rendezvous_helpers import Ranks, all_closed
+from tests.distributed.threads import connect_ranks, run_on_threads
 
 NOBODY = 65534
 HEADER = struct.Struct("!4sHHQ")
@@ -29,7 +29,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder for temporary files that every user can write to, as /tmp."""
+    """A folder for temporary files that every user can write to, like /tmp."""
     with tempfile.TemporaryDirectory(prefix="secret-") as name:
         Path(name).chmod(0o1777)
         yield Path(name)
@@ -37,7 +37,7 @@ def public() -> Iterator[Path]:
 
 @pytest.fixture
 def ranks(port: int, public: Path) -> Iterator[Ranks]:
-    """Ranks that meet at ``port``; their users' secrets are in ``public``."""
+    """Ranks that meet at ``port``. The secrets of their users are in ``public``."""
     env = {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}
     with closing(Ranks(store="tcp", host=HERE, port=port, env=env)) as started:
         yield started
@@ -46,11 +46,11 @@ def ranks(port: int, public: Path) -> Iterator[Ranks]:
 # The user's file ------------------------------------------------------------------------------
 
 
-def test_a_users_processes_have_one_secret_that_nobody_else_may_read(tmp_path: Path) -> None:
+def test_user_secret_is_shared_and_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     found: list[Secret] = []
-    on_threads(8, lambda _: found.append(Secret.find(True, environ)))
+    run_on_threads(8, lambda _: found.append(Secret.find(True, environ)))
     assert len(found) == 8
     assert len({each.of_user for each in found}) == 1
     (file,) = tmp_path.iterdir()
@@ -59,7 +59,7 @@ def test_a_users_processes_have_one_secret_that_nobody_else_may_read(tmp_path: P
     assert file.read_text() not in repr(found[0])
 
 
-def test_a_folder_or_a_file_that_others_can_read_is_refused(
+def test_secret_rejects_files_and_folders_that_other_users_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -82,15 +82,15 @@ def test_a_folder_or_a_file_that_others_can_read_is_refused(
         Secret.find(True, {})
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RendezvousError, match="no file can hold"):
+    with pytest.raises(RendezvousError, match="cannot create a file"):
         Secret.find(True, {})
     folder.rename(tmp_path / "moved")
     folder.symlink_to(tmp_path / "moved")
-    with pytest.raises(RendezvousError, match="a link or the like"):
+    with pytest.raises(RendezvousError, match="or is a link"):
         Secret.find(True, {})
 
 
-def test_a_folder_that_cannot_be_written_to_is_passed_over(
+def test_private_folder_skips_a_read_only_folder(
     public: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(public))
@@ -101,20 +101,20 @@ def test_a_folder_that_cannot_be_written_to_is_passed_over(
     pid = os.fork()
     if pid == 0:
         os.setuid(user)
-        found = secret.folder({"XDG_RUNTIME_DIR": str(folder)})
+        found = secret.private_folder({"XDG_RUNTIME_DIR": str(folder)})
         os._exit(found != public / f"flashlight-{user}")
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_the_environment_is_first_and_an_empty_secret_is_refused() -> None:
+def test_secret_prefers_the_environment_and_rejects_an_empty_value() -> None:
     both = {"FLASHLIGHT_SECRET": "a", "MASTER_SECRET": "b"}
     assert Secret.find(False, both).common == b"a"
     assert Secret.find(False, {"MASTER_SECRET": "b"}).common == b"b"
-    with pytest.raises(RendezvousError, match="MASTER_SECRET is set and empty"):
+    with pytest.raises(RendezvousError, match="MASTER_SECRET must not be empty"):
         Secret.find(False, {"MASTER_SECRET": ""})
 
 
-def test_without_a_secret_only_processes_of_this_host_have_one_in_common() -> None:
+def test_secret_of_the_user_is_shared_on_one_host_only() -> None:
     known = Secret(b"", b"user", False, "a file")
     assert known.common == b""
     assert known.key((HERE, 1)) == known.key(("127.0.0.99", 1)) == known.key(("::1", 1)) == b"user"
@@ -127,21 +127,21 @@ def test_without_a_secret_only_processes_of_this_host_have_one_in_common() -> No
 
 
 def knock(port: int, key: bytes, greeting: bytes) -> bytes:
-    """Ask to be let in as who knows ``key``; return the beginning of the answer, b"": dropped."""
+    """Connect as a client with ``key``; return the beginning of the answer, b"" if dropped."""
     with socket.create_connection((HERE, port), 10.0) as wire, wire.makefile("rb") as answers:
         mine = nonce()
         wire.sendall(HEADER.pack(b"FLrv", _VERSION, HELLO, len(mine)) + mine)
         _, _, kind, length = HEADER.unpack(answers.read(HEADER.size))
         assert kind == CHALLENGE
-        body = Handshake(key, mine, answers.read(length)).of_client(greeting)
+        body = Handshake(key, mine, answers.read(length)).client_proof(greeting)
         wire.sendall(HEADER.pack(b"FLrv", _VERSION, PROOF, len(body)) + body)
         with suppress(ConnectionResetError):
             return answers.read(HEADER.size)
         return b""
 
 
-def test_ranks_with_one_secret_meet_and_it_never_travels(ranks: Ranks, port: int) -> None:
-    """All that goes between them is recorded."""
+def test_ranks_with_the_same_secret_connect_without_sending_it(ranks: Ranks, port: int) -> None:
+    """All bytes between the ranks are recorded."""
     env = {"MASTER_SECRET": "a word that only they know"}
     rank_0 = ranks.start_ready(0, 2, env=env)
     recorded = bytearray()
@@ -149,8 +149,8 @@ def test_ranks_with_one_secret_meet_and_it_never_travels(ranks: Ranks, port: int
         client = ranks.start(1, 2, env=env, port=server.getsockname()[1])
         with server.accept()[0] as there, socket.create_connection((HERE, port)) as here:
             ends = [(there, here), (here, there)]
-            on_threads(2, lambda way: pump(*ends[way], recorded))
-    assert closed([rank_0, client])
+            run_on_threads(2, lambda way: pump(*ends[way], recorded))
+    assert all_closed([rank_0, client])
     assert b"FLrv" in recorded
     assert b"a word" not in recorded
 
@@ -164,9 +164,7 @@ def pump(source: socket.socket, sink: socket.socket, recorded: bytearray) -> Non
 
 
 @pytest.mark.parametrize("other", [{"MASTER_SECRET": "another"}, {}])
-def test_ranks_whose_secrets_differ_say_so_at_once_on_both_sides(
-    ranks: Ranks, other: dict[str, str]
-) -> None:
+def test_different_secrets_raise_at_once_on_both_sides(ranks: Ranks, other: dict[str, str]) -> None:
     rank_0 = ranks.start(0, 2, env={"MASTER_SECRET": "one"})
     client = ranks.start(1, 2, env=other)
     for rank in (rank_0, client):
@@ -178,37 +176,35 @@ def test_ranks_whose_secrets_differ_say_so_at_once_on_both_sides(
 
 
 @as_root
-def test_another_user_of_the_host_is_turned_away_and_the_meeting_goes_on(ranks: Ranks) -> None:
+def test_process_of_another_user_is_rejected_and_the_rendezvous_continues(ranks: Ranks) -> None:
     rank_0 = ranks.start_ready(0, 2)
     for _ in range(3):
         assert "the secrets differ" in ranks.start(1, 2, uid=NOBODY).refusal()
-    assert closed([rank_0, ranks.start(1, 2)])
+    assert all_closed([rank_0, ranks.start(1, 2)])
 
 
 @pytest.mark.slow
 @as_root
-def test_who_was_turned_away_is_named_when_a_rank_does_not_come(ranks: Ranks) -> None:
+def test_missing_rank_error_names_rejected_hosts(ranks: Ranks) -> None:
     rank_0 = ranks.start_ready(0, 2, timeout=2.0)
     ranks.start(1, 2, uid=NOBODY).refusal()
-    assert f"processes on {HERE} were turned away, as they know another secret" in rank_0.refusal()
+    assert f"processes on {HERE} were rejected, as they have another secret" in rank_0.refusal()
 
 
 @as_root
-def test_another_user_who_listens_at_the_port_learns_and_sends_nothing(
-    ranks: Ranks, port: int
-) -> None:
+def test_listener_of_another_user_receives_no_secret(ranks: Ranks, port: int) -> None:
     ranks.start_ready(0, 2, uid=NOBODY)
     assert "the listener there, as rank 0, does not know the secret" in ranks.start(1, 2).refusal()
 
 
-def test_the_kernel_says_whose_a_connection_is() -> None:
+def test_socket_user_returns_the_user_of_a_connection() -> None:
     with socket.create_server((HERE, 0)) as server:
         client = socket.create_connection(server.getsockname())
         with server.accept()[0] as end:
-            assert user_of(client.getsockname(), end.getsockname()) == os.geteuid()
+            assert socket_user(client.getsockname(), end.getsockname()) == os.geteuid()
             theirs = client.getsockname()
             client.close()
-            assert user_of(theirs, end.getsockname()) is None, "nobody's, and not root's"
+            assert socket_user(theirs, end.getsockname()) is None, "nobody's, and not root's"
 
 
 NONSENSE = [
@@ -217,18 +213,16 @@ NONSENSE = [
 ]
 
 
-def test_a_greeting_of_nonsense_is_dropped_also_with_the_right_proof(
-    ranks: Ranks, port: int
-) -> None:
-    """As without a secret everybody's proof is right, between hosts."""
+def test_invalid_greeting_with_a_valid_proof_is_dropped(ranks: Ranks, port: int) -> None:
+    """Between hosts without a secret, every process has a valid proof."""
     env = {"MASTER_SECRET": "s"}
     rank_0 = ranks.start_ready(0, 2, env=env)
     for greeting in NONSENSE:
         assert knock(port, b"s", greeting) == b"", greeting
-    assert closed([rank_0, ranks.start(1, 2, env=env)])
+    assert all_closed([rank_0, ranks.start(1, 2, env=env)])
 
 
-def test_what_a_greeting_says_can_be_printed() -> None:
+def test_greeting_is_printable() -> None:
     text = b"1\n2\n\x1b[2Jhost\n3\n\xed\xa0\x80\nc\n\n-1"
     greeting = Greeting.parse(text)
     assert str(greeting.peer).isprintable()
@@ -239,14 +233,14 @@ def test_what_a_greeting_says_can_be_printed() -> None:
 
 
 @pytest.mark.parametrize(("one_host", "given"), [(False, ""), (True, ""), (False, "s")])
-def test_a_world_over_several_hosts_without_a_secret_says_so_once(
+def test_world_over_several_hosts_without_a_secret_warns_once(
     one_host: bool,
     given: str,
     port: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Here all addresses count as another host's."""
+    """Here all addresses count as those of another host."""
     monkeypatch.setattr(secret, "is_own", lambda *_: False)
     if given:
         monkeypatch.setenv("MASTER_SECRET", given)
@@ -258,7 +252,7 @@ def test_a_world_over_several_hosts_without_a_secret_says_so_once(
         got.extend([store.exchange(b"%d" % rank), store.exchange(b"%d" % rank)])
         store.close()
 
-    on_threads(2, take_part)
+    run_on_threads(2, take_part)
     assert got == [[b"0", b"1"]] * 4
     warned = [record for record in caplog.records if "has no secret" in record.getMessage()]
     assert len(warned) == (0 if one_host or given else 1)
@@ -267,8 +261,8 @@ def test_a_world_over_several_hosts_without_a_secret_says_so_once(
 # Gloo's connections ---------------------------------------------------------------------------
 
 
-def test_who_does_not_know_the_key_is_no_rank_of_gloo() -> None:
-    assert connected([b"key"] * 3) == [[0, 1, 2]] * 3
-    for error in connected([b"key", b"another"]):
+def test_gloo_rejects_a_process_without_the_key() -> None:
+    assert connect_ranks([b"key"] * 3) == [[0, 1, 2]] * 3
+    for error in connect_ranks([b"key", b"another"]):
         assert isinstance(error, PeerLostError)
         assert "does not know the secret of this job" in str(error)

@@ -1,6 +1,6 @@
-"""What only shared memory has: arrays in it, its size, its names, several hosts beside it.
+"""Arrays in shared memory, its size and names, and several hosts.
 
-And one array per host: who loads it, who can write to it, and when its memory is gone.
+Also host_array: the rank that loads, the ranks that may write, and the end of the memory.
 """
 
 import ctypes
@@ -55,19 +55,19 @@ def shared_equals_ordinary(rank: int, size: int, name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_an_array_in_shared_memory_has_the_same_bits(pool: Any, size: int) -> None:
+def test_verbs_on_shared_arrays_return_the_same_bits(pool: Any, size: int) -> None:
     names, counts = ("float32", "float16", "int8", "complex128"), (0, 1, 5000, 100_001, 700_000)
     pool(size, params=SHM).run_each(shared_equals_ordinary, itertools.product(names, counts))
 
 
 @on_ranks(("shm", 2), ("shm", 3))
-def test_views_and_arrays_in_different_places(rank: int, size: int) -> None:
+def test_verbs_accept_views_of_shared_arrays(rank: int, size: int) -> None:
     whole = fl.distributed.shared_empty((2, 100_000), np.float64)
     whole[...] = rank
     assert fl.all_reduce(whole[1]).base is not None  # a view, in place
     assert np.all(whole[0] == rank)
     assert np.all(whole[1] == sum(range(size)))
-    # Ranks that pass different places are reduced all the same.
+    # Ranks may pass different offsets.
     other = fl.distributed.shared_empty((100_000,), np.float64)
     x = [other, whole[0], np.empty(100_000)][rank % 3]
     x[...] = rank
@@ -76,7 +76,7 @@ def test_views_and_arrays_in_different_places(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_shared_array_outlives_the_group(rank: int, size: int) -> None:
+def test_shared_array_outlives_the_group(rank: int, size: int) -> None:
     x = fl.distributed.shared_empty(1000)
     x[...] = 1.0
     fl.all_reduce(x)
@@ -86,7 +86,7 @@ def test_a_shared_array_outlives_the_group(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_shared_arrays_that_are_dropped_are_unmapped(rank: int, size: int) -> None:
+def test_dropped_shared_arrays_are_unmapped(rank: int, size: int) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("flashlight-")
 
@@ -99,11 +99,11 @@ def test_shared_arrays_that_are_dropped_are_unmapped(rank: int, size: int) -> No
         gc.collect()
         fl.barrier()
         counts.append(mapped())
-    assert counts[-1] <= counts[0]  # at first there may be arrays of other tests
+    assert counts[-1] <= counts[0]  # arrays of other tests may remain at first
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_shared_empty_checks_what_it_is_given(rank: int, size: int) -> None:
+def test_shared_empty_rejects_invalid_arguments(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="negative"):
         fl.distributed.shared_empty((2, -1))
     with pytest.raises(TypeError, match="object"):
@@ -112,7 +112,7 @@ def test_shared_empty_checks_what_it_is_given(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 3), fresh=True)
-def test_no_file_has_a_name_once_all_have_mapped_it(rank: int, size: int) -> None:
+def test_shared_memory_file_has_no_name_after_the_mapping(rank: int, size: int) -> None:
     x = fl.distributed.shared_empty(100_000)
     fl.all_reduce(x)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("flashlight-")]
@@ -132,7 +132,9 @@ APART = {"env": hosts_by_letter("ab")}
     indirect=["ranks"],
 )
 @on_ranks()
-def test_describe_says_which_way_and_why(rank: int, size: int, said: str, name: str) -> None:
+def test_describe_names_the_backend_and_the_reason(
+    rank: int, size: int, said: str, name: str
+) -> None:
     text = fl.distributed.describe()
     assert f"rank {rank} of {size}" in text
     assert said in text
@@ -143,10 +145,10 @@ def test_describe_says_which_way_and_why(rank: int, size: int, said: str, name: 
     ("hidden", "way"), [([0, 1, 2], "Gloo over TCP (no two ranks"), ([1], "2 hosts with 2, 1 rank")]
 )
 @on_ranks(("shm", 3), fresh=True, init=None)
-def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
+def test_missing_shared_memory_on_a_host_warns_once(
     rank: int, size: int, tmp_path: Path, hidden: list[int], way: str
 ) -> None:
-    """Some ranks join without the extension."""
+    """Some ranks start without the extension."""
     records: list[logging.LogRecord] = []
     listener = logging.Handler(logging.WARNING)
     listener.emit = records.append  # type: ignore[method-assign]
@@ -164,7 +166,7 @@ def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": str(tmp_path / "meet")}
     fl.distributed_init(*place)
     assert fl.all_reduce(np.array(rank)) == sum(range(size))
-    fl.new_group([0, 1])  # it warns of nothing that its parent has warned of
+    fl.new_group([0, 1])  # it does not repeat the warning of its parent
     text, warnings = fl.distributed.describe(), [record.getMessage() for record in records]
     fl.distributed_shutdown()
     apart = f"rank 1 shares no memory with rank 0 of its host: {why}"
@@ -176,13 +178,15 @@ def test_a_host_whose_ranks_could_share_memory_and_do_not_is_warned_of_once(
 
 
 @on_ranks(("shm", 2), fresh=True, env=hosts_by_letter("ab"), init=None)
-def test_shm_that_cannot_be_is_refused_on_every_rank(rank: int, size: int, tmp_path: Path) -> None:
+def test_backend_shm_raises_on_every_rank_if_memory_is_not_shared(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     params = {"FILE_PATH": str(tmp_path / "meet"), "BACKEND": "shm"}
     with pytest.raises(fl.errors.BackendUnavailableError, match="all ranks must share memory"):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)
 
 
-def test_parts_cover_an_array() -> None:
+def test_cut_evenly_covers_the_array() -> None:
     for count in (0, 1, 7, 1000):
         for leaders in (1, 2, 3, 8):
             parts = cut_evenly(range(count), leaders)
@@ -212,7 +216,7 @@ done
 wait
 ls -A /dev/shm
 """
-# Containers of one pod: they share /dev/shm, and do not see each other's processes.
+# Containers of one pod share /dev/shm, but do not see each other's processes.
 CONTAINER = "unshare --pid --fork --mount-proc"
 
 
@@ -225,10 +229,10 @@ CONTAINER = "unshare --pid --fork --mount-proc"
         ("64m", CONTAINER, "shared memory", None),
     ],
 )
-def test_a_small_dev_shm_matters_to_containers_alone_and_is_gone_around(
+def test_small_dev_shm_matters_in_containers_only(
     tmp_path: Path, size: str, each: str, way: str, warning: str | None
 ) -> None:
-    """In a mount namespace of its own, with a /dev/shm as small as a container's may be."""
+    """In a mount namespace with a /dev/shm as small as in a container."""
     done = in_namespaces(SMALL_DEV_SHM, tmp_path, size=size, each=each)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
@@ -259,7 +263,7 @@ wait
 """
 
 
-def test_a_process_of_another_container_that_ends_is_noticed(tmp_path: Path) -> None:
+def test_end_of_a_process_in_another_container_is_detected(tmp_path: Path) -> None:
     done = in_namespaces(DIE_IN_A_CONTAINER, tmp_path, each=CONTAINER)
     assert "shared memory" in done.stdout, done
     assert "lost rank 1 (its process has ended)" in done.stdout
@@ -267,7 +271,7 @@ def test_a_process_of_another_container_that_ends_is_noticed(tmp_path: Path) -> 
 
 
 def in_namespaces(script: str, folder: Path, **words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` in a mount namespace of its own; skips where that is not allowed."""
+    """Run ``script`` in a new mount namespace, or skip the test if that is not allowed."""
     script = script.format(python=sys.executable, path=folder / "meet", **words)
     unshare = ["unshare", "-m", "--pid", "--fork", "true"]
     tried = subprocess.run(unshare, capture_output=True, check=False)
@@ -276,7 +280,7 @@ def in_namespaces(script: str, folder: Path, **words: str) -> subprocess.Complet
     return run(["unshare", "-m", "bash", "-c", script])
 
 
-# Memory that other processes cannot read goes through shared memory -------------------------------
+# Memory that other processes cannot read is copied through shared memory -------------------------
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -285,14 +289,14 @@ _PR_SET_DUMPABLE = 4
 _CAP_SYS_PTRACE = 19
 _CAPABILITY_VERSION = 0x20080522
 
-# Long enough to be read from the other's memory, and for several pieces of the other way.
+# Long enough for a read from the other process, and for several chunks of the other method.
 COUNT = 600_000
-# Calls of one kind take turns, to begin with, in how they move the data.
+# The first calls of a kind take turns in the two methods.
 TURNS = 3
 
 
 def secret(count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return an array that no other process can read, and the kernel neither."""
+    """Return an array that neither another process nor the kernel can read."""
     file = _LIBC.syscall(_MEMFD_SECRET, 0)
     if file < 0:
         raise OSError(ctypes.get_errno(), "memfd_secret")
@@ -305,13 +309,13 @@ def secret(count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 def can_keep_secrets() -> bool:
     try:
         secret(1024)
-    except OSError:  # the kernel lacks it, or this user may lock no memory
+    except OSError:  # missing in the kernel, or no locked memory for this user
         return False
     return True
 
 
 def keep_secret(array: Any, layout: str) -> Any:
-    """Return the same values in memory that no other process can read."""
+    """Copy the values to memory that no other process can read."""
     hidden = secret(max(1, array.size))[: array.size].reshape(array.shape)
     hidden[...] = array
     return hidden
@@ -319,8 +323,8 @@ def keep_secret(array: Any, layout: str) -> Any:
 
 @pytest.mark.skipif(not can_keep_secrets(), reason="needs memfd_secret (Linux 5.14, x86 or ARM)")
 @on_ranks(("shm", 2), ("shm", 3))
-def test_secret_memory_is_moved_by_every_verb(rank: int, size: int) -> None:
-    """Call each verb in a new group, as one that has failed to read once does not try again."""
+def test_verbs_accept_secret_memory(rank: int, size: int) -> None:
+    """Each verb uses a new group, because a group that failed to read once does not try again."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 or size == 3:
             patch.setattr(programs, "with_layout", keep_secret)
@@ -336,7 +340,7 @@ def test_secret_memory_is_moved_by_every_verb(rank: int, size: int) -> None:
 
 
 def give_up_reading_by_right() -> None:
-    """Root may read every process; from here on this one is as any other user's."""
+    """Drop root's right to read every process."""
     words = (ctypes.c_uint32 * 6)()
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     assert _LIBC.capget(header, words) == 0
@@ -347,7 +351,7 @@ def give_up_reading_by_right() -> None:
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs prctl and capset")
 @on_ranks(("shm", 2), fresh=True)
-def test_a_process_that_becomes_undumpable_is_not_lost(rank: int, size: int) -> None:
+def test_undumpable_process_is_not_lost(rank: int, size: int) -> None:
     give_up_reading_by_right()
     fl.barrier()
     for turn in range(5 * TURNS):
@@ -365,7 +369,7 @@ MB = 1 << 20
 
 
 def mappings(array: np.ndarray) -> list[tuple[str, str]]:
-    """The permissions and the inode of each mapping that ``array`` lies in."""
+    """Return the permissions and inode of each mapping that contains ``array``."""
     first = array.__array_interface__["data"][0]
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -378,7 +382,7 @@ def mappings(array: np.ndarray) -> list[tuple[str, str]]:
 
 
 def check(rank: int, size: int) -> tuple[bool, list[tuple[str, str]]]:
-    """Use arrays of every kind; returns whether this rank has loaded, and where one lies."""
+    """Use arrays of every kind; return whether this rank has loaded, and the inode of an array."""
     calls = []
 
     def load() -> np.ndarray:
@@ -405,7 +409,7 @@ def check(rank: int, size: int) -> tuple[bool, list[tuple[str, str]]]:
     assert fl.host_array(lambda: np.zeros((0, 3))).shape == (0, 3)
     raise_together(rank)
     batches = used_as_data(size)
-    assert fl.all_reduce(batches) == 6 * size  # of the group, which goes on
+    assert fl.all_reduce(batches) == 6 * size  # the group remains usable
     return bool(calls), mappings(x)
 
 
@@ -420,13 +424,13 @@ def raise_together(rank: int) -> None:
         assert "KeyError: 'no such file'" in str(caught.value)
         assert caught.value.rank == 0
     else:
-        assert rank in (0, 2)  # the first one of a host
+        assert rank in (0, 2)  # the first rank of a host
     with pytest.raises((TypeError, fl.errors.RankFailedError), match="Python objects"):
         fl.host_array(lambda: np.array([object()]))
 
 
 def used_as_data(size: int) -> int:
-    """Take all samples through every container; returns how many this rank has seen."""
+    """Take all samples through every container; return the number of samples of this rank."""
     x = fl.host_array(lambda: np.arange(24.0).reshape(6, 4))
     rows = fl.dataset.TensorDataset([x, x[:, 0]])
     sharded = fl.ShardedDataset(rows, size, seed=1)
@@ -440,7 +444,7 @@ def used_as_data(size: int) -> int:
     return sum(len(each.array) for each in y)
 
 
-def test_one_rank_of_each_host_loads_and_all_map_the_same_memory(ranks: Any) -> None:
+def test_host_array_loads_once_per_host_and_shares_memory(ranks: Any) -> None:
     found = ranks.run(check)
     hosts = [[0, 1], [2, 3]] if ranks.size == 4 else [list(range(ranks.size))]
     loaded = [rank for rank, (has_loaded, _) in enumerate(found) if has_loaded]
@@ -451,7 +455,7 @@ def test_one_rank_of_each_host_loads_and_all_map_the_same_memory(ranks: Any) -> 
         assert len({inode for ((_, inode),) in places}) == 1
 
 
-def test_one_process_needs_no_init() -> None:
+def test_host_array_works_without_init() -> None:
     has_loaded, _ = check(0, 1)
     assert has_loaded
     with pytest.raises(TypeError, match="load must be a function"):
@@ -462,12 +466,12 @@ def test_one_process_needs_no_init() -> None:
         fl.host_array(lambda x: None, shape=(2, -1))
 
 
-def test_a_cupy_array_is_refused(strict: Any) -> None:
+def test_host_array_rejects_cupy_arrays(strict: Any) -> None:
     with pytest.raises(TypeError, match=r"array\.get\(\)"):
         fl.host_array(lambda: strict.zeros(3))
 
 
-def test_a_file_is_copied_without_being_kept(tmp_path: Path) -> None:
+def test_host_array_copies_a_memory_mapped_file(tmp_path: Path) -> None:
     rows = np.arange(5 * MB, dtype=np.int32).reshape(-1, 512)
     rows.tofile(tmp_path / "rows")
     file = np.memmap(tmp_path / "rows", np.int32, "r", shape=rows.shape)
@@ -477,7 +481,7 @@ def test_a_file_is_copied_without_being_kept(tmp_path: Path) -> None:
 
 
 def mappings_of(name: str) -> list[str]:
-    """What the kernel says of each mapping of the file or memory ``name``."""
+    """Return the kernel's description of each mapping of ``name``."""
     parts = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     return [part for part in parts if name in part.splitlines()[0]]
 
@@ -486,8 +490,8 @@ def resident(parts: list[str], what: str = "Rss") -> int:
     return sum(int(re.search(rf"\n{what}: +(\d+) kB", part)[1]) * 1024 for part in parts)  # type: ignore[index]
 
 
-def test_memory_is_freed_with_the_last_view() -> None:
-    gc.collect()  # what earlier tests left would be freed at any moment
+def test_host_array_memory_is_freed_with_the_last_view() -> None:
+    gc.collect()  # arrays of earlier tests could be freed at any time
     before = len(mappings_of("flashlight-"))
     view = fl.host_array(lambda: np.ones((3, 4)))[1]
     assert len(mappings_of("flashlight-")) == before + 1
@@ -498,14 +502,14 @@ def test_memory_is_freed_with_the_last_view() -> None:
 
 @pytest.mark.slow
 @on_ranks(("shm", 2), lost=0)
-def test_the_loading_rank_is_killed(rank: int, size: int) -> None:
+def test_host_array_raises_if_the_loading_rank_is_killed(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.PeerLostError, match="lost rank 0"):
         fl.host_array(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @on_ranks(("shm", 2), fresh=True)
-def test_a_name_in_dev_shm_is_gone_when_all_have_mapped_it(rank: int, size: int) -> None:
-    """Memory is shared by a name, as containers of a pod do."""
+def test_host_array_removes_its_name_in_dev_shm(rank: int, size: int) -> None:
+    """Memory is shared by name, as between containers of a pod."""
     topology.process_space = lambda: ""  # type: ignore[assignment]
     x = fl.host_array(lambda: np.full(1000, 3.0))
     fl.barrier()
@@ -515,7 +519,7 @@ def test_a_name_in_dev_shm_is_gone_when_all_have_mapped_it(rank: int, size: int)
 
 
 def outlives_the_group(rank: int, size: int, megabytes: int) -> float:
-    """Return the megabytes that this rank's part of the shared memory counts for."""
+    """Return the megabytes of shared memory that count for this rank."""
     x = fl.host_array(lambda out: out.fill(1), shape=(megabytes, MB // 4))
     assert x.sum(dtype=np.float64) == megabytes * MB // 4
     fl.barrier()
@@ -527,6 +531,6 @@ def outlives_the_group(rank: int, size: int, megabytes: int) -> float:
 
 
 @pytest.mark.slow
-def test_eight_ranks_hold_one_copy() -> None:
+def test_eight_ranks_share_one_copy_of_a_host_array() -> None:
     shares = run_ranks(outlives_the_group, 8, 64, **BACKENDS["shm"][1])
-    assert sum(shares) < 64 * 1.05 + 8  # beside it, the group's own segment
+    assert sum(shares) < 64 * 1.05 + 8  # in addition to the segment of the group

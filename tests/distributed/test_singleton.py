@@ -1,4 +1,4 @@
-"""A process that was started as one of several does not work alone without saying so."""
+"""A process that was started as one of several does not silently work alone."""
 
 import logging
 import sys
@@ -46,7 +46,7 @@ def init(size_one: bool) -> None:
 
 
 @pytest.mark.parametrize("name", STARTED)
-def test_a_world_of_one_among_several_is_refused(
+def test_init_method_for_a_world_of_one_raises_among_several_ranks(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for variable, value in STARTED[name].items():
@@ -62,13 +62,15 @@ def test_a_world_of_one_among_several_is_refused(
     init(size_one=False)
 
 
-def test_a_rank_that_lost_its_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_init_raises_if_rank_variables_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FLASHLIGHT_FILE", "/nowhere/meet")
     with pytest.raises(fl.errors.RendezvousError, match="FLASHLIGHT_FILE is set"):
         init(size_one=False)
 
 
-def test_variables_that_say_nothing_definite_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_init_ignores_incomplete_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     init(size_one=True)
 
@@ -83,15 +85,15 @@ def test_variables_that_say_nothing_definite_do_not_matter(monkeypatch: pytest.M
         ({}, False),
     ],
 )
-def test_a_single_process_in_a_job_of_slurm_is_warned(
+def test_single_process_in_a_slurm_job_warns(
     caplog: pytest.LogCaptureFixture, environ: dict[str, Any], warns: bool
 ) -> None:
     with caplog.at_level(logging.WARNING, "flashlight_py"):
         check_no_launcher(environ)
-    assert ("start it by srun" in caplog.text) == warns
+    assert ("Start it by srun" in caplog.text) == warns
 
 
-def test_a_shell_of_salloc_can_run_a_single_process(
+def test_single_process_runs_in_a_shell_of_salloc(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "4")
@@ -101,7 +103,7 @@ def test_a_shell_of_salloc_can_run_a_single_process(
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_one_of_the_nodes_of_a_scheduler_is_refused(
+def test_distributed_init_raises_on_one_of_several_scheduler_nodes(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for variable, value in SCHEDULERS[name].items():
@@ -122,7 +124,7 @@ def test_one_of_the_nodes_of_a_scheduler_is_refused(
     init(size_one=False)
 
 
-def test_one_node_does_not_matter_but_one_pod_for_several_processes_does() -> None:
+def test_check_schedulers_ignores_one_node_with_one_process() -> None:
     check_schedulers({})
     check_schedulers({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"})
     pod = {"PET_NODE_RANK": "0", "PET_NNODES": "1"}
@@ -132,7 +134,7 @@ def test_one_node_does_not_matter_but_one_pod_for_several_processes_does() -> No
         check_schedulers({**pod, "PET_NPROC_PER_NODE": "4"})
 
 
-# A program that has forgotten distributed_init ------------------------------------------------
+# A program without distributed_init --------------------------------------------------------------
 
 FORGETFUL = """
 import sys
@@ -160,14 +162,14 @@ def warned(arguments: list[str], environ: dict[str, str]) -> str:
     return output
 
 
-def test_a_forgotten_init_is_said_once_by_the_first_verb() -> None:
+def test_first_verb_warns_once_about_a_missing_init() -> None:
     output = warned([], STARTED["WORLD_SIZE"])
     assert output.count("RuntimeWarning: distributed_init was not called") == 1
     assert "<string>:16: RuntimeWarning" in output
     assert "this process was started as rank 2 of 4 (RANK, WORLD_SIZE)" in output
 
 
-def test_a_forgotten_init_is_said_by_a_save(tmp_path: Any) -> None:
+def test_save_warns_about_a_missing_init(tmp_path: Any) -> None:
     output = warned([str(tmp_path), "save"], SCHEDULERS["dstack"])
     assert "<string>:14: RuntimeWarning: distributed_init was not called" in output
     assert "DSTACK_NODE_RANK=1" in output
@@ -182,15 +184,15 @@ def test_a_forgotten_init_is_said_by_a_save(tmp_path: Any) -> None:
         (["init"], {}),
     ],
 )
-def test_who_has_forgotten_nothing_is_not_warned(
+def test_verb_does_not_warn_after_init_or_without_a_launcher(
     arguments: list[str], environ: dict[str, str]
 ) -> None:
     assert warned(arguments, environ) == ""
 
 
 @on_ranks(("single", 1))
-def test_a_world_of_one_records_both_ways_alike(rank: int, size: int) -> None:
-    """The records of a call on the fast path, and of one that is left to Python."""
+def test_world_of_one_records_native_and_python_calls_alike(rank: int, size: int) -> None:
+    """A call on the fast path, and a call that Python handles."""
     fixed = np.ones(3)
     fixed.setflags(write=False)
     with pytest.raises(ValueError, match="read-only"):
@@ -200,7 +202,7 @@ def test_a_world_of_one_records_both_ways_alike(rank: int, size: int) -> None:
     x = np.ones((3, 2), np.int32)
     work = fl.all_reduce(x, async_op=True)
     assert work.wait() is x
-    fl.all_reduce(x, 2)  # whole numbers are scaled by Python
+    fl.all_reduce(x, 2)  # Python scales integers
     assert (x == 2).all()
     short, long = (each.as_dict() for each in current_world().group.journal.records()[-2:])
     assert short["line"].startswith("distributed/test_singleton.py:")

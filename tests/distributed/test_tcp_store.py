@@ -1,4 +1,4 @@
-"""Ranks meet at a port: strangers, killed ranks, and a port that is taken."""
+"""Rendezvous at a port: unknown clients, killed ranks, and an occupied port."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import pytest
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import _VERSION
 from flashlight_py.errors import RendezvousError
-from tests.distributed.rendezvous_helpers import Ranks, closed, ranks_at
+from tests.distributed.rendezvous_helpers import Ranks, all_closed, ranks_at
 
 ranks = ranks_at("tcp")
 
 
-def test_the_port_is_free_again_at_once(ranks: Ranks) -> None:
+def test_tcp_store_port_is_free_at_once_after_the_run(ranks: Ranks) -> None:
     for _ in range(3):
         ranks.run(2)
 
 
-def test_whose_time_is_up_first_reports_who_is_missing(ranks: Ranks) -> None:
+def test_rank_with_the_shortest_timeout_reports_missing_ranks(ranks: Ranks) -> None:
     server = ranks.start(0, 3, timeout=20.0)
     client = ranks.start(1, 3, timeout=0.5)
     for rank in (server, client):
         assert "rank 2 of 3 has not arrived" in rank.refusal()
 
 
-def test_a_second_rank_0_finds_the_port_in_use(ranks: Ranks) -> None:
+def test_second_rank_0_raises_that_the_port_is_in_use(ranks: Ranks) -> None:
     server = ranks.start_ready(0, 2)
     assert "port is in use" in ranks.start(0, 2).refusal()
-    assert closed([server, ranks.start(1, 2)])
+    assert all_closed([server, ranks.start(1, 2)])
 
 
 HELLO, PAYLOAD, PROOF = 1, 3, 9
@@ -42,7 +42,7 @@ HELLO, PAYLOAD, PROOF = 1, 3, 9
 def message(
     kind: int, body: bytes = b"", length: int | None = None, version: int = _VERSION
 ) -> bytes:
-    """Return a message as ranks send it, perhaps with another length in its header."""
+    """Return a message of the protocol, optionally with a wrong length in its header."""
     size = len(body) if length is None else length
     return struct.pack("!4sHHQ", b"FLrv", version, kind, size) + body
 
@@ -57,15 +57,15 @@ STRANGERS = {
     "half a message": message(HELLO, bytes(4), length=32),
     "oversized": message(HELLO, bytes(100), length=1 << 50),
     "a negative length": message(HELLO, length=(1 << 64) - 1),
-    "no greeting": message(PAYLOAD, b"data"),
+    "expected a greeting": message(PAYLOAD, b"data"),
     "greeting of garbage": message(HELLO, b"\xff{]}"),
-    "greeting of nonsense": message(HELLO, b'{"rank": 9}'),
+    "greeting is invalid": message(HELLO, b'{"rank": 9}'),
     "a proof without a challenge": message(PROOF, bytes(32)),
     "a flood of messages": message(HELLO) * 60_000,
     "unknown kind": message(99),
     "another version": message(HELLO, bytes(32), version=7),
 }
-# These begin with a nonce, which is answered by another one.
+# They begin with a nonce, which the server answers with a nonce.
 ANSWERED = {
     "two greetings": [message(HELLO, bytes(32)) * 2],
     "nesting as a greeting": [message(HELLO, bytes(32)), message(PROOF, b"[" * 4000)],
@@ -74,12 +74,12 @@ ANSWERED = {
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kind: str) -> None:
+def test_unknown_client_gets_no_answer_and_does_no_harm(ranks: Ranks, port: int, kind: str) -> None:
     server = ranks.start_ready(0, 2)
     with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
-        with suppress(ConnectionError):  # it was dropped in the middle
+        with suppress(ConnectionError):  # dropped before the end
             stranger.sendall(STRANGERS[kind])
-        assert closed([server, ranks.start(1, 2)])
+        assert all_closed([server, ranks.start(1, 2)])
         stranger.settimeout(5.0)
         try:
             answer = stranger.recv(100)
@@ -88,8 +88,8 @@ def test_a_stranger_gets_no_answer_and_harms_nobody(ranks: Ranks, port: int, kin
         assert answer == b""
 
 
-def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> None:
-    """All of it at the same time, its parts one after the other, until strangers are dropped."""
+def test_invalid_data_does_not_end_or_delay_the_rendezvous(ranks: Ranks, port: int) -> None:
+    """All data is sent at the same time, in parts, until the clients are dropped."""
     ranks.start_ready(0, 3)
     noise = [*([sent] for sent in STRANGERS.values()), *ANSWERED.values()]
     with ExitStack() as stack:
@@ -97,21 +97,21 @@ def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> Non
         strangers = [stack.enter_context(connect(("127.0.0.1", port), 10.0)) for _ in noise]
         for turn in range(2):
             for parts, stranger in zip(noise, strangers, strict=True):
-                with suppress(OSError):  # it was dropped
+                with suppress(OSError):  # dropped
                     stranger.sendall(b"".join(parts[turn : turn + 1]))
             ranks.start_ready(1 + turn, 3)
-        assert closed(ranks.all)
+        assert all_closed(ranks.all)
 
 
-def test_a_flood_of_silent_strangers_does_not_keep_a_rank_out(ranks: Ranks, port: int) -> None:
+def test_many_silent_clients_do_not_block_a_rank(ranks: Ranks, port: int) -> None:
     server = ranks.start_ready(0, 2)
     with ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
-        assert closed([server, ranks.start(1, 2)])
+        assert all_closed([server, ranks.start(1, 2)])
 
 
-def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> None:
+def test_another_program_at_the_port_is_detected(ranks: Ranks, port: int) -> None:
     with socket.create_server(("127.0.0.1", port)) as server:
         client = ranks.start(1, 2, timeout=5.0)
         server.settimeout(10.0)
@@ -121,15 +121,15 @@ def test_another_program_at_the_port_is_recognised(ranks: Ranks, port: int) -> N
             assert "another program listens there" in client.refusal()
 
 
-def test_only_the_master_address_is_bound(port: int) -> None:
+def test_tcp_store_binds_only_the_master_address(port: int) -> None:
     with closing(TcpStore("127.0.0.1", port, 0, 2, 1.0)), socket.socket() as other:
         other.bind(("127.0.0.2", port))
 
 
-def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(
+def test_tcp_store_uses_an_inherited_listener_only(
     port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A process that inherited the variable alone has something else under the number."""
+    """A process that inherited only the variable has another file under that number."""
     with (
         socket.create_server(("127.0.0.1", port)) as handed,
         socket.create_server(("127.0.0.1", 0)) as other,
@@ -149,14 +149,14 @@ def test_a_socket_that_was_handed_over_is_used_and_nothing_else_is(
 
 @pytest.mark.parametrize(
     ("host", "why"),
-    [("192.0.2.1", "is no address of this host"), ("no-such-host.invalid", "cannot resolve")],
+    [("192.0.2.1", "is not an address of this host"), ("no-such-host.invalid", "cannot resolve")],
 )
-def test_rank_0_cannot_listen_at_another_host(port: int, host: str, why: str) -> None:
+def test_tcp_store_raises_if_rank_0_has_another_host(port: int, host: str, why: str) -> None:
     with pytest.raises(RendezvousError, match=why):
         TcpStore(host, port, 0, 2, 1.0)
 
 
 @pytest.mark.parametrize(("port_", "rank"), [(0, 0), (65536, 0), (1234, 2)])
-def test_senseless_arguments_are_refused(port_: int, rank: int) -> None:
+def test_tcp_store_rejects_invalid_arguments(port_: int, rank: int) -> None:
     with pytest.raises(ValueError, match="got"):
         TcpStore("127.0.0.1", port_, rank, 2, 1.0)

@@ -1,4 +1,4 @@
-"""Two threads of a rank in one group; and verbs, shutdown and close in signal handlers."""
+"""Two threads of a rank in one group, and verbs, shutdown and close in signal handlers."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ import pytest
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks, ranks_in
 
-# Much more than what is tried takes; the group's own timeout is 300 s.
+# More seconds than any test needs. The timeout of the group is 300 s.
 SOON = 20.0
 
 ranks = ranks_in(("shm", 2), ("hierarchical", 3), slow=[("gloo", 2)])
@@ -23,7 +23,7 @@ everywhere = on_ranks()
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Start ``call``; the list gets what it returns or raises."""
+    """Run ``call`` in a thread; the list receives its result or exception."""
     results: list[Any] = []
 
     def run() -> None:
@@ -38,7 +38,7 @@ def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for something that nobody announces."""
+    """Wait for a condition."""
     end = time.monotonic() + SOON
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -46,7 +46,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_two_threads_reduce_with_a_late_peer(rank: int, size: int) -> None:
+def test_two_threads_can_reduce_with_a_late_peer(rank: int, size: int) -> None:
     arrays = [np.full(8, rank + 1.0), np.full(8, rank + 1.0)]
     fl.barrier()
     if rank > 0:
@@ -58,8 +58,8 @@ def test_two_threads_reduce_with_a_late_peer(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_all_reduce_multiple_goes_on_if_another_thread_begins_calls(rank: int, size: int) -> None:
-    """Native code leaves the rest of a list to Python when the thread's calls are before it."""
+def test_all_reduce_multiple_works_while_another_thread_calls(rank: int, size: int) -> None:
+    """Native code leaves the rest of a list to Python if a call of the thread is pending."""
     lists = [[np.ones(3) for _ in range(20)] for _ in range(100)]
     begin = [lambda: fl.all_reduce(np.ones(3), async_op=True)] * 300
     thread, works = in_thread(lambda: [each() for each in begin])
@@ -72,8 +72,8 @@ def test_all_reduce_multiple_goes_on_if_another_thread_begins_calls(rank: int, s
 
 
 @on_ranks(("shm", 2), ("gloo", 2))
-def test_a_barrier_and_a_reduction_of_two_threads_keep_their_order(rank: int, size: int) -> None:
-    """Rank 0 has both on their way, in this order, before the others begin the first."""
+def test_barrier_and_reduction_of_two_threads_keep_their_order(rank: int, size: int) -> None:
+    """Rank 0 has started both, in this order, before the other ranks begin the first."""
     x = np.full(8, rank + 1.0)
     if rank == 0:
         thread, raised = in_thread(fl.barrier)
@@ -93,8 +93,8 @@ def test_a_barrier_and_a_reduction_of_two_threads_keep_their_order(rank: int, si
 
 
 @on_ranks(("shm", 2), ("gloo", 2), ("hierarchical", 3))
-def test_another_thread_closes_the_group(rank: int, size: int) -> None:
-    """Rank 0 closes a group in which threads wait: for a collective, its turn, and a message."""
+def test_verbs_raise_if_another_thread_closes_the_group(rank: int, size: int) -> None:
+    """Threads wait for a collective, for their turn, and for a message."""
     group = fl.new_group(range(size))
     if rank == 0:
         works: list[Callable[[], Any]] = [
@@ -104,7 +104,7 @@ def test_another_thread_closes_the_group(rank: int, size: int) -> None:
             lambda: group.recv(np.ones(8), 1),
         ]
         waiting = [in_thread(work) for work in works]
-        time.sleep(0.2)  # they wait by now; if not they raise the same
+        time.sleep(0.2)  # they wait by now; otherwise they raise the same error
         group.close()
         for thread, _ in waiting:
             thread.join(SOON)
@@ -125,13 +125,15 @@ def handling(handler: Callable[[], Any]) -> Iterator[None]:
 
 
 def save_and_leave(folder: str) -> None:
-    """What a program does when it is about to be preempted."""
+    """Save and shut down, like a program before preemption."""
     fl.save(folder, extra={"reached": np.arange(3)})
     fl.distributed_shutdown()
 
 
 @on_ranks(("shm", 2), ("hierarchical", 3), slow=[("gloo", 2)], fresh=True)
-def test_a_handler_between_verbs_saves_and_leaves(rank: int, size: int, tmp_path: Path) -> None:
+def test_signal_handler_between_verbs_can_save_and_leave(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     with handling(lambda: save_and_leave(str(tmp_path))):
         fl.all_reduce(np.ones(3))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -140,7 +142,7 @@ def test_a_handler_between_verbs_saves_and_leaves(rank: int, size: int, tmp_path
 
 
 def a_message() -> None:
-    """From the last rank to the first."""
+    """Send from the last rank to the first."""
     last = fl.get_world_size() - 1
     if fl.get_world_rank() == 0:
         fl.recv(np.zeros(3), last)
@@ -149,7 +151,7 @@ def a_message() -> None:
 
 
 def an_exchange() -> None:
-    """Between the first rank and the last."""
+    """Exchange between the first rank and the last."""
     last = fl.get_world_size() - 1
     peer = {0: last, last: 0}.get(fl.get_world_rank())
     if peer is not None:
@@ -165,7 +167,7 @@ BLOCKING: dict[str, Callable[[], Any]] = {
 
 
 def carry_on(folder: str) -> None:
-    """Try what cannot be here, and go on."""
+    """Try a call that raises, and continue."""
     with pytest.raises(fl.errors.DistributedError, match="called in a signal handler"):
         fl.barrier()
     with pytest.raises(fl.errors.DistributedError, match="called in a signal handler"):
@@ -180,7 +182,7 @@ HANDLERS = {
 
 
 def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
-    """Rank 0 waits for the last rank, which is late, when the signal comes to it."""
+    """Send the signal to rank 0 while it waits for the last rank."""
     pid = fl.broadcast_object(os.getpid())
     journal = fl.distributed.start.world.current_world().group.journal
     before = journal.count[0]
@@ -188,25 +190,25 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
         if rank == size - 1:
             time.sleep(0.1)
             os.kill(pid, signal.SIGTERM)
-            time.sleep(0.2)  # it is handled by now
+            time.sleep(0.2)  # handled by now
         BLOCKING[verb]()
     assert fl.all_reduce(np.ones(3))[0] == size
-    # What was refused does not count.
+    # A rejected call does not count.
     assert len(set(fl.all_gather_object(journal.count[0] - before))) == 1
 
 
 @everywhere
-def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
+def test_signal_handler_inside_a_verb_raises_without_harm(
     rank: int, size: int, tmp_path: Path
 ) -> None:
-    # On several hosts an exchange waits for messages that were started, where a verb may begin.
+    # On several hosts an exchange waits for started messages, where the handler may start a verb.
     for verb in [verb for verb in BLOCKING if size == 2 or verb != "exchange"]:
         preempt(rank, size, verb, "carries on", str(tmp_path))
 
 
 @on_ranks()
-def test_signals_at_any_moment_change_nothing(rank: int, size: int) -> None:
-    """Verbs give what they should wherever a handler tries another."""
+def test_signals_at_any_time_do_not_change_results(rank: int, size: int) -> None:
+    """A handler tries another verb at any time."""
     group = fl.distributed.start.world.current_world().group
     refused = 0
 
@@ -221,7 +223,7 @@ def test_signals_at_any_moment_change_nothing(rank: int, size: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
     try:
         rounds = 0
-        while rounds < 20 or not fl.all_reduce(np.array(refused)):  # as many on every rank
+        while rounds < 20 or not fl.all_reduce(np.array(refused)):  # the same number on every rank
             rounds += 1
             for count in (8, 30_000):
                 x = fl.all_reduce(np.full(count, rank + 1.0))
@@ -240,15 +242,15 @@ def test_signals_at_any_moment_change_nothing(rank: int, size: int) -> None:
 
 
 @everywhere
-def test_a_handler_inside_a_wait_calls_what_is_next(rank: int, size: int) -> None:
-    """What a wait has interrupted runs by itself: a verb of the handler comes after it."""
+def test_signal_handler_inside_a_wait_can_make_the_next_call(rank: int, size: int) -> None:
+    """The interrupted operation runs on its own. A verb of the handler comes after it."""
     pid = fl.broadcast_object(os.getpid())
     x = np.full(300_000, rank + 1.0)
     with handling(fl.barrier):
         if rank == size - 1:
             time.sleep(0.1)
             os.kill(pid, signal.SIGTERM)
-            time.sleep(0.2)  # it is handled by now
+            time.sleep(0.2)  # handled by now
         fl.all_reduce(x, async_op=True).wait()
         if rank != 0:
             fl.barrier()
@@ -269,10 +271,10 @@ def test_a_handler_inside_a_wait_calls_what_is_next(rank: int, size: int) -> Non
     indirect=["ranks"],
 )
 @on_ranks(fresh=True)
-def test_a_handler_inside_a_verb_leaves(
+def test_signal_handler_inside_a_verb_can_leave(
     rank: int, size: int, verb: str, handler: str, tmp_path: Path
 ) -> None:
-    """Saving is refused, which ends the verb; leaving ends it too. The others notice at once."""
+    """A save in the handler raises, which ends the verb. Other ranks raise at once."""
     started = time.monotonic()
     own = fl.errors.GroupClosedError if handler == "leaves" else fl.errors.DistributedError
     with pytest.raises(fl.errors.PeerLostError if rank else own) as caught:

@@ -1,4 +1,4 @@
-"""Ranks meet in a tree: places, deaths of those in between, late and doubled ranks, hosts."""
+"""Rendezvous in a tree: positions, deaths of parents, late and duplicate ranks, several hosts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.rendezvous.store import Roster, name_ranks
 from flashlight_py.distributed.rendezvous.wire import Connection, Kind
-from tests.distributed.rendezvous_helpers import Rank, Ranks, closed, ranks_at
+from tests.distributed.rendezvous_helpers import Rank, Ranks, all_closed, ranks_at
 
 SIZE = 8
-# In order of arrival, two below each.
+# In order of arrival, with two children for each rank.
 ABOVE = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2, 7: 3}
 
 
@@ -28,7 +28,7 @@ ranks = ranks_at("tree")
 
 
 def in_order(ranks: Ranks, count: int = SIZE, plans: Any = None, **plan: Any) -> list[Rank]:
-    """Start ranks below each other as ``ABOVE`` says."""
+    """Start ranks below each other as in ``ABOVE``."""
     started = []
     for rank in range(count):
         more = (plans or {}).get(rank, {})
@@ -38,29 +38,29 @@ def in_order(ranks: Ranks, count: int = SIZE, plans: Any = None, **plan: Any) ->
 
 
 def reasons(started: list[Rank]) -> set[str]:
-    """Why ranks failed, without who says it."""
+    """Return the reasons of the errors, without the rank."""
     return {re.sub("rank [0-9] of [0-9]: ", "", rank.refusal(), count=1) for rank in started}
 
 
-def test_places_are_given_in_order_of_arrival(ranks: Ranks) -> None:
-    assert closed(in_order(ranks, lengths=[3, 0, 1_000_000, 1]))
+def test_positions_are_assigned_in_order_of_arrival(ranks: Ranks) -> None:
+    assert all_closed(in_order(ranks, lengths=[3, 0, 1_000_000, 1]))
 
 
 @pytest.mark.parametrize("victim", [1, 5])
-def test_who_loses_the_one_above_gets_another_place(ranks: Ranks, victim: int) -> None:
-    """What was given through it before is given again."""
+def test_rank_that_loses_its_parent_gets_another_position(ranks: Ranks, victim: int) -> None:
+    """Payloads that were sent through the parent are sent again."""
     count = 6
     started = in_order(ranks, count)
     started[victim].kill()
     for rank in [child for child, above in ABOVE.items() if above == victim and child < count]:
         started[rank].await_event(*(f"below {above}" for above in range(8) if above != victim))
     started[victim] = ranks.start(victim, SIZE, fan=2)
-    assert closed([*started, *(ranks.start(rank, SIZE, fan=2) for rank in range(count, SIZE))])
+    assert all_closed([*started, *(ranks.start(rank, SIZE, fan=2) for rank in range(count, SIZE))])
 
 
 @pytest.mark.parametrize("victim", [1, 3, 7])
-def test_everybody_names_who_died_in_between(ranks: Ranks, victim: int) -> None:
-    started = in_order(ranks, plans={victim: {"hold": "exchanged 0"}}, timeout=60.0)
+def test_every_rank_names_a_rank_that_died_between_exchanges(ranks: Ranks, victim: int) -> None:
+    started = in_order(ranks, plans={victim: {"pause_at": "exchanged 0"}}, timeout=60.0)
     started[victim].await_event("exchanged 0")
     started.pop(victim).kill()
     (reason,) = reasons(started)
@@ -68,35 +68,35 @@ def test_everybody_names_who_died_in_between(ranks: Ranks, victim: int) -> None:
     assert "has died or exited" in reason
 
 
-def test_who_does_not_come_is_named_by_all(ranks: Ranks) -> None:
+def test_every_rank_names_a_missing_rank(ranks: Ranks) -> None:
     started = in_order(ranks, 6, timeout=3.0)
     (reason,) = reasons(started)
     assert "ranks 6, 7 of 8 have not arrived within 3 s" in reason
 
 
-def test_who_is_late_in_a_later_exchange_is_named_by_all(ranks: Ranks) -> None:
-    late = {5: {"hold": "exchanged 0"}, 7: {"hold": "exchanged 0"}}
+def test_every_rank_names_a_late_rank_in_a_later_exchange(ranks: Ranks) -> None:
+    late = {5: {"pause_at": "exchanged 0"}, 7: {"pause_at": "exchanged 0"}}
     started = in_order(ranks, plans=late, timeout=2.0)
     (reason,) = reasons([rank for number, rank in enumerate(started) if number not in late])
     assert "ranks 5, 7 of 8 have not arrived within 2 s" in reason
 
 
-def test_who_is_below_a_late_rank_is_not_taken_for_late(ranks: Ranks) -> None:
-    started = in_order(ranks, plans={1: {"hold": "exchanged 0"}}, timeout=2.0)
+def test_ranks_below_a_late_rank_are_not_named(ranks: Ranks) -> None:
+    started = in_order(ranks, plans={1: {"pause_at": "exchanged 0"}}, timeout=2.0)
     del started[1]
     assert all("rank 1 of 8 has not arrived within 2 s" in each for each in reasons(started))
 
 
-def test_who_holds_others_up_is_named_and_they_are_not(ranks: Ranks) -> None:
-    """What has come to a rank that is stopped goes no further."""
+def test_stopped_parent_is_named_but_its_children_are_not(ranks: Ranks) -> None:
+    """The stopped rank does not pass received payloads on."""
     started = in_order(ranks, 6, timeout=3.0)
     os.kill(started[1].pid, signal.SIGSTOP)
     started += [ranks.start(rank, SIZE, fan=2, timeout=3.0) for rank in (6, 7)]
     assert "rank 1 of 8 has not arrived within 3 s" in started[0].refusal()
 
 
-def test_who_takes_no_roster_holds_nobody_up(ranks: Ranks) -> None:
-    """There is no room for it in the kernel: it was sent to one after the other."""
+def test_rank_that_reads_no_roster_delays_no_other_rank(ranks: Ranks) -> None:
+    """The kernel has no buffer for the roster, which is sent to one rank after another."""
     plan = {"lengths": [3, 600_000, 5], "timeout": 3.0}
     started = [ranks.start(rank, 4, local_rank=rank, **plan) for rank in (0, 2, 3)]
     ranks.start(1, 4, local_rank=1, stop=1, **plan)
@@ -104,40 +104,40 @@ def test_who_takes_no_roster_holds_nobody_up(ranks: Ranks) -> None:
     assert "rank 1 of 4 has not arrived within 3 s" in reason
 
 
-def test_who_goes_on_gets_the_rest_of_a_roster(ranks: Ranks) -> None:
+def test_resumed_rank_receives_the_rest_of_its_roster(ranks: Ranks) -> None:
     plan = {"lengths": [3, 600_000, 5]}
     started = [ranks.start(rank, 4, local_rank=rank, **plan) for rank in (0, 2, 3)]
     stopped = ranks.start(1, 4, local_rank=1, stop=1, **plan)
     for each in started:
         each.await_event("exchanged 1")
     os.kill(stopped.pid, signal.SIGCONT)
-    assert closed([*started, stopped])
+    assert all_closed([*started, stopped])
 
 
-def test_two_processes_that_claim_one_rank_are_found_wherever_they_are(ranks: Ranks) -> None:
+def test_two_processes_that_claim_a_rank_are_detected_anywhere_in_the_tree(ranks: Ranks) -> None:
     started = [*in_order(ranks, 7), ranks.start(5, SIZE, fan=2)]
     assert all("two processes claim rank 5: host " in each for each in reasons(started))
 
 
-def test_another_world_size_fails_all(ranks: Ranks) -> None:
+def test_another_world_size_raises_on_every_rank(ranks: Ranks) -> None:
     started = [*in_order(ranks, 6), ranks.start(6, 9, fan=2)]
-    assert all(re.search(r"rank 6 \(.* size 9, rank 0 \(", each.refusal()) for each in started)
+    assert all(re.search(r"rank 6 \(.* size 9, but rank 0 \(", each.refusal()) for each in started)
 
 
-def test_who_meets_in_no_tree_is_told_so(ranks: Ranks) -> None:
+def test_rank_without_a_tree_is_rejected(ranks: Ranks) -> None:
     started = [*in_order(ranks, 3), ranks.start(3, SIZE, env={"FLASHLIGHT_TREE_FROM": "9"})]
     why = r"rank 3 \(.* have different FLASHLIGHT_TREE_FROM"
     assert all(re.search(why, each.refusal()) for each in started)
 
 
-def test_another_secret_is_known_nowhere_in_the_tree(ranks: Ranks) -> None:
+def test_another_secret_is_rejected_anywhere_in_the_tree(ranks: Ranks) -> None:
     started = in_order(ranks, 5, env={"MASTER_SECRET": "a"})
     started.append(ranks.start(5, SIZE, env={"MASTER_SECRET": "b"}))
     assert all("the secrets differ" in each.refusal() for each in started)
 
 
 @pytest.mark.parametrize("who", [1, 7])
-def test_the_reason_of_an_abort_goes_all_ways(ranks: Ranks, who: int) -> None:
+def test_abort_sends_its_reason_through_the_tree(ranks: Ranks, who: int) -> None:
     started = in_order(ranks, plans={who: {"abort": "no network", "lengths": [3]}})
     assert started.pop(who).outcome() == "closed"
     (reason,) = reasons(started)
@@ -147,29 +147,29 @@ def test_the_reason_of_an_abort_goes_all_ways(ranks: Ranks, who: int) -> None:
 # Hosts --------------------------------------------------------------------------------------------
 
 
-def test_one_rank_speaks_for_its_host(ranks: Ranks) -> None:
+def test_one_rank_per_host_connects_to_rank_0(ranks: Ranks) -> None:
     started = [ranks.start(rank, 4, local_rank=rank, fan=2) for rank in range(4)]
-    assert closed(started)
+    assert all_closed(started)
     assert all("below 0" in rank.events for rank in started[1:])
 
 
-def test_ranks_wait_for_the_one_that_speaks_for_them(ranks: Ranks) -> None:
+def test_ranks_wait_for_the_speaker_of_their_host(ranks: Ranks) -> None:
     started = [ranks.start_ready(rank, 3, local_rank=rank) for rank in (2, 1)]
-    assert closed([ranks.start(0, 3, local_rank=0), *started])
+    assert all_closed([ranks.start(0, 3, local_rank=0), *started])
 
 
-def test_a_rank_speaks_for_itself_where_nobody_does(ranks: Ranks) -> None:
-    """And who is missing is named alone."""
+def test_rank_becomes_a_speaker_if_its_host_has_none(ranks: Ranks) -> None:
+    """Only the missing rank is named."""
     local = {0: None, 5: 1, 6: 2, 7: 3}
     started = [ranks.start(rank, SIZE, local_rank=local[rank], timeout=2.0) for rank in local]
     (reason,) = reasons(started)
     assert "ranks 1, 2, 3, 4 of 8 have not arrived within 2 s" in reason
 
 
-# What all get -------------------------------------------------------------------------------------
+# Rosters and errors -------------------------------------------------------------------------------
 
 
-def test_a_roster_is_a_list_that_keeps_what_was_made_of_it() -> None:
+def test_roster_is_a_sequence_that_caches_derived_values() -> None:
     roster = Roster(Roster.of([b"one", b"", b"three"]).body)
     assert roster == [b"one", b"", b"three"]
     assert (len(roster), roster[-1], roster[1:]) == (3, b"three", [b"", b"three"])
@@ -186,7 +186,7 @@ def test_a_roster_is_a_list_that_keeps_what_was_made_of_it() -> None:
     assert made == [1, 2]
 
 
-def test_a_message_follows_the_rest_of_the_one_before_that_found_no_room() -> None:
+def test_message_follows_the_unsent_rest_of_the_previous_message() -> None:
     here, there = socket.socketpair()
     with here, there:
         one, other = Connection(here), Connection(there)
@@ -200,13 +200,13 @@ def test_a_message_follows_the_rest_of_the_one_before_that_found_no_room() -> No
             assert other.inbox.popleft() == message
 
 
-def test_a_message_names_no_more_ranks_than_one_can_read() -> None:
+def test_name_ranks_shortens_long_lists() -> None:
     assert name_ranks(range(20)).endswith("18, 19")
     assert name_ranks(range(100_000)) == f"{name_ranks(range(20))} and 99980 more"
 
 
-def test_an_error_about_very_many_ranks_says_how_many_more_they_are() -> None:
-    """Of a rack that is lost, or of all others: also more than there is room for words."""
+def test_error_about_many_ranks_says_how_many_are_omitted() -> None:
+    """A lost rack or all other ranks: more processes than an error can name."""
     size, native = 100_000, _native.load("shm")
 
     def missing(_: Any, room: Any, capacity: int) -> int:
@@ -225,4 +225,4 @@ def test_an_error_about_very_many_ranks_says_how_many_more_they_are() -> None:
     error = failure(backend, None, library.FL_HOST_LOST, "all_reduce", 1.0, 1)
     assert "rank 0: lost ranks 1, 2, 3" in str(error)
     assert "19, 20 and 99979 more (why), which are process 1 on host, process 2" in str(error)
-    assert "process 20 on host and 99979 more. Look at that host" in str(error)
+    assert "process 20 on host and 99979 more. Check that host" in str(error)

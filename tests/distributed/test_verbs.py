@@ -1,4 +1,4 @@
-"""The table of the verbs, a call as one value, and the verbs as objects of native code."""
+"""The table of verbs, calls as values, and verbs as native objects."""
 
 import copy
 import functools
@@ -44,7 +44,7 @@ X = np.zeros((4, 3), np.float32)
 
 
 @pytest.mark.parametrize("library", ["shm", "gloo"])
-def test_codes_are_those_of_the_libraries(library: str) -> None:
+def test_codes_match_the_native_libraries(library: str) -> None:
     lib = _native.load(library).lib
     for verb in VERBS:
         assert verb.code == getattr(lib, f"FL_{verb.name.upper()}")
@@ -52,7 +52,7 @@ def test_codes_are_those_of_the_libraries(library: str) -> None:
             assert verb.uneven == getattr(lib, f"FL_{verb.name.upper()}_UNEVEN")
 
 
-# The positional parameters of the public functions; all others are keyword-only, in one order.
+# The positional parameters of public functions. All others are keyword-only, in one order.
 POSITIONAL = {
     "x scale": "all_reduce all_reduce_multiple",
     "x": "all_gather all_reduce_location all_to_all exscan reduce_scatter scan",
@@ -81,7 +81,7 @@ PUBLIC = [name for name in api.__all__ if name not in ("Grid", "P2POp")]
 @pytest.mark.parametrize(
     "function", [*(getattr(fl, n) for n in PUBLIC), *(getattr(D, n) for n in D.__all__)], ids=repr
 )
-def test_parameters_are_keyword_only_in_one_order(function: Any) -> None:
+def test_verb_parameters_are_keyword_only_in_one_order(function: Any) -> None:
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     own = [OTHER_NAMES.get(name, name) for name in names]
@@ -94,7 +94,7 @@ def test_parameters_are_keyword_only_in_one_order(function: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name != "sync_distributed"])
-def test_a_verb_is_a_method_of_groups_too(name: str) -> None:
+def test_every_verb_is_a_method_of_groups(name: str) -> None:
     function, method = getattr(fl, name), getattr(fl.ProcessGroup, name)
     own, *parameters = inspect.signature(method).parameters.values()
     wanted = inspect.signature(function).parameters.values()
@@ -102,8 +102,8 @@ def test_a_verb_is_a_method_of_groups_too(name: str) -> None:
     assert (own.name, method.__doc__) == ("self", function.__doc__)
 
 
-def test_the_page_says_of_each_verb_what_the_table_does() -> None:
-    """Its arguments beside the array, whether it works in place, and whether parts may differ."""
+def test_docs_page_matches_the_table_of_verbs() -> None:
+    """Arguments other than the array, in-place operation, and whether parts may differ."""
     rows = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| `")]
     calls = {
         name: (set(arguments.replace("=", "").split(", ")), in_place.strip(), unequal.strip())
@@ -121,7 +121,7 @@ def test_the_page_says_of_each_verb_what_the_table_does() -> None:
         assert unequal == ("yes" if verb.ragged else cut), verb
 
 
-def test_a_method_knows_its_group_by_itself() -> None:
+def test_group_methods_take_no_group() -> None:
     group = fl.new_group([0])
     assert (group.reduce_scatter(X + 1, rows=[4]) == X + 1).all()
     with pytest.raises(TypeError, match=r"multiple values for .*'group'"):
@@ -146,7 +146,7 @@ def test_a_method_knows_its_group_by_itself() -> None:
         (Call(ALL_GATHER, X, refusal="no: TypeError"), "no: TypeError"),
     ],
 )
-def test_calls_word_themselves(call: Call, words: str) -> None:
+def test_calls_format_as_text(call: Call, words: str) -> None:
     assert str(call) == words
 
 
@@ -154,7 +154,7 @@ def same(call: Call, **change: Any) -> bool:
     return call.key == replace(call, **change).key
 
 
-def test_ranks_may_differ_in_what_the_table_says() -> None:
+def test_ranks_may_differ_only_in_the_allowed_arguments() -> None:
     gather = Call(ALL_GATHER, X)
     assert same(gather, array=X[:1])
     assert not same(gather, array=X[:, :2])
@@ -165,29 +165,29 @@ def test_ranks_may_differ_in_what_the_table_says() -> None:
     assert not same(Call(REDUCE_SCATTER, X, rows=[1, 3]), rows=[2, 2])
 
 
-def test_a_scale_of_minus_zero_is_zero() -> None:
+def test_scale_of_minus_zero_equals_zero() -> None:
     assert same(Call(ALL_REDUCE, X, scale=0.0), scale=-0.0)
     assert str(Call(REDUCE_SCATTER, X, scale=-0.0)).endswith("scale=0)")
 
 
-def test_a_step_says_of_what() -> None:
+def test_step_of_a_composed_call_names_the_call() -> None:
     assert Call(ALL_GATHER, X, part_of="split").steps == "split: all_gather(float32 rows of (3,))"
 
 
-# Verbs as objects: native code does plain calls; otherwise they behave like functions -------------
+# Native objects run plain calls. Otherwise they behave like functions -----------------------------
 
 
 ENTRIES = [name for name in api.__all__ if type(getattr(fl, name)) is load("fast").verb]
 
 
-def test_most_verbs_of_arrays_are_entries() -> None:
+def test_array_verbs_are_native_entries() -> None:
     moved = "all_gather all_to_all barrier broadcast gather irecv isend recv scatter send sendrecv"
     combined = "all_reduce all_reduce_multiple reduce reduce_scatter scan"
     assert sorted(ENTRIES) == sorted(f"{moved} {combined}".split())
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_an_entry_looks_like_its_function(name: str) -> None:
+def test_native_entry_looks_like_its_function(name: str) -> None:
     entry: Any = getattr(fl, name)
     function = entry.__wrapped__
     assert (entry.__name__, entry.__qualname__, entry.__doc__) == (name, name, function.__doc__)
@@ -207,7 +207,7 @@ def test_an_entry_looks_like_its_function(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"other": 1}, {"scale": 2.0, "other": 1}, {"x": 1}])
-def test_wrong_arguments_raise_the_errors_of_python(wrong: dict[str, Any]) -> None:
+def test_native_entry_raises_python_errors_for_wrong_arguments(wrong: dict[str, Any]) -> None:
     given: list[tuple[Callable[..., Any], tuple[Any, ...]]]
     given = [(fl.all_reduce, (1.0,)), (fl.all_reduce, (1.0, 2.0, 3.0)), (fl.recv, (np.zeros(1),))]
     for entry, args in given:
@@ -237,7 +237,7 @@ def functions_called(verb: Callable[[], object]) -> list[str]:
 
 
 @on_ranks(("shm", 2), ("gloo", 2), ("single", 1))
-def test_plain_calls_do_not_pass_through_python(rank: int, size: int) -> None:
+def test_plain_calls_run_without_python(rank: int, size: int) -> None:
     x, whole, other = np.ones(4), np.zeros(4 * size), 1 - rank
     group = fl.new_group(range(size))
     verbs: list[Callable[..., Any]] = [
@@ -266,16 +266,16 @@ def test_plain_calls_do_not_pass_through_python(rank: int, size: int) -> None:
             assert functions_called(functools.partial(verb, of)) == []
     assert "via" not in current_world().group.journal.records(1)[-1].as_dict()
     assert fl.all_reduce_multiple([x, whole], async_op=True).wait()[1] is whole
-    for given in {"x": x}, {"out": x}:  # of the two that must be passed
+    for given in {"x": x}, {"out": x}:  # of the two required arguments
         with pytest.raises(TypeError, match="missing 1 required"):
             fl.sendrecv(dst=None, src=None, **given)
-    with fl.profile(os.devnull):  # which wants every call
+    with fl.profile(os.devnull):  # a profile records every call
         assert "all_reduce" in functions_called(lambda: fl.all_reduce(x))
 
 
 @on_ranks(("shm", 2))
-def test_a_blocking_call_behind_one_of_another_thread_is_made(rank: int, size: int) -> None:
-    """Native code waits for its turn, also in the middle of a list."""
+def test_blocking_call_waits_for_an_asynchronous_call(rank: int, size: int) -> None:
+    """Native code waits for its turn, even in the middle of a list."""
     group, x, large = fl.new_group(range(size)), np.ones(3), np.ones(1 << 20)
     for _ in range(20):
         work = group.all_reduce(large, 1 / size, async_op=True)
@@ -285,7 +285,7 @@ def test_a_blocking_call_behind_one_of_another_thread_is_made(rank: int, size: i
     assert np.all(large == 1)
 
 
-def test_a_verb_needs_no_frame_of_python() -> None:
+def test_verbs_work_without_a_python_frame() -> None:
     program = (
         "import atexit, numpy as np, flashlight_py as fl\n"
         "x = np.ones(3)\n"

@@ -1,4 +1,4 @@
-"""Rank 0 says who is missing while a start lasts."""
+"""Rank 0 logs missing ranks during the start."""
 
 import logging
 import time
@@ -12,18 +12,18 @@ from flashlight_py.distributed.rendezvous.store import Waiting
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.errors import RendezvousError
 from tests.distributed.jobs import free_port
-from tests.distributed.threads import connected, on_threads
+from tests.distributed.threads import connect_ranks, run_on_threads
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Say it after 0.3 s, and every 0.2 s from then on."""
+    """Log after 0.3 s, and then every 0.2 s."""
     monkeypatch.setattr(store, "FIRST_SECONDS", 0.3)
     monkeypatch.setattr(store, "NEXT_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_ranks_that_are_missing_are_named_again_and_again(
+def test_waiting_logs_missing_ranks_repeatedly(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
@@ -36,26 +36,26 @@ def test_ranks_that_are_missing_are_named_again_and_again(
             place.exchange(b"")
 
     with caplog.at_level(logging.WARNING, "flashlight_py"):
-        on_threads(2, join)
+        run_on_threads(2, join)
     lines = [record.getMessage() for record in caplog.records if "Still" in record.getMessage()]
     assert 2 <= len(lines) <= 4
     assert all(line.startswith("Still waiting for ranks 1, 3 (") for line in lines)
     assert all("rendezvous at " in line for line in lines)
 
 
-def test_it_is_said_when_it_takes_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_rendezvous_logs_a_long_wait(caplog: pytest.LogCaptureFixture) -> None:
     quick = Waiting("here")
-    quick.look([1])
+    quick.log_missing([1])
     time.sleep(0.35)
-    quick.look([])
+    quick.log_missing([])
     assert caplog.records == []
-    quick.look([1])
+    quick.log_missing([1])
     (record,) = caplog.records
     assert record.getMessage() == "Still waiting for rank 1 (0 s): here"
 
 
-def test_whom_gloo_waits_for_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert connected([b"key"] * 3, pause=0.8) == [[0, 1, 2]] * 3
+def test_gloo_logs_the_rank_that_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    assert connect_ranks([b"key"] * 3, pause=0.8) == [[0, 1, 2]] * 3
     lines = [record.getMessage() for record in caplog.records]
     assert lines
     assert all(line.startswith("Still waiting for rank 2 (") for line in lines)

@@ -1,8 +1,8 @@
-"""Operations made of others, and several threads, or tasks of asyncio, that wait for one.
+"""Composed operations, and several threads or asyncio tasks that wait for one operation.
 
-Several operations as one: all are waited for, and the failure that shows the cause is raised.
-A result that is made from another's: once, whoever waits, and nobody gets it half-made.
-Works stand in for real ones, which meet the moments of these tests too rarely.
+``AllOf`` waits for all operations and raises the failure that shows the cause. ``Then`` makes its
+result once, and no wait returns an incomplete result. Stand-ins replace real operations, which
+rarely reach the tested states.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tests.distributed.conformance import on_ranks, ranks_in
 
 
 class Fails(Work):
-    """An operation that has failed; a real one needs ranks that differ at the right moment."""
+    """An operation that has failed. A real one would need ranks that differ at the right time."""
 
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
@@ -47,26 +47,26 @@ class Fails(Work):
         return True
 
 
-def test_all_are_waited_for_when_one_fails() -> None:
+def test_all_of_waits_for_all_works_if_one_fails() -> None:
     last = Fails(MismatchError("the second"))
     with pytest.raises(MismatchError, match="the first"):
         AllOf([Done(1), Fails(MismatchError("the first")), last]).wait()
     assert last.waited
 
 
-def test_what_closed_the_group_is_raised_and_not_what_followed() -> None:
+def test_all_of_raises_the_error_that_closed_the_group() -> None:
     works = [Fails(GroupClosedError("closed")), Fails(CollectiveTimeoutError("late"))]
     with pytest.raises(CollectiveTimeoutError, match="late"):
         AllOf(works).wait()
 
 
-def test_a_closed_group_is_reported_where_nothing_else_failed() -> None:
+def test_all_of_raises_group_closed_error_without_other_failures() -> None:
     with pytest.raises(GroupClosedError):
         AllOf([Done(1), Fails(GroupClosedError("closed"))]).wait()
 
 
 class Slow:
-    """Makes a result when it is allowed to, and counts how often."""
+    """Makes a result when it is allowed to, and counts the calls."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ class Slow:
 
 
 def waits_of_two_threads(slow: Slow, release: Callable[[Then], None]) -> list[Any]:
-    """Wait twice, the second time while the first one makes the result; return what each got."""
+    """Wait twice, the second time while the first wait makes the result; return both results."""
     work = Then(Done("it"), slow)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(work.wait)
@@ -93,7 +93,7 @@ def waits_of_two_threads(slow: Slow, release: Callable[[Then], None]) -> list[An
         return [future.exception(20) or future.result() for future in (first, second)]
 
 
-def test_a_second_thread_waits_for_what_the_first_one_makes() -> None:
+def test_then_makes_its_result_once_for_two_threads() -> None:
     slow = Slow()
 
     def release(work: Then) -> None:
@@ -105,7 +105,7 @@ def test_a_second_thread_waits_for_what_the_first_one_makes() -> None:
     assert slow.calls == 1
 
 
-def test_a_result_that_cannot_be_made_fails_every_wait() -> None:
+def test_then_raises_the_same_error_in_every_wait() -> None:
     failure = ValueError("no room")
     slow = Slow(failure)
     assert waits_of_two_threads(slow, lambda work: None) == [failure] * 2
@@ -113,7 +113,7 @@ def test_a_result_that_cannot_be_made_fails_every_wait() -> None:
 
 
 class Interruption(Exception):
-    """What the signal handler below raises."""
+    """The exception of the signal handler below."""
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def interrupting() -> Any:
     signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_result_whose_making_a_signal_handler_ended_is_never_given_half_made(
+def test_then_never_returns_an_incomplete_result_after_a_signal(
     interrupting: Callable[[], None],
 ) -> None:
     work = Then(Done(), lambda _: interrupting())
@@ -137,7 +137,7 @@ def test_a_result_whose_making_a_signal_handler_ended_is_never_given_half_made(
 
 
 class Interrupted(Work):
-    """An operation whose first wait a signal handler ends, as a native one's."""
+    """An operation whose first wait a signal handler interrupts, like a native operation."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         self._interrupt: list[Callable[[], None]] = [interrupt]
@@ -151,7 +151,7 @@ class Interrupted(Work):
         return not self._interrupt
 
 
-def test_a_wait_that_a_signal_handler_ended_can_be_taken_up_again(
+def test_wait_can_be_repeated_after_a_signal_handler_raised(
     interrupting: Callable[[], None],
 ) -> None:
     work = Then(Interrupted(interrupting), lambda value: f"made of {value}")
@@ -161,7 +161,7 @@ def test_a_wait_that_a_signal_handler_ended_can_be_taken_up_again(
     assert work.wait() == "made of it"
 
 
-def test_a_handler_that_waits_for_what_it_has_interrupted_gets_an_error() -> None:
+def test_wait_in_a_handler_raises_for_the_interrupted_work() -> None:
     said: list[str] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -178,11 +178,11 @@ def test_a_handler_that_waits_for_what_it_has_interrupted_gets_an_error() -> Non
     assert said
 
 
-# The limit of a wait passes just as the operation ends: it is no failure --------------------------
+# A timeout passes just as the operation ends: this is not a failure -------------------------------
 
 
 class EndsAtLimit(Work):
-    """Has ended well by the time that its first wait reports the limit."""
+    """Has ended successfully before its first wait reports the timeout."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure or wait_timeout_error("send", 0.0)
@@ -197,7 +197,7 @@ class EndsAtLimit(Work):
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_hierarchical_group_ends_by_the_operation_alone(goes_on: bool) -> None:
+def test_hierarchical_group_ends_only_if_the_operation_has_failed(goes_on: bool) -> None:
     ended: list[DistributedError] = []
     work = EndsAtLimit(
         wait_timeout_error("late", 0.0) if goes_on else CollectiveTimeoutError("late")
@@ -208,7 +208,7 @@ def test_hierarchical_group_ends_by_the_operation_alone(goes_on: bool) -> None:
     assert len(ended) == (not goes_on)
 
 
-def test_record_is_no_failure() -> None:
+def test_wait_timeout_is_not_recorded_as_a_failure() -> None:
     journal = Journal("test", [0], "nothing")
     call = Call(BARRIER, blocking=False)
     work = journal.run([call], "barrier", EndsAtLimit)
@@ -221,17 +221,17 @@ def test_record_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_comparison_of_mpi_is_the_cause_by_itself_alone(goes_on: bool) -> None:
+def test_comparison_is_the_cause_only_if_it_has_failed(goes_on: bool) -> None:
     operation = Operation(SimpleNamespace(rank_text="a rank"), "send", 1.0)  # type: ignore[arg-type]
     late = wait_timeout_error("late", 0.0) if goes_on else CollectiveTimeoutError("late")
     operation.comparison = EndsAtLimit(late)
     assert operation.cause() is (None if goes_on else late)
 
 
-# On ranks: each thread, or task, gets its result, when it is there --------------------------------
+# On ranks: each thread or task gets its result ----------------------------------------------------
 
 
-# Large enough to be reduced and brought home while the threads wake up.
+# Large enough that threads wake up during the reduction and the copy.
 SIDE = 300
 ROUNDS = 10
 
@@ -239,7 +239,7 @@ ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3))
 
 
 @on_ranks()
-def test_each_of_two_threads_gets_the_whole_result(rank: int, size: int) -> None:
+def test_all_of_returns_the_complete_result_to_two_threads(rank: int, size: int) -> None:
     total = size * (size + 1) / 2
     with ThreadPoolExecutor(2) as threads:
         for _ in range(ROUNDS):
@@ -247,7 +247,7 @@ def test_each_of_two_threads_gets_the_whole_result(rank: int, size: int) -> None
             work = fl.all_reduce(strided, async_op=True)
 
             def reduced(work: Any = work) -> float:
-                return float(work.wait().min())  # at once: it must be all there by then
+                return float(work.wait().min())  # the result must be complete by then
 
             waits = [threads.submit(reduced) for _ in range(2)]
             assert [wait.result(30) for wait in waits] == [total] * 2

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and a group of Gloo made of them."""
+"""Ranks that are threads of one process, and a Gloo group of them."""
 
 import threading
 import time
@@ -15,11 +15,11 @@ from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.errors import BackendUnavailableError, PeerLostError
 
-__all__ = ["connected", "on_threads"]
+__all__ = ["connect_ranks", "run_on_threads"]
 
 
-def on_threads(size: int, run: Callable[[int], object]) -> None:
-    """Call ``run(rank)`` of each of ``size`` ranks on a thread of its own, and wait for all."""
+def run_on_threads(size: int, run: Callable[[int], object]) -> None:
+    """Call ``run(rank)`` for each of ``size`` ranks on its own thread, and wait for all."""
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
@@ -27,8 +27,8 @@ def on_threads(size: int, run: Callable[[int], object]) -> None:
         thread.join()
 
 
-class Table(Store):
-    """A store of threads: what each gives, the others see."""
+class ThreadStore(Store):
+    """A store for ranks that are threads."""
 
     def __init__(
         self, rank: int, shared: list[dict[int, bytes]], barrier: threading.Barrier, pause: float
@@ -44,10 +44,10 @@ class Table(Store):
         return Roster.of([self._shared[self._round - 1][rank] for rank in range(self.size)])
 
 
-def connected(keys: list[bytes], pause: float = 0.0) -> list[Any]:
-    """Connect a group of threads, each with a key; returns each one's result or error.
+def connect_ranks(keys: list[bytes], pause: float = 0.0) -> list[Any]:
+    """Connect a group of threads, each with a key; return the result or error of each.
 
-    The last one has the others wait for ``pause`` seconds when all have met.
+    The last rank makes the others wait for ``pause`` seconds after the exchange.
     """
     try:
         _native.load("gloo")
@@ -58,7 +58,7 @@ def connected(keys: list[bytes], pause: float = 0.0) -> list[Any]:
     results: list[Any] = [None] * len(keys)
 
     def join(rank: int) -> None:
-        store = Table(rank, shared, barrier, pause if rank == len(keys) - 1 else 0.0)
+        store = ThreadStore(rank, shared, barrier, pause if rank == len(keys) - 1 else 0.0)
         try:
             group = GlooBackend(store, "127.0.0.1", 10.0, 10.0, keys[rank])
         except PeerLostError as error:
@@ -70,5 +70,5 @@ def connected(keys: list[bytes], pause: float = 0.0) -> list[Any]:
         finally:
             group.close()
 
-    on_threads(len(keys), join)
+    run_on_threads(len(keys), join)
     return results

@@ -1,6 +1,6 @@
-"""Runs a command, its arguments, as a kernel without IPv6 would: there are no sockets of it.
+"""Runs a command, its arguments, without IPv6 sockets, like on a kernel without IPv6.
 
-A filter of seccomp(2) refuses them as such a kernel does; nothing else changes.
+A filter of seccomp(2) rejects these sockets with the error of such a kernel.
 """
 
 import ctypes

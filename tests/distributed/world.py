@@ -1,4 +1,4 @@
-"""The processes behind the harness: start them, receive their answers, end them."""
+"""The processes of the harness: start them, receive their answers, end them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 RANK_MAIN = Path(__file__).with_name("rank_main.py")
 STDERR_LINES = 60
-# From the moment a rank's socket closes, or it is sent SIGABRT, to the end of its process.
+# Seconds from the end of a rank's socket, or from SIGABRT, to the end of its process.
 DYING_SECONDS = 5.0
 
-# A rank, or the mpirun of all.
+# A rank, or the mpirun of all ranks.
 Starter = subprocess.Popen[bytes] | fork_server.Forked
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: ``kind`` is returned, raised, exited or stuck."""
+    """The outcome of one rank: ``kind`` is returned, raised, exited or stuck."""
 
     rank: int
     kind: str
@@ -53,12 +53,12 @@ class Outcome:
 
     @property
     def error_type(self) -> str:
-        """The class of what was raised; ``error_classes`` has its bases too."""
+        """The class of the exception; ``error_classes`` includes its bases."""
         return self.error_classes[0] if self.error_classes else ""
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that ended the process, if one did."""
+        """The signal that ended the process, or None."""
         died_by_signal = self.exit_code is not None and self.exit_code < 0
         return signal.Signals(-self.exit_code) if died_by_signal else None  # type: ignore[operator]
 
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def mpirun_command(size: int) -> list[str]:
-    """Return the command that starts ``size`` ranks of what follows, whichever MPI is there."""
+    """Return the command that starts ``size`` ranks, for the installed MPI."""
     beside = Path(sys.executable).with_name("mpirun")
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     if program is None:
@@ -113,7 +113,7 @@ class World:
         self._seen = [0] * size
 
     def started(self) -> set[int]:
-        """The processes that were started for this world and have not ended."""
+        """The processes of this world that have not ended."""
         return {starter.pid for starter in self._starters if starter.poll() is None}
 
     def groups(self) -> set[int]:
@@ -140,7 +140,7 @@ class World:
     def execute(self, task: bytes, deadline: float, grace: float) -> list[Outcome]:
         self._seen = [self._log(rank).stat().st_size for rank in range(self._size)]
         for link in self._links.values():
-            with contextlib.suppress(BrokenPipeError):  # a dead rank is found when collecting
+            with contextlib.suppress(BrokenPipeError):  # collecting answers detects dead ranks
                 link.send_bytes(task)
         outcomes = self._collect(deadline, grace)
         return [
@@ -149,7 +149,7 @@ class World:
         ]
 
     def end(self, deadline: float) -> list[Outcome]:
-        """Ask every rank to shut down and return with which status each ended."""
+        """Ask every rank to shut down; return the exit status of each."""
         ends = time.monotonic() + deadline
         for link in self._links.values():
             with contextlib.suppress(BrokenPipeError):
@@ -210,13 +210,13 @@ class World:
             "LOCAL_RANK": beside.index(rank),
             "LOCAL_WORLD_SIZE": len(beside),
             "MASTER_ADDR": self._hosts[0].name,
-            "MASTER_PORT": 29500,  # a host has all ports for itself
+            "MASTER_PORT": 29500,  # each host has all ports
             "MASTER_SECRET": self._folder.name,
         }
         return {**{name: str(value) for name, value in started.items()}, **own}
 
     def _admit(self, door: socket.socket, ends: float) -> bool:
-        """Let one rank in; False when a process ended instead, or time is up."""
+        """Accept one rank; return False if a process ended first, or at the deadline."""
         with contextlib.ExitStack() as stack:
             ready = wait(
                 [door, *(_end_of(starter, stack) for starter in self._starters)],
@@ -225,7 +225,7 @@ class World:
         if door not in ready:
             return False
         channel, _ = door.accept()
-        # As seen from here: in a namespace of its own a process has another number for itself.
+        # The pid outside the namespace: the process sees another pid.
         pid, _, _ = struct.unpack(
             "3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         )
@@ -236,7 +236,7 @@ class World:
             raise RuntimeError(f"processes {known} and {pid} both say that they are rank {rank}")
         self._links[rank], self._rank_pids[rank] = link, pid
         self._groups |= launchers
-        with contextlib.suppress(ProcessLookupError):  # it has died since
+        with contextlib.suppress(ProcessLookupError):  # the rank has ended since
             self._groups.add(os.getpgid(pid))
         return True
 
@@ -248,7 +248,7 @@ class World:
             "rank": rank,
             "size": self._size,
             "init": self._init,
-            "environ": self._own_environment(rank),  # one mpirun starts all with the same
+            "environ": self._own_environment(rank),  # one mpirun: equal on all ranks
             "params": params,
             "path": list(sys.path),
         }
@@ -283,7 +283,7 @@ class World:
         return Outcome(rank, kind, None, tuple(names), message, trace, stderr=self._tail(rank))
 
     def _give_up(self, pending: set[int], found: dict[int, Outcome]) -> list[Outcome]:
-        """Have the ranks that did not answer show where they stand, then end them."""
+        """Make the ranks that did not answer print their stacks, then end them."""
         alive = {rank for rank in pending if self._starter(rank).poll() is None}
         for rank in alive & set(self._rank_pids):
             with contextlib.suppress(ProcessLookupError):
@@ -314,7 +314,7 @@ class World:
 
 
 def _end_of(starter: Starter, stack: contextlib.ExitStack) -> Any:
-    """Return what ``wait`` finds ready once ``starter`` has ended."""
+    """Return the result of ``wait`` once ``starter`` has ended."""
     if isinstance(starter, fork_server.Forked):
         return starter
     descriptor = os.pidfd_open(starter.pid)

@@ -1,4 +1,4 @@
-"""``python -m flashlight_py.doctor``: its findings, and its output where little is installed."""
+"""``python -m flashlight_py.doctor``: its findings, and its output on a bare installation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NEEDS_MPI = pytest.mark.skipif(
 )
 
 
-def test_table_has_columns_and_wraps() -> None:
-    found = [
+def test_table_aligns_columns_and_wraps() -> None:
+    findings = [
         Finding("gloo", OK, "there"),
         Finding("shared memory", WARNING, "very little " * 5, "take more of it"),
     ]
-    assert doctor.table(found, 60).splitlines() == [
+    assert doctor.table(findings, 60).splitlines() == [
         "  ok       gloo           there",
         "  warning  shared memory  very little very little very",
         "                          little very little very little",
@@ -40,7 +40,7 @@ def test_table_has_columns_and_wraps() -> None:
     assert doctor.table([], 60) == ""
 
 
-def test_every_extension_that_setup_py_builds_is_reported() -> None:
+def test_built_reports_every_extension_of_setup_py() -> None:
     build = runpy.run_path(str(Path(_native.__file__).parents[2] / "csrc/build.py"))
     compiled = {extension.name.rpartition("._")[2] for extension in build["EXTENSIONS"]}
     bindings = {name.rpartition(":")[2] for name in build["BINDINGS"]}
@@ -49,14 +49,14 @@ def test_every_extension_that_setup_py_builds_is_reported() -> None:
     assert set(_native.EXTENSIONS) <= set(reported)
 
 
-def test_host_names_and_interfaces() -> None:
+def test_host_name_and_interface_return_states() -> None:
     addresses = ["127.0.1.1", "::1"], ["127.0.1.1", "10.0.0.1"], []
     assert [doctor.host_name("a", each)[0] for each in addresses] == [WARNING, OK, WARNING]
     states = {name: doctor.interface(name)[0] for name in ("lo", "127.0.0.1", "nothing0")}
     assert states == {"lo": OK, "127.0.0.1": OK, "nothing0": FAILED}
 
 
-def test_the_source_of_the_secret_is_reported_and_not_the_secret(
+def test_job_secret_reports_the_source_and_not_the_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_SECRET", "short")
@@ -72,7 +72,7 @@ def test_the_source_of_the_secret_is_reported_and_not_the_secret(
     assert str(Path(os.environ["XDG_RUNTIME_DIR"])) in detail
 
 
-def test_the_file_system_is_named(tmp_path: Path) -> None:
+def test_file_system_of_names_the_file_system(tmp_path: Path) -> None:
     mountinfo = (
         "1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /data\\040x rw,shared:1 - nfs4 server:/x rw\n"
         "3 1 0:3 / /\u00e9t\u00e9\udce9 rw - tmpfs none rw\n"
@@ -82,15 +82,15 @@ def test_the_file_system_is_named(tmp_path: Path) -> None:
     assert doctor.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
 
 
-def test_a_good_folder_keeps_every_promise_and_stays_as_it_was(tmp_path: Path) -> None:
-    found = list(doctor.rendezvous_folder(tmp_path))
-    assert [each.subject for each in found] == ["file system", *doctor.GUARANTEES]
-    assert all(each.state is OK for each in found)
+def test_rendezvous_folder_reports_all_guarantees_and_leaves_no_files(tmp_path: Path) -> None:
+    findings = list(doctor.rendezvous_folder(tmp_path))
+    assert [each.subject for each in findings] == ["file system", *doctor.GUARANTEES]
+    assert all(each.state is OK for each in findings)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that breaks its promises cannot be had, so the system calls are changed."""
+def test_failed_guarantees_yields_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """System calls are replaced, because no broken file system is available."""
     monkeypatch.setattr(os, "O_EXCL", 0)
     monkeypatch.setattr(os, "listdir", lambda path: [])
     problems = dict(zip(doctor.GUARANTEES, doctor.failed_guarantees(tmp_path), strict=True))
@@ -99,7 +99,7 @@ def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert problems["rename"] == problems["ownership"] == ""
 
 
-def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_shared_memory_warns_if_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "ENOUGH_BYTES", 2**62)
     state, _, remedy = doctor.shared_memory()
     assert state is WARNING
@@ -110,19 +110,19 @@ def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "does not exist" in detail
 
 
-def test_a_driver_without_cupy_is_a_warning(
+def test_gpus_warns_if_a_driver_exists_without_cupy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 550.1\nGCC\n")
     monkeypatch.setattr(doctor, "_DRIVER", driver)
-    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails, whether it is there or not
+    monkeypatch.setitem(sys.modules, "cupy", None)  # the import fails even if CuPy is installed
     first, second, _ = doctor.gpus()
     assert (first.state, first.detail) == (OK, "NVRM version: 550.1")
     assert second.state is WARNING
 
 
-def test_a_command_of_another_mpi_is_a_warning(
+def test_mpirun_warns_if_it_belongs_to_another_mpi(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -137,11 +137,11 @@ def test_a_command_of_another_mpi_is_a_warning(
 
 
 @NEEDS_MPI
-def test_the_mpi_that_is_here() -> None:
-    found = {each.subject: each for each in doctor.mpi()}
-    assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
-    assert found["library"].state is found["ABI"].state is found["GPU memory"].state is OK
-    abi, standard, path = found["ABI"].detail.split("; ")
+def test_mpi_reports_library_abi_and_mpirun() -> None:
+    findings = {each.subject: each for each in doctor.mpi()}
+    assert list(findings) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
+    assert findings["library"].state is findings["ABI"].state is findings["GPU memory"].state is OK
+    abi, standard, path = findings["ABI"].detail.split("; ")
     assert abi
     assert standard.startswith("MPI ")
     assert Path(path).name.startswith("libmpi")
@@ -149,29 +149,31 @@ def test_the_mpi_that_is_here() -> None:
 
 @NEEDS_MPI
 @pytest.mark.parametrize("cuda", [None, True, False])
-def test_an_mpi_and_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, cuda: bool | None) -> None:
-    """The facts that another process reports are constants here: one MPI is of one kind."""
+def test_mpi_reports_gpu_pointer_support(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool | None
+) -> None:
+    """The facts are constants here, because one MPI has one behaviour."""
     facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", facts, ""))
-    found = {each.subject: each for each in doctor.mpi()}
-    detail = found["GPU memory"].detail
+    findings = {each.subject: each for each in doctor.mpi()}
+    detail = findings["GPU memory"].detail
     assert ("params={'BACKEND': 'mpi', 'MPI_CUDA_AWARE': 1}" in detail) == (cuda is True)
     assert ("unknown" in detail, "does not accept" in detail) == (cuda is None, cuda is False)
-    assert found["threads"].state is WARNING
+    assert findings["threads"].state is WARNING
 
 
 @NEEDS_MPI
-def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
+def test_mpi_is_missing_and_not_tried_if_it_cannot_be_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = "libmpi.so.12: cannot open"
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", {}, problem))
     monkeypatch.setattr(doctor, "TRIALS", {"mpi": doctor.TRIALS["mpi"]})
     (library,) = doctor.mpi()
-    (way,) = doctor.trials(1.0, [library])
-    assert library.state is way.state is MISSING
+    (trial,) = doctor.trials(1.0, [library])
+    assert library.state is trial.state is MISSING
     assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
-    assert way.detail.startswith("requires library")
+    assert trial.detail.startswith("requires library")
 
 
 SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
@@ -203,7 +205,7 @@ exit 3
         ("no", "", 30, FAILED, "exit code 1: flrun: rank"),
     ],
 )
-def test_the_ranks_of_a_trial_are_reported_by_what_they_wrote(
+def test_trials_report_facts_or_problem_of_the_output(
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
     script: str,
@@ -211,7 +213,7 @@ def test_the_ranks_of_a_trial_are_reported_by_what_they_wrote(
     state: str,
     words: str,
 ) -> None:
-    """Libraries may write other lines: the line of rank 0 is found, or the cause of the failure."""
+    """Other libraries may print lines too; the line of rank 0 or the cause must be found."""
     monkeypatch.setattr(doctor, "TRIALS", {"a path": (2, backend, ())})
     monkeypatch.setattr(doctor, "mpirun_command", lambda size: ["sh", "-c", script])
     (finding,) = doctor.trials(timeout, [])
@@ -219,13 +221,13 @@ def test_the_ranks_of_a_trial_are_reported_by_what_they_wrote(
     assert finding.detail.startswith(words)
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_rejects_invalid_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         doctor.main(["--timeout", "0"])
     assert "expected a positive number of seconds" in capsys.readouterr().err
 
 
-# As a user runs it --------------------------------------------------------------------------------
+# The command line ---------------------------------------------------------------------------------
 
 
 def run(*options: object, python: Path = Path(sys.executable), **variables: str) -> Any:
@@ -234,7 +236,7 @@ def run(*options: object, python: Path = Path(sys.executable), **variables: str)
 
 
 def states(output: str) -> dict[str, str]:
-    """The state of each finding, by what it is of."""
+    """Return the state of each finding by its subject."""
     rows = [
         line.split() for line in output.splitlines() if line.startswith("  ") and line[2] != " "
     ]
@@ -243,7 +245,7 @@ def states(output: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with this package, NumPy and CFFI, and nothing else."""
+    """Python of an environment with only this package, NumPy and CFFI."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -261,13 +263,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-def test_without_mpi_gloo_or_gpu_it_says_each_and_succeeds(bare: Path) -> None:
+def test_doctor_reports_missing_features_and_succeeds(bare: Path) -> None:
     done = run(python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = states(done.stdout)
-    missing = {name for name, state in found.items() if state == "missing"}
+    state_of = states(done.stdout)
+    missing = {name for name, state in state_of.items() if state == "missing"}
     assert missing >= {"gloo", "mpi4py", "CuPy", "NCCL"}
-    assert found["shm"] == "ok"
+    assert state_of["shm"] == "ok"
     text = " ".join(done.stdout.split())
     assert "Why: it could not be compiled. Install libgloo-dev, then install again" in text
     assert "pip install 'flashlight-py[mpi]'" in text
@@ -275,13 +277,15 @@ def test_without_mpi_gloo_or_gpu_it_says_each_and_succeeds(bare: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path) -> None:
+def test_doctor_run_fails_only_if_an_installed_path_fails(bare: Path) -> None:
     done = run("--run", python=bare, PATH="/nowhere", PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = states(done.stdout)
-    ways = {name: found[name] for name in ("single", "shm", "gloo", "hierarchical", "mpi", "nccl")}
-    assert ways.pop("single") == ways.pop("shm") == "ok"
-    assert set(ways.values()) == {"missing"}
+    state_of = states(done.stdout)
+    paths = {
+        name: state_of[name] for name in ("single", "shm", "gloo", "hierarchical", "mpi", "nccl")
+    }
+    assert paths.pop("single") == paths.pop("shm") == "ok"
+    assert set(paths.values()) == {"missing"}
     library = next(bare.parent.parent.glob("lib/python*/site-packages/flashlight_py/distributed"))
     broken = library / "backends" / "shm.py"
     broken.write_text(broken.read_text().replace("fl_shm_open(", "fl_shm_opened("))
@@ -293,16 +297,16 @@ def test_ways_that_cannot_work_are_no_failure_and_one_that_should_is(bare: Path)
 
 @pytest.mark.slow
 @NEEDS_MPI
-def test_every_way_that_is_here_works_and_reports_its_speed() -> None:
+def test_doctor_run_reports_the_speed_of_each_path() -> None:
     done = run("--run")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = states(done.stdout)
-    assert all(found[way] == "ok" for way in ("single", "shm", "gloo", "hierarchical", "mpi"))
+    state_of = states(done.stdout)
+    assert all(state_of[path] == "ok" for path in ("single", "shm", "gloo", "hierarchical", "mpi"))
     assert done.stdout.count("GB/s") >= 4
     assert "2 hosts with 2, 2 ranks" in " ".join(done.stdout.split())
 
 
-def test_a_folder_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
+def test_doctor_fails_if_the_folder_does_not_exist(tmp_path: Path) -> None:
     done = run("--folder", tmp_path / "nowhere")
     assert done.returncode == 1
     assert "Failed: writable" in done.stdout

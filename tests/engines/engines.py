@@ -1,4 +1,4 @@
-"""The real engines, each started for some tests on this machine's loopback."""
+"""Fixtures that start the real engines on the loopback of this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[..., list[Any]]
 MARKS = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    # Of the engines' own: sockets and files that they leave to the garbage collector.
+    # Sockets and files that the engines leave to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -31,14 +31,14 @@ MARKS = [
 
 @contextmanager
 def dask_client(workers: int, threads: int = 1, **options: Any) -> Iterator[Any]:
-    """A client of a new cluster of Dask on this machine."""
+    """Client of a new Dask cluster on this machine."""
     distributed = pytest.importorskip("distributed", reason="needs 'flashlight-py[dask]'")
     import dask
 
     where = {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "threads_per_worker": threads}
     with (
-        # A LocalCluster closes the nanny of a worker that is not there so long after it was lost;
-        # by default 15 s, when a later test may just have killed it again.
+        # Time until a LocalCluster gives up a lost worker. The default is 15 s, and a later test
+        # may kill the worker again before that.
         dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"}),
         distributed.LocalCluster(n_workers=workers, **{**where, **options}) as cluster,
         distributed.Client(cluster) as client,
@@ -51,7 +51,7 @@ def dask() -> Iterator[Run]:
     with dask_client(SIZE, threads=2) as client:
 
         def run(*args: Any, **options: Any) -> list[Any]:
-            client.wait_for_workers(SIZE, timeout=60)  # a test may have killed one
+            client.wait_for_workers(SIZE, timeout=60)  # a test may have killed a worker
             return fl.launch.dask.run(client, *args, **{"nprocs": SIZE, **options})
 
         yield run
@@ -65,13 +65,13 @@ def ray() -> Iterator[Run]:
 
 @contextmanager
 def ray_cluster(cpus: int = 1) -> Iterator[None]:
-    """``SIZE`` nodes of Ray on this machine, with ``cpus`` each, joined by this process."""
+    """``SIZE`` Ray nodes with ``cpus`` each on this machine; this process is connected."""
     ray = pytest.importorskip("ray", reason="needs 'flashlight-py[ray]'")
     from ray.cluster_utils import Cluster
 
     before = dict(os.environ)
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=ROOT)
-    # Not 127.0.0.1, in whose place Ray takes the address of this machine's own network.
+    # Ray replaces 127.0.0.1 by the network address of this machine.
     node = {"num_cpus": cpus, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.2"}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
@@ -122,11 +122,11 @@ def spark() -> Iterator[Run]:
 
 @contextmanager
 def ended() -> Iterator[None]:
-    """Afterwards, no process of the engine is left, and no answer to Ctrl-C, as Ray Train's."""
+    """Check afterwards that no engine process is left; restore the SIGINT handler."""
     answer = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, answer)
-    tracker = resource_tracker._resource_tracker._pid  # multiprocessing's, of this process
+    tracker = resource_tracker._resource_tracker._pid  # multiprocessing's resource tracker
     leftovers.helpers.update({tracker} if tracker else ())
     left = leftovers.end_processes()
     assert not left, f"the engine left processes running (killed now): {left}"

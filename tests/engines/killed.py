@@ -1,6 +1,6 @@
-"""``examples/engines.py``, of which one rank is killed at one step of its first start.
+"""``examples/engines.py`` with a rank that is killed at one step of the first attempt.
 
-``killed.py STEP RANK``, and the example's own arguments.
+``killed.py STEP RANK``, followed by arguments of the example.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "engines.py")
 
 
 def killing(example: str, at: int, victim: int) -> Any:
-    """Return the example's ``train``, whose rank ``victim`` is killed before it saves a step."""
+    """Return the example's ``train``; rank ``victim`` is killed before it saves a step."""
 
     def train(rank: int, folder: str) -> str:
         program = runpy.run_path(example)
@@ -41,7 +41,7 @@ def killing(example: str, at: int, victim: int) -> Any:
 
 
 def main() -> None:
-    """Run the example with that function in the place of its own."""
+    """Run the example with the replaced function."""
     at, victim = int(sys.argv.pop(1)), int(sys.argv.pop(1))
     program = runpy.run_path(EXAMPLE)
     program["run"].__globals__["train"] = killing(EXAMPLE, at, victim)

@@ -1,6 +1,6 @@
-"""A program that a scheduler starts: joins the world by the environment and reports where it is.
+"""A program for schedulers: joins the world and prints rank, size and a sum.
 
-``program.py [victim HOW]``: the rank ``victim`` then dies while the others wait for it.
+``program.py [victim HOW]``: rank ``victim`` then dies while the other ranks wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import flashlight_py as fl
 
 
 def main() -> None:
-    """Print the rank, the size, and the sum of all ranks; or end as asked."""
+    """Print rank, size and the sum of all ranks, or end as requested."""
     fl.distributed_init(fl.DistributedInit.ENV)
     rank, size = fl.get_world_rank(), fl.get_world_size()
     total = int(fl.all_reduce(np.array(rank)))
@@ -28,12 +28,12 @@ def main() -> None:
                 raise ValueError("a bad batch")
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(600)  # "wait": for whoever ends the job
+            time.sleep(600)  # "wait": the test ends the job
         fl.all_reduce(np.zeros(4))
 
 
 def submitted(start: int) -> tuple[int, int, int]:
-    """What submitit calls: the rank, the size, and the sum over the ranks of ``start + rank``."""
+    """The function for submitit: rank, size, and the sum of ``start + rank``."""
     fl.distributed_init()
     rank = fl.get_world_rank()
     return rank, fl.get_world_size(), int(fl.all_reduce(np.array(start + rank)))

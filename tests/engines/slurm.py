@@ -1,6 +1,6 @@
-"""A Slurm cluster on one host of tests/cluster: munged, slurmctld and a slurmd for each node.
+"""A Slurm cluster on one host of tests/cluster: munged, slurmctld, and one slurmd per node.
 
-The host has a network of its own, so ports are free and nothing leaves it.
+The host has a separate network, so its ports are free and nothing leaves it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NodeName=node[1-4] NodeHostname=h0 NodeAddr=10.88.0.[1-4] Port=[7001-7004] CPUs=
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
-# Begins all daemons, and ends when all nodes are idle.
+# Starts all daemons, and ends when all nodes are idle.
 _START = """
 set -e
 exec >start.log 2>&1
@@ -66,9 +66,9 @@ exit 1
 
 @contextmanager
 def slurm() -> Iterator[Host]:
-    """Yield the host of a running cluster of 4 nodes with 4 CPUs each: its login node.
+    """Yield the login node of a running cluster with 4 nodes of 4 CPUs each.
 
-    Skips the test where the programs or the namespaces cannot be had.
+    Skips the test if the programs or network namespaces are missing.
     """
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
@@ -85,6 +85,6 @@ def slurm() -> Iterator[Host]:
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
         if host.run(["bash", "-c", _START], cwd=folder).returncode != 0:
             logs = [folder / "start.log", folder / "control.log"]
-            said = "\n".join(log.read_text() for log in logs if log.exists())
-            raise RuntimeError(f"the Slurm cluster does not start:\n{said}")
+            text = "\n".join(log.read_text() for log in logs if log.exists())
+            raise RuntimeError(f"the Slurm cluster does not start:\n{text}")
         yield host

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of engines; also imported by the engines' processes."""
+"""Functions of ranks in the engine tests, imported by the processes of the engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def total(rank: int, start: int) -> tuple[int, int]:
 
 
 def fail(rank: int, how: str) -> None:
-    """Rank 1 fails, the others wait for it, or compute without ever looking up."""
+    """Fail on rank 1; the other ranks wait, or compute without communication."""
     fl.barrier()
     if rank == 1:
         if how == "kill":
@@ -35,7 +35,7 @@ def never(rank: int) -> None:
 
 
 def stop(rank: int) -> None:
-    """The last rank is stopped, as by a debugger."""
+    """Stop the last rank, like a debugger."""
     if rank == fl.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     fl.barrier()

@@ -1,4 +1,4 @@
-"""``run`` on the real engines, one set of tests for all of them."""
+"""``run`` on the real engines: the same tests for all of them."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         yield function
 
 
-def test_results_in_rank_order(run: Run) -> None:
-    for _ in range(2):  # processes are ranks again
+def test_run_returns_results_in_rank_order(run: Run) -> None:
+    for _ in range(2):  # processes become ranks again
         assert run(tasks.total, (10,)) == [(rank, 33) for rank in range(SIZE)]
     offset = 5
     assert run(lambda rank: rank + offset) == [5, 6, 7]
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("raise", "rank 1 of 3 raised ValueError: a bad batch; the other ranks were ended"),
         ("compute", "rank 1 of 3 raised ValueError: a bad batch; the other ranks were ended"),
         ("kill", "rank 1 of 3 was lost: "),
     ],
 )
-def test_the_first_cause_is_named(run: Run, how: str, said: str) -> None:
-    with pytest.raises(RankFailedError, match=said) as caught:
+def test_run_names_the_first_cause(run: Run, how: str, message: str) -> None:
+    with pytest.raises(RankFailedError, match=message) as caught:
         run(tasks.fail, (how,))
     assert caught.value.rank == 1
     if how != "kill":
         assert "in fail" in str(caught.value)  # the traceback of the rank
-    assert run(tasks.total, (10,))[0] == (0, 33)  # nothing of it runs on
+    assert run(tasks.total, (10,))[0] == (0, 33)  # no part of the attempt still runs
 
 
-def test_a_timeout_ends_the_ranks(run: Run) -> None:
+def test_run_timeout_ends_ranks(run: Run) -> None:
     with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1, 2 of 3 did not return"):
         run(tasks.never, timeout=3)
     assert run(tasks.total, (10,))[0] == (0, 33)
 
 
 @pytest.mark.parametrize("run", [spark], indirect=True)
-def test_a_timeout_ends_a_stage_that_has_not_begun(run: Run) -> None:
+def test_run_timeout_ends_a_stage_before_its_start(run: Run) -> None:
     with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1, 2 of 3 did not return"):
         run(tasks.never, timeout=1e-6)
 
 
-def test_a_result_that_cannot_be_pickled(run: Run) -> None:
+def test_run_names_the_type_of_an_unpicklable_result(run: Run) -> None:
     with pytest.raises(RankFailedError, match="the result, of type generator, cannot be pickled"):
         run(tasks.unpicklable)
 
 
-def test_arguments_that_make_no_sense(run: Run) -> None:
+def test_run_rejects_invalid_arguments(run: Run) -> None:
     with pytest.raises(TypeError, match="cannot be pickled"):
         run(tasks.total, (threading.Lock(),))
     with pytest.raises(ValueError, match="must not contain FILE_PATH"):
@@ -75,7 +75,7 @@ def test_arguments_that_make_no_sense(run: Run) -> None:
         run(tasks.total, (1,), max_restarts=-1)
 
 
-def test_dask_needs_a_process_for_each_rank() -> None:
+def test_dask_run_raises_value_error_if_processes_are_too_few() -> None:
     with dask_client(2, processes=False, host=None) as client:  # threads have no host
         with pytest.raises(ValueError, match=r"got 1\. Start more workers with proc"):
             fl.launch.dask.run(client, tasks.total, (1,), nprocs=2)
@@ -84,9 +84,9 @@ def test_dask_needs_a_process_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize("run", [spark], indirect=True)
-def test_spark_needs_a_slot_for_each_rank(run: Run) -> None:
-    said = r"expected at least 5 slots, one per rank, got 3 after \d+ s\. Raise spark.executor"
-    with pytest.raises(TimeoutError, match=said):
+def test_spark_run_raises_timeout_error_if_slots_are_too_few(run: Run) -> None:
+    pattern = r"expected at least 5 slots, one per rank, got 3 after \d+ s\. Raise spark.executor"
+    with pytest.raises(TimeoutError, match=pattern):
         fl.launch.spark.run(tasks.total, (1,), nprocs=5)
 
 
@@ -94,8 +94,8 @@ def _listeners() -> list[str]:
     return list(engine_rank._listeners)
 
 
-def test_dask_leaves_nothing_where_a_rank_never_runs() -> None:
-    """Rank 0's worker is busy with other tasks; the other rank waits for it until it is killed."""
+def test_dask_run_leaves_nothing_if_a_rank_never_starts() -> None:
+    """The worker of rank 0 is busy with other tasks, and rank 1 waits until it is killed."""
     with dask_client(2) as client:
         first = min(client.nthreads())
         other = client.submit(time.sleep, 10, workers=[first])
@@ -109,7 +109,7 @@ def test_dask_leaves_nothing_where_a_rank_never_runs() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "running"])
-def test_dask_does_not_wait_for_a_worker_that_is_stopped(when: str) -> None:
+def test_dask_run_does_not_wait_for_a_suspended_worker(when: str) -> None:
     with dask_client(2) as client:
         pids = client.run(os.getpid)
         last = pids[max(pids)]
@@ -119,7 +119,7 @@ def test_dask_does_not_wait_for_a_worker_that_is_stopped(when: str) -> None:
         try:
             with pytest.raises(TimeoutError, match="did not return before the timeout"):
                 fl.launch.dask.run(client, tasks.stop, timeout=3)
-            assert time.monotonic() - began < 20  # 3, and as long as ranks may take to end
+            assert time.monotonic() - began < 20  # 3 s, and the time to end ranks
         finally:
             os.kill(last, signal.SIGCONT)
         client.wait_for_workers(2, timeout=60)

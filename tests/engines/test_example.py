@@ -1,4 +1,4 @@
-"""``examples/engines.py`` ends with the same bits on every engine, also where a rank is killed."""
+"""``examples/engines.py`` has the same bits on every engine, also after a killed rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOPBACK = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOCAL_HOSTNAME": "127.0.0.1"}
 
 
 def digest(engine: str, folder: Path, *program: str) -> tuple[str, str]:
-    """Return the SHA-256 of the parameters, and what was written to the standard error."""
+    """Return the SHA-256 of the parameters, and the standard error."""
     flrun = ["-m", "flashlight_py.launch", "-n", "2", "--max-restarts", "3"]
     launcher = flrun if engine == "flrun" else []
     done = run(
@@ -50,12 +50,12 @@ def skip_without(engine: str) -> None:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "1"))))
 @pytest.mark.parametrize("engine", ["spawn", "flrun", "dask", "ray", "spark"])
-def test_it_ends_with_the_same_bits_where_a_rank_is_killed(
+def test_engines_example_has_the_same_bits_after_a_killed_rank(
     engine: str, seed: int, tmp_path: Path, undisturbed: str
 ) -> None:
     skip_without(engine)
     draw = random.Random(f"{engine} {seed}")
     killed = [str(KILLED), str(1 + draw.randrange(20)), str(draw.randrange(2))]
-    found, errors = digest(engine, tmp_path, *killed)
-    assert found == undisturbed
+    checksum, errors = digest(engine, tmp_path, *killed)
+    assert checksum == undisturbed
     assert errors.count("starting again") == 1, errors

@@ -1,4 +1,4 @@
-"""Ranks of an engine on several hosts meet, whatever the engine calls the one of rank 0."""
+"""Ranks of an engine connect between hosts, whatever name the engine uses for rank 0's host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines import tasks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-# What the process of an engine does: rank 0 says where to meet, the other one is told.
+# The work of an engine process: rank 0 prints its address, and the other rank receives it.
 PROGRAM = """
 import json, pickle, sys
 from flashlight_py.engines.rank import RendezvousAddress, listen_for_ranks
@@ -26,8 +26,8 @@ start = pickle.loads(bytes.fromhex(packed))
 if rank == 0:
     meeting = listen_for_ranks(start.key, hosts[0], hosts)
     print(json.dumps(meeting), flush=True)
-found = start.serve(rank, RendezvousAddress(*meeting))
-print(found.description if isinstance(found, Failure) else pickle.loads(found), flush=True)
+outcome = start.serve(rank, RendezvousAddress(*meeting))
+print(outcome.description if isinstance(outcome, Failure) else pickle.loads(outcome), flush=True)
 """
 
 
@@ -35,7 +35,7 @@ print(found.description if isinstance(found, Failure) else pickle.loads(found), 
 def cluster() -> Iterator[Cluster]:
     with Cluster(2) as cluster:
         names = {each.name: each.addresses for each in cluster}
-        for host in cluster:  # as Debian's installer does
+        for host in cluster:  # like Debian's installer
             host.hosts_file({**names, host.name: "127.0.1.1"})
         yield cluster
 
@@ -43,7 +43,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     "hosts", [["h0", "h1"], ["127.0.1.1", "127.0.1.1", "h1"], ["fd77::1", "fd77::2"]]
 )
-def test_rank_0_is_reached_from_another_host(cluster: Cluster, hosts: list[str]) -> None:
+def test_rank_0_is_reachable_from_another_host(cluster: Cluster, hosts: list[str]) -> None:
     start = Start(2, 0, dumps((tasks.total, (10,), {"TIMEOUT": 20})))
 
     def begin(rank: int, meeting: object = None) -> subprocess.Popen[str]:
@@ -56,5 +56,5 @@ def test_rank_0_is_reached_from_another_host(cluster: Cluster, hosts: list[str])
         meeting = json.loads(first.stdout.readline())
         assert meeting[0][0] == hosts[0]
         with begin(1, meeting) as second:
-            found = [each.communicate()[0].strip() for each in (first, second)]
-    assert found == ["(0, 21)", "(1, 21)"]
+            outputs = [each.communicate()[0].strip() for each in (first, second)]
+    assert outputs == ["(0, 21)", "(1, 21)"]

@@ -1,4 +1,4 @@
-"""Pods by their recorded environment, as a TrainJob of two nodes sets it."""
+"""Pods with a recorded environment of a TrainJob on two nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMAND = [sys.executable, str(Path(__file__).with_name("program.py"))]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
-def test_one_rank_in_each_pod() -> None:
+def test_distributed_init_reads_pod_variables_of_one_rank_per_pod() -> None:
     recorded = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",

@@ -1,4 +1,4 @@
-"""What the engines have in common, without an engine."""
+"""Common code of the engines, without an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def call_of(size: int, timeout: float | None = None) -> SpawnCall:
 # A rank in a process of the engine ----------------------------------------------------------------
 
 
-def test_a_second_rank_of_a_process_leaves_the_environment_of_the_first(
+def test_start_serve_rejects_a_second_rank_and_keeps_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def forbidden(*_: object) -> AbstractContextManager[None]:
@@ -42,7 +42,7 @@ def test_a_second_rank_of_a_process_leaves_the_environment_of_the_first(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_rank_0_listens_on_the_loopback_where_all_ranks_are(host: str) -> None:
+def test_listen_for_ranks_uses_the_loopback_if_all_hosts_are_local(host: str) -> None:
     try:
         addresses, port = engine_rank.listen_for_ranks("a", host, [host, host])
     except OSError as error:
@@ -52,7 +52,7 @@ def test_rank_0_listens_on_the_loopback_where_all_ranks_are(host: str) -> None:
     assert addresses == [host]
     socket.create_connection((host, port)).close()
     engine_rank.stop_listening("a")
-    engine_rank.stop_listening("a")  # as where rank 0 has come
+    engine_rank.stop_listening("a")  # as after the start of rank 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, port))
 
@@ -60,10 +60,10 @@ def test_rank_0_listens_on_the_loopback_where_all_ranks_are(host: str) -> None:
 @pytest.mark.parametrize(
     ("host", "hosts"), [("h0", []), ("127.0.1.1", ["127.0.1.1", "h1"]), ("192.0.2.7", [])]
 )
-def test_rank_0_listens_at_all_addresses_where_others_are_elsewhere(
+def test_listen_for_ranks_uses_all_addresses_if_a_host_is_remote(
     monkeypatch: pytest.MonkeyPatch, host: str, hosts: list[str]
 ) -> None:
-    """Debian gives a host's own name the address 127.0.1.1, which others have themselves."""
+    """Debian maps the name of a host to 127.0.1.1, an address that every host has."""
     monkeypatch.setattr(engine_rank, "own_addresses", lambda: ["192.0.2.7", "2001:db8::7"])
     addresses, port = engine_rank.listen_for_ranks("b", host, hosts)
     assert addresses == list(dict.fromkeys([host, "192.0.2.7", "2001:db8::7"]))
@@ -71,7 +71,7 @@ def test_rank_0_listens_at_all_addresses_where_others_are_elsewhere(
     engine_rank.stop_listening("b")
 
 
-def test_a_rank_that_begins_after_its_attempt_has_ended_ends_at_once() -> None:
+def test_start_serve_ends_at_once_after_its_attempt_ended() -> None:
     start = Start(2, 0, b"")
     _, port = engine_rank.listen_for_ranks(start.key, "127.0.0.1")
     assert not engine_rank.end_rank(start.key)
@@ -80,16 +80,16 @@ def test_a_rank_that_begins_after_its_attempt_has_ended_ends_at_once() -> None:
     outcome = start.serve(1, NOWHERE)
     assert isinstance(outcome, Failure)
     assert "ended this rank before it started" in outcome.traceback
-    assert Start(2, 0, b"").key != start.key  # the next attempt has nothing to do with it
+    assert Start(2, 0, b"").key != start.key  # the next attempt is unaffected
 
 
-def test_another_attempt_does_not_end_a_rank() -> None:
+def test_end_rank_ignores_ranks_of_other_attempts() -> None:
     with engine_rank._registered_rank("mine"), engine_rank._interruptible("mine"):
         assert not engine_rank.end_rank("another")
 
 
 class Interrupting:
-    """A lock, of which ``end_rank`` asks the third who wants it to end while it is waited for."""
+    """A lock that calls ``end_rank`` before its third acquisition."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -100,10 +100,10 @@ class Interrupting:
             engine_rank._raise_in(threading.get_ident(), SystemExit)
 
     def __exit__(self, *_: object) -> None:
-        """Nobody else wants it."""
+        """Do nothing: no other thread uses the lock."""
 
 
-def test_a_rank_that_is_ended_while_it_leaves_interruptible_no_more(
+def test_end_rank_does_not_interrupt_a_rank_that_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_rank, "_lock", Interrupting())
@@ -114,10 +114,10 @@ def test_a_rank_that_is_ended_while_it_leaves_interruptible_no_more(
     ):
         pass
     assert engine_rank._rank is None
-    assert engine_rank._interruptible_thread is None  # a thread that may do anything else by now
+    assert engine_rank._interruptible_thread is None  # the thread may do other work now
 
 
-# Where the program is -----------------------------------------------------------------------------
+# The calling program ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,22 +130,22 @@ def test_a_rank_that_is_ended_while_it_leaves_interruptible_no_more(
         ("ucx://h0.example:7077", "h0.example"),
     ],
 )
-def test_the_host_of_an_engines_address(address: str, host: str) -> None:
+def test_host_of_parses_addresses_of_engines(address: str, host: str) -> None:
     assert engine.host_of(address) == host
 
 
-def test_places_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_slots_polls_until_slots_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "POLL_SECONDS", 0.001)
     counts = itertools.chain([0, 1], itertools.repeat(2))
     engine.wait_for_slots(call_of(2), 60, counts.__next__, "slots", "Add some")
-    said = "expected at least 3 slots, one per rank, got 2. Add some"
-    with pytest.raises(ValueError, match=said):
+    pattern = "expected at least 3 slots, one per rank, got 2. Add some"
+    with pytest.raises(ValueError, match=pattern):
         engine.wait_for_slots(call_of(3), 0, lambda: 2, "slots", "Add some")
     with pytest.raises(TimeoutError, match=r"slots, one per rank, got 2 after 0 s\. Add some"):
         engine.wait_for_slots(call_of(3, 0.01), 60, lambda: 2, "slots", "Add some")
 
 
-def test_work_that_blocks_is_cancelled_when_time_is_up() -> None:
+def test_interruptible_cancels_work_on_timeout() -> None:
     cancelled = threading.Event()
 
     def work() -> None:
@@ -160,7 +160,7 @@ def test_work_that_blocks_is_cancelled_when_time_is_up() -> None:
 
 
 class Ended:
-    """Ranks of which each look finds one more that has ended so."""
+    """Ranks of which each poll reports one more end."""
 
     def __init__(self, *ends: Failure) -> None:
         self.ends, self.has_ended = dict(enumerate(ends)), False
@@ -176,7 +176,7 @@ class Ended:
         self.has_ended = True
 
 
-def test_the_first_cause_is_waited_for_where_a_rank_has_lost_another() -> None:
+def test_follow_waits_for_the_cause_after_a_lost_peer() -> None:
     lost = Failure("raised PeerLostError", time.monotonic(), follows=2)
     ranks = Ended(lost, Failure("raised ValueError", time.monotonic()))
     with pytest.raises(RankFailedError, match="run of len: rank 1 of 3 raised ValueError; the"):
@@ -193,7 +193,7 @@ def test_the_first_cause_is_waited_for_where_a_rank_has_lost_another() -> None:
         ("STRICT_PACK", [], 0),
     ],
 )
-def test_room_on_the_nodes_of_ray(strategy: str, cpus: list[int], most: int) -> None:
+def test_most_ranks_counts_fitting_ranks(strategy: str, cpus: list[int], most: int) -> None:
     nodes = [{"CPU": float(count), "node:127.0.0.2": 1.0} for count in cpus]
     assert ray.most_ranks(nodes, {"CPU": 2, "GPU": 0}, strategy) == most
     assert ray.most_ranks(nodes, {"CPU": 1, "GPU": 1}, strategy) == 0

@@ -1,4 +1,4 @@
-"""Room for ranks on Ray, and Ray Train, with the real Ray on nodes of this machine."""
+"""Resources on Ray, and Ray Train, with real Ray nodes on this machine."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"resources": {"CPU": 3}}, r"'CPU': 3\} each, placed by PACK, got resources for 0 ranks"),
         ({"strategy": "STRICT_PACK"}, r"for 2 ranks\. The nodes have CPU 2; CPU 2; CPU 2"),
         ({"strategy": "STRICT_SPREAD", "nprocs": 4}, "4 ranks with .* resources for 3"),
     ],
 )
-def test_what_the_nodes_can_never_hold_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_ray_run_rejects_ranks_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fl.launch.ray.run(tasks.total, (1,), **{"nprocs": SIZE, **options})
 
 
-def test_what_others_hold_is_waited_for() -> None:
+def test_ray_run_waits_for_resources_in_use() -> None:
     others = ray.remote(tasks.sleep).options(num_cpus=2).remote(None)
-    ray.wait([others], timeout=1)  # it begins
+    ray.wait([others], timeout=1)  # the task has started
     with pytest.raises(TimeoutError, match=r"placed by PACK, within 2 s; .* Free are CPU [0-4]\b"):
         fl.launch.ray.run(tasks.total, (1,), nprocs=6, timeout=2)
     assert len(fl.launch.ray.run(tasks.total, (1,), nprocs=6)) == 6
 
 
-def test_a_timeout_ends_an_actor_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake: no actor of Ray stays in its start by itself for sure."""
+def test_ray_run_timeout_ends_an_actor_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start is replaced, because no real actor is certain to hang there."""
     monkeypatch.setattr(fl.launch.ray, "listen_on_node", tasks.sleep)
     with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 did not return"):
         fl.launch.ray.run(tasks.total, (1,), nprocs=2, timeout=4)
@@ -75,20 +75,20 @@ def fit(storage: Path, train: Any, failures: int = 0, /, **config: Any) -> Any:
     ).fit()
 
 
-def test_workers_of_a_trainer_are_a_world(tmp_path: Path) -> None:
+def test_ray_train_workers_form_a_world(tmp_path: Path) -> None:
     def train(config: dict[str, Any]) -> None:
         rank = ray.train.get_context().get_world_rank()
         total = int(fl.all_reduce(np.array(10 + rank)))
-        found = f"{fl.get_world_rank()} of {fl.get_world_size()}: {total}"
-        Path(config["folder"], str(rank)).write_text(found)
+        text = f"{fl.get_world_rank()} of {fl.get_world_size()}: {total}"
+        Path(config["folder"], str(rank)).write_text(text)
 
     (tmp_path / "found").mkdir()
     fit(tmp_path, train, folder=str(tmp_path / "found"))
-    found = [(tmp_path / "found" / str(rank)).read_text() for rank in range(SIZE)]
-    assert found == [f"{rank} of 3: 33" for rank in range(SIZE)]
+    texts = [(tmp_path / "found" / str(rank)).read_text() for rank in range(SIZE)]
+    assert texts == [f"{rank} of 3: 33" for rank in range(SIZE)]
 
 
-def test_a_worker_that_raises_ends_the_others(tmp_path: Path) -> None:
+def test_ray_train_worker_that_raises_ends_other_workers(tmp_path: Path) -> None:
     def train(config: dict[str, Any]) -> None:
         tasks.fail(fl.get_world_rank(), "raise")
 
@@ -97,12 +97,12 @@ def test_a_worker_that_raises_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("FLASHLIGHT_TEST_KILLS", "2"))))
-def test_a_killed_trainer_goes_on_to_the_same_bits(tmp_path: Path, seed: int) -> None:
+def test_ray_train_resumes_with_the_same_bits_after_a_kill(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     train_or_die = killing(EXAMPLE, 1 + draw.randrange(20), draw.randrange(SIZE))
 
     def train(config: dict[str, Any]) -> None:
-        mark = Path(config["folder"], "started")  # and what a rank ends with
+        mark = Path(config["folder"], "started")  # and the final parameters
         os.environ["FLASHLIGHT_RESTART_COUNT"] = str(int(mark.exists()))
         fl.barrier()
         mark.touch()

@@ -1,4 +1,4 @@
-"""Ranks that a real Slurm starts: by srun, several steps at a time, and by submitit."""
+"""Ranks in a real Slurm: srun, concurrent steps, and submitit."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def slurm() -> Iterator[Host]:
 
 
 def await_no_processes(slurm: Host, seconds: float = 20.0) -> None:
-    """Steps end a little after srun has."""
+    """Wait for the end of all processes; steps end shortly after srun."""
     ends = time.monotonic() + seconds
     look = ["pgrep", "--full", "--list-full", "srun|slurmstepd|program.py"]
     while (left := slurm.run(look).stdout) and time.monotonic() < ends:
-        time.sleep(0.1)  # no event when a process of another namespace goes
+        time.sleep(0.1)  # polled: no event for processes of another namespace
     assert not left
 
 
 def await_ranks(srun: subprocess.Popen[str], ranks: int) -> None:
-    """Read until so many ranks have met."""
+    """Read until ``ranks`` ranks have connected."""
     assert srun.stdout is not None
     for _ in range(ranks):
         assert "sum" in srun.stdout.readline()
@@ -50,8 +50,7 @@ def world(size: int) -> list[str]:
     return sorted(f"{rank} of {size} sum {total}" for rank in range(size))
 
 
-def test_srun(slurm: Host) -> None:
-    """Two nodes with unequal numbers of tasks, which meet at the first."""
+def test_srun_runs_ranks_on_nodes_with_unequal_tasks(slurm: Host) -> None:
     done = slurm.run(["srun", "-n", "4", "-N", "2", *PYTHON])
     assert done.returncode == 0, done.stderr
     assert sums(done.stdout) == world(4)
@@ -69,7 +68,7 @@ def test_srun(slurm: Host) -> None:
     ],
     ids=" ".join,
 )
-def test_layouts_of_a_step(slurm: Host, options: list[str]) -> None:
+def test_srun_supports_task_layouts(slurm: Host, options: list[str]) -> None:
     size = int(options[1]) * (2 if options[0] == "-N" else 1)
     done = slurm.run(["srun", *options, *PYTHON])
     assert done.returncode == 0, done.stderr
@@ -77,15 +76,14 @@ def test_layouts_of_a_step(slurm: Host, options: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_heterogeneous_step_is_one_world(slurm: Host) -> None:
+def test_heterogeneous_step_is_one_world(slurm: Host) -> None:
     done = slurm.run(["srun", "-n", "3", "-N", "2", *PYTHON, ":", "-n", "2", *PYTHON])
     assert done.returncode == 0, done.stderr
     assert sums(done.stdout) == world(5)
 
 
 @pytest.mark.slow
-def test_steps_of_one_job_at_the_same_time(slurm: Host) -> None:
-    """Each step is a world of its own, with a port of its own; its size is not the job's."""
+def test_concurrent_steps_of_a_job_are_separate_worlds(slurm: Host) -> None:
     step = " ".join(["srun --overlap -n 2 -N 2", *PYTHON])
     script = f"{step} & {step} & srun --overlap -n 3 {' '.join(PYTHON)} & wait"
     done = slurm.run(["salloc", "-n", "6", "-N", "3", "bash", "-c", script])
@@ -95,8 +93,8 @@ def test_steps_of_one_job_at_the_same_time(slurm: Host) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_rank_that_fails_ends_the_step(slurm: Host, how: str) -> None:
-    """The others are told by us, also without srun's --kill-on-bad-exit."""
+def test_failed_rank_ends_the_step(slurm: Host, how: str) -> None:
+    """flashlight_py notifies the other ranks, even without srun's --kill-on-bad-exit."""
     done = slurm.run(["srun", "-n", "4", "-N", "2", *PYTHON, "2", how])
     assert done.returncode != 0
     lost = done.stderr.count("PeerLostError: ")
@@ -108,8 +106,8 @@ def test_a_rank_that_fails_ends_the_step(slurm: Host, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["scancel --name ended", "pkill -INT -x srun; pkill -INT -x srun"])
-def test_a_job_that_is_ended_leaves_nothing(slurm: Host, way: str) -> None:
-    """By Slurm, and by Ctrl-C, twice, as srun wants it."""
+def test_cancelled_job_leaves_nothing(slurm: Host, way: str) -> None:
+    """Cancelled by Slurm, and by Ctrl-C, which srun needs twice."""
     srun = slurm.popen(
         ["srun", "--job-name", "ended", "-n", "4", "-N", "2", *PYTHON, "1", "wait"],
         stdout=subprocess.PIPE,
@@ -127,8 +125,8 @@ def test_a_job_that_is_ended_leaves_nothing(slurm: Host, way: str) -> None:
 
 
 @pytest.mark.slow
-def test_submitit(slurm: Host) -> None:
-    """Its tasks are those of an srun in a batch script, in whose shell there is no task."""
+def test_submitit_runs_a_function_on_all_ranks(slurm: Host) -> None:
+    """submitit calls srun in a batch script, whose shell is not a task."""
     pytest.importorskip("submitit", reason="needs pip install 'flashlight-py[slurm]'")
     script = slurm.shared / "submit.py"
     script.write_text(

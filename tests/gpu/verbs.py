@@ -16,7 +16,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
 from tests.distributed.conformance import values
-from tests.distributed.told import told
+from tests.distributed.mismatch_errors import mismatch_error
 
 # NCCL has no longdouble, and CuPy's stable releases have no bfloat16.
 DTYPES = [
@@ -157,7 +157,7 @@ def all_gather_unequal(rank: int, size: int, name: str, rows: int) -> None:
 
 def all_gather_of_different_shapes(rank: int, size: int) -> str:
     """Return the text of the mismatch."""
-    return told(lambda: fl.all_gather(on_gpu(np.zeros((2, 3 + rank)))))
+    return mismatch_error(lambda: fl.all_gather(on_gpu(np.zeros((2, 3 + rank)))))
 
 
 def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
@@ -188,7 +188,7 @@ def message_of_another_shape(rank: int, size: int) -> str:
     """Return the text of the mismatch on the sender and on the receiver."""
     x = on_gpu(np.zeros(3 + rank))
     calls: list[Callable[[], Any]] = [lambda: fl.send(x, 1), lambda: fl.recv(x, 0)]
-    return told(calls[rank]) if rank < 2 else ""
+    return mismatch_error(calls[rank]) if rank < 2 else ""
 
 
 def composed_verbs(rank: int, size: int, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Every test here starts processes; each is checked for processes, memory and files left behind."""
+"""Fixtures that also check every test for leftover processes, memory and files."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.launch.launcher import write
 def temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves_nothing: None
 ) -> Iterator[Path]:
-    """Where temporary files go, in this process and in those it starts; empty after the test."""
+    """Folder for temporary files of this process and its children; empty after the test."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     yield folder
-    # A pool of ranks that stays for other tests has its own folder there.
+    # A rank pool that is kept for other tests has its own folder there.
     assert [each for each in folder.iterdir() if not each.name.startswith("ranks-")] == []
 
 
 @pytest.fixture
 def ssh(tmp_path: Path) -> str:
-    """``ssh HOST COMMAND`` on this host; "down" cannot be reached, and ``pid-HOST`` is made."""
+    """``ssh HOST COMMAND`` on this host; "down" is unreachable; ``pid-HOST`` is created."""
     script = f'[ "$1" = down ] && exit 255\necho $$ >> {tmp_path}/pid-$1\nexec sh -c "$2"\n'
     return f"sh {write(tmp_path, script, 'ssh')}"

@@ -1,4 +1,4 @@
-"""Run the launcher for a test: its exit code, its words, and how long it took."""
+"""Functions that run the launcher in a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 LAUNCH = (sys.executable, "-m", "flashlight_py.launch")
 
-# A program whose ranks have a child each and wait to be ended.
+# A program whose ranks each have a child and wait until they are ended.
 WAITING = """
 import signal, subprocess
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -21,21 +21,21 @@ signal.pause()
 
 
 def write(folder: Path, program: str, name: str = "program.py") -> Path:
-    """A script of ``program``, whose lines may be indented."""
+    """Write the script ``program``, which may be indented, to ``folder``."""
     file = folder / name
     file.write_text(textwrap.dedent(program))
     return file
 
 
 def launch(*arguments: object, timeout: float = 30.0, **options: Any) -> Any:
-    """Run the launcher to the end: see ``run``."""
+    """Run the launcher to the end; see ``run``."""
     if "input" not in options:
         options.setdefault("stdin", subprocess.DEVNULL)
     return run([*LAUNCH, *arguments], timeout=timeout, **options)
 
 
 def run(command: Sequence[object], code: int | None = None, **options: Any) -> Any:
-    """Run a command to the end, with what it prints as text; ``code`` is the expected exit code."""
+    """Run a command to the end and capture text output; ``code`` is the expected exit code."""
     options = {"capture_output": True, "text": True, "timeout": 60.0, **options}
     done = subprocess.run([*map(str, command)], check=False, **options)
     assert code in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
@@ -43,7 +43,7 @@ def run(command: Sequence[object], code: int | None = None, **options: Any) -> A
 
 
 def begin(*arguments: object, **options: Any) -> subprocess.Popen[Any]:
-    """Start the launcher; what it prints is text in pipes."""
+    """Start the launcher with text output in pipes."""
     pipes: Any = {
         "stdin": subprocess.DEVNULL,
         **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE),

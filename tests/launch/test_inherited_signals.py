@@ -1,4 +1,4 @@
-"""A parent may hand down ignored and blocked signals: exit codes are known, and jobs end."""
+"""Signals that the parent process ignores or blocks do not disturb flrun and spawn."""
 
 from __future__ import annotations
 
@@ -56,13 +56,15 @@ def block() -> None:
 
 
 @pytest.mark.parametrize("before", [ignore, block])
-def test_flrun_knows_exit_codes(before: Callable[[], None], tmp_path: Path) -> None:
+def test_flrun_returns_exit_codes_without_sigchld(
+    before: Callable[[], None], tmp_path: Path
+) -> None:
     program = write(tmp_path, RANKS)
     done = launch("-n", 2, program, preexec_fn=before, code=7)
     assert "rank 1 of 2" in done.stderr
 
 
-def test_flrun_and_its_ranks_end_by_signals_that_were_blocked(tmp_path: Path) -> None:
+def test_flrun_and_its_ranks_end_on_signals_that_the_parent_blocked(tmp_path: Path) -> None:
     program = write(tmp_path, "import signal; print('here', flush=True); signal.pause()")
     with begin("-n", 1, "--grace", 60, program, preexec_fn=block) as process:
         assert process.stdout is not None
@@ -86,13 +88,13 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_of_spawn_end_by_signals_that_were_blocked(tmp_path: Path) -> None:
+def test_spawned_ranks_end_on_signals_that_the_parent_blocked(tmp_path: Path) -> None:
     done = run([sys.executable, write(tmp_path, BLOCKED)], preexec_fn=block)
     assert done.stdout.startswith("ended"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("how", ["inherited", "ignored here", "reaped here"])
-def test_spawn_knows_exit_codes(how: str, tmp_path: Path) -> None:
+def test_spawn_returns_exit_codes_if_sigchld_is_handled(how: str, tmp_path: Path) -> None:
     before = ignore if how == "inherited" else None
     done = run([sys.executable, write(tmp_path, SPAWN), how], preexec_fn=before)
     if how == "reaped here":

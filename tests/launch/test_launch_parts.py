@@ -1,4 +1,4 @@
-"""Parts of the launcher: variables, exits, causes, messages."""
+"""Units of the launcher: variables, exit codes, causes and messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashlight_py.launch.failures import Failure, describe_exit, first_cause
 from flashlight_py.launch.ranks import rank_variables
 
 
-def test_variables_of_a_rank() -> None:
+def test_rank_environ_sets_rank_variables() -> None:
     assert rank_variables(1, 4, "/path") == {
         "RANK": "1",
         "WORLD_SIZE": "4",
@@ -36,11 +36,11 @@ def test_variables_of_a_rank() -> None:
         (-50, "was killed by signal 50"),
     ],
 )
-def test_an_exit_in_words(code: int, words: str) -> None:
+def test_describe_exit_names_code_or_signal(code: int, words: str) -> None:
     assert describe_exit(code) == words
 
 
-def test_the_first_cause_is_the_earliest_that_follows_from_no_other() -> None:
+def test_first_cause_is_the_earliest_failure_without_a_cause() -> None:
     lost = Failure.of_exception(PeerLostError("rank 1 is gone"), at=1.0)
     late, early = Failure("raised B", at=3.0), Failure("raised A", at=2.0)
     assert lost.follows
@@ -48,7 +48,7 @@ def test_the_first_cause_is_the_earliest_that_follows_from_no_other() -> None:
     assert first_cause([(0, lost)]) == (0, lost)
 
 
-def test_of_ranks_that_waited_for_each_other_the_one_that_waited_to_the_end_is_first() -> None:
+def test_first_cause_is_a_timeout_if_ranks_waited_for_each_other() -> None:
     lost = Failure.of_exception(PeerLostError("rank 1 gave up"), at=1.0)
     late = Failure.of_exception(CollectiveTimeoutError("rank 0 did not join"), at=2.0)
     assert first_cause([(0, lost), (1, late)]) == (1, late)
@@ -59,13 +59,13 @@ def test_of_ranks_that_waited_for_each_other_the_one_that_waited_to_the_end_is_f
     assert first_cause([(0, seen[0]), (1, seen[1])])[0] == 1
 
 
-def test_what_a_rank_prints_while_it_handles_a_consequence_is_one() -> None:
+def test_failure_of_exit_is_a_consequence_if_the_traceback_chain_has_one() -> None:
     failure = Failure.of_exit(1, ["flashlight_py.errors.PeerLostError: lost", "KeyError: 'x'"])
     assert failure.description == "raised KeyError: 'x'"
     assert failure.follows
 
 
-def test_a_cause_is_one_line_that_is_not_too_long() -> None:
+def test_failure_description_is_one_short_line() -> None:
     text = Failure.of_exit(1, ["ValueError: " + "x" * 1000]).description
     assert text.startswith("raised ValueError: xxx")
     assert len(text) < 300
@@ -74,30 +74,30 @@ def test_a_cause_is_one_line_that_is_not_too_long() -> None:
     assert Failure.of_exception(error, 0.0).description == "raised SyntaxError: invalid syntax"
 
 
-def test_what_is_raised_while_a_consequence_is_handled_is_one() -> None:
+def test_failure_of_exception_is_a_consequence_if_its_context_is_one() -> None:
     error = OSError("while cleaning up")
     error.__context__ = ValueError("of the clean-up of the clean-up")
     error.__context__.__cause__ = PeerLostError("rank 1 is gone")
     assert Failure.of_exception(error, at=0.0).follows
-    error.__context__.__cause__ = error  # a circle is walked once
+    error.__context__.__cause__ = error  # cyclic context
     assert not Failure.of_exception(error, at=0.0).follows
 
 
-def test_the_error_can_be_sent_on() -> None:
+def test_rank_failed_error_is_picklable() -> None:
     sent = pickle.loads(pickle.dumps(RankFailedError("message", 3, -9)))
     assert (str(sent), sent.rank, sent.exit_code) == ("message", 3, -9)
 
 
-def test_an_agent_says_all_through_a_socket_that_it_also_reads() -> None:
-    """sshd gives a command one socket for both: what makes reading not block does so to writing."""
+def test_write_whole_sends_all_over_a_non_blocking_socket() -> None:
+    """sshd uses one socket for both directions, so non-blocking reads make writes non-blocking."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         Reader(theirs.fileno())
         assert not os.get_blocking(theirs.fileno())
-        said = message("output", 0, "out", "x" * 1_000_000)
-        speaker = threading.Thread(target=write_whole, args=(theirs.fileno(), said))
+        line = message("output", 0, "out", "x" * 1_000_000)
+        speaker = threading.Thread(target=write_whole, args=(theirs.fileno(), line))
         speaker.start()
         with ours.makefile("rb") as stream:
             received = stream.readline()
         speaker.join()
-    assert received == said
+    assert received == line

@@ -1,4 +1,4 @@
-"""The launcher with ranks that end in every way: exit code, first cause, and nothing is left."""
+"""flrun with ranks that end in different ways: exit code, first cause and leftovers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.launcher import WAITING, begin, launch, run, write
 
-# Rank 1 does ``what``, the others wait to be ended.
+# Rank 1 does the action; the other ranks wait until they are ended.
 PROGRAM = """
 import os, signal, subprocess, sys, threading, time
 def on_one(what):
@@ -34,7 +34,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("os._exit(4)", 4, "exited with code 4"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
-        # A child is left that has our pipes, and one in a session of its own.
+        # A child that keeps our pipes open, and a child in a session of its own.
         (
             "subprocess.Popen(['sleep', '60']); "
             "subprocess.Popen(['sleep', '61'], start_new_session=True); sys.exit(5)",
@@ -43,7 +43,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_the_first_cause_and_its_code(program: Path, what: str, code: int, reported: str) -> None:
+def test_flrun_returns_code_of_first_cause(
+    program: Path, what: str, code: int, reported: str
+) -> None:
     done = launch("-n", 3, program, what, code=code)
     host = os.uname().nodename
     last = done.stderr.splitlines()[-1]
@@ -51,7 +53,7 @@ def test_the_first_cause_and_its_code(program: Path, what: str, code: int, repor
     assert last.endswith("; the other ranks were ended")
 
 
-def test_a_consequence_is_not_taken_for_the_cause(tmp_path: Path) -> None:
+def test_flrun_reports_the_cause_if_a_peer_lost_error_comes_first(tmp_path: Path) -> None:
     program = """
     import os, time
     class PeerLostError(Exception): pass
@@ -64,7 +66,7 @@ def test_a_consequence_is_not_taken_for_the_cause(tmp_path: Path) -> None:
     assert "flrun: rank 1 of 2" in done.stderr.splitlines()[-1]
 
 
-def test_success_prints_whole_lines_by_rank_and_leaves_no_child(tmp_path: Path) -> None:
+def test_flrun_prefixes_lines_and_leaves_no_child_after_success(tmp_path: Path) -> None:
     program = """
     import os, subprocess, sys
     for number in range(200):
@@ -91,7 +93,7 @@ def test_success_prints_whole_lines_by_rank_and_leaves_no_child(tmp_path: Path) 
     ],
     ids=["ignores SIGTERM", "hangs at exit"],
 )
-def test_a_rank_that_does_not_go_is_killed(tmp_path: Path, stubborn: str) -> None:
+def test_flrun_kills_a_rank_that_ignores_sigterm(tmp_path: Path, stubborn: str) -> None:
     ready = tmp_path / "ready"
     program = f"""
     import os, signal, sys, time
@@ -107,7 +109,7 @@ def test_a_rank_that_does_not_go_is_killed(tmp_path: Path, stubborn: str) -> Non
 
 
 def start(program: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start the launcher, of which every rank prints a line when it is ready."""
+    """Start the launcher and wait until every rank has printed that it is ready."""
     process = begin(*arguments, program)
     assert process.stdout
     for _ in range(2):
@@ -116,7 +118,7 @@ def start(program: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_are_handed_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_flrun_forwards_signals_to_ranks(tmp_path: Path, number: signal.Signals) -> None:
     process = start(write(tmp_path, WAITING), "-n", "2")
     process.send_signal(number)
     _, errors = process.communicate(timeout=10)
@@ -125,7 +127,7 @@ def test_signals_are_handed_on(tmp_path: Path, number: signal.Signals) -> None:
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
 
 
-def test_a_signal_ends_the_job_while_ranks_are_being_started(tmp_path: Path) -> None:
+def test_signal_ends_the_job_while_ranks_start(tmp_path: Path) -> None:
     started = tmp_path / "started"
     command = f"echo $RANK >> {started}; [ $RANK = 0 ] && kill -TERM $PPID; exec sleep 60"
     done = launch("-n", 300, "--no-python", "sh", "-c", command)
@@ -134,7 +136,7 @@ def test_a_signal_ends_the_job_while_ranks_are_being_started(tmp_path: Path) -> 
     assert len(started.read_text().splitlines()) < 200
 
 
-def test_other_signals_reach_the_ranks_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_harmless_signals_reach_ranks_and_the_job_continues(tmp_path: Path) -> None:
     program = """
     import os, signal, sys
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
@@ -147,7 +149,7 @@ def test_other_signals_reach_the_ranks_and_the_job_goes_on(tmp_path: Path) -> No
     assert (process.returncode, errors) == (0, "")
 
 
-# The launcher, less patient.
+# The launcher with shorter waits.
 IMPATIENT = """
 import sys
 from flashlight_py.launch import supervisor
@@ -163,7 +165,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_a_rank_that_hangs_at_its_exit_is_reported_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+def test_flrun_reports_a_rank_that_hangs_at_exit_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     launcher = write(tmp_path, IMPATIENT, "flrun.py")
     command = [sys.executable, launcher, "-n", "3", write(tmp_path, HANGING_AT_EXIT)]
     with subprocess.Popen(
@@ -181,8 +183,7 @@ def test_a_rank_that_hangs_at_its_exit_is_reported_and_ctrl_c_ends_it(tmp_path: 
 
 
 @pytest.mark.parametrize("which", ["front", "copy"])
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, which: str) -> None:
-    """The fixture of this folder looks for processes and files that are left."""
+def test_killed_launcher_leaves_no_processes(tmp_path: Path, which: str) -> None:
     process = start(write(tmp_path, WAITING), "-n", "2", "--grace", "1")
     (copy,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(process.pid if which == "front" else int(copy), signal.SIGKILL)
@@ -194,7 +195,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, which: str) 
         assert "interrupted by SIGTERM; all ranks were ended" in errors
 
 
-def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
+def test_flrun_ends_the_job_if_its_output_pipe_closes(tmp_path: Path) -> None:
     program = write(tmp_path, "while True: print('ready')")
     process = start(program, "-n", "2")
     assert process.stdout
@@ -204,8 +205,7 @@ def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-def test_output_that_cannot_be_written_ends_the_job_in_order(tmp_path: Path) -> None:
-    """The rank has its grace, and the user is notified why, on what still can be written to."""
+def test_flrun_ends_the_job_with_grace_if_the_disk_is_full(tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     program = f"""
     import pathlib, signal, sys, time
@@ -230,8 +230,7 @@ def test_output_that_cannot_be_written_ends_the_job_in_order(tmp_path: Path) -> 
     ]
 
 
-def test_the_last_words_of_a_rank_are_not_lost_in_silence() -> None:
-    """They are shown when all has ended well: a line without an end."""
+def test_flrun_shows_an_unfinished_last_line() -> None:
     words = "-n", 1, "--no-python", "printf", "hi"
     with open("/dev/full", "w") as full, begin(*words, stdout=full) as job:
         job.communicate(timeout=20)
@@ -249,12 +248,12 @@ sys.exit(run_in_copy(work, lambda: None))
 """
 
 
-def test_the_copy_of_the_launcher_exits_also_if_it_cannot_flush(tmp_path: Path) -> None:
+def test_run_in_copy_exits_if_the_copy_cannot_flush(tmp_path: Path) -> None:
     done = run([sys.executable, write(tmp_path, COPY)], timeout=20)
     assert (done.returncode, done.stderr) == (3, "")
 
 
-def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flrun_sets_rank_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
     import os, sys
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MKL_NUM_THREADS",
@@ -276,20 +275,17 @@ def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("folder", ["file", "file/logs", "/proc/logs"])
-def test_a_folder_for_output_that_cannot_be_made(tmp_path: Path, folder: str) -> None:
-    """It is refused as other options are."""
+def test_flrun_rejects_an_output_folder_that_is_not_writable(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     program = write(tmp_path, "print('started')")
     done = launch("-n", 2, "--output-dir", folder, program, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        f"flrun: error: --output-dir: expected a writable folder, got {folder}: "
-    )
+    assert last.startswith(f"flrun: error: --output-dir: expected a writable folder, got {folder}")
     assert "Traceback" not in done.stderr
 
 
-def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
+def test_output_dir_appends_output_of_each_rank_to_files(tmp_path: Path) -> None:
     program = write(tmp_path, "import os; print('out'); raise OSError(os.environ['RANK'])")
     done = launch("-n", 1, "--max-restarts", 1, "--output-dir", tmp_path / "logs", program)
     assert (tmp_path / "logs" / "rank-0.out").read_text() == "out\nout\n"
@@ -302,7 +298,7 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == [reported, again, reported]
 
 
-def test_a_timeout_is_that_of_the_ranks(tmp_path: Path) -> None:
+def test_timeout_option_sets_the_timeout_of_ranks(tmp_path: Path) -> None:
     program = """
     import threading
 
@@ -320,6 +316,6 @@ def test_a_timeout_is_that_of_the_ranks(tmp_path: Path) -> None:
     assert "within 1 s" in done.stderr
 
 
-def test_a_program_that_cannot_be_run() -> None:
+def test_flrun_returns_127_if_the_program_cannot_run() -> None:
     done = launch("-n", 2, "--no-python", "/no/such/program", code=127)
     assert "flrun: cannot run /no/such/program: " in done.stderr

@@ -1,6 +1,6 @@
-"""Several hosts: a launcher that starts an agent on each over ssh. All hosts are this one.
+"""flrun on several hosts, with one agent per host over ssh.
 
-A stand-in for ssh runs the remote command in a local shell.
+All hosts are this machine. A stand-in for ssh runs the remote command in a local shell.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ print(fl.get_world_rank(), int(fl.all_reduce(np.ones(1))[0]), os.environ.get("LO
 """
 
 
-def test_ranks_on_two_hosts_meet_at_a_port_of_their_own(tmp_path: Path, ssh: str) -> None:
+def test_ranks_on_two_hosts_connect_at_a_new_port(tmp_path: Path, ssh: str) -> None:
     program = write(tmp_path, ALL_REDUCE)
     done = launch("--hosts", "a:2,b", "--ssh", ssh, program, input="typed\n", code=0)
     assert sorted(done.stdout.splitlines()) == ["[0] 0 3 0 typed", "[1] 1 3 1 ", "[2] 2 3 0 "]
@@ -62,8 +62,7 @@ for _ in range(2):
 """
 
 
-def test_rank_0_is_handed_a_port_that_nobody_else_can_take(tmp_path: Path, ssh: str) -> None:
-    """With a secret that no command line shows; and it is theirs for a second start, too."""
+def test_rank_0_inherits_a_listening_socket_and_a_secret(tmp_path: Path, ssh: str) -> None:
     done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, MEETING_TWICE), code=0)
     assert done.stderr == ""
     lines = sorted(done.stdout.splitlines())
@@ -81,8 +80,8 @@ print(read)
 """
 
 
-def test_input_and_output_at_once_do_not_wait_for_each_other(tmp_path: Path, ssh: str) -> None:
-    """More of both than all pipes in between can hold; rank 0 alone has input."""
+def test_concurrent_input_and_output_do_not_deadlock(tmp_path: Path, ssh: str) -> None:
+    """Input and output exceed the capacity of all pipes between them. Only rank 0 has input."""
     program = write(tmp_path, PRINTING_AND_READING)
     large = tmp_path / "large"
     large.write_bytes(os.urandom(3_000_000))
@@ -102,24 +101,23 @@ signal.pause()
 """
 
 
-def test_a_failure_on_another_host(tmp_path: Path, ssh: str) -> None:
+def test_flrun_names_the_host_of_a_failed_rank(tmp_path: Path, ssh: str) -> None:
     done = launch("--hosts", "a,b,c", "--ssh", ssh, write(tmp_path, FAILING), code=1)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("flrun: rank 1 of 3 on b raised ValueError: a bad batch")
 
 
-def test_a_host_that_cannot_be_reached(tmp_path: Path, ssh: str) -> None:
+def test_flrun_reports_a_host_that_ssh_cannot_reach(tmp_path: Path, ssh: str) -> None:
     program = write(tmp_path, "import os; print('of', os.environ['WORLD_SIZE'])")
     done = launch("--hosts", "a,down", "--ssh", ssh, program, code=1)
     assert "rank 1 of 2 on down is lost: ssh to down exited with code 255" in done.stderr
     done = launch("--hosts", "a,down:3,b", "--ssh", ssh, "--min-n", 2, program, code=0)
     assert sorted(done.stdout.splitlines()) == ["[0] of 2", "[1] of 2"]
-    assert done.stderr.count("flrun: starting again") == 1  # all its ranks are lost at once
+    assert done.stderr.count("flrun: starting again") == 1  # all ranks of the host are lost at once
 
 
 @pytest.mark.slow
-def test_agents_stay_for_a_further_start(tmp_path: Path, ssh: str) -> None:
-    """Each start has a port and a secret of its own."""
+def test_agents_are_reused_for_a_restart(tmp_path: Path, ssh: str) -> None:
     program = """
     import os, sys
     import flashlight_py as fl
@@ -137,8 +135,7 @@ def test_agents_stay_for_a_further_start(tmp_path: Path, ssh: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_signals_reach_other_hosts(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
-    """The fixture of this folder looks for processes that are left, also after a SIGKILL."""
+def test_signals_reach_remote_ranks(tmp_path: Path, ssh: str, number: signal.Signals) -> None:
     with begin("--hosts", "a,b", "--ssh", ssh, write(tmp_path, WAITING)) as process:
         assert process.stdout
         for _ in range(2):
@@ -163,10 +160,10 @@ print("again", rank, os.environ["WORLD_SIZE"])
 
 @pytest.mark.parametrize("victim", ["rank", "agent"])
 @pytest.mark.parametrize("again", ["--min-n", "--max-restarts"])
-def test_rank_or_agent_that_is_killed_is_named_within_a_second(
+def test_flrun_names_a_killed_rank_or_agent_within_a_second(
     tmp_path: Path, ssh: str, victim: str, again: str
 ) -> None:
-    """With ``--max-restarts`` a lost host gets another agent, with ``--min-n`` it is left out."""
+    """With ``--max-restarts`` a lost host gets a new agent; with ``--min-n`` it is excluded."""
     options = ["--hosts", "a,b:2,c", "--ssh", ssh, again, "1"]
     with begin(*options, write(tmp_path, FIRST_STAYS), tmp_path) as process:
         assert process.stdout
@@ -189,13 +186,13 @@ def test_rank_or_agent_that_is_killed_is_named_within_a_second(
     assert sorted(output.splitlines()) == [f"[{rank}] again {rank} {left}" for rank in range(left)]
 
 
-def test_program_that_no_host_has_is_named(tmp_path: Path, ssh: str) -> None:
+def test_flrun_names_a_program_that_no_host_has(tmp_path: Path, ssh: str) -> None:
     done = launch("--hosts", "a,b", "--ssh", ssh, "--no-python", "/no/such/program", code=127)
     assert done.stderr.startswith("flrun: cannot run /no/such/program: ")
 
 
 @pytest.mark.slow
-def test_ranks_on_as_many_hosts_as_are_allowed(tmp_path: Path, ssh: str) -> None:
+def test_flrun_starts_ranks_on_the_maximum_number_of_hosts(tmp_path: Path, ssh: str) -> None:
     hosts = ",".join(f"h{i}" for i in range(MOST_HOSTS))
     program = ("--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     done = launch("--hosts", hosts, "--ssh", ssh, *program, timeout=120)
@@ -223,8 +220,8 @@ fl.barrier()
 """
 
 
-def test_launcher_in_a_rank_chooses_another_port_of_the_host(tmp_path: Path, ssh: str) -> None:
-    """By MASTER_PORT alone: the rest its ranks inherit."""
+def test_launcher_inside_a_rank_overrides_master_port(tmp_path: Path, ssh: str) -> None:
+    """Only MASTER_PORT changes; the ranks inherit the other variables."""
     done = launch("--hosts", "a,b:2", "--ssh", ssh, write(tmp_path, INNER), code=0)
     *inner, last = done.stdout.splitlines()
     assert sorted(inner) == ["[0] inner 0 2", "[0] inner 1 2"]
@@ -255,15 +252,14 @@ sys.exit(int(rank > 0) if restarts == "0" else 0)
 
 
 @pytest.mark.parametrize("on_hosts", [False, True])
-def test_another_library_has_a_port_to_meet_at(tmp_path: Path, ssh: str, on_hosts: bool) -> None:
-    """Of each start another one, which ours does not use, and nobody else is given."""
+def test_master_port_is_free_for_other_libraries(tmp_path: Path, ssh: str, on_hosts: bool) -> None:
     ranks = ("--hosts", "a,b", "--ssh", ssh) if on_hosts else ("-n", 2)
     done = launch("--max-restarts", 1, *ranks, write(tmp_path, OTHER_LIBRARY), code=0)
     assert list(Counter(re.findall(r"met (\d+)", done.stdout)).values()) == [2, 2]
 
 
 def other_library(rank: int) -> tuple[str, int]:
-    """Return where ranks of another library meet, where nobody listens yet."""
+    """Return the rendezvous address of another library; nothing listens there yet."""
     port = int(os.environ["MASTER_PORT"])
     if rank == 0:
         socket.create_server(("", port)).close()
@@ -271,7 +267,9 @@ def other_library(rank: int) -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], port
 
 
-def test_so_have_the_ranks_of_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawned_ranks_have_a_free_master_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     first, second = (set(fl.spawn(other_library, nprocs=2)) for _ in range(2))
     assert len(first) == len(second) == 1

@@ -1,4 +1,4 @@
-"""Standard input reaches rank 0, and no other: from a pipe, and from a terminal to a debugger."""
+"""Standard input of rank 0: a pipe, and a terminal with a debugger."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ print(repr(sys.stdin.read()))
 """
 
 
-def test_a_pipe_reaches_rank_0(tmp_path: Path) -> None:
+def test_rank_0_reads_a_pipe(tmp_path: Path) -> None:
     done = launch("-n", 2, write(tmp_path, ECHO), input="two\nlines\n")
     assert sorted(done.stdout.splitlines()) == [r"[0] 'two\nlines\n'", "[1] ''"]
 
 
 class Terminal:
-    """A command in a terminal of its own, as if somebody sat there; by default the launcher."""
+    """A command, by default the launcher, in a new terminal."""
 
     def __init__(self, *arguments: object, command: tuple[str, ...] = LAUNCH) -> None:
         self._ours, theirs = pty.openpty()
@@ -33,7 +33,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            # The terminal that is opened first becomes that of the session. No thread runs here.
+            # A session leader owns the first terminal that it opens. No other thread runs here.
             preexec_fn=lambda: os.close(os.open(os.ttyname(theirs), os.O_RDWR)),  # noqa: PLW1509
         )
         os.close(theirs)
@@ -43,7 +43,7 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def expect(self, text: str) -> None:
-        """Read until ``text`` has come after what was expected before."""
+        """Read until ``text`` appears after the previously expected text."""
         ends = time.monotonic() + 20
         while text not in self.text:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, ends - time.monotonic()))
@@ -60,7 +60,7 @@ class Terminal:
         return code
 
 
-def test_a_debugger_works_in_rank_0(tmp_path: Path) -> None:
+def test_breakpoint_works_in_rank_0_on_a_terminal(tmp_path: Path) -> None:
     program = """
     import os
     x = 40
@@ -81,7 +81,7 @@ def test_a_debugger_works_in_rank_0(tmp_path: Path) -> None:
     assert terminal.end() == 0
 
 
-def test_ctrl_c_on_a_terminal_ends_the_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_on_a_terminal_ends_ranks(tmp_path: Path) -> None:
     terminal = Terminal("-n", 2, write(tmp_path, "import signal\nprint('ready')\nsignal.pause()"))
     terminal.expect("ready")
     terminal.expect("ready")
@@ -90,8 +90,8 @@ def test_ctrl_c_on_a_terminal_ends_the_ranks(tmp_path: Path) -> None:
     assert terminal.end() == 130
 
 
-def test_a_launcher_in_the_background_takes_nothing_from_the_terminal(tmp_path: Path) -> None:
-    """A shell in front, the launcher behind it: what is typed is the shell's."""
+def test_background_launcher_reads_nothing_from_the_terminal(tmp_path: Path) -> None:
+    """The shell is in the foreground, so it receives the typed text."""
     launcher = f"{' '.join(LAUNCH)} -n 1 {write(tmp_path, ECHO)}"
     script = f"set -m; {launcher} & read line; echo got $line; wait"
     terminal = Terminal("-c", script, command=("bash",))

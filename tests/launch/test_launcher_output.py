@@ -1,4 +1,4 @@
-"""What ranks print, on its way to a terminal or a pipe: lines stay whole and name their rank."""
+"""Output of ranks on a terminal or pipe: complete lines with the rank as prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashlight_py.launch.output import LONGEST_LINE, PARTIAL_SECONDS, RankOutpu
 
 
 def written(ours: int, theirs: int, steps: Callable[[RankOutput], None], size: int = 2) -> str:
-    """What ``steps`` make an output write to ``theirs``."""
+    """Return the text that ``steps`` write to the descriptor ``theirs``."""
     steps(RankOutput(size, descriptors=(theirs, theirs)))
     os.close(theirs)
     with open(ours, "rb", buffering=0) as stream:
@@ -24,7 +24,7 @@ def written(ours: int, theirs: int, steps: Callable[[RankOutput], None], size: i
 
 
 def _part(descriptor: int) -> bytes:
-    """Read what is there: a terminal gives it in several parts, and EIO at its end."""
+    """Read available data: a terminal returns it in chunks, and EIO at its end."""
     try:
         return os.read(descriptor, 1 << 20)
     except OSError as error:
@@ -33,11 +33,11 @@ def _part(descriptor: int) -> bytes:
         return b""
 
 
-def test_lines_of_ranks_do_not_mix() -> None:
+def test_rank_output_keeps_lines_of_ranks_apart() -> None:
     def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"one ")
         output.take(Source(1, "err"), b"two\nthr")
-        output.flush()  # nobody waits for an answer to a pipe
+        output.flush()  # a pipe shows no prompts
         output.take(Source(0, "out"), b"line\r\nfour\n")
         output.take(Source(1, "err"), b"ee")
         assert output.flush_at() == float("inf")
@@ -53,7 +53,7 @@ def test_lines_of_ranks_do_not_mix() -> None:
     ]
 
 
-def test_what_cannot_be_written_is_dropped_and_reported() -> None:
+def test_rank_output_drops_output_and_reports_a_failed_write() -> None:
     ours, theirs = os.pipe()
     with open("/dev/full", "wb") as full:
         output = RankOutput(1, descriptors=(full.fileno(), theirs))
@@ -70,7 +70,7 @@ def test_what_cannot_be_written_is_dropped_and_reported() -> None:
     os.close(theirs)
 
 
-def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+def test_rank_output_reports_files_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "rank-0.out").symlink_to("/dev/full")
     (tmp_path / "rank-1.out").mkdir()
     output = RankOutput(2, tmp_path)
@@ -83,18 +83,18 @@ def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     )
 
 
-def test_a_line_without_end_does_not_fill_the_memory() -> None:
+def test_rank_output_splits_a_line_that_exceeds_the_limit() -> None:
     def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"x" * (LONGEST_LINE + 1))
         output.take(Source(1, "out"), b"y\n")
 
     ours, theirs = os.pipe()
     os.set_blocking(theirs, True)
-    fcntl.fcntl(theirs, 1031, 1 << 20)  # F_SETPIPE_SZ: nobody reads meanwhile
+    fcntl.fcntl(theirs, 1031, 1 << 20)  # F_SETPIPE_SZ, because nothing reads
     assert written(ours, theirs, steps) == f"[0] {'x' * (LONGEST_LINE + 1)}\n[1] y\n"
 
 
-def test_a_question_is_shown_on_a_terminal_and_goes_on_in_its_line() -> None:
+def test_rank_output_shows_a_prompt_on_a_terminal_and_continues_its_line() -> None:
     def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"50%\r60%")
         assert output.flush_at() < float("inf")
@@ -110,7 +110,9 @@ def test_a_question_is_shown_on_a_terminal_and_goes_on_in_its_line() -> None:
     )
 
 
-def test_a_question_is_shown_while_another_rank_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_output_shows_prompts_among_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [0.0]
     monkeypatch.setattr("flashlight_py.system.monotonic", lambda: clock[0])
 
@@ -127,7 +129,7 @@ def test_a_question_is_shown_while_another_rank_prints(monkeypatch: pytest.Monke
     assert shown.count("another") == 1
 
 
-def test_ranks_of_a_large_world_stand_in_a_column() -> None:
+def test_rank_output_aligns_prefixes_of_a_large_world() -> None:
     text = written(*os.pipe(), lambda output: output.take(Source(7, "out"), b"x\n"), size=100)
     assert text == "[ 7] x\n"
 
@@ -144,7 +146,7 @@ LINK = "\nDuring handling of the above exception, another exception occurred:\n\
         (f"{HEAD}  File\n    x\nError: a\nmore\n", ["Error: a"]),
         (f"{HEAD}  a\nA: 1\n\n{HEAD}  b\nB: 2\n", ["B: 2"]),
         (f"{HEAD}  a\nA: 1\n{LINK}{HEAD}  b\nB: 2\n", ["A: 1", "B: 2"]),
-        # As torch.distributed writes it.
+        # Written like torch.distributed does.
         (f"[rank12]: {HEAD}[rank12]:   File\n[rank12]: \n[rank12]: B: 2\n", ["B: 2"]),
         (f"{HEAD}  a\nA: 1\n\nThe traceback of rank 1:\n  {HEAD}    b\n  B: 2\n", ["A: 1"]),
         (
@@ -153,14 +155,14 @@ LINK = "\nDuring handling of the above exception, another exception occurred:\n\
         ),
     ],
 )
-def test_the_last_errors_of_a_rank(text: str, errors: list[str]) -> None:
+def test_tail_keeps_last_lines_of_the_last_traceback_chain(text: str, errors: list[str]) -> None:
     tail = Tail()
     for line in text.encode().splitlines():
         tail.read(line)
     assert tail.errors == errors
 
 
-def test_files_take_all_as_it_is(tmp_path: Path) -> None:
+def test_rank_output_files_have_unmodified_bytes(tmp_path: Path) -> None:
     output = RankOutput(2, tmp_path)
     output.take(Source(1, "err"), b"a\r\nb")
     output.end()

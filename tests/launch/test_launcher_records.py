@@ -1,4 +1,4 @@
-"""Hosts that fall silent, and the flight records that the launcher brings home from hosts."""
+"""Silent hosts, and flight records that the launcher collects from hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, RecordPipe, send_records
 from tests.launch.launcher import begin, launch, write
 
-# A record as large as no usual one, beside one that a newline in its name hides.
+# An oversized record, and a record whose path contains a newline.
 WRITING = """
 import os, pathlib, signal, sys
 rank = os.environ["RANK"]
@@ -32,7 +32,7 @@ sys.exit(3)
 """
 
 
-def test_a_record_that_is_too_large_is_named(tmp_path: Path, ssh: str) -> None:
+def test_flrun_names_a_record_that_exceeds_the_limit(tmp_path: Path, ssh: str) -> None:
     records = tmp_path / "records"
     records.mkdir()
     done = launch("--hosts", "a,b", "--ssh", ssh, write(tmp_path, WRITING), records, code=3)
@@ -45,14 +45,14 @@ def test_a_record_that_is_too_large_is_named(tmp_path: Path, ssh: str) -> None:
     assert "flrun: flight records of 1 of 2 ranks are on " in done.stderr
 
 
-def test_the_limits_of_records(tmp_path: Path) -> None:
+def test_send_records_leaves_out_records_beyond_limits(tmp_path: Path) -> None:
     reports: dict[int, list[Any]] = {}
     paths = {rank: tmp_path / f"rank{rank}.json" for rank in range(20)}
     sizes = {0: MOST_BYTES, 1: MOST_BYTES + 1, 19: 1} | dict.fromkeys(range(2, 18), MOST_BYTES)
     for rank, size in sizes.items():
         paths[rank].touch()
         os.truncate(paths[rank], size)
-    os.mkfifo(paths[18])  # nobody writes: to read it would never end
+    os.mkfifo(paths[18])  # no writer: a read would block for ever
     send_records(paths, lambda kind, rank, *values: reports.update({rank: [kind, *values]}))
     kinds = {rank: report[0] for rank, report in reports.items()}
     whole = MOST_BYTES_OF_HOST // MOST_BYTES
@@ -64,7 +64,7 @@ def test_the_limits_of_records(tmp_path: Path) -> None:
     assert reports[19][2].startswith("it has 1 bytes")
 
 
-def test_notes_that_are_none(temporary_folder: Path) -> None:
+def test_record_pipe_ignores_invalid_lines(temporary_folder: Path) -> None:
     loop = Poll()
     notes = RecordPipe(loop)
     os.write(notes.descriptor, b"0 /a b\n\nx /c\n1 relative\n2\n3 /cut")
@@ -73,12 +73,12 @@ def test_notes_that_are_none(temporary_folder: Path) -> None:
     loop.close()
 
 
-# Hosts of which nothing is heard any more ---------------------------------------------------------
+# Silent hosts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_whoever_waits_for_a_reader_is_not_silent(tmp_path: Path, ssh: str) -> None:
-    """As behind a pager: the launcher is stuck in a system call for longer than hosts may be."""
+def test_launcher_beats_while_it_blocks_on_a_pager(tmp_path: Path, ssh: str) -> None:
+    """The launcher blocks in a system call for longer than the limit of silence."""
     program = write(tmp_path, "for _ in range(3000): print('x' * 1000)\n")
     process = begin("--hosts", "a,b", "--ssh", ssh, "--lost-after", 2, program, text=False)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -89,8 +89,8 @@ def test_whoever_waits_for_a_reader_is_not_silent(tmp_path: Path, ssh: str) -> N
 
 
 @pytest.mark.slow
-def test_an_agent_that_is_cut_off_says_so_and_ends_its_ranks(tmp_path: Path, ssh: str) -> None:
-    """Its launcher, the copy that has the connection, is stopped; the agent runs on."""
+def test_agent_reports_silence_of_the_launcher_and_ends_its_ranks(tmp_path: Path, ssh: str) -> None:
+    """The copy of the launcher that has the connection is stopped."""
     hold = ("--no-python", "sh", "-c", "echo $$ >&2; sleep 60")
     launcher = begin("--hosts", "a", "--ssh", ssh, "--lost-after", 2, *hold)
     assert launcher.stderr

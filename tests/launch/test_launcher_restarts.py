@@ -1,4 +1,4 @@
-"""A job that is started again: as it was, or with the ranks that remain."""
+"""Restarts of a job with all ranks or with the remaining ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flashlight_py.launch.ranks import Slot, remaining_counts, slots_of
 from tests.launch.launcher import launch, write
 
 
-def test_places_of_ranks() -> None:
+def test_slots_of_counts_ranks_host_by_host() -> None:
     assert slots_of([2, 0, 1]) == [Slot(0, 0, 2, 0), Slot(1, 1, 2, 0), Slot(2, 0, 1, 2)]
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.data())
-def test_what_remains_is_what_was_not_lost(counts: list[int], data: st.DataObject) -> None:
+def test_remaining_counts_excludes_lost_ranks(counts: list[int], data: st.DataObject) -> None:
     lost = data.draw(st.sets(st.sampled_from(range(sum(counts))))) if sum(counts) else set()
     remaining = remaining_counts(counts, lost)
     assert sum(remaining) == sum(counts) - len(lost)
@@ -37,7 +37,7 @@ def test_what_remains_is_what_was_not_lost(counts: list[int], data: st.DataObjec
         (0, 0, 3, 1, False),
     ],
 )
-def test_whether_a_job_is_started_again(
+def test_may_restart_respects_limits(
     restarts: int, most: int | None, remaining: int, least: int | None, may: bool
 ) -> None:
     assert may_restart(restarts, most, remaining, least) == may
@@ -55,7 +55,7 @@ if restarts < int(sys.argv[1]):
 """
 
 
-def test_as_often_as_allowed_and_then_the_code_of_the_last_failure(tmp_path: Path) -> None:
+def test_max_restarts_limits_restarts_and_returns_the_last_exit_code(tmp_path: Path) -> None:
     program = write(tmp_path, FAILING)
     done = launch("-n", 2, "--max-restarts", 2, program, 2, code=0)
     assert "[1] restart 2, 1 of 2, meets at 2" in done.stdout
@@ -64,7 +64,7 @@ def test_as_often_as_allowed_and_then_the_code_of_the_last_failure(tmp_path: Pat
     assert done.stderr.count("was killed by SIGKILL") == 2
 
 
-def test_with_the_ranks_that_remain_down_to_the_least(tmp_path: Path) -> None:
+def test_min_n_restarts_with_remaining_ranks_down_to_the_minimum(tmp_path: Path) -> None:
     program = write(tmp_path, FAILING)
     done = launch("-n", 4, "--min-n", 2, program, 9, code=137)
     for restarts, size in enumerate((4, 3, 2)):

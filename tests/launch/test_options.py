@@ -1,4 +1,4 @@
-"""The launcher's command line means what users of mpirun and torchrun mean by it."""
+"""The command line of flrun, including options of mpirun and torchrun."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PYTHON = "/env/bin/python"
         (["--standalone", "--nproc_per_node=auto"], usable_cores()),
     ],
 )
-def test_a_number_of_ranks(words: list[str], ranks: int) -> None:
+def test_read_options_parses_the_number_of_ranks(words: list[str], ranks: int) -> None:
     options = read_options([*words, "train.py", "-n", "9", "--version"], PYTHON)
     assert options.ranks == ranks
     assert options.program == (PYTHON, "train.py", "-n", "9", "--version")
@@ -45,11 +45,11 @@ def test_a_number_of_ranks(words: list[str], ranks: int) -> None:
         (["no-such-program"], (PYTHON, "no-such-program")),
     ],
 )
-def test_a_program(words: list[str], program: tuple[str, ...]) -> None:
+def test_read_options_builds_the_command(words: list[str], program: tuple[str, ...]) -> None:
     assert read_options(words, PYTHON).program == program
 
 
-def test_a_file_goes_before_a_program_of_the_same_name(
+def test_read_options_prefers_a_file_to_a_program_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "", "sh")
@@ -57,7 +57,7 @@ def test_a_file_goes_before_a_program_of_the_same_name(
     assert read_options(["sh"], PYTHON).program == (PYTHON, "sh")
 
 
-def test_hosts_in_mpiruns_words() -> None:
+def test_read_options_accepts_host_options_of_mpirun() -> None:
     options = read_options(["-H", "a:4,b:4", "-x", "LR", "-x", "SEED", "t.py"], PYTHON)
     assert [tuple(host) for host in options.hosts] == [("a", 4), ("b", 4)]
     assert options.env == ("LR", "SEED")
@@ -89,7 +89,7 @@ def test_hosts_in_mpiruns_words() -> None:
         ([], "the following arguments are required: PROGRAM"),
     ],
 )
-def test_senseless_arguments_and_other_words_are_refused(
+def test_read_options_rejects_invalid_arguments(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -101,7 +101,7 @@ POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "0"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "words", "options"),
+    ("environ", "words", "expected"),
     [
         (POD, [], (3, None)),
         ({**POD, "PET_MAX_RESTARTS": "5"}, ["-n", "1"], (1, 5)),
@@ -110,19 +110,19 @@ POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "0"}
         ({**POD, "PET_NNODES": "2", "LOCAL_RANK": "0"}, ["-n", "2"], (2, None)),
     ],
 )
-def test_a_pod_of_kubernetes_says_what_the_command_line_does_not(
+def test_read_options_takes_defaults_from_pod_variables(
     environ: dict[str, str],
     words: list[str],
-    options: tuple[object, ...],
+    expected: tuple[object, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    found = read_options([*words, "t.py"], PYTHON)
-    assert (found.ranks, found.max_restarts) == options
+    parsed = read_options([*words, "t.py"], PYTHON)
+    assert (parsed.ranks, parsed.max_restarts) == expected
 
 
-def test_flrun_in_one_of_several_pods_is_an_error(
+def test_read_options_rejects_several_pods(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PET_NNODES", "2")
@@ -143,12 +143,12 @@ def test_flrun_in_one_of_several_pods_is_an_error(
         ("docker exec", "docker exec"),
     ],
 )
-def test_openssh_gets_the_deadlines_that_it_has_not(command: str, expected: str) -> None:
+def test_ssh_option_adds_missing_deadlines_to_openssh(command: str, expected: str) -> None:
     options = read_options(["--hosts", "a", "--ssh", command, "t.py"], PYTHON)
     assert options.ssh == tuple(shlex.split(expected))
 
 
-def test_the_version() -> None:
+def test_version_option_prints_the_package_version() -> None:
     done = launch("--version")
     assert (done.returncode, done.stdout) == (
         0,
@@ -156,7 +156,7 @@ def test_the_version() -> None:
     )
 
 
-def test_python_is_the_launchers_own(tmp_path: Path) -> None:
+def test_flrun_python_is_the_interpreter_of_the_launcher(tmp_path: Path) -> None:
     program = write(tmp_path, "import os, sys; print(sys.executable, os.environ['WORLD_SIZE'])")
     done = launch("-np", 2, "python", program)
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {sys.executable} 2" for r in range(2)]

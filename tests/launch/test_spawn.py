@@ -1,4 +1,4 @@
-"""``spawn`` on real processes: what comes back, and what is sent there."""
+"""``spawn`` with real processes: arguments, results and output."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def total(rank: int, start: int) -> Any:
     return fl.all_reduce(np.array([start + rank]))
 
 
-def test_results_are_in_rank_order() -> None:
-    found = fl.spawn(places, args=("a", {"b": 1}), nprocs=3)
-    assert found == [(rank, rank, 3, rank, ("a", {"b": 1})) for rank in range(3)]
+def test_spawn_returns_results_in_rank_order() -> None:
+    results = fl.spawn(places, args=("a", {"b": 1}), nprocs=3)
+    assert results == [(rank, rank, 3, rank, ("a", {"b": 1})) for rank in range(3)]
 
 
-def test_one_process_is_a_world_too() -> None:
+def test_spawn_initialises_a_world_of_one_process() -> None:
     assert fl.spawn(is_initialised, nprocs=np.int64(1)) == [True]  # type: ignore[arg-type]
     assert not fl.is_distributed_init()
 
@@ -46,14 +46,16 @@ def is_initialised(rank: int) -> bool:
     return fl.is_distributed_init()
 
 
-def test_default_is_one_process_for_each_usable_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_uses_all_cores_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(calls, "usable_cores", lambda: 2)
     assert len(fl.spawn(places)) == 2
 
 
-def test_params_are_those_of_distributed_init() -> None:
+def test_spawn_passes_params_to_distributed_init() -> None:
     assert "Gloo" in fl.spawn(describe, nprocs=2, params={"BACKEND": "gloo"})[0]
-    with pytest.raises(fl.errors.RankFailedError, match="ValueError: params has an unknown key"):
+    with pytest.raises(fl.errors.RankFailedError, match="keys of params must be among"):
         fl.spawn(describe, nprocs=2, params={"BAKEND": "gloo"})
 
 
@@ -65,7 +67,7 @@ def environment(rank: int) -> dict[str, str]:
     return dict(os.environ)
 
 
-def test_each_rank_gets_its_share_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_divides_threads_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
@@ -76,10 +78,10 @@ def test_each_rank_gets_its_share_of_the_threads(monkeypatch: pytest.MonkeyPatch
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-def test_ranks_print_whole_lines_to_our_output(
+def test_spawned_ranks_print_complete_lines_to_inherited_output(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # which pytest has replaced
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # replaced by pytest
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     print("before")
     fl.spawn(chatter, nprocs=2)
@@ -89,7 +91,7 @@ def test_ranks_print_whole_lines_to_our_output(
     assert sorted(errors.splitlines()) == ["error of 0", "error of 1"]
 
 
-def test_a_replaced_output_shows_whose_lines_they_are() -> None:
+def test_spawn_prefixes_lines_in_a_replaced_stdout() -> None:
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
         fl.spawn(flood, nprocs=2)
     lines = [line for line in output.getvalue().splitlines() if "late" not in line]
@@ -99,7 +101,7 @@ def test_a_replaced_output_shows_whose_lines_they_are() -> None:
 
 
 def flood(rank: int) -> None:
-    """More than a pipe holds, also after the result."""
+    """Print more than a pipe holds, also after the result."""
     for _ in range(100):
         print("x" * 999)
     atexit.register(print, "no end", end="", file=sys.stderr)
@@ -112,7 +114,7 @@ def chatter(rank: int) -> None:
     print(f"error of {rank}", file=sys.stderr)
 
 
-def test_large_results_and_arguments_pass() -> None:
+def test_spawn_sends_large_arguments_and_results() -> None:
     sent = np.arange(1_000_000.0)
     for rank, came in enumerate(fl.spawn(scaled, (sent,), nprocs=2)):
         np.testing.assert_array_equal(came, sent * rank)
@@ -122,7 +124,7 @@ def scaled(rank: int, array: Any) -> Any:
     return array * rank
 
 
-def test_functions_may_meet_anew_after_a_shutdown() -> None:
+def test_spawned_ranks_can_initialise_again_after_a_shutdown() -> None:
     assert fl.spawn(begin_anew, nprocs=2) == [2, 2]
 
 
@@ -132,7 +134,7 @@ def begin_anew(rank: int) -> int:
     return int(fl.all_reduce(np.array(1)))
 
 
-def test_ranks_may_leave_operations_unfinished_and_return_at_different_times() -> None:
+def test_spawn_returns_if_ranks_leave_operations_unfinished() -> None:
     assert fl.spawn(leave_early, nprocs=2) == [0, 1]
 
 
@@ -143,8 +145,7 @@ def leave_early(rank: int) -> int:
     return rank
 
 
-def test_spawn_inside_a_world_makes_one_of_its_own(pool: Any) -> None:
-    """Two ranks of a world start two ranks each, and go on as before."""
+def test_spawn_in_a_rank_creates_a_separate_world(pool: Any) -> None:
     assert pool(2).run(spawn_two) == [[[10, 10], 1], [[12, 12], 1]]
 
 
@@ -157,7 +158,7 @@ def total_of_pair(rank: int, outer: int) -> Any:
     return fl.all_reduce(np.array([5 + outer]))
 
 
-def test_spawn_inside_a_spawned_rank() -> None:
+def test_spawn_works_in_a_spawned_rank() -> None:
     assert fl.spawn(nest, nprocs=1) == [[[1], [1]]]
 
 
@@ -165,8 +166,8 @@ def nest(rank: int) -> list[Any]:
     return [sums.tolist() for sums in fl.spawn(total, (0,), nprocs=2)]
 
 
-def test_a_managers_queue_reaches_the_ranks() -> None:
-    """Its server wants the key of multiprocessing, which each rank is given."""
+def test_spawn_passes_a_queue_of_a_manager() -> None:
+    """The server of the manager requires multiprocessing's key, which each rank receives."""
     with multiprocessing.Manager() as manager:
         queue = manager.Queue()
         fl.spawn(put, (queue,), nprocs=2)
@@ -177,17 +178,17 @@ def put(rank: int, queue: Any) -> None:
     queue.put(rank)
 
 
-# What can be sent -----------------------------------------------------------------------------
+# Serialisation --------------------------------------------------------------------------------
 
 
 @NEEDS_CLOUDPICKLE
-def test_lambdas_and_closures_are_sent_by_cloudpickle() -> None:
+def test_spawn_sends_lambdas_and_closures_by_cloudpickle() -> None:
     factor = 3
     assert fl.spawn(lambda rank: rank * factor, nprocs=2) == [0, 3]
 
 
 @NEEDS_CLOUDPICKLE
-def test_a_result_that_pickle_cannot_send() -> None:
+def test_spawn_returns_a_closure_by_cloudpickle() -> None:
     assert fl.spawn(make_adder, nprocs=1)[0](2) == 3
 
 
@@ -204,7 +205,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_process")
-def test_what_cannot_be_pickled_is_refused_before_a_process_starts(
+def test_spawn_raises_type_error_before_a_start_if_fn_is_not_picklable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lock = multiprocessing.Lock()
@@ -226,23 +227,19 @@ def test_what_cannot_be_pickled_is_refused_before_a_process_starts(
         ({"nprocs": 2.0}, ValueError, r"got 2\.0"),
         ({"timeout": 0}, ValueError, "positive number of seconds"),
         ({"timeout": 1e7}, ValueError, "at most 1000000"),
-        ({"max_restarts": -1}, ValueError, "max_restarts must be an integer of at least 0, got -1"),
-        (
-            {"max_restarts": None},
-            ValueError,
-            "max_restarts must be an integer of at least 0, got None",
-        ),
+        ({"max_restarts": -1}, ValueError, "max_restarts must be .* at least 0, got -1"),
+        ({"max_restarts": None}, ValueError, "max_restarts must be .* at least 0, got None"),
         ({"params": {"FILE_PATH": "/x"}}, ValueError, "must not contain FILE_PATH"),
     ],
 )
-def test_wrong_arguments_are_refused(
+def test_spawn_rejects_invalid_arguments_before_a_start(
     arguments: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
         fl.spawn(**{"fn": places, **arguments})
 
 
-def test_multiprocessing_is_not_imported_before_it_is_needed() -> None:
+def test_spawn_imports_multiprocessing_at_first_use() -> None:
     program = "import sys, flashlight_py; print('multiprocessing' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert done.stdout == b"False\n"

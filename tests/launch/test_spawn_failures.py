@@ -1,4 +1,4 @@
-"""A rank of ``spawn`` that fails: the first cause is reported, and nothing is left."""
+"""Failures of spawned ranks: the first cause is reported and nothing is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashlight_py.launch import spawning, supervisor
 
 
 def fail_on_one(rank: int, how: str) -> Any:
-    """Rank 1 fails in some way; the others wait for it in an all_reduce."""
+    """Fail on rank 1 while the other ranks wait in an all_reduce."""
     if rank == 1:
         FAILURES[how]()
     return fl.all_reduce(np.ones(3))
@@ -34,9 +34,9 @@ def raise_error() -> None:
 
 
 def raise_after_leaving() -> None:
-    """The others notice before this rank reports why."""
+    """Raise after the other ranks have detected the loss."""
     fl.distributed.start.world.current_world().group.close()
-    time.sleep(0.3)  # what a rank takes that still has much to clean up
+    time.sleep(0.3)  # time for a long cleanup
     raise KeyError("late")
 
 
@@ -48,14 +48,14 @@ def raise_while_handling() -> None:
 
 
 def wait_with_a_child() -> None:
-    """Die and leave a process that has inherited everything."""
+    """Die and leave a child that has inherited all descriptors."""
     if os.fork() == 0:
         signal.pause()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have us ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore SIGINT
     signal.raise_signal(signal.SIGINT)
 
 
@@ -94,9 +94,9 @@ SLOW: dict[str, tuple[int | None, list[str]]] = {
 @pytest.mark.parametrize(
     "how", [*REPORTS, *(pytest.param(h, marks=pytest.mark.slow) for h in SLOW)]
 )
-def test_the_first_cause_is_raised(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_spawn_raises_the_first_cause(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     code, reported = (REPORTS | SLOW)[how]
-    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 30.0)  # however busy the machine is
+    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 30.0)  # even on a busy machine
     with pytest.raises(fl.errors.RankFailedError) as caught:
         fl.spawn(fail_on_one, (how,), nprocs=3)
     message = str(caught.value)
@@ -107,7 +107,7 @@ def test_the_first_cause_is_raised(monkeypatch: pytest.MonkeyPatch, how: str) ->
     assert (caught.value.rank, caught.value.exit_code) == (1, code)
 
 
-def test_a_failure_everywhere_is_reported_of_one() -> None:
+def test_spawn_raises_one_failure_if_all_ranks_fail() -> None:
     with pytest.raises(fl.errors.RankFailedError, match=r"rank [01] of 2 raised ValueError"):
         fl.spawn(fail_everywhere, nprocs=2)
     with pytest.raises(fl.errors.RankFailedError, match=r"MismatchError: .*rank"):
@@ -122,8 +122,7 @@ def mismatch(rank: int) -> None:
     fl.all_reduce(np.ones(rank + 1))
 
 
-def test_a_consequence_is_reported_where_no_cause_follows() -> None:
-    """Rank 1 returns what it was asked for, and leaves the others alone."""
+def test_spawn_raises_a_consequence_if_no_cause_follows() -> None:
     with pytest.raises(fl.errors.RankFailedError, match=r"rank 0 of 2 raised .*PeerLostError"):
         fl.spawn(leave_the_others, nprocs=2)
 
@@ -136,7 +135,7 @@ def leave_the_others(rank: int) -> Any:
 
 
 class Killer:
-    """Kills rank 1 when it is about to map the memory that rank 0 has created and named."""
+    """Kills rank 1 before it maps the named memory of rank 0."""
 
     def __reduce__(self) -> Any:
         return arm, ()
@@ -149,12 +148,12 @@ def arm() -> None:
         memory_file._attempt = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_memory_that_is_being_shared_when_a_rank_dies_is_given_back() -> None:
+def test_spawn_frees_shared_memory_if_a_rank_dies_while_mapping() -> None:
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
         fl.spawn(fail_on_one, (Killer(),), nprocs=2, params={"BACKEND": "shm"})
 
 
-def test_a_result_that_cannot_be_pickled_names_its_rank_and_type() -> None:
+def test_spawn_names_rank_and_type_of_an_unpicklable_result() -> None:
     match = "rank 0 of 1 raised TypeError: the result, of type generator, cannot be pickled"
     with pytest.raises(fl.errors.RankFailedError, match=match):
         fl.spawn(make_generator, nprocs=1)
@@ -164,10 +163,8 @@ def make_generator(rank: int) -> Any:
     return (each for each in "abc")
 
 
-def test_a_result_that_cannot_be_unpickled_here_names_its_rank() -> None:
-    with pytest.raises(
-        fl.errors.RankFailedError, match="result of rank 0 of 1 cannot be unpickled"
-    ):
+def test_spawn_names_the_rank_if_a_result_cannot_be_unpickled() -> None:
+    with pytest.raises(fl.errors.RankFailedError, match="rank 0 of 1 cannot be unpickled"):
         fl.spawn(make_trap, nprocs=1)
 
 
@@ -181,12 +178,12 @@ def make_trap(rank: int) -> Trap:
 
 
 @pytest.mark.parametrize("nprocs", [10**5, 10**6])
-def test_spawn_raises_value_error_if_this_host_cannot_have_so_many_ranks(nprocs: int) -> None:
+def test_spawn_raises_value_error_if_nprocs_exceeds_host_limits(nprocs: int) -> None:
     with pytest.raises(ValueError, match=f"spawn: nprocs.* got {nprocs}"):
         fl.spawn(make_trap, nprocs=nprocs)
 
 
-def test_all_ranks_are_started_again(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_spawn_restarts_all_ranks(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     assert fl.spawn(killed_before, (1, str(tmp_path)), 2, max_restarts=2) == ["1", "1"]
     (record,) = caplog.records
     assert record.message.startswith("spawn of killed_before: rank 1 of 2 was killed by SIGKILL")
@@ -195,13 +192,13 @@ def test_all_ranks_are_started_again(caplog: pytest.LogCaptureFixture, tmp_path:
 
 
 @pytest.mark.slow
-def test_after_the_last_attempt_its_first_cause_is_raised(tmp_path: Path) -> None:
+def test_spawn_raises_the_first_cause_of_the_last_attempt(tmp_path: Path) -> None:
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 exited with code 1"):
         fl.spawn(killed_before, (2, str(tmp_path)), 2, max_restarts=1)
 
 
 def killed_before(rank: int, restarts: int, folder: str) -> str:
-    """Rank 1 is killed at first, then exits, while rank 0 waits for it."""
+    """Rank 1 is killed in the first attempt and exits in the second, while rank 0 waits."""
     Path(folder, str(os.getpid())).touch()
     fl.barrier()
     count = os.environ["FLASHLIGHT_RESTART_COUNT"]
@@ -212,7 +209,7 @@ def killed_before(rank: int, restarts: int, folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_timeout_ends_ranks_that_do_not_return() -> None:
+def test_spawn_timeout_ends_ranks_that_do_not_return() -> None:
     with pytest.raises(TimeoutError, match=r"spawn of wait: rank\(s\) 0, 1 of 2 did not return"):
         fl.spawn(wait, nprocs=2, timeout=1.0)
 
@@ -223,13 +220,13 @@ def wait(rank: int) -> None:
 
 
 class Full(io.StringIO):
-    """Stands in the place of sys.stdout, and cannot be written to."""
+    """A replacement of sys.stdout that cannot be written."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_output_that_cannot_be_shown_ends_the_ranks() -> None:
+def test_spawn_ends_ranks_if_a_replaced_stdout_cannot_be_written() -> None:
     match = "spawn of print_and_wait: standard output cannot be written: No space left on device"
     with redirect_stdout(Full()), pytest.raises(OSError, match=match):
         fl.spawn(print_and_wait, nprocs=2)
@@ -240,7 +237,7 @@ def print_and_wait(rank: int) -> None:
     wait(rank)
 
 
-def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_kills_a_rank_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawning, "ENDING_SECONDS", 0.5)
     with pytest.raises(fl.errors.RankFailedError, match="rank 1 of 2 raised ValueError"):
         fl.spawn(fail_beside_a_deaf_rank, nprocs=2)
@@ -256,7 +253,7 @@ def fail_beside_a_deaf_rank(rank: int) -> None:
         signal.pause()
 
 
-def test_an_end_that_fails_after_the_result_is_warned_of() -> None:
+def test_spawn_warns_if_a_rank_fails_after_its_result() -> None:
     with pytest.warns(
         RuntimeWarning, match=r"rank 1 of 2 exited with code 5 after it had ret"
     ) as w:
@@ -271,13 +268,13 @@ def fail_at_exit(rank: int) -> int:
 
 
 def leave_late(rank: int) -> None:
-    """Raise; and be told to end while what runs at the exit runs."""
+    """Raise, and receive SIGTERM while exit handlers run."""
     atexit.register(os.kill, os.getpid(), signal.SIGTERM)
     raise ValueError("bad")
 
 
 def leave_after_lines(rank: int) -> None:
-    """Be told to end also at each of the last lines of the rank's program."""
+    """Receive SIGTERM also at each of the last lines of the rank's program."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -293,7 +290,7 @@ def leave_after_lines(rank: int) -> None:
 
 
 @pytest.mark.parametrize("leave", [leave_late, leave_after_lines])
-def test_sigterm_at_the_exit_of_a_failed_rank_prints_nothing(
+def test_rank_main_prints_nothing_if_sigterm_arrives_at_exit(
     leave: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(fl.errors.RankFailedError, match="bad"):
@@ -307,15 +304,15 @@ class ToldToEnd:
 
 
 def be_told_at_the_end(rank: int) -> None:
-    """Be told to end when Python has put back the handlers of signals."""
+    """Receive SIGTERM after Python has restored the signal handlers."""
     builtins.told = ToldToEnd()  # type: ignore[attr-defined]
 
 
-def test_sigterm_after_the_handlers_is_no_failure() -> None:
+def test_rank_main_ignores_sigterm_after_handlers_are_restored() -> None:
     assert fl.spawn(be_told_at_the_end, nprocs=1) == [None]
 
 
-def test_a_deleted_current_folder_is_reported(
+def test_spawn_reports_a_deleted_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "gone"

@@ -1,4 +1,4 @@
-"""``spawn`` from programs of their own: scripts and sessions, and what becomes of killed ones."""
+"""``spawn`` from scripts and interactive sessions, and from scripts that are killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
+def test_spawn_sends_functions_and_classes_of_a_script(tmp_path: Path) -> None:
     done = run([sys.executable, write(tmp_path, SCRIPT), "--option"])
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
@@ -48,7 +48,7 @@ def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
     ]
 
 
-def test_a_script_that_is_run_as_a_module(tmp_path: Path) -> None:
+def test_spawn_works_in_a_module_run_with_dash_m(tmp_path: Path) -> None:
     write(tmp_path, SCRIPT, "module.py")
     done = run([sys.executable, "-m", "module"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -56,13 +56,13 @@ def test_a_script_that_is_run_as_a_module(tmp_path: Path) -> None:
 
 
 @NEEDS_CLOUDPICKLE
-def test_a_lambda_of_a_script(tmp_path: Path) -> None:
+def test_spawn_sends_a_lambda_of_a_script(tmp_path: Path) -> None:
     guarded = 'if __name__ == "__main__":\n    print(fl.spawn(lambda rank: [rank], nprocs=2))\n'
     done = run([sys.executable, write(tmp_path, f"import flashlight_py as fl\n{guarded}")])
     assert (done.returncode, done.stdout, done.stderr) == (0, "[[0], [1]]\n", "")
 
 
-def test_without_the_guard_the_script_raises(tmp_path: Path) -> None:
+def test_spawn_raises_runtime_error_without_the_main_guard(tmp_path: Path) -> None:
     program = "import flashlight_py as fl\ndef f(rank): pass\nfl.spawn(f, nprocs=2)\n"
     done = run([sys.executable, write(tmp_path, program)])
     assert done.returncode == 1
@@ -85,13 +85,13 @@ print([(each.number, type(each) is Square) for each in fl.spawn(square, nprocs=2
 
 
 @NEEDS_CLOUDPICKLE
-def test_functions_of_a_session_that_no_file_holds() -> None:
-    """As in a notebook, where the ranks cannot import what the cells define."""
+def test_spawn_sends_functions_of_an_interactive_session() -> None:
+    """As in a notebook: the ranks cannot import its definitions."""
     done = run([sys.executable, "-"], input=SESSION)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[(4, True), (9, True)]\n", "")
 
 
-def test_a_session_without_cloudpickle_raises_what_to_install() -> None:
+def test_spawn_in_a_session_without_cloudpickle_names_the_package() -> None:
     program = f"import importlib.util\nimportlib.util.find_spec = lambda _: None\n{SESSION}"
     done = run([sys.executable, "-"], input=program)
     assert done.returncode == 1
@@ -125,7 +125,7 @@ if __name__ == "__main__":
 
 
 class Waiting:
-    """A script whose two ranks wait; ``ranks`` are their process numbers."""
+    """A script with two waiting ranks; ``ranks`` are their pids."""
 
     def __init__(self, folder: Path, where: str) -> None:
         self.process = subprocess.Popen(
@@ -138,20 +138,20 @@ class Waiting:
         self.ranks = {int(self.process.stdout.readline()) for _ in range(2)}
 
     def end(self, number: signal.Signals) -> tuple[str, str]:
-        """Send ``number`` to the script alone; return what it still wrote, when all has ended."""
+        """Send ``number`` only to the script; return its remaining output."""
         os.kill(self.process.pid, number)
         output, errors = self.process.communicate(timeout=20)
-        processes.await_end(self.ranks, 5.0)
+        processes.wait_for_end(self.ranks, 5.0)
         assert not [rank for rank in self.ranks if processes.is_alive(rank)]
         return output, errors
 
 
 @pytest.mark.parametrize("where", ["in a collective", "in the function"])
-def test_ctrl_c_ends_the_ranks_after_their_cleanup(tmp_path: Path, where: str) -> None:
+def test_ctrl_c_ends_spawned_ranks_after_cleanup(tmp_path: Path, where: str) -> None:
     script = Waiting(tmp_path, where)
     begin = time.monotonic()
     output, errors = script.end(signal.SIGINT)
-    assert time.monotonic() - begin < ENDING_SECONDS  # without waiting until ranks are killed
+    assert time.monotonic() - begin < ENDING_SECONDS  # before the ranks would be killed
     assert script.process.returncode == -signal.SIGINT
     assert sorted(output.splitlines()) == ["rank 0 was interrupted", "rank 1 was interrupted"]
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
@@ -159,9 +159,7 @@ def test_ctrl_c_ends_the_ranks_after_their_cleanup(tmp_path: Path, where: str) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_die_with_the_script_and_leave_nothing(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_spawned_ranks_end_if_the_script_is_killed(tmp_path: Path, number: signal.Signals) -> None:
     script = Waiting(tmp_path, "in a collective")
     script.end(number)
     assert script.process.returncode == -number

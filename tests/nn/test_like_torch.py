@@ -195,7 +195,7 @@ def made(row: Row, dtype: Any) -> fl.nn.Module:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @ROWS_BY_NAME
-def test_values_and_gradients(row: Row, dtype: str, oracle: Oracle) -> None:
+def test_layers_have_values_and_gradients_of_torch(row: Row, dtype: str, oracle: Oracle) -> None:
     module, inputs = made(row, dtype), variables_of(row, dtype)
     result = call(row, module, inputs)
     named = dict(zip("abcd", inputs, strict=False))
@@ -237,7 +237,7 @@ def test_float16_is_computed_in_float32(row: Row) -> None:
 
 
 @ROWS_BY_NAME
-def test_a_captured_step_has_the_bits_of_the_eager_one(row: Row) -> None:
+def test_captured_step_has_the_bits_of_an_eager_step(row: Row) -> None:
     def make() -> Any:
         module, variables = made(row, "float32"), variables_of(row, "float32")
         params = [*module.params(), *(v for v in variables if v.calc_grad)]
@@ -252,12 +252,12 @@ def test_a_captured_step_has_the_bits_of_the_eager_one(row: Row) -> None:
 
 
 @ROWS_BY_NAME
-def test_a_layer_is_shown_with_its_arguments(row: Row) -> None:
+def test_repr_shows_the_arguments_of_layers(row: Row) -> None:
     module = row.make()
     assert repr(module).startswith(f"{type(module).__name__}(")
 
 
-def test_a_residual_adds_its_input_or_a_shortcut() -> None:
+def test_residual_adds_the_input_or_a_shortcut() -> None:
     body, past = fl.nn.Linear(6, 6), fl.nn.Linear(6, 6)
     x = fl.input(X.astype("float32"))
     np.testing.assert_array_equal(fl.nn.Residual(body)(x).array, body(x).array + x.array)
@@ -267,7 +267,7 @@ def test_a_residual_adds_its_input_or_a_shortcut() -> None:
     assert fl.nn.Identity()(x) is x
 
 
-def test_a_state_goes_on_where_it_was_returned() -> None:
+def test_rnn_continues_from_a_returned_state() -> None:
     for kind in ("lstm", "gru", "tanh"):
         module = fl.nn.RNN(kind, 4, 3, layers=2).astype("f8")
         whole, state = module(fl.input(SEQUENCES))
@@ -279,7 +279,7 @@ def test_a_state_goes_on_where_it_was_returned() -> None:
             np.testing.assert_allclose(one.array, other.array, rtol=1e-12)
 
 
-def test_dropout_between_layers_acts_while_training_only() -> None:
+def test_rnn_dropout_acts_only_in_training() -> None:
     fl.set_seed(0)
     module = fl.nn.RNN("gru", 4, 3, layers=2, dropout=0.5).astype("f8")
     x = fl.input(SEQUENCES)
@@ -289,7 +289,7 @@ def test_dropout_between_layers_acts_while_training_only() -> None:
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_target_that_no_alignment_has(zero: bool, oracle: Oracle) -> None:
+def test_ctc_loss_is_infinite_without_an_alignment(zero: bool, oracle: Oracle) -> None:
     logs = fl.param(np.log(np.full((2, 3, 4), 0.25)))
     said = np.array([[1, 1], [1, 2]])  # the first needs a blank between, which 2 steps lack
     times = np.array([2, 3])
@@ -303,7 +303,7 @@ def test_a_target_that_no_alignment_has(zero: bool, oracle: Oracle) -> None:
     assert logs.grad[1].any()
 
 
-def test_probabilities_of_0_and_1_have_a_loss_of_100_where_they_are_wrong(oracle: Oracle) -> None:
+def test_binary_cross_entropy_limits_logarithms_to_100(oracle: Oracle) -> None:
     p, target = fl.param(np.array([0.0, 1, 0, 1, 0.3])), np.array([0.0, 1, 1, 0, 0.5])
     loss = F.binary_cross_entropy(p, target, "none")
     code = "y = F.binary_cross_entropy(a, t, reduction='none')"
@@ -311,7 +311,9 @@ def test_probabilities_of_0_and_1_have_a_loss_of_100_where_they_are_wrong(oracle
 
 
 @pytest.mark.parametrize("function", [F.erf, F.gelu, F.silu, F.elu, F.log1p])
-def test_the_ends_of_the_number_line(function: Callable[..., Any], oracle: Oracle) -> None:
+def test_activations_are_finite_at_extreme_inputs(
+    function: Callable[..., Any], oracle: Oracle
+) -> None:
     ends = np.array([0.0, -0.0, 1e-30, 30.0, 700.0])
     ends = ends if function is F.log1p else np.concatenate([ends, -ends])
     name = function.__name__
@@ -321,23 +323,23 @@ def test_the_ends_of_the_number_line(function: Callable[..., Any], oracle: Oracl
 
 ONES, FLAT = np.ones((2, 3)), np.ones(3)
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
-    r"where: the condition needs dtype bool, got float64": (
+    r"where: condition must have dtype bool, got float64": (
         lambda: F.where(ONES, fl.param(ONES), 0.0), TypeError),
     r"gather: indices must be integers, got float64": (lambda: F.gather(ONES, ONES, 0), TypeError),
-    r"gather: expected indices of 0..2 .* shape \(3,\), got index 3 in shape \(1,\)": (
+    r"gather: expected indices of 0..2 .* shape \(3,\), got index 3 in .* shape \(1,\)": (
         lambda: F.gather(FLAT, np.array([3]), 0), IndexError),
-    r"gather: .* shape \(2, 3\) along axis 0 .* got \(1, 4\)": (
+    r"gather: .* shape \(2, 3\) except along axis 0, got \(1, 4\)": (
         lambda: F.gather(ONES, np.zeros((1, 4), int), 0), ValueError),
     r"scatter_add: expected a source .* \(2,\), got \(3,\)": (
         lambda: F.scatter_add(FLAT, np.zeros(2, int), FLAT, 0), ValueError),
     r"embedding: .* 0..1 .* index -1": (lambda: F.embedding(ONES, np.array(-1)), IndexError),
-    r"embedding: .* 0..6 for .* shape \(7, 2\), got index 7 in shape \(1,\)": (
+    r"embedding: .* 0..6 for .* shape \(7, 2\), got index 7 in .* shape \(1,\)": (
         lambda: fl.nn.Embedding(7, 2)(fl.input(np.array([7]))), IndexError),
     r"embedding: .* index 9223372036854775808 in": (
         lambda: F.embedding(ONES, np.array([2**63], "u8")), IndexError),
     r"embedding: expected a weight \[rows, dim\], got \(3,\)": (
         lambda: F.embedding(FLAT, np.zeros(1, int)), ValueError),
-    r"topk: there are no 4 along axis -1 of shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
+    r"topk: .* got k = 4 and axis = -1 for shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
     r"stack: expected variables of one shape, got \[\]": (lambda: F.stack([]), ValueError),
     r"stack: expected .*\(2, 3\), \(3,\)": (lambda: F.stack([ONES, FLAT]), ValueError),
     r"got 'average'": (lambda: fl.nn.CategoricalCrossEntropy("average"), ValueError),
@@ -350,7 +352,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: fl.nn.Conv1D(1, 1, 1, 1, -1), ValueError),
     r"Conv1D: padding must be an integer, got tuple": (
         lambda: fl.nn.Conv1D(1, 1, 1, 1, (1, 1)), TypeError),
-    r"Conv1D: padding='same' needs .*, got stride 2, kernel 3 and dilation 1": (
+    r"Conv1D: padding='same' must .*, got stride 2, kernel 3 and dilation 1": (
         lambda: fl.nn.Conv1D(1, 1, 3, 2, "same"), ValueError),
     r"Conv1D: expected x of shape \[batch, 3, time\] .* got \(2, 3\)": (
         lambda: fl.nn.Conv1D(3, 1, 1)(ONES), ValueError),
@@ -360,28 +362,28 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: fl.nn.Conv1D(2, 1, 1, padding=3)(np.ones((0, 2, 3))), ValueError),
     r"Conv1D: .* time >= 4, got \(1, 2, 3\)": (
         lambda: fl.nn.Conv1D(2, 1, 4)(ONES[None]), ValueError),
-    r"ConvTranspose2D: output_padding \(1, 1\) is not below": (
+    r"ConvTranspose2D: output_padding must be below .* got \(1, 1\)": (
         lambda: fl.nn.ConvTranspose2D(1, 1, 1, output_padding=1), ValueError),
     r"ConvTranspose2D: expected x of shape \[batch, 3, .* got \(2, 3\)": (
         lambda: fl.nn.ConvTranspose2D(3, 1, 1)(ONES), ValueError),
-    r"pad: there is no mode 'mean'": (lambda: F.pad(ONES, 1, "mean"), ValueError),
-    r"std: needs more than ddof \(3\) elements, got 3": (
+    r"pad: mode must be .* got 'mean'": (lambda: F.pad(ONES, 1, "mean"), ValueError),
+    r"std: expected more than ddof = 3 elements, got 3": (
         lambda: F.std(ONES, 1, ddof=3), ValueError),
-    r"axis 2 does not name .* of 2": (lambda: F.flip(ONES, 2), ValueError),
-    r"axis \(0, 0\) does not name .* of 4": (lambda: F.expand_dims(ONES, (0, 0)), ValueError),
-    r"split: 3 along axis 1 cannot be cut into 2": (lambda: F.split(ONES, 2, 1), ValueError),
-    r"split: 3 along axis 1 cannot be cut into \[4, -1\]": (
+    r"axis must name .* of 2, got 2": (lambda: F.flip(ONES, 2), ValueError),
+    r"axis must name .* of 4, got \(0, 0\)": (lambda: F.expand_dims(ONES, (0, 0)), ValueError),
+    r"split: .* 3, the size of axis 1, got 2": (lambda: F.split(ONES, 2, 1), ValueError),
+    r"split: .* 3, the size of axis 1, got \[4, -1\]": (
         lambda: F.split(ONES, [4, -1], 1), ValueError),
     r"norm: p must be at least 1, got 0": (lambda: F.norm(ONES, 0), ValueError),
-    r"einsum: 'i,j' does not fit .* it has 2 terms": (lambda: F.einsum("i,j", ONES), ValueError),
-    r"einsum: .* 'j' stands for 3 and 2": (lambda: F.einsum("ij,jk", ONES, ONES), ValueError),
-    r"einsum: .* 'i' has another number of dim": (lambda: F.einsum("i", ONES), ValueError),
-    r"einsum: .* a letter twice, or one that no": (lambda: F.einsum("ij->ik", ONES), ValueError),
-    r"glu: needs an even number .* got shape \(2, 3\)": (lambda: F.glu(ONES), ValueError),
-    r"prelu: .* weight of shape \(3,\) or \(1,\), got \(2,\)": (
+    r"einsum: 'i,j' does not fit .* 1 terms, got 2": (lambda: F.einsum("i,j", ONES), ValueError),
+    r"einsum: .* 'j' has the sizes 3 and 2": (lambda: F.einsum("ij,jk", ONES, ONES), ValueError),
+    r"einsum: .* 'i' must have one letter per dim": (lambda: F.einsum("i", ONES), ValueError),
+    r"einsum: .* distinct letters .* got 'ik'": (lambda: F.einsum("ij->ik", ONES), ValueError),
+    r"glu: expected an even size .* got shape \(2, 3\)": (lambda: F.glu(ONES), ValueError),
+    r"prelu: .* weight of shape \(3,\) or \(1,\) .* got \(2,\)": (
         lambda: F.prelu(ONES, FLAT[:2]), ValueError),
-    r"hardtanh: lower \(1\) must be below upper": (lambda: F.hardtanh(ONES, 1, 0), ValueError),
-    r"mean_absolute_error: prediction has shape \(2, 3\), target \(3,\)": (
+    r"hardtanh: lower must be below .* 1 and 0": (lambda: F.hardtanh(ONES, 1, 0), ValueError),
+    r"mean_absolute_error: .* prediction's shape \(2, 3\), got \(3,\)": (
         lambda: F.mean_absolute_error(ONES, FLAT), ValueError),
     r"binary_cross_entropy: probabilities .* 0 to 1 \(pass sigmoid.* got 2.0": (
         lambda: F.binary_cross_entropy(np.array([1.0, 2]), np.zeros(2)), ValueError),
@@ -391,16 +393,16 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: F.binary_cross_entropy(np.ones(2), np.array([1.0, 7])), ValueError),
     r"label_smoothing must be 0 to 1, got 2": (
         lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=2), ValueError),
-    r"temporal_classification: targets .* 0..3 and not 0, .* \(1, 2, 4\), in .* \(1, 1\), got 0": (
+    r"classification: targets .* 0..3 and not 0 .* \(1, 1\) .* \(1, 2, 4\) with target 0": (
         lambda: F.connectionist_temporal_classification(np.ones((1, 2, 4)), np.array([[0]])),
         ValueError),
     r"target lengths must be 0 to 1, got 2": (
         lambda: F.connectionist_temporal_classification(
             np.ones((1, 2, 4)), np.array([[1]]), None, np.array([2])), ValueError),
-    r"need targets \[batch, longest\] of shape \(1, longest\), got \(2, 1\)": (
+    r"expected targets \[batch, longest\] of shape \(1, longest\) .* got \(2, 1\)": (
         lambda: F.connectionist_temporal_classification(np.ones((1, 2, 4)), np.ones((2, 1), int)),
         ValueError),
-    r"expected log probabilities \[batch, time, classes\] .* got shape \(0, 2, 4\)": (
+    r"expected log probabilities \[batch, time, classes\], .* got shape \(0, 2, 4\)": (
         lambda: F.connectionist_temporal_classification(np.ones((0, 2, 4)), np.ones((0, 1), int)),
         ValueError),
     r"ratio must be at least 0 and below 1, got 1": (lambda: fl.nn.Dropout(1), ValueError),
@@ -413,14 +415,14 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones(())), ONES), ValueError),
     r"RNN: expected \[batch, time, 4\], got \(3, 4\)": (
         lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones((3, 4)))), ValueError),
-    r"none of them 0, .* got shape \(0, 3, 4\)": (
+    r"not empty, .* got shape \(0, 3, 4\)": (
         lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones((0, 3, 4)))), ValueError),
     r"RNN: expected 2 state\(s\) of shape \(1, 3, 2\)": (
         lambda: fl.nn.RNN("lstm", 4, 2)(fl.input(SEQUENCES), (ONES, ONES)), ValueError),
     r"Embedding: n must be an integer, got float": (lambda: fl.nn.Embedding(1.0, 2), TypeError),
-    r"Embedding: padding_idx 2 is none of 2 rows": (lambda: fl.nn.Embedding(2, 2, 2), ValueError),
-    r"Residual adds modules, got ABCMeta": (lambda: fl.nn.Residual(fl.nn.ReLU), TypeError),
-    r"Residual: the module made shape \(2, 1\) of \(2, 3\), and its shortcut \(2, 3\)": (
+    r"Embedding: padding_idx must be in .* got 2": (lambda: fl.nn.Embedding(2, 2, 2), ValueError),
+    r"Residual: expected a Module, got ABCMeta": (lambda: fl.nn.Residual(fl.nn.ReLU), TypeError),
+    r"Residual: .* for input \(2, 3\), got \(2, 1\) and \(2, 3\)": (
         lambda: fl.nn.Residual(fl.nn.Linear(3, 1))(fl.input(ONES)), ValueError),
 }  # fmt: skip
 
@@ -436,15 +438,15 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         fl.nn.View((-1,)), fl.nn.Sequential(fl.nn.Linear(2, 2), fl.nn.Dropout()),
     ],
 )  # fmt: skip
-def test_lists_are_rejected_and_arrays_taken(layer: Any) -> None:
-    with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
+def test_layers_accept_arrays_and_reject_lists(layer: Any) -> None:
+    with pytest.raises(TypeError, match=r"got list. Convert it with numpy.asarray"):
         layer([[[1.0, 2.0]]])
     x = np.ones((2, 2, 2, 2) if type(layer) is fl.nn.Conv2D else (2, 2, 2), "float32")
     layer(x)
     layer.eval()(x)
 
 
-def test_losses_take_arrays() -> None:
+def test_losses_accept_arrays() -> None:
     x, labels = F.log_softmax(fl.param(X)), np.arange(4)
     for found, given in ((fl.nn.CategoricalCrossEntropy(), labels), (fl.nn.MeanSquaredError(), Y)):
         np.testing.assert_array_equal(found(x, given).array, found(x, fl.input(given)).array)
@@ -476,7 +478,7 @@ EMPTY: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("words", EMPTY)
-def test_an_empty_batch_is_an_error_with_its_shape(
+def test_layers_raise_value_error_for_empty_batches(
     words: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:

@@ -129,7 +129,7 @@ def test_run_continues_after_stages_that_fail_or_hang(
     assert "ValueError: of this stage" in page
     assert f"| a | table | {tmp_path / 'environment' / 'cupy'}" in page
     child = int(page.partition("child ")[2].split()[0])
-    processes.await_end({child}, 10.0)
+    processes.wait_for_end({child}, 10.0)
     assert not processes.is_alive(child)
     printed = capsys.readouterr().out
     assert page in printed

@@ -92,7 +92,7 @@ def test_a_copy_is_ordinary(rank: int, size: int) -> None:
             alone = copy.deepcopy(optimizer)
             assert alone.params[0].placement is None
             np.testing.assert_equal(alone.state_dict(), optimizer.state_dict())
-            with pytest.raises(RuntimeError, match="make the optimizer afterwards"):
+            with pytest.raises(RuntimeError, match="Create the optimizer after sharding"):
                 copy.copy(optimizer).step()
             if rank == 0:
                 ends = [param.array.copy() for param in other.params()]

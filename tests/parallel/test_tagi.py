@@ -299,7 +299,7 @@ def test_misuse_is_refused_before_anything_is_sent(rank: int, size: int) -> None
         DDPSequential(dense(), bucket_bytes=0)
     with pytest.raises(ValueError, match="expected a network with parameters"):
         DDPSequential(Sequential(ReLU()))
-    with pytest.raises(ValueError, match="the config has rank 5 of 9"):
+    with pytest.raises(ValueError, match="got rank 5 of 9"):
         DDPSequential(dense(), DDPConfig(rank=5, world_size=9))
     with pytest.raises(ValueError, match="device_ids must have one entry per rank or 0, got"):
         DDPSequential(dense(), DDPConfig([0]))  # on every rank, also on that which has one

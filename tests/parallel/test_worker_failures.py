@@ -41,7 +41,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
     del model
     out.backward(np.ones((2, 3)))  # the graph keeps the worker
     end_dropped()
-    assert pid not in processes.running()  # until it is freed, without the garbage collector
+    assert pid not in processes.all_pids()  # until it is freed, without the garbage collector
     del out
     gc.collect()
     assert _descriptors() == before  # memory without a name is gone with its descriptors
@@ -75,7 +75,7 @@ def test_ctrl_c_is_not_lost_while_workers_are_dropped(
         model.close()
     else:
         fl.DataParallel(Net(), nprocs=2)(rows(0, 0))  # the next one ends them
-    assert pids.isdisjoint(processes.running())
+    assert pids.isdisjoint(processes.all_pids())
     end_dropped()
 
 
@@ -107,8 +107,8 @@ def _lose_a_worker(model: fl.DataParallel) -> None:
     with pytest.raises(RankFailedError, match="worker 1 of 2 was killed by SIGKILL") as info:
         model(rows(0, BE_KILLED))
     assert info.value.exit_code == -signal.SIGKILL
-    assert worker_pids(model).isdisjoint(processes.running())
-    with pytest.raises(RuntimeError, match="have been ended since, by close"):
+    assert worker_pids(model).isdisjoint(processes.all_pids())
+    with pytest.raises(RuntimeError, match=r"that close\(\) or an error has ended"):
         out.backward(np.ones((2, 3)))
 
 
@@ -122,7 +122,7 @@ def test_after_an_interrupt_the_next_call_starts_workers_anew(model: fl.DataPara
     with pytest.raises(KeyboardInterrupt):
         model(rows(0, HANG))
     timer.join()
-    assert first.isdisjoint(processes.running())
+    assert first.isdisjoint(processes.all_pids())
     model(rows(0, 0)).backward(np.ones((2, 3)))
     assert model.params()[0].grad is not None
 
@@ -190,12 +190,12 @@ def _run(folder: Path, program: str, *arguments: str) -> Any:
 def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how: str) -> None:
     done = _run(tmp_path, PROGRAM, how)
     pid, *more = done.stdout.splitlines()
-    processes.await_end({int(pid)}, 5)
+    processes.wait_for_end({int(pid)}, 5)
     command = Path(f"/proc/{pid}/cmdline")  # empty where nobody has reaped it
     assert not command.exists() or not command.read_text()
     assert done.returncode == (-signal.SIGKILL if how.startswith("kill") else 0), done.stderr
     if how == "fork":
-        assert "was forked from the one whose workers these are" in more[0]
+        assert "which was forked from it" in more[0]
         assert more[1] == "(2, 3)"
 
 

@@ -161,7 +161,7 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
         found.append(
             f"ranks {list(start.up)[:5]} are up, and {missing} have not made all exchanges"
         )
-    held_up, knows_none = _held_up(start, faults), "the run has failed, and other ranks say why"
+    held_up, knows_none = _held_up(start, faults), "the run has failed, and other ranks report why"
     told = {rank: error for rank, error in start.errors.items() if knows_none not in str(error)}
     if start.errors and not told:
         found.append(f"all ranks say that {knows_none}")

@@ -23,7 +23,7 @@ from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.memory import memory_file, topology
 from flashlight_py.distributed.rendezvous import wire
-from flashlight_py.distributed.rendezvous.places import FAN, Places, entry, identity
+from flashlight_py.distributed.rendezvous.places import FAN, TreeRecord, entry, identity
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Peer, Roster, Store, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
@@ -140,7 +140,7 @@ def of_ranks(n: int = 512) -> dict[str, float]:
     byte = seconds_of(lambda: loads(texts[0])) - seconds_of(lambda: loads(short))
     byte = max(byte, 0.0) / (len(texts[0]) - len(short))
     return {
-        "TAKE": seconds_of(lambda: Places(peers[0]).take(entries), 5) / n,
+        "TAKE": seconds_of(lambda: TreeRecord(peers[0]).take(entries), 5) / n,
         "PACK": seconds_of(lambda: Roster.of(texts), 20) / n,
         "DERIVE": reading - byte * len(texts[0]),
         "CHOOSE": seconds_of(lambda: topology._addresses_of_ranks(choices), 5) / n,
@@ -241,11 +241,11 @@ def of_admitting(ranks: int = 1000) -> float:
 class _Candidate:
     """Stand-in for the connection of a rank that asks for admission; it sends nothing."""
 
-    address = here = "127.0.0.1", 1
-    ends = here, address
+    address = local_address = "127.0.0.1", 1
+    ends = local_address, address
     handshake: wire.Handshake | None = None
     rank: int | None = None
-    is_refused = False
+    is_rejected = False
 
     def __init__(self, rank: int, size: int) -> None:
         peer = this_process()._replace(pid=rank)
@@ -254,7 +254,7 @@ class _Candidate:
 
     def answer(self) -> None:
         assert self.handshake
-        self.inbox.append(wire.Packet(Kind.PROOF, self.handshake.of_client(self._greeting)))
+        self.inbox.append(wire.Packet(Kind.PROOF, self.handshake.client_proof(self._greeting)))
 
     def send(self, *_: Any) -> None:
         """Send nothing."""
@@ -341,7 +341,7 @@ class _Replayed(Store):
         self.rank, self.size = rank, len(Roster(bodies[0]))
         self.host_timeout = Settings.host_timeout
         self._bodies, self._round = bodies, 0
-        self._places = Places(this_process())
+        self._record = TreeRecord(this_process())
 
     def exchange(self, payload: bytes) -> Roster:
         body, is_first = self._bodies[self._round], self._round == 0
@@ -351,15 +351,15 @@ class _Replayed(Store):
             pieces = [body[at : at + _PIECE] for at in range(0, len(body), _PIECE)]
             return Roster(b"".join(pieces))
         who = identity(this_process()) if is_first else b""
-        self._places.begin(payload, is_first)
+        self._record.begin(payload, is_first)
         texts = Roster(body)
         for first in range(1, self.size, self.size // FAN + 1):
             part = range(first, min(self.size, first + self.size // FAN + 1))
-            self._places.take(b"".join([entry(each, 0, who, texts[each]) for each in part]))
+            self._record.take(b"".join([entry(each, 0, who, texts[each]) for each in part]))
         del texts
-        given = self._places.given
+        given = self._record.given
         roster = Roster(Roster.of([given[each] for each in range(self.size)]).body)
-        self._places.end()
+        self._record.end()
         return roster
 
 

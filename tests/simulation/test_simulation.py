@@ -117,7 +117,7 @@ def test_rank_0_names_ranks_that_do_not_leave_the_tree() -> None:
         start = Start(64, seed=2, begin=begin, timeout=5.0, FLASHLIGHT_TREE_FROM="2")
         start.run(until=20.0)
         assert set(start.up) == set(range(1, 64)) - {stopped}
-        assert f"rank {stopped} joined and did not take leave" in str(start.errors[0])
+        assert f"rank {stopped} joined and did not leave" in str(start.errors[0])
 
 
 def test_data_sent_during_a_network_partition_arrives_in_order() -> None:

@@ -1,4 +1,4 @@
-"""What tests of fl.tagi share: numbers, steps, comparisons, and NumPy in the place of kernels."""
+"""Shared helpers of the TAGI tests: numbers, steps, comparisons, and NumPy instead of kernels."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,13 +15,13 @@ needs_kernels = pytest.mark.skipif(native() is None, reason="the native kernels 
 
 
 def in_numpy(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of fl.tagi as it is where the kernels were not built."""
+    """Call a function of fl.tagi as if the kernels were not built."""
     with mock.patch("flashlight_py._native.optional", return_value=None):
         return function(*args)
 
 
 def network(layers: str, seed: int = 0) -> nn.Sequential:
-    """Return a network of ``layers``, an expression with the names of ``nn``, drawn by ``seed``."""
+    """Create a network from ``layers``, an expression with the names of ``nn``."""
     tagi.manual_seed(seed)
     net: nn.Sequential = eval(f"Sequential({layers})", dict(vars(nn)))
     return net
@@ -32,31 +32,31 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def channels_first(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return equal arrays that lie in memory channel by channel."""
+    """Return equal arrays in channel-first memory order."""
     return tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in arrays)
 
 
 def observe(net: nn.Sequential, y: Any, errors: Any = 0.1) -> None:
-    """Set the sums of all parameters by what was observed of the last outputs."""
+    """Observe the last outputs and set the sums of all parameters."""
     nn.OutputUpdater(net.device).update(net.output_z_buffer, y, errors, net.input_delta_z_buffer)
     net.backward()
 
 
 def learn(net: nn.Sequential, x: Any, y: Any, errors: Any = 0.1) -> None:
-    """Do one step."""
+    """Run one training step."""
     net(x)
     observe(net, y, errors)
     net.step()
 
 
-def equal(found: Any, expected: Any, rtol: float = 0, atol: float = 0, message: str = "") -> None:
-    """Compare arrays, or those in dictionaries, tuples and lists of one structure."""
+def equal(actual: Any, expected: Any, rtol: float = 0, atol: float = 0, message: str = "") -> None:
+    """Compare arrays, or equally structured dictionaries, tuples and lists of arrays."""
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for key, value in expected.items():
-            equal(found[key], value, rtol, atol, f"{message} {key}")
+            equal(actual[key], value, rtol, atol, f"{message} {key}")
     elif isinstance(expected, np.ndarray) or not isinstance(expected, Iterable):
-        np.testing.assert_allclose(found, expected, rtol, atol, err_msg=message)
+        np.testing.assert_allclose(actual, expected, rtol, atol, err_msg=message)
     else:
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             equal(one, other, rtol, atol, message)

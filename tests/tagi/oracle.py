@@ -1,7 +1,6 @@
-"""The oracle: the real pytagi beside this package, on the same numbers.
+"""The oracle: the real pytagi in a process, for comparisons on the same numbers.
 
-It runs in an environment of its own (``make test-slow`` installs it). The test is skipped, with the
-reason, where there is none.
+It runs in a separate environment (``make test-slow`` installs it). Without it, tests are skipped.
 """
 
 import atexit
@@ -26,13 +25,13 @@ Entry = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a step has made: all arrays flat, float32; those of layers by the layer's name.
+    """Results of a step: flat float32 arrays, for layers by the name of the layer.
 
     Attributes:
-        mu, var: of the outputs.
-        output_deltas: of their means and variances.
+        mu, var: Moments of the outputs.
+        output_deltas: Deltas of their means and variances.
         deltas: delta_mu_w, delta_var_w, delta_mu_b, delta_var_b of each layer with parameters.
-        before, after: the parameters.
+        before, after: The parameters.
     """
 
     mu: np.ndarray
@@ -45,7 +44,7 @@ class Stepped:
 
 @functools.cache
 def _oracle() -> Oracle | str:
-    """Return the oracle, or the reason why there is none."""
+    """Return the oracle, or the reason why it is missing."""
     from harness.environments import PEERS, libraries_of, python_of
 
     peer = PEERS["pytagi"]
@@ -59,57 +58,57 @@ def _oracle() -> Oracle | str:
 
 
 def oracle() -> Oracle:
-    """Return the oracle; skip the test, with the reason, where there is none."""
-    found = _oracle()
-    if isinstance(found, str):
-        pytest.skip(f"needs the real pytagi: {found}")
-    return found
+    """Return the oracle, or skip the test with the reason."""
+    oracle_or_reason = _oracle()
+    if isinstance(oracle_or_reason, str):
+        pytest.skip(f"needs the real pytagi: {oracle_or_reason}")
+    return oracle_or_reason
 
 
 def oracle_run(program: str, **arrays: Any) -> Any:
-    """Return what ``program`` leaves in ``result``, if anything, executed beside the real pytagi.
+    """Run ``program`` with the real pytagi and return its variable ``result``, or None.
 
-    It sees ``np``, ``pytagi``, all names of ``pytagi.nn``, and ``arrays`` by their names. What is
-    returned must be a pickle of NumPy and Python's own types.
+    The program can use ``np``, ``pytagi``, all names of ``pytagi.nn``, and ``arrays``. The result
+    must be a pickle of NumPy and Python types.
     """
     return oracle().ask(program=textwrap.dedent(program), arrays=arrays)
 
 
-def equal_programs(program: str, rtol: float = 0, atol: float = 0, **given: Any) -> None:
-    """Compare what ``program`` leaves in ``result`` here and beside the real pytagi."""
-    space = names_of(tagi) | given
+def equal_programs(program: str, rtol: float = 0, atol: float = 0, **arrays: Any) -> None:
+    """Run ``program`` with both libraries and compare the variable ``result``."""
+    space = names_of(tagi) | arrays
     exec(textwrap.dedent(program), space)
-    equal(space["result"], oracle_run(program, **given), rtol, atol)
+    equal(space["result"], oracle_run(program, **arrays), rtol, atol)
 
 
-def run_both(program: str, **given: Any) -> tuple[Any, Any]:
-    """Return what ``program`` leaves in ``result``, here and beside the real pytagi.
+def run_both(program: str, **arrays: Any) -> tuple[Any, Any]:
+    """Run ``program`` with both libraries and return both values of ``result``.
 
-    The first part is the parameters that the program begins with: here they are those of pytagi.
+    The first element of the result is the initial parameters, which this package takes from pytagi.
     ``{load}`` in the program is whether to load ``parameters``.
     """
-    parameters, *real = oracle_run(program.format(load=False), **given)
-    space = {**vars(nn), "np": np, **given, "parameters": parameters}
+    parameters, *real = oracle_run(program.format(load=False), **arrays)
+    space = {**vars(nn), "np": np, **arrays, "parameters": parameters}
     exec(program.format(load=True), space)
     return space["result"][1:], real
 
 
-# What a step may have beside a network and its batch: ``var_y``, ``idx`` and ``var_x`` as for
-# ``Sequential`` and ``OutputUpdater``; whether to call ``update_heteros``, of which there is no
-# ``var_y``; how many steps, of which the last one is returned; the seed of its own parameters.
+# Options of a step: ``var_y``, ``idx`` and ``var_x`` of ``Sequential`` and ``OutputUpdater``;
+# whether to call ``update_heteros``, which has no ``var_y``; the number of steps, of which the last
+# is returned; and the seed of the parameters.
 OPTIONS = {"var_y": None, "idx": None, "var_x": None, "heteros": False, "steps": 1, "seed": 0}
 
 
 def oracle_step(
     network: str, x: Any, y: Any, params: dict[str, Entry] | None = None, **options: Any
 ) -> Stepped:
-    """Return what the real pytagi makes of steps on one batch, on one thread.
+    """Return the results of the real pytagi for steps on one batch and one thread.
 
     Args:
-        network: the expression that makes it, with the names of ``pytagi.nn``.
-        x, y: as for its ``Sequential`` and ``OutputUpdater``, of any shape.
-        params: what to begin with, by the names of its ``state_dict()``; None: its own.
-        options: those of ``OPTIONS``.
+        network: Expression that creates the network, with the names of ``pytagi.nn``.
+        x, y: Arguments of its ``Sequential`` and ``OutputUpdater``, of any shape.
+        params: Initial parameters by the names of ``state_dict()``. None: its own.
+        options: Options in ``OPTIONS``.
     """
     request = OPTIONS | {"network": network, "x": x, "y": y, "params": params} | options
     if request["idx"] is not None:
@@ -118,7 +117,7 @@ def oracle_step(
 
 
 def own_step(network: str, params: dict[str, Entry], x: Any, y: Any, **options: Any) -> Stepped:
-    """Return what this package makes of the same steps; see :func:`oracle_step`."""
+    """Return the results of this package for the same steps; see :func:`oracle_step`."""
     request = {"network": network, "x": x, "y": y, "params": params}
     return Stepped(**step(tagi, OPTIONS | request | options))
 
@@ -127,40 +126,44 @@ def compare(
     network: str, x: Any, y: Any, var_y: Any = None, *, here: str | None = None,
     params: dict[str, Entry] | None = None, rtol: float = 1e-5, atol: float = 1e-5, **options: Any,
 ) -> tuple[Stepped, Stepped]:  # fmt: skip
-    """Let both libraries do the same steps from the same parameters, and compare all they make.
+    """Run the same steps with both libraries and compare all results.
 
-    These are the moments and deltas of the outputs, the deltas of every layer's parameters, also of
-    those inside blocks, and the parameters afterwards.
+    The results are moments and deltas of the outputs, deltas of all parameters, including blocks,
+    and the final parameters.
 
     Args:
-        network: evaluated with the names of ``pytagi.nn`` there, of ``fl.tagi`` here.
-        x, y, var_y, params, options: as for :func:`oracle_step`.
-        here: the expression for this package, where it differs, such as by an option.
-        rtol: of an element.
-        atol: of an array's largest element: sums of many numbers that nearly cancel are as exact.
+        network: Expression with the names of ``pytagi.nn`` and ``fl.tagi``.
+        x, y, var_y, params, options: See :func:`oracle_step`.
+        here: Expression for this package, if it differs.
+        rtol: Tolerance relative to an element.
+        atol: Tolerance relative to the largest element of an array, for sums that nearly cancel.
 
     Returns:
-        What the oracle has made, then what this package has.
+        The results of the oracle and of this package.
     """
-    given = {"x": x, "y": y, "var_y": var_y, **options}
-    there = oracle_step(network, params=params, **given)
-    ours = own_step(here or network, there.before, **given)
+    arguments = {"x": x, "y": y, "var_y": var_y, **options}
+    reference = oracle_step(network, params=params, **arguments)
+    ours = own_step(here or network, reference.before, **arguments)
     close = functools.partial(assert_close, rtol=rtol, atol=atol)
-    close("output means", ours.mu, there.mu)
-    close("output variances", ours.var, there.var)
-    close("deltas of output means", ours.output_deltas[0], there.output_deltas[0])
-    close("deltas of output variances", ours.output_deltas[1], there.output_deltas[1])
-    assert set(ours.after) == set(there.after)
-    for name in sorted(there.after):
-        for which, own, real in zip(DELTAS, ours.deltas[name], there.deltas[name], strict=True):
-            close(f"{name}: {which}", own, real)
-        # This package's entries go on with running statistics, which pytagi's lack.
-        for number, real in enumerate(there.after[name]):
-            close(f"{name}: {STATE[number]} after", ours.after[name][number], real)
-    return there, ours
+    close("output means", ours.mu, reference.mu)
+    close("output variances", ours.var, reference.var)
+    close("deltas of output means", ours.output_deltas[0], reference.output_deltas[0])
+    close("deltas of output variances", ours.output_deltas[1], reference.output_deltas[1])
+    assert set(ours.after) == set(reference.after)
+    for name in sorted(reference.after):
+        for which, actual, expected in zip(
+            DELTAS, ours.deltas[name], reference.deltas[name], strict=True
+        ):
+            close(f"{name}: {which}", actual, expected)
+        # Entries of this package also have running statistics, unlike pytagi's.
+        for number, expected in enumerate(reference.after[name]):
+            close(f"{name}: {STATE[number]} after", ours.after[name][number], expected)
+    return reference, ours
 
 
-def assert_close(what: str, own: np.ndarray, real: np.ndarray, rtol: float, atol: float) -> None:
-    """Compare with the tolerances of :func:`compare`; the message says what differs."""
-    largest = np.abs(real).max(initial=0)
-    np.testing.assert_allclose(own, real, rtol, atol * largest, err_msg=what)
+def assert_close(
+    name: str, actual: np.ndarray, expected: np.ndarray, rtol: float, atol: float
+) -> None:
+    """Compare with the tolerances of :func:`compare`; the message names the array."""
+    largest = np.abs(expected).max(initial=0)
+    np.testing.assert_allclose(actual, expected, rtol, atol * largest, err_msg=name)

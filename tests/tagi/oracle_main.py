@@ -1,7 +1,7 @@
-"""What the oracle's process does: it answers requests with the real pytagi.
+"""The process of the oracle, which answers requests with the real pytagi.
 
-It runs in the environment of pytagi, knows nothing of flashlight_py, and is started by ``oracle``.
-Tests call ``step`` for this package.
+``oracle`` starts it in the environment of pytagi, without flashlight_py. Tests also call ``step``
+for this package.
 """
 
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ DELTAS = ("delta_mu_w", "delta_var_w", "delta_mu_b", "delta_var_b")
 
 
 def flat(array: Any) -> np.ndarray:
-    """Return what pytagi takes: it ignores strides and refuses float64."""
+    """Convert for pytagi, which ignores strides and rejects float64."""
     return np.ascontiguousarray(array, np.float32).ravel()
 
 
 def as_arrays(state: dict[str, Any]) -> dict[str, tuple[np.ndarray, ...]]:
-    """Return a dictionary of parameters with arrays for lists."""
+    """Return a dictionary of parameters with arrays instead of lists."""
     return {name: tuple(map(flat, entry)) for name, entry in state.items()}
 
 
 def named_layers(layer: Any, suffix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the layers that a layer consists of, by the names in the dictionary of parameters."""
+    """Yield a layer or its inner layers with their names in the dictionary of parameters."""
     if hasattr(layer, "main_block"):
         yield from named_layers(layer.main_block, f"main.{suffix}")
         if layer.shortcut is not None:
@@ -38,13 +38,13 @@ def named_layers(layer: Any, suffix: str) -> Iterator[tuple[str, Any]]:
 
 
 def names_of(library: Any) -> dict[str, Any]:
-    """Return the names that a program sees."""
+    """Return the names that a program can use."""
     layers = {name: getattr(library.nn, name) for name in dir(library.nn)}
     return {"np": np, "pytagi": library, **layers}
 
 
 def observe(net: Any, updater: Any, request: dict[str, Any]) -> None:
-    """Let the updater write the deltas of the outputs."""
+    """Make the updater write the deltas of the outputs."""
     y, states, deltas = flat(request["y"]), net.output_z_buffer, net.input_delta_z_buffer
     if request["heteros"]:
         updater.update_heteros(states, y, deltas)
@@ -56,12 +56,12 @@ def observe(net: Any, updater: Any, request: dict[str, Any]) -> None:
 
 
 def step(library: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that the last of some steps of ``library`` on one batch makes."""
+    """Return all results of the last step of ``library`` on one batch."""
     library.manual_seed(request["seed"])
     net, updater = eval(request["network"], names_of(library)), library.nn.OutputUpdater("cpu")
     net.set_threads(1)
     inputs = [flat(each) for each in (request["x"], request["var_x"]) if each is not None]
-    net(*inputs)  # convolutions have no parameters before
+    net(*inputs)  # convolutions have no parameters before the first batch
     if request["params"] is not None:
         net.load_state_dict({k: tuple(a.tolist() for a in t) for k, t in request["params"].items()})
     net.reset_lstm_states()
@@ -69,7 +69,7 @@ def step(library: Any, request: dict[str, Any]) -> dict[str, Any]:
     for _ in range(request["steps"]):
         mu, var = (np.array(each, np.float32) for each in net(*inputs))
         observe(net, updater, request)
-        buffer = net.input_delta_z_buffer  # backward() swaps the buffers: read before
+        buffer = net.input_delta_z_buffer  # read before backward(), which swaps the buffers
         output_deltas = [np.array(each[: mu.size]) for each in (buffer.delta_mu, buffer.delta_var)]
         net.backward()
         deltas = {
@@ -89,7 +89,7 @@ def step(library: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(**request: Any) -> Any:
-    """Do a step, or execute a program with the arrays that it names and return its ``result``."""
+    """Run a step, or a program with arrays, and return the result."""
     import pytagi
     import pytagi.nn
 

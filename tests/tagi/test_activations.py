@@ -1,4 +1,4 @@
-"""Activations: their moments against formulas in float64, draws, and the real pytagi."""
+"""Activations, compared with float64 formulas, random draws and the real pytagi."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ def pdf(x: float) -> float:
 
 
 def mixture_relu(m: float, v: float) -> tuple[float, float, float]:
-    """As pytagi writes it; exact enough above the floor."""
+    """Compute pytagi's formula, which is accurate above the floor."""
     s = math.sqrt(max(v, 1e-38))
     p, d = cdf(m / s), pdf(m / s)
     mean = m * p + s * d
@@ -72,21 +72,21 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_moments(name: str) -> None:
-    """Where the plain formula, in float64, is exact to better than float32 (and its floor)."""
+def test_mixture_activations_have_exact_moments(name: str) -> None:
+    """Only inputs for which the plain float64 formula is more accurate than float32."""
     m, v = GRID
     usable = (np.square(m, dtype=np.float64) < 1e9) & (v < 1e5)
     m, v = m[usable], v[usable]
-    found = EXACT[name](m, v)
+    actual = EXACT[name](m, v)
     plain = globals()[name.removesuffix("_in_numpy")]
     expected = np.array([plain(float(a), float(b)) for a, b in zip(m, v, strict=True)])
-    for number, each in enumerate(found):
+    for number, each in enumerate(actual):
         assert each.dtype == REAL
         equal(each, expected[:, number], rtol=1e-6, atol=2e-9)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_nothing_is_lost_in_the_tails(name: str) -> None:
+def test_mixture_activations_are_accurate_in_the_tails(name: str) -> None:
     m, v = GRID
     mean, variance, slope = EXACT[name](m, v)
     assert np.isfinite([mean, variance, slope]).all()
@@ -97,12 +97,12 @@ def test_nothing_is_lost_in_the_tails(name: str) -> None:
     low, high = bounds[name.removesuffix("_in_numpy")]
     assert (mean >= low).all()
     assert (mean <= high).all()
-    # No more uncertain than before it was cut off.
+    # Truncation does not increase the variance.
     assert (variance <= np.maximum(v * REAL(1 + 1e-6), REAL(1e-6))).all()
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
+def test_mixture_activations_propagate_nan(name: str) -> None:
     moments = EXACT[name]
     nan, one = np.array([np.nan], REAL), np.ones(1, REAL)
     assert np.isnan(moments(nan, one)).all()
@@ -111,8 +111,8 @@ def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid"])
-def test_native_code_is_numpy_s(name: str) -> None:
-    """Also for images with the channels first, for parts, and for no unit at all."""
+def test_mixture_kernels_equal_numpy(name: str) -> None:
+    """Includes channel-first images, views and empty arrays."""
     moments = EXACT[name]
     rng = np.random.default_rng(0)
     m = (3 * rng.standard_normal((40, 30, 7, 11))).astype(REAL)
@@ -121,8 +121,8 @@ def test_native_code_is_numpy_s(name: str) -> None:
     wide = (m.astype(np.float64), v.astype(np.float64))
     cases = [(m, v), wide, swapped, (m, swapped[1]), (m[::2, :, 1:5], v[::2, :, 1:5])]
     for mean, variance in [*cases, (m[:0], v[:0])]:
-        found, expected = moments(mean, variance), in_numpy(moments, mean, variance)
-        for one, other in zip(found, expected, strict=True):
+        actual, expected = moments(mean, variance), in_numpy(moments, mean, variance)
+        for one, other in zip(actual, expected, strict=True):
             assert one.shape == mean.shape
             assert one.dtype == REAL
             equal(one, other, rtol=1e-6, atol=1e-12)
@@ -130,7 +130,7 @@ def test_native_code_is_numpy_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixture_relu", "mixture_tanh", "mixture_sigmoid", "exponential"])
-def test_the_moments_are_those_of_draws(name: str) -> None:
+def test_activation_moments_match_random_draws(name: str) -> None:
     function = {
         "mixture_relu": lambda z: np.maximum(z, 0),
         "mixture_tanh": lambda z: np.clip(z, -1, 1),
@@ -165,18 +165,18 @@ FIRST_ORDER = {
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
-def test_linearised_at_the_mean(name: str) -> None:
+def test_activation_is_linearised_at_the_mean(name: str) -> None:
     value, slope_of = FIRST_ORDER[name]
     m, v = GRID
     mean, variance, slope = getattr(activations, name)()._moments(m, v)
     slopes = np.array([slope_of(float(each)) for each in m])
-    for found, expected in (
+    for actual, expected in (
         (mean, np.array([value(float(each)) for each in m])),
         (variance, slopes**2 * v),
         (slope, slopes),
     ):
-        assert found.dtype == REAL
-        equal(found, expected, rtol=1e-6, atol=2e-7)
+        assert actual.dtype == REAL
+        equal(actual, expected, rtol=1e-6, atol=2e-7)
 
 
 def test_relu_is_linearised_in_a_network() -> None:
@@ -185,19 +185,19 @@ def test_relu_is_linearised_in_a_network() -> None:
     equal((mean, variance, net.output_z_buffer.jcb), ([[0, 3, 0]], [[0, 2, 0]], [0, 1, 0]))
 
 
-def test_the_exponential_stays_finite() -> None:
+def test_even_exp_is_finite_for_large_inputs() -> None:
     m, v = GRID
-    found = activations.exponential(m, v)
-    assert np.isfinite(found).all()
+    actual = activations.exponential(m, v)
+    assert np.isfinite(actual).all()
     inside = (abs(m) + v) < 40
     wide, spread = m[inside].astype(np.float64), v[inside].astype(np.float64)
     mean = np.exp(wide + spread / 2)
-    equal(found[0][inside], mean, rtol=1e-6)
-    equal(found[1][inside], mean**2 * np.expm1(spread), rtol=1e-6, atol=1e-44)
+    equal(actual[0][inside], mean, rtol=1e-6)
+    equal(actual[1][inside], mean**2 * np.expm1(spread), rtol=1e-6, atol=1e-44)
 
 
-def test_the_tails_by_their_series() -> None:
-    """Beyond 6 by the asymptotic series, as differences lose all there; below by math.erfc."""
+def test_tails_match_series_and_erfc() -> None:
+    """Above 6, where differences lose all digits, by the asymptotic series; below by math.erfc."""
     for a in (0.0, 0.3, 0.66, 0.67, 2.0, 5.6, 5.7):
         q, g, h = (float(each[0]) for each in tails(np.array([a])))
         assert math.isclose(q, cdf(-a), rel_tol=1e-14)
@@ -241,17 +241,17 @@ def plain_softmax(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
-def test_shares_of_a_whole(name: str) -> None:
+def test_softmax_activations_match_formulas(name: str) -> None:
     plain = {"softmax": plain_softmax, "remax": plain_remax}.get(name, plain_closed_form)
     m, v = 2 * numbers(7, 5), 0.05 + np.square(numbers(7, 5, seed=1))
-    found = SHARES[name]()._moments(m, v)
+    actual = SHARES[name]()._moments(m, v)
     for row in range(len(m)):
         expected = plain(m[row].astype(np.float64), v[row].astype(np.float64))
-        for each, one in zip(found, expected, strict=True):
+        for each, one in zip(actual, expected, strict=True):
             equal(each[row], one, rtol=2e-5, atol=1e-7)
 
 
-# Means and variances of units; then of their shares, and the slopes, as 50 digits have them.
+# Means and variances of units; then shares and slopes, computed with 50 digits.
 EXACT_SHARES = [
     ([3, -3], [0.5, 0.5], [
         [0.999999000001, 9.99999483339e-07],
@@ -269,15 +269,15 @@ EXACT_SHARES = [
 
 
 @pytest.mark.parametrize(("m", "v", "expected"), EXACT_SHARES)
-def test_shares_where_one_has_nearly_all(m: Any, v: Any, expected: Any) -> None:
-    """float32 has nothing left of the first two variances: pytagi's are wrong by 126 and by 1 %."""
-    found = activations.Remax()._moments(np.array([m], REAL), np.array([v], REAL))
-    equal(np.concatenate(found), expected, rtol=2e-6)
+def test_softmax_is_accurate_if_one_class_dominates(m: Any, v: Any, expected: Any) -> None:
+    """The first two variances vanish in float32: pytagi's are wrong by 126 and by 1 %."""
+    actual = activations.Remax()._moments(np.array([m], REAL), np.array([v], REAL))
+    equal(np.concatenate(actual), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["softmax", "remax", "closed_form_softmax"])
-def test_shares_stay_finite(name: str) -> None:
-    """Of units far apart, of no or of much variance, where e^z is beyond float32."""
+def test_softmax_activations_are_finite_for_extreme_inputs(name: str) -> None:
+    """Distant units, and zero or large variances, for which e^z overflows float32."""
     m = np.array([[0, 0, 0], [1e3, -1e3, 0], [-1e4, -1e4, -1e4], [1e4, 1e4, 0], [3, 2, 1]], REAL)
     for v in (0, 1e-20, 1, 50, 1e4):
         mean, variance, slope = SHARES[name]()._moments(m, np.full_like(m, v))
@@ -287,7 +287,7 @@ def test_shares_stay_finite(name: str) -> None:
         if name != "closed_form_softmax":
             equal(mean.sum(axis=1), 1, rtol=1e-5)
     slope = SHARES[name]()._moments(m[:1], np.full((1, 3), 1e-6, REAL))[2]
-    if name == "closed_form_softmax":  # the limit is that of the softmax
+    if name == "closed_form_softmax":  # the limit of the softmax
         equal(slope, 1 / 3 * 2 / 3, rtol=1e-3)
 
 
@@ -296,8 +296,7 @@ ALL = ["ReLU", "LeakyReLU", "Sigmoid", "Tanh", "Softplus", "MixtureReLU", "Mixtu
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_layers(name: str) -> None:
-    """Any shape and strides; no parameters; the slopes of two activations in a row multiply."""
+def test_activation_accepts_any_shape_and_multiplies_slopes(name: str) -> None:
     layer = getattr(fl.tagi, name)()
     assert repr(layer) == f"{name}()"
     assert not layer.has_state
@@ -312,19 +311,19 @@ def test_layers(name: str) -> None:
         assert array.dtype == REAL
         assert array.shape == m.shape
         equal(getattr(other, which), array, rtol=1e-6)
-    known = layer.forward(BaseHiddenStates(m))
+    exact = layer.forward(BaseHiddenStates(m))
     zero = layer.forward(BaseHiddenStates(m, np.zeros_like(m)))
-    equal(known.mean, zero.mean)
-    assert np.isfinite([known.mean, known.variance, known.slope]).all()
-    equal(m, numbers(5, 2, 3, 4))  # not changed
+    equal(exact.mean, zero.mean)
+    assert np.isfinite([exact.mean, exact.variance, exact.slope]).all()
+    equal(m, numbers(5, 2, 3, 4))  # unchanged
 
 
-def test_pairs_of_a_value_and_its_variance() -> None:
+def test_even_exp_transforms_every_second_unit() -> None:
     layer, old = fl.tagi.EvenExp(), fl.tagi.EvenExp(slope_times_variance=True)
     x = BaseHiddenStates(numbers(4, 6), np.square(numbers(4, 6, seed=1)))
     out, before = layer.forward(x), old.forward(x)
-    for found, kept in ((out.mean, x.mean), (out.variance, x.variance)):
-        equal(found[:, ::2], kept[:, ::2])
+    for actual, kept in ((out.mean, x.mean), (out.variance, x.variance)):
+        equal(actual[:, ::2], kept[:, ::2])
     assert (out.slope[:, ::2] == 1).all()
     equal(out.slope[:, 1::2], out.mean[:, 1::2])
     equal(before.slope[:, 1::2], x.variance[:, 1::2] * out.mean[:, 1::2], rtol=1e-6)
@@ -332,16 +331,16 @@ def test_pairs_of_a_value_and_its_variance() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Remax", "ClosedFormSoftmax", "Softmax"])
-def test_shares_are_the_same_as_pytagi(name: str) -> None:
-    """As many samples as classes: in other cases pytagi's Softmax uses wrong elements."""
+def test_softmax_activations_equal_pytagi(name: str) -> None:
+    """As many samples as classes: otherwise pytagi's Softmax uses wrong elements."""
     network = f"Sequential(Linear(4, 8), ReLU(), Linear(8, 5), {name}())"
     y = np.eye(5, dtype=REAL)
     compare(network, numbers(5, 4), y, np.full((5, 5), 0.1, REAL), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_random_networks_of_shares_are_as_pytagi_s() -> None:
-    """As near as pytagi's float32 lets them be: where one class has nearly all, it is far off."""
+def test_random_networks_with_softmax_activations_match_pytagi() -> None:
+    """Tolerances of pytagi's float32, which is inaccurate if one class dominates."""
     for seed in range(24):
         rng = np.random.default_rng(seed)
         inputs, width, classes, batch = rng.integers((1, 1, 2, 1), (9, 33, 13, 17))
@@ -353,12 +352,12 @@ def test_random_networks_of_shares_are_as_pytagi_s() -> None:
         )
         y = np.eye(classes)[rng.integers(0, classes, batch)]
         x, errors = scale * rng.standard_normal((batch, inputs)), rng.choice([0.01, 0.1, 1])
-        given = x, y, np.full_like(y, errors)
-        compare(f"Sequential({network}, Remax())", *given, seed=seed, rtol=1e-3, atol=1e-3)
+        arguments = x, y, np.full_like(y, errors)
+        compare(f"Sequential({network}, Remax())", *arguments, seed=seed, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
-def test_pairs_are_the_same_as_pytagi() -> None:
+def test_even_exp_equals_pytagi() -> None:
     network = "Sequential(Linear(4, 8), ReLU(), Linear(8, 6), EvenExp({}))"
     here = network.format("slope_times_variance=True")
     x, y = numbers(7, 4), numbers(7, 3, seed=1)

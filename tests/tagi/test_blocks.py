@@ -1,4 +1,4 @@
-"""Layers made of layers: the sums of both paths, forward and back, at any depth."""
+"""Blocks of layers: both paths, forward and backward, at any depth."""
 
 import numpy as np
 import pytest
@@ -24,11 +24,11 @@ def some_states(slope: bool = True) -> BaseHiddenStates:
     return BaseHiddenStates(mean, variance, np.square(numbers(3, 4, seed=2)) if slope else None)
 
 
-def close(found, expected) -> None:
-    equal(found, expected, rtol=1e-5, atol=1e-6)
+def close(actual, expected) -> None:
+    equal(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_block_of_layers_is_these_layers() -> None:
+def test_layer_block_equals_its_layers() -> None:
     first, last = fl.tagi.Linear(4, 5), fl.tagi.Linear(5, 2)
     block = fl.tagi.LayerBlock(first, fl.tagi.ReLU(), last)
     row = fl.tagi.Sequential(twin(first), fl.tagi.ReLU(), twin(last))
@@ -45,7 +45,7 @@ def test_a_block_of_layers_is_these_layers() -> None:
 
 
 @pytest.mark.parametrize("projected", [False, True])
-def test_both_paths_are_added(projected: bool) -> None:
+def test_res_net_block_adds_both_paths(projected: bool) -> None:
     main, x = fl.tagi.Linear(4, 4), some_states()
     shortcut = fl.tagi.Linear(4, 4) if projected else None
     block = fl.tagi.ResNetBlock(main, shortcut)
@@ -69,14 +69,13 @@ def test_both_paths_are_added(projected: bool) -> None:
     else:
         more = shortcut_alone.backward(d.copy(), e.copy(), True)
         close(shortcut.delta_mu_w, shortcut_alone.delta_mu_w)
-    for found, one, two in zip(deltas, back, more, strict=True):
-        close(found, one + two)
+    for actual, one, two in zip(deltas, back, more, strict=True):
+        close(actual, one + two)
     close((main.delta_mu_w, main.delta_var_b), (main_alone.delta_mu_w, main_alone.delta_var_b))
     assert block.backward(d.copy(), e.copy(), False) is None
 
 
-def test_a_path_that_ends_with_an_activation_goes_back_by_its_slope() -> None:
-    """Also one that begins with it, and the identity of an input that an activation made."""
+def test_res_net_block_applies_slopes_of_activations_backward() -> None:
     linear, x = fl.tagi.Linear(4, 4), some_states()
     block = fl.tagi.ResNetBlock(fl.tagi.LayerBlock(linear, fl.tagi.ReLU()), fl.tagi.ReLU())
     block.connect((4,))
@@ -91,8 +90,8 @@ def test_a_path_that_ends_with_an_activation_goes_back_by_its_slope() -> None:
     close((deltas[0], deltas[1]), (back[0] + d * slope, back[1] + e * slope**2))
 
 
-def test_blocks_nest_to_any_depth() -> None:
-    """((x A + x) B + x) C + (x E + x), against products of matrices; and pytagi's names."""
+def test_nested_blocks_match_matrix_products() -> None:
+    """The network is ((x A + x) B + x) C + (x E + x)."""
     a, b, c, e = (fl.tagi.Linear(4, 4, bias=False) for _ in range(4))
     inner = fl.tagi.ResNetBlock(a)
     middle = fl.tagi.ResNetBlock(fl.tagi.LayerBlock(inner, b))
@@ -126,7 +125,7 @@ def test_blocks_nest_to_any_depth() -> None:
     close(net.get_input_states()[0].reshape(3, 4), back)
 
 
-def test_every_layer_inside_is_found() -> None:
+def test_named_layers_yields_layers_in_blocks() -> None:
     main = fl.tagi.LayerBlock(fl.tagi.Linear(4, 4), fl.tagi.ReLU(), fl.tagi.Linear(4, 4))
     net = fl.tagi.Sequential(fl.tagi.ResNetBlock(main, fl.tagi.Linear(4, 4)))
     assert net.layers[0].main_block is main
@@ -137,8 +136,7 @@ def test_every_layer_inside_is_found() -> None:
     assert repr(net.layers[0]) == "ResNetBlock(4,4)"
 
 
-def test_the_sums_are_complete_in_the_order_of_the_buckets() -> None:
-    """What is sent while the backward pass goes on lies in the order in which it is ready."""
+def test_on_sums_is_called_in_bucket_order() -> None:
     net = fl.tagi.Sequential(
         fl.tagi.Linear(4, 4),
         fl.tagi.ResNetBlock(

@@ -1,4 +1,4 @@
-"""The bounded step: native code, NumPy and the real pytagi do the same."""
+"""The bounded step in native code, NumPy and the real pytagi."""
 
 from collections.abc import Sequence
 
@@ -19,24 +19,24 @@ from tests.tagi.oracle import compare
 @pytest.mark.parametrize(
     ("batch", "cap"), [(0, 0.1), (1, 0.1), (2, 2.0), (255, 2.0), (256, 3.0), (4096, 3.0)]
 )
-def test_the_bound_is_by_the_batch(batch: int, cap: float) -> None:
+def test_cap_factor_depends_on_the_batch_size(batch: int, cap: float) -> None:
     assert cap_factor(batch) == cap
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 255, 256])
-def test_steps_that_are_bounded_are_pytagi_s(batch: int) -> None:
+def test_bounded_steps_equal_pytagi(batch: int) -> None:
     rng = np.random.default_rng(batch)
     x, y = 3 * rng.standard_normal((batch, 4)), 5000 * rng.standard_normal((batch, 3))
     net = "Sequential(Linear(4, 6), ReLU(), Linear(6, 3))"
-    there, _ = compare(net, x, y, np.full(y.shape, 1e-4), rtol=1e-4, atol=2e-5)
-    change = there.after["Linear.2"][0] - there.before["Linear.2"][0]
-    bound = np.sqrt(there.before["Linear.2"][1]) / cap_factor(batch)
+    reference, _ = compare(net, x, y, np.full(y.shape, 1e-4), rtol=1e-4, atol=2e-5)
+    change = reference.after["Linear.2"][0] - reference.before["Linear.2"][0]
+    bound = np.sqrt(reference.before["Linear.2"][1]) / cap_factor(batch)
     equal(np.abs(change).max(), bound.max(), rtol=1e-4)
 
 
 def arrays(size: int) -> tuple[np.ndarray, ...]:
-    """Return means, variances and sums, some of them at and beyond every limit."""
+    """Return means, variances and sums, some of them at or beyond each limit."""
     rng = np.random.default_rng(size)
     mean = rng.standard_normal(size).astype(np.float32)
     variance = rng.uniform(0, 1, size).astype(np.float32) ** 4
@@ -51,7 +51,7 @@ def arrays(size: int) -> tuple[np.ndarray, ...]:
 
 
 def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
-    """Return the arrays as they are after the step of a bucket of them."""
+    """Return the arrays after the step of a bucket."""
     mean, variance, *sums = arrays
     bucket = ParameterBucket([Parameter(mean, variance)], zeros_on("cpu"))
     bucket.sums[...] = np.concatenate(sums)
@@ -62,19 +62,19 @@ def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
 @needs_kernels
 @pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 1000, 4099])
 @pytest.mark.parametrize("batch", [1, 16, 256])
-def test_native_code_has_the_bits_of_numpy(size: int, batch: int) -> None:
+def test_step_kernel_has_the_bits_of_numpy(size: int, batch: int) -> None:
     ours, reference = arrays(size), arrays(size)
     with np.errstate(all="ignore"):
         step_in_numpy(*reference, 1 / cap_factor(batch))
-    found = step(ours, cap_factor(batch))
-    equal(found, reference)
-    assert (found[1] > 0).all()
+    actual = step(ours, cap_factor(batch))
+    equal(actual, reference)
+    assert (actual[1] > 0).all()
 
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [1, 16, 256])
-def test_native_code_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
-    """Below every bound, at it, and beyond, in blocks of one kind and of several."""
+def test_step_kernel_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
+    """Values below, at and above the bounds, in uniform and mixed blocks."""
     cap, rng = cap_factor(batch), np.random.default_rng(0)
     variance = rng.uniform(1e-4, 1, 8192).astype(np.float32)
     share = np.repeat([0.3, 0.99, 0.995, 1, 1 - 1e-7, 1 + 1e-7, 1.01, 3], 1024)  # of the bound
@@ -87,10 +87,10 @@ def test_native_code_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
     equal(step(ours, cap), reference)
 
 
-def test_without_native_code_numpy_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_uses_numpy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashlight_py.tagi.native.native", lambda: None)
     ours, reference = arrays(50), arrays(50)
     with np.errstate(all="ignore"):
-        found = step(ours, 2.0)
+        actual = step(ours, 2.0)
         step_in_numpy(*reference, 0.5)
-    equal(found[0], reference[0])
+    equal(actual[0], reference[0])

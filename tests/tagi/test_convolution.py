@@ -1,4 +1,4 @@
-"""Linear layers, convolutions and pools beside draws, and beside their definition."""
+"""Convolutions and pools, compared with random draws and definitions."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ F = np.float32
 
 
 def direct(layer: Any, x: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a convolution is by definition, in float64."""
+    """Compute a convolution by its definition in float64."""
     w, s = (a.astype(float) for a in (layer.weight.mean, layer.weight.variance))
     k, step = layer.kernel_size, layer.stride
     around = (layer.padding if layer.padding_type == 1 else 0, layer.padding)
@@ -29,7 +29,7 @@ def direct(layer: Any, x: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.nda
     return out[0], out[1]
 
 
-# kernel, stride, padding, its type, height, width
+# kernel, stride, padding, padding type, height, width
 GEOMETRIES = [
     (3, 1, 0, 1, 5, 8),
     (3, 1, 1, 1, 7, 4),
@@ -42,7 +42,7 @@ GEOMETRIES = [
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_images_may_be_rectangular_and_strides_anything(geometry: tuple[int, ...]) -> None:
+def test_convolution_matches_definition_for_any_geometry(geometry: tuple[int, ...]) -> None:
     kernel, stride, padding, kind, *size = geometry
     rng = np.random.default_rng(0)
     layer = nn.Conv2d(2, 3, kernel, True, stride, padding, kind)
@@ -51,8 +51,8 @@ def test_images_may_be_rectangular_and_strides_anything(geometry: tuple[int, ...
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:6])
-def test_the_transpose_is_the_adjoint(geometry: tuple[int, ...]) -> None:
-    """<conv(x), y> == <x, transpose(y)> with the same weights; no biases."""
+def test_conv_transpose2d_is_the_adjoint_of_conv2d(geometry: tuple[int, ...]) -> None:
+    """<conv(x), y> == <x, transpose(y)> with the same weights and without biases."""
     kernel, stride, padding, kind, *size = geometry
     rng = np.random.default_rng(1)
     x = rng.standard_normal((4, 2, *size))
@@ -67,7 +67,7 @@ def test_the_transpose_is_the_adjoint(geometry: tuple[int, ...]) -> None:
 
 
 def outputs(kind: Any, w: np.ndarray, b: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """Return what a layer of numbers makes of the units of each draw."""
+    """Return the outputs of a layer of plain numbers for each draw."""
     if kind is nn.Linear:
         return np.einsum("noi,ni->no", w.reshape(-1, 2, 3), units) + b
     w = w.reshape(-1, 2, 2, 2, 2)
@@ -84,8 +84,7 @@ def outputs(kind: Any, w: np.ndarray, b: np.ndarray, units: np.ndarray) -> np.nd
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d, nn.ConvTranspose2d])
-def test_moments_and_deltas_are_those_of_draws(kind: Any) -> None:
-    """The outputs are exactly what draws have; the deltas exactly their covariances'."""
+def test_convolution_moments_and_deltas_match_random_draws(kind: Any) -> None:
     tagi.manual_seed(3)
     layer, shape = (kind(3, 2), (3,)) if kind is nn.Linear else (kind(2, 2, 2, stride=1), (2, 2, 3))
     net = nn.Sequential(layer)
@@ -100,29 +99,29 @@ def test_moments_and_deltas_are_those_of_draws(kind: Any) -> None:
     z = outputs(kind, w, b, units)
     equal(mean[0], z.mean(0), atol=0.02)
     equal(variance[0], z.var(0), rtol=0.02)
-    # The posteriors by covariances with the outputs, each of which teaches by itself.
+    # Posteriors from covariances with the outputs, one output at a time.
     y, error = rng.standard_normal(mean.shape), 0.1
     observe(net, y, error)
     z = (z - z.mean(0)).reshape(draws, -1)
     gain, surprise = 1 / (variance.ravel() + error), (y - mean).ravel()
-    for own, (d, e) in (
+    for samples, (d, e) in (
         (w, (layer.delta_mu_w, layer.delta_var_w)),
         (b, (layer.delta_mu_b, layer.delta_var_b)),
         (units.reshape(draws, -1), _of_input(net, v)),
     ):
-        covariance = (own - own.mean(0)).T @ z / draws
+        covariance = (samples - samples.mean(0)).T @ z / draws
         equal(d, covariance @ (gain * surprise), rtol=0.05, atol=0.02)
         equal(e, -(covariance**2) @ gain, rtol=0.05, atol=0.01)
 
 
 def _of_input(net: nn.Sequential, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the changes of the input's means and variances."""
+    """Return the changes of the means and variances of the input."""
     d, e = net.get_input_states()
     return v.ravel() * d, v.ravel() ** 2 * e
 
 
-def test_memory_may_lie_in_any_order() -> None:
-    """Channel by channel, in reverse, each second column: the same results."""
+def test_convolution_accepts_any_memory_order() -> None:
+    """Channel-first, reversed, and with a step of two columns."""
     rng = np.random.default_rng(2)
     layer = nn.Conv2d(2, 3, 3, padding=1)
     layer.connect((2, 6, 5))
@@ -151,7 +150,7 @@ def test_memory_may_lie_in_any_order() -> None:
         equal(run(tuple(map(int, orders))), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_batches_may_grow_and_shrink() -> None:
+def test_convolution_accepts_changing_batch_sizes() -> None:
     rng = np.random.default_rng(4)
     net = nn.Sequential(nn.Conv2d(1, 2, 3, in_width=5, in_height=4), nn.Linear(12, 2))
     x = rng.standard_normal((9, 1, 4, 5))
@@ -163,8 +162,8 @@ def test_batches_may_grow_and_shrink() -> None:
     equal(flat, all_at_once.ravel())
 
 
-def test_images_may_change_their_shape_between_batches() -> None:
-    """Also to one of as many elements, which is no other way to read the same image."""
+def test_convolution_accepts_changing_image_shapes() -> None:
+    """Includes a shape of the same size."""
     rng = np.random.default_rng(6)
     net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.AvgPool2d(2))
     for height, width in ((4, 6), (6, 4), (2, 12), (8, 8), (4, 6)):
@@ -175,11 +174,10 @@ def test_images_may_change_their_shape_between_batches() -> None:
         equal(mean, fresh(x)[0])
     with pytest.raises(ValueError, match="for a height of 3"):
         net(np.zeros((2, 2, 3, 16)))
-    equal(net(x.reshape(2, 48))[0], mean)  # flat samples, of the last shape
+    equal(net(x.reshape(2, 48))[0], mean)  # flat samples have the last shape
 
 
-def test_large_images_are_divided_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts, which a cache holds, make no difference."""
+def test_convolution_divides_large_images_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashlight_py.tagi.convolution.COLUMNS", 1)
     rng = np.random.default_rng(5)
     for kind in (nn.Conv2d, nn.ConvTranspose2d):
@@ -209,7 +207,7 @@ def test_large_images_are_divided_by_rows(monkeypatch: pytest.MonkeyPatch) -> No
         ),
     ],
 )
-def test_a_layer_describes_itself_as_pytagi_s(text: str, expected: str) -> None:
+def test_image_layers_have_the_info_of_pytagi(text: str, expected: str) -> None:
     layer = eval(text, dict(vars(nn)))
     if layer.input_shape is not None:
         nn.Sequential(layer)
@@ -224,17 +222,15 @@ def inputs(height: int, width: int) -> tuple[np.ndarray, ...]:
     return tuple(drawn)
 
 
-# kernel, stride, padding, its type, height, width
+# kernel, stride, padding, padding type, height, width
 POOLED = [(2, 2, 0, 0, 4, 6), (3, 1, 1, 1, 5, 4), (2, 2, 1, 1, 4, 6), (3, 2, 1, 2, 6, 8)]
 
 
 @pytest.mark.parametrize("geometry", POOLED)
 @pytest.mark.parametrize("kind", [nn.AvgPool2d, nn.MaxPool2d])
 @pytest.mark.parametrize("channel_first", [False, True])
-def test_a_pool_is_its_definition(
-    kind: Any, geometry: tuple[int, ...], channel_first: bool
-) -> None:
-    """Also where pytagi reads past its windows: padding with windows that touch."""
+def test_pools_match_definition(kind: Any, geometry: tuple[int, ...], channel_first: bool) -> None:
+    """Includes adjacent windows with padding, for which pytagi reads out of bounds."""
     *arguments, height, width = geometry
     layer = kind(*arguments)
     channels, out_height, out_width = layer.connect((2, height, width))
@@ -262,20 +258,20 @@ def test_a_pool_is_its_definition(
             mean[at], variance[at] = m[where][best], v[where][best]
             back[where][best] += d[at]
             back_e[where][best] += e[at]
-    found = (z.mean, z.variance, *layer.backward(d, e, True))
+    actual = (z.mean, z.variance, *layer.backward(d, e, True))
     expected = (mean, variance, back * slope, back_e * slope**2)
-    equal(found, expected, rtol=1e-5, atol=1e-6)
+    equal(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 4, 8])
-def test_the_mean_of_windows_that_touch_is_the_default(kernel: int) -> None:
-    """Pytagi ends the process, unless the window is the whole image."""
+def test_avg_pool2d_stride_defaults_to_kernel_size(kernel: int) -> None:
+    """pytagi ends the process, unless the window covers the image."""
     layer = nn.AvgPool2d(kernel)
     assert layer.connect((3, 8, 8)) == (3, 8 // kernel, 8 // kernel)
     assert layer.stride == kernel
 
 
-def test_moments_of_means_are_those_of_draws() -> None:
+def test_avg_pool2d_moments_match_random_draws() -> None:
     m, v, _ = inputs(4, 6)
     mean, variance = nn.Sequential(nn.AvgPool2d(2))(m, v)
     rng = np.random.default_rng(0)
@@ -285,12 +281,12 @@ def test_moments_of_means_are_those_of_draws() -> None:
     equal(variance, pooled.var(0), rtol=0.06)
 
 
-def test_the_largest_of_exact_inputs_is_exact() -> None:
+def test_max_pool2d_of_exact_inputs_is_exact() -> None:
     mean, variance = nn.Sequential(nn.MaxPool2d(2, 2))(np.arange(16.0).reshape(1, 1, 4, 4))
     equal((mean, variance), ([[[[5, 7], [13, 15]]]], np.zeros((1, 1, 2, 2))))
 
 
-def test_what_is_no_number_is_largest_only_alone() -> None:
+def test_max_pool2d_returns_nan_only_if_all_elements_are_nan() -> None:
     x = np.full((1, 1, 2, 4), np.nan)
     x[0, 0, 1, 1] = -3
     equal(nn.Sequential(nn.MaxPool2d(2, 2))(x)[0], [[[[-3, np.nan]]]])

@@ -1,4 +1,4 @@
-"""Embedding: what it looks up, what its rows learn, and which indices it refuses."""
+"""Embedding: lookup, learning of rows, and rejected indices."""
 
 from typing import Any
 
@@ -16,25 +16,25 @@ INDICES = np.array([[0, 6], [3, 3], [6, 1], [0, 2]])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [-1, 3])
-def test_first_step_is_pytagi_s(padding: int) -> None:
-    """Its deltas of variances lack a factor, and it never clears its sums: not compared."""
+def test_embedding_first_step_equals_pytagi(padding: int) -> None:
+    """pytagi's deltas of variances lack a factor, and its sums are never cleared: not compared."""
     network = NETWORK.format(padding=padding)
     y, errors = np.array([[0.5], [-1.0], [2.0], [0.0]]), np.full((4, 1), 0.3)
-    there = oracle_step(network, INDICES, y, var_y=errors)
-    ours = own_step(network, there.before, INDICES, y, var_y=errors)
-    equal((ours.mu, ours.var), (there.mu, there.var), 1e-5, 1e-6)
+    reference = oracle_step(network, INDICES, y, var_y=errors)
+    ours = own_step(network, reference.before, INDICES, y, var_y=errors)
+    equal((ours.mu, ours.var), (reference.mu, reference.var), 1e-5, 1e-6)
     for which in (0, 2):
-        equal(ours.deltas["Embedding.0"][which], there.deltas["Embedding.0"][which], 1e-4, 1e-6)
-    variances = there.before["Embedding.0"][1]
-    np.testing.assert_allclose(  # with the factor that it lacks
-        ours.deltas["Embedding.0"][1], there.deltas["Embedding.0"][1] * variances, 1e-4, 1e-6
+        equal(ours.deltas["Embedding.0"][which], reference.deltas["Embedding.0"][which], 1e-4, 1e-6)
+    variances = reference.before["Embedding.0"][1]
+    np.testing.assert_allclose(  # the factor that pytagi lacks
+        ours.deltas["Embedding.0"][1], reference.deltas["Embedding.0"][1] * variances, 1e-4, 1e-6
     )
     for which in range(4):
-        equal(ours.after["Linear.1"][which], there.after["Linear.1"][which], 1e-4, 1e-5)
+        equal(ours.after["Linear.1"][which], reference.after["Linear.1"][which], 1e-4, 1e-5)
 
 
-def test_rows_learn_the_sums_of_their_places() -> None:
-    """A row's deltas are those of a Linear of one-hot inputs, place by place."""
+def test_embedding_rows_sum_deltas_of_all_occurrences() -> None:
+    """Compared with a Linear of one-hot inputs for each occurrence."""
     tagi.manual_seed(1)
     layer = nn.Embedding(5, 2, 3)
     net = nn.Sequential(layer)
@@ -42,7 +42,7 @@ def test_rows_learn_the_sums_of_their_places() -> None:
     mean, variance = net(x)
     equal((mean, variance), (layer.mu_w.reshape(5, 2)[x].reshape(2, 6), np.ones((2, 6))))
     rng = np.random.default_rng(0)
-    for indices in (x, x[:, ::-1] // 2):  # the sums of a pass are its own, of all rows
+    for indices in (x, x[:, ::-1] // 2):  # a pass sets the sums of all rows
         d, e = rng.normal(size=(2, 2, 3, 2))
         net(indices)
         net.set_delta_z(d, e)
@@ -52,8 +52,8 @@ def test_rows_learn_the_sums_of_their_places() -> None:
             equal(sums.reshape(5, 2), expected, rtol=1e-5)
 
 
-def test_moments_and_deltas_are_those_of_draws() -> None:
-    """An index that stands twice in a sample is one row: the posterior is that of draws."""
+def test_embedding_moments_and_deltas_match_random_draws() -> None:
+    """Two occurrences of an index in a sample are the same row."""
     tagi.manual_seed(2)
     layer = nn.Embedding(3, 1, scale=0.7)
     net = nn.Sequential(layer, nn.Linear(2, 1, bias=False))
@@ -72,7 +72,7 @@ def test_moments_and_deltas_are_those_of_draws() -> None:
     equal(layer.delta_var_w, expected, rtol=0.03, atol=0.01)
 
 
-def test_padding_is_zero_and_never_learns() -> None:
+def test_embedding_padding_row_is_zero_and_does_not_learn() -> None:
     tagi.manual_seed(3)
     layer = nn.Embedding(4, 3, padding_idx=2)
     net = nn.Sequential(layer, nn.Linear(6, 2))
@@ -86,36 +86,36 @@ def test_padding_is_zero_and_never_learns() -> None:
     for array in moments:
         equal(array.reshape(2, 2, 3)[[0, 1], [0, 1]], 0)
     after, variances = layer.mu_w.reshape(4, 3), layer.var_w.reshape(4, 3)
-    for row in (0, 2):  # 0 was in no sample
+    for row in (0, 2):  # no sample has index 0
         equal((after[row], variances[row]), (before[row], rows.reshape(4, 3)[row]))
     for row in (1, 3):
         assert (after[row] != before[row]).any()
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint64, np.float16, np.float64, bool])
-def test_indices_are_of_any_dtype_and_strides(dtype: type) -> None:
+def test_embedding_accepts_indices_of_any_dtype_and_strides(dtype: type) -> None:
     net = nn.Sequential(nn.Embedding(2, 3))
     x = np.array([[0, 1, 1], [1, 0, 0]])
     expected = net(x)[0]
-    given = np.asfortranarray(x.astype(dtype))
-    equal(net(given)[0], expected)
+    indices = np.asfortranarray(x.astype(dtype))
+    equal(net(indices)[0], expected)
     equal(net(x.ravel().astype(dtype))[0], expected.ravel())
 
 
 @pytest.mark.parametrize("wrong", [-1, 7, 1.5, np.nan, np.inf, 1e30])
-def test_what_is_no_index_is_refused_before_anything(wrong: float) -> None:
+def test_embedding_rejects_invalid_indices_without_changes(wrong: float) -> None:
     layer = nn.Embedding(7, 2, 2)
     net = nn.Sequential(layer, nn.Linear(4, 1))
     with pytest.raises(ValueError, match=r"Embedding\(7->2\): indices must be integers from 0 to"):
         net(np.array([[0, 1], [wrong, 2]]))
 
 
-def test_indices_have_no_variances() -> None:
+def test_embedding_rejects_indices_with_variances() -> None:
     with pytest.raises(ValueError, match="expected indices without variances"):
         nn.Sequential(nn.Embedding(3, 2))(np.array([[1]]), np.array([[0.1]]))
 
 
-def test_number_of_indices_is_that_of_the_first_batch() -> None:
+def test_embedding_takes_input_size_from_the_first_batch() -> None:
     net = nn.Sequential(nn.Embedding(3, 2), nn.Linear(8, 1))
     assert net(np.zeros((5, 4)))[0].shape == (5, 1)
     assert net(np.zeros((9, 4)))[0].shape == (9, 1)
@@ -127,7 +127,7 @@ def test_number_of_indices_is_that_of_the_first_batch() -> None:
     equal(net.get_input_states(), np.zeros((2, 20)))
 
 
-def test_what_is_no_index_is_refused_on_a_gpu(strict: Any) -> None:
+def test_embedding_rejects_invalid_indices_on_a_gpu(strict: Any) -> None:
     net = network("Embedding(5, 3, 2), Linear(6, 1)")
     net.to_device("cuda")
     with pytest.raises(ValueError, match="integers from 0 to 4, got 7"):

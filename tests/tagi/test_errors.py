@@ -1,4 +1,4 @@
-"""Layers and networks that cannot be made, and inputs that do not fit: one row an error."""
+"""Errors of invalid layers, networks and batches, one per row."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.tagi.helpers import network
 
-# What no layer is, where networks and blocks are made.
+# Arguments of networks and blocks that are not layers.
 NO_LAYERS: dict[str, str] = {
     "": "expected at least one layer",
     "ReLU(), 3": r"expected layers of fl\.tagi, got int as number 1",
@@ -15,7 +15,7 @@ NO_LAYERS: dict[str, str] = {
     "LayerBlock('ReLU')": r"LayerBlock: expected layers of fl\.tagi, got str",
     "ResNetBlock(ReLU(), 'ReLU')": r"ResNetBlock: expected layers of fl\.tagi, got str",
 }
-# Layers, and what is wrong with them.
+# Invalid layers.
 LAYERS: dict[str, str] = {
     "Linear(0, 2)": "Linear: sizes must be at least 1, got",
     "Linear(3, 0)": "Linear: sizes must be at least 1, got",
@@ -24,8 +24,8 @@ LAYERS: dict[str, str] = {
     "Linear(4, 8), ReLU(), Linear(7, 2)": (
         r"layer 2, Linear\(7,2\), after layer 1, ReLU\(\): expected 7 features .* \(8,\)"),
     "Linear(2, 3), EvenExp()": r"even number of units, got samples of \(3,\)",
-    "ResNetBlock(Linear(4, 5))": r"outputs of shape \(5,\), and the input of shape \(4,\)",
-    "ResNetBlock(Linear(4, 5), Linear(4, 6))": r"shortcut, Linear\(4,6\), of shape \(6,\)",
+    "ResNetBlock(Linear(4, 5))": r"got \(5,\) for the main block, .*, and \(4,\) for the input",
+    "ResNetBlock(Linear(4, 5), Linear(4, 6))": r"and \(6,\) for the shortcut, Linear\(4,6\)",
     "ResNetBlock(LayerBlock(Linear(4, 5), Linear(4, 5)))": (
         "main block, .*layer 1 of the block.*expected 4"),
     "Conv2d(0, 1, 3)": "numbers of channels must be at least 1, got 0, 1",
@@ -42,7 +42,7 @@ LAYERS: dict[str, str] = {
         r"expected height and width \(4, 3\), got images of \(2, 3, 4\)"),
     "Linear(5, 7), Conv2d(1, 1, 3, in_width=4, in_height=4)": (
         r"expected 16 elements per sample for \(1, 4, 4\), got \(7,\)"),
-    "ConvTranspose2d(1, 1, 2, padding=2, in_width=2, in_height=2)": "padding 2 is too large",
+    "ConvTranspose2d(1, 1, 2, padding=2, in_width=2, in_height=2)": "padding must leave at least",
     "AvgPool2d(0)": "AvgPool2d: kernel_size and stride must be at least 1",
     "AvgPool2d(2, 0)": "kernel_size and stride must be at least 1",
     "AvgPool2d(2, 2, 1)": "padding must be 0 for padding_type=0, got 1",
@@ -68,9 +68,9 @@ LAYERS: dict[str, str] = {
     "SLSTM(2, 4, 5)": "SLSTM: seq_len must be 1, a time step of a series, got",
     "SLSTM(0, 4, 1)": "SLSTM: sizes and seq_len must be at least 1",
 }  # fmt: skip
-# Layers, and the shape of a batch that does not fit.
+# Layers, and a batch of the wrong shape.
 BATCHES: dict[tuple[str, tuple[int, ...]], str] = {
-    ("Conv2d(1, 1, 3)", (16,)): "Pass the batch as first dimension",
+    ("Conv2d(1, 1, 3)", (16,)): "expected an array with the batch first",
     ("Conv2d(1, 1, 3)", (1, 16)): (
         "expected images .channels, height, width., got samples of shape .16,.. Pass an array"),
     ("Conv2d(2, 1, 3)", (1, 3, 5, 5)): "expected 2 channels, got images of shape",
@@ -85,19 +85,19 @@ BATCHES: dict[tuple[str, tuple[int, ...]], str] = {
 
 
 @pytest.mark.parametrize("layers", NO_LAYERS)
-def test_networks_and_blocks_are_of_layers(layers: str) -> None:
+def test_network_raises_type_error_for_arguments_that_are_no_layers(layers: str) -> None:
     with pytest.raises(TypeError, match=NO_LAYERS[layers]):
         network(layers)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_layers_that_cannot_be_are_rejected(layers: str) -> None:
+def test_layer_raises_value_error_for_invalid_arguments(layers: str) -> None:
     with pytest.raises(ValueError, match=LAYERS[layers]):
         network(layers)
 
 
 @pytest.mark.parametrize(("given", "words"), BATCHES.items())
-def test_batches_that_do_not_fit_are_rejected(given: Any, words: str) -> None:
+def test_network_raises_value_error_for_batches_of_wrong_shape(given: Any, words: str) -> None:
     net, batch = network(given[0]), np.zeros(given[1])
     with pytest.raises(ValueError, match=words):
         net(batch)

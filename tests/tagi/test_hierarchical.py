@@ -1,4 +1,4 @@
-"""The tree of classes: its nodes, what is observed, how probable a class is."""
+"""The class tree: nodes, observations and probabilities."""
 
 from typing import Any
 
@@ -34,31 +34,31 @@ TREES = """
 
 
 @pytest.mark.slow
-def test_trees_and_probabilities_are_pytagi_s() -> None:
+def test_class_tree_and_probabilities_equal_pytagi() -> None:
     equal_programs(TREES, 1e-5, 1e-8, classes=CLASSES)
 
 
 @pytest.mark.parametrize(
     ("n", "outputs"), [(2, 1), (3, 3), (4, 3), (10, 11), (100, 102), (1000, 1001)]
 )
-def test_a_tree_has_about_as_many_nodes_as_classes(n: int, outputs: int) -> None:
+def test_class_tree_length_is_close_to_the_number_of_classes(n: int, outputs: int) -> None:
     tree = tree_of(n)
     assert tree.len == outputs
     paths = set(map(tuple, np.stack([tree.idx, tree.obs], 1).reshape(n, -1).tolist()))
-    assert len(paths) == n  # no two classes are the same
+    assert len(paths) == n  # classes are distinct
     assert tree.idx.min() == 1
     assert set(tree.obs.tolist()) == {-1, 1}
 
 
 @pytest.mark.parametrize("n", [2, 4, 64])
-def test_probabilities_of_a_whole_tree_add_up_to_one(n: int) -> None:
+def test_probabilities_sum_to_one_for_powers_of_two(n: int) -> None:
     rng, tree = np.random.default_rng(0), tree_of(n)
     m, v = rng.standard_normal((5, tree.len)), rng.uniform(0, 3, (5, tree.len))
     equal(probabilities(m, v, tree).sum(1), 1, rtol=1e-6)
 
 
-def test_probabilities_are_those_of_draws() -> None:
-    """A class is where, at each node of its path, the output and an error have the path's sign."""
+def test_probabilities_match_random_draws() -> None:
+    """A class is drawn if output plus error has the sign of its path at each node."""
     rng, n, draws = np.random.default_rng(0), 5, 200_000
     tree = tree_of(n)
     m, v = rng.standard_normal(tree.len), rng.uniform(0.1, 2, tree.len)
@@ -68,7 +68,7 @@ def test_probabilities_are_those_of_draws() -> None:
     equal(probabilities(m, v, tree)[0], shares, atol=0.005)
 
 
-def test_what_is_observed_is_found_again() -> None:
+def test_get_labels_returns_observed_labels() -> None:
     n, tree, utils = 10, tree_of(10), tagi.Utils()
     labels = np.arange(n)
     obs, idx, count = utils.label_to_obs(labels, n)
@@ -81,7 +81,7 @@ def test_what_is_observed_is_found_again() -> None:
 
 
 @pytest.mark.parametrize("labels", [[10], [-1], [0.5], [np.inf, np.nan], np.full((2, 2), 11)])
-def test_a_label_that_is_no_class_is_refused(labels: Any) -> None:
+def test_label_functions_reject_labels_that_are_no_class(labels: Any) -> None:
     """pytagi reads beyond the end of the tree."""
     with pytest.raises(ValueError, match="labels must be from 0 to 9, got"):
         tagi.Utils().label_to_obs(labels, 10)
@@ -89,7 +89,7 @@ def test_a_label_that_is_no_class_is_refused(labels: Any) -> None:
         tagi.Utils().label_to_one_hot(labels, 10)
 
 
-def test_a_missing_label_teaches_nothing() -> None:
+def test_missing_labels_are_unobserved() -> None:
     utils, tree, nan = tagi.Utils(), tree_of(3), np.nan
     outputs = np.zeros((3, tree.len), np.float32)
     for labels, refusal in (
@@ -110,7 +110,7 @@ def test_a_missing_label_teaches_nothing() -> None:
             utils.get_errors(outputs, outputs + 1, labels, tree, 3, 3)
 
 
-def test_sizes_must_be_the_tree_s() -> None:
+def test_label_functions_reject_sizes_that_differ_from_the_tree() -> None:
     utils, tree = tagi.Utils(), tree_of(10)
     m = np.zeros((2, 11))
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):

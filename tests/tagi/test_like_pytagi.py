@@ -1,4 +1,4 @@
-"""Steps of networks beside the real pytagi, on the same numbers; the layers' arguments, too."""
+"""Steps of networks and arguments of layers, compared with the real pytagi."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def batch(layers: str, shape: tuple[int, ...], size: int = 3) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize(("layers", "shape", "size", "options"), ROWS)
-def test_a_network_steps_as_pytagi_s_does(
+def test_network_steps_equal_pytagi(
     layers: str, shape: tuple[int, ...], size: int, options: dict[str, Any]
 ) -> None:
     tolerance = {"rtol": 1e-4, "atol": 2e-5, **options}
@@ -88,7 +88,7 @@ def test_a_network_steps_as_pytagi_s_does(
         (f"ConvTranspose2d{PADDED[6:]}, ReLU(), ConvTranspose2d(3, 2, 3)", (2, 6, 6)),
     ],
 )
-def test_inputs_may_be_uncertain(layers: str, shape: tuple[int, ...]) -> None:
+def test_steps_with_uncertain_inputs_equal_pytagi(layers: str, shape: tuple[int, ...]) -> None:
     x, y, errors = batch(layers, shape, 9)
     var_x = np.full(x.shape, 0.3)
     compare(f"Sequential({layers})", x, y, errors, var_x=var_x, rtol=1e-4, atol=2e-5)
@@ -107,15 +107,15 @@ def test_inputs_may_be_uncertain(layers: str, shape: tuple[int, ...]) -> None:
         ("LSTM(2, 3, 1, True, 1.0, 1.0, 'He')", (2,)),
     ],
 )
-def test_arguments_mean_what_they_do_in_pytagi(layer: str, shape: tuple[int, ...]) -> None:
+def test_layer_arguments_have_the_meaning_of_pytagi(layer: str, shape: tuple[int, ...]) -> None:
     layers = f"{layer}, Linear(3, 2)" if layer.startswith("LSTM") else layer
-    there, _ = compare(f"Sequential({layers})", *batch(layers, shape, 6), rtol=1e-4, atol=2e-5)
-    (name, own), *_ = network(layers).state_dict().items()
-    for number in (1, 3):  # the variances that it begins with
-        equal(own[number], there.before[name][number], 1e-6)
+    reference, _ = compare(f"Sequential({layers})", *batch(layers, shape, 6), rtol=1e-4, atol=2e-5)
+    (name, entry), *_ = network(layers).state_dict().items()
+    for number in (1, 3):  # initial variances
+        equal(entry[number], reference.before[name][number], 1e-6)
 
 
-def test_layers_describe_themselves_as_pytagi_s() -> None:
+def test_layers_have_the_info_of_pytagi() -> None:
     layers = f"{WIDER}, AvgPool2d(3, 2), MaxPool2d(2), Conv2d(3, 4, 2)"
     program = f"result = [layer.get_layer_info() for layer in Sequential({layers}).layers]"
     assert [layer.get_layer_info() for layer in network(layers).layers] == oracle_run(program)

@@ -1,6 +1,6 @@
-"""What is true of networks of all layers: on GPUs, of empty batches, any layout, copies and files.
+"""Networks of all layers: GPUs, empty batches, layouts, copies and files.
 
-GPUs are shown with a stand-in for their library.
+A stand-in for CuPy represents the GPU.
 """
 
 import copy
@@ -61,7 +61,7 @@ def batch(name: str, size: int = 4) -> np.ndarray:
 
 
 def learn(net: Sequential, x: Any, steps: int, update: str = "update") -> None:
-    """Observe all outputs, some of them, or values and their variances."""
+    """Observe all outputs, some outputs, or values with their variances."""
     random, updater = np.random.default_rng(1), OutputUpdater(net.device)
     for _ in range(steps):
         size = net(x)[0].size // 4
@@ -88,19 +88,19 @@ def results(net: Sequential, x: Any) -> Any:
 
 @EACH_UPDATE
 @EACH
-def test_training_equals_numpy_s(name: str, update: str, strict: Any) -> None:
-    found = []
+def test_training_on_a_gpu_equals_numpy(name: str, update: str, strict: Any) -> None:
+    outcomes = []
     for device in ("cpu", "cuda"):
         net = made(name)
         net.to_device(device)
         assert net.device == ("cpu" if device == "cpu" else "cuda:0")
         learn(net, batch(name), 3, update)
-        found.append(results(net, batch(name)))
-    assert isinstance(found[1][0], np.ndarray)  # what was passed was one
-    equal(found[1], found[0], rtol=1e-4, atol=1e-5)
+        outcomes.append(results(net, batch(name)))
+    assert isinstance(outcomes[1][0], np.ndarray)  # the input was a NumPy array
+    equal(outcomes[1], outcomes[0], rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_passed_on_the_gpu_comes_from_there(strict: Any) -> None:
+def test_outputs_are_on_the_gpu_if_inputs_are(strict: Any) -> None:
     net = network("Linear(6, 5), ReLU()")
     net.to_device("cuda")
     mean, variance = net(strict.asarray(np.ones((2, 6))))
@@ -113,10 +113,10 @@ def test_what_is_passed_on_the_gpu_comes_from_there(strict: Any) -> None:
 @pytest.mark.parametrize("flat", [False, True])
 @EACH_UPDATE
 @EACH
-def test_nothing_is_learnt_from_an_empty_batch(name: str, update: str, flat: bool) -> None:
-    """Such as a rank's share of a small last batch."""
+def test_empty_batch_changes_nothing(name: str, update: str, flat: bool) -> None:
+    """For example, a rank's share of a small last batch."""
     net, empty = made(name), np.zeros(0) if flat else batch(name, 0)
-    learn(net, batch(name), 1)  # leaves sums of another batch behind
+    learn(net, batch(name), 1)  # leaves the sums of another batch
     before = net.state_dict()
     mean, variance = net(empty)
     assert mean.shape == variance.shape == ((0,) if flat else (0, 4))
@@ -136,7 +136,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EACH
-def test_layouts_and_dtypes_do_not_matter(name: str, layout: str) -> None:
+def test_inputs_of_any_layout_and_dtype_give_the_same_step(name: str, layout: str) -> None:
     """pytagi ignores strides, and rejects float64 by a list of C++ signatures."""
     plain, other = made(name), made(name)
     learn(plain, batch(name), 1)
@@ -148,7 +148,7 @@ def test_layouts_and_dtypes_do_not_matter(name: str, layout: str) -> None:
     "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
 @EACH
-def test_a_copy_learns_by_itself(name: str, copied: Callable[[Any], Any]) -> None:
+def test_copy_of_a_network_is_independent(name: str, copied: Callable[[Any], Any]) -> None:
     net, x = made(name), batch(name)
     learn(net, x, 1)
     other, before = copied(net), net.state_dict()
@@ -159,41 +159,39 @@ def test_a_copy_learns_by_itself(name: str, copied: Callable[[Any], Any]) -> Non
 
 
 @EACH
-def test_a_run_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    whole, resumed, x = made(name), made(name, 1), batch(name)
-    learn(whole, x, 2)
-    fl.save(tmp_path, whole, step=3)
-    found = fl.load(tmp_path, resumed)
-    assert found is not None
-    assert found.step == 3
-    for net in (whole, resumed):
+def test_network_resumes_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    uninterrupted, resumed, x = made(name), made(name, 1), batch(name)
+    learn(uninterrupted, x, 2)
+    fl.save(tmp_path, uninterrupted, step=3)
+    checkpoint = fl.load(tmp_path, resumed)
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+    for net in (uninterrupted, resumed):
         learn(net, x, 2)
-    equal(results(resumed, x), results(whole, x))  # running statistics are part of it
+    equal(results(resumed, x), results(uninterrupted, x))  # includes running statistics
 
 
 NORM = "Linear(3, 5), ReLU(), BatchNorm2d(5), Linear(5, 2, bias=False)"
 
 
-def test_a_checkpoint_of_a_network_that_diverged_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_a_diverged_network_is_rejected(tmp_path: Path) -> None:
     net, other = network(NORM), network(NORM, 1)
     net.layers[2].statistics()[1][...] = np.inf
     path = fl.save(tmp_path, net)
     expected = other.state_dict()
     with pytest.raises(
         ValueError, match=r"'BatchNorm2d\.2': running_variance is not finite"
-    ) as found:
+    ) as raised:
         fl.load(tmp_path, other)
-    assert str(found.value).startswith(f"load: the module of {path}: ")
+    assert str(raised.value).startswith(f"load: the module of {path}: ")
     equal(other.state_dict(), expected)
 
 
-def test_another_network_s_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_network_is_rejected(tmp_path: Path) -> None:
     fl.save(tmp_path, network(NORM))
     other = network(NORM.replace("5", "6"))
     expected = other.state_dict()
-    with pytest.raises(
-        ValueError, match=r"nothing was loaded: 'Linear\.0': expected arrays of \[18, 18"
-    ):
+    with pytest.raises(ValueError, match=r"'Linear\.0': expected arrays of \[18, 18"):
         fl.load(tmp_path, other)
     with pytest.raises(ValueError, match=r"nothing was loaded: unexpected"):
         fl.load(tmp_path, network("Linear(3, 5)"))

@@ -1,4 +1,4 @@
-"""Normalization over the batch and over samples: moments, deltas, statistics."""
+"""Normalisation over the batch and over samples: moments, deltas and statistics."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def states(*shape: int, slope: bool = True) -> BaseHiddenStates:
 
 
 def drawn(layer: fl.tagi.BaseLayer) -> fl.tagi.BaseLayer:
-    """Give ``layer`` parameters of no special values."""
+    """Set random parameters of ``layer``."""
     n = layer.num_weights
     layer.mu_w, layer.var_w = numbers(n, seed=10), np.square(numbers(n, seed=11))
     if layer.bias:
@@ -32,12 +32,12 @@ def drawn(layer: fl.tagi.BaseLayer) -> fl.tagi.BaseLayer:
     return layer
 
 
-def close(found, expected) -> None:
-    equal(found, expected, rtol=2e-5, atol=2e-5)
+def close(actual, expected) -> None:
+    equal(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def expected_of(layer, x, over, features, d, e):
-    """The formulas in float64, without reshaping: axes are ``over``, weights along ``features``."""
+    """Compute the float64 formulas: statistics over axes ``over``, weights along ``features``."""
     m, v, j = (np.asarray(a, np.float64) for a in (x.mean, x.variance, x.slope))
     n = np.prod([m.shape[axis] for axis in over])
     mean = m.mean(over, keepdims=True)
@@ -65,7 +65,7 @@ CASES = {
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_the_formulas(case: str, bias: bool) -> None:
+def test_normalization_matches_formulas(case: str, bias: bool) -> None:
     make, shape, over, features = CASES[case]
     layer = drawn(make(bias=bias))
     assert layer.connect(shape[1:]) == shape[1:]
@@ -75,8 +75,8 @@ def test_the_formulas(case: str, bias: bool) -> None:
     out = layer.forward(x)
     close((out.mean, out.variance), moments)
     assert out.slope is None
-    found = layer.backward(d.reshape(len(d), -1), e.reshape(len(e), -1), True)
-    close(found, back)
+    actual = layer.backward(d.reshape(len(d), -1), e.reshape(len(e), -1), True)
+    close(actual, back)
     close((layer.weight.mean_sum, layer.weight.variance_sum), sums[:2])
     if bias:
         close((layer.biases.mean_sum, layer.biases.variance_sum), sums[2:])
@@ -84,7 +84,7 @@ def test_the_formulas(case: str, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_images_that_lie_with_the_channels_first(case: str) -> None:
+def test_normalization_accepts_channel_first_images(case: str) -> None:
     make, shape, _, _ = CASES[case]
     x, results = states(*shape), []
     for swapped in (False, True):
@@ -102,8 +102,8 @@ def test_images_that_lie_with_the_channels_first(case: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("positions", [8, 16, 21, 40])
-def test_native_code_is_numpy_s(positions: int) -> None:
-    """Rows of whole lanes and others; as they lie one after the other, across, and with gaps."""
+def test_normalization_kernels_equal_numpy(positions: int) -> None:
+    """Row lengths with and without a remainder; contiguous, transposed, and with gaps."""
     shape = (5, 3, positions)
     m, d = 2 + numbers(*shape), numbers(*shape, seed=1)
     v, e, slope = (np.square(numbers(*shape, seed=seed)) for seed in (2, 3, 4))
@@ -118,20 +118,20 @@ def test_native_code_is_numpy_s(positions: int) -> None:
                 for centers in (None, center):
                     expected = in_numpy(normalization.row_sums, arrays[0], centers)
                     close(normalization.row_sums(arrays[0], centers), expected)
-                given = (arrays[0], variance, center, scale, weight, bias)
-                found = normalization.standardize(*given)
-                expected = in_numpy(normalization.standardize, *given)
-                equal(found, expected, rtol=1e-6, atol=1e-6)
+                arguments = (arrays[0], variance, center, scale, weight, bias)
+                actual = normalization.standardize(*arguments)
+                expected = in_numpy(normalization.standardize, *arguments)
+                equal(actual, expected, rtol=1e-6, atol=1e-6)
                 for wanted in (True, False):
-                    given = (found[0], *arrays[2:4], j, scale, wanted)
-                    sums, deltas = normalization.standardize_back(*given)
-                    sums_2, deltas_2 = in_numpy(normalization.standardize_back, *given)
+                    arguments = (actual[0], *arrays[2:4], j, scale, wanted)
+                    sums, deltas = normalization.standardize_back(*arguments)
+                    sums_2, deltas_2 = in_numpy(normalization.standardize_back, *arguments)
                     close(sums, sums_2)
                     assert (deltas is None) == (deltas_2 is None) == (not wanted)
                     equal(deltas or (), deltas_2 or (), rtol=1e-6, atol=1e-6)
 
 
-def test_known_inputs_have_no_variance() -> None:
+def test_normalization_of_exact_inputs_omits_their_variance() -> None:
     for make, shape, _, _ in CASES.values():
         layer, other = make(), make()
         for each in (layer, other):
@@ -143,7 +143,7 @@ def test_known_inputs_have_no_variance() -> None:
 
 
 @pytest.mark.parametrize("shape", [IMAGES, FLAT])
-def test_the_running_statistics_follow_and_stand_in_for_the_batch(shape) -> None:
+def test_batch_norm2d_updates_and_uses_running_statistics(shape) -> None:
     layer = drawn(fl.tagi.BatchNorm2d(3, momentum=0.75))
     layer.connect(shape[1:])
     x = states(*shape)
@@ -157,7 +157,7 @@ def test_the_running_statistics_follow_and_stand_in_for_the_batch(shape) -> None
     close(ra_variance, 0.75**2 + (1 - 0.75**2) * variance.ravel())
     layer.set_training(False)
     out = layer.forward(x)
-    close(ra_mean, (1 - 0.75**2) * mean.ravel())  # not by evaluation
+    close(ra_mean, (1 - 0.75**2) * mean.ravel())  # evaluation does not change them
     column = [1, 3] + [1] * (len(shape) - 2)
     r = 1 / np.sqrt(ra_variance.reshape(column) + layer.eps)
     w, s, b, sb = (a.reshape(column) for a in (layer.mu_w, layer.var_w, layer.mu_b, layer.var_b))
@@ -165,7 +165,7 @@ def test_the_running_statistics_follow_and_stand_in_for_the_batch(shape) -> None
     close((out.mean, out.variance), (t * w + b, r * r * x.variance * (w * w + s) + s * t * t + sb))
 
 
-def test_statistics_are_exact_where_means_are_large() -> None:
+def test_batch_norm2d_statistics_are_accurate_for_large_means() -> None:
     x = 1000 + numbers(64, 2, 8, 8)
     layer = fl.tagi.BatchNorm2d(2)
     layer.connect(x.shape[1:])
@@ -177,17 +177,17 @@ def test_statistics_are_exact_where_means_are_large() -> None:
 
 @pytest.mark.parametrize("offset", [0, 300])
 @on_ranks(("shm", 2))
-def test_two_parts_of_a_batch_added_up_are_the_whole(rank: int, size: int, offset: int) -> None:
-    """Of different sizes; one call of add_up for each pass, as each is a message."""
+def test_batch_norm2d_adds_up_over_processes(rank: int, size: int, offset: int) -> None:
+    """Batches of different sizes; one call of add_up per pass."""
     shape, calls = (10, 3, 4, 5), []
     x = states(*shape)
     x.mean += REAL(offset)
     d, e = numbers(*shape, seed=3), -np.square(numbers(*shape, seed=4))
-    whole, layer = (drawn(fl.tagi.BatchNorm2d(3)) for _ in range(2))
-    for each in (whole, layer):
+    single, layer = (drawn(fl.tagi.BatchNorm2d(3)) for _ in range(2))
+    for each in (single, layer):
         each.connect(shape[1:])
-    expected = whole.forward(x)
-    wanted = expected.mean, expected.variance, *whole.backward(d, e, True)
+    expected = single.forward(x)
+    expected_deltas = expected.mean, expected.variance, *single.backward(d, e, True)
 
     def add_up(sums: np.ndarray) -> None:
         calls.append((sums.dtype, sums.shape))
@@ -196,18 +196,18 @@ def test_two_parts_of_a_batch_added_up_are_the_whole(rank: int, size: int, offse
     layer.add_up = add_up
     rows = slice(7, 10) if rank else slice(0, 7)
     out = layer.forward(BaseHiddenStates(x.mean[rows], x.variance[rows], x.slope[rows]))
-    found = out.mean, out.variance, *layer.backward(d[rows], e[rows], True)
-    equal(found, [each[rows] for each in wanted], rtol=3e-6, atol=3e-6)
-    equal(layer.statistics(), whole.statistics(), rtol=1e-6)
+    actual = out.mean, out.variance, *layer.backward(d[rows], e[rows], True)
+    equal(actual, [each[rows] for each in expected_deltas], rtol=3e-6, atol=3e-6)
+    equal(layer.statistics(), single.statistics(), rtol=1e-6)
     equal(fl.broadcast(layer.batch_mean.copy(), 0), layer.batch_mean)
     for sums in ("mean_sum", "variance_sum"):
-        close(fl.all_reduce(getattr(layer.weight, sums).copy()), getattr(whole.weight, sums))
+        close(fl.all_reduce(getattr(layer.weight, sums).copy()), getattr(single.weight, sums))
     layer.set_training(False)
-    layer.forward(x)  # asks nobody
+    layer.forward(x)  # no call of add_up
     assert calls == [(np.float64, (1 + 3 * 3,))]
 
 
-def test_a_single_unit_has_its_own_variance() -> None:
+def test_normalization_of_one_unit_uses_its_variance() -> None:
     layer = fl.tagi.BatchNorm2d(2)
     layer.connect((2,))
     out = layer.forward(BaseHiddenStates(numbers(1, 2), np.full((1, 2), 4, REAL)))
@@ -215,7 +215,7 @@ def test_a_single_unit_has_its_own_variance() -> None:
     assert np.isfinite(out.variance).all()
 
 
-def test_a_network_keeps_the_statistics() -> None:
+def test_state_dict_includes_running_statistics() -> None:
     def make() -> fl.tagi.Sequential:
         return fl.tagi.Sequential(
             fl.tagi.Linear(4, 3),
@@ -234,11 +234,11 @@ def test_a_network_keeps_the_statistics() -> None:
     assert [each.size for each in state["BatchNorm2d.1"]] == [3, 3, 0, 0, 3, 3]
     assert [each.size for each in state["LayerNorm.shortcut.3"]] == [3, 3, 3, 3]
     other.load_state_dict(state)
-    found = net.get_norm_mean_var()
-    assert list(found) == ["BatchNorm2d()_1", "ResNetBlock(3,3)_3"]
+    statistics = net.get_norm_mean_var()
+    assert list(statistics) == ["BatchNorm2d()_1", "ResNetBlock(3,3)_3"]
     inner = net.layers[3].main_block.layers[1]
     for array, one in zip(
-        found["ResNetBlock(3,3)_3"], (*inner.statistics(), inner.batch_mean), strict=False
+        statistics["ResNetBlock(3,3)_3"], (*inner.statistics(), inner.batch_mean), strict=False
     ):
         equal(array[0], one)
     for each in (net, other):
@@ -262,20 +262,20 @@ result = parameters, *map(np.array, net(batches[0].ravel())), statistics
 
 
 @pytest.mark.slow
-def test_evaluation_is_the_same_as_pytagi() -> None:
-    """On two threads: on one, its first batch replaces the running statistics."""
+def test_batch_norm2d_evaluation_equals_pytagi() -> None:
+    """pytagi uses two threads: with one, its first batch replaces the running statistics."""
     close(*run_both(EVALUATED, batches=numbers(3, 8, 4)))
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_a_frozen_norm_sends_back_through_what_it_has_passed(images: bool) -> None:
-    """In a network that trains it may keep its running statistics; other batches leave no trace."""
+def test_frozen_batch_norm2d_uses_the_statistics_of_its_forward_pass(images: bool) -> None:
+    """The rest of the network trains, and other batches run in between."""
     layer = nn.BatchNorm2d(3)
     before = nn.Conv2d(2, 3, 1, in_width=4, in_height=4) if images else nn.Linear(6, 3)
     net = nn.Sequential(before, layer, nn.Linear(48 if images else 3, 2))
     x = np.random.default_rng(0).standard_normal((2, 5, 2, 4, 4) if images else (2, 5, 6))
     updater = nn.OutputUpdater()
-    found = []
+    sums = []
     for batches in ([x[0], x[1][:3]], [x[1][:3]]):
         layer.training = True
         state = net.state_dict()
@@ -288,5 +288,5 @@ def test_a_frozen_norm_sends_back_through_what_it_has_passed(images: bool) -> No
                 net.output_z_buffer, np.ones((len(batch), 2)), 1, net.input_delta_z_buffer
             )
             net.backward()
-        found.append([bucket.sums.copy() for bucket in net.buckets])
-    equal(*found)
+        sums.append([bucket.sums.copy() for bucket in net.buckets])
+    equal(*sums)

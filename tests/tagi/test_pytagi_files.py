@@ -1,4 +1,4 @@
-"""pytagi's files, in both directions, and files that are not what they should be."""
+"""Files of pytagi and of this package, and invalid files."""
 
 import os
 import struct
@@ -36,8 +36,8 @@ NETWORKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> None:
-    """Those written here are pytagi's to the byte."""
+def test_files_are_interchangeable_with_pytagi(tmp_path: Path, kind: str) -> None:
+    """Files of this package have the same bytes as pytagi's."""
     program = f"""
         net = Sequential({NETWORKS[kind]})
         net.set_threads(1)
@@ -58,7 +58,7 @@ def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> Non
     net.eval()
     equal(net(x), expected, 1e-4, 1e-5)
     files = ["there"]
-    if kind == "blocks":  # pytagi leaves out what is inside them
+    if kind == "blocks":  # pytagi omits layers in blocks
         with pytest.raises(ValueError, match=r"pytagi omits .* in blocks"):
             net.load_csv(tmp_path / "there")
     else:
@@ -72,8 +72,8 @@ def test_files_of_every_layer_travel_both_ways(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.slow
-def test_what_pytagi_leaves_behind_a_layer_norm_is_skipped(tmp_path: Path) -> None:
-    """As many numbers as its last batch had samples: pytagi cannot read its own file again."""
+def test_load_skips_samples_that_pytagi_appends_to_a_layer_norm(tmp_path: Path) -> None:
+    """The count depends on its last batch, so pytagi cannot read its own file."""
     layers = f"{IMAGES}, LayerNorm((4, 8, 8)), Linear(256, 3), LayerNorm((3,))"
     program = f"""
         net = Sequential({layers})
@@ -89,7 +89,7 @@ def test_what_pytagi_leaves_behind_a_layer_norm_is_skipped(tmp_path: Path) -> No
     net.load(file)
     equal(net(x), expected, 1e-4, 1e-5)
     size = file.stat().st_size
-    net.save(file)  # a fresh network of pytagi's takes this
+    net.save(file)  # a new network of pytagi can read it
     assert file.stat().st_size == size - 2 * 2 * 5 * 4
     again = f"net = Sequential({layers}); net.load(file); net.set_threads(1)\nresult = net(x)"
     equal(oracle_run(again, file=str(file), x=x), expected, 1e-4, 1e-5)
@@ -102,7 +102,7 @@ def saved(tmp_path: Path) -> tuple[nn.Sequential, Path]:
     return net, file
 
 
-def test_a_binary_file_is_exact_and_csv_has_six_digits(tmp_path: Path) -> None:
+def test_save_is_exact_and_save_csv_has_six_digits(tmp_path: Path) -> None:
     net, file = saved(tmp_path)
     other = network(DENSE, 2)
     assert not np.array_equal(other(X)[0], net(X)[0])
@@ -118,8 +118,8 @@ def test_a_binary_file_is_exact_and_csv_has_six_digits(tmp_path: Path) -> None:
     assert len(Path(f"{file}_3_mb.csv").read_text().splitlines()) == 10
 
 
-def test_a_name_without_a_folder_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytagi makes a folder of that name, and then cannot write the file."""
+def test_save_writes_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytagi creates a folder of that name and then cannot write the file."""
     monkeypatch.chdir(tmp_path)
     net = network(DENSE)
     net.save("net.bin")
@@ -160,7 +160,7 @@ NO_NUMBER = "expected only numbers"
         (lambda text: text.replace(b"\n", b","), TEXT, NO_NUMBER),
     ],
 )
-def test_a_wrong_file_is_refused_whole(
+def test_load_rejects_a_wrong_file_without_changes(
     tmp_path: Path, change: Any, kind: str, message: str
 ) -> None:
     _, file = saved(tmp_path)
@@ -172,15 +172,15 @@ def test_a_wrong_file_is_refused_whole(
     equal(net.state_dict(), network(DENSE, 2).state_dict())
 
 
-def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    """pytagi prints a line and goes on with what it had."""
+def test_load_raises_os_error_if_the_file_is_missing(tmp_path: Path) -> None:
+    """pytagi prints a line and continues with the old parameters."""
     with pytest.raises(FileNotFoundError):
         network(DENSE).load(tmp_path / "none")
     with pytest.raises(FileNotFoundError):
         network(DENSE).load_csv(tmp_path / "none")
 
 
-def test_a_file_is_written_whole_or_not_at_all(
+def test_save_leaves_no_partial_file_if_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, file = saved(tmp_path)
@@ -194,10 +194,10 @@ def test_a_file_is_written_whole_or_not_at_all(
     with pytest.raises(OSError, match="no space left"):
         net.save(file)
     assert file.read_bytes() == before
-    assert len(list(file.parent.iterdir())) == 5  # and nothing else
+    assert len(list(file.parent.iterdir())) == 5  # and no other file
 
 
-def test_a_network_that_diverged_is_not_loaded(tmp_path: Path) -> None:
+def test_load_rejects_a_diverged_network(tmp_path: Path) -> None:
     net, file = saved(tmp_path)
     net.layers[0].weight.mean[:] = np.reshape([np.nan, np.inf, -np.inf, 1e-30] * 8, (8, 4))
     net.save(file)

@@ -1,4 +1,4 @@
-"""LSTM: beside pytagi, beside draws, back through time, its states and its native code."""
+"""LSTM: moments, deltas, states and kernels, compared with pytagi and random draws."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ def sigmoid(z: np.ndarray) -> np.ndarray:
 def exact_step(
     w: np.ndarray, b: np.ndarray, x: np.ndarray, h: np.ndarray, c: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return h and c of an LSTM of numbers: ``w`` [..., 4, no, ni + no], any leading axes."""
+    """Return h and c of an LSTM of plain numbers; ``w``: [..., 4, no, ni + no]."""
     z = np.einsum("...qkj,...j->...qk", w, np.concatenate([x, h], -1)) + b
     f, i, g, o = np.moveaxis(z, -2, 0)
     c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
@@ -32,8 +32,8 @@ def exact_step(
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("certain", [True, False])
 @pytest.mark.parametrize(("batch", "window"), [(1, 1), (5, 1), (1, 4), (5, 4)])
-def test_pytagi_s_windows(batch: int, window: int, certain: bool, steps: int) -> None:
-    """One sample of one time step carries its states from step to step; nothing else does."""
+def test_lstm_steps_equal_pytagi(batch: int, window: int, certain: bool, steps: int) -> None:
+    """Only one sample of one time step carries states between steps."""
     x, y = numbers(batch, window), numbers(batch, 1)
     there = f"Sequential(LSTM(1, 8, {window}), LSTM(8, 5, {window}), Linear({5 * window}, 1))"
     here = there.replace(f" {window})", f" {window}, window='independent')", 2)
@@ -45,11 +45,11 @@ def test_pytagi_s_windows(batch: int, window: int, certain: bool, steps: int) ->
 
 
 @pytest.mark.parametrize("uncertain", ["weights and cells", "inputs"])
-def test_moments_of_a_step_are_those_of_draws(uncertain: str) -> None:
-    """To first order: variances are small beside the curvature of the gates.
+def test_lstm_moments_of_a_step_match_random_draws(uncertain: str) -> None:
+    """To first order: variances are small compared with the curvature of the gates.
 
-    What f and the product of i and g share by their inputs is not counted, here nor in pytagi: so
-    either the parameters and c vary, which the gates share none of, or the inputs, with c = 0.
+    The covariance of f with i g through their inputs is ignored here and in pytagi. So either
+    parameters and c are random, which the gates do not share, or the inputs with c = 0.
     """
     tagi.manual_seed(4)
     weights = uncertain != "inputs"
@@ -67,15 +67,15 @@ def test_moments_of_a_step_are_those_of_draws(uncertain: str) -> None:
     b = rng.normal(layer.mu_b, np.sqrt(layer.var_b), (draws, 12)).reshape(draws, 4, 3)
     h, c = (rng.normal(m, np.sqrt(v), (draws, 3)) for m, v in (states[:2], states[2:]))
     h, c = exact_step(w, b, rng.normal(x, np.sqrt(var_x), (draws, 2)), h, c)
-    own = net.get_lstm_states()[0]
-    equal(own[2], c.mean(0), atol=0.004)
-    equal(own[3], c.var(0), rtol=0.06)
+    states = net.get_lstm_states()[0]
+    equal(states[2], c.mean(0), atol=0.004)
+    equal(states[3], c.var(0), rtol=0.06)
     equal(mean[0], h.mean(0), atol=0.004)
     equal(variance[0], h.var(0), rtol=0.06)
 
 
 @pytest.mark.parametrize("certain", [True, False])
-def test_window_is_calls_that_carry_priors(certain: bool) -> None:
+def test_lstm_window_equals_calls_that_carry_priors(certain: bool) -> None:
     window = network("LSTM(2, 4, 6), LSTM(4, 3, 6)")
     single = nn.Sequential(nn.LSTM(2, 4, 1), nn.LSTM(4, 3, 1))
     single.load_state_dict(window.state_dict())
@@ -91,12 +91,12 @@ def test_window_is_calls_that_carry_priors(certain: bool) -> None:
             equal(one[1], variance[sample, out], 1e-5, 1e-7)
 
 
-def test_the_past_changes_what_follows_and_nothing_before() -> None:
+def test_lstm_inputs_affect_only_later_steps() -> None:
     net = network("LSTM(1, 4, 5)")
     apart = nn.Sequential(nn.LSTM(1, 4, 5, window="independent"))
     apart.params_from(net)
     x = numbers(2, 5)
-    other = x[:, [1, 0, 2, 3, 4]]  # the first two time steps change places
+    other = x[:, [1, 0, 2, 3, 4]]  # swaps the first two time steps
     for which in range(2):
         before, after = (net(each)[which].reshape(2, 5, 4) for each in (x, other))
         assert (np.abs(before - after) > 1e-7).all()
@@ -107,12 +107,12 @@ def test_the_past_changes_what_follows_and_nothing_before() -> None:
     equal(net(late)[0][:, :16], net(x)[0][:, :16])
 
 
-def test_shapes_and_batches_do_not_matter() -> None:
+def test_lstm_accepts_any_shape_and_batch_size() -> None:
     net = nn.Sequential(nn.LSTM(3, 2, 4), nn.Linear(8, 1))
     x = numbers(7, 4, 3)
     mean, variance = net(x)
-    for given in (x.reshape(7, 12), np.asfortranarray(x), x.astype(np.float64)[::1]):
-        equal(net(given), (mean, variance))
+    for variant in (x.reshape(7, 12), np.asfortranarray(x), x.astype(np.float64)[::1]):
+        equal(net(variant), (mean, variance))
     equal(net(x.ravel())[0], mean.ravel())
     equal(net(x[2:3])[0], mean[2:3], 1e-5, 1e-6)
 
@@ -121,7 +121,7 @@ def test_shapes_and_batches_do_not_matter() -> None:
 
 
 def exact(w: np.ndarray, b: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return h of all time steps of ``x`` [T, ni], flat, from h = c = 0."""
+    """Return h of all time steps of ``x`` [T, ni], flat, with h = c = 0 at the start."""
     h = c = np.zeros(w.shape[1])
     outputs = []
     for now in x:
@@ -131,7 +131,7 @@ def exact(w: np.ndarray, b: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def certain_lstm(ni: int, no: int, steps: int) -> tuple[nn.Sequential, np.ndarray, np.ndarray]:
-    """Return a network whose parameters have next to no variance, its weights and its biases."""
+    """Return a network with almost exact parameters, its weights and its biases."""
     net = nn.Sequential(nn.LSTM(ni, no, steps, gain_weight=1e-4, gain_bias=1e-4))
     net.input_state_update = True
     layer = net.layers[0]
@@ -140,17 +140,17 @@ def certain_lstm(ni: int, no: int, steps: int) -> tuple[nn.Sequential, np.ndarra
 
 
 def difference(function, at: np.ndarray, step: float = 1e-5) -> np.ndarray:  # type: ignore[no-untyped-def]
-    """Return the derivatives of ``function(at)``, one row for each element of ``at``."""
+    """Return numeric derivatives of ``function(at)``, one row per element of ``at``."""
     rows = []
-    for place in np.ndindex(at.shape):
-        there = [at.astype(np.float64), at.astype(np.float64)]
-        there[0][place] += step
-        there[1][place] -= step
-        rows.append((function(there[0]) - function(there[1])) / (2 * step))
+    for index in np.ndindex(at.shape):
+        shifted = [at.astype(np.float64), at.astype(np.float64)]
+        shifted[0][index] += step
+        shifted[1][index] -= step
+        rows.append((function(shifted[0]) - function(shifted[1])) / (2 * step))
     return np.array(rows)
 
 
-def test_deltas_of_means_are_the_gradient_through_time() -> None:
+def test_lstm_deltas_of_means_are_the_gradient_through_time() -> None:
     tagi.manual_seed(5)
     net, w, b = certain_lstm(2, 3, 4)
     layer = net.layers[0]
@@ -173,8 +173,8 @@ def test_deltas_of_means_are_the_gradient_through_time() -> None:
     np.testing.assert_allclose(net.get_input_states()[0], of_x, **tolerance)
 
 
-def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
-    """Slopes by differences of one time step; the recursion as the docstring of LSTM has it."""
+def test_lstm_deltas_of_variances_follow_the_recursion() -> None:
+    """Slopes are numeric derivatives of one time step. The docstring of LSTM has the recursion."""
     tagi.manual_seed(6)
     ni, no, steps = 2, 3, 4
     net, w, b = certain_lstm(ni, no, steps)
@@ -189,7 +189,7 @@ def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
     inputs = x.reshape(steps, ni)
     for now in inputs:
         states.append(exact_step(w, b, now, *states[-1]))
-    of_h, of_c = np.zeros(no), np.zeros(no)  # what the step after sends
+    of_h, of_c = np.zeros(no), np.zeros(no)  # from the next step
     sums_w, sums_b, of_x = np.zeros(w.shape), np.zeros(b.shape), []
     for t in range(steps - 1, -1, -1):
         c, joined = states[t][1], np.concatenate([inputs[t], states[t][0]])
@@ -203,7 +203,7 @@ def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
         of_x.insert(0, back[:ni])
         of_h = back[ni:]
         own = difference(lambda at: both(joined, b, at), c)  # noqa: B023
-        r = np.diag(own[:, :no]) / np.diag(own[:, no:])  # of h by c: h changes by c alone
+        r = np.diag(own[:, :no]) / np.diag(own[:, no:])  # h through c only
         total_c = r**2 * eh + ec
         of_c = np.diag(own[:, no:]) ** 2 * total_c
         gates = difference(lambda at: both(joined, at, c), b).reshape(4, no, 2 * no)  # noqa: B023
@@ -218,8 +218,8 @@ def test_deltas_of_variances_follow_what_reads_each_unit() -> None:
     np.testing.assert_allclose(net.get_input_states()[1], np.concatenate(of_x), **tolerance)
 
 
-def test_posterior_of_an_early_input_is_that_of_draws() -> None:
-    """The last h is observed; what it teaches the first input is their covariance, over time."""
+def test_lstm_posterior_of_an_early_input_matches_random_draws() -> None:
+    """The last h is observed. The deltas of the first input follow from their covariance."""
     net = network("LSTM(1, 1, 3, gain_weight=1e-3, gain_bias=1e-3)", 8)
     net.input_state_update = True
     layer = net.layers[0]
@@ -241,12 +241,12 @@ def test_posterior_of_an_early_input_is_that_of_draws() -> None:
     gain = covariances / (variance[0, 2] + 0.001)
     means, variances = net.get_input_states()
     equal(0.001 * means, gain * 0.1, rtol=0.03)
-    # What comes by h and by c counts for independent: of the last input, which has one way, exact.
+    # Contributions of h and c are treated as independent. The last input has only one path: exact.
     equal(1e-6 * variances[2], -gain[2] * covariances[2], rtol=0.06)
     assert (variances < 0).all()
 
 
-def test_sums_of_a_batch_are_those_of_its_samples() -> None:
+def test_lstm_sums_of_a_batch_are_sums_over_samples() -> None:
     net = network("LSTM(1, 6, 4), LSTM(6, 3, 4), Linear(12, 1)")
     x, y = numbers(5, 4), numbers(5, 1)
 
@@ -259,8 +259,8 @@ def test_sums_of_a_batch_are_those_of_its_samples() -> None:
     equal(sums(slice(0, 5)), apart, rtol=1e-3, atol=1e-4)
 
 
-def test_deltas_of_the_input_have_the_slope_of_its_activation() -> None:
-    """pytagi leaves it out: here it is as before every other layer."""
+def test_lstm_input_deltas_include_the_slope_of_the_activation() -> None:
+    """pytagi omits the slope."""
     net = network("ReLU(), LSTM(2, 3, 2)")
     net.input_state_update = True
     net(np.array([[1.0, -2.0, -3.0, 4.0]]), np.ones((1, 4)))
@@ -269,10 +269,8 @@ def test_deltas_of_the_input_have_the_slope_of_its_activation() -> None:
         equal(deltas != 0, [True, False, False, True])
 
 
-def test_an_lstm_learns_what_only_its_past_says() -> None:
-    """The target is the first of four inputs: windows without recurrence see it just as well, but
-    an output read at the last time step alone needs the recurrence.
-    """
+def test_lstm_learns_a_target_that_depends_on_the_past() -> None:
+    """The target is the first of four inputs, which an output at the last step cannot see."""
     tagi.manual_seed(1)
     window = nn.LSTM(1, 12, 4)
     net = nn.Sequential(window, nn.LSTM(12, 12, 4), nn.Linear(48, 1))
@@ -315,17 +313,17 @@ result = parameters, outputs, states
 
 
 @pytest.mark.slow
-def test_states_of_a_series_are_pytagi_s() -> None:
-    """Carried as posteriors, or as priors where nothing was observed; reset and set, too."""
-    given = {
+def test_lstm_states_of_a_series_equal_pytagi() -> None:
+    """Carried as posteriors, or as priors without observation; also reset and set."""
+    arrays = {
         "x": numbers(16, 2),
         "y": numbers(16, 1, seed=1),
         "error": np.full(1, 0.3, np.float32),
     }
-    equal(*run_both(SERIES, **given), 1e-4, 1e-6)
+    equal(*run_both(SERIES, **arrays), 1e-4, 1e-6)
 
 
-def test_states_are_carried_for_one_sample_of_one_time_step() -> None:
+def test_lstm_carries_states_for_one_sample_of_one_step() -> None:
     net = network("LSTM(1, 3, 1), LSTM(3, 2, 1)")
     fresh = net.get_lstm_states()
     assert [sorted(fresh), [each.size for each in fresh[1]]] == [[0, 1], [2] * 4]
@@ -340,15 +338,15 @@ def test_states_are_carried_for_one_sample_of_one_time_step() -> None:
     equal(net(x)[0], ahead)
     net.reset_lstm_states()
     equal(net(x)[0], outputs[0])
-    net(np.concatenate([x, x]))  # two samples are no series: they begin with 0 ...
+    net(np.concatenate([x, x]))  # two samples are no series: they start with 0 ...
     equal(net(np.concatenate([x, x]))[0][:1], outputs[0])
-    equal(net(x)[0], outputs[0])  # ... and clear what was carried
+    equal(net(x)[0], outputs[0])  # ... and clear the carried states
     window = nn.Sequential(nn.LSTM(1, 3, 2))
     assert window.get_lstm_states() == {}
     equal(window(numbers(1, 2))[0], window(numbers(1, 2))[0])
 
 
-def test_posterior_variances_are_not_negative() -> None:
+def test_lstm_posterior_variances_are_not_negative() -> None:
     net = nn.Sequential(nn.LSTM(1, 2, 1))
     net(np.ones((1, 1)))
     net.set_delta_z(np.ones(2), np.full(2, -1e9))
@@ -358,7 +356,7 @@ def test_posterior_variances_are_not_negative() -> None:
     assert (states[3] == 0).all()
 
 
-def test_states_that_do_not_fit_are_refused() -> None:
+def test_set_lstm_states_rejects_invalid_states() -> None:
     net = nn.Sequential(nn.LSTM(1, 3, 1), nn.Linear(3, 1))
     three = [np.ones(3)] * 4
     with pytest.raises(ValueError, match=r"keys of LSTMs with seq_len=1 \(0\), got 1"):
@@ -373,9 +371,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
         net.set_lstm_states({0: three})
     with pytest.raises(ValueError, match=r"layer 0: expected no masked elements, got 1 of 3"):
         net.set_lstm_states({0: [np.ma.masked_less(np.arange(3), 1)] * 4})
-    with pytest.raises(
-        ValueError, match=r"LSTM\(1,3\): states: expected no masked elements, got 1 of 3"
-    ):
+    with pytest.raises(ValueError, match=r"LSTM\(1,3\): states: .* masked .* got 1 of 3"):
         net.layers[0].set_states([np.ma.masked_less(np.arange(3), 1)] * 4)
     assert not net.get_lstm_states()[0][0].any()
     with pytest.raises(ValueError, match="time_step must be -1, or from 0 and below 0"):
@@ -383,7 +379,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
 
 
 def passes(layer: nn.LSTM, x: np.ndarray, variance: np.ndarray | None) -> list[np.ndarray]:
-    """Return everything that three passes make, and the states that go from one to the next."""
+    """Return all results of three passes, and the states between them."""
     net = nn.Sequential(layer)
     net.input_state_update = True
     rng = np.random.default_rng(1)
@@ -404,12 +400,12 @@ def passes(layer: nn.LSTM, x: np.ndarray, variance: np.ndarray | None) -> list[n
     ("rows", "steps", "inputs", "outputs", "bias"),
     [(1, 1, 1, 1, True), (1, 1, 3, 17, False), (4, 7, 2, 5, True), (3, 2, 9, 16, False)],
 )
-def test_native_code_does_what_numpy_does(
+def test_lstm_kernel_equals_numpy(
     monkeypatch: pytest.MonkeyPatch, rows: int, steps: int, inputs: int, outputs: int, bias: bool,
     certain: bool,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(0)
-    # With some gates that are closed, some that are open, and some in between.
+    # Closed, open and partly open gates.
     x = rng.standard_normal((rows, steps * inputs)) * rng.choice([0.1, 1, 30], (rows, 1))
     variance = None if certain else rng.uniform(0, 0.3, x.shape)
 
@@ -425,8 +421,8 @@ def test_native_code_does_what_numpy_does(
 
 
 @needs_kernels
-def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways are open to a layer of one size, and meet."""
+def test_lstm_uses_blas_above_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare both implementations at the same size."""
     monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8)
     small = network("LSTM(2, 6, 3)")
     x = np.ones((2, 6))
@@ -438,8 +434,8 @@ def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_kernels
-def test_tanh_is_exact_and_nan_stays_nan() -> None:
-    """c = i g with open gates i and o is tanh(x), and h = tanh(tanh(x))."""
+def test_lstm_tanh_is_exact_and_propagates_nan() -> None:
+    """With open gates i and o, c = i g is tanh(x), and h = tanh(tanh(x))."""
     x = np.concatenate([np.linspace(-12, 12, 4001), [1e-8, -1e-30, 0, 88, -1e15, np.nan]])
     net = nn.Sequential(nn.LSTM(1, 1, 1))
     net.load_state_dict({"LSTM.0": ([0, 0, 0, 0, 1, 0, 0, 0], [0] * 8, [0, 60, 0, 60], [0] * 4)})

@@ -1,4 +1,4 @@
-"""SLSTM, SLinear and the smoother: beside pytagi, and beside their formulas."""
+"""SLSTM, SLinear and the smoother, compared with pytagi and formulas."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +38,7 @@ result = parameters, outputs, smoothed, states
 
 
 def series() -> dict[str, np.ndarray]:
-    """Return inputs and targets, some of them missing, and the variance of an observation."""
+    """Return inputs, partly missing targets, and the variance of an observation."""
     rng = np.random.default_rng(0)
     t = np.arange(STEPS)
     x = np.stack([np.sin(t), np.cos(0.5 * t)], 1).astype(np.float32)
@@ -48,12 +48,12 @@ def series() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_pytagi_smooths_alike() -> None:
+def test_smoother_equals_pytagi() -> None:
     equal(*run_both(SERIES, **series()), 1e-4, 1e-5)
 
 
 def run(net: nn.Sequential, y: np.ndarray) -> Iterator[None]:
-    """Observe a series, and stop after each time step, before the parameters change."""
+    """Observe a series, and yield after each backward pass, before the step."""
     updater = nn.OutputUpdater(net.device)
     for now, target in zip(series()["x"], y, strict=False):
         net(now)
@@ -62,24 +62,19 @@ def run(net: nn.Sequential, y: np.ndarray) -> Iterator[None]:
         yield
 
 
-def test_states_are_those_of_the_formulas() -> None:
-    """Step by step in float64, of what the layer has shown while it went forward."""
+def test_smoothed_states_match_formulas() -> None:
+    """Float64 formulas per time step, from the states of the forward passes."""
     net = network("SLSTM(2, 3, 1), SLinear(3, 2)", 2)
     net.num_samples = STEPS
     layer = net.layers[0]
     y = np.random.default_rng(1).standard_normal((STEPS, 2))
     for _ in run(net, y):
         net.step()
-    kept = [
-        [np.asarray(each, np.float64) for each in [*s.prior, *s.posterior]]
-        for s in layer.time_steps
-    ]
+    steps = layer.time_steps
+    kept = [[np.asarray(each, np.float64) for each in [*s.prior, *s.posterior]] for s in steps]
     cells, hidden = (
         [np.asarray(each, np.float64) for each in covariances]
-        for covariances in (
-            [s.cell for s in layer.time_steps],
-            [s.hidden for s in layer.time_steps],
-        )
+        for covariances in ([s.cell for s in steps], [s.hidden for s in steps])
     )
     h, c = (kept[-1][4], kept[-1][5]), (kept[-1][6], kept[-1][7])
     expected = [(*h, *c)]
@@ -97,7 +92,7 @@ def test_states_are_those_of_the_formulas() -> None:
     mean, variance = net.smoother()
     for t, moments in enumerate(reversed(expected)):
         equal(net.get_lstm_states(t)[0], moments, 1e-4, 1e-6)
-    # The outputs: of the last parameters, every time step and every output.
+    # Outputs of all time steps, from the last parameters.
     linear = nn.Sequential(nn.Linear(3, 2))
     linear.load_state_dict({"Linear.0": net.state_dict()["SLinear.1"]})
     states = [net.get_lstm_states(t)[0] for t in range(STEPS)]
@@ -109,8 +104,8 @@ def test_states_are_those_of_the_formulas() -> None:
         equal(own.reshape(STEPS, 2), each, 1e-5)
 
 
-def test_covariances_are_those_of_draws() -> None:
-    """Of c with the c before it; of h with the h before it, which varies alone."""
+def test_slstm_covariances_match_random_draws() -> None:
+    """Covariances of c with the previous c, and of h with the previous h."""
     net = network("SLSTM(1, 2, 1, gain_weight=1e-4, gain_bias=1e-4)", 1)
     net.num_samples = 2
     layer = net.layers[0]
@@ -142,8 +137,8 @@ def test_covariances_are_those_of_draws() -> None:
             equal(step.cell, expected, rtol=0.02)
 
 
-def test_what_follows_changes_what_was() -> None:
-    """A gap in the observations is filled by those on its other side, and is less uncertain."""
+def test_smoother_uses_later_observations() -> None:
+    """Later observations fill a gap and reduce its variance."""
     results = []
     for last in (-2.0, 2.0, np.nan):
         net = network("SLSTM(2, 4, 1), SLinear(4, 1)")
@@ -159,7 +154,7 @@ def test_what_follows_changes_what_was() -> None:
     assert (low[1][-3:] < nothing[1][-3:]).all()
 
 
-def test_a_series_begins_anew() -> None:
+def test_reset_lstm_states_starts_a_new_series() -> None:
     net = network("SLSTM(2, 4, 1), SLinear(4, 1)")
     net.num_samples = STEPS
     assert net.num_samples == STEPS
@@ -167,21 +162,21 @@ def test_a_series_begins_anew() -> None:
     for _ in run(net, y[:4]):
         pass
     first = net.smoother()
-    assert [each.shape for each in first] == [(4,), (4,)]  # as many as there were
+    assert [each.shape for each in first] == [(4,), (4,)]  # the number of time steps
     equal(net.get_lstm_states()[0], np.zeros((4, 4)))
     for _ in run(net, y[:2]):
         pass
     net.reset_lstm_states()
     for _ in run(net, y[:4]):
         states = net.get_lstm_states()
-        net(np.ones(2))  # a look ahead is not kept
+        net(np.ones(2))  # a forecast is not kept
         net.set_lstm_states(states)
     equal(net.smoother(), first)
 
 
-def test_time_steps_are_counted() -> None:
+def test_smoother_checks_the_number_of_time_steps() -> None:
     net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.SLinear(4, 1))
-    for _ in run(net, np.ones((3, 1))):  # a network that is not going to be smoothed
+    for _ in run(net, np.ones((3, 1))):  # a network without smoothing
         pass
     with pytest.raises(RuntimeError, match=r"SLSTM\(2,4\) has no time steps\. Set net.num_sam"):
         net.smoother()
@@ -193,13 +188,11 @@ def test_time_steps_are_counted() -> None:
             pass
     net.smoother()
     for step in (-2, 3):
-        with pytest.raises(
-            ValueError, match=f"below 3, the number of smoothed time steps, got {step}"
-        ):
+        with pytest.raises(ValueError, match=f"below 3, the number of .*, got {step}"):
             net.get_lstm_states(step)
 
 
-def test_what_cannot_be_smoothed() -> None:
+def test_smoother_rejects_networks_with_other_layers() -> None:
     with pytest.raises(ValueError, match="expected a network with an SLSTM"):
         nn.Sequential(nn.LSTM(2, 4, 1), nn.SLinear(4, 1)).smoother()
     net = nn.Sequential(nn.SLSTM(2, 4, 1), nn.Linear(4, 1))
@@ -210,17 +203,17 @@ def test_what_cannot_be_smoothed() -> None:
         net.smoother()
 
 
-def test_a_series_on_a_gpu(strict: Any) -> None:
-    """States, smoother and what is read of both, with a stand-in for CuPy."""
-    found = []
+def test_smoother_works_on_a_gpu(strict: Any) -> None:
+    """A stand-in for CuPy represents the GPU."""
+    actual = []
     for device in ("cpu", "cuda"):
         net = network("SLSTM(2, 4, 1), SLSTM(4, 3, 1), SLinear(3, 1)", 3)
         net(np.ones(2))
-        net.to_device(device)  # with the states that it carries
+        net.to_device(device)  # including carried states
         net.num_samples = 4
         for _ in run(net, series()["y"][:4]):
             net.set_lstm_states(net.get_lstm_states())
-        found.append([*net.smoother(), *net.get_lstm_states(2)[1]])
-    for own, expected in zip(*found, strict=True):
+        actual.append([*net.smoother(), *net.get_lstm_states(2)[1]])
+    for own, expected in zip(*actual, strict=True):
         assert isinstance(own, np.ndarray)
         equal(own, expected, 1e-4, 1e-6)

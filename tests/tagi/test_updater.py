@@ -1,4 +1,4 @@
-"""Observations and what they teach the outputs: plain, of chosen outputs, heteroscedastic."""
+"""OutputUpdater: all outputs, selected outputs, and heteroscedastic errors."""
 
 from typing import Any
 
@@ -16,22 +16,22 @@ NET = "Sequential(Linear(3, 5), ReLU(), Linear(5, 4))"
 
 
 def pairs(noise: float) -> dict[str, Any]:
-    """Return parameters of a Linear(3, 4) whose odd outputs, variances, are about ``noise``."""
+    """Return parameters of Linear(3, 4) whose odd outputs, error variances, are about ``noise``."""
     weight = RNG.standard_normal((4, 3)) * [[1], [0.01], [1], [0.01]]
     entry = (weight, np.full(12, 0.1), [0.5, noise, 0.2, noise], [0.2, 0.05, 0.2, 0.05])
     return {"Linear.0": tuple(np.array(each, np.float32).ravel() for each in entry)}
 
 
 @pytest.mark.slow
-def test_unobserved_outputs_teach_nothing_as_in_pytagi() -> None:
+def test_update_ignores_unobserved_outputs_like_pytagi() -> None:
     y = Y.copy()
     y[1] = y[2, 3] = y[4, 0] = np.nan
-    there, _ = compare(NET, X, y, ERRORS)
-    assert not there.output_deltas[0].reshape(6, 4)[1].any()
+    reference, _ = compare(NET, X, y, ERRORS)
+    assert not reference.output_deltas[0].reshape(6, 4)[1].any()
 
 
 @pytest.mark.slow
-def test_chosen_outputs_as_in_pytagi() -> None:
+def test_update_using_indices_equals_pytagi() -> None:
     indices = np.array([[1, 3], [2, 4], [4, 1], [1, 2], [3, 4], [2, 3]])
     compare(NET, X, Y[:, :2], ERRORS[:, :2], idx=indices)
     compare(NET, X, Y[:, :2], ERRORS[:, :2], idx=indices.astype(np.float64))
@@ -39,7 +39,7 @@ def test_chosen_outputs_as_in_pytagi() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
-def test_errors_of_predicted_variance_as_in_pytagi(steps: int) -> None:
+def test_update_heteros_equals_pytagi(steps: int) -> None:
     compare("Sequential(Linear(3, 4))", X, Y[:, :2], heteros=True, params=pairs(2.0), steps=steps)
 
 
@@ -50,8 +50,8 @@ def states(batch: int = 2, outputs: int = 4) -> nn.BaseHiddenStates:
     return nn.BaseHiddenStates(mean, np.full_like(mean, 0.5), np.full_like(mean, 0.7))
 
 
-def test_deltas_are_the_update_of_a_gaussian() -> None:
-    """Without an activation the posterior is that of one observation with a Gaussian error."""
+def test_update_returns_the_gaussian_posterior() -> None:
+    """The network has no activation."""
     out, deltas = states(), nn.BaseDeltaStates()
     out.slope = None
     y, error = np.ones((2, 4)), 0.25
@@ -62,7 +62,7 @@ def test_deltas_are_the_update_of_a_gaussian() -> None:
     equal(out.var_a + out.var_a**2 * deltas.delta_var, 0.5 * (1 - gain), rtol=1e-6)
 
 
-def test_predicted_variance_of_errors_moves_towards_what_is_seen() -> None:
+def test_update_heteros_moves_variance_towards_observed_errors() -> None:
     mean = np.array([[0.0, 1.0], [0.0, 1.0]], np.float32)
     out, deltas = nn.BaseHiddenStates(mean, np.full_like(mean, 0.1)), nn.BaseDeltaStates()
     nn.OutputUpdater().update_heteros(out, [[0.0], [4.0]], deltas)
@@ -70,8 +70,8 @@ def test_predicted_variance_of_errors_moves_towards_what_is_seen() -> None:
     assert small < 0 < large
 
 
-def test_a_chosen_output_may_be_unobserved() -> None:
-    """pytagi 0.2.1 lets the NaN through."""
+def test_update_using_indices_ignores_nan() -> None:
+    """pytagi 0.2.1 propagates the NaN."""
     deltas = nn.BaseDeltaStates()
     y, indices = [[0.1, np.nan], [np.nan, 0.2]], [[1, 2], [3, 4]]
     nn.OutputUpdater().update_using_indices(states(), y, 0.1, indices, deltas)
@@ -80,8 +80,8 @@ def test_a_chosen_output_may_be_unobserved() -> None:
     equal(deltas.delta_var.reshape(2, 4) != 0, expected)
 
 
-def test_an_unobserved_pair_learns_nothing() -> None:
-    """pytagi 0.2.1 lets the NaN through."""
+def test_update_heteros_ignores_nan() -> None:
+    """pytagi 0.2.1 propagates the NaN."""
     out, deltas = states(2, 4), nn.BaseDeltaStates()
     nn.OutputUpdater().update_heteros(out, np.array([[0.1, np.nan], [np.nan, 0.2]]), deltas)
     d, e = deltas.delta_mu.reshape(4, 2), deltas.delta_var.reshape(4, 2)
@@ -95,8 +95,8 @@ MASK = np.array([[False, True, False, False], [True, False, False, True]])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
-def test_what_is_masked_is_not_observed(dtype: str) -> None:
-    """As NaN; whatever lies below the mask."""
+def test_update_ignores_masked_observations(dtype: str) -> None:
+    """The values under the mask have no effect."""
     values = np.arange(8).reshape(2, 4).astype(dtype)
     masked, hole = np.ma.array(values, mask=MASK), np.where(MASK, np.nan, values)
     indices, updater = [[1, 2, 3, 4], [4, 3, 2, 1]], nn.OutputUpdater()
@@ -106,30 +106,30 @@ def test_what_is_masked_is_not_observed(dtype: str) -> None:
         lambda y, d: updater.update_using_indices(states(), y, 0.1, indices, d),
         lambda y, d: updater.update_heteros(states(2, 8), y, d),
     ):
-        found, expected = nn.BaseDeltaStates(), nn.BaseDeltaStates()
+        actual, expected = nn.BaseDeltaStates(), nn.BaseDeltaStates()
         update(hole, expected)
         nested = [[row] for row in masked], tuple(list(row) for row in masked)
         for y in (masked, list(masked), masked.ravel(), *nested):
-            update(y, found)
-            equal((found.delta_mu, found.delta_var), (expected.delta_mu, expected.delta_var))
+            update(y, actual)
+            equal((actual.delta_mu, actual.delta_var), (expected.delta_mu, expected.delta_var))
 
 
-def test_an_observation_whose_variance_is_masked_teaches_nothing() -> None:
-    """So may ``0.1 * y`` of a masked ``y`` be passed."""
-    updater, found, expected = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
+def test_update_ignores_observations_with_masked_variance() -> None:
+    """For example ``0.1 * y`` of a masked ``y``."""
+    updater, actual, expected = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
     y, errors = np.ones((2, 4)), np.ma.array(np.full((2, 4), 0.1), mask=MASK)
     updater.update(states(), np.where(MASK, np.nan, y), 0.1, expected)
     for mu_obs in (y, np.ma.array(y, mask=MASK)):
-        updater.update(states(), mu_obs, errors, found)
-        equal((found.delta_mu, found.delta_var), (expected.delta_mu, expected.delta_var))
+        updater.update(states(), mu_obs, errors, actual)
+        equal((actual.delta_mu, actual.delta_var), (expected.delta_mu, expected.delta_var))
     with pytest.raises(ValueError, match="selected_idx: expected no masked elements, got 1 of 2"):
         updater.update_using_indices(
-            states(), y[:, :1], 0.1, np.ma.array([[1], [2]], mask=[[True], [False]]), found
+            states(), y[:, :1], 0.1, np.ma.array([[1], [2]], mask=[[True], [False]]), actual
         )
 
 
-def test_the_batch_comes_first_unless_all_is_flat() -> None:
-    """What has the samples along another dimension has as many elements, in another order."""
+def test_update_requires_the_batch_first_or_flat_arrays() -> None:
+    """Arrays with samples in another dimension have the same size but another order."""
     updater, deltas, out = nn.OutputUpdater(), nn.BaseDeltaStates(), states(12, 2)
     y, indices = np.arange(24.0), np.ones((12, 2), int)
     for shape in ((12, 2), (24,), (24, 1), (12, 1, 2), (1, 12, 2), (12, 2, 1)):
@@ -148,9 +148,7 @@ def test_the_batch_comes_first_unless_all_is_flat() -> None:
             updater.update(out, y, y.reshape(shape), deltas)
         with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
             updater.update_using_indices(out, y.reshape(shape), 0.1, indices, deltas)
-        with pytest.raises(
-            ValueError, match=r"selected_idx: expected shape \(12, k\), .*, got \(\d"
-        ):
+        with pytest.raises(ValueError, match=r"selected_idx: .* \(12, k\), .*, got \(\d"):
             updater.update_using_indices(out, y, 0.1, indices.reshape(shape), deltas)
         with pytest.raises(ValueError, match=r"mu_obs: expected shape \(12, 2\), .*, got \(\d"):
             updater.update_heteros(states(12, 4), y.reshape(shape), deltas)
@@ -160,15 +158,15 @@ def test_the_batch_comes_first_unless_all_is_flat() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64", "bool"])
-def test_observations_may_have_any_dtype_layout_and_shape(dtype: str) -> None:
+def test_update_accepts_any_dtype_layout_and_shape(dtype: str) -> None:
     out, y = states(3, 4), (np.arange(12).reshape(3, 4) % 3).astype(dtype)
-    updater, expected, found = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
+    updater, expected, actual = nn.OutputUpdater(), nn.BaseDeltaStates(), nn.BaseDeltaStates()
     updater.update(out, y.astype(np.float32), np.full((3, 4), 0.1, np.float32), expected)
     for values in (y, np.asfortranarray(y), np.repeat(y, 2, 1)[:, ::2], y.ravel(), y.tolist()):
         for errors in (0.1, [0.1] * 20, np.full(12, 0.1), np.full((1, 1), 0.1)):
-            updater.update(out, values, errors, found)
-            equal(found.delta_mu, expected.delta_mu, rtol=1e-6)
-            equal(found.delta_var, expected.delta_var, rtol=1e-6)
+            updater.update(out, values, errors, actual)
+            equal(actual.delta_mu, expected.delta_mu, rtol=1e-6)
+            equal(actual.delta_var, expected.delta_var, rtol=1e-6)
 
 
 LONGER = r"var_obs: .*, or a longer array of one repeated, unmasked value, got \(10,\)"
@@ -191,7 +189,7 @@ LONGER = r"var_obs: .*, or a longer array of one repeated, unmasked value, got \
         (np.zeros((2, 4)), np.nan, "var_obs: variances must be at least 0, got nan"),
     ],
 )
-def test_wrong_observations_are_refused(y: Any, errors: Any, message: str) -> None:
+def test_update_rejects_invalid_observations(y: Any, errors: Any, message: str) -> None:
     deltas = nn.BaseDeltaStates()
     with pytest.raises(ValueError, match=message):
         nn.OutputUpdater().update(states(), y, errors, deltas)
@@ -209,7 +207,7 @@ def test_wrong_observations_are_refused(y: Any, errors: Any, message: str) -> No
         None,
     ],
 )
-def test_observations_are_real_numbers(values: Any) -> None:
+def test_update_raises_type_error_for_observations_that_are_not_real(values: Any) -> None:
     with pytest.raises(TypeError, match="mu_obs: expected real numbers, got an array of"):
         nn.OutputUpdater().update(states(), values, 0.1, nn.BaseDeltaStates())
     with pytest.raises(TypeError, match="var_obs: expected real numbers, got an array of"):
@@ -227,14 +225,14 @@ def test_observations_are_real_numbers(values: Any) -> None:
         ([[1, 2], [2, 3]], r"mu_obs: expected shape \(2, 2\), .*got \(2,\)"),
     ],
 )
-def test_wrong_indices_are_refused(indices: Any, message: str) -> None:
+def test_update_using_indices_rejects_invalid_indices(indices: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         nn.OutputUpdater().update_using_indices(
             states(), [0.1, 0.2], 0.1, indices, nn.BaseDeltaStates()
         )
 
 
-def test_an_odd_number_of_outputs_is_no_pairs() -> None:
+def test_update_heteros_rejects_an_odd_number_of_outputs() -> None:
     with pytest.raises(ValueError, match=r"expected an even number of outputs .* got 3"):
         nn.OutputUpdater().update_heteros(states(2, 3), np.zeros(2), nn.BaseDeltaStates())
     with pytest.raises(ValueError, match=r"mu_obs: expected shape \(2, 2\)"):

@@ -1,4 +1,4 @@
-"""Metrics, data sets, windows, scales; CUDA's questions where there is none; the page of names."""
+"""Metrics, data sets, windows, scaling, CUDA queries, and the migration table."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ A, B, S = RNG.standard_normal(12), RNG.standard_normal(12), RNG.uniform(0.1, 1, 
 
 
 @pytest.mark.slow
-def test_metrics_are_pytagi_s() -> None:
+def test_metrics_equal_pytagi() -> None:
     program = """
         hole, labels, metric = b.copy(), np.arange(12) % 3, pytagi.metric
         hole[3] = np.nan
@@ -30,8 +30,8 @@ def test_metrics_are_pytagi_s() -> None:
     equal_programs(program, 1e-12, a=A, b=B, s=S)
 
 
-def test_shapes_do_not_matter_but_sizes_do() -> None:
-    """NumPy broadcasts (12,) with (12, 1) to 144 differences, silently."""
+def test_metrics_accept_flat_arrays_and_reject_other_sizes() -> None:
+    """NumPy would broadcast (12,) and (12, 1) to 144 differences."""
     expected = metric.mse(A, B)
     assert metric.mse(A.reshape(12, 1), B) == expected
     assert metric.mse(A.reshape(3, 4).tolist(), B) == expected
@@ -48,7 +48,7 @@ def test_shapes_do_not_matter_but_sizes_do() -> None:
         metric.classification_error([1, 2, 3], [1, 2])
 
 
-def test_samples_come_first_in_both_arrays() -> None:
+def test_metrics_require_samples_first_in_both_arrays() -> None:
     pair = A.reshape(6, 2), B.reshape(2, 6)
     with pytest.raises(ValueError, match=r"mse: .* got prediction \(6, 2\), observation \(2, 6\)"):
         metric.mse(*pair)
@@ -58,7 +58,7 @@ def test_samples_come_first_in_both_arrays() -> None:
         metric.classification_error(np.ones((2, 3)), np.ones((3, 2)))
 
 
-def test_what_is_masked_is_not_observed() -> None:
+def test_metrics_ignore_masked_elements() -> None:
     mask = np.arange(12) % 3 == 0
     masked, hole = np.ma.array(B, mask=mask), np.where(mask, np.nan, B)
     assert metric.mse(A, masked) == metric.mse(A, hole)
@@ -73,13 +73,13 @@ def test_what_is_masked_is_not_observed() -> None:
         metric.classification_error(masked, A)
 
 
-def test_a_likelihood_is_a_gaussian_s() -> None:
+def test_log_likelihood_is_the_gaussian_density() -> None:
     assert metric.log_likelihood(0.0, 0.0, 1.0) == pytest.approx(-0.5 * np.log(2 * np.pi))
     assert metric.log_likelihood(1.0, 3.0, 2.0) == pytest.approx(-0.5 * np.log(8 * np.pi) - 0.5)
 
 
 def mnist(folder: Path, count: int = 3) -> tuple[Path, Path, np.ndarray]:
-    """Write two files in MNIST's format."""
+    """Write two files in MNIST format."""
     pixels = RNG.integers(0, 256, (count, 4, 5), np.uint8)
     images, labels = folder / "images", folder / "labels"
     images.write_bytes(struct.pack(">4i", 2051, count, 4, 5) + pixels.tobytes())
@@ -88,20 +88,20 @@ def mnist(folder: Path, count: int = 3) -> tuple[Path, Path, np.ndarray]:
 
 
 def cifar(folder: Path, count: int = 3) -> tuple[Path, np.ndarray]:
-    """Write a file in the format of CIFAR-10's binary version."""
+    """Write a CIFAR-10 file (binary version)."""
     rows = RNG.integers(0, 256, (count, 3073), np.uint8)
     rows[:, 0] %= 10
     (folder / "batch.bin").write_bytes(rows.tobytes())
     return folder / "batch.bin", rows
 
 
-def test_images_of_files(tmp_path: Path) -> None:
+def test_image_loaders_return_pixels_and_labels(tmp_path: Path) -> None:
     (images, labels, pixels), (file, rows) = mnist(tmp_path), cifar(tmp_path)
     utils, mnist_files = tagi.Utils(), (str(images), labels)
-    for wanted, count in ((0, 3), (2, 2), (9, 3)):
+    for requested, count in ((0, 3), (2, 2), (9, 3)):
         for (x, y), expected, classes in (
-            (utils.load_mnist_images(*mnist_files, wanted), pixels, range(3)),
-            (utils.load_cifar_images(str(file), wanted), rows[:, 1:], rows[:, 0]),
+            (utils.load_mnist_images(*mnist_files, requested), pixels, range(3)),
+            (utils.load_cifar_images(str(file), requested), rows[:, 1:], rows[:, 0]),
         ):
             assert x.dtype == np.float32
             equal(x, expected[:count].ravel() / 255, rtol=1e-6)
@@ -109,7 +109,7 @@ def test_images_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_files_of_images_are_read_as_pytagi_reads_them(tmp_path: Path) -> None:
+def test_image_loaders_equal_pytagi(tmp_path: Path) -> None:
     images, labels, _ = mnist(tmp_path)
     program = """
         utils = pytagi.Utils()
@@ -121,7 +121,7 @@ def test_files_of_images_are_read_as_pytagi_reads_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [lambda data: data[:-1], lambda data: b"", lambda data: b"PNG" * 9]
 )
-def test_files_that_are_none_are_refused(tmp_path: Path, change: Any) -> None:
+def test_image_loaders_reject_files_of_another_format(tmp_path: Path, change: Any) -> None:
     images, labels, _ = mnist(tmp_path)
     file, _ = cifar(tmp_path)
     for path in (images, file):
@@ -132,7 +132,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path, change: Any) -> None:
         tagi.Utils().load_cifar_images(file, 0)
 
 
-def test_images_need_labels(tmp_path: Path) -> None:
+def test_load_mnist_images_rejects_a_different_number_of_labels(tmp_path: Path) -> None:
     images, _, _ = mnist(tmp_path)
     (tmp_path / "two").mkdir()
     _, labels, _ = mnist(tmp_path / "two", count=2)
@@ -147,7 +147,7 @@ WINDOWS = [((20, 1), [0], 5, 1, 1), ((20, 3), [1], 4, 2, 2), ((11, 2), [0], 3, 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "columns", "seen", "ahead", "stride"), WINDOWS)
-def test_windows_are_pytagi_s(
+def test_create_rolling_window_equals_pytagi(
     shape: tuple[int, int], columns: list[int], seen: int, ahead: int, stride: int
 ) -> None:
     data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -155,7 +155,7 @@ def test_windows_are_pytagi_s(
     equal_programs(program, data=data, arguments=(columns, seen, ahead, shape[1], stride))
 
 
-def test_windows_of_what_is_missing_have_nan() -> None:
+def test_create_rolling_window_turns_masked_values_into_nan() -> None:
     utils, data = tagi.Utils(), np.ma.masked_less(np.arange(12.0).reshape(6, 2), 1)
     seen, ahead = utils.create_rolling_window(data, [0], 1, 1, 2, 1)
     equal(seen[0], [np.nan, 1])
@@ -166,7 +166,7 @@ def test_windows_of_what_is_missing_have_nan() -> None:
         utils.create_rolling_window(data.T, [0], 1, 1, 2, 1)
 
 
-def test_windows_may_predict_several_columns() -> None:
+def test_create_rolling_window_returns_several_output_columns() -> None:
     data = np.arange(24.0).reshape(8, 3)
     x, y = tagi.Utils().create_rolling_window(data.ravel(), np.array([2, 0]), 2, 2, 3, 3)
     equal(x, [[0, 1, 2, 3, 4, 5], [9, 10, 11, 12, 13, 14]])
@@ -180,7 +180,7 @@ def test_windows_may_predict_several_columns() -> None:
 
 
 @pytest.mark.slow
-def test_covariances_and_schedules_are_pytagi_s() -> None:
+def test_covariances_and_schedules_equal_pytagi() -> None:
     program = """
         result = (pytagi.Utils().get_upper_triu_cov(2, 4, 0.3),
                   [pytagi.exponential_scheduler(2.0, 0.5, 0.9, i) for i in range(20)])
@@ -188,7 +188,7 @@ def test_covariances_and_schedules_are_pytagi_s() -> None:
     equal_programs(program, 1e-6)
 
 
-def test_scales_lead_there_and_back() -> None:
+def test_normalizer_inverts_its_scaling() -> None:
     data = RNG.normal(3, 5, (50, 4))
     data[7, 2] = np.nan
     scale = tagi.Normalizer("standardize")
@@ -206,7 +206,7 @@ def test_scales_lead_there_and_back() -> None:
         scale.max_min_norm(data, smallest, largest)
 
 
-def test_scales_leave_out_what_is_masked() -> None:
+def test_normalizer_ignores_masked_elements() -> None:
     data, hole = np.ma.masked_less(np.arange(12.0).reshape(6, 2), 3), np.arange(12.0).reshape(6, 2)
     hole[hole < 3] = np.nan
     for scale in (tagi.Normalizer.compute_mean_std, tagi.Normalizer.compute_max_min):
@@ -214,8 +214,8 @@ def test_scales_leave_out_what_is_masked() -> None:
         equal(scale(list(data)), scale(hole))
 
 
-def test_without_a_driver_cuda_s_answers_are_no() -> None:
-    """pytagi raises: "CUDA driver version is insufficient"."""
+def test_cuda_queries_return_false_without_a_driver() -> None:
+    """pytagi raises "CUDA driver version is insufficient"."""
     if cuda.get_device_count():
         pytest.skip("there is a CUDA device")
     assert cuda.is_available() is False
@@ -230,7 +230,7 @@ def test_without_a_driver_cuda_s_answers_are_no() -> None:
 PAGE = (Path(__file__).parents[2] / "docs" / "from-pytagi.md").read_text()
 
 
-def test_every_name_of_the_table_exists() -> None:
+def test_names_of_the_migration_table_exist() -> None:
     table = PAGE.partition("## Names")[2].partition("\n## ")[0]
     names = [n for row in re.findall(r"^\| (`.*?) \|", table, re.M) for n in row.split(", ")]
     assert len(names) > 40
@@ -238,7 +238,7 @@ def test_every_name_of_the_table_exists() -> None:
         functools.reduce(getattr, name.strip("`").split("."), fl.tagi)
 
 
-def test_every_public_name_is_in_the_table() -> None:
-    own = {"BaseLayer"}  # pytagi's as well, but nothing that a script calls
+def test_public_names_are_in_the_migration_table() -> None:
+    own = {"BaseLayer"}  # names of pytagi that no script calls
     listed = re.findall(r"`(\w+)`", PAGE.partition("## Names")[2].partition("\n## ")[0])
     assert set(fl.tagi.nn.__all__) - own <= set(listed)

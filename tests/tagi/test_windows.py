@@ -1,4 +1,4 @@
-"""Windows as columns: the kernels beside NumPy, and both directions beside each other."""
+"""Window kernels, compared with NumPy, and their adjoints."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ ALL = [
 
 
 def images(over: Windows, rng: np.random.Generator, first: bool) -> np.ndarray:
-    """Return a batch of 5 with 3 channels, which lie channel by channel, or image by image."""
+    """Return a batch of 5 images with 3 channels, in either memory order."""
     values = rng.standard_normal((3, 5, over.height, over.width)).astype(F)
     return values.transpose(1, 0, 2, 3) if first else values.reshape(5, 3, over.height, over.width)
 
@@ -27,18 +27,18 @@ def images(over: Windows, rng: np.random.Generator, first: bool) -> np.ndarray:
 @needs_kernels
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("first", [False, True])
-def test_the_kernels_make_what_numpy_makes(over: Windows, first: bool) -> None:
-    """To the last bit: of means alone, with squares, with variances; and back."""
+def test_patches_kernels_equal_numpy(over: Windows, first: bool) -> None:
+    """Bitwise, for means only, with squares, with variances, and backward."""
     rng = np.random.default_rng(0)
     mean, back = images(over, rng, first), images(over, rng, first)
     variance = np.abs(images(over, rng, first))
     for part in over.parts(5, 2 * over.out_width):
         count = part.columns.stop - part.columns.start
         for kinds, v in ((1, None), (2, None), (3, variance)):
-            own, reference = np.full((2, kinds, 3 * over.kernel**2, count), np.nan, F)
-            module.patches(over, part, mean, v, tuple(own))
+            columns_out, reference = np.full((2, kinds, 3 * over.kernel**2, count), np.nan, F)
+            module.patches(over, part, mean, v, tuple(columns_out))
             in_numpy(module.patches, over, part, mean, v, tuple(reference))
-            equal(own, reference)
+            equal(columns_out, reference)
         columns = rng.standard_normal((3 * over.kernel**2, count)).astype(F)
         expected = back.copy()
         in_numpy(module.add_patches, over, part, columns, expected)
@@ -48,18 +48,18 @@ def test_the_kernels_make_what_numpy_makes(over: Windows, first: bool) -> None:
 
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("columns", [1, 40, 10_000])
-def test_adding_columns_is_the_adjoint_of_making_them(over: Windows, columns: int) -> None:
-    """<patches(x), y> == <x, add_patches(y)>, over parts that cover all windows once."""
+def test_add_patches_is_the_adjoint_of_patches(over: Windows, columns: int) -> None:
+    """<patches(x), y> == <x, add_patches(y)>, over chunks that cover all windows."""
     rng = np.random.default_rng(1)
     x = rng.integers(-9, 9, (5, 3, over.height, over.width)).astype(F)
     back, left, covered = np.zeros_like(x), 0.0, 0
     for part in over.parts(5, columns):
         assert part.columns.start == covered
         covered = part.columns.stop
-        found = np.empty((3 * over.kernel**2, covered - part.columns.start), F)
-        module.patches(over, part, x, None, (found,))
-        y = rng.integers(-9, 9, found.shape).astype(F)
-        left += (found * y).sum()
+        columns_out = np.empty((3 * over.kernel**2, covered - part.columns.start), F)
+        module.patches(over, part, x, None, (columns_out,))
+        y = rng.integers(-9, 9, columns_out.shape).astype(F)
+        left += (columns_out * y).sum()
         module.add_patches(over, part, y, back)
     assert covered == 5 * over.out_height * over.out_width
     assert left == (x * back).sum()
@@ -68,8 +68,8 @@ def test_adding_columns_is_the_adjoint_of_making_them(over: Windows, columns: in
 @needs_kernels
 @pytest.mark.parametrize("over", ALL)
 @pytest.mark.parametrize("first", [False, True])
-def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
-    """To the last bit; the adjoint, too."""
+def test_sum_windows_kernel_equals_numpy(over: Windows, first: bool) -> None:
+    """Bitwise, including the adjoint."""
     rng = np.random.default_rng(2)
     x = images(over, rng, first)
     sums = module.sum_windows(over, x, 1 / 9)
@@ -84,17 +84,17 @@ def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
 @needs_kernels
 @pytest.mark.parametrize("over", [over for over in ALL if over.after < over.kernel])
 @pytest.mark.parametrize("first", [False, True])
-def test_largest_elements_are_those_of_numpy(over: Windows, first: bool) -> None:
-    """Also equal ones, and what is no number; the way back differs by rounding."""
+def test_largest_kernel_equals_numpy(over: Windows, first: bool) -> None:
+    """Includes ties and NaN; backward results differ by rounding."""
     rng = np.random.default_rng(3)
     mean = np.round(images(over, rng, first))
     mean[rng.uniform(size=mean.shape) < 0.3] = np.nan
     variance = np.abs(images(over, rng, not first))
-    own = module.largest(over, mean, variance)
+    results = module.largest(over, mean, variance)
     expected = in_numpy(module.largest, over, mean, variance)
-    equal(own, expected)
+    equal(results, expected)
     assert module.largest(over, mean, None)[1] is None
-    deltas = rng.standard_normal(own[0].shape).astype(F)
-    spread = module.spread_taken(over, deltas, own[2], mean)
-    wanted = in_numpy(module.spread_taken, over, deltas, own[2], mean)
-    equal(spread, wanted, rtol=1e-5, atol=1e-6)
+    deltas = rng.standard_normal(results[0].shape).astype(F)
+    spread = module.spread_taken(over, deltas, results[2], mean)
+    expected_spread = in_numpy(module.spread_taken, over, deltas, results[2], mean)
+    equal(spread, expected_spread, rtol=1e-5, atol=1e-6)

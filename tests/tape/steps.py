@@ -10,7 +10,7 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.device import is_cupy
-from flashlight_py.tape.arrays import leaves
+from flashlight_py.tape.arrays import items_in
 
 
 def compare(
@@ -61,8 +61,8 @@ def compare(
             assert_same_bits([expected, *_arrays_in(args)], [got, *_arrays_in(copies)])
             assert_same_bits(_state_of(held), _state_of(others))
             raised += isinstance(expected, Exception)
-            now = [*leaves(expected)] if stays else []
-            results += zip([array_of(x).copy("K") for x in now], now, leaves(got), strict=False)
+            now = [*items_in(expected)] if stays else []
+            results += zip([array_of(x).copy("K") for x in now], now, items_in(got), strict=False)
     assert all(is_same(before, last) or is_same(now, last) for before, now, last in results)
     assert raised or not raises
     if told is not None:

@@ -25,7 +25,7 @@ from flashlight_py.distributed.failures.flight_record import (
     write_record,
 )
 from flashlight_py.errors import PeerLostError
-from tests.distributed.processes import descriptors_below, held
+from tests.distributed.processes import limit_descriptors, process_state
 
 
 def own_reason(folder: Path) -> str:
@@ -120,12 +120,12 @@ def test_a_handler_may_leave_while_a_record_is_written(world: Any) -> None:
 @pytest.mark.parametrize("allowed", [1, 2, 3])
 def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
     """It needs two pipes: three descriptors are too few."""
-    before = held()
+    before = process_state()
     free = (number for number in count() if not os.path.exists(f"/proc/self/fd/{number}"))
     *_, last = islice(free, allowed)
-    with descriptors_below(last + 1), pytest.raises(OSError, match="Too many open files"):
+    with limit_descriptors(last + 1), pytest.raises(OSError, match="Too many open files"):
         Watchdog(Flight(folder=tmp_path))
-    assert held() == before
+    assert process_state() == before
 
 
 def test_a_signal_while_the_thread_starts_leaves_it_what_it_waits_for(

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+# Submodule of each public name. `scripts/stubs` writes the same table for type checkers.
 _HOMES = {
     "elementwise": [
         *("negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "exp", "log"),

@@ -1,6 +1,6 @@
-"""Functions element by element that neural networks put between layers, and the error function.
+"""Elementwise activation functions of neural networks, and the error function.
 
-The results are new arrays. float16 is computed in float32 and rounded once.
+Results are new arrays. float16 is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flashlight_py.erf import MIDDLE, NEAR, SPLIT, quotient
 def _function(
     x: Input, value: Callable[..., Array], vjp: Callable[..., Array], native: str = ""
 ) -> Variable:
-    """Return ``value(xp, x)``, of the gradient ``vjp(xp, x, value, grad)``, or by kernels."""
+    """Return ``value(xp, x)`` with gradient ``vjp(xp, x, value, grad)``, or use native kernels."""
     x = as_variable(x)
-    found = record_mapped(native, x) if native else None
-    if found is not None:
-        return found
+    result = record_mapped(native, x) if native else None
+    if result is not None:
+        return result
     array = widened(x.data)
     xp = array_module(array)
     out = value(xp, array)
@@ -33,12 +33,12 @@ def _function(
 
 
 def log1p(x: Input) -> Variable:
-    """Return ``log(1 + x)``, with all digits near 0."""
+    """Return ``log(1 + x)``, accurate near 0."""
     return _function(x, lambda xp, a: xp.log1p(a), lambda xp, a, out, grad: grad / (a + 1))
 
 
 def erf(x: Input) -> Variable:
-    """Return the error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` up to x."""
+    """Return the error function: ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` to x."""
     factor = 2 / math.sqrt(math.pi)
     return _function(
         x, lambda xp, a: erf_of(a), lambda xp, a, out, grad: grad * xp.exp(-a * a) * factor
@@ -46,16 +46,16 @@ def erf(x: Input) -> Variable:
 
 
 def gelu(x: Input, approximate: bool | str = False) -> Variable:
-    """Return ``x`` times the probability that a normal number is below it: ``x * Phi(x)``.
+    """Return ``x * Phi(x)``, where ``Phi`` is the standard normal distribution function.
 
     Hendrycks and Gimpel (2016). ``Phi(x) = (1 + erf(x / sqrt(2))) / 2``. If ``approximate`` is True
-    or ``"tanh"``: ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as in GPT-2. Anything
-    but a bool and ``"none"`` or ``"tanh"``, torch's names, is a ValueError.
+    or ``"tanh"``: ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as in GPT-2. Raises
+    ValueError unless ``approximate`` is a bool, ``"none"`` or ``"tanh"`` (torch's names).
     """
     x, by_tanh = as_variable(x), is_by_tanh(approximate)
-    found = record_mapped("gelu_by_tanh" if by_tanh else "gelu", x)
-    if found is not None:
-        return found
+    result = record_mapped("gelu_by_tanh" if by_tanh else "gelu", x)
+    if result is not None:
+        return result
     array = widened(x.data)
     xp = array_module(array)
     if by_tanh:
@@ -80,7 +80,7 @@ _GELU = math.sqrt(2 / math.pi)
 
 
 def is_by_tanh(approximate: bool | str) -> bool:
-    """Return whether GELU is approximated; raise a ValueError if the option is unknown."""
+    """Return whether GELU is approximated. Raises ValueError if the option is unknown."""
     if approximate not in (False, True, "none", "tanh"):
         raise ValueError(
             f"gelu: approximate must be 'none', 'tanh', False or True, got {approximate!r}"
@@ -89,7 +89,7 @@ def is_by_tanh(approximate: bool | str) -> bool:
 
 
 def silu(x: Input) -> Variable:
-    """Return ``x * sigmoid(x)``; also known as swish."""
+    """Return ``x * sigmoid(x)``, also known as swish."""
 
     def vjp(xp: Any, a: Array, out: Array, grad: Array) -> Any:
         gate = _sigmoid(xp, a)
@@ -112,7 +112,7 @@ def softplus(x: Input, beta: float = 1.0) -> Variable:
 
 
 def elu(x: Input, alpha: float = 1.0) -> Variable:
-    """Return ``x`` above 0, else ``alpha * (exp(x) - 1)``; the slope at 0 is ``alpha``."""
+    """Return ``x`` above 0, else ``alpha * (exp(x) - 1)``. The slope at 0 is ``alpha``."""
     return _function(
         x,
         lambda xp, a: xp.where(a > 0, a, xp.expm1(xp.minimum(a, 0)) * alpha),
@@ -121,7 +121,7 @@ def elu(x: Input, alpha: float = 1.0) -> Variable:
 
 
 def leaky_relu(x: Input, slope: float = 0.01) -> Variable:
-    """Return ``x`` above 0, else ``slope * x``; the slope at 0 is ``slope``."""
+    """Return ``x`` above 0, else ``slope * x``. The slope at 0 is ``slope``."""
     return _function(
         x,
         lambda xp, a: xp.where(a > 0, a, a * slope),
@@ -130,13 +130,13 @@ def leaky_relu(x: Input, slope: float = 0.01) -> Variable:
 
 
 def hardtanh(x: Input, lower: float = -1.0, upper: float = 1.0) -> Variable:
-    """Return ``x`` limited to ``lower`` .. ``upper``; the slope is 0 on the limits and outside.
+    """Return ``x`` limited to ``lower`` .. ``upper``. The slope is 0 on the limits and outside.
 
     Raises:
-        ValueError: ``lower`` is not below ``upper``.
+        ValueError: If ``lower`` is not below ``upper``.
     """
     if not lower < upper:
-        raise ValueError(f"hardtanh: lower ({lower}) must be below upper ({upper})")
+        raise ValueError(f"hardtanh: lower must be below upper, got {lower} and {upper}")
     return _function(
         x,
         lambda xp, a: xp.clip(a, lower, upper),
@@ -145,20 +145,21 @@ def hardtanh(x: Input, lower: float = -1.0, upper: float = 1.0) -> Variable:
 
 
 def prelu(x: Input, weight: Input) -> Variable:
-    """Return ``x`` above 0, else ``weight * x``; the slope at 0 is ``weight``.
+    """Return ``x`` above 0, else ``weight * x``. The slope at 0 is ``weight``.
 
-    ``x`` has shape ``[batch, channels, ...]`` and ``weight`` ``[channels]``; or any and ``[1]``.
+    ``x`` has shape ``[batch, channels, ...]`` and ``weight`` ``[channels]``. With a ``weight`` of
+    shape ``[1]``, ``x`` may have any shape.
 
     Raises:
-        ValueError: the weight's shape is neither, or ``x`` has no element.
+        ValueError: If ``weight`` has another shape, or if ``x`` has no element.
     """
     x, weight = as_variable(x), as_variable(weight)
     shape = x.data.shape
     channels = shape[1] if len(shape) > 1 else 1
     if weight.data.shape not in ((channels,), (1,)):
         raise ValueError(
-            f"prelu: an input [batch, channels, ...] of shape {shape} needs a weight of shape "
-            f"({channels},) or (1,), got {weight.data.shape}"
+            f"prelu: expected a weight of shape ({channels},) or (1,) for input [batch, channels, "
+            f"...] of shape {shape}, got {weight.data.shape}"
         )
     check_filled("prelu", x)
     weight = reshape(weight, (-1, *(1,) * (len(shape) - 2)) if weight.data.size > 1 else ())
@@ -179,12 +180,12 @@ def glu(x: Input, axis: int = -1) -> Variable:
     Dauphin et al. (ICML 2017). The result is half as long along ``axis``.
 
     Raises:
-        ValueError: the length along ``axis`` is odd, or there is no such dimension.
+        ValueError: If the length along ``axis`` is odd, or if the axis does not exist.
     """
     x = as_variable(x)
     array = widened(x.data)
     if not -array.ndim <= axis < array.ndim or array.shape[axis] % 2:
-        raise ValueError(f"glu: needs an even number along axis {axis}, got shape {array.shape}")
+        raise ValueError(f"glu: expected an even size of axis {axis}, got shape {array.shape}")
     before, count = (slice(None),) * (axis % array.ndim), array.shape[axis] // 2
     first, second = array[(*before, slice(count))], array[(*before, slice(count, None))]
     xp = array_module(array)
@@ -198,13 +199,13 @@ def glu(x: Input, axis: int = -1) -> Variable:
 
 
 def erf_of(array: Array) -> Any:
-    """Return the error function of a float32 or float64 array, new: within 4 last places.
+    """Return the error function of a float32 or float64 array, new, with an error of 4 ulp.
 
-    From 4 on, where Cody has a third approximation, erf is 1 to 8 digits, and the second one has
-    the other 8.
+    Cody's third approximation, for 4 and above, is not needed: 1 - erf is about 1e-8 there, so that
+    8 digits of the second approximation are enough.
     """
     xp = array_module(array)
-    size = xp.minimum(xp.abs(array), 6.0)  # from here on erf is 1
+    size = xp.minimum(xp.abs(array), 6.0)  # erf(6) rounds to 1
     square = size * size
-    near, far = array * quotient(NEAR, square), 1 - xp.exp(-square) * quotient(MIDDLE, size)
-    return xp.where(size < SPLIT, near, xp.copysign(far, array))
+    small, large = array * quotient(NEAR, square), 1 - xp.exp(-square) * quotient(MIDDLE, size)
+    return xp.where(size < SPLIT, small, xp.copysign(large, array))

@@ -1,4 +1,4 @@
-"""Attention: means of values weighted by how keys fit queries (Vaswani et al., 2017)."""
+"""Attention: means of values, weighted by the match of queries and keys (Vaswani et al., 2017)."""
 
 import math
 from itertools import chain
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, check_ratio
-from flashlight_py.autograd.native import contiguous, kept_at_random, kernel, record_jointly
+from flashlight_py.autograd.native import as_contiguous, kernel, random_keep_mask, record_jointly
 from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
 from flashlight_py.random import generator
 
-_KEYS = 64  # of a tile, as in csrc/nn/attentions.inc
+_KEYS = 64  # keys per tile, as in csrc/nn/attentions.inc
 
 
 def attention(
@@ -22,25 +22,25 @@ def attention(
 ) -> Variable:  # fmt: skip
     """Return ``softmax(scale * q @ k.T + mask) @ v`` for each head of each sample.
 
-    The weights are never kept whole: they are computed by tiles, and again by the backward pass
-    (Dao et al., FlashAttention, 2022). A query that may attend to nothing gets 0.
+    The full matrix of weights is never stored. Tiles of it are computed, and computed again in the
+    backward pass (Dao et al., FlashAttention, 2022). A query without allowed keys gets 0.
 
     Args:
-        q: shape ``[batch, heads, queries, width]``, of any strides.
-        k: shape ``[batch, heads, keys, width]``.
-        v: shape ``[batch, heads, keys, width of values]``.
-        mask: broadcasts to ``[batch, heads, queries, keys]``: a query may attend to a key if it is
-            True; numbers are added to scores. A constant, without a gradient.
-        causal: whether query i may attend to keys 0 .. i alone.
-        dropout: the probability with which a weight is zeroed; the rest is scaled up. ``set_seed``
-            seeds the generator.
-        scale: by default ``1 / sqrt(width)``.
+        q: Shape ``[batch, heads, queries, width]``, with any strides.
+        k: Shape ``[batch, heads, keys, width]``.
+        v: Shape ``[batch, heads, keys, value width]``.
+        mask: Broadcasts to ``[batch, heads, queries, keys]``. True allows a query to attend to a
+            key. Numbers are added to the scores. The mask is a constant without gradient.
+        causal: If True, query i attends only to keys 0 .. i.
+        dropout: Probability of zeroing a weight, seeded by ``set_seed``. Other weights are scaled
+            up.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``.
 
     Returns:
-        ``[batch, heads, queries, width of values]``, a view of ``[batch, queries, heads, ...]``.
+        ``[batch, heads, queries, value width]``, a view of ``[batch, queries, heads, ...]``.
 
     Raises:
-        ValueError: shapes that do not fit or have no element, or ``dropout`` not in 0 <= p < 1.
+        ValueError: If the shapes do not fit together or are empty, or unless ``0 <= dropout < 1``.
     """
     q, k, v = as_half(q), as_half(k), as_half(v)
     shapes = [x.shape for x in (q, k, v)]
@@ -62,23 +62,23 @@ def attention(
 def self_attention(
     x: Input, heads: int, mask: Input | None = None, causal: bool = False, dropout: float = 0.0
 ) -> Variable:
-    """Return :func:`attention` of queries, keys and values that lie side by side.
+    """Return :func:`attention` of queries, keys and values that one array stores together.
 
-    ``x`` has shape ``[batch, positions, 3 * width]``, and the width is divided among ``heads``. The
-    result is a new array ``[batch, positions, width]``. Other arguments are those of ``attention``.
+    ``x`` has shape ``[batch, positions, 3 * width]``. The width is divided among ``heads``. The
+    result is a new array ``[batch, positions, width]``. See ``attention`` for the other arguments.
 
     Raises:
-        ValueError: as ``attention``, or the shape is another one.
+        ValueError: If ``x`` has another shape, or as in ``attention``.
     """
     x = as_half(x)
     if x.ndim != 3 or heads < 1 or x.shape[2] % (3 * heads):
         raise ValueError(
-            f"self_attention: expected [batch, positions, 3 * width] with a width for {heads} "
-            f"heads, got {x.shape}"
+            "self_attention: expected [batch, positions, 3 * width] with a width that is divisible "
+            f"by {heads} heads, got {x.shape}"
         )
     check_filled("self_attention", x)
     batch, positions, width = x.shape
-    packed = contiguous(widened(x.data))
+    packed = as_contiguous(widened(x.data))
     parts = packed.reshape(batch, positions, 3, heads, width // (3 * heads)).transpose(
         2, 0, 3, 1, 4
     )
@@ -87,17 +87,17 @@ def self_attention(
 
     def back(grad: Array) -> Any:
         grad = grad.reshape(batch, positions, heads, -1).transpose(0, 2, 1, 3)
-        found = work.backward(grad)
-        if len(found) > 1:
+        grads = work.backward(grad)
+        if len(grads) > 1:
             xp = array_module(grad)
-            found = (xp.stack(found).transpose(1, 3, 0, 2, 4).reshape(x.shape),)
-        return found
+            grads = (xp.stack(grads).transpose(1, 3, 0, 2, 4).reshape(x.shape),)
+        return grads
 
     return record_jointly("self_attention", narrowed(out, x.data), back, x)
 
 
 class _Attention:
-    """The arrays q, k, v of one call and how they are attended; ``packed`` holds all three."""
+    """The arrays and options of one call. ``packed``: the array that stores q, k and v, or None."""
 
     def __init__(
         self, arrays: list[Array], mask: Input | None, causal: bool, dropout: float,
@@ -115,7 +115,7 @@ class _Attention:
         self.native = kernel("attention", q) if q.dtype == k.dtype == v.dtype else None
 
     def _masking(self, mask: Array, dtype: Any) -> Array:
-        """Return a mask with four dimensions, which the kernels take as it is."""
+        """Return the mask with four dimensions and a dtype that the kernels accept."""
         padded = mask.reshape((1,) * (4 - mask.ndim) + mask.shape) if mask.ndim < 4 else mask
         fits = all(n in (1, all_) for n, all_ in zip(padded.shape, self.shape, strict=True))
         if mask.ndim > 4 or not fits:
@@ -123,7 +123,8 @@ class _Attention:
                 "attention: expected a mask that broadcasts to [batch, heads, queries, keys] = "
                 f"{self.shape}, got shape {mask.shape}"
             )
-        return contiguous(padded if padded.dtype == np.bool_ else padded.astype(dtype, copy=False))
+        mask = padded if padded.dtype == np.bool_ else padded.astype(dtype, copy=False)
+        return as_contiguous(mask)
 
     def forward(self) -> Array:
         """Return the result, a view [batch, heads, queries, width]."""
@@ -135,12 +136,12 @@ class _Attention:
         if self.packed is not None:
             step = heads * width
             steps = [(n * step, 3 * queries * step, width, 3 * step) for n in range(3)]
-            self.given = [self.packed] * 3
+            self.inputs = [self.packed] * 3
         else:
-            laid_out = [_laid_out(each) for each in self.arrays]
-            self.given = [each for each, _, _ in laid_out]
-            steps = [each for _, each, _ in laid_out]
-            self.across = [each for _, _, each in laid_out]
+            laid_out = [_laid_out(array) for array in self.arrays]
+            self.inputs = [array for array, _, _ in laid_out]
+            steps = [array for _, array, _ in laid_out]
+            self.across = [array for _, _, array in laid_out]
         mask, kind, mask_steps, mask_bytes = self.mask, 0, (0, 0, 0, 0), 0
         if mask is not None:
             kind, of, mask_bytes = 1 if mask.dtype == np.bool_ else 2, mask.shape, mask.nbytes
@@ -149,29 +150,29 @@ class _Attention:
         begin = *self.shape, width, of_values, int(self.causal), kind
         self.sizes: tuple[int, ...] = *begin, *chain(*steps), *mask_steps, mask_bytes
         made = ((batch, queries, heads, of_values), q.dtype), ((batch, heads, queries, 2), q.dtype)
-        inputs = *self.given, mask, self.seed
+        inputs = *self.inputs, mask, self.seed
         self.out, self.saved = self.native(made, self.sizes, self.numbers, *inputs)
         return self.out.transpose(0, 2, 1, 3)  # type: ignore[no-any-return]
 
     def backward(self, grad: Array) -> tuple[Array, ...]:
-        """Return gradients of q, k and v, or of what holds all three."""
+        """Return the gradients of q, k and v, or the gradient of the packed array."""
         grad = widened(grad)
         if self.native is None:
             return self._backward_of_arrays(grad)
-        grad = contiguous(grad.transpose(0, 2, 1, 3))
+        grad = as_contiguous(grad.transpose(0, 2, 1, 3))
         packed, q = self.packed, self.arrays[0]
-        found: Any = kernel("attention_back" if packed is None else "packed_attention_back", q)
-        inputs = grad, self.out, self.saved, *self.given, self.mask, self.seed
+        back: Any = kernel("attention_back" if packed is None else "packed_attention_back", q)
+        inputs = grad, self.out, self.saved, *self.inputs, self.mask, self.seed
         if packed is not None:
-            return (found(((packed.shape, q.dtype),), self.sizes, self.numbers, *inputs),)
-        made = [(each.shape, q.dtype) for each in self.given]
-        pairs = zip(found(made, self.sizes, self.numbers, *inputs), self.across, strict=True)
+            return (back(((packed.shape, q.dtype),), self.sizes, self.numbers, *inputs),)
+        made = [(array.shape, q.dtype) for array in self.inputs]
+        pairs = zip(back(made, self.sizes, self.numbers, *inputs), self.across, strict=True)
         return tuple(part.transpose(0, 2, 1, 3) if across else part for part, across in pairs)
 
-    # In array operations, of one sample at a time -------------------------------------------------
+    # Array operations, one sample at a time -------------------------------------------------------
 
     def _weights(self, sample: int) -> tuple[Array, Array | float]:
-        """Return a sample's weights, [heads, queries, keys], and what they are multiplied by."""
+        """Return weights of a sample, [heads, queries, keys], and their dropout factors."""
         q, k = self.arrays[0][sample], self.arrays[1][sample]
         xp = array_module(q)
         _, heads, queries, keys = self.shape
@@ -190,7 +191,7 @@ class _Attention:
             return weights, 1.0
         rows = heads * queries
         ratio = self.numbers[1]
-        kept = kept_at_random(self.seed, sample * rows, rows, keys, _KEYS, ratio)
+        kept = random_keep_mask(self.seed, sample * rows, rows, keys, _KEYS, ratio)
         return weights, kept.reshape(weights.shape) * weights.dtype.type(1 / (1 - ratio))
 
     def _forward_of_arrays(self) -> Array:
@@ -200,24 +201,21 @@ class _Attention:
 
     def _backward_of_arrays(self, grad: Array) -> tuple[Array, ...]:
         q, k, v = self.arrays
-        found = []
+        grads = []
         for sample in range(self.shape[0]):
             weights, kept = self._weights(sample)
             dv = (weights * kept).swapaxes(-1, -2) @ grad[sample]
             slope = grad[sample] @ v[sample].swapaxes(-1, -2) * kept
             slope -= (slope * weights).sum(-1, keepdims=True)
             slope *= weights * weights.dtype.type(self.scale)
-            found.append((slope @ k[sample], slope.swapaxes(-1, -2) @ q[sample], dv))
-        return tuple(array_module(q).stack(parts) for parts in zip(*found, strict=True))
+            grads.append((slope @ k[sample], slope.swapaxes(-1, -2) @ q[sample], dv))
+        return tuple(array_module(q).stack(parts) for parts in zip(*grads, strict=True))
 
 
 def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
-    """Return a contiguous array with ``x``'s elements, its steps, and if rows come before heads.
-
-    The steps are those that the kernels take: of the first element, batch, head and row.
-    """
+    """Return a contiguous array, its steps for kernels, and whether rows come before heads."""
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:
-        return contiguous(across), (0, heads * rows * width, width, heads * width), True
-    return contiguous(x), (0, heads * rows * width, rows * width, width), False
+        return as_contiguous(across), (0, heads * rows * width, width, heads * width), True
+    return as_contiguous(x), (0, heads * rows * width, rows * width, width), False

@@ -1,8 +1,8 @@
-"""Convolution and pooling of images: ``[batch, channels, height, width]``.
+"""Convolution and pooling of images with shape ``[batch, channels, height, width]``.
 
-Results lie in memory with the channels last, as views of the shape above; NumPy's elementwise
-functions keep that, so that a chain of layers converts nothing but its first input. Where there is
-no native kernel, the same is computed by a matrix product for each place of the window.
+Results are views with this shape of arrays that store the channels last. NumPy's elementwise
+functions keep the layout, so a chain of layers converts only its first input. Without a native
+kernel, array operations compute one matrix product per window position.
 """
 
 import math
@@ -15,8 +15,8 @@ import numpy as np
 from flashlight_py.autograd.functions.dimensions import reshape
 from flashlight_py.autograd.functions.elementwise import add, as_variable
 from flashlight_py.autograd.graph import Vjp
-from flashlight_py.autograd.native import channels_last, channels_second, contiguous, kernel
-from flashlight_py.autograd.precision import as_half, real
+from flashlight_py.autograd.native import as_contiguous, channels_last, channels_second, kernel
+from flashlight_py.autograd.precision import as_floating, as_half
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -25,7 +25,7 @@ _Two: TypeAlias = tuple[int, int]
 
 
 class _Windows(NamedTuple):
-    """Windows over images; pairs are (down, across), shapes have the channels last."""
+    """Windows over images. Pairs are (down, across). Shapes have the channels last."""
 
     inputs: tuple[int, int, int, int]
     outputs: tuple[int, int, int, int]
@@ -34,33 +34,33 @@ class _Windows(NamedTuple):
     pad: _Two
     dilation: _Two
     groups: int
-    numbers: tuple[int, ...]  # the same for kernels, in the order of csrc/nn/windows.h
+    numbers: tuple[int, ...]  # arguments of kernels, in the order of csrc/nn/windows.h
 
     def places(self) -> Iterator[tuple[_Two, tuple[slice, ...]]]:
-        """Yield each place of a window, and where padded images have it for all outputs."""
-        for place in np.ndindex(self.kernel):
-            steps = zip(place, self.dilation, self.outputs[1:3], self.stride, strict=True)
-            ranges = [(at * step, at * step + (n - 1) * far + 1, far) for at, step, n, far in steps]
-            yield place, (slice(None), slice(*ranges[0]), slice(*ranges[1]))
+        """Yield each window position, and the index of its pixels in padded images."""
+        for position in np.ndindex(self.kernel):
+            steps = zip(position, self.dilation, self.outputs[1:3], self.stride, strict=True)
+            ranges = [(i * step, i * step + (n - 1) * far + 1, far) for i, step, n, far in steps]
+            yield position, (slice(None), slice(*ranges[0]), slice(*ranges[1]))
 
     def padded(self, like: Array, value: float) -> tuple[Array, Array]:
-        """Return images amid padding, all of ``value``, and the part of them inside it."""
+        """Return images padded with ``value``, and a view of the part inside the padding."""
         (batch, height, width, channels), (down, across) = self.inputs, self.pad
         shape = batch, height + 2 * down, width + 2 * across, channels
-        whole: Array = array_module(like).full(shape, value, like.dtype)
-        return whole, whole[:, down : down + height, across : across + width]
+        image: Array = array_module(like).full(shape, value, like.dtype)
+        return image, image[:, down : down + height, across : across + width]
 
     def taken(self, images: Array, beyond: float = 0) -> Iterator[tuple[_Two, Array]]:
-        """Yield each place of a window and its pixels for all outputs; ``beyond``: the padding."""
-        whole, inside = self.padded(images, beyond)
+        """Yield each window position and its pixels for all outputs. ``beyond``: padding."""
+        padded, inside = self.padded(images, beyond)
         inside[...] = images
-        return ((place, whole[part]) for place, part in self.places())
+        return ((position, padded[part]) for position, part in self.places())
 
-    def given(self, parts: Iterable[Array], like: Array) -> Array:
-        """Return images to which each place of a window has added its part, in order."""
-        whole, inside = self.padded(like, 0)
-        for (_, where), part in zip(self.places(), parts, strict=True):
-            view = whole[where]
+    def sum_parts(self, parts: Iterable[Array], like: Array) -> Array:
+        """Return images that are sums of ``parts``, one for each window position, in order."""
+        padded, inside = self.padded(like, 0)
+        for (_, index), part in zip(self.places(), parts, strict=True):
+            view = padded[index]
             view += part.reshape(view.shape)
         return inside
 
@@ -69,42 +69,43 @@ def conv2d(
     x: Input, weight: Input, bias: Input | None = None, stride: Pair = 1, padding: Pair | str = 0,
     dilation: Pair = 1, groups: int = 1,
 ) -> Variable:  # fmt: skip
-    """Return the cross-correlation of images with ``weight``, plus ``bias``, a new variable.
+    """Return the cross-correlation of images with ``weight``, plus ``bias``, as a new variable.
 
     ``y[n, o, i, j] = bias[o] + sum over c, p, q of weight[o, c, p, q] * x[n, c', i * stride + p *
-    dilation - padding, j * stride + q * dilation - padding]``, with zeros around the images; ``c'``
-    is channel ``c`` of the group that ``o`` is in. float16 is computed in float32. Windows of 3 x 3
-    with stride 1 are computed by Winograd's F(2 x 2, 3 x 3) if there are 16 channels or more: an
-    infinite element also makes neighbours of what it belongs to nan.
+    dilation - padding, j * stride + q * dilation - padding]``, with zeros around the images. ``c'``
+    is channel ``c`` of the group of ``o``. float16 is computed in float32. Windows of 3 x 3 with
+    stride 1 and at least 16 channels use Winograd's F(2 x 2, 3 x 3). With Winograd, an infinite
+    element makes neighbouring results nan.
 
     Args:
-        x: shape ``[batch, channels, height, width]``.
-        weight: shape ``[out, channels / groups, kernel height, kernel width]``.
-        bias: shape ``[out]``, or None.
-        stride: from one window to the next, in pixels; a number or a pair (down, across).
-        padding: zeros at each side; ``"same"`` for results of the size of ``x``.
-        dilation: from one element of a window to the next, in pixels.
-        groups: into how many the channels are divided, of which each makes its part of ``out``.
+        x: Shape ``[batch, channels, height, width]``.
+        weight: Shape ``[out, channels / groups, kernel height, kernel width]``.
+        bias: Shape ``[out]``, or None.
+        stride: Distance of windows in pixels: a number or a pair (down, across).
+        padding: Number of zeros on each side, or ``"same"`` for results of the size of ``x``.
+        dilation: Distance of the elements of a window in pixels.
+        groups: Number of groups of channels, each of which computes its share of ``out``.
 
     Returns:
         ``[batch, out, (height + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1, ...]``.
 
     Raises:
-        ValueError: the shapes or options do not fit together, or the batch is empty.
-        TypeError: an option is no integer.
+        ValueError: If the shapes or options do not fit together, or if the batch is empty.
+        TypeError: If an option is not an integer.
     """
     x, weight = as_half(x), as_half(weight)
     bias = None if bias is None else as_half(bias)
     w = _windows_of_conv(x, weight, bias, stride, padding, dilation, groups)
-    dtype = np.result_type(*(each.dtype for each in (x, weight, bias) if each is not None))
+    dtype = np.result_type(*(v.dtype for v in (x, weight, bias) if v is not None))
 
     def read(variable: Variable) -> Array:
         return widened(variable.data.astype(dtype, copy=False))
 
-    images, filters = _rows(read(x)), contiguous(read(weight))
-    added = None if bias is None else contiguous(read(bias))
+    images, filters = _rows(read(x)), as_contiguous(read(weight))
+    added = None if bias is None else as_contiguous(read(bias))
     out = _compute("conv_forward", _to_output, w, w.outputs, images, filters, added)
-    kept = filters if weight.placement is None else None  # a sharded one is read again in the end
+    # The backward pass reads a sharded weight again.
+    kept = filters if weight.placement is None else None
     shape = weight.shape
 
     def weight_vjp(grad: Array) -> Array:
@@ -115,11 +116,11 @@ def conv2d(
         return _compute("conv_to_bias", lambda _, rows: rows.sum((0, 1, 2)), w, shape[:1], rows)
 
     def x_vjp(grad: Array) -> Array:
-        filters = contiguous(read(weight)) if kept is None else kept
-        found = _compute("conv_to_input", _to_input, w, w.inputs, _rows(grad), filters)
-        return channels_second(found)
+        filters = as_contiguous(read(weight)) if kept is None else kept
+        grads = _compute("conv_to_input", _to_input, w, w.inputs, _rows(grad), filters)
+        return channels_second(grads)
 
-    # The parameters come first: their hooks fire while the input's gradient is still to compute.
+    # Parameters come first: their hooks run before the input's gradient is computed.
     edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
         edges.insert(1, (bias, bias_vjp))
@@ -130,21 +131,21 @@ def conv_transpose2d(
     x: Input, weight: Variable, bias: Variable | None, stride: _Two, padding: _Two, dilation: _Two,
     groups: int, output_padding: _Two,
 ) -> Variable:  # fmt: skip
-    """Return ``bias`` plus the gradient of ``conv2d`` by images, if ``x`` is that of the result."""
+    """Return ``bias`` plus the gradient of ``conv2d``'s images for the output gradient ``x``."""
     x, weight = as_half(x), as_half(weight)
     channels, in_group, *kernel = weight.shape
     numbers = zip(x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=False)
     size = [(n - 1) * s - 2 * p + d * (k - 1) + 1 + e for n, k, s, p, d, e in numbers]
     if x.ndim != 4 or x.shape[1] != channels or not x.size or min(size) < 1:
         raise ValueError(
-            f"ConvTranspose2D: expected x of shape [batch, {channels}, height, width], none empty, "
-            f"for a result of at least 1 x 1 pixels, got {x.shape} and {padding=}"
+            f"ConvTranspose2D: expected x of shape [batch, {channels}, height, width], without "
+            f"sizes of 0, for a result of at least 1 x 1 pixels, got {x.shape} and {padding=}"
         )
     images = Variable(np.broadcast_to(0, (x.shape[0], in_group * groups, *size)))
     w = _windows_of_conv(images, weight, None, stride, padding, dilation, groups)
     dtype = np.result_type(x.dtype, weight.dtype)
-    rows, filters = (widened(each.data.astype(dtype, copy=False)) for each in (x, weight))
-    rows, filters = _rows(rows), contiguous(filters)
+    rows, filters = (widened(variable.data.astype(dtype, copy=False)) for variable in (x, weight))
+    rows, filters = _rows(rows), as_contiguous(filters)
     out = channels_second(_compute("conv_to_input", _to_input, w, w.inputs, rows, filters))
 
     def weight_vjp(grad: Array) -> Array:
@@ -162,27 +163,28 @@ def pool2d(
     x: Input, kernel: Pair, stride: Pair | None = None, padding: Pair = 0, mode: str = "max",
     count_padding: bool = True,
 ) -> Variable:  # fmt: skip
-    """Return the largest element, or the mean, of each window of each channel, a new variable.
+    """Return the maximum or the mean of each window of each channel, as a new variable.
 
-    Equal elements of a window: the first, row by row, gets the gradient of the maximum. float16
-    is computed in float32.
+    Of equal elements, the first (row by row) gets the gradient of a maximum. float16 is computed in
+    float32.
 
     Args:
-        x: shape ``[batch, channels, height, width]``.
-        kernel: the size of windows in pixels; a number or a pair (down, across).
-        stride: from one window to the next, in pixels; None: ``kernel``.
-        padding: pixels at each side, at most half of ``kernel``; no maximum, and 0 in a mean.
+        x: Shape ``[batch, channels, height, width]``.
+        kernel: Window size in pixels: a number or a pair (down, across).
+        stride: Distance of windows in pixels. Default: ``kernel``.
+        padding: Number of pixels on each side, at most half of ``kernel``. A maximum ignores the
+            padding. A mean uses zeros.
         mode: ``"max"`` or ``"average"``.
-        count_padding: whether the divisor of a mean counts the padding in a window.
+        count_padding: Whether the divisor of a mean counts the padding.
 
     Returns:
         Shape ``[batch, channels, (height + 2 * padding - kernel) // stride + 1, ...]``.
 
     Raises:
-        ValueError: the shapes or options do not fit together, or the batch is empty.
-        TypeError: an option is no integer.
+        ValueError: If the shapes or options do not fit together, or if the batch is empty.
+        TypeError: If an option is not an integer.
     """
-    x = real(as_variable(x))
+    x = as_floating(as_variable(x))
     options = pool_options("pool2d", kernel, stride, padding, mode)
     w = _windows("pool2d", x, "[batch, channels, height, width]", (0, 0), *options)
     images, of_all = _rows(x.data), "_of_all" if count_padding else ""
@@ -192,7 +194,7 @@ def pool2d(
 
     def spread_mean(w: _Windows, grad: Array) -> Array:
         share = grad / _counts(w, grad, count_padding)
-        return w.given((share for _ in w.places()), grad)
+        return w.sum_parts((share for _ in w.places()), grad)
 
     name, otherwise = ("largest", _largest) if mode == "max" else (f"mean{of_all}", mean)
     out = _compute(f"pool_{name}", otherwise, w, w.outputs, images)
@@ -202,44 +204,44 @@ def pool2d(
         if mode == "max":
             args = "pool_spread_largest", _spread_largest, w, w.inputs, rows, images, out
             return channels_second(_compute(*args))
-        found = _compute(f"pool_spread_mean{of_all}", spread_mean, w, w.inputs, rows)
-        return channels_second(found)
+        grads = _compute(f"pool_spread_mean{of_all}", spread_mean, w, w.inputs, rows)
+        return channels_second(grads)
 
     return record(narrowed(channels_second(out), x.data), (x, vjp))
 
 
 def _rows(images: Array) -> Array:
-    """Return images as they are computed: wide, the channels last in memory."""
-    return contiguous(channels_last(widened(images)))
+    """Return images as the kernels expect them: float32 or wider, with channels last."""
+    return as_contiguous(channels_last(widened(images)))
 
 
 def _compute(
     name: str, otherwise: Callable[..., Array], w: _Windows, shape: tuple[int, ...], *arrays: Any
 ) -> Array:
-    """Return a kernel's result, of ``shape``; where there is no kernel, what ``otherwise`` does."""
+    """Return a kernel's result, of ``shape``. Without a kernel, call ``otherwise(w, *arrays)``."""
     native, dtype = kernel(name, arrays[0]), arrays[0].dtype
     if native is None:
         return otherwise(w, *arrays)
     return native(((shape, dtype),), w.numbers, (), *arrays)  # type: ignore[no-any-return]
 
 
-# What kernels compute, in array operations -------------------------------------------------------
+# Array operations that replace the kernels --------------------------------------------------------
 
 
 def _by_groups(array: Array, w: _Windows) -> Array:
-    """Return all positions' channels as ``[groups, positions, channels of a group]``."""
+    """Return all pixels' channels as ``[groups, pixels, channels per group]``."""
     return array.reshape(-1, w.groups, array.shape[3] // w.groups).swapaxes(0, 1)
 
 
-def _filters(weight: Array, w: _Windows, place: _Two) -> Array:
-    """Return a window's place in a weight, ``[groups, out of a group, channels of a group]``."""
-    return weight[:, :, place[0], place[1]].reshape(w.groups, -1, weight.shape[1])
+def _filters(weight: Array, w: _Windows, position: _Two) -> Array:
+    """Return one window position of a weight: ``[groups, out per group, channels per group]``."""
+    return weight[:, :, position[0], position[1]].reshape(w.groups, -1, weight.shape[1])
 
 
 def _to_output(w: _Windows, images: Array, weight: Array, bias: Array | None) -> Array:
     products = (
-        _by_groups(part, w) @ _filters(weight, w, place).swapaxes(1, 2)
-        for place, part in w.taken(images)
+        _by_groups(part, w) @ _filters(weight, w, position).swapaxes(1, 2)
+        for position, part in w.taken(images)
     )
     out: Array = reduce(array_module(images).add, products).swapaxes(0, 1).reshape(w.outputs)
     return out if bias is None else out + bias
@@ -247,8 +249,8 @@ def _to_output(w: _Windows, images: Array, weight: Array, bias: Array | None) ->
 
 def _to_input(w: _Windows, grad: Array, weight: Array) -> Array:
     rows = _by_groups(grad, w)
-    products = (rows @ _filters(weight, w, place) for place, _ in w.places())
-    return w.given((each.swapaxes(0, 1) for each in products), grad)
+    products = (rows @ _filters(weight, w, position) for position, _ in w.places())
+    return w.sum_parts((product.swapaxes(0, 1) for product in products), grad)
 
 
 def _to_weight(w: _Windows, grad: Array, images: Array) -> Array:
@@ -275,7 +277,7 @@ def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Arra
             yield xp.where(hit, left, 0)
             left = xp.where(hit, 0, left)
 
-    return w.given(shares(grad), grad)
+    return w.sum_parts(shares(grad), grad)
 
 
 def _sums(w: _Windows, images: Array) -> Array:
@@ -283,42 +285,41 @@ def _sums(w: _Windows, images: Array) -> Array:
 
 
 def _counts(w: _Windows, like: Array, count_padding: bool) -> Array | int:
-    """Return how many elements each mean is of."""
+    """Return the number of elements of each mean."""
     if count_padding:
         return w.kernel[0] * w.kernel[1]
     shape = 1, *w.inputs[1:3], 1
     return _sums(w._replace(inputs=shape), array_module(like).full(shape, 1, like.dtype))
 
 
-# What is given, checked --------------------------------------------------------------------------
+# Checks of arguments -----------------------------------------------------------------------------
 
 
 def as_two(name: str, value: Any, least: int) -> _Two:
-    """Return an option as (down, across); ``name``: for errors.
+    """Return an option as (down, across). ``name`` appears in errors.
 
-    Others than an integer and a pair of them are a TypeError; numbers below ``least``, or of 2**31
-    or more, are a ValueError.
+    Raises TypeError if ``value`` is not an integer or a pair of integers, and ValueError if a
+    number is below ``least`` or at least 2**31.
     """
     two = (value, value) if isinstance(value, (int, np.integer)) else value
     is_pair = isinstance(two, (tuple, list)) and len(two) == 2
-    if not is_pair or not all(type(each) is int or isinstance(each, np.integer) for each in two):
-        raise TypeError(f"{name} must be an integer or a pair of them, got {value!r}")
+    if not is_pair or not all(
+        type(number) is int or isinstance(number, np.integer) for number in two
+    ):
+        raise TypeError(f"{name} must be an integer or a pair of integers, got {value!r}")
     if min(two) < least or max(two) >= 2**31:
         raise ValueError(f"{name} must be at least {least} and below 2**31, got {value!r}")
     return int(two[0]), int(two[1])
 
 
 def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation: Any) -> Any:
-    """Return ``padding`` as (down, across), of ``"same"`` too, with the errors of :func:`as_two`.
-
-    It is a ValueError, too, if no padding makes results of the size of the input.
-    """
+    """Return ``padding`` as (down, across). Raises ValueError if ``"same"`` is not possible."""
     if padding != "same":
         return as_two(f"{name}: padding", padding, 0)
     for size, far, step in zip(kernel, stride, dilation, strict=True):
         if far != 1 or step * (size - 1) % 2:
             raise ValueError(
-                f"{name}: padding='same' needs a stride of 1 and windows of an odd size, got "
+                f"{name}: padding='same' must have a stride of 1 and windows of an odd size, got "
                 f"stride {far}, kernel {size} and dilation {step}"
             )
     return tuple(step * (size - 1) // 2 for size, step in zip(kernel, dilation, strict=True))
@@ -327,7 +328,7 @@ def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation
 def pool_options(
     name: str, kernel: Any, stride: Any, padding: Any, mode: str
 ) -> tuple[_Two, _Two, _Two]:
-    """Return the options of ``pool2d`` as pairs, or raise its errors with ``name``."""
+    """Return the options of ``pool2d`` as pairs. ``name`` appears in errors."""
     if mode not in ("max", "average"):
         raise ValueError(f"{name}: mode must be 'max' or 'average', got {mode!r}")
     kernel = as_two(f"{name}: kernel", kernel, 1)
@@ -347,7 +348,7 @@ def _windows_of_conv(
     stride, dilation = as_two("conv2d: stride", stride, 1), as_two("conv2d: dilation", dilation, 1)
     shape = weight.shape
     if weight.ndim != 4 or not weight.size:
-        expected = "[out, channels / groups, height, width], none empty"
+        expected = "[out, channels / groups, height, width], without sizes of 0"
         raise ValueError(f"conv2d: expected a weight of shape {expected}, got {shape}")
     out, in_group, *kernel = shape
     groups = int(groups) if isinstance(groups, np.integer) else groups
@@ -368,22 +369,22 @@ def _windows(
     name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """``ends``: the channels of ``x`` and of the result; 0 for those of ``x``."""
+    """Return the windows. ``ends``: channels of ``x`` and of the result, 0: those of ``x``."""
     if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
-        raise ValueError(f"{name}: expected x of shape {expected}, none empty, got {x.shape}")
+        raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
     batch, channels, *size = x.shape
     spans = [step * (k - 1) + 1 for step, k in zip(dilation, kernel, strict=True)]
     beyond = [n + 2 * p - span for n, p, span in zip(size, pad, spans, strict=True)]
     if min(beyond) < 0 or not min(size):
         raise ValueError(
-            f"{name}: windows of {spans[0]} x {spans[1]} pixels do not fit in x of shape "
-            f"{x.shape} with padding {tuple(pad)}"
+            f"{name}: expected windows that fit in x of shape {x.shape} with padding {tuple(pad)}, "
+            f"got {spans[0]} x {spans[1]} pixels. Use a smaller kernel or more padding"
         )
     down, across = (rest // step + 1 for rest, step in zip(beyond, stride, strict=True))
     inputs = batch, size[0], size[1], channels
     outputs = batch, down, across, ends[1] or channels
     if math.prod(outputs) >= 2**60:
         shape = batch, outputs[3], down, across
-        raise ValueError(f"{name}: results of shape {shape} are too large, of x of shape {x.shape}")
+        raise ValueError(f"{name}: results must have less than 2**60 elements, got shape {shape}")
     numbers = *inputs, *outputs[1:], *kernel, *stride, *pad, *dilation, groups
     return _Windows(inputs, outputs, tuple(kernel), stride, pad, dilation, groups, numbers)

@@ -1,8 +1,8 @@
-"""Functions element by element, of one operand or of two, broadcast as NumPy's.
+"""Elementwise functions of one or two operands, with NumPy's broadcasting.
 
-The results are new arrays. Functions of two operands take variables, arrays and numbers, at least
-one of them a variable. The shapes must broadcast (else ``ValueError``). A number takes the dtype of
-the other operand.
+Results are new arrays. Functions of two operands take variables, arrays and numbers, at least one
+of them a variable. A number takes the dtype of the other operand. Shapes that do not broadcast
+raise ValueError.
 """
 
 from __future__ import annotations
@@ -13,30 +13,27 @@ import numpy as np
 
 from flashlight_py import kernels
 from flashlight_py.autograd.graph import Vjp
-from flashlight_py.autograd.native import kernel, lies_last, mapped, record_mapped
-from flashlight_py.autograd.precision import as_float32, real
+from flashlight_py.autograd.native import apply_elementwise, is_channels_last, kernel, record_mapped
+from flashlight_py.autograd.precision import as_float32, as_floating
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
 from flashlight_py.device import Array, array_module, constant, is_cupy, is_floating, narrowed
 from flashlight_py.random import generator
 
 
 def as_variable(x: Input) -> Variable:
-    """Return ``x``, or an array as a constant, as ``fl.input`` makes it; a TypeError otherwise."""
+    """Return ``x`` if it is a variable, or an array as a constant, as ``fl.input`` does."""
     return x if isinstance(x, Variable) else Variable(x)
 
 
 def as_pair(a: Operand, b: Operand) -> tuple[Variable, Variable]:
-    """Return both operands as variables; a number takes the dtype and device of the other one.
-
-    Anything but variables, arrays and numbers, one of them a variable at least, is a TypeError.
-    """
+    """Return both operands as variables, or raise TypeError. Numbers take the other's dtype."""
     if isinstance(a, Variable):
         return a, b if isinstance(b, Variable) else _as_constant(b, a)
     if isinstance(b, Variable):
         return _as_constant(a, b), b
     raise TypeError(
-        f"expected at least one Variable, got {type(a).__name__} and {type(b).__name__}; "
-        "make one of an array by fl.input or fl.no_grad"
+        f"expected at least one Variable, got {type(a).__name__} and {type(b).__name__}. "
+        "Convert an array by fl.input or fl.no_grad"
     )
 
 
@@ -45,7 +42,7 @@ def _as_constant(value: Operand, like: Variable) -> Variable:
         return Variable(value)  # type: ignore[arg-type]
     dtype = like.data.dtype
     if isinstance(value, float) and not is_floating(dtype):
-        dtype = None  # type: ignore[assignment]  # integers and a fraction: the library's choice
+        dtype = None  # type: ignore[assignment]  # the library's choice for integers and a float
     return Variable(array_module(like.data).asarray(value, dtype))
 
 
@@ -84,14 +81,14 @@ def div(a: Operand, b: Operand) -> Variable:
 def pow(a: Operand, b: Operand) -> Variable:
     """Return ``a ** b``, elementwise.
 
-    The exponent's gradient is 0 where the base is 0, and nan where the base is negative.
+    The gradient of the exponent is 0 if the base is 0, and nan if the base is negative.
     """
     x, y = map(as_float32, as_pair(a, b))
     base, exponent = x.data, y.data
     out = base**exponent
 
     def base_vjp(grad: Array) -> Any:
-        # An exponent of 0 has slope 0 everywhere; base ** -1 would make that nan at base 0.
+        # The slope for exponent 0 is 0. Without this, base ** -1 would give nan at base 0.
         lowered = array_module(exponent).where(exponent == 0, 0, exponent - 1)
         return grad * exponent * base ** lowered.astype(exponent.dtype)
 
@@ -103,7 +100,7 @@ def pow(a: Operand, b: Operand) -> Variable:
 
 
 def maximum(a: Operand, b: Operand) -> Variable:
-    """Return the larger of both, elementwise; equal elements share the gradient in halves."""
+    """Return the elementwise maximum. Equal elements get half of the gradient each."""
     x, y = as_pair(a, b)
     p, q = x.data, y.data
     out = array_module(p).maximum(p, q)
@@ -112,7 +109,7 @@ def maximum(a: Operand, b: Operand) -> Variable:
 
 
 def minimum(a: Operand, b: Operand) -> Variable:
-    """Return the smaller of both, elementwise; equal elements share the gradient in halves."""
+    """Return the elementwise minimum. Equal elements get half of the gradient each."""
     x, y = as_pair(a, b)
     p, q = x.data, y.data
     out = array_module(p).minimum(p, q)
@@ -121,7 +118,7 @@ def minimum(a: Operand, b: Operand) -> Variable:
 
 
 def _share(chosen: Array, equal: Array, grad: Array) -> Any:
-    """Return 1 where chosen, 1/2 where equal, else 0, in the dtype of ``grad``."""
+    """Return 1 where ``chosen``, 1/2 where ``equal``, else 0, in the dtype of ``grad``."""
     half = array_module(grad).asarray(0.5, grad.dtype)
     return (chosen * 2 + equal) * half
 
@@ -171,37 +168,37 @@ def tanh(x: Input) -> Variable:
 
 
 def sigmoid(x: Input) -> Variable:
-    """Return ``1 / (1 + exp(-x))``, computed by tanh so that no ``x`` overflows."""
+    """Return ``1 / (1 + exp(-x))``, computed by tanh to avoid overflow."""
     x = as_variable(x)
-    found = record_mapped("sigmoid", x)
-    if found is not None:
-        return found
+    result = record_mapped("sigmoid", x)
+    if result is not None:
+        return result
     half = x.data / 2
     out = (array_module(half).tanh(half) + 1) / 2
     return record(out, (x, lambda grad: grad * (out * (1 - out))))
 
 
 def relu(x: Input) -> Variable:
-    """Return ``max(x, 0)``; the slope at 0 is 0."""
+    """Return ``max(x, 0)``. The slope at 0 is 0."""
     x = as_variable(x)
     zero = constant(0, x.data) if x._calc_grad else 0
     out = array_module(x.data).maximum(x.data, zero)
     slope = slope_of_relu(out, zero)
 
-    def vjp(grad: Array) -> Any:  # whose name is in errors
+    def vjp(grad: Array) -> Any:  # errors quote its name
         return slope(grad)
 
     return record(out, (x, vjp))
 
 
 def slope_of_relu(out: Array, zero: Any) -> Vjp:
-    """Return the vjp of a function whose result is ``out`` where that is above 0, else 0."""
+    """Return the vjp of a ReLU with result ``out``."""
     if is_cupy(out):
         return lambda grad: kernels.relu_slope(grad, out)
 
     def vjp(grad: Array) -> Any:
-        slope = (out > zero).astype(grad.dtype)  # NumPy takes longer for a product with bools
-        if not out.flags.c_contiguous:  # the product may lie in another order than the slope
+        slope = (out > zero).astype(grad.dtype)  # faster than a product with bools in NumPy
+        if not out.flags.c_contiguous:  # the product may have another memory layout
             return grad * slope
         slope *= grad
         return slope
@@ -210,7 +207,7 @@ def slope_of_relu(out: Array, zero: Any) -> Vjp:
 
 
 def abs(x: Input) -> Variable:
-    """Return the absolute value; the slope at 0 is 0."""
+    """Return the absolute value. The slope at 0 is 0."""
     x = as_variable(x)
     array = x.data
     xp = array_module(array)
@@ -218,16 +215,16 @@ def abs(x: Input) -> Variable:
 
 
 def clamp(x: Input, lower: float | None = None, upper: float | None = None) -> Variable:
-    """Return ``x`` limited to ``lower`` .. ``upper``; the slope is 1 inside and on the limits.
+    """Return ``x`` limited to ``lower`` .. ``upper``. The slope is 1 inside and on the limits.
 
     Raises:
-        ValueError: no limit is given, or ``lower`` exceeds ``upper``.
+        ValueError: If there is no limit, or if ``lower`` exceeds ``upper``.
     """
     x = as_variable(x)
     if lower is None and upper is None:
-        raise ValueError("clamp needs a lower limit, an upper limit or both, got none")
+        raise ValueError("clamp: expected lower, upper or both, got None for both")
     if lower is not None and upper is not None and lower > upper:
-        raise ValueError(f"clamp: lower ({lower}) must not exceed upper ({upper})")
+        raise ValueError(f"clamp: lower must not exceed upper, got {lower} and {upper}")
     array = x.data
     inside: Any = True
     if lower is not None:
@@ -238,27 +235,27 @@ def clamp(x: Input, lower: float | None = None, upper: float | None = None) -> V
     return record(out, (x, lambda grad: grad * inside))
 
 
-clip = clamp  # NumPy's name
+clip = clamp  # name in NumPy
 
 
 def dropout(x: Input, ratio: float) -> Variable:
-    """Return ``x`` with each element zeroed with probability ``ratio``, the rest scaled up.
+    """Return ``x`` with elements zeroed with probability ``ratio`` and the remaining scaled up.
 
     The scale ``1 / (1 - ratio)`` keeps the expectation. ``set_seed`` seeds the generator. A ratio
-    of 0 returns ``x`` itself; one that is not in ``0 <= ratio < 1`` is a ValueError.
+    of 0 returns ``x`` itself. Raises ValueError unless ``0 <= ratio < 1``.
     """
     x = as_variable(x)
     check_ratio(ratio)
     if not ratio:
         return x
-    x = real(x)
+    x = as_floating(x)
     array = x.data
     if kernel("dropout", array) is not None:
         seed = generator().integers(0, 2**63 - 1, 1, dtype=np.int64)
-        is_last = lies_last(array)
+        is_last = is_channels_last(array)
 
-        def vjp(grad: Array) -> Any:  # whose name is in errors
-            return mapped("dropout", grad, seed, numbers=(ratio,), is_last=is_last)
+        def vjp(grad: Array) -> Any:  # errors quote its name
+            return apply_elementwise("dropout", grad, seed, numbers=(ratio,), is_last=is_last)
 
         return record(vjp(array), (x, vjp))
     draw = generator(array_module(array)).random(array.shape, dtype=np.float32)
@@ -268,15 +265,15 @@ def dropout(x: Input, ratio: float) -> Variable:
 
 
 def check_ratio(ratio: float) -> None:
-    """Raise a ValueError unless ``0 <= ratio < 1``."""
+    """Raise ValueError unless ``0 <= ratio < 1``."""
     if not 0 <= ratio < 1:
         raise ValueError(f"dropout: the ratio must be at least 0 and below 1, got {ratio}")
 
 
-def check_filled(name: str, *given: Input) -> None:
-    """Raise a ValueError of the function ``name`` if one has no element."""
-    if not all(each.size for each in given):
-        shapes = ", ".join(str(each.shape) for each in given)
+def check_filled(name: str, *inputs: Input) -> None:
+    """Raise ValueError if an input of the function ``name`` has no elements."""
+    if not all(x.size for x in inputs):
+        shapes = ", ".join(str(x.shape) for x in inputs)
         raise ValueError(
-            f"{name}: expected no dimension of size 0, as an empty batch has, got {shapes}"
+            f"{name}: expected inputs without dimensions of size 0 (empty batches), got {shapes}"
         )

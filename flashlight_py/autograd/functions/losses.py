@@ -1,6 +1,6 @@
-"""The log of softmax, and losses.
+"""Softmax, its logarithm, and losses.
 
-``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``; float16 is computed in float32.
+``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``. float16 is computed in float32.
 """
 
 from __future__ import annotations
@@ -12,40 +12,42 @@ from flashlight_py import kernels
 from flashlight_py.autograd.functions import dimensions
 from flashlight_py.autograd.functions.elementwise import check_filled, div
 from flashlight_py.autograd.functions.selecting import added, integers
-from flashlight_py.autograd.native import contiguous, kernel
-from flashlight_py.autograd.precision import as_float32, real
+from flashlight_py.autograd.native import as_contiguous, kernel
+from flashlight_py.autograd.precision import as_float32, as_floating
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
-from flashlight_py.structure import require
+from flashlight_py.structure import require_all
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape.
 
-    It is a ValueError if there is no such axis, or it has no element.
+    Raises ValueError if the axis does not exist or is empty.
     """
     return _softmax("softmax", x, axis)
 
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``log(softmax(x))`` along ``axis``, new; shape and errors as :func:`softmax`."""
+    """Return ``log(softmax(x))`` along ``axis``. Shape and errors are those of :func:`softmax`."""
     return _softmax("log_softmax", x, axis)
 
 
 def _softmax(name: str, x: Input, axis: int) -> Variable:
     x = as_float32(x)
-    x = real(x) if x.data.dtype.kind in "ub" else x  # differences of unsigned ones would wrap
+    # Differences of unsigned integers would wrap.
+    x = as_floating(x) if x.data.dtype.kind in "ub" else x
     array, ndim = x.data, max(x.ndim, 1)
     if not -ndim <= axis < ndim:
-        raise ValueError(f"{name}: there is no axis {axis} in shape {array.shape}")
-    if x.ndim and not array.shape[axis]:  # no rows are no error: a rank may have none
+        raise ValueError(f"{name}: axis must be a dimension of shape {array.shape}, got {axis}")
+    # An array without rows is valid, since a rank may have no samples.
+    if x.ndim and not array.shape[axis]:
         check_filled(name, x)
     native = kernel(name, array) if axis in (-1, ndim - 1) else None
     xp, is_log = array_module(array), name == "log_softmax"
     width = array.shape[axis] if x.ndim else 1
     made, sizes = ((array.shape, array.dtype),), (x.size // width, width)
     if native is not None:
-        out = native(made, sizes, (), contiguous(array))
+        out = native(made, sizes, (), as_contiguous(array))
     else:
         wide = widened(array)
         shifted = wide - wide.max(axis=axis, keepdims=True)
@@ -55,8 +57,8 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
 
     def vjp(grad: Array) -> Any:
         if native is not None:
-            found: Any = kernel(f"{name}_back", out)
-            return found(made, sizes, (), contiguous(grad), out)
+            backward_kernel: Any = kernel(f"{name}_back", out)
+            return backward_kernel(made, sizes, (), as_contiguous(grad), out)
         grad = widened(grad) if is_log else grad * out
         return grad - (xp.exp(out) if is_log else out) * grad.sum(axis=axis, keepdims=True)
 
@@ -65,18 +67,18 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
 
 
 def mean_squared_error(prediction: Input, target: Input) -> Variable:
-    """Return the mean over all elements of ``(prediction - target) ** 2``; no dimensions.
+    """Return the mean of ``(prediction - target) ** 2`` over all elements, without dimensions.
 
-    Both have the same shape, with at least one element, or it is a ValueError.
+    Raises ValueError if the shapes differ, or if there are no elements.
     """
-    prediction, target = real(as_float32(prediction)), as_float32(target)
+    prediction, target = as_floating(as_float32(prediction)), as_float32(target)
     if target.data.dtype.kind in "iub":
         target = Variable(target.data.astype(prediction.data.dtype))
     p, t = prediction.data, target.data
     _check_pair("mean_squared_error", prediction, target)
     scale = 2.0 / p.size
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
-        return record(  # one launch, and one for each gradient
+        return record(  # one launch, and one per gradient
             kernels.mean_square_error(p, t),
             (prediction, lambda grad: kernels.scaled_difference(p, t, grad, scale)),
             (target, lambda grad: kernels.scaled_difference(p, t, grad, -scale)),
@@ -92,8 +94,10 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
 
 def _check_pair(name: str, p: Variable, t: Variable) -> None:
     if p.shape != t.shape:
-        shapes = f"prediction has shape {p.shape}, target {t.shape}"
-        raise ValueError(f"{name}: {shapes}; they must be equal (nothing is broadcast here)")
+        raise ValueError(
+            f"{name}: expected a target of the prediction's shape {p.shape}, got {t.shape}. Losses "
+            "do not broadcast"
+        )
     check_filled(name, p, t)
 
 
@@ -101,44 +105,44 @@ def categorical_cross_entropy(
     log_probabilities: Input, target: Input, reduction: str = "mean", ignore_index: int = -1,
     label_smoothing: float = 0.0,
 ) -> Variable:  # fmt: skip
-    """Return the negative log probability of the right classes.
+    """Return the negative log probability of the target classes.
 
     Args:
-        log_probabilities: shape ``[..., classes]``, as ``log_softmax`` returns it.
-        target: integers of shape ``[...]``: the right class of each sample.
-        reduction: ``"mean"`` over the samples that count (0 if there are none), ``"sum"``, or
-            ``"none"`` for the shape of ``target``.
-        ignore_index: a target of this value does not count: loss and gradient are 0.
-        label_smoothing: the part of a target that all classes share, 0 to 1 (Szegedy et al., CVPR
-            2016): the loss is that of the right class times ``1 - label_smoothing``, plus the mean
-            of all classes' times ``label_smoothing``.
+        log_probabilities: Shape ``[..., classes]``, the result of ``log_softmax``.
+        target: Integers of shape ``[...]``: the class of each sample.
+        reduction: ``"mean"`` over the samples that are not ignored (0 without such samples),
+            ``"sum"``, or ``"none"`` for the shape of ``target``.
+        ignore_index: Target value of samples to ignore. Their loss and gradient are 0.
+        label_smoothing: Share of a target that is divided among all classes, 0 to 1 (Szegedy et
+            al., CVPR 2016). The loss is the loss of the target class times ``1 - label_smoothing``,
+            plus the mean loss of all classes times ``label_smoothing``.
 
     Raises:
-        TypeError: the targets are not integers.
-        ValueError: the shapes do not fit or have no element, a target names no class, an unknown
-            reduction, or ``label_smoothing`` outside of 0 to 1.
+        TypeError: If the targets are not integers.
+        ValueError: If the shapes do not fit or are empty, a target is not a class, the reduction is
+            unknown, or ``label_smoothing`` is outside of 0 to 1.
     """
-    log_probabilities, target = real(as_float32(log_probabilities)), as_float32(target)
+    log_probabilities, target = as_floating(as_float32(log_probabilities)), as_float32(target)
     logs, labels = log_probabilities.data, target.data
-    check_reduction(reduction)
+    check_loss_reduction(reduction)
     check_smoothing(label_smoothing)
     if labels.dtype.kind not in "iu":
         raise TypeError(f"categorical_cross_entropy: targets must be integers, got {labels.dtype}")
     if logs.ndim == 0 or logs.shape[:-1] != labels.shape:
         raise ValueError(
-            "categorical_cross_entropy: log probabilities [..., classes] of shape "
-            f"{logs.shape} need targets of shape {logs.shape[:-1]}, got {labels.shape}"
+            f"categorical_cross_entropy: expected targets of shape {logs.shape[:-1]} for log "
+            f"probabilities [..., classes] of shape {logs.shape}, got {labels.shape}"
         )
     check_filled("categorical_cross_entropy", log_probabilities)
     classes, xp = logs.shape[-1], array_module(logs)
-    shape, given = logs.shape, labels.shape
-    require(
+    shape, labels_shape = logs.shape, labels.shape
+    require_all(
         ((labels >= 0) & (labels < classes)) | (labels == ignore_index),
         labels,
         lambda target: ValueError(
-            f"categorical_cross_entropy: expected targets of 0..{classes - 1}, or ignore_index "
-            f"({ignore_index}), for log probabilities of shape {shape}, got target {target} in "
-            f"shape {given}"
+            f"categorical_cross_entropy: expected targets of 0..{classes - 1}, or ignore_index = "
+            f"{ignore_index}, for log probabilities of shape {shape}, got target {target} in an "
+            f"array of shape {labels_shape}"
         ),
     )
     counted = labels != ignore_index
@@ -164,9 +168,9 @@ def categorical_cross_entropy(
 
 
 def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean") -> Variable:
-    """Return ``abs(prediction - target)``, reduced; its slope is 0 where they are equal.
+    """Return ``abs(prediction - target)``, reduced. The slope of equal elements is 0.
 
-    Both have the same shape, with at least one element, or it is a ValueError.
+    Raises ValueError if the shapes differ, or if there are no elements.
     """
     return _of_pairs(
         *("mean_absolute_error", prediction, target, reduction),
@@ -200,9 +204,10 @@ def kl_divergence(log_probabilities: Input, target: Input, reduction: str) -> Va
 
 
 def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "mean") -> Variable:
-    """Return ``-target * log(p) - (1 - target) * log(1 - p)``, reduced; no logarithm below -100.
+    """Return ``-target * log(p) - (1 - target) * log(1 - p)``, reduced.
 
-    Both have the same shape and are 0 to 1; it is a ValueError otherwise, also for nan.
+    Logarithms are limited to at least -100. Raises ValueError if the shapes differ, or if an
+    element is nan or outside of 0 to 1.
     """
 
     def logs(xp: Any, p: Array) -> Any:
@@ -213,9 +218,11 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
 
     def value(xp: Any, p: Array, t: Array) -> Any:
         hint = "pass sigmoid(x), or x to binary_cross_entropy_with_logits; nan: the model diverged"
-        for what, array in (("probabilities", p), ("targets", t)):
-            limits = f"binary_cross_entropy: {what} of shape {p.shape} must be 0 to 1 ({hint}), got"
-            require((array >= 0) & (array <= 1), array, partial(_value_error, limits))
+        for subject, array in (("probabilities", p), ("targets", t)):
+            limits = (
+                f"binary_cross_entropy: {subject} of shape {p.shape} must be 0 to 1 ({hint}), got"
+            )
+            require_all((array >= 0) & (array <= 1), array, partial(_value_error, limits))
         log, log_of_rest = logs(xp, p)
         return (t - 1) * log_of_rest - t * log
 
@@ -228,10 +235,7 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
 
 
 def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "mean") -> Variable:
-    """Return ``binary_cross_entropy(sigmoid(x), target)``, reduced, without overflow or limit.
-
-    Arguments and errors are those of :func:`mean_absolute_error`.
-    """
+    """Return ``binary_cross_entropy(sigmoid(x), target)``, reduced, without overflow or limit."""
     return _of_pairs(
         *("binary_cross_entropy_with_logits", x, target, reduction),
         lambda xp, p, t: xp.maximum(p, 0) - p * t + xp.log1p(xp.exp(-xp.abs(p))),
@@ -243,9 +247,9 @@ def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "
 def _of_pairs(
     name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
 ) -> Variable:
-    """Return a loss of each element, reduced; ``vjps`` get both arrays before the gradient."""
-    prediction, target = real(as_float32(prediction)), real(as_float32(target))
-    check_reduction(reduction)
+    """Return an elementwise loss, reduced. ``vjps`` take both arrays and the gradient."""
+    prediction, target = as_floating(as_float32(prediction)), as_floating(as_float32(target))
+    check_loss_reduction(reduction)
     _check_pair(name, prediction, target)
     p, t = widened(prediction.data), widened(target.data)
     xp = array_module(p)
@@ -266,52 +270,52 @@ def connectionist_temporal_classification(
 ) -> Variable:  # fmt: skip
     """Return the negative log probability of all alignments of the inputs with the targets.
 
-    Graves et al. (ICML 2006), in log space, the gradient by their forward and backward variables. A
-    target that no alignment has, being too long, has loss infinity and gradient 0.
+    Graves et al. (ICML 2006), in log space. Forward and backward variables give the gradient. A
+    target that is too long for any alignment has an infinite loss and gradient 0.
 
     Args:
-        log_probabilities: shape ``[batch, time, classes]``, as ``log_softmax`` returns it: the
-            batch first, unlike in torch.
-        targets: integers ``[batch, longest]``, classes other than ``blank``; those beyond
-            a target's length do not count.
-        input_lengths: integers ``[batch]``, 1 to time; None: all are of full length.
-        target_lengths: integers ``[batch]``, 0 to longest; None: all are of full length.
-        blank: the class between the others.
-        reduction: ``"none"`` for ``[batch]``, ``"sum"``, or ``"mean"`` over the batch of the losses
-            divided by the targets' lengths (at least 1).
-        zero_infinity: whether infinite losses count as 0.
+        log_probabilities: Shape ``[batch, time, classes]``, the result of ``log_softmax``. The
+            batch is first, unlike in torch.
+        targets: Integers ``[batch, longest]``, classes other than ``blank``. Elements beyond a
+            target's length are ignored.
+        input_lengths: Integers ``[batch]``, 1 to time. None: the full length.
+        target_lengths: Integers ``[batch]``, 0 to longest. None: the full length.
+        blank: Class that separates the classes of the target.
+        reduction: ``"none"`` for ``[batch]``, ``"sum"``, or ``"mean"``: the mean over the batch of
+            losses divided by target lengths (at least 1).
+        zero_infinity: Whether to replace infinite losses by 0.
 
     Raises:
-        TypeError: targets or lengths are no integers.
-        ValueError: the shapes do not fit, the batch is empty, a target or length is out of range,
-            or the reduction is unknown.
+        TypeError: If targets or lengths are not integers.
+        ValueError: If the shapes do not fit, the batch is empty, a target or length is out of
+            range, or the reduction is unknown.
     """
-    given = real(as_float32(log_probabilities))
-    check_reduction(reduction)
+    logits = as_floating(as_float32(log_probabilities))
+    check_loss_reduction(reduction)
     sequences = targets, input_lengths, target_lengths
-    labels, inputs, lengths = _check_sequences(given.data, *sequences, blank)
-    logs = widened(given.data)
+    labels, inputs, lengths = _check_sequences(logits.data, *sequences, blank)
+    logs = widened(logits.data)
     xp = array_module(logs)
     batch, time, classes = logs.shape
-    states = 2 * labels.shape[1] + 1  # each target, with blanks around it
+    states = 2 * labels.shape[1] + 1  # each target class, with blanks around it
     kinds = xp.zeros((batch, states), "int64") + blank
     kinds[:, 1::2] = labels
-    jumps = xp.full((batch, states), -xp.inf, logs.dtype)  # 0 where one is left out before
+    jumps = xp.full((batch, states), -xp.inf, logs.dtype)  # 0 where a blank may be skipped
     jumps[:, 2:] = xp.where((kinds[:, 2:] != blank) & (kinds[:, 2:] != kinds[:, :-2]), 0, -xp.inf)
     emitted = xp.take_along_axis(logs.transpose(1, 0, 2), kinds[None], axis=2)
-    # With two improbable states in front, which nothing comes from.
+    # Two leading states of probability 0 avoid special cases.
     forward = xp.full((time, batch, states + 2), -xp.inf, logs.dtype)
     forward[0, :, 2:4] = emitted[0, :, :2]
     for t in range(1, time):
         before = forward[t - 1]
-        near = xp.logaddexp(before[:, 2:], before[:, 1:-1])
-        forward[t, :, 2:] = xp.logaddexp(near, before[:, :-2] + jumps) + emitted[t]
+        stay_or_step = xp.logaddexp(before[:, 2:], before[:, 1:-1])
+        forward[t, :, 2:] = xp.logaddexp(stay_or_step, before[:, :-2] + jumps) + emitted[t]
     rows, end = xp.arange(batch), 2 * lengths
-    found = xp.logaddexp(*[forward[inputs - 1, rows, end + k] for k in (1, 2)])
+    total_log = xp.logaddexp(*[forward[inputs - 1, rows, end + k] for k in (1, 2)])
 
     def vjp(grad: Array) -> Any:
-        follow = xp.full((time, batch, states + 2), -xp.inf, logs.dtype)  # two behind
-        behind = end[:, None] - xp.arange(states)  # by how many states the last one is
+        follow = xp.full((time, batch, states + 2), -xp.inf, logs.dtype)  # two trailing states
+        behind = end[:, None] - xp.arange(states)  # distance to the last state
         start = xp.where((behind == 0) | (behind == 1), 0, -xp.inf).astype(logs.dtype)
         jumps_on = xp.full((batch, states), -xp.inf, logs.dtype)
         jumps_on[:, :-2] = jumps[:, 2:]
@@ -319,68 +323,70 @@ def connectionist_temporal_classification(
         for t in reversed(range(time)):
             if t + 1 < time:
                 ahead[:, :-2] = follow[t + 1, :, :-2] + emitted[t + 1]
-            near = xp.logaddexp(ahead[:, :-2], ahead[:, 1:-1])
-            both = xp.logaddexp(near, ahead[:, 2:] + jumps_on)
+            stay_or_step = xp.logaddexp(ahead[:, :-2], ahead[:, 1:-1])
+            both = xp.logaddexp(stay_or_step, ahead[:, 2:] + jumps_on)
             follow[t, :, :-2] = xp.where((inputs == t + 1)[:, None], start, both)
-        likely = xp.where(found > -xp.inf, found, 0)[:, None]
+        likely = xp.where(total_log > -xp.inf, total_log, 0)[:, None]
         shares = xp.exp(forward[:, :, 2:] + follow[:, :, :-2] - likely) * -grad[:, None]
         at = (rows[:, None] * time + xp.arange(time))[:, :, None] * classes + kinds[:, None]
         return added(logs.shape, at, shares.transpose(1, 0, 2))
 
-    losses = xp.where(found > -xp.inf, -found, 0 if zero_infinity else xp.inf)
-    result = record(losses.astype(logs.dtype, copy=False), (given, vjp))
+    losses = xp.where(total_log > -xp.inf, -total_log, 0 if zero_infinity else xp.inf)
+    result = record(losses.astype(logs.dtype, copy=False), (logits, vjp))
     if reduction == "mean":
         result = div(result, Variable(xp.maximum(lengths, 1).astype(logs.dtype)))
-    return _reduced(result, reduction, given)
+    return _reduced(result, reduction, logits)
 
 
 def _check_sequences(
     logs: Array, targets: Input, inputs: Input | None, lengths: Input | None, blank: int
 ) -> tuple[Array, Array, Array]:
-    """Return targets, blanks behind their ends, and both lengths: int64, beside ``logs``."""
+    """Return targets, padded with blanks, and both lengths: int64, on the device of ``logs``."""
     name = "connectionist_temporal_classification"
     if logs.ndim != 3 or not logs.size or not 0 <= blank < logs.shape[2]:
         raise ValueError(
-            f"{name}: expected log probabilities [batch, time, classes] of one element or more and "
-            f"with class {blank} (blank), got shape {logs.shape}"
+            f"{name}: expected log probabilities [batch, time, classes], not empty and with class "
+            f"{blank} (blank), got shape {logs.shape}"
         )
     xp = array_module(logs)
     batch, time, classes = logs.shape
     labels = integers(name, targets, logs)
     if labels.ndim != 2 or len(labels) != batch:
         raise ValueError(
-            f"{name}: log probabilities of shape {logs.shape} need targets [batch, longest] of "
-            f"shape ({batch}, longest), got {labels.shape}"
+            f"{name}: expected targets [batch, longest] of shape ({batch}, longest) for log "
+            f"probabilities of shape {logs.shape}, got {labels.shape}"
         )
-    found = []
-    for what, given, least, most in (("input", inputs, 1, time),
+    numbers = []
+    for kind, values, least, most in (("input", inputs, 1, time),
                                      ("target", lengths, 0, labels.shape[1])):  # fmt: skip
-        number = xp.full(batch, most) if given is None else integers(name, given, logs)
+        number = xp.full(batch, most) if values is None else integers(name, values, logs)
         if number.shape != (batch,):
-            raise ValueError(f"{name}: expected {what} lengths ({batch},), got {number.shape}")
-        limits = f"{name}: {what} lengths must be {least} to {most}, got"
-        require((number >= least) & (number <= most), number, partial(_value_error, limits))
-        found.append(number.astype("int64"))
-    counted = xp.arange(labels.shape[1]) < found[1][:, None]
+            raise ValueError(f"{name}: expected {kind} lengths ({batch},), got {number.shape}")
+        limits = f"{name}: {kind} lengths must be {least} to {most}, got"
+        require_all((number >= least) & (number <= most), number, partial(_value_error, limits))
+        numbers.append(number.astype("int64"))
+    counted = xp.arange(labels.shape[1]) < numbers[1][:, None]
     right = ((labels >= 0) & (labels < classes) & (labels != blank)) | ~counted
-    limits = f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape"
-    limits = f"{limits} {logs.shape}, in shape {labels.shape}, got"
-    require(right, labels, partial(_value_error, limits))
-    return xp.where(counted, labels, blank), found[0], found[1]
+    limits = f"{name}: targets must be in 0..{classes - 1} and not {blank} (blank), got targets of"
+    limits = (
+        f"{limits} shape {labels.shape} for log probabilities of shape {logs.shape} with target"
+    )
+    require_all(right, labels, partial(_value_error, limits))
+    return xp.where(counted, labels, blank), numbers[0], numbers[1]
 
 
 def _value_error(limits: str, value: Any) -> ValueError:
     return ValueError(f"{limits} {value}")
 
 
-def check_reduction(reduction: str) -> str:
-    """Return it, or raise a ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
+def check_loss_reduction(reduction: str) -> str:
+    """Return ``reduction``. Raises ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     return reduction
 
 
 def check_smoothing(ratio: float) -> None:
-    """Raise a ValueError unless ``0 <= ratio <= 1``."""
+    """Raise ValueError unless ``0 <= ratio <= 1``."""
     if not 0 <= ratio <= 1:
         raise ValueError(f"label_smoothing must be 0 to 1, got {ratio}")

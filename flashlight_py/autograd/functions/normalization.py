@@ -1,9 +1,8 @@
-"""Normalizations: what is less its mean, and divided by its standard deviation.
+"""Normalizations: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
-Each is ``(x - mean) / sqrt(variance + eps) * weight + bias``; they differ in what means and
-variances are of. Those are computed in float32 at least, from deviations from the mean, and half
-precision is rounded once. Weight and bias may be None: 1 and 0. Results are new, in the memory
-layout of ``x``.
+The functions differ in the elements of each mean and variance. Moments are computed in float32 or
+wider, from deviations from the mean. float16 and bfloat16 are rounded once. Weight and bias may be
+None. Results are new arrays in the memory layout of ``x``.
 """
 
 import math
@@ -12,8 +11,8 @@ from typing import Any, TypeAlias
 
 from flashlight_py.autograd import native
 from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
-from flashlight_py.autograd.native import contiguous, kernel, record_jointly
-from flashlight_py.autograd.precision import as_float32, real
+from flashlight_py.autograd.native import as_contiguous, kernel, record_jointly
+from flashlight_py.autograd.precision import as_float32, as_floating
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -26,9 +25,9 @@ def layer_norm(
 ) -> Variable:  # fmt: skip
     """Return ``x`` normalized over its last dimensions (Ba, Kiros and Hinton, 2016).
 
-    ``weight`` and ``bias`` have the shape of those dimensions; without them there are
-    ``dimensions``. ``eps`` is added to the variance. A shape that does not fit, or nothing to
-    normalize, is a ValueError.
+    ``weight`` and ``bias`` have the shape of the normalized dimensions. Without them,
+    ``dimensions`` is the number of normalized dimensions. ``eps`` is added to the variance. Raises
+    ValueError if a shape does not fit, or if the dimensions are empty.
     """
     return _of_rows("layer_norm", as_float32(x), weight, bias, eps, dimensions)
 
@@ -36,8 +35,8 @@ def layer_norm(
 def rms_norm(x: Input, weight: Input | None = None, eps: float = 1e-5) -> Variable:
     """Return ``x / sqrt(mean(x ** 2) + eps) * weight`` (Zhang and Sennrich, 2019).
 
-    The mean is over the last dimensions of ``x``, those of ``weight``; without one, the last. A
-    shape that does not fit, or nothing to normalize, is a ValueError.
+    The mean is over the last dimensions of ``x``, as many as ``weight`` has, or one without
+    ``weight``. Raises ValueError if a shape does not fit, or if the dimensions are empty.
     """
     return _of_rows("rms_norm", as_float32(x), weight, None, eps, 1)
 
@@ -45,59 +44,59 @@ def rms_norm(x: Input, weight: Input | None = None, eps: float = 1e-5) -> Variab
 def _of_rows(
     name: str, x: Variable, weight: Input | None, bias: Input | None, eps: float, dimensions: int
 ) -> Variable:
-    given = [None if each is None else as_variable(each) for each in (weight, bias)]
-    for each in given:
-        if each is not None:
-            dimensions = each.ndim
-            if not 1 <= dimensions <= x.ndim or x.shape[-dimensions:] != each.shape:
+    params = [None if param is None else as_variable(param) for param in (weight, bias)]
+    for param in params:
+        if param is not None:
+            dimensions = param.ndim
+            if not 1 <= dimensions <= x.ndim or x.shape[-dimensions:] != param.shape:
                 raise ValueError(
-                    f"{name}: expected input of shape [..., {', '.join(map(str, each.shape))}] for "
-                    f"a weight or bias of shape {each.shape}, got {x.shape}"
+                    f"{name}: expected input of shape [..., {', '.join(map(str, param.shape))}] "
+                    f"for a weight or bias of shape {param.shape}, got {x.shape}"
                 )
     check_filled(name, x)
     if not 1 <= dimensions <= x.ndim:
         raise ValueError(
-            f"{name}: nothing to normalize in the last {dimensions} dimension(s) of shape {x.shape}"
+            f"{name}: dimensions must be 1 to {x.ndim} for shape {x.shape}, got {dimensions}"
         )
     inner = x.shape[-dimensions:]
     width = math.prod(inner)
     parts = x.size // width, width
-    return _normalized(name, x, given, eps, parts, parts[0], inner, parts, (1,), (0,))[0]
+    return _normalized(name, x, params, eps, parts, parts[0], inner, parts, (1,), (0,))[0]
 
 
 def group_norm(
     x: Input, groups: int, weight: Input | None = None, bias: Input | None = None, eps: float = 1e-5
 ) -> Variable:
-    """Return each sample's groups of channels normalized (Wu and He, 2018).
+    """Return ``x`` normalized over groups of channels of each sample (Wu and He, 2018).
 
-    ``x`` has shape ``[N, C, ...]``, of any strides, ``weight`` and ``bias`` ``[C]``. ``groups`` is
-    the number of groups, of neighbouring channels. ``eps`` is added to the variance.
+    ``x`` has shape ``[N, C, ...]``, with any strides. ``weight`` and ``bias`` have shape ``[C]``.
+    ``groups`` is the number of groups of adjacent channels. ``eps`` is added to the variance.
 
     Raises:
-        ValueError: the channels are not divisible by ``groups``, weight or bias have another shape,
-            or there is nothing to normalize.
+        ValueError: If ``groups`` does not divide the number of channels, if weight or bias have
+            another shape, or if ``x`` has no elements.
     """
     x = as_float32(x)
-    given = _checked("group_norm", x, weight, bias)
+    params = _checked("group_norm", x, weight, bias)
     channels = x.shape[1]
     if groups < 1 or channels % groups:
         raise ValueError(
-            f"group_norm: {channels} channels of shape {x.shape} cannot be divided into {groups} "
-            "groups of the same size"
+            f"group_norm: groups must divide the {channels} channels of shape {x.shape}, got "
+            f"{groups}"
         )
-    return _of_channels("group_norm", x, given, eps, x.shape[0], groups)[0]
+    return _of_channels("group_norm", x, params, eps, x.shape[0], groups)[0]
 
 
 def batch_norm(
     x: Input, weight: Input | None = None, bias: Input | None = None, mean: Array | None = None,
     variance: Array | None = None, eps: float = 1e-5,
 ) -> Variable:  # fmt: skip
-    """Return each channel normalized over all samples (Ioffe and Szegedy, 2015).
+    """Return ``x`` with each channel normalized over all samples (Ioffe and Szegedy, 2015).
 
-    ``x`` has shape ``[N, C, ...]``, of any strides, the others ``[C]``. ``mean`` and ``variance``
-    are constants, used instead of the samples' own. ``eps`` is added to the variance. A shape that
-    does not fit, or without ``mean`` and ``variance`` a channel with one value only, is a
-    ValueError.
+    ``x`` has shape ``[N, C, ...]``, with any strides. All other arrays have shape ``[C]``. If
+    ``mean`` and ``variance`` are passed, they replace the moments of the samples and are constants.
+    ``eps`` is added to the variance. Raises ValueError if a shape does not fit, or if the moments
+    are computed from one value per channel.
     """
     return batch_norm_with_moments(x, weight, bias, mean, variance, eps)[0]
 
@@ -106,9 +105,9 @@ def batch_norm_with_moments(
     x: Input, weight: Input | None, bias: Input | None, mean: Array | None, variance: Array | None,
     eps: float,
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
-    """Return :func:`batch_norm` with the means and (biased) variances of channels it has used."""
+    """Return :func:`batch_norm`, and the means and (biased) variances of the channels."""
     x = as_variable(x)
-    given = _checked("batch_norm", x, weight, bias)
+    params = _checked("batch_norm", x, weight, bias)
     moments = []
     if mean is not None and variance is not None:
         shapes = mean.shape, variance.shape
@@ -120,38 +119,36 @@ def batch_norm_with_moments(
         moments = [mean, variance]
     elif x.size < 2 * x.shape[1]:
         raise few_values("batch_norm", x.shape)
-    made = _of_channels("batch_norm", x, given, eps, 1, x.shape[1], moments)
+    made = _of_channels("batch_norm", x, params, eps, 1, x.shape[1], moments)
     return made[0], made[1].reshape(-1), made[2].reshape(-1)
 
 
 def few_values(name: str, shape: tuple[int, ...], _: object = None) -> ValueError:
-    """Return the error of the function ``name`` for channels with one value or none."""
+    """Return the error of the function ``name`` for channels with less than two values."""
     return ValueError(
-        f"{name}: needs more than one value per channel, got input of shape {shape}; "
-        "train with larger batches, or call eval() on the module"
+        f"{name}: expected more than one value per channel, got input of shape {shape}. "
+        "Train with larger batches, or call eval() on the module"
     )
 
 
-def _checked(name: str, x: Variable, *given: Input | None) -> list[Variable | None]:
+def _checked(name: str, x: Variable, *params: Input | None) -> list[Variable | None]:
     if x.ndim < 2 or not x.size:
-        raise ValueError(
-            f"{name}: expected input of shape [N, C, ...] with elements, got {x.shape}"
-        )
-    found = [None if each is None else as_variable(each) for each in given]
-    for what, each in zip(("weight", "bias"), found, strict=True):
-        if each is not None and each.shape != x.shape[1:2]:
+        raise ValueError(f"{name}: expected input of shape [N, C, ...], not empty, got {x.shape}")
+    variables = [None if param is None else as_variable(param) for param in params]
+    for kind, param in zip(("weight", "bias"), variables, strict=True):
+        if param is not None and param.shape != x.shape[1:2]:
             raise ValueError(
-                f"{name}: expected {what} of shape {x.shape[1:2]} for input of shape {x.shape}, "
-                f"got {each.shape}"
+                f"{name}: expected {kind} of shape {x.shape[1:2]} for input of shape {x.shape}, "
+                f"got {param.shape}"
             )
-    return found
+    return variables
 
 
 def _of_channels(
-    name: str, x: Variable, given: _Given, eps: float, samples: int, groups: int,
+    name: str, x: Variable, params: _Given, eps: float, samples: int, groups: int,
     moments: Sequence[Array] = (),
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
-    """Return what :func:`_normalized` does; ``samples`` is 1 where all count as one."""
+    """Call :func:`_normalized` for channels. ``samples`` is 1 to normalize over all samples."""
     n, channels, *rest = x.shape
     positions = math.prod(rest)
     is_last = positions == 1 or not x.data.flags.c_contiguous
@@ -161,42 +158,42 @@ def _of_channels(
     if is_last:
         parts, axes, others = (*first, positions, *of_channel), (1, 2, 4), (0, 1, 2)
     of = samples * groups, (channels,), parts
-    return _normalized(name, x, given, eps, sizes, *of, axes, others, moments, is_last)
+    return _normalized(name, x, params, eps, sizes, *of, axes, others, moments, is_last)
 
 
 def _normalized(
-    name: str, x: Variable, given: _Given, eps: float, sizes: tuple[int, ...],
+    name: str, x: Variable, params: _Given, eps: float, sizes: tuple[int, ...],
     count: int, inner: tuple[int, ...], parts: tuple[int, ...], axes: tuple[int, ...],
     others: tuple[int, ...], moments: Sequence[Array] = (), is_last: bool = False,
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
-    """Return what is normalized, and what it was normalized by.
+    """Return the normalized variable, the means and the variances.
 
-    ``sizes`` are the kernel's, ``count`` the number of means, ``inner`` the shape of a parameter.
-    In the shape ``parts`` elements of one mean are along ``axes``, those of one parameter along
-    ``others``. ``moments`` are constants, used instead of the elements' own mean and variance;
-    ``is_last``: whether channels are to lie last.
+    ``sizes`` are arguments of the kernel. ``count`` is the number of means. ``inner`` is the shape
+    of a parameter. In the shape ``parts``, elements of one mean are along ``axes``, and elements of
+    one parameter along ``others``. ``moments`` are constants that replace the computed mean and
+    variance. ``is_last`` selects the layout with channels last.
     """
 
     def laid_out(array: Array) -> Array:
-        return contiguous(native.channels_last(array) if is_last else array)
+        return as_contiguous(native.channels_last(array) if is_last else array)
 
     def as_given(array: Array) -> Array:
         return native.channels_second(array) if is_last else array
 
-    x = real(x)
+    x = as_floating(x)
     rows = laid_out(widened(x.data))
     of_kernel = "given_norm" if moments else name.replace("batch", "group")
     run, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype
-    w, b, *moments = (_values(each, dtype) for each in (*given, *moments))
+    w, b, *moments = (_values(array, dtype) for array in (*params, *moments))
     if run is not None:
         saved = () if moments else (((count,), dtype),) * 2
-        found = run(((shape, dtype), *saved), sizes, (eps,), rows, w, b, *moments)
-        out, mean, variance = (found, *moments) if moments else found
+        results = run(((shape, dtype), *saved), sizes, (eps,), rows, w, b, *moments)
+        out, mean, variance = (results, *moments) if moments else results
     else:
         of_parameter = [1 if axis in others else n for axis, n in enumerate(parts)]
         out = rows.reshape(parts)
         if moments:
-            mean, variance = (each.reshape(of_parameter) for each in moments)
+            mean, variance = (array.reshape(of_parameter) for array in moments)
             out = out - mean
         else:
             mean = out.mean(axes, keepdims=True) if name != "rms_norm" else xp.zeros(1, dtype)
@@ -207,11 +204,11 @@ def _normalized(
         out = (out if b is None else out + b.reshape(of_parameter)).reshape(shape)
 
     def back(grad: Array) -> Any:
-        grad, w = laid_out(widened(grad)), _values(given[0], dtype)
+        grad, w = laid_out(widened(grad)), _values(params[0], dtype)
         if run is not None:
             made = (shape, dtype), *((inner, dtype),) * 2
-            found: Any = kernel(f"{of_kernel}_back", rows)
-            dx, dweight, dbias = found(made, sizes, (eps,), grad, rows, mean, variance, w)
+            results: Any = kernel(f"{of_kernel}_back", rows)
+            dx, dweight, dbias = results(made, sizes, (eps,), grad, rows, mean, variance, w)
             return as_given(dx), dweight, dbias
         grad, inverse = grad.reshape(parts), 1 / xp.sqrt(variance + eps)
         standard = (rows.reshape(parts) - mean) * inverse
@@ -220,16 +217,16 @@ def _normalized(
             dx = slope - standard * (slope * standard).mean(axes, keepdims=True)
             if name != "rms_norm":
                 dx -= slope.mean(axes, keepdims=True)
-        dweight, dbias = (each.sum(others).reshape(inner) for each in (grad * standard, grad))
+        dweight, dbias = (array.sum(others).reshape(inner) for array in (grad * standard, grad))
         return as_given((dx * inverse).reshape(shape)), dweight, dbias
 
-    result = record_jointly(name, narrowed(as_given(out), x.data), back, x, *given)
+    result = record_jointly(name, narrowed(as_given(out), x.data), back, x, *params)
     return result, mean, variance
 
 
-def _values(given: Variable | Array | None, dtype: Any) -> Any:
-    """Return a parameter or constants as kernels take them: contiguous, in that dtype."""
-    if given is None:
+def _values(value: Variable | Array | None, dtype: Any) -> Any:
+    """Return a parameter or a constant as a contiguous array of ``dtype``, for kernels."""
+    if value is None:
         return None
-    array = given.data if isinstance(given, Variable) else given
-    return contiguous(array.astype(dtype, copy=False))
+    array = value.data if isinstance(value, Variable) else value
+    return as_contiguous(array.astype(dtype, copy=False))

@@ -1,7 +1,7 @@
-"""Recurrent layers: one direction over all time steps is one operation, with its own backward pass.
+"""Recurrent layers. One operation computes all time steps of one direction.
 
-The input's side is one matrix product for all steps, the recurrent side one for each step. Gates
-are in torch's order, so that its weights can be used. float16 is computed in float32.
+One matrix product computes the input part of all steps. Each step computes its recurrent part. The
+gates have torch's order, so that torch's weights can be used. float16 is computed in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from flashlight_py.autograd.variable import Input, Variable, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
-# The gradients of a step's gates before their functions (of what is given, and what is added where
-# that differs), and of the states before it, by those of h and c after it.
+# Function of a step, the gradients of h and c after it. It returns the gradients of the gates'
+# inputs (of the input part, and of the recurrent part if different) and of the states before it.
 _Back: TypeAlias = Callable[[int, Array, Any], tuple[Any, Any]]
 _Prepare: TypeAlias = Callable[[], _Back]
 
@@ -23,9 +23,9 @@ def recurrent(
     kind: str, x: Input, weights: Sequence[Input], state: Sequence[Input] = (),
     reverse: bool = False,
 ) -> tuple[Variable, ...]:  # fmt: skip
-    """Return the hidden state after each step of one layer in one direction, then the last state.
+    """Return the hidden state after each step of one layer in one direction, and the last state.
 
-    With ``u = weight_ih @ x + bias_ih`` and ``v = weight_hh @ h + bias_hh``, cut into gates:
+    With ``u = weight_ih @ x + bias_ih`` and ``v = weight_hh @ h + bias_hh``, split into gates:
 
     - ``"tanh"``: ``h = tanh(u + v)``
     - ``"gru"``: ``r, z = sigmoid(u + v)``, ``n = tanh(u + r * v)``, ``h = (1 - z) * n + z * h``
@@ -34,43 +34,43 @@ def recurrent(
       ``c = f * c + i * g``, ``h = o * tanh(c)`` (Hochreiter and Schmidhuber 1997)
 
     Args:
-        kind: one of these.
-        x: shape ``[batch, time, features]``.
+        kind: ``"tanh"``, ``"gru"`` or ``"lstm"``.
+        x: Shape ``[batch, time, features]``.
         weights: ``weight_ih [gates * hidden, features]``, ``weight_hh [gates * hidden, hidden]``,
             ``bias_ih`` and ``bias_hh``, both ``[gates * hidden]``.
-        state: the first ``h``, and for "lstm" ``c``, both ``[batch, hidden]``; zeros if absent.
-        reverse: whether steps go from the last one to the first.
+        state: First ``h``, and for "lstm" ``c``, both ``[batch, hidden]``. Default: zeros.
+        reverse: Whether to process the steps from the last to the first.
 
     Returns:
-        ``h`` of each step, ``[batch, time, hidden]``, and the last ``h``, for "lstm" also ``c``.
+        ``h`` of all steps, ``[batch, time, hidden]``, the last ``h``, and for "lstm" ``c``.
 
     Raises:
-        ValueError: an unknown kind, or shapes that do not fit.
+        ValueError: If ``kind`` is unknown, or if the shapes do not fit.
     """
-    x, begin = as_half(x), [as_half(each) for each in state]
-    w_ih, w_hh, b_ih, b_hh = own = [as_half(each) for each in weights]
-    batch, time, hidden = _check(kind, x.data, own, begin)
+    x, begin = as_half(x), [as_half(variable) for variable in state]
+    w_ih, w_hh, b_ih, b_hh = params = [as_half(variable) for variable in weights]
+    batch, time, hidden = _check(kind, x.data, params, begin)
     is_lstm, steps = kind == "lstm", slice(None, None, -1 if reverse else 1)
     rows = widened(x.data).transpose(1, 0, 2)[steps].reshape(time * batch, -1)
-    given = rows @ widened(w_ih.data).T + widened(b_ih.data)
-    given, xp = given.reshape(time, batch, -1), array_module(given)
-    shape, dtype = given.shape, given.dtype
-    states = xp.zeros((time + 1, batch, hidden), given.dtype)
+    inputs = rows @ widened(w_ih.data).T + widened(b_ih.data)
+    inputs, xp = inputs.reshape(time, batch, -1), array_module(inputs)
+    shape, dtype = inputs.shape, inputs.dtype
+    states = xp.zeros((time + 1, batch, hidden), inputs.dtype)
     cells = xp.zeros_like(states) if is_lstm else states
     for variable, array in zip(begin, (states, cells), strict=False):
         array[0] = variable.data
-    prepare = _FORWARD[kind](xp, given, states, cells, widened(w_hh.data).T, widened(b_hh.data))
+    prepare = _FORWARD[kind](xp, inputs, states, cells, widened(w_hh.data).T, widened(b_hh.data))
     out = states[1:][steps]
-    if is_lstm:  # one array: the engine knows results one by one
+    if is_lstm:  # one array, since a node of the graph has one result
         out = xp.concatenate([out, cells[-1:]])
 
     def through(grad: Array) -> Any:
-        """Return all gradients, of all inputs."""
+        """Return the gradients of all inputs."""
         wide = widened(grad).transpose(1, 0, 2)
         of_out = wide[:time][steps]
         of_state, of_cell = xp.zeros_like(of_out[0]), wide[time] if is_lstm else None
         w, back = widened(w_hh.data), prepare()
-        # The last gate of "gru" has the recurrent side multiplied.
+        # In the last gate of "gru", a factor multiplies the recurrent part.
         sides = [xp.zeros(shape, dtype) for _ in range(2 if kind == "gru" else 1)]
         for t in reversed(range(time)):
             slopes, (of_state, of_cell) = back(t, of_out[t] + of_state, of_cell)
@@ -78,7 +78,7 @@ def recurrent(
                 side[t] = slope
             product = slopes[-1] @ w
             of_state = product if of_state is None else of_state + product
-        flat, added = (sides[at].reshape(time * batch, -1) for at in (0, -1))
+        flat, added = (sides[index].reshape(time * batch, -1) for index in (0, -1))
         of_x = None
         if x._calc_grad:
             of_rows = (flat @ widened(w_ih.data)).reshape(time, batch, -1)
@@ -87,7 +87,7 @@ def recurrent(
         return *of_weights, flat.sum(0), added.sum(0), of_x, of_state, of_cell
 
     edges: list[Any] = [
-        (v, lambda grads, at=at: grads[at]) for at, v in enumerate((*own, x, *begin))
+        (v, lambda grads, index=index: grads[index]) for index, v in enumerate((*params, x, *begin))
     ]
     result = record_all(narrowed(out.transpose(1, 0, 2), x.data), edges, through)
     every = slice(None)
@@ -96,10 +96,10 @@ def recurrent(
     return (output, last, dimensions.index(result, (every, time))) if is_lstm else (output, last)
 
 
-def _tanh(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) -> _Prepare:
-    given += bias
-    for t in range(len(given)):
-        states[t + 1] = xp.tanh(given[t] + states[t] @ w)
+def _tanh(xp: Any, inputs: Array, states: Array, _: Array, w: Array, bias: Array) -> _Prepare:
+    inputs += bias
+    for t in range(len(inputs)):
+        states[t + 1] = xp.tanh(inputs[t] + states[t] @ w)
 
     def prepare() -> _Back:
         slope = 1 - states[1:] * states[1:]
@@ -108,19 +108,19 @@ def _tanh(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array)
     return prepare
 
 
-def _lstm(xp: Any, given: Array, states: Array, cells: Array, w: Array, bias: Array) -> _Prepare:
+def _lstm(xp: Any, inputs: Array, states: Array, cells: Array, w: Array, bias: Array) -> _Prepare:
     size = states.shape[2]
     i, f, g, o = [slice(k * size, (k + 1) * size) for k in range(4)]
-    scale = xp.full(4 * size, 0.5, given.dtype)  # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2
+    scale = xp.full(4 * size, 0.5, inputs.dtype)  # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2
     scale[g] = 1
-    shift = xp.full(4 * size, 0.5, given.dtype)
+    shift = xp.full(4 * size, 0.5, inputs.dtype)
     shift[g] = 0
-    given += bias
-    given *= scale
-    w, gates = w * scale, xp.zeros_like(given)
-    for t in range(len(given)):
+    inputs += bias
+    inputs *= scale
+    w, gates = w * scale, xp.zeros_like(inputs)
+    for t in range(len(inputs)):
         now = states[t] @ w
-        now += given[t]
+        now += inputs[t]
         now = xp.tanh(now)
         now *= scale
         now += shift
@@ -147,15 +147,15 @@ def _lstm(xp: Any, given: Array, states: Array, cells: Array, w: Array, bias: Ar
     return prepare
 
 
-def _gru(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) -> _Prepare:
+def _gru(xp: Any, inputs: Array, states: Array, _: Array, w: Array, bias: Array) -> _Prepare:
     size = states.shape[2]
     r, z, n = [slice(k * size, (k + 1) * size) for k in range(3)]
-    gates, added = xp.zeros_like(given), xp.zeros_like(states)
-    for t in range(len(given)):
-        own = states[t] @ w + bias
-        both = xp.tanh((given[t, :, : 2 * size] + own[:, : 2 * size]) * 0.5) * 0.5 + 0.5
-        new = xp.tanh(given[t, :, n] + both[:, r] * own[:, n])
-        gates[t], added[t] = xp.concatenate([both, new], axis=1), own[:, n]
+    gates, added = xp.zeros_like(inputs), xp.zeros_like(states)
+    for t in range(len(inputs)):
+        hidden = states[t] @ w + bias
+        both = xp.tanh((inputs[t, :, : 2 * size] + hidden[:, : 2 * size]) * 0.5) * 0.5 + 0.5
+        new = xp.tanh(inputs[t, :, n] + both[:, r] * hidden[:, n])
+        gates[t], added[t] = xp.concatenate([both, new], axis=1), hidden[:, n]
         states[t + 1] = new + both[:, z] * (states[t] - new)
 
     def back(t: int, grad: Array, _: Any) -> Any:
@@ -177,20 +177,20 @@ _FORWARD: dict[str, Callable[..., _Prepare]] = {"tanh": _tanh, "gru": _gru, "lst
 def _check(
     kind: str, x: Array, weights: Sequence[Variable], state: Sequence[Variable]
 ) -> tuple[int, int, int]:
-    """Return batch, time and hidden size, or raise what :func:`recurrent` promises."""
+    """Return batch, time and hidden size. Raises ValueError if kind or shapes are invalid."""
     if kind not in GATES:
         raise ValueError(f"recurrent: kind must be one of {', '.join(GATES)}, got {kind!r}")
-    shapes = [each.shape for each in weights]
+    shapes = [variable.shape for variable in weights]
     hidden = shapes[1][-1] if shapes[1] else 0
     rows = GATES[kind] * hidden
     if x.ndim != 3 or not x.size or shapes[0][-1:] != x.shape[2:]:
         raise ValueError(
-            "recurrent: expected input [batch, time, features], none of them 0, for a weight of "
-            f"shape {shapes[0]}, got shape {x.shape}"
+            "recurrent: expected input [batch, time, features], not empty, for a weight of shape "
+            f"{shapes[0]}, got shape {x.shape}"
         )
     if shapes != [(rows, x.shape[2]), (rows, hidden), (rows,), (rows,)]:
         raise ValueError(f"recurrent: {kind} has {GATES[kind]} gates, got weights of {shapes}")
     if len(state) > 1 + (kind == "lstm") or any(v.shape != (len(x), hidden) for v in state):
-        given = [each.shape for each in state]
-        raise ValueError(f"recurrent: expected states of shape {(len(x), hidden)}, got {given}")
+        shape = [variable.shape for variable in state]
+        raise ValueError(f"recurrent: expected states of shape {(len(x), hidden)}, got {shape}")
     return x.shape[0], x.shape[1], hidden

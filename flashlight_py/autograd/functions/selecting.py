@@ -1,6 +1,7 @@
-"""Functions that pick elements by a condition or by integers, and their inverse, which adds.
+"""Functions that select elements by a condition or by indices, and scatter_add.
 
-Integers are arrays or variables; they have to be within range and count from 0. Results are new.
+Indices are integer arrays or variables. They must be in range, and negative indices are not
+allowed. Results are new arrays.
 """
 
 import math
@@ -9,25 +10,27 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
-from flashlight_py.autograd.native import contiguous, kernel
+from flashlight_py.autograd.native import as_contiguous, kernel
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
 from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
-from flashlight_py.structure import require
+from flashlight_py.structure import require_all
+
+_PAD_MODES = "constant", "edge", "reflect", "symmetric", "wrap"
 
 
 def where(condition: Input, a: Operand, b: Operand) -> Variable:
-    """Return ``a`` where ``condition`` holds, else ``b``, elementwise and broadcast.
+    """Return ``a`` where ``condition`` is True, else ``b``, elementwise with broadcasting.
 
-    One of ``a`` and ``b`` is a variable, the other that, an array or a number.
+    At least one of ``a`` and ``b`` is a variable. The other may be an array or a number.
 
     Raises:
-        TypeError: the condition has no truth values, or neither is a variable.
-        ValueError: the shapes do not broadcast.
+        TypeError: If the condition is not Boolean, or if neither ``a`` nor ``b`` is a variable.
+        ValueError: If the shapes do not broadcast.
     """
     x, y = as_pair(a, b)
     holds = _beside(condition, x.data)
     if holds.dtype != bool:
-        raise TypeError(f"where: the condition needs dtype bool, got {holds.dtype}; compare it")
+        raise TypeError(f"where: condition must have dtype bool, got {holds.dtype}")
     pick = array_module(holds).where
     out = pick(holds, x.data, y.data)
     return record_pair(
@@ -36,60 +39,60 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
 
 
 def gather(x: Input, index: Input, axis: int) -> Variable:
-    """Return of each line of ``x`` along ``axis`` the elements that ``index`` names, as in torch.
+    """Return the elements of ``x`` at positions ``index`` along ``axis``, as in torch.
 
-    With ``axis`` 0 of two: ``result[i, j] = x[index[i, j], j]``. One that is picked more than once
-    collects the gradients of all its copies. ``index`` holds integers and has as many dimensions as
-    ``x``, no longer than there in those other than ``axis``; the result has its shape.
+    For ``axis`` 0 of two: ``result[i, j] = x[index[i, j], j]``. The gradients of all copies of an
+    element are summed. ``index`` has as many dimensions as ``x``, and is not longer than ``x`` in
+    dimensions other than ``axis``. The result has the shape of ``index``.
 
     Raises:
-        TypeError: ``index`` has no integers.
-        ValueError: the shapes do not fit, or there is no such axis.
-        IndexError: an element of ``index`` is out of range.
+        TypeError: If ``index`` has no integers.
+        ValueError: If the shapes do not fit, or if the axis does not exist.
+        IndexError: If an element of ``index`` is out of range.
     """
     x = as_variable(x)
     return _gather(x, _places("gather", x.data, index, axis))
 
 
-def _gather(x: Variable, places: Array) -> Variable:
+def _gather(x: Variable, positions: Array) -> Variable:
     shape = x.data.shape
-    return record(x.data.reshape(-1)[places], (x, lambda grad: added(shape, places, grad)))
+    return record(x.data.reshape(-1)[positions], (x, lambda grad: added(shape, positions, grad)))
 
 
 def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
-    """Return ``x`` with ``source`` added where :func:`gather` by ``index`` would pick, as in torch.
+    """Return ``x`` plus ``source`` at the positions that :func:`gather` reads, as in torch.
 
-    With ``axis`` 0 of two: ``result[index[i, j], j] += source[i, j]``, in the order of ``source``,
-    which has the shape of ``index``. Other arguments and errors are those of :func:`gather`.
+    For ``axis`` 0 of two: ``result[index[i, j], j] += source[i, j]``, in the order of ``source``.
+    ``source`` has the shape of ``index``. See :func:`gather` for other arguments and errors.
     """
     x, source = as_variable(x), as_variable(source)
-    places = _places("scatter_add", x.data, index, axis)
-    if source.data.shape != places.shape:
+    positions = _places("scatter_add", x.data, index, axis)
+    if source.data.shape != positions.shape:
         raise ValueError(
-            f"scatter_add: expected a source of the shape of index, {places.shape}, got "
+            f"scatter_add: expected a source of the index's shape {positions.shape}, got "
             f"{source.data.shape}"
         )
-    sums = added(x.data.shape, places, source.data, widened(x.data))
-    edges = (x, lambda grad: grad), (source, lambda grad: grad.reshape(-1)[places])
+    sums = added(x.data.shape, positions, source.data, widened(x.data))
+    edges = (x, lambda grad: grad), (source, lambda grad: grad.reshape(-1)[positions])
     return record(narrowed(sums, x.data), *edges)
 
 
 def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> Variable:
-    """Return the rows of ``weight [rows, dim]`` that ``indices [...]`` name: ``[..., dim]``.
+    """Return the rows of ``weight [rows, dim]`` at ``indices [...]``, with shape ``[..., dim]``.
 
-    A row collects the gradients of all its uses, but for row ``padding_idx``, which gets none.
+    The gradients of all uses of a row are summed. Row ``padding_idx`` gets no gradient.
 
     Raises:
-        TypeError: the indices are no integers.
-        ValueError: another shape of the weight, no index, or ``padding_idx`` is out of range.
-        IndexError: an index is out of range.
+        TypeError: If the indices are not integers.
+        ValueError: If the weight's shape or ``padding_idx`` is invalid, or there are no indices.
+        IndexError: If an index is out of range.
     """
     weight = as_variable(weight)
     if weight.data.ndim != 2:
         raise ValueError(f"embedding: expected a weight [rows, dim], got {weight.data.shape}")
     rows, dim = weight.data.shape
     if padding_idx is not None and not -rows <= padding_idx < rows:
-        raise ValueError(f"embedding: padding_idx {padding_idx} is none of {rows} rows")
+        raise ValueError(f"embedding: padding_idx must be in [-{rows}, {rows}), got {padding_idx}")
     index = integers("embedding", indices, weight.data)
     check_filled("embedding", index)
     index = _in_range("embedding", index, weight.data.shape, 0)
@@ -97,7 +100,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
     def vjp(grad: Array) -> Array:
         native = kernel("add_rows", grad)
         if native is not None:
-            sizes, grad = (index.size, dim, rows), contiguous(grad)
+            sizes, grad = (index.size, dim, rows), as_contiguous(grad)
             sums = native((((rows, dim), grad.dtype),), sizes, (), grad, index)
         else:
             places = index.reshape(-1, 1) * dim + array_module(grad).arange(dim)
@@ -111,57 +114,57 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
         out = table[index]
     else:
         made = (((*index.shape, dim), table.dtype),)
-        out = native(made, (index.size, dim, rows), (), contiguous(table), index)
+        out = native(made, (index.size, dim, rows), (), as_contiguous(table), index)
     return record(out, (weight, vjp))
 
 
 def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
     """Return the ``k`` largest elements along ``axis``, largest first, and their int64 indices.
 
-    Both have ``x``'s shape with ``k`` along ``axis``. Of equal ones the first counts as larger; nan
-    counts as smallest.
+    Both results have the shape of ``x``, with ``k`` along ``axis``. Of equal elements the first
+    counts as larger. nan counts as the smallest.
 
     Raises:
-        ValueError: there are fewer than ``k``, ``k`` is negative, or there is no such axis.
+        ValueError: If ``k`` is negative or exceeds the length, or if the axis does not exist.
     """
     x = as_variable(x)
     array = x.data
     if not -array.ndim <= axis < array.ndim or not 0 <= k <= array.shape[axis]:
-        raise ValueError(f"topk: there are no {k} along axis {axis} of shape {array.shape}")
+        raise ValueError(f"topk: k must be 0 to the axis size, got {k=}, {axis=}, {array.shape=}")
     before = (slice(None),) * (axis % array.ndim)
-    falling = ~array if array.dtype.kind in "iub" else -array  # the negative of least ones wraps
+    falling = ~array if array.dtype.kind in "iub" else -array  # -array would wrap
     order = array_module(array).argsort(falling, axis=axis, kind="stable")
     index = order[(*before, slice(k))]
     return _gather(x, _flat(index, array, axis)), Variable(index)
 
 
 def sort(x: Input, axis: int = -1) -> Variable:
-    """Return the elements along ``axis`` in rising order, nan last.
+    """Return the elements along ``axis`` in ascending order, with nan last.
 
     Raises:
-        ValueError: there is no such axis.
+        ValueError: If the axis does not exist.
     """
     x = as_variable(x)
     if axis not in range(-x.ndim, x.ndim):
-        raise ValueError(f"sort: there is no axis {axis} of shape {x.shape}")
+        raise ValueError(f"sort: axis must be a dimension of shape {x.shape}, got {axis}")
     order = array_module(x.data).argsort(x.data, axis=axis, kind="stable")
     return _gather(x, _flat(order, x.data, axis))
 
 
 def pad(x: Input, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> Variable:
-    """Return ``x`` with elements before and after each dimension, of ``numpy.pad``'s arguments.
+    """Return ``x`` with elements added around each dimension, with arguments of ``numpy.pad``.
 
-    Modes are ``"constant"``, and ``"edge"``, ``"reflect"``, ``"symmetric"`` and ``"wrap"``, which
-    copy elements of ``x``.
+    Modes are ``"constant"``, and the modes that copy elements of ``x``: ``"edge"``, ``"reflect"``,
+    ``"symmetric"`` and ``"wrap"``.
 
     Raises:
-        ValueError: another mode, or a width that is negative or does not fit.
+        ValueError: If the mode is unknown, or if a width is negative or does not fit.
     """
     x = as_variable(x)
     array, shape = x.data, x.shape
     xp = array_module(array)
-    if mode not in ("constant", "edge", "reflect", "symmetric", "wrap"):
-        raise ValueError(f"pad: there is no mode {mode!r}, but constant, edge, reflect and others")
+    if mode not in _PAD_MODES:
+        raise ValueError(f"pad: mode must be one of {', '.join(_PAD_MODES)}, got {mode!r}")
     if mode != "constant":
         places = np.pad(np.arange(x.size).reshape(shape), pad_width, mode)  # type: ignore[call-overload]
         return _gather(x, xp.asarray(places))
@@ -172,7 +175,7 @@ def pad(x: Input, pad_width: Any, mode: str = "constant", constant_values: Any =
 
 
 def _beside(value: Input, array: Array) -> Array:
-    """Return what picks elements as an array where ``array`` is."""
+    """Return ``value`` as an array on the device of ``array``."""
     value = value.data if isinstance(value, Variable) else value
     if is_cupy(array) == is_cupy(value) and hasattr(value, "dtype"):
         return value
@@ -180,36 +183,36 @@ def _beside(value: Input, array: Array) -> Array:
 
 
 def integers(name: str, value: Input, array: Array) -> Array:
-    """Return indices where ``array`` is, or raise a TypeError of the function ``name``."""
+    """Return indices on the device of ``array``. Raises TypeError if they are not integers."""
     index = _beside(value, array)
     if index.dtype.kind not in "iu":
-        raise TypeError(f"{name}: indices must be integers, got {index.dtype}; cast them")
+        raise TypeError(f"{name}: indices must be integers, got {index.dtype}. Cast them")
     return index
 
 
 def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """Return a checked copy, int64 and contiguous, as users may overwrite ``index`` later."""
-    copy, given = index.astype("int64", order="C"), index.shape
-    require(
-        copy.view("uint64") < shape[axis],  # negative integers become large
+    """Return a checked, contiguous int64 copy, because users may overwrite ``index`` later."""
+    copy, index_shape = index.astype("int64", order="C"), index.shape
+    require_all(
+        copy.view("uint64") < shape[axis],  # negative integers become large numbers
         index,
         lambda wrong: IndexError(
             f"{name}: expected indices of 0..{shape[axis] - 1} for axis {axis} of shape {shape}, "
-            f"got index {wrong} in shape {given}"
+            f"got index {wrong} in an array of shape {index_shape}"
         ),
     )
     return copy
 
 
 def _places(name: str, array: Array, index: Input, axis: int) -> Array:
-    """Return where the elements are that :func:`gather` picks, in row-major order."""
+    """Return the flat positions of the elements that :func:`gather` reads."""
     index, ndim = integers(name, index, array), array.ndim
     fits = -ndim <= axis < ndim and index.ndim == ndim
     sizes = list(zip(index.shape, array.shape, strict=False))
     if not fits or any(n > most for d, (n, most) in enumerate(sizes) if d != axis % ndim):
         raise ValueError(
-            f"{name}: an index for shape {array.shape} along axis {axis} needs as many dimensions, "
-            f"none longer but along the axis, got {index.shape}"
+            f"{name}: expected an index of {ndim} dimensions, not longer than shape {array.shape} "
+            f"except along axis {axis}, got {index.shape}"
         )
     return _flat(_in_range(name, index, array.shape, axis), array, axis)
 
@@ -224,10 +227,10 @@ def _flat(index: Array, array: Array, axis: int) -> Array:
     return flat
 
 
-def added(shape: Any, places: Array, source: Array, start: Array | None = None) -> Array:
-    """Return ``start`` (None: zeros) of that shape with ``source`` added at flat ``places``."""
+def added(shape: Any, positions: Array, source: Array, start: Array | None = None) -> Array:
+    """Return ``start`` (default: zeros) of ``shape``, plus ``source`` at flat ``positions``."""
     xp = array_module(source)
     wide = widened(source)
     sums = xp.zeros(math.prod(shape), wide.dtype) if start is None else start.reshape(-1).copy()
-    xp.add.at(sums, places.reshape(-1), wide.reshape(-1))  # by one dimension NumPy is fast
+    xp.add.at(sums, positions.reshape(-1), wide.reshape(-1))  # NumPy is fast for one dimension
     return sums.reshape(shape)

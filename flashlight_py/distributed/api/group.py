@@ -17,14 +17,14 @@ class ProcessGroup(Membership):
 
     ``rank`` is the rank of this process in the group, or -1 if it is no member; then every verb
     raises ValueError. ``size`` is the number of ranks, and ``ranks`` are the ranks of the members
-    in the world. Every verb except messages is collective over the group. It blocks unless
-    ``async_op=True``, which returns a ``Work``. As a context manager it closes at the end.
+    in the world. Every verb except messages is collective over the group. A verb blocks unless
+    ``async_op=True``, which returns a ``Work``. A ``with`` block closes the group at its end.
 
     The methods are the public functions of the same names, without the argument ``group``.
     """
 
     def in_step(self, name: str) -> reject_together:
-        """Return a block in which ``name`` checks its arguments. On an error, all raise."""
+        """Return a block for the argument checks of ``name``. If it raises, all ranks raise."""
         return reject_together(self, name)
 
 

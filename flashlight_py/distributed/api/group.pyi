@@ -9,14 +9,14 @@ from flashlight_py.distributed.calls.call import P2POp as P2POp
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.groups.grid import Grid as Grid
 from flashlight_py.distributed.work import Work
-from flashlight_py.distributed.api.verb_call import refusing
+from flashlight_py.distributed.api.verb_call import reject_together
 from flashlight_py.distributed.groups.membership import Membership
 
 T = TypeVar("T")
 X = TypeVar("X")
 
 class ProcessGroup(Membership):
-    def in_step(self, name: str) -> refusing: ...
+    def in_step(self, name: str) -> reject_together: ...
     def new_group(self, ranks: Sequence[int], *, timeout: float | None = None) -> ProcessGroup: ...
     def split(self, color: int | None, key: int = 0, *, timeout: float | None = None) -> ProcessGroup: ...
     def grid(self, shape: int | Sequence[int | None], periodic: bool | Sequence[bool] = False) -> Grid: ...

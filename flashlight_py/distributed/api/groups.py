@@ -48,10 +48,10 @@ def new_group(
         group: The parent. Default: the world.
 
     Returns:
-        The group. On other ranks, ``is_member`` is False, ``rank`` -1, and verbs raise ValueError.
+        The group. On ranks outside it, ``is_member`` is False, and verbs raise ValueError.
 
     Raises:
-        ValueError: If the list is empty, a rank is invalid or twice in it, or ``timeout`` <= 0.
+        ValueError: If the list is empty or has an invalid or repeated rank, or ``timeout`` <= 0.
         MismatchError: If the ranks pass different lists or timeouts. Every rank raises it.
         DistributedError: As for :func:`all_reduce` and :func:`distributed_init`.
     """
@@ -108,7 +108,7 @@ def grid(
 ) -> Grid:
     """Return a Cartesian grid of the ranks of the world, or of ``group``.
 
-    Like MPI_Cart_create without reordering, but nothing is sent and no group is created.
+    The numbering is that of MPI_Cart_create. Nothing is sent and no group is created.
     ``shift(dim, +1)`` of the result returns the neighbours along a dimension, for :func:`sendrecv`
     and :class:`P2POp`. A neighbour beyond an edge is None, which stands for no rank.
 

@@ -39,7 +39,8 @@ def shared_empty(
     """Return a new uninitialised NumPy array that collectives reduce without copies.
 
     The ranks of a host share its memory, so collectives need not copy the array or views of it. If
-    shared memory is unavailable, it is an ordinary array. Collective; blocks; equal arguments.
+    shared memory is unavailable, it is an ordinary array. Collective; blocks. Every rank must pass
+    the same arguments.
 
     Args:
         shape: Dimensions of the array.
@@ -59,7 +60,9 @@ def shared_empty(
         dtype_code("shared_empty", kind)
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
-            if math.prod(extents) * kind.itemsize * backend.size < LITTLE:  # never refused
+            if (
+                math.prod(extents) * kind.itemsize * backend.size < LITTLE
+            ):  # the kernel always grants this
                 return shared_array(backend, extents, kind)
             store = BackendStore(backend, "shared_empty")
             array: Array = made_together(store, lambda: shared_array(backend, extents, kind))
@@ -78,7 +81,8 @@ def host_array(
     Use it for data sets: eight ranks need one copy instead of eight. The memory is anonymous. It is
     freed when the last rank has dropped the last array or view, or has ended for any reason.
     Writing to the array raises ValueError; no rank maps it writable. It outlives the group. Ranks
-    that cannot share memory count as separate hosts; a warning tells if they run on one machine.
+    that cannot share memory count as separate hosts. If they run on one machine, a warning is
+    logged.
 
     Collective; blocks. Other ranks wait while one rank loads, so loading must take less than the
     timeout of the group. ``load`` must not call a collective of the group.
@@ -86,8 +90,8 @@ def host_array(
     Args:
         load: Function that is called on the first rank of each host only. Without ``shape`` it
             takes no argument and returns an array, or an argument of ``numpy.asarray``. The array
-            is copied, so two copies exist during this time; for a ``numpy.memmap`` of mode ``"r"``,
-            only 16 MB of the second one.
+            is copied, so two copies exist for a time. The copy of a ``numpy.memmap`` of mode
+            ``"r"`` needs only 16 MB in addition.
         shape: If passed, ``load`` is called with a new writable C-ordered array of zeros, and fills
             it in place, without a second copy. ``load`` must not keep the array.
         dtype: Dtype of that array. Used only with ``shape``.
@@ -100,7 +104,8 @@ def host_array(
         TypeError: If ``load`` is not callable, or the dtype contains Python objects.
         ValueError: If a dimension is negative.
         Exception: If ``load`` raises it, on that rank. The group remains usable.
-        OutOfMemoryError: If memory is insufficient, on every rank, before ``load`` with ``shape``.
+        OutOfMemoryError: If memory is insufficient. Every rank raises it; with ``shape``, before
+            ``load`` is called.
         RankFailedError: If ``load`` raises on another rank (named).
         DistributedError: As for :func:`all_reduce`.
 
@@ -187,7 +192,9 @@ def _load(
     if layout is None:
         source = load()
         if is_cupy(source):
-            raise TypeError("host_array: load must return a NumPy array. Return array.get().")
+            raise TypeError(
+                "host_array: load must return a NumPy array, got a CuPy array. Return array.get()."
+            )
         source = np.asarray(source)
         layout = Layout(source.shape, _checked(source.dtype))
     file = MemoryFile(named)

@@ -34,13 +34,14 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
     A small array (up to 16 KB, in a world of one host) may be changed as soon as it is copied. A
-    larger array may be changed after ``dst`` has received it, and with ``FLASHLIGHT_CHECKS=sync``
-    any array. ``tag`` is an integer from 0 to 2**31 - 1 that the receiver must pass too. Messages
-    between two ranks with the same tag are received in the order in which they were sent.
+    larger array may be changed after ``dst`` has received it. With ``FLASHLIGHT_CHECKS=sync`` this
+    holds for every array. ``tag`` is an integer from 0 to 2**31 - 1; the receiver passes the same
+    tag. Messages between two ranks with one tag are received in the order of sending.
 
     Raises:
         ValueError: If ``dst`` is no other rank of the group, or ``tag`` is out of range.
-        CollectiveTimeoutError: If ``dst`` does not receive in time. Names the tag it waits for.
+        CollectiveTimeoutError: If ``dst`` does not receive within the timeout. The error names the
+            tag that ``dst`` waits for.
         MismatchError: If ``dst`` receives another shape or dtype. Both ranks raise; this rank
             raises in its next call of the group if the send has ended.
         TypeError, DistributedError: As for :func:`all_reduce`.
@@ -60,7 +61,7 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
             sender, use :func:`irecv`: ``work = fl.irecv(x, None)``, ``work.wait()``,
             ``work.source``. All ranks must stay in the group until the receive has ended.
         tag: An integer from 0 to 2**31 - 1.
-        partial: For NumPy arrays: the message may have fewer rows than ``x``.
+        partial: For NumPy arrays: the message may have fewer rows than ``x``. It fills the first.
         group: The process group. Default: the world.
 
     Returns:
@@ -69,8 +70,9 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
     Raises:
         ValueError: If ``src`` is no other rank of the group, ``tag`` is out of range, or with
             ``partial`` the array has no dimension.
-        PeerLostError: If ``src``, or for None any rank, exited or died.
-        CollectiveTimeoutError: If ``src`` does not send in time. Names the tag that it sends.
+        PeerLostError: If ``src`` exited or died. For None: if any rank did, and no message is left.
+        CollectiveTimeoutError: If ``src`` does not send within the timeout. The error names the tag
+            of its messages.
         MismatchError: If ``src`` sends another shape or dtype. Both ranks raise.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
@@ -303,7 +305,7 @@ def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Mess
     if op.peer is not None:
         check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:
-        raise ValueError(f"{verb}: src must be a rank in a group of one rank, got None")
+        raise ValueError(f"{verb}: src=None must have another rank, got a group of one rank")
     partial = op.partial and not op.sends
     if (op.peer is None or partial) and is_cupy(array):
         raise TypeError(

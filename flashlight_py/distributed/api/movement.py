@@ -136,16 +136,17 @@ def scatter(
     Args:
         xs: On ``root``: a list or tuple of one array per rank, all of one dtype and one shape of at
             most eight dimensions; or one array whose first dimension is split into equal parts.
-            With ``rows`` the first dimensions may differ. On other ranks only its kind is used.
+            With ``rows`` the first dimensions may differ. On other ranks, ``xs`` only selects the
+            library of the result.
         root: Rank in the group.
         out: Array that is filled instead of a new one. If it overlaps ``xs``, ``xs`` is copied.
         rows: Number of rows for each rank, if the parts are unequal; the same on every rank. The
-            ranks compare ``rows`` first, so the call blocks until every rank calls, even if async.
+            call then blocks until every rank has called, because the ranks compare ``rows``.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        The part of this rank: a new array of the kind of ``xs`` (NumPy for None), or ``out``; or
-            the ``Work``. Blocks unless ``async_op``.
+        The part of this rank as a new array of the kind of ``xs`` (NumPy for None), or ``out``; or
+        the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: If ``root`` is no rank of the group, ``xs`` of the root cannot be split like
@@ -189,13 +190,13 @@ def all_to_all(
         rows: Number of rows for each rank, if the parts are unequal. Either all ranks pass it or no
             rank does; the numbers may differ. The ranks exchange them first, so the call blocks
             until every rank has called, even with ``async_op``.
-        return_rows: True to return the number of rows received from each rank, too.
+        return_rows: True to also return the number of rows received from each rank.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        A new array of the kind of ``x``, of its shape if parts are equal, or ``out``. For a list:
-            new arrays, one from each rank, or ``out``. With ``return_rows``: a pair of the array
-            and the list of received rows. Or the ``Work``. Blocks unless ``async_op``.
+        A new array of the kind of ``x``, of its shape if parts are equal, or ``out``. A list
+        returns new arrays, one from each rank, or ``out``. ``return_rows`` returns a pair of the
+        array and the list of received rows. ``async_op`` returns a ``Work``; else the call blocks.
 
     Raises:
         ValueError: If the first dimension cannot be split, ``rows`` is not one integer per rank, or
@@ -254,7 +255,8 @@ def _blocks_to_all(
                 )
         if any(map(is_cupy, xs)):
             raise TypeError(
-                f"{verb}: x must be a list of NumPy arrays. Pass one CuPy array and rows"
+                f"{verb}: a list must contain NumPy arrays, got CuPy arrays. Concatenate them, and "
+                "pass rows=."
             )
         overlap = OverlapCheck(verb, members.size)
         rooms = [as_array(verb, out, of_any_dtype=True, mutable=True) for out in outs or ()]

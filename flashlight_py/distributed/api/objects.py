@@ -232,7 +232,7 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 class _Move:
     """A call of ``verb`` on this rank, which sends the frames ``mine``.
 
-    It is one collective. A longer frame is announced, and sent in a second collective.
+    It is one collective. A frame that is too long is announced, and sent in a second collective.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ def all_reduce(
         x: Array of integer, float or complex dtype, of bool (min, max, and, or, xor), or of dates
             (min, max). Or a number of the same type on every rank: bool, int (64 bits), float,
             complex or a NumPy scalar. The result is then returned.
-        scale: Real factor for the result. Whole for integers; 1 for bitwise and logical ops.
+        scale: Real factor for the result: a whole number for integer arrays, and 1 for bitwise and
+            logical operations.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"``, ``"max"``; ``"and"``, ``"or"``, ``"xor"``:
             bitwise, for integers and bool; ``"land"``, ``"lor"``, ``"lxor"``: logical, with the
             result 1 or 0 in the dtype of ``x`` (nonzero is true). Upper case and equivalent NumPy
@@ -136,7 +137,8 @@ def reduce(
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks. Afterwards rank ``root`` holds ``scale`` times the result.
 
-    In place on ``root``. Other arrays do not change. The bits are those of :func:`all_reduce`.
+    In place on ``root``. The arrays of other ranks do not change. The result has the same bits as
+    the result of :func:`all_reduce`.
 
     Args:
         x: Array with the same shape and dtype on every rank; or a number.
@@ -144,8 +146,8 @@ def reduce(
         op, scale, group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        ``x``. For a number: the result on ``root``, and ``x`` on other ranks. Or the ``Work``.
-            Blocks unless ``async_op``.
+        ``x``. For a number the result on ``root``, and ``x`` on other ranks. Or the ``Work``.
+        Blocks unless ``async_op``.
 
     Raises:
         ValueError: If ``root`` is no rank of the group, or as for :func:`all_reduce`.
@@ -253,17 +255,18 @@ def all_reduce_location(
 ) -> Any:
     """Return the minimum or maximum of each element over the ranks, and the rank that has it.
 
-    Like MPI's MINLOC and MAXLOC. Every rank receives all ``x``: use small arrays.
+    Like MINLOC and MAXLOC of MPI. Use it for small arrays: every rank receives ``x`` of all ranks.
 
     Args:
-        x: Integer, float, date or bool array, alike on every rank, not changed; or a number.
-        op: ``"min"`` or ``"max"``. NaN and NaT win in both cases.
+        x: Array of integer, float, date or bool dtype, of the same shape and dtype on every rank;
+            not changed. Or a number.
+        op: ``"min"`` or ``"max"``. If a rank has NaN or NaT, it is the result of both.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        A pair of new arrays of the kind and shape of ``x``: the values, in its dtype, and the
-            ranks, int64. Among equal values the lowest rank wins. For a number: the number and the
-            rank, an int. Or the ``Work``. Blocks unless ``async_op``.
+        A pair of new arrays of the kind and shape of ``x``, with the values in its dtype and the
+        ranks in int64. Of equal values, the lowest rank is returned. For a number, a pair of the
+        number and the rank. Or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: If ``op`` has another value.
@@ -327,7 +330,8 @@ def all_reduce_multiple(
 
     Raises:
         ValueError: If two arrays of the list share memory, or as for :func:`all_reduce`.
-        TypeError, DistributedError: As for :func:`all_reduce`, before any array is sent.
+        TypeError, DistributedError: As for :func:`all_reduce`. All arrays are checked before the
+            first is sent.
     """
     limit = members_of(group).packed_bytes[bool(async_op)] if contiguous else -1
     return _run_in_python(xs, scale, op, async_op, limit, group)

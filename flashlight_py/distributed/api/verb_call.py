@@ -47,7 +47,7 @@ from flashlight_py.distributed.groups.membership import Membership, members_of, 
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Then, Work
 from flashlight_py.errors import BackendUnavailableError, DistributedError, MismatchError
-from flashlight_py.tracebacks import words_of
+from flashlight_py.tracebacks import message_of
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
@@ -113,7 +113,7 @@ PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
 def resolve_reduction(
     verb: str, dtype: np.dtype[Any], op: Op, scale: float, size: int, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Check ``op`` and ``scale``. An average becomes a scaled sum, unless ``of_some``."""
+    """Return the checked operation and scale. Unless ``of_some``, an average is a scaled sum."""
     reduce_op = parse_op(verb, op)
     factor = check_op_and_scale(verb, dtype, reduce_op, scale)
     if reduce_op is ReduceOp.AVG and not of_some:
@@ -342,11 +342,10 @@ COLLECTIVE = None  # an entry of ``begun`` that is not a message
 class reject_together:
     """A block in which a rank checks arguments. If it raises an error, the other ranks raise too.
 
-    ``begun`` are the operations that the other ranks start: ``COLLECTIVE`` or this rank's ``P2POp``
-    each. There are several if they start without waiting for the first. A CuPy array among
-    ``arrays`` selects the backend that the other ranks use. ``outcome`` describes the failure. With
-    ``first``, only an error before the first collective of the block is reported. Ctrl-C ends the
-    group, also between two calls of the block.
+    ``begun`` lists the operations that the other ranks start: ``COLLECTIVE``, or the ``P2POp`` of
+    this rank. A CuPy array among ``arrays`` selects the backend that the other ranks use.
+    ``outcome`` describes the failure. With ``first``, only an error before the first collective of
+    the block is reported. Ctrl-C ends the group, also between two calls of the block.
     """
 
     def __init__(
@@ -440,4 +439,4 @@ def in_step(
 
 def reason_of(error: BaseException) -> str:
     """Return an exception as one line."""
-    return " ".join(f"{type(error).__name__}: {words_of(error)}".split())
+    return " ".join(f"{type(error).__name__}: {message_of(error)}".split())

@@ -23,10 +23,10 @@ SITE_BYTES = codes.SITE_BYTES - 1  # without the terminating zero
 class Callers:
     """Threads that are inside a blocking call of a backend, or about to begin one.
 
-    A signal handler that calls the same backend would wait for the call that it interrupted, and
-    the ranks could not agree on the order of the two calls. A handler may leave the group. A
-    handler may raise at any point. A caller therefore adds the result of ``check`` to ``threads``
-    inside a ``try`` whose ``finally`` discards it.
+    A signal handler must not call the same backend: the new call would wait for the interrupted
+    call, and ranks could not agree on the order of the two calls. A handler may leave the group.
+    Since a handler may raise at any point, a caller adds the result of ``check`` to ``threads``
+    inside a ``try`` block, and discards it in ``finally``.
     """
 
     def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
@@ -56,25 +56,22 @@ class Callers:
 
 
 # By thread id: the exception that a signal handler raised during a wait in the library.
-_handler_exceptions: dict[int, BaseException] = {}
+_exceptions: dict[int, BaseException] = {}
 
 
 def raise_interruption(lib: Any, handle: Any) -> None:
     """Raise the exception of a signal handler that ran during the wait for ``handle``, if any."""
-    if (
-        _handler_exceptions
-        and (raised := _handler_exceptions.pop(threading.get_ident(), None)) is not None
-    ):
+    if _exceptions and (raised := _exceptions.pop(threading.get_ident(), None)) is not None:
         lib.fl_op_free(handle)
         raise raised
 
 
 def _store_exception(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-    _handler_exceptions[threading.get_ident()] = error
+    _exceptions[threading.get_ident()] = error
 
 
 def call_site_callback(native: ModuleType) -> Any:
-    """Return the C function that writes the line of user code that called, as an fl_site."""
+    """Return the C callback that writes the current line of user code into an fl_site."""
 
     @native.ffi.def_extern(name="fl_where", onerror=_store_exception)  # type: ignore[untyped-decorator]
     def write_site(site: Any) -> None:

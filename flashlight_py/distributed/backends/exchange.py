@@ -57,14 +57,14 @@ def read_frames(data: Array, limit: int | None = None) -> list[Frame]:
 def exchange_bytes(
     backend: Backend, payload: bytes, part_of: str = "", seconds: float | None = None
 ) -> list[bytes]:
-    """Return the payloads of all ranks, by rank; ``part_of`` and ``seconds`` as in ``Call``."""
+    """Return the payloads of all ranks, in rank order. See ``Call`` for the other arguments."""
     frame = Frame(payload).pack()
     data = backend.start(Call(ALL_GATHER, frame, part_of=part_of, seconds=seconds)).wait()
     return [bytes(frame.content) for frame in read_frames(data)]
 
 
 class BackendStore(Store):
-    """A store on a connected backend. Errors name ``part_of``, the call that exchanges."""
+    """A store that uses a connected backend. Errors name the call ``part_of``."""
 
     def __init__(self, backend: Backend, part_of: str = "") -> None:
         self.rank, self.size = backend.rank, backend.size

@@ -1,8 +1,7 @@
 """Communication of NumPy arrays between processes over TCP, with Gloo.
 
-The native code is in csrc/gloo. A blocking operation runs on the thread of the caller. Asynchronous
-operations run on threads of the group: collectives one after another, messages in parallel with
-them.
+The native code is in csrc/gloo. Blocking operations run on the thread of the caller, asynchronous
+ones on threads of the group: collectives one after another, messages in parallel.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _RANK_BITS = 24
 
 
 class _GlooCards(NamedTuple):
-    """The fields of the cards of all ranks. Each field is in rank order."""
+    """Data that all ranks exchange before they connect. Each field has an entry per rank."""
 
     peers: Sequence[Peer]
     addresses: bytes  # concatenated
@@ -61,23 +60,22 @@ class GlooBackend(NativeBackend):
 
     Args:
         store: Store of the ranks.
-        address: Local address to which sockets are bound. All ranks use the same address family.
+        address: Local address of the sockets, of the same family on all ranks.
         timeout: Seconds that one operation may take.
         joining: Seconds that connecting may take.
         key: Secret of the job. Both ends of a connection prove that they know it.
-        host_timeout: Seconds after which a silent host is lost (csrc/gloo/heartbeat.h). The largest
-            value of all ranks applies; 0 means no limit.
-        lazily: Connect every pair of ranks on first use. By default the pairs that every small
-            collective needs connect at once.
-        is_watched: A larger group watches the same hosts, and aborts this group if a host is lost.
+        host_timeout: Seconds until a silent host is lost (csrc/gloo/heartbeat.h); 0: no limit. The
+            largest value of all ranks applies.
+        lazily: Connect all pairs on first use. By default pairs for small collectives connect at
+            once.
+        is_watched: A larger group watches the hosts, and aborts this group if a host is lost.
         at_once: No call returns before all ranks have made it, in subgroups as well.
 
     Raises:
         BackendUnavailableError: If the native extension or the interface is missing, or this rank
             cannot listen to the other hosts.
         PeerLostError: If the process of a rank has ended.
-        CollectiveTimeoutError: If a rank did not connect in time, or another process answered in
-            its place.
+        CollectiveTimeoutError: If a rank did not connect in time, or another process answered.
     """
 
     kind = DistributedBackend.GLOO
@@ -116,7 +114,7 @@ class GlooBackend(NativeBackend):
         return self
 
     def subgroup(self, ranks: Sequence[int], count: int, is_flat: bool) -> Subgroup:
-        """Return the subgroup ``ranks``, numbered by the ``count`` of its first rank."""
+        """Return a description of the subgroup ``ranks``; ``count`` makes its number unique."""
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
 
@@ -190,7 +188,7 @@ class GlooBackend(NativeBackend):
         return super().lost(doing) or dead  # a rank that could report a reason did so first
 
     def _dead(self, doing: str) -> PeerLostError | None:
-        """Return an error if ranks of this machine have ended: Gloo would wait for them in vain."""
+        """Return an error if processes of this machine have ended. Gloo does not detect this."""
         dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None

@@ -1,9 +1,9 @@
 """A group over several hosts: shared memory inside each host, another backend between hosts.
 
-The data of a small array is sent with the comparison of the calls, that of a large array after it;
-see ``hierarchical_calls.py``. A reduction adds the ranks of each host in order, then the hosts in
-order. The result has the same bits on every rank, and in every run with the same placement. A
-receive from any rank is open in both backends until one of them has a message.
+The data of a small array is sent with the comparison of the calls. The data of a large array
+follows later; see ``hierarchical_calls.py``. A reduction adds the ranks of each host in order, then
+the hosts in order. The result has the same bits on every rank, and in every run with the same
+placement. A receive from any rank is open in both backends until one of them has a message.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds that an open receive polls a backend, and seconds that it sleeps between checks for
-# failures.
+# Seconds that an open receive polls a backend, and seconds between its checks for failures.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
 _NEVER = 1e9  # a timeout in seconds that never ends
@@ -58,11 +57,9 @@ class HierarchicalBackend(Backend):
         rank: Rank of this process.
         hosts: Ranks of each host. Every rank is in exactly one list.
         inside: Backend for the ranks of this host, in the order of ``hosts``.
-        between: Backend for the ranks with the same local rank as this one on all hosts. None if a
-            host has no such rank.
+        between: Backend for the ranks with this local rank on all hosts; None if a host has none.
         flat: Backend for all ranks. It runs the verbs that gain nothing from the hierarchy.
-        timeout: Seconds that ``inside`` allows each operation. Operations between hosts get a
-            little more.
+        timeout: Seconds that ``inside`` allows each operation. Other hosts get a little more.
         checked: Compare calls before data moves. Otherwise a mismatch between hosts breaks the
             group, at once or after the timeout.
     """
@@ -123,9 +120,8 @@ class HierarchicalBackend(Backend):
 
     def _set_timeouts(self, seconds: float) -> None:
         self.timeout = self._agreement.timeout = seconds
-        # Data takes longer than the comparison, and a local peer may wait for another host. The
-        # timeout between hosts is longer, so that a rank that waits for the late rank itself
-        # reports it first.
+        # Data takes longer than the comparison, and a local peer may wait for another host: a
+        # rank that waits for the late rank itself must time out first.
         self._far = self._calls.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
@@ -171,7 +167,7 @@ class HierarchicalBackend(Backend):
         return Done(receive.receive()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
-        """Compare row counts or the shape of a scatter, which the agreement does not cover."""
+        """Compare row counts or the shape of a scatter; the agreement covers the rest."""
         differs = call.is_ragged or call.verb is verbs.SCATTER
         return self._on_all_ranks(call) if differs or not self._checked else None
 
@@ -183,7 +179,7 @@ class HierarchicalBackend(Backend):
         return self._calls.all_gather(call, self._rows)
 
     def _on_all_ranks(self, call: Call) -> Any:
-        """Run ``call`` on the backend for all ranks, because the hierarchy would save nothing."""
+        """Run ``call`` on the backend of all ranks: the hierarchy would not make it faster."""
         seconds = self._far if call.verb is not verbs.BARRIER else call.seconds
         result = self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
         self._agreement.runs_ahead()  # a local peer may still wait for data of another host
@@ -337,8 +333,7 @@ class HierarchicalBackend(Backend):
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
-        # In a signal handler the queue of the thread may be locked. The thread then stops by
-        # itself.
+        # In a signal handler its queue may be locked. The thread then stops by itself.
         if thread is not None and not self._callers.contains_this_thread():
             thread.shutdown(cancel_futures=True)
 

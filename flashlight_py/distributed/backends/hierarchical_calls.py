@@ -1,8 +1,7 @@
 """Collectives between hosts. A small array is sent with the comparison of the calls.
 
 A large array is reduced or collected inside each host. Leader i of each host then exchanges section
-i with the leaders of the other hosts, which uses all links and cores. Finally the sections are
-shared inside the host.
+i with the other leaders, which uses all links and cores. Then hosts share the sections.
 """
 
 from __future__ import annotations
@@ -49,12 +48,13 @@ _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 class HostCalls:
     """The collectives of rank ``rank`` in ``hosts``.
 
-    ``load``, ``has`` and ``take`` send the data of small calls with their digests, in one exchange
-    instead of two or three. The calls are compared before anything is written, so a mismatch
-    changes no array. The other methods run large arrays, after all ranks have made the same call.
+    For a small call, ``load`` returns the data that is sent with the comparison, and ``take``
+    returns the result: one exchange instead of two or three. Calls are compared before anything is
+    written, so a mismatch changes no array. The other methods run large arrays, after all ranks
+    have made the same call.
 
-    ``inside`` and ``between`` are those of ``HierarchicalBackend``. ``far`` is the timeout between
-    hosts in seconds. ``runs_ahead`` is called if a call returns before that of a local peer.
+    ``inside`` and ``between``: see ``HierarchicalBackend``. ``far`` is the timeout between hosts in
+    seconds. ``runs_ahead`` is called if a call returns before a local peer returns from it.
     """
 
     far: float
@@ -81,7 +81,7 @@ class HostCalls:
         self._runs_ahead = runs_ahead
 
     def load(self, call: Call) -> Load:
-        """Return the data that this rank sends with the comparison; for a large array none."""
+        """Return the data to send with the comparison of ``call``; no data for a large array."""
         if call.compared or call.refusal or call.array is None:
             return NO_LOAD
         array: Array = call.array
@@ -101,7 +101,7 @@ class HostCalls:
         return rows * row_bytes(call.array) <= self._max_rank_bytes
 
     def has(self, call: Call, message: RankMessage) -> bool:
-        """Return whether ``message``, the outcome of the comparison, has the result."""
+        """Return whether ``message``, from the comparison, includes the result of ``call``."""
         if call.compared or call.array is None:
             return False
         if call.verb in _GATHERS:
@@ -109,7 +109,7 @@ class HostCalls:
         return call.verb in _MOVED and call.array.nbytes <= self._max_bytes
 
     def take(self, call: Call, message: RankMessage) -> Any:
-        """Return the result from ``message``; fills the array or ``out`` of the call."""
+        """Return the result in ``message``, and write it to the array or ``out`` of the call."""
         array: Array = call.array
         if not call.verb.fills(self._rank, call.root):
             return array if call.verb.in_place else None
@@ -235,7 +235,7 @@ class HostCalls:
         return self._between.start(Call(ALL_GATHER, section, blocking=blocking, seconds=self.far))
 
     def reduce_scatter(self, call: Call) -> Array:
-        """Reduce the parts of each host inside all hosts, then between hosts, and share."""
+        """Reduce inside hosts, then between hosts, and give each rank its part of the result."""
         first, last = factors(call.array.dtype, call.op, call.scale)
         parts = [call.array[self._rows_of(call, rank)] for rank in self._order]
         flat = (call.array if self._in_order else np.concatenate(parts)).reshape(-1)
@@ -298,7 +298,7 @@ class HostCalls:
     def _in_rank_order(
         self, call: Call, gathered: Array, rows: Sequence[int], copies: bool = True
     ) -> Array:
-        """Return ``gathered``, which has the ``rows`` of each rank host by host, in rank order.
+        """Return the rows in ``gathered``, which are sorted by host, in rank order.
 
         Raises:
             ValueError: If ``call.out`` has another number of rows.

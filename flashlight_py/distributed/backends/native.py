@@ -209,7 +209,7 @@ class NativeBackend(Backend):
             self._do("compare_at_once", group)
 
     def forget(self, work: Work) -> None:
-        """Release an operation whose end the caller has received."""
+        """Stop tracking ``work``, which has ended; the caller receives its result."""
         self._running.pop(work, None)
 
     def _do(self, name: str, group: Any, *args: Any) -> None:
@@ -230,11 +230,11 @@ class NativeBackend(Backend):
         return int(self.ffi.cast("uintptr_t", pointer))
 
     def _native_call_site(self) -> int:
-        """Return the address of an fl_site with the line of user code that called."""
+        """Return the address of an fl_site with the current line of user code."""
         return self._address_of(self._call_site(1))
 
     def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
-        """Return the result of a blocking native call that needs a wait or an error, or raise."""
+        """Return the result of a blocking native call that has not ended with plain success."""
         root, number, limit = call  # ``number`` of the call in the journal; ``limit`` in seconds
         try:
             if verb == SENDRECV.code:
@@ -254,8 +254,7 @@ class NativeBackend(Backend):
 
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
         """Return the Work of an asynchronous native call."""
-        # ``arrays`` (input, out, result, buffer) must live as long as the operation. ``place`` is
-        # the position of the call in the journal, ``number`` the count of collectives.
+        # ``arrays`` must outlive the operation; ``place`` in the journal; number of collectives.
         *arrays, root, peer, place, number = call
         work: Work = Done(arrays[2])
         if handle:
@@ -306,10 +305,10 @@ class NativeBackend(Backend):
     ) -> Work:
         """Start ``call`` in the library and return its Work.
 
-        The ranks compare the dtype and shape of ``like`` (default: the array of the call), and
-        ``root`` (default: the root, or the tag of a message). ``data`` and ``room`` replace the
-        addresses of the array and of ``output``. ``keep`` lives as long as the operation. The Work
-        returns ``result`` (default: the array of the call).
+        The ranks compare dtype and shape of ``like`` (default: the call's array) and ``root``
+        (default: the root or tag). ``data`` and ``room`` replace the addresses of the array and of
+        ``output``. ``keep`` lives as long as the operation. The Work returns ``result`` (default:
+        the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array
@@ -378,7 +377,7 @@ class NativeBackend(Backend):
         return group
 
     def _call_site(self, depth: int = 3) -> Any:
-        """Return the line of user code that called, as an fl_site."""
+        """Return the current line of user code as an fl_site."""
         place = caller(depth)
         if (site := self._sites.get(place)) is None:
             text = site_of(place).encode()[-SITE_BYTES:]
@@ -408,7 +407,7 @@ class NativeBackend(Backend):
         return Then(work, lambda number: _store_number(call, number))
 
     def _table(self, rows: Sequence[int]) -> Array:
-        """Return row counts, from each rank to each rank; every row of the matrix is ``rows``."""
+        """Return a matrix of row counts, sender by receiver, in which every row is ``rows``."""
         return np.tile(np.array(rows, np.int64), (self.size, 1))
 
     def _plain(self, call: Call) -> Work:
@@ -461,7 +460,7 @@ class NativeBackend(Backend):
         return Then(work, lambda _: check_out_rows(call.name, out, count, self.rank, self.size))
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
-        """Return ``data`` and ``keep`` for ``_launch``: row counts from each rank to each rank."""
+        """Return ``data`` and ``keep`` for ``_launch``; ``table`` has row counts."""
         bytes_of_all = np.ascontiguousarray(table * row_bytes(array))
         table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))

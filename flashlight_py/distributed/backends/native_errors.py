@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 NAMED = "\n"
 """Separator between the name of a dtype or barrier and the call site."""
 dtype_names: dict[int, str] = {}
-"""Names of dtypes that the library does not know, by their numbers. It has only dtypes of this
-process."""
+"""Names of dtypes that the library does not know, by number; only dtypes of this process."""
 
 # Maximum number of missing ranks whose calls in other groups are reported.
 _MOST_QUERIED = 64
@@ -115,7 +114,7 @@ def _ended_normally(
 
 
 def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> str:
-    """Return the message that makes other ranks raise ``cause``, a traceback or an error."""
+    """Return a message that makes other ranks raise ``cause`` (a traceback or an error)."""
     if isinstance(cause, str):
         who = f"rank {backend.numbers[backend.rank]}"
         return _LOST + peer_raised(who, process_list([backend.rank], backend.processes), cause)
@@ -172,7 +171,7 @@ def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: An
 def _deadlock_text(
     where: str, backend: NativeBackend, handle: Any, elsewhere: str, limit: str
 ) -> str:
-    """Return the message for a deadlock: missing ranks wait in other groups."""
+    """Return the error for ranks that wait for each other in different groups."""
     signatures = backend.lib.fl_op_signatures(handle)
     waiting = f"{backend.name} waits for a message"
     if signatures != backend.ffi.NULL:
@@ -231,7 +230,7 @@ def _call_in_other_group(backend: NativeBackend, rank: int) -> str:
 
 
 def signature_text(signature: Any, name: str = "") -> str:
-    """Return the text of the call with ``signature``; ``name`` is that of a dtype or barrier."""
+    """Return the call with ``signature`` as text; ``name`` is the name of a dtype or barrier."""
     if signature.ndim == codes.REFUSED:
         return "a verb whose arguments were invalid"
     if signature.ndim == codes.WITHDRAWN:

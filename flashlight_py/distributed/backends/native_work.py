@@ -34,8 +34,7 @@ _SLICE_SECONDS = 0.1
 
 # Placeholders for a result that the library has received: rows of all ranks, or one part.
 GATHERED, SCATTERED = object(), object()
-# Placeholder for the outcome of a comparison. For some verbs it includes the row counts of all
-# ranks.
+# Placeholder for the result of a comparison, which may include the row counts of all ranks.
 COMPARED = object()
 _WITH_SHAPES = {
     code
@@ -70,9 +69,9 @@ def light_work(fast: Any) -> Any:
 class NativeWork(Work):
     """A native operation. It keeps its arrays (``kept``) alive.
 
-    ``wait`` returns ``result``, or creates the result if that is a placeholder such as
-    ``GATHERED``. ``like``, ``out`` and ``root`` are those of the call. ``made`` is the result of a
-    gather if all ranks pass the same number of rows. An array may be replaced by its description.
+    ``wait`` returns ``result``, which it first creates if ``result`` is a placeholder such as
+    ``GATHERED``. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is the result
+    of a gather if all ranks pass as many rows. A description may replace an array.
     """
 
     id = 0  # position in the backend's journal if native code recorded the call
@@ -154,7 +153,7 @@ class NativeWork(Work):
         return error
 
     def _compared(self) -> Any:
-        """Return the outcome for ``Call.compared``; for a message this is its number."""
+        """Return the result for ``Call.compared``: for a message, its number."""
         size, signatures = self._backend.size, self._signatures()
         if signatures == self._backend.ffi.NULL:
             return None
@@ -199,7 +198,7 @@ class NativeWork(Work):
         return self._wrap(dtype, shape)
 
     def _wrap(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Return the received bytes as an array without a copy; which keeps the handle."""
+        """Return the received bytes as an array, without a copy. It keeps the handle alive."""
         ffi, (pointer, count) = self._backend.ffi, self._fetched()
         owner = keeping(ffi, ffi.cast("char *", pointer), self._handle)
         array: Array = np.ndarray(shape, dtype, ffi.buffer(owner, count))

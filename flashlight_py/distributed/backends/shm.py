@@ -1,8 +1,7 @@
 """Communication of NumPy arrays between the processes of one host, through shared memory.
 
-The native code is in csrc/shm. A blocking operation runs on the thread of the caller. Asynchronous
-operations run on threads of the group: collectives one after another, messages in parallel with
-them.
+The native code is in csrc/shm. Blocking operations run on the thread of the caller, asynchronous
+ones on threads of the group: collectives one after another, messages in parallel.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class ShmBackend(NativeBackend):
         self._do("on_mismatch", self.group, call_site_callback(native))
 
     def subgroup(self, ranks: Sequence[int], count: int, first: int) -> Subgroup | None:
-        """Return the subgroup ``ranks``, numbered by the ``count`` of its ``first`` rank."""
+        """Return a description of the subgroup ``ranks``, or None if its number would not fit."""
         number = (count << _RANK_BITS | first) << 1
         fits = first >> _RANK_BITS == 0 and number < 1 << 32
         return Subgroup(self, ranks, number, False) if fits else None
@@ -89,7 +88,7 @@ class ShmBackend(NativeBackend):
         return self._owned(group)
 
     def look_back(self, name: str, seconds: float) -> bool:
-        """Compare earlier calls of this rank that ran ahead; see ``ComparesAhead``."""
+        """Compare calls that this rank made before other ranks joined; see ``ComparesAhead``."""
         if (group := self.group) is None:
             return True  # the group has ended; waits raise the reason
         is_behind = self.ffi.new("int *")

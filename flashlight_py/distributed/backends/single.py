@@ -31,8 +31,7 @@ class SingleBackend(Backend):
             return Done()
         if verb.is_message:
             raise ValueError(
-                f"{verb}: a message needs a group of at least 2 ranks, got 1 rank. Start the "
-                "program with several processes, or skip messages if the size of the group is 1"
+                f"{verb}: expected a group of at least 2 ranks, got 1 rank. Start more processes"
             )
         if call.received is not None and call.rows is not None:
             call.received += call.rows

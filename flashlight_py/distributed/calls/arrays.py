@@ -252,7 +252,7 @@ def encode_part(part: Array) -> Array:
 
 
 def decode_part(packed: Array) -> Array:
-    """Return the array that ``encode_part`` packed into ``whole``. The memory is shared."""
+    """Return the array that ``encode_part`` packed into ``packed``. The memory is shared."""
     size = packed.size - 8
     begin = size - int.from_bytes(packed[size:].tobytes(), "little")
     shape, kind = json.loads(packed[begin:size].tobytes())

@@ -72,7 +72,7 @@ class Call:
             matches only steps of the same operation on other ranks. Otherwise the exchange of an
             object verb could match a user call and return wrong numbers.
         partial: True if a receive accepts fewer rows than ``array`` has. They fill the first rows.
-        patience: Seconds until an empty receive returns None. Negative: no limit.
+        patience: Seconds until a receive without a message returns None. Negative: no limit.
         claim: An int32 that several receives from any rank share, if only one of them may take a
             message. It is 0 at first, and 1 once a receive has taken the message.
         received: List for the number of rows that each rank sent. It is filled before the call
@@ -215,7 +215,8 @@ class P2POp(_Fields):
     Args:
         kind: ``"send"`` or ``"recv"``; or, like in PyTorch, ``fl.isend`` or ``fl.irecv``.
         x: Array that is sent, or filled in place.
-        peer: The other rank. None: no rank, like MPI's PROC_NULL. For any rank use ``irecv``.
+        peer: The other rank. None: no rank, like MPI's PROC_NULL. To receive from any rank, call
+            ``fl.irecv(x, None)`` instead.
         tag: An integer from 0 to 2**31 - 1.
         partial: For ``"recv"``: True if the message may have fewer rows than ``x``.
 

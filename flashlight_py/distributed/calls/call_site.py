@@ -56,7 +56,7 @@ def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
 
 
 # The line of an earlier call that this thread continues.
-_pinned: ContextVar[Site | None] = ContextVar("place", default=None)
+_pinned: ContextVar[Site | None] = ContextVar("site", default=None)
 
 
 def caller(depth: int = 1) -> Site:
@@ -67,9 +67,9 @@ def caller(depth: int = 1) -> Site:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def site_of(place: Site) -> str:
+def site_of(site: Site) -> str:
     """Return a line as "folder/file.py:line". Bytes that are no valid text are escaped."""
-    path, line = place
+    path, line = site
     name = "/".join(path.split("/")[-2:])
     return f"{name.encode(errors='backslashreplace').decode()}:{line}"
 
@@ -99,9 +99,9 @@ def text_at_site(text: str, limit: int) -> bytes:
 
 
 @contextlib.contextmanager
-def called_at(place: Site) -> Iterator[None]:
-    """Make ``caller`` return ``place`` on this thread, for work that was started at that line."""
-    token = _pinned.set(place)
+def called_at(site: Site) -> Iterator[None]:
+    """Make ``caller`` return ``site`` on this thread, for work that was started at that line."""
+    token = _pinned.set(site)
     try:
         yield
     finally:

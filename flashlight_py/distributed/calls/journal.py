@@ -72,7 +72,7 @@ _FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "t
 class Record:
     """A recorded call. Times are in ``time.monotonic_ns``; ``ended`` is 0 while the call runs.
 
-    ``what`` has the values of ``_FIELDS``. ``waits`` has the intervals (from, to) that the program
+    ``values`` corresponds to ``_FIELDS``. ``waits`` has the intervals (from, to) that the program
     spent in ``Work.wait`` for this call, while a profile was active.
     """
 
@@ -85,13 +85,13 @@ class Record:
     work: weakref.ref[Work] | None = None
     flight: Any = None  # of a collective that runs on the GPU
 
-    def __init__(self, what: tuple[Any, ...], started: int, place: Instruction | None) -> None:
-        self.what, self.started, self.place = what, started, place
+    def __init__(self, values: tuple[Any, ...], started: int, line: Instruction | None) -> None:
+        self.values, self.started, self.line = values, started, line
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for readers, in JSON types. Times stay in nanoseconds."""
         self._settle()
-        fields: dict[str, Any] = dict(zip(_FIELDS, self.what, strict=False))
+        fields: dict[str, Any] = dict(zip(_FIELDS, self.values, strict=False))
         dtype, shape, op, size = map(fields.get, ("dtype", "shape", "op", "bytes"))
         if size is None and dtype is not None and shape is not None:
             size = int(dtype.itemsize * math.prod(shape))
@@ -102,8 +102,8 @@ class Record:
             "op": None if op is None else op.name.lower(),
             "bytes": (size or 0) if self.size is None else self.size,
         }
-        if self.place is not None:
-            code, instruction, via = self.place
+        if self.line is not None:
+            code, instruction, via = self.line
             fields["line"] = line_of(code, instruction)
             fields["via"] = via if via and via != fields["verb"] else None
         fields |= {
@@ -322,7 +322,7 @@ class _Recorded(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         if self._forks != _forks:
-            raise forked(self._record.what[2])
+            raise forked(self._record.values[2])
         record, began = self._record, monotonic_ns()
         try:
             value = self._work.wait(timeout)
@@ -364,7 +364,7 @@ def forked(verb: str) -> GroupClosedError:
 def _fail(record: Record, error: BaseException) -> None:
     record.ended = monotonic_ns()
     record.error = f"{type(error).__name__}: {error}"
-    _note(error, record.what[0])
+    _note(error, record.values[0])
 
 
 def _note(error: BaseException, group: str) -> None:

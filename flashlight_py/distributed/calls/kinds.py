@@ -62,7 +62,7 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def user_result(given: Any, array: Array | None, in_place: bool) -> Any:
-    """Return the user's result: ``given`` if it was filled, else ``array`` as its kind."""
+    """Return the user's result: ``given`` if it was filled, else ``array`` in the same library."""
     kind = OTHER if type(given) is np.ndarray else kind_of(given)
     if in_place and kind.is_filled:
         return given

@@ -54,19 +54,19 @@ def different_calls(
     )
 
 
-def did_not_join(where: str, who: str, limit: str, detail: str, those: str, last: str = "") -> str:
-    """Return an error text: ``who`` did not join within ``limit``. ``those`` names processes."""
+def did_not_join(where: str, who: str, limit: str, detail: str, which: str, last: str = "") -> str:
+    """Return an error text: ``who`` did not join within ``limit``. ``which`` names processes."""
     return (
-        f"{where}: {who} within {limit} ({detail}){those}. {last}It is stuck, slow, or made "
+        f"{where}: {who} within {limit} ({detail}){which}. {last}It is stuck, slow, or made "
         "another call. For a longer timeout, pass params={'TIMEOUT': seconds} to distributed_init "
         f"or timeout=seconds to new_group. {UNUSABLE}"
     )
 
 
-def peer_raised(who: str, those: str, traceback: str) -> str:
+def peer_raised(who: str, which: str, traceback: str) -> str:
     """Return an error text: ``who`` raised. The first line of ``traceback`` is a summary."""
     summary, _, lines = traceback.partition("\n")
-    return f"lost {who}{those}: it raised {summary}. {UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
+    return f"lost {who}{which}: it raised {summary}. {UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
 
 
 def indented_traceback(words: str) -> str:

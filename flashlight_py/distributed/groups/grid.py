@@ -81,7 +81,7 @@ def extents_of(shape: int | Iterable[int | None], size: int) -> tuple[int, ...]:
     unknown = len(values) - len(extents)
     if size % product or (not unknown and product != size):
         raise ValueError(
-            f"grid: extents must multiply to the {size} ranks of the group or to a divisor of it, "
+            f"grid: product of extents must be {size}, the number of ranks, or a divisor of it, "
             f"got {product} for shape {tuple(values)}. Pass None for extents to be computed."
         )
     computed = iter(_balanced(size // product, unknown))

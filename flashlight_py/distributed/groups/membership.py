@@ -27,7 +27,7 @@ from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.distributed.work import Then, Work, wait_for
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -142,12 +142,12 @@ class Membership:
         if not self.is_member:
             return ValueError(
                 f"expected a call on a member of the group of world ranks {list(self.ranks)}, got "
-                "one on another process. Check group.is_member first."
+                "a call on another process. Check group.is_member first."
             )
         rank = f"rank {self.rank} of {self.size}"
         if self._forked:
             return GroupClosedError(
-                f"{rank}: expected a call in the process of this rank, got one in a forked child. "
+                f"{rank}: expected a call in the process of this rank, got a forked child. "
                 "Call distributed_init in the child to create a world for the child."
             )
         return GroupClosedError(f"{rank}: this group is closed. Use another group.")
@@ -226,8 +226,8 @@ class Membership:
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
         """Start ``calls`` for arrays of one device together, recorded as one call of ``name``."""
-        if here.recorder is not None:
-            return here.recorder.verb(self, calls, name)  # type: ignore[no-any-return]
+        if thread_state.recorder is not None:
+            return thread_state.recorder.verb(self, calls, name)  # type: ignore[no-any-return]
         call, *more_calls = calls
         backend = self.backend(call.out if call.array is None else call.array)
         if call.verb is BARRIER:  # a barrier waits for all devices

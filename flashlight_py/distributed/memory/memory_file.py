@@ -39,7 +39,7 @@ def process_space() -> str:
 
 
 def needs_names(spaces: Sequence[str]) -> bool:
-    """Return whether some processes of a kernel do not see each other, given their spaces."""
+    """Return whether some processes of one kernel do not see each other, by their ``spaces``."""
     kernels = {space.partition(" ")[0] for space in spaces}
     return "" in spaces or len(set(spaces)) > len(kernels)
 
@@ -131,7 +131,7 @@ def made_together(store: Store, make: Callable[[], Any]) -> Any:
 
 
 def _attempt(do: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
-    """Return the result of ``do``, and its error texts: lack of memory, other failure."""
+    """Return (``do()``, no errors), or (None, error text for lack of memory, other error text)."""
     try:
         return do(), ("", "")
     except OutOfMemoryError as error:

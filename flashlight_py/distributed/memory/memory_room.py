@@ -109,8 +109,9 @@ def reserve(fd: int, nbytes: int, purpose: str) -> None:
     before, system = os.fstat(fd).st_size, os.fstatvfs(fd)
     capacity = system.f_bavail * system.f_frsize if system.f_blocks else nbytes
     if nbytes - before > capacity:
-        words = f"{purpose}: its file system has {capacity:,} bytes of {nbytes:,}"
-        raise OSError(errno.ENOSPC, words)
+        raise OSError(
+            errno.ENOSPC, f"{purpose}: the file system has {capacity:,} of {nbytes:,} bytes"
+        )
     try:
         for start in range(before, nbytes, _CHUNK_BYTES):
             require_memory(nbytes - start, purpose)
@@ -153,8 +154,7 @@ def _if_known(read: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return a list with ``read(*arguments)``, or [] if the value is unknown."""
     try:
         return [read(*arguments)]
-    # A kernel may lack a file or a line, a control group may have no limit ("max") or vanish, and a
-    # container may differ. An unknown value is no limit: an error on one rank would hang the
-    # others.
+    # A kernel may lack a file or line, a group may have no limit ("max") or vanish, and containers
+    # may differ. An unknown value is no limit: an error on one rank would hang other ranks.
     except (OSError, ValueError, KeyError, IndexError):
         return []

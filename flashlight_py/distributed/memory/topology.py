@@ -38,9 +38,8 @@ _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 class DeviceRule:
     """Rank and local rank, which determine the CUDA device.
 
-    With ``max_per_node`` the device is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Without
-    it, the device is the local rank modulo the number of visible devices, as a launcher may give
-    each rank its own device.
+    With ``max_per_node`` it is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Otherwise it is
+    the local rank modulo the number of visible devices, as a launcher may assign one to each rank.
     """
 
     rank: int = 0
@@ -54,9 +53,8 @@ class DeviceRule:
         index = self.rank % self.max_per_node
         if index >= count:
             raise errors.BackendUnavailableError(
-                f"rank {self.rank}: the CUDA device (rank % MAX_DEVICE_PER_NODE, "
-                f"{self.max_per_node}) must be below {count}, the number of visible devices, got "
-                f"{index}. Set a smaller MAX_DEVICE_PER_NODE, or omit it"
+                f"rank {self.rank}: the CUDA device (rank % MAX_DEVICE_PER_NODE) must be below "
+                f"{count} (visible devices), got {index}. Lower MAX_DEVICE_PER_NODE, or omit it"
             )
         return index
 
@@ -116,7 +114,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Sharing:
-        """Return the sharing, given the answers of the ranks."""
+        """Return the groups, given the answer of each rank."""
         answers = [json.loads(text) for text in texts]
         by_leader: dict[int, list[int]] = {}
         for rank, (leader, _, _) in enumerate(answers):
@@ -200,25 +198,23 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses that a rank reports.
 
-    ``host`` identifies the host, and messages show ``name``. ``has`` lists the interfaces of the
-    host as text, ``own`` the addresses. ``asked`` is the interface that the user chose, and
-    ``wanted`` are its addresses. Packets to other hosts leave from ``sources``, best first.
-    ``ends`` is that of ``Store``.
+    ``host`` identifies the host, and messages show ``name``. ``has`` lists its interfaces as text,
+    and ``own`` its addresses. The user chose the ``interface`` with ``interface_addresses``.
+    Packets to other hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
     """
 
     host: str
     name: str
     has: str
     own: Sequence[str]
-    asked: str = ""
-    wanted: Sequence[str] = ()
+    interface: str = ""
+    interface_addresses: Sequence[str] = ()
     sources: Sequence[str] = ()
     ends: Mapping[str, Sequence[Any]] = {}
 
 
-# The address of the default route may be behind a NAT and equal on all hosts. Prefer an address of
-# a connection that both ends see alike. Ranks know all addresses before they connect, so an
-# impossible route is an error at once.
+# The address of the default route may be behind a NAT and equal on all hosts. Prefer an address
+# that both ends of a connection see. Ranks know all addresses first, so they can raise at once.
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
@@ -240,8 +236,8 @@ def address_between_hosts(
         name=system.gethostname(),
         has=", ".join(map(" ".join, interfaces())),
         own=own[store.rank],
-        asked=interface,
-        wanted=addresses_of(interface) if interface else (),
+        interface=interface,
+        interface_addresses=addresses_of(interface) if interface else (),
         sources=[source for source in map(source_address, targets) if source],
         ends={str(rank): ends for rank, ends in store.ends.items()},
     )
@@ -285,14 +281,14 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
     """
     shared = shared_addresses((card.host, card.own) for card in cards)
     by_host, translated = _connections(cards)
-    proven = [card.wanted or by_host[card.host] for card in cards]
+    proven = [card.interface_addresses or by_host[card.host] for card in cards]
     bad = {host: shared | seen.keys() if seen else shared for host, seen in translated.items()}
     usable = [
-        card.wanted or _usable(card, addresses, bad[card.host])
+        card.interface_addresses or _usable(card, addresses, bad[card.host])
         for card, addresses in zip(cards, proven, strict=True)
     ]
     for rank, card in enumerate(cards):
-        if not usable[rank] or bool(card.asked) != bool(card.wanted):
+        if not usable[rank] or bool(card.interface) != bool(card.interface_addresses):
             raise ValueError(_address_problem(cards, rank, shared, translated[card.host]))
     for candidates in (proven, usable):  # proven addresses first: they have carried a connection
         for family in _FAMILIES:
@@ -323,11 +319,10 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
 
 
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """Return, by host, addresses proven by a connection with rank 0, and translated ones.
+    """Return, by host, addresses that a connection with rank 0 proves, and translated ones.
 
-    If both ends report the same addresses, nothing between them translates. An address that the
-    host does not list itself needs a zone. A translated address maps to the address that rank 0
-    sees.
+    If both ends report the same addresses, nothing translates them. Addresses that their host does
+    not list (with a zone) are not used. The second result maps reported to translated addresses.
     """
     proven: dict[str, list[str]] = {card.host: [] for card in cards}
     translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}
@@ -363,12 +358,12 @@ def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
     for card, address in zip(cards, chosen, strict=True):
         cards_by_address.setdefault(address, []).append(card)
     for address, same in cards_by_address.items():
-        asking = next((card for card in same if card.asked), None)
+        asking = next((card for card in same if card.interface), None)
         other = next((card for card in same if asking and card.host != asking.host), None)
         if asking and other:
             raise ValueError(
-                f"{asking.asked!r} is {address} on both {asking.name} and {other.name}, so these "
-                "hosts cannot reach each other by this address"
+                f"{asking.interface!r} is {address} on both {asking.name} and {other.name}, so "
+                "these hosts cannot reach each other by this address"
             )
 
 
@@ -377,8 +372,8 @@ def _address_problem(
 ) -> str:
     """Return why other hosts cannot reach any address of the host of ``rank``."""
     card, why = cards[rank], "has no route to the others"
-    if card.asked:
-        why = f"has no {card.asked!r}"
+    if card.interface:
+        why = f"has no {card.interface!r}"
     elif translated:
         own, seen = next(iter(translated.items()))
         why = (

@@ -1,1 +1,1 @@
-"""Reducers, and communication hooks: other ways to sum a bucket than to send it as it is."""
+"""Reducers sum arrays in buckets. Communication hooks replace the plain all_reduce of a bucket."""

@@ -1,7 +1,7 @@
-"""Sending arrays in half their width: as float16, and as bfloat16.
+"""Compression of arrays to 16 bits per number: float16 and bfloat16.
 
-NumPy's cast to float16 takes 100 ns for each number below 6e-5, as most gradients are, because it
-sets a floating-point flag, and 3 ns for others. The casts here work on bits and take 3 to 5 ns.
+NumPy's cast to float16 takes 100 ns for each number below 6e-5 (most gradients), because it sets a
+floating-point flag, and 3 ns for other numbers. The casts here work on bits and take 3 to 5 ns.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from flashlight_py.distributed.reducers.hook import Bucket, Compression
 from flashlight_py.distributed.work import Then, Work
 
 LARGEST = 65504.0
-# Elements of a block that stays in a cache while it is worked on.
+# Number of elements of a block that stays in a cache while it is processed.
 _BLOCK = 1 << 14
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14, as float32
-_HALF = np.uint32(0x3F00_0000)  # 0.5, whose last place is 2**-24: that of small float16
-_REBIAS = np.uint32((127 - 15) << 23)  # between the exponents of both
+_HALF = np.uint32(0x3F00_0000)  # 0.5, whose last bit is 2**-24, like that of small float16
+_REBIAS = np.uint32((127 - 15) << 23)  # difference of the exponent biases
 
 
 class CastCompression(Compression):
-    """Casts to ``dtype``, of 16 bits; sums; casts back."""
+    """A hook that casts to ``dtype`` (16 bits), sums, and casts back."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class CastCompression(Compression):
         return Then(bucket.all_reduce(narrow), lambda _: self._widen(narrow, bucket.flat))
 
     def _narrow(self, flat: Array) -> Array:
-        """Round to the dtype. Finite numbers stay finite; infinities and NaN stay what they are."""
+        """Round to the dtype. Finite numbers stay finite; infinities and NaN do not change."""
         with np.errstate(all="ignore"):
             narrow: Array = flat.astype(self._dtype)
         bits = narrow.view(np.uint16)
-        beyond = bits & 0x7FFF == self._infinity  # isinf takes 20 times as long
-        if beyond.any():
-            bits[beyond & array_module(flat).isfinite(flat)] -= 1  # to the largest number
+        overflowed = bits & 0x7FFF == self._infinity  # isinf takes 20 times as long
+        if overflowed.any():
+            bits[overflowed & array_module(flat).isfinite(flat)] -= 1  # to the largest number
         return narrow
 
     def _widen(self, narrow: Array, out: Array) -> None:
@@ -56,13 +56,13 @@ class CastCompression(Compression):
 class Float16Compression(CastCompression):
     """Sends arrays as float16: half the bytes of float32, a quarter of float64.
 
-    Each value is rounded to 11 bits before it is sent (a relative error of 2**-11), summed over
-    the ranks and scaled in float32, and rounded once more. A finite number that is too large for
-    float16 is sent as +-65504, its largest number, so that one outlier cannot make parameters
-    infinite; infinities and NaN are sent as they are. Below 6e-5 digits are lost, below 3e-8 all of
-    them: for such gradients, take ``Bfloat16Compression`` or multiply the loss by a constant.
+    Each value is rounded to 11 bits before it is sent (a relative error of 2**-11), summed over the
+    ranks and scaled in float32, and rounded once more. A finite number that is too large for
+    float16 is sent as +-65504, the largest float16, so that one outlier cannot make parameters
+    infinite. Infinities and NaN are sent unchanged. Numbers below 6e-5 lose digits, and below 3e-8
+    become 0. For such gradients, use ``Bfloat16Compression`` or multiply the loss by a constant.
 
-    CuPy arrays are summed by NCCL, which scales and sums in its own way.
+    CuPy arrays are summed and scaled by NCCL, which rounds in its own way.
 
     Example:
         >>> gradient = np.array([1 / 3, 1e6, -np.inf])
@@ -90,12 +90,12 @@ class Bfloat16Compression(CastCompression):
     """Sends arrays as bfloat16: half the bytes of float32, a quarter of float64.
 
     Each value is rounded to 8 bits before it is sent (a relative error of 2**-8), summed over the
-    ranks and scaled in float32, and rounded so once more. The range is that of float32; float64
-    beyond 3.4e38 is sent as the largest number, infinities and NaN as they are. Needs ml_dtypes,
-    and for CuPy arrays a CuPy that knows its bfloat16.
+    ranks and scaled in float32, and rounded once more. The range is that of float32. Float64
+    numbers beyond 3.4e38 are sent as the largest number, infinities and NaN unchanged. Needs
+    ml_dtypes, and for CuPy arrays a CuPy with bfloat16.
 
     Raises:
-        ImportError: ml_dtypes is not installed.
+        ImportError: If ml_dtypes is not installed.
     """
 
     def __init__(self) -> None:
@@ -103,9 +103,8 @@ class Bfloat16Compression(CastCompression):
             from ml_dtypes import bfloat16
         except ImportError as error:
             raise ImportError(
-                f"Bfloat16Compression needs ml_dtypes, which cannot be imported ({error}); "
-                "install it with: pip install 'flashlight-py[bfloat16]', or take "
-                "Float16Compression"
+                f"Bfloat16Compression needs ml_dtypes, which cannot be imported ({error}). "
+                "Install it with: pip install 'flashlight-py[bfloat16]', or use Float16Compression"
             ) from error
         super().__init__(np.dtype(bfloat16))
 
@@ -116,15 +115,15 @@ class Bfloat16Compression(CastCompression):
             if not is_cupy(flat):
                 raise
             raise TypeError(
-                f"Bfloat16Compression: this CuPy has no bfloat16 ({error}); take Float16Compression"
+                f"Bfloat16Compression: this CuPy has no bfloat16 ({error}). Use Float16Compression"
             ) from error
 
 
 def to_half(flat: Array) -> NDArray[np.float16]:
-    """Return an array of one dimension, float32 or float64, rounded to the nearest float16.
+    """Return a one-dimensional array (float32 or float64) rounded to the nearest float16.
 
-    Ties go to even; float64 is rounded to float32 before. A finite number that is too large becomes
-    the largest one, infinities and NaN stay.
+    Ties round to even. Float64 is rounded to float32 first. A finite number that is too large
+    becomes the largest float16. Infinities and NaN do not change.
     """
     half = np.empty(flat.shape, np.float16)
     bits = half.view(np.uint16)
@@ -141,10 +140,10 @@ def to_half(flat: Array) -> NDArray[np.float16]:
 def _half_bits(block: Array) -> NDArray[np.uint32]:
     bits = np.clip(block, -LARGEST, LARGEST).astype(np.float32).view(np.uint32)
     magnitude = bits & _MAGNITUDE
-    # Adding 0.5 leaves in the last places what a small float16 consists of, rounded.
+    # After the addition of 0.5, the last bits are those of the rounded small float16.
     small = (magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - _HALF
     is_small = magnitude < _SMALLEST_NORMAL
-    # Half of the last place less 1, and 1 if that place is odd: to nearest, ties to even.
+    # Add half of the last place minus 1, plus 1 if that place is odd: nearest, ties to even.
     magnitude += (magnitude >> np.uint32(13)) & np.uint32(1)
     magnitude += np.uint32(0xFFF)
     magnitude -= _REBIAS
@@ -154,11 +153,11 @@ def _half_bits(block: Array) -> NDArray[np.uint32]:
 
 
 def from_half(half: NDArray[np.float16], out: Array) -> None:
-    """Write the numbers of ``half`` into ``out``, of the same shape, float32 or float64."""
+    """Write the numbers of ``half`` to ``out`` of the same shape, float32 or float64."""
     np.take(_numbers(out.dtype), half.view(np.uint16), out=out, mode="clip")
 
 
 @functools.cache
 def _numbers(dtype: DTypeLike) -> Array:
-    """Return what each of the 65536 bit patterns stands for."""
+    """Return the numbers of all 65536 bit patterns."""
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(dtype)

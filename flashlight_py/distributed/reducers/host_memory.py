@@ -1,6 +1,6 @@
-"""Memory that the ranks of one host map: anonymous, zeros at first, gone with the last of them.
+"""Memory that the ranks of one host share: anonymous, filled with zeros, freed with the last rank.
 
-Pages that nobody has written take no memory.
+Pages that no rank has written take no memory.
 """
 
 from __future__ import annotations
@@ -29,74 +29,74 @@ from flashlight_py.distributed.verbs import BARRIER
 def hosts_of(group: ProcessGroup) -> list[list[int]]:
     """Return the ranks of ``group`` that share memory with each other, host by host.
 
-    Ranks that a backend joins by a network alone are each a host of their own.
+    If a backend connects ranks only by a network, each rank counts as a host.
     """
     hosts = group.backend().hosts or [[rank] for rank in range(group.size)]
     return [list(host) for host in hosts]
 
 
 def store_of(group: ProcessGroup) -> BackendStore:
-    """Return a store between the ranks of ``group``, for what they make together."""
+    """Return a store for the ranks of ``group``, through which they create shared objects."""
     return BackendStore(group.backend(), "shared_empty")
 
 
-def meet(group: ProcessGroup, doing: str) -> None:
-    """Wait until all ranks are at the same place of what they do, one of ``COMPOSED``. Collective.
+def wait_for_ranks(group: ProcessGroup, doing: str) -> None:
+    """Wait for all ranks of ``group`` in the operation ``doing``, one of ``COMPOSED``. Collective.
 
-    The others read afterwards what a rank has written to common memory before. Raises
-    DistributedError like :func:`flashlight_py.barrier`. A MismatchError closes the group.
+    Ranks then see each other's earlier writes to shared memory. Raises DistributedError like
+    :func:`flashlight_py.barrier`. A MismatchError closes the group.
     """
     group.run(Call(BARRIER, part_of=doing)).wait()
 
 
 def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
-    """Return ``out`` as the sum of ``arrays`` in their order, times ``scale``: as ``all_reduce``.
+    """Write the sum of ``arrays``, in their order, times ``scale`` to ``out`` and return it.
 
-    All are flat, contiguous, of one size and dtype. Not collective.
+    All arrays are flat, contiguous, and of the same size and dtype. Not collective.
     """
     module = _native.optional("shm", "ranks of a host add up gradients with NumPy, more slowly")
     if module is None:
         out[...] = combined(arrays, ReduceOp.SUM, scale)
         return out
     address = module.ffi.from_buffer
-    sources = module.ffi.new("const void *[]", [address(each) for each in arrays])
+    sources = module.ffi.new("const void *[]", [address(array) for array in arrays])
     code = dtype_code("add_up", out.dtype)
-    where = address("char[]", out, require_writable=True)
-    module.lib.fl_reduce(code, ReduceOp.SUM, scale, where, sources, len(arrays), out.size)
+    target = address("char[]", out, require_writable=True)
+    module.lib.fl_reduce(code, ReduceOp.SUM, scale, target, sources, len(arrays), out.size)
     return out
 
 
-def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -> Array:
+def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
-    The ranks must share memory. All ranks read what one rank writes; the caller must order reads
-    and writes. ``what`` names the purpose in errors. The host must also have ``unwritten`` bytes,
+    The ranks must share memory. All ranks read what one rank writes, and the caller must order
+    reads and writes. ``purpose`` appears in errors. The host must also have ``unwritten`` bytes,
     the part of its other mappings that no rank has written yet. Every rank raises OutOfMemoryError
     or UnavailableEverywhereError like ``map_together``, or DistributedError like ``all_reduce``.
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:
-        require_memory(nbytes + unwritten, what)
-        own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without large pages: nothing is lost
-            own.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(own, np.uint8)
+        require_memory(nbytes + unwritten, purpose)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, np.uint8)
     store = store_of(group)
-    exchange_process_info(store, checks=True)  # all ranks have agreed on that already
+    exchange_process_info(store, checks=True)  # all ranks have agreed already
 
     def map_path(path: str, create: bool) -> Array:
         try:
             with open_memory(path) as fd:
                 if create:
-                    require_memory(nbytes + unwritten, what)
+                    require_memory(nbytes + unwritten, purpose)
                 if create and store.named:
-                    # Its file system has a size; what is missing later would end the process.
-                    reserve(fd, nbytes, what)
+                    # The file system has a size limit. A write beyond it would kill the process.
+                    reserve(fd, nbytes, purpose)
                 elif create:
                     os.ftruncate(fd, nbytes)
                 return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         except OSError as error:
-            raise OSError(error.errno, f"{what}, {nbytes:,} bytes: {error}") from error
+            raise OSError(error.errno, f"{purpose}, {nbytes:,} bytes: {error}") from error
 
     mapped: Array = map_together(store, map_path, store.named)
     return mapped

@@ -1,4 +1,4 @@
-"""Sending gradient matrices as products of two thin ones, with the same bits on every rank."""
+"""Compression of gradient matrices to products of two thin matrices, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
 
-# What is left of a column after its projections were taken away, as a share of the column: less
-# than this is what rounding has left of nothing.
-_NOTHING = 1e-12
-# Elements of a block that stays in a second-level cache while it is added to.
+# Relative length below which the remainder of a column, after its projections were removed, is only
+# rounding error.
+_MIN_LENGTH = 1e-12
+# Number of elements of a block that stays in a second-level cache.
 _BLOCK = 1 << 15
 
 
@@ -24,31 +24,31 @@ class PowerSGDCompression(Compression):
     """Sends each matrix as a product of rank ``rank``, found by one step of power iteration.
 
     A gradient of two or more dimensions counts as a matrix of ``shape[0]`` rows. For matrices M of
-    the ranks, ``P = orthonormal(sum of M Q)`` and ``Q = sum of M.T P``; the result is ``P Q.T``,
-    and each rank adds what its own ``P P.T M`` lacks to its next gradient (error feedback). The
-    next step begins with this Q (warm start). Matrices whose sum has no larger rank are exact in
-    the first step. Gradients of one dimension, and matrices too small to pay, are sent exactly, in
+    the ranks, ``P = orthonormal(sum of M Q)`` and ``Q = sum of M.T P``. The result is ``P Q.T``.
+    Each rank adds the part that ``P P.T M`` lacks to its next gradient (error feedback). The next
+    step starts with this Q (warm start). If the sum of the matrices has no larger rank, the first
+    step is exact. Gradients of one dimension, and matrices that are too small, are sent exactly, in
     the same message as all ``M Q``.
 
     Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization (2019), algorithms 1 and 2.
 
-    All ranks get the same bits, also if their processors or BLAS libraries differ. Takes memory for
-    one more gradient. A matrix with NaN or infinities on one rank becomes NaN on all, and the state
-    of its bucket is dropped.
+    All ranks get the same bits, even if their processors or BLAS libraries differ. The hook needs
+    memory for one more gradient. If a matrix has NaN or infinities on one rank, it becomes NaN on
+    all ranks, and the state of its bucket is dropped.
 
     Args:
-        rank: columns of the thin matrices, at least 1. More are more exact, and more bytes.
-        start_step: steps (from 0) that are reduced exactly before compression begins. Early
-            gradients change fast; some hundred exact steps often help.
-        min_compression: a matrix is compressed if that makes it smaller by this factor or more,
-            at least 1.
-        seed: of the random Q in the first step, the same on every rank.
+        rank: Columns of the thin matrices, at least 1. More are more exact, and more bytes.
+        start_step: Steps (from 0) that are reduced exactly before compression starts. Early
+            gradients change fast, and some hundred exact steps often help.
+        min_compression: Minimum ratio of size before and after, at least 1. Other matrices are not
+            compressed.
+        seed: Seed of the random Q in the first step, the same on every rank.
 
     Raises:
-        TypeError: ``rank``, ``start_step`` or ``seed`` is no integer, or ``min_compression`` no
-            number.
-        ValueError: one of them is too small, or not finite.
+        TypeError: If ``rank``, ``start_step`` or ``seed`` is not an integer, or ``min_compression``
+            is not a number.
+        ValueError: If an argument is too small or not finite.
 
     Example:
         >>> hook = fl.PowerSGDCompression(rank=1)
@@ -62,7 +62,7 @@ class PowerSGDCompression(Compression):
         560
     """
 
-    _remembers = ("residual", "factor", "step")
+    _state_names = ("residual", "factor", "step")
 
     def __init__(
         self, rank: int = 2, start_step: int = 0, min_compression: float = 2.0, seed: int = 0
@@ -83,14 +83,14 @@ class PowerSGDCompression(Compression):
         self.min_compression = float(min_compression)
 
     def _start(self, bucket: Bucket) -> Work:
-        chosen = [number for number, part in enumerate(bucket.parts) if self._pays(part.shape)]
+        selected = [number for number, part in enumerate(bucket.parts) if self._pays(part.shape)]
         name = f"step.{bucket.index}"
         step = int(self._state.get(name, 0))
         self._state[name] = np.array(step + 1)
-        if step < self.start_step or not chosen:
+        if step < self.start_step or not selected:
             self._count(bucket, bucket.flat)
             return bucket.all_reduce(bucket.flat)
-        return self._start_products(bucket, chosen)
+        return self._start_products(bucket, selected)
 
     def _pays(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2 or not math.prod(shape):
@@ -98,27 +98,27 @@ class PowerSGDCompression(Compression):
         rows, columns = shape[0], math.prod(shape[1:])
         return rows * columns >= self.min_compression * self.rank * (rows + columns)
 
-    def _start_products(self, bucket: Bucket, chosen: Sequence[int]) -> Work:
-        """Send ``M Q`` of the matrices ``chosen``, and all else; when it has come, ``M.T P``."""
+    def _start_products(self, bucket: Bucket, selected: Sequence[int]) -> Work:
+        """Send ``M Q`` of the matrices ``selected`` and all other parts; then send ``M.T P``."""
         xp = array_module(bucket.flat)
-        left_over = views(self._residual(bucket), [part.shape for part in bucket.parts])
-        residuals = [_matrix(left_over[part]) for part in chosen]
-        matrices = [_matrix(bucket.parts[part]) for part in chosen]
-        pairs = zip(chosen, matrices, strict=True)
+        residual_views = views(self._residual(bucket), [part.shape for part in bucket.parts])
+        residuals = [_matrix(residual_views[part]) for part in selected]
+        matrices = [_matrix(bucket.parts[part]) for part in selected]
+        pairs = zip(selected, matrices, strict=True)
         factors = [self._factor(bucket, part, matrix.shape[1]) for part, matrix in pairs]
-        rest = [part for number, part in enumerate(bucket.parts) if number not in chosen]
+        other_parts = [part for number, part in enumerate(bucket.parts) if number not in selected]
         shapes = [(len(matrix), self.rank) for matrix in matrices]
-        message, parts = self._message(bucket, shapes + [part.shape for part in rest])
+        message, parts = self._message(bucket, shapes + [part.shape for part in other_parts])
         lefts, exact = parts[: len(shapes)], parts[len(shapes) :]
         with np.errstate(all="ignore"):
             for number, residual in enumerate(residuals):
                 matrices[number] += residual
                 xp.matmul(matrices[number], factors[number], out=lefts[number])
-        for sent, part in zip(exact, rest, strict=True):
-            sent[...] = part
+        for message_part, part in zip(exact, other_parts, strict=True):
+            message_part[...] = part
 
         def finish(_: object) -> None:
-            """Put the products where the gradients were."""
+            """Replace the gradients by the products."""
             shapes = [(matrix.shape[1], self.rank) for matrix in matrices]
             message, rights = self._message(bucket, shapes)
             bases = [orthonormal(left) for left in lefts]
@@ -126,17 +126,17 @@ class PowerSGDCompression(Compression):
             with np.errstate(all="ignore"):
                 for (base, right, matrix), residual in zip(products, residuals, strict=True):
                     xp.matmul(matrix.T, base, out=right)
-                    xp.matmul(base, right.T, out=residual)  # what the product lacks
+                    xp.matmul(base, right.T, out=residual)  # the residual of this product
                     xp.subtract(matrix, residual, out=residual)
             bucket.all_reduce(message, blocking=True).wait()
             for base, right, matrix in products:
                 outer_sum(base, right, out=matrix)
-            for sent, part in zip(exact, rest, strict=True):
-                part[...] = sent
+            for message_part, part in zip(exact, other_parts, strict=True):
+                part[...] = message_part
             is_finite = xp.isfinite(message).all()
             if not is_finite:
                 self._residual(bucket)[...] = 0
-            for number, right in zip(chosen, rights, strict=True):
+            for number, right in zip(selected, rights, strict=True):
                 name = f"factor.{bucket.index}.{number}"
                 if is_finite:
                     self._state[name] = orthonormal(right)
@@ -146,36 +146,36 @@ class PowerSGDCompression(Compression):
         return Then(bucket.all_reduce(message), finish)
 
     def _residual(self, bucket: Bucket) -> Array:
-        """Return what earlier steps have left of the bucket unsent, to be changed in place."""
+        """Return the unsent residual of earlier steps; the caller changes it in place."""
         zeros = functools.partial(array_module(bucket.flat).zeros_like, bucket.flat)
-        return self._recall(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat, zeros)
+        return self._get_state(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat, zeros)
 
     def _factor(self, bucket: Bucket, part: int, columns: int) -> Array:
         """Return the Q with which the power iteration of this part continues."""
         shape, flat = (columns, self.rank), bucket.flat
-        first = functools.partial(uniform, flat, shape, self.seed, bucket.index, part)
-        return self._recall(f"factor.{bucket.index}.{part}", shape, flat, first)
+        create = functools.partial(uniform_numbers, flat, shape, self.seed, bucket.index, part)
+        return self._get_state(f"factor.{bucket.index}.{part}", shape, flat, create)
 
-    def _recall(
-        self, name: str, shape: tuple[int, ...], like: Array, first: Callable[[], Array]
+    def _get_state(
+        self, name: str, shape: tuple[int, ...], like: Array, create: Callable[[], Array]
     ) -> Array:
-        """Return the state ``name``, at first ``first()``, on the device of ``like``.
+        """Return the state ``name`` on the device of ``like``; ``first()`` creates it.
 
-        Raises ValueError if it has another shape, or another dtype than ``like``.
+        Raises ValueError if its shape is not ``shape``, or its dtype is not that of ``like``.
         """
-        found = self._state.get(name)
-        if found is None:
-            found = first()
-        if found.shape != shape or found.dtype != like.dtype:
+        state = self._state.get(name)
+        if state is None:
+            state = create()
+        if state.shape != shape or state.dtype != like.dtype:
             raise ValueError(
-                f"{type(self).__name__}: {name} is {found.dtype} {found.shape} and the bucket "
-                f"needs {like.dtype} {shape}; the state is that of other arrays, or this hook "
-                "serves two reducers: give each one of its own"
+                f"{type(self).__name__}: {name} must be {like.dtype} {shape} for this bucket, got "
+                f"{state.dtype} {state.shape}. Load the state of the same arrays, and use one hook "
+                "for each reducer"
             )
-        if device_of(found) != device_of(like):
-            found = to_device(found, device_of(like))
-        self._state[name] = found
-        return found
+        if device_of(state) != device_of(like):
+            state = to_device(state, device_of(like))
+        self._state[name] = state
+        return state
 
     def _message(
         self, bucket: Bucket, shapes: Sequence[tuple[int, ...]]
@@ -191,11 +191,11 @@ def _matrix(array: Array) -> Array:
 
 
 def orthonormal(columns: Array) -> Array:
-    """Return a new matrix with orthonormal columns, like ``columns`` of shape (n, r), r <= n.
+    """Return a new matrix (n, r), r <= n, whose columns are an orthonormal basis of ``columns``.
 
-    The first j of them span the first j of ``columns``; where these are linearly dependent, or
-    zero, arbitrary directions take their place, the same on every rank. All NaN where ``columns``
-    is not finite. Gram-Schmidt in float64, each column projected twice, which is enough: Giraud,
+    The first j columns span the first j of ``columns``. If these are linearly dependent or zero,
+    arbitrary directions replace them, the same on every rank. The result is NaN if ``columns`` is
+    not finite. Gram-Schmidt in float64. Each column is projected twice, which is enough: Giraud,
     Langou, Rozloznik, The loss of orthogonality in the Gram-Schmidt process (2005).
     """
     xp = array_module(columns)
@@ -205,30 +205,30 @@ def orthonormal(columns: Array) -> Array:
     for number, row in enumerate(rows):
         earlier, attempt = rows[:number], 0
         while not _project_away(row, earlier):
-            row[...] = uniform(row, row.shape, number, attempt)
+            row[...] = uniform_numbers(row, row.shape, number, attempt)
             attempt += 1
     return xp.ascontiguousarray(rows.T, dtype=columns.dtype)  # type: ignore[no-any-return]
 
 
 def _project_away(row: Array, earlier: Array) -> bool:
-    """Make ``row`` orthogonal to ``earlier`` and of length 1; False if nothing is left of it."""
+    """Make ``row`` orthogonal to ``earlier``, of length 1; return False if it vanishes."""
     sqrt = array_module(row).sqrt
     before = sqrt(_dot(row, row))
     for _ in range(2):
         for other in earlier:
             row -= _dot(row, other) * other
     after = sqrt(_dot(row, row))
-    if not float(after) > _NOTHING * float(before):
+    if not float(after) > _MIN_LENGTH * float(before):
         return False
     row /= after
     return True
 
 
-def uniform(like: Array, shape: tuple[int, ...], *seed: int) -> Array:
-    """Return random numbers from -1 to 1, of the dtype and on the device of ``like``.
+def uniform_numbers(like: Array, shape: tuple[int, ...], *seed: int) -> Array:
+    """Return random numbers in [-1, 1), of the dtype and on the device of ``like``.
 
-    They are made of PCG64's bits, which NumPy promises to stay as they are for a seed; those of
-    its distributions may change with a release, and ranks may run different ones.
+    They are made from the bits of PCG64, which NumPy guarantees for a seed. The results of NumPy's
+    distributions may differ between releases, and so between ranks.
     """
     bits = np.random.PCG64(list(seed)).random_raw(math.prod(shape))
     numbers = (bits >> np.uint64(11)) * 2.0**-52 - 1
@@ -236,7 +236,7 @@ def uniform(like: Array, shape: tuple[int, ...], *seed: int) -> Array:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Return the sum of ``a * b``: the halves are added until one element is left."""
+    """Return the sum of ``a * b``. Halves are added until one element remains."""
     terms = a * b
     if is_cupy(terms):
         return terms.sum()  # type: ignore[no-any-return]  # one kernel, and GPUs of a job are alike
@@ -248,7 +248,7 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def outer_sum(left: Array, right: Array, out: Array) -> None:
-    """Write ``left @ right.T`` into ``out`` (n, m), of one dtype, in the order of the columns."""
+    """Write ``left @ right.T`` to ``out`` (n, m), of one dtype; adds columns in order."""
     xp = array_module(out)
     rows = xp.ascontiguousarray(right.T)
     height = len(out) if is_cupy(out) else max(1, _BLOCK // out.shape[1])

@@ -1,4 +1,4 @@
-"""Reducers: arrays in, reduced arrays out; and the plan of the arrays that travel together."""
+"""Reducers, which sum arrays over the ranks, and the plan of buckets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashlight_py.structure import HoldsState
 
 
 class Filling:
-    """A bucket of at most ``limit`` bytes that is being filled; a larger item has its own."""
+    """A bucket of at most ``limit`` bytes that is being filled. A larger item is a bucket alone."""
 
     def __init__(self, limit: int) -> None:
         if limit <= 0:
@@ -32,9 +32,9 @@ class Filling:
         self._items: list[Any] = []
 
     def add(self, item: Any, size: int, kind: object = None) -> list[Any]:
-        """Take an item of ``size`` bytes; return the bucket that it closes, or an empty list.
+        """Add an item of ``size`` bytes; return the bucket that it closes, or an empty list.
 
-        An item closes the bucket if it does not fit, or if the bucket's items are of another kind.
+        An item closes the bucket if it does not fit, or if its ``kind`` differs.
         """
         ends = self._items and (kind != self._kind or self._bytes + size > self._limit)
         ended = self.take() if ends else []
@@ -44,11 +44,11 @@ class Filling:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing but an item of no bytes would fit."""
+        """Whether only an item of zero bytes would still fit."""
         return self._bytes >= self._limit
 
     def take(self) -> list[Any]:
-        """Return the items of the bucket, which is empty afterwards."""
+        """Return the items of the bucket, and empty it."""
         items, self._items, self._bytes = self._items, [], 0
         return items
 
@@ -58,9 +58,9 @@ def plan_buckets(
 ) -> list[list[int]]:
     """Cut a sequence of arrays into buckets of at most ``limit`` bytes, the same on every rank.
 
-    ``sizes`` are the bytes of each array, in the order in which they become ready. A larger array
-    is a bucket of its own; arrays of different ``kinds`` do not share one. Returns the buckets in
-    order, each a list of consecutive indices. Arrays of zero bytes count.
+    ``sizes`` are the bytes of each array, in the order in which the arrays become ready. A larger
+    array is a bucket alone. Arrays of different ``kinds`` do not share a bucket. Returns the
+    buckets in order, each a list of consecutive indices. Arrays of zero bytes count.
 
     Example:
         >>> plan_buckets([6, 4, 3, 20, 1], limit=10)
@@ -68,12 +68,12 @@ def plan_buckets(
     """
     filling = Filling(limit)
     kinds = kinds or [None] * len(sizes)
-    ended = [filling.add(i, *each) for i, each in enumerate(zip(sizes, kinds, strict=True))]
+    ended = [filling.add(i, *item) for i, item in enumerate(zip(sizes, kinds, strict=True))]
     return [bucket for bucket in (*ended, filling.take()) if bucket]
 
 
-# Handing an operation to a thread and notifying of its end takes some 100 us while Python computes;
-# in shared memory 1 MB takes less.
+# Maximum bytes of an array that is reduced without a thread. A thread costs some 100 us while
+# Python computes. Shared memory reduces 1 MB in less.
 INLINE_BYTES = 1 << 20
 
 
@@ -86,31 +86,31 @@ class Reducer(HoldsState, abc.ABC):
 
     @abc.abstractmethod
     def add(self, array: Any) -> None:
-        """Take an array (any shape), to be reduced in place by the end of :meth:`finalize`."""
+        """Add an array (any shape), which :meth:`finalize` has reduced in place on its return."""
 
     @abc.abstractmethod
     def finalize(self) -> None:
-        """Block until every array that was added holds the reduced values."""
+        """Block until every added array contains the reduced values."""
 
     def abandon(self) -> None:
-        """Forget what was added and not yet sent: the pass that added it has failed."""
+        """Drop arrays that were added and not sent, after a failed backward pass."""
 
 
 class InlineReducer(Reducer):
-    """Reduces each array as soon as it is added, blocking.
+    """Reduces each array when it is added, blocking.
 
     Args:
-        scale: factor of every sum, such as 1 / world size for the mean.
-        group: the process group, default the world.
+        scale: Factor of every sum, such as 1 / world size for the mean.
+        group: Group whose ranks reduce. Default: the world.
     """
 
     def add(self, array: Any) -> None:
         """Reduce ``array`` in place, any shape; blocks.
 
         Raises:
-            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+            TypeError, ValueError, DistributedError: As in :func:`flashlight_py.all_reduce`.
         """
-        if not kind_of(array).is_filled:  # all_reduce would return another one
+        if not kind_of(array).is_filled:  # all_reduce would return a new array
             with reject_together(group_or_world(self.group), "InlineReducer.add"):
                 as_array("InlineReducer.add", array)
         all_reduce(array, self.scale, group=self.group)
@@ -120,53 +120,53 @@ class InlineReducer(Reducer):
 
 
 class _Pending(Reducer):
-    """A reducer whose operations go on until :meth:`finalize`."""
+    """A reducer whose operations run until :meth:`finalize`."""
 
     def __init__(
         self, scale: float, hook: CommunicationHook | None, group: ProcessGroup | None
     ) -> None:
         super().__init__(scale, group=group)
         self._hook = hook
-        _Pending.abandon(self)  # subclasses extend it, and are not ready yet
+        _Pending.abandon(self)  # not the method of a subclass, which is not initialised
 
     def finalize(self) -> None:
-        """Block until everything that was added has been reduced; raises as ``all_reduce``."""
+        """Block until all added arrays have been reduced; raises the errors of ``all_reduce``."""
         works = self._works
         self.abandon()
         for work in works:
             work.wait()
 
     def abandon(self) -> None:
-        """Forget what was added. Operations that have started cannot be called back."""
+        """Drop the added arrays. Operations that have started still run."""
         self._works: list[Work] = []
         self._apart = OverlapCheck(f"{type(self).__name__}.add")
-        self._hooked = 0  # buckets that the hook was given
-        self._in_background = False  # whether it has started messages that do not block
+        self._hook_calls = 0  # number of buckets passed to the hook
+        self._in_background = False  # whether the hook started messages that do not block
 
     def _call_hook(self, flat: Array, parts: Sequence[Array], inline_bytes: float) -> Work:
         """Return the Work that the hook starts for the next bucket."""
         assert self._hook is not None
         group = group_or_world(self.group)
-        bucket = Bucket(self._hooked, flat, parts, self.scale, group, inline_bytes)
+        bucket = Bucket(self._hook_calls, flat, parts, self.scale, group, inline_bytes)
         work = self._hook(bucket)
         if not isinstance(work, Work):
             raise TypeError(
                 f"rank {group.rank} of {group.size}: a communication hook must return a Work, such "
-                f"as bucket.all_reduce(bucket.flat) does; got {type(work).__name__}"
+                f"as that of bucket.all_reduce(bucket.flat), got {type(work).__name__}"
             )
-        self._hooked += 1
+        self._hook_calls += 1
         self._in_background |= bucket.in_background
         return work
 
 
 class EagerReducer(_Pending):
-    """Starts each array when it is added, without waiting, and waits in ``finalize``.
+    """Starts to reduce each array when it is added, and waits in ``finalize``.
 
-    Small NumPy arrays are reduced at once, blocking, unless larger ones have been started before:
-    a thread for them costs more time than it saves. CuPy arrays always overlap, without a thread.
+    Small NumPy arrays are reduced at once, blocking, unless larger arrays are in progress: a thread
+    for them costs more time than it saves. CuPy arrays always overlap, without a thread.
 
-    A ``hook`` reduces the arrays, which are flat then; ``parts`` are the views into each of them,
-    in their order. Raises TypeError if ``hook`` is not callable, or cannot compress the dtype.
+    A ``hook`` reduces the arrays, which must be flat. ``parts`` are the views into each array, in
+    the order of ``add``. Raises TypeError if ``hook`` is not callable, or rejects the dtype.
     """
 
     def __init__(
@@ -183,13 +183,13 @@ class EagerReducer(_Pending):
         self._parts, self._inline_bytes = parts, INLINE_BYTES
 
     def add(self, array: Any) -> None:
-        """Start reducing ``array`` in place, any shape; it must not be used until ``finalize``.
+        """Start reducing ``array`` in place, any shape; do not use it until ``finalize``.
 
-        Raises what ``all_reduce`` or the hook raises; ValueError if arrays share memory.
+        Raises the errors of ``all_reduce`` or of the hook; ValueError if arrays share memory.
         """
         if self._hook is not None:
             inline = 0 if self._in_background else self._inline_bytes
-            self._works.append(self._call_hook(array, self._parts[self._hooked], inline))
+            self._works.append(self._call_hook(array, self._parts[self._hook_calls], inline))
             return
         self._apart.add(as_array("EagerReducer.add", array))
         if array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array):
@@ -199,22 +199,22 @@ class EagerReducer(_Pending):
 
 
 class CoalescingReducer(_Pending):
-    """Collects arrays and reduces them together, in buckets, while the caller goes on.
+    """Collects arrays and reduces them together, in buckets, while the caller continues.
 
     Args:
-        scale: factor of every sum, such as 1 / world size for the mean.
-        async_op: start full buckets without waiting; they end in ``finalize``.
-        contiguous: pack each bucket into one transfer per dtype.
-        bucket_bytes: a bucket is sent when it is full or the next array would make it larger
-            than this (default 20 MiB, flashlight's); a larger array is sent at once and alone.
-        hook: reduces the buckets, such as ``Float16Compression()``. They then hold one dtype on one
-            device each, and are numbered from 0 after each ``finalize``: add the same arrays in the
-            same order in every step.
-        group: the process group, default the world.
+        scale: Factor of every sum, such as 1 / world size for the mean.
+        async_op: Start full buckets without waiting; ``finalize`` waits for them.
+        contiguous: Pack each bucket into one transfer per dtype.
+        bucket_bytes: Maximum bytes of a bucket (default 20 MiB, as in flashlight). A bucket is sent
+            when it is full, or the next array does not fit. A larger array is sent alone at once.
+        hook: Hook that reduces the buckets, such as ``Float16Compression()``. A bucket then has one
+            dtype and one device, and buckets are numbered from 0 after each ``finalize``: add the
+            same arrays in the same order in every step.
+        group: Group whose ranks reduce. Default: the world.
 
     Raises:
-        ValueError: ``bucket_bytes`` is not positive, or there is a hook and not ``contiguous``.
-        TypeError: ``hook`` is not callable.
+        ValueError: If ``bucket_bytes`` is not positive, or a hook has ``contiguous=False``.
+        TypeError: If ``hook`` is not callable.
     """
 
     def __init__(
@@ -232,15 +232,17 @@ class CoalescingReducer(_Pending):
         if hook is not None:
             check_hook(hook)
             if not contiguous:
-                raise ValueError("CoalescingReducer: a hook needs buckets that are contiguous")
+                raise ValueError(
+                    "CoalescingReducer: contiguous must be True with a hook, got False"
+                )
         self._async, self._contiguous = async_op, contiguous
 
     def add(self, array: Any) -> None:
-        """Take an array of any shape, not to be used until ``finalize``; send a full bucket.
+        """Add an array of any shape; do not use it until ``finalize``. Sends a full bucket.
 
         Raises:
-            ValueError: it shares memory with one that was added before.
-            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+            ValueError: If the array shares memory with an array that was added before.
+            TypeError, ValueError, DistributedError: As in :func:`flashlight_py.all_reduce`.
         """
         with reject_together(group_or_world(self.group), "CoalescingReducer.add", arrays=[array]):
             array = as_array("CoalescingReducer.add", array)
@@ -253,16 +255,16 @@ class CoalescingReducer(_Pending):
             self._send(self._filling.take())
 
     def finalize(self) -> None:
-        """Send the last bucket and block until everything has been reduced.
+        """Send the last bucket, and block until all arrays have been reduced.
 
         Raises:
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            DistributedError: As in :func:`flashlight_py.all_reduce`.
         """
         self._send(self._filling.take())
         super().finalize()
 
     def abandon(self) -> None:
-        """Forget what was collected. Operations that have started cannot be called back."""
+        """Drop the collected arrays. Operations that have started still run."""
         self._filling.take()
         super().abandon()
 
@@ -270,8 +272,8 @@ class CoalescingReducer(_Pending):
         if not bucket:
             return
         if self._hook is None:
-            how: Any = {"async_op": self._async, "contiguous": self._contiguous}
-            work = all_reduce_multiple(bucket, self.scale, **how, group=self.group)
+            options: Any = {"async_op": self._async, "contiguous": self._contiguous}
+            work = all_reduce_multiple(bucket, self.scale, **options, group=self.group)
         else:
             work = self._send_by_hook(bucket)
         if self._async:
@@ -280,10 +282,10 @@ class CoalescingReducer(_Pending):
             work.wait()
 
     def _send_by_hook(self, arrays: Sequence[Array]) -> Work:
-        """Give the hook ``arrays``, of one dtype on one device, as one bucket.
+        """Pass ``arrays``, of one dtype on one device, to the hook as one bucket.
 
-        They are copied together, and the results back when the Work is waited for; a single array
-        that is contiguous is used as it is.
+        They are copied into one array, and the results are copied back when the caller waits. A
+        single contiguous array is used directly.
         """
         is_packed = len(arrays) == 1 and as_packed(arrays[0]) is arrays[0]
         pieces = [as_packed(array).reshape(-1) for array in arrays]
@@ -300,9 +302,9 @@ class CoalescingReducer(_Pending):
 
 def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:
     """Sum arrays over the ranks and multiply by ``scale``, in place. Collective, blocking."""
-    # One bucket leaves nothing to overlap; then a thread would only cost.
-    several = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
-    reducer = CoalescingReducer(scale, async_op=several, group=group)
+    # With one bucket nothing can overlap, and a thread would only cost time.
+    is_large = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
+    reducer = CoalescingReducer(scale, async_op=is_large, group=group)
     for array in arrays:
         reducer.add(array)
     reducer.finalize()

@@ -1,1 +1,1 @@
-"""How ranks that cannot talk yet find each other."""
+"""Rendezvous: the exchange of addresses between processes that are not connected yet."""

@@ -1,8 +1,8 @@
-"""The admission check of a rank: which processes connect to it and prove to be of this run.
+"""The admission check of a rank: connecting processes must prove to belong to the run.
 
-And how it finds its own place: in a tree, it asks rank 0 and connects to the rank that rank 0
-names, or to a socket inside the host if another rank speaks for the host. ``MeetingPoint`` says
-where rank 0 listens.
+This module also finds a rank's own position. In a tree, the rank asks rank 0 and connects to the
+parent that rank 0 names, or to a local socket if another rank speaks for the host. ``MeetingPoint``
+defines where rank 0 listens.
 """
 
 from __future__ import annotations
@@ -36,115 +36,115 @@ from flashlight_py.distributed.rendezvous.wire import (
     Greeting,
     Handshake,
     Kind,
-    NobodyError,
+    NoServerError,
     Offer,
-    Seat,
+    Position,
     SilentError,
     WireError,
     WrongServerError,
     greet,
-    user_of,
+    socket_user,
 )
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import family_of
 
-# Seconds between two looks for rank 0: a long wait costs a file server ten requests a second.
+# Seconds between attempts to find rank 0. A long wait costs a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
-_EACH = 0.001  # seconds per rank for which rank 0 may be busy with other ranks
+_BUSY_SECONDS = 0.001  # seconds per rank for which rank 0 may be busy with other ranks
 # Seconds to wait for the parent that rank 0 assigned, plus one second per tree level; and seconds
-# for which a rank that has lost its parent looks for a silent rank 0.
-_ABOVE, _BEREFT = 5.0, 6.0
-SHORTLY = 2.0  # seconds that a short message, or reading the reason of a failure, may take
-_SPARE_CANDIDATES = 64  # connections without proof, beyond one per rank; more are a flood
-# In a tree: the maximum number of connections without proof, and the seconds after which one makes
-# room. The kernel keeps the others.
+# for which a rank that lost its parent looks for a silent rank 0.
+_PARENT_SECONDS, _LOST_SECONDS = 5.0, 6.0
+SHORT_SECONDS = 2.0  # seconds for a short message, or for reading the reason of a failure
+_SPARE_CANDIDATES = 64  # connections without proof beyond one per rank; more are a flood
+# In a tree: maximum number of connections without proof, and seconds after which such a connection
+# may be dropped for a new one. The kernel queues further connections.
 _TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
-_MOST_NAMED = 8  # hosts whose processes were turned away, in the message of a failure
+_MAX_NAMED = 8  # Maximum number of hosts with rejected processes in an error
 TREE_FROM = "FLASHLIGHT_TREE_FROM"
-"""The environment variable with the number of ranks from which on they meet in a tree."""
+"""Environment variable: minimum number of ranks for a rendezvous in a tree."""
 _log = logging.getLogger("flashlight_py")
 
 
 class MeetingPoint(Store):
-    """A store whose ranks connect to rank 0. Subclasses say where rank 0 listens, and how."""
+    """A store whose ranks connect to rank 0. Subclasses define where and how rank 0 listens."""
 
-    timeout: float  # in seconds, for each exchange
+    timeout: float  # Seconds for each exchange
     name: str  # for messages
-    kind: str  # what the place is
-    own: str  # what every run needs one of for itself
-    known: Secret  # what rank 0 expects its clients to know
-    is_common = False  # a process of this user that knows the place must know the secret, too
-    moves = False  # while ranks gather, another rank 0 may replace one that died
-    patience = math.inf  # seconds that a client waits for the answer to one offer
-    next_look = math.inf  # the time of the next call of ``look``, by ``time.monotonic``
-    note = ""  # added by rank 0 when it reports missing ranks
-    local_rank: int | None = None  # among the ranks of this host; None: not known
+    kind: str  # "path" or "address", for messages
+    run_option: str  # option that must differ between runs
+    job_secret: Secret  # that clients of rank 0 must know
+    is_common = False  # processes of this user that connect must know the secret
+    can_move = False  # during the rendezvous, another rank 0 may replace a dead one
+    patience = math.inf  # seconds that a client waits for the answer to an offer
+    next_poll = math.inf  # time of the next call of ``poll`` (``time.monotonic``)
+    note = ""  # added to rank 0's reports of missing ranks
+    local_rank: int | None = None  # on this host; None: unknown
 
     @cached_property
     def is_tree(self) -> bool:
-        """Whether ranks meet in a tree, one of each host for all of it. Equal on all of them."""
+        """Whether ranks meet in a tree with one speaker per host. Equal on all ranks."""
         text = system.environ.get(TREE_FROM, "64")
         if not text.isdecimal():
-            raise self.error(f"{TREE_FROM} is to be a number of ranks, got {text!r}")
+            raise self.error(f"{TREE_FROM} must be a number of ranks, got {text!r}")
         return self.size >= int(text)
 
     @abc.abstractmethod
     def remedy(self) -> str:
-        """Return what to do about ranks that have not arrived."""
+        """Return a remedy for ranks that have not arrived."""
 
     @abc.abstractmethod
     def listen(self, backlog: int) -> list[system.Socket]:
-        """Return the sockets on which rank 0 listens; raise OSError, which says why it cannot."""
+        """Return the sockets on which rank 0 listens, or raise OSError with the reason."""
 
-    def look(self) -> system.Socket | None:
-        """Do what rank 0 has to while ranks gather; may return one more listening socket.
+    def poll(self) -> system.Socket | None:
+        """Do periodic work of rank 0 during the rendezvous; may return another listener.
 
-        Raises RendezvousError if there is another rank 0, or the place cannot be used any more.
+        Raises RendezvousError if there is another rank 0, or the meeting point has become unusable.
         """
 
     @abc.abstractmethod
     def offers(self) -> Iterable[Offer]:
-        """Return where rank 0 may be, the likeliest first."""
+        """Return the possible addresses of rank 0, the likeliest first."""
 
     def failed(self, offer: Offer) -> None:
-        """Note that nobody answered ``offer`` as rank 0 of its run."""
+        """Record that no rank 0 answered at ``offer``."""
 
     def clear(self) -> None:
-        """Remove what this rank has left at the place."""
+        """Remove the traces of this rank, such as files."""
 
     def error(self, reason: str) -> RendezvousError:
-        """Return the error of this rank."""
-        where = f"rendezvous at {self.name}, rank {self.rank} of {self.size}"
-        return RendezvousError(f"{where}: {reason}")
+        """Return an error that begins with the name of this rank and ends with ``reason``."""
+        prefix = f"rendezvous at {self.name}, rank {self.rank} of {self.size}"
+        return RendezvousError(f"{prefix}: {reason}")
 
 
 class Gate(abc.ABC):
-    """A rank that looks for its place in the tree, and listens for others while it is in a call.
+    """A rank that finds its position in the tree, and listens for other ranks during its calls.
 
-    Between calls, the kernel accepts connections and keeps what they send, without a thread here.
-    A connection is a candidate until it has proven to be a rank and has its place here.
+    Between calls, the kernel accepts connections and stores their data; there is no thread. A
+    connection is a candidate until it has proven to be a rank and has a position.
     """
 
-    def __init__(self, place: MeetingPoint) -> None:
-        self._place, self._size = place, place.size
-        self._secret: Secret = place.known  # of ranks that connect here
+    def __init__(self, point: MeetingPoint) -> None:
+        self._point, self._size = point, point.size
+        self._secret: Secret = point.job_secret  # of ranks that connect to this rank
         self.selector = system.Selector()
         self._listeners: list[system.Socket] = []
         self._backlog = self._size + _SPARE_CANDIDATES
-        self._is_open = True  # listeners are looked at
+        self._is_open = True  # listeners are in the selector
         self._candidates: list[Connection] = []
-        self._turned_away: set[str] = set()  # hosts whose processes know another secret
+        self._rejected_hosts: set[str] = set()  # hosts of processes with another secret
         self._round = 0
-        self._verdict = ""  # once this run has failed: why
-        self._notified: set[int] = set()  # and which ranks know it
-        self._up: Connection | None = None  # to who is above
+        self._verdict = ""  # why this run has failed, or ""
+        self._notified: set[int] = set()  # ranks that know this reason
+        self._up: Connection | None = None  # connection to the parent
         self._process = this_process()
-        self._seat = Seat(place.rank, 0, 0, str(self._process))
-        self._without = ANY_RANK  # who was above this rank and is not there
-        self._bereft = ""  # and what has become of it
-        self._missed = ""  # whom rank 0 has named, and why that one was not to be had
+        self._position = Position(point.rank, 0, 0, str(self._process))
+        self._lost_parent = ANY_RANK  # rank of the lost parent
+        self._loss = ""  # why that parent is lost, or ""
+        self._problem = ""  # why the assigned parent was not reached, or ""
         self._deadline = math.inf
-        self._host, self._speaks = "", False  # where it listens for other hosts; for its own one
+        self._host, self._is_speaker = "", False  # listens for other hosts; for its own host
 
     @abc.abstractmethod
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
@@ -152,11 +152,11 @@ class Gate(abc.ABC):
 
     @abc.abstractmethod
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
-        """Give a process that knows the secret its place, or report why there is none for it."""
+        """Give a process that knows the secret its position, or reject it with a reason."""
 
     @abc.abstractmethod
-    def _heard(self, connection: Connection) -> None:
-        """Act on what a connection has sent, or on its end, which is no candidate any more."""
+    def _handle_messages(self, connection: Connection) -> None:
+        """Handle the messages of a rank's connection, and its end."""
 
     def _listen(self, listener: system.Socket) -> None:
         listener.setblocking(False)
@@ -164,15 +164,15 @@ class Gate(abc.ABC):
         self.selector.register(listener, EVENT_READ, listener)
 
     def _serve(self, deadline: float) -> bool:
-        """Deal with what has arrived, or else arrives until ``deadline``; False: nothing has."""
+        """Handle events until ``deadline``; return whether there were any."""
         seconds = max(0.0, deadline - system.monotonic())
-        if self._place.is_tree:
+        if self._point.is_tree:
             seconds = min(seconds, self._open_or_close())
         ready = self.selector.select(seconds)
         for key, mask in ready:
             if not isinstance(key.data, Connection):
                 self._accept(key.data)
-            elif key.data.wire.fileno() >= 0:  # else it was closed by a message of another one
+            elif key.data.wire.fileno() >= 0:  # a message on another connection may have closed it
                 if mask & EVENT_WRITE and key.data.flush():
                     self.selector.modify(key.data.wire, EVENT_READ, key.data)
                 if mask & EVENT_READ:
@@ -180,50 +180,50 @@ class Gate(abc.ABC):
         return bool(ready)
 
     def _open_or_close(self) -> float:
-        """Look at listeners only while there is room; return for how many seconds to, at most."""
+        """Select on listeners only while candidates fit; return the maximum seconds to wait."""
         is_full = len(self._candidates) >= _TREE_CANDIDATES and self._round == 0
         oldest = self._candidates[0] if is_full else None
         left = oldest.since + _CANDIDATE_SECONDS - system.monotonic() if oldest else 0.0
         if self._is_open != (left <= 0.0):
             self._is_open = not self._is_open
-            for each in self._listeners:
+            for listener in self._listeners:
                 if self._is_open:
-                    self.selector.register(each, EVENT_READ, each)
+                    self.selector.register(listener, EVENT_READ, listener)
                 else:
-                    self.selector.unregister(each)
+                    self.selector.unregister(listener)
         return left if left > 0.0 else 1e9
 
     def _accept(self, listener: system.Socket) -> None:
-        most = _TREE_CANDIDATES if self._place.is_tree else self._backlog
+        limit = _TREE_CANDIDATES if self._point.is_tree else self._backlog
         try:
             connection = Connection(listener.accept()[0])
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
                 self._drop(self._candidates[0])
-            return  # whoever it was has gone again, or is still there at the next look
+            return  # the client hung up, or the next pass accepts it
         self.selector.register(connection.wire, EVENT_READ, connection)
         self._candidates.append(connection)
-        if len(self._candidates) > most:
+        if len(self._candidates) > limit:
             self._drop(self._candidates[0])
 
     def _receive(self, connection: Connection) -> None:
         try:
             connection.receive(0.0)
-            if connection.is_refused:
+            if connection.is_rejected:
                 connection.inbox.clear()
             elif connection.rank is None and connection.inbox:
                 self._greet(connection)
         except WireError as error:
-            self._spoilt(connection, error)
+            self._handle_invalid(connection, error)
             return
         if connection.rank is not None:
-            self._heard(connection)
+            self._handle_messages(connection)
         elif connection.has_ended:
             self._drop(connection)
 
-    def _spoilt(self, connection: Connection, error: WireError) -> None:
-        """Deal with a connection on which something came that is no message."""
-        who = f"rendezvous at {self._place.name}: dropped a connection of"
+    def _handle_invalid(self, connection: Connection, error: WireError) -> None:
+        """Drop a connection that sent an invalid message."""
+        who = f"rendezvous at {self._point.name}: dropped a connection of"
         _log.info("%s %s: %s", who, connection.address[0], error)
         self._drop(connection)
 
@@ -234,195 +234,195 @@ class Gate(abc.ABC):
             self.selector.unregister(connection.wire)
         connection.wire.close()
 
-    # Who joins ------------------------------------------------------------------------------------
+    # Ranks that join ------------------------------------------------------------------------------
 
     def _greet(self, candidate: Connection) -> None:
         """Handle a candidate's next message. Raises WireError if it must be dropped silently."""
         kind, body = candidate.inbox.popleft()
         if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
-            mine, key = nonce(), self._secret.key(candidate.address)
-            candidate.handshake = Handshake(key, body, mine)
-            candidate.send(Kind.CHALLENGE, mine, system.monotonic() + SHORTLY)
+            own_nonce, key = nonce(), self._secret.key(candidate.address)
+            candidate.handshake = Handshake(key, body, own_nonce)
+            candidate.send(Kind.CHALLENGE, own_nonce, system.monotonic() + SHORT_SECONDS)
             return
         if kind is not Kind.PROOF or candidate.handshake is None:
-            raise WireError("no greeting")
+            raise WireError("expected a greeting")
         greeting = Greeting.parse(body[PROOF_BYTES:])
         if greeting is None:
-            raise WireError("a greeting of nonsense")
+            raise WireError("the greeting is invalid")
         if candidate.handshake.check_client(body):
-            welcome = candidate.handshake.of_server()
-            candidate.send(Kind.WELCOME, welcome, system.monotonic() + SHORTLY)
+            welcome = candidate.handshake.server_proof()
+            candidate.send(Kind.WELCOME, welcome, system.monotonic() + SHORT_SECONDS)
             self._admit(candidate, greeting)
         else:
-            self._turn_away(candidate, greeting)
+            self._reject_secret(candidate, greeting)
 
-    def _turn_away(self, candidate: Connection, greeting: Greeting) -> None:
-        """Answer who knows another secret, or none. Only a process of our own user is no enemy."""
-        if not self._place.is_common:  # it means another run, which once listened here
-            self._refuse(candidate, Kind.SECRET, "")
+    def _reject_secret(self, candidate: Connection, greeting: Greeting) -> None:
+        """Reject a process without the secret. If the same user owns it, the run fails as well."""
+        if not self._point.is_common:  # a client of another run that listened here before
+            self._reject(candidate, Kind.SECRET, "")
             return
-        # Asked before the other side hangs up.
-        host, user = candidate.address[0], user_of(candidate.address, candidate.here)
-        self._refuse(candidate, Kind.SECRET, "")
+        # before the client hangs up
+        host, user = candidate.address[0], socket_user(candidate.address, candidate.local_address)
+        self._reject(candidate, Kind.SECRET, "")
         reason = (
             f"the secrets differ: a process on {host}, as rank {greeting.rank} ({greeting.peer}), "
-            f"knows another secret than rank 0, whose is from {self._secret.source}"
+            f"has another secret than rank 0, whose secret comes from {self._secret.source}"
         )
         if user == os.geteuid() and self._round == 0 and not self._verdict:
             raise self._disagreement(f"{reason}; {REMEDY}", greeting.rank, candidate)
-        if host not in self._turned_away and len(self._turned_away) < _MOST_NAMED:
-            self._turned_away.add(host)
-            place = self._place.name
-            _log.warning("rendezvous at %s: %s, and was turned away", place, reason)
+        if host not in self._rejected_hosts and len(self._rejected_hosts) < _MAX_NAMED:
+            self._rejected_hosts.add(host)
+            point = self._point.name
+            _log.warning("rendezvous at %s: %s. It was rejected", point, reason)
 
-    def _refuse(self, candidate: Connection, kind: Kind, words: str) -> None:
-        """Send the last message, which is there when the other side has read it and hangs up."""
-        candidate.send(kind, words.encode(), system.monotonic() + SHORTLY)
-        candidate.is_refused = True
+    def _reject(self, candidate: Connection, kind: Kind, text: str) -> None:
+        """Send the last message. The client reads it and then hangs up."""
+        candidate.send(kind, text.encode(), system.monotonic() + SHORT_SECONDS)
+        candidate.is_rejected = True
         candidate.shut()
 
     def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
-        """Notify everybody that a greeting contradicts, and return the error to raise."""
+        """Notify all ranks of a contradictory greeting, and return the error to raise."""
         self._notified.add(rank)
-        if not culprit.is_refused:
-            self._refuse(culprit, Kind.FAILURE, reason)
+        if not culprit.is_rejected:
+            self._reject(culprit, Kind.FAILURE, reason)
         return self._failure(reason, joining=True)
 
-    # Its own place -------------------------------------------------------------------------------
+    # Its own position ----------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Find this rank's place, trying again until the deadline.
+        """Find this rank's position; retry until the deadline.
 
-        If another rank speaks for this host but has not come after a while, this one speaks.
+        If the speaker of this host does not appear in time, this rank becomes a speaker.
         """
-        place, pause, problem = self._place, FIRST_PAUSE, ""
-        is_first = self._round == 0  # else who is rank 0 is known
-        waiting = Waiting(f"rendezvous at {place.name}")
+        point, pause, problem = self._point, FIRST_PAUSE, ""
+        is_first = self._round == 0  # later rank 0 is known
+        waiting = Waiting(f"rendezvous at {point.name}")
         speaks_from = system.monotonic()
-        has_speaker = place.is_tree and bool(place.local_rank)
-        if has_speaker and not self._bereft:
-            speaks_from += min(FIRST_SECONDS, place.timeout / 8)
+        has_speaker = point.is_tree and bool(point.local_rank)
+        if has_speaker and not self._loss:
+            speaks_from += min(FIRST_SECONDS, point.timeout / 8)
         try:
             while (now := system.monotonic()) < self._deadline:
-                goes_inside = has_speaker and not self._speaks
-                inside = [True] if now < speaks_from else [False, True][: 1 + goes_inside]
-                offers = place.offers() if is_first else [self._offer]
-                for offer, is_inside in itertools.product(offers, inside):
+                goes_inside = has_speaker and not self._is_speaker
+                inside_first = [True] if now < speaks_from else [False, True][: 1 + goes_inside]
+                offers = point.offers() if is_first else [self._offer]
+                for offer, is_inside in itertools.product(offers, inside_first):
                     try:
                         if self._reach(offer, max(speaks_from, now + 1.0) if is_inside else 0.0):
                             return
-                    except NobodyError as error:  # noqa: PERF203 - each for itself
+                    except NoServerError as error:  # noqa: PERF203 - each for itself
                         if is_inside:
                             continue
-                        problem = f": {offer.who}{error}"
-                        if isinstance(error, WrongServerError) and not place.moves:
+                        problem = f": {offer.source}{error}"
+                        if isinstance(error, WrongServerError) and not point.can_move:
                             raise self._failure(str(error)) from error
                         if is_first:
-                            place.failed(offer)
-                        has_been = self._bereft or self._missed
-                        if has_been and is_first and not place.moves:  # the run has failed
+                            point.failed(offer)
+                        had_parent = self._loss or self._problem
+                        if had_parent and is_first and not point.can_move:  # the run has failed
                             if not isinstance(error, SilentError):
-                                self._missed = "the run has failed, and other ranks say why"
+                                self._problem = "the run has failed, and other ranks report why"
                                 self._deadline = now
-                            self._deadline = min(self._deadline, speaks_from + _BEREFT)
-                # That rank 0 is merely late, it says itself once it is there.
+                            self._deadline = min(self._deadline, speaks_from + _LOST_SECONDS)
+                # A rank 0 that is merely late reports that itself once it runs.
                 waiting.log_missing([0] if problem else [], problem)
                 system.sleep(max(0.0, min(pause, self._deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
-            place.clear()
-        missing = self._bereft or self._missed or missing_text([0], self._size, place.timeout)
-        raise self._failure(f"{missing}{problem}; {place.remedy()}", joining=True)
+            point.clear()
+        missing = self._loss or self._problem or missing_text([0], self._size, point.timeout)
+        raise self._failure(f"{missing}{problem}; {point.remedy()}", joining=True)
 
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
-        """Greet rank 0 and go to the rank that it names, for so many seconds of ``patience``.
+        """Greet rank 0 and connect to the parent that it assigns; return whether that answered.
 
-        Or, until ``inside``, the rank that speaks for this host. Returns False if the named rank
-        does not answer. Raises NobodyError if no process that knows the secret answers.
+        With ``patience`` (seconds), ``offer`` is that parent. With ``inside`` (a time), connect to
+        the speaker of this host. Raises NoServerError if no process with the secret answers.
         """
-        place, is_asking = self._place, not (inside or patience)
+        point, is_asking = self._point, not (inside or patience)
         if inside:
-            offer = offer._replace(addresses=[(self._name_inside(offer.secret), 0)])
-        busy = self._size * _EACH if place.is_tree else 0.0
-        until = system.monotonic() + (patience or place.patience) + busy
+            offer = offer._replace(addresses=[(self._local_socket_name(offer.secret), 0)])
+        busy = self._size * _BUSY_SECONDS if point.is_tree else 0.0
+        until = system.monotonic() + (patience or point.patience) + busy
         until = min(self._deadline, inside or until)
-        if is_asking and offer.secret is place.known:  # others of this host wait, and need not ask
-            self._speak(offer.secret)
-        connection = greet(offer, partial(self._introduce, is_asking=is_asking), until)
-        place.secret = offer.secret.common
-        connection.trust(place.host_timeout)
+        if is_asking and offer.secret is point.job_secret:  # local ranks can wait for this rank
+            self._become_speaker(offer.secret)
+        connection = greet(offer, partial(self._make_greeting, is_asking=is_asking), until)
+        point.secret = offer.secret.common
+        connection.trust(point.host_timeout)
         if is_asking:
-            place.ends, self._offer = {0: connection.ends}, offer
-            self._speak(offer.secret)
+            point.ends, self._offer = {0: connection.ends}, offer
+            self._become_speaker(offer.secret)
         try:
             message = connection.take(until)
         except WireError as error:
-            self._spoilt(connection, error)
-            raise NobodyError(str(error)) from error
-        if message is None or message.kind is not Kind.PLACE:
+            self._handle_invalid(connection, error)
+            raise NoServerError(str(error)) from error
+        if message is None or message.kind is not Kind.POSITION:
             connection.wire.close()
             if message is not None:
-                before = f"{self._bereft}; " if self._bereft else ""
+                prefix = f"{self._loss}; " if self._loss else ""
                 reason = message.body.decode(errors="replace")
-                raise self._failure(f"{before}{reason}", joining=True)
-            raise NobodyError("the listener there has gone, or names no place")
-        seat = Seat(*json.loads(message.body))
-        if not seat.host:
-            self._up, self._seat, self._without = connection, seat, ANY_RANK
-            self._bereft = self._missed = ""
-            connection.rank = seat.parent
+                raise self._failure(f"{prefix}{reason}", joining=True)
+            raise NoServerError("the listener closed the connection, or sent no position")
+        position = Position(*json.loads(message.body))
+        if not position.host:
+            self._up, self._position, self._lost_parent = connection, position, ANY_RANK
+            self._loss = self._problem = ""
+            connection.rank = position.parent
             self.selector.register(connection.wire, EVENT_READ, connection)
             return True
         try:
-            there = Offer([(seat.host, seat.port)], offer.secret)
-            return self._reach(there, patience=_ABOVE + seat.depth)
-        except NobodyError as error:
-            self._without, where = seat.parent, f"{seat.host}:{seat.port}"
-            who = f"rank {seat.parent} of {self._size} ({seat.peer})"
-            self._missed = f"{who} is not at {where}, where rank 0 sees it: {error}"
+            parent_offer = Offer([(position.host, position.port)], offer.secret)
+            return self._reach(parent_offer, patience=_PARENT_SECONDS + position.depth)
+        except NoServerError as error:
+            self._lost_parent, address = position.parent, f"{position.host}:{position.port}"
+            who = f"rank {position.parent} of {self._size} ({position.peer})"
+            self._problem = f"{who} does not answer at {address}, where rank 0 sees it: {error}"
             return False
         finally:
             connection.wire.close()
 
-    def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
-        """Return who this is, and to who is asked for a place, where others may be below it."""
-        at = ""
-        if self._place.is_tree:
-            at = self._listen_at(connection.here) if is_asking else LEAF
-        return Greeting(self._place.rank, self._size, self._process, at, self._without)
+    def _make_greeting(self, connection: Connection, is_asking: bool) -> Greeting:
+        """Return the greeting, with an address for other ranks if it is sent to rank 0."""
+        listens_at = ""
+        if self._point.is_tree:
+            listens_at = self._listen_at(connection.local_address) if is_asking else LEAF
+        return Greeting(self._point.rank, self._size, self._process, listens_at, self._lost_parent)
 
-    def _listen_at(self, here: tuple[str, int]) -> str:
-        """Listen at the address from which rank 0 was reached; return it and the port."""
-        host = here[0]
+    def _listen_at(self, local_address: tuple[str, int]) -> str:
+        """Listen at the local address that reached rank 0; return this address and the port."""
+        host = local_address[0]
         if self._host.startswith(f"{host} "):
             return self._host
-        address, family = (host, 0, *here[2:]), family_of(host)
+        address, family = (host, 0, *local_address[2:]), family_of(host)
         try:
-            new = system.create_server(address, family=family, backlog=self._backlog)
+            listener = system.create_server(address, family=family, backlog=self._backlog)
         except OSError as error:
-            raise self._place.error(f"cannot listen at {host}, for other hosts: {error}") from error
-        self._listen(new)
-        self._host = f"{host} {new.getsockname()[1]}"
+            raise self._point.error(f"cannot listen at {host} for other hosts: {error}") from error
+        self._listen(listener)
+        self._host = f"{host} {listener.getsockname()[1]}"
         return self._host
 
-    def _speak(self, secret: Secret) -> None:
-        """Listen for the other ranks of this host, if it may have some and nobody else does."""
+    def _become_speaker(self, secret: Secret) -> None:
+        """Listen for other ranks of this host, unless another rank does so already."""
         self._secret = secret
-        if self._speaks or not self._place.is_tree or self._place.local_rank is None:
+        if self._is_speaker or not self._point.is_tree or self._point.local_rank is None:
             return
         listener = system.Socket(AF_UNIX, SOCK_STREAM)
         try:
-            listener.bind(self._name_inside(secret))
+            listener.bind(self._local_socket_name(secret))
             listener.listen(self._backlog)
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRINUSE:
-                raise self._place.error(f"cannot listen for ranks of this host: {error}") from error
+                raise self._point.error(f"cannot listen for ranks of this host: {error}") from error
             return
         self._listen(listener)
-        self._speaks = True
+        self._is_speaker = True
 
-    def _name_inside(self, secret: Secret) -> str:
-        """Return the name of the socket by which ranks of this host and run meet (unix(7))."""
-        facts = b"inside", self._place.name.encode(), str(self._size).encode()
-        return f"\0flashlight-{proof(secret.given or secret.of_user, *facts).hex()}"
+    def _local_socket_name(self, secret: Secret) -> str:
+        """Return the socket name for the ranks of this run on this host (unix(7), abstract)."""
+        facts = b"inside", self._point.name.encode(), str(self._size).encode()
+        return f"\0flashlight-{proof(secret.from_job or secret.of_user, *facts).hex()}"

@@ -1,4 +1,4 @@
-"""The tree of ranks as rank 0 knows it: what each has given, and who is below whom."""
+"""The tree of ranks as rank 0 records it: the payload and the parent of each rank."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from dataclasses import dataclass
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
-from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Seat
+from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Position
 from flashlight_py.interfaces import family_of, is_loopback
 
-FAN = 8  # hosts below one: with more, one card sends more; with fewer, the tree is deeper
+FAN = 8  # children of a host: a larger value loads each host more, a smaller value adds levels
 
-# A rank that comes again within so many seconds has not found its parent. From the second time on
-# its place is below rank 0, which has so many beyond ``FAN``; at the fourth time in any case.
+# A rank that asks again within ``_SOON`` seconds has not reached its parent. The second request may
+# use one of ``_SPARE`` extra slots of rank 0. The fourth request always gets a slot there.
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
-# A rank, its parent, the length of its identity and that of its payload.
+# A rank, its parent, the length of its identity, and the length of its payload.
 _ENTRY = struct.Struct("!4I")
 
 
-def entry(rank: int, above: int, who: bytes, payload: bytes) -> bytes:
-    """Return what a rank sends up. Entries are joined, and not looked at, on their way."""
-    return _ENTRY.pack(rank, above, len(who), len(payload)) + who + payload
+def entry(rank: int, parent: int, who: bytes, payload: bytes) -> bytes:
+    """Return the entry that a rank sends up. Parents concatenate entries without reading them."""
+    return _ENTRY.pack(rank, parent, len(who), len(payload)) + who + payload
 
 
 def _entries(body: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
-    at = 0
-    while at < len(body):
-        rank, above, *lengths = _ENTRY.unpack_from(body, at)
-        middle = at + _ENTRY.size + lengths[0]
+    offset = 0
+    while offset < len(body):
+        rank, parent, *lengths = _ENTRY.unpack_from(body, offset)
+        middle = offset + _ENTRY.size + lengths[0]
         end = middle + lengths[1]
-        yield rank, above, body[at + _ENTRY.size : middle], body[middle:end]
-        at = end
+        yield rank, parent, body[offset + _ENTRY.size : middle], body[middle:end]
+        offset = end
 
 
 def identity(peer: Peer) -> bytes:
-    """Return which process ``peer`` is, the first line for people."""
+    """Return bytes that identify the process ``peer``; the first line is for messages."""
     return f"{peer}\n{peer.machine}\n{peer.started}".encode(errors="replace")
 
 
 @dataclass
 class _Opening:
-    """Room below a rank that listens for others."""
+    """A rank that listens for children, and the number of its free slots."""
 
     rank: int
     depth: int
@@ -53,138 +53,141 @@ class _Opening:
     port: int
     room: int
 
-    def suits(self, address: str) -> bool:
-        """Return whether who comes from ``address`` to rank 0 is likely to get here as well."""
+    def accepts(self, address: str) -> bool:
+        """Return whether a rank that reached rank 0 from ``address`` can probably connect here."""
         is_near = not is_loopback(self.host) or is_loopback(address)
         return self.room > 0 and is_near and family_of(self.host) == family_of(address)
 
 
-class Places:
-    """The ranks below rank 0, a process ``peer``, and the places of hosts in order of arrival."""
+class TreeRecord:
+    """The ranks below rank 0, which is the process ``peer``. Hosts get slots as they arrive."""
 
     def __init__(self, peer: Peer) -> None:
-        self.given: dict[int, bytes] = {}  # in this round, by rank
-        # Whether all were asked what they have, and who has shown something since.
-        self.asked, self.shown = False, set[int]()
-        self.left: dict[int, str] = {}  # those that were here and have gone, and which these were
-        self._who: dict[int, bytes] = {}
-        self._above: dict[int, int] = {}
+        self.payloads: dict[int, bytes] = {}  # of this round, by rank
+        # Whether all ranks were asked for their payloads, and which ranks have answered since.
+        self.is_asked, self.answered = False, set[int]()
+        self.departed: dict[int, str] = {}  # descriptions of ranks that joined and left
+        self._identities: dict[int, bytes] = {}
+        self._parents: dict[int, int] = {}
         self._root = _Opening(0, 0, str(peer), "", 0, FAN)
         self._openings: dict[int, _Opening] = {}
-        # When who has lost the one above it came again, and how often.
+        # By rank that lost its parent: time of its last request, and number of requests.
         self._returned: dict[int, tuple[float, int]] = {}
 
     def begin(self, payload: bytes, is_first: bool) -> None:
-        """Begin a round, in which rank 0 gives ``payload``. After the first nobody joins."""
+        """Begin a round with the ``payload`` of rank 0. After the first round no rank joins."""
         if not is_first:
-            self._who.clear()
+            self._identities.clear()
             self._openings.clear()
-        self.given, self.asked = {0: payload}, False
+        self.payloads, self.is_asked = {0: payload}, False
 
     def end(self) -> None:
-        """End the round: who has given something is known, what it was is in the roster."""
-        self.given = dict.fromkeys(self.given, b"")
+        """End the round. The payloads are in the roster; only the set of ranks is kept."""
+        self.payloads = dict.fromkeys(self.payloads, b"")
 
     def ask(self) -> None:
-        """Note that all are asked what they have."""
-        self.asked, self.shown = True, set()
+        """Record that all ranks were asked for their payloads."""
+        self.is_asked, self.answered = True, set()
 
-    def take(self, body: bytes) -> str:
-        """Note what entries say; returns why two of them contradict each other, or ""."""
-        for rank, above, who, payload in _entries(body):
+    def add_entries(self, body: bytes) -> str:
+        """Record the entries in ``body``; return why two of them contradict each other, or ""."""
+        for rank, parent, who, payload in _entries(body):
             if who:
                 if self.is_claimed(rank, who):
-                    one, other = self.process(rank), who.decode().partition("\n")[0]
-                    return f"two processes claim rank {rank}: {one} and {other}"
-                self._who[rank], self._above[rank] = who, above
-                self.left.pop(rank, None)
-            self.given[rank] = payload
-            self.shown.add(rank)
+                    first, second = self.process(rank), who.decode().partition("\n")[0]
+                    return f"two processes claim rank {rank}: {first} and {second}"
+                self._identities[rank], self._parents[rank] = who, parent
+                self.departed.pop(rank, None)
+            self.payloads[rank] = payload
+            self.answered.add(rank)
         return ""
 
     def is_claimed(self, rank: int, who: bytes) -> bool:
-        """Return whether another process than ``who`` has given something as ``rank``."""
-        return rank in self.given and self._who.get(rank, who) != who
+        """Return whether another process than ``who`` has sent an entry of ``rank``."""
+        return rank in self.payloads and self._identities.get(rank, who) != who
 
     def process(self, rank: int) -> str:
-        """Return which process a rank is, for people."""
-        return self._who[rank].decode().partition("\n")[0] if rank in self._who else "unknown"
+        """Return the description of a rank's process."""
+        return self._identities.get(rank, b"unknown").decode().partition("\n")[0]
 
-    def lose(self, rank: int, above: int) -> None:
-        """Forget what ``rank``, last seen below ``above``, and the ranks below it have given.
+    def remove(self, rank: int, parent: int) -> None:
+        """Remove ``rank``, last recorded below ``parent``, and the payloads of its subtree.
 
-        Ranks that live give it again, in another place.
+        Live ranks of the subtree send their payloads again, from another position.
         """
-        if not self.is_below(rank, above):
-            return  # it has another place already
-        self.left[rank] = self.process(rank)
+        if not self.is_below(rank, parent):
+            return  # it has another position already
+        self.departed[rank] = self.process(rank)
         self._openings.pop(rank, None)
-        gone, more = set[int](), {rank}
+        lost, more = set[int](), {rank}
         while more:
-            gone |= more
-            more = {each for each, parent in self._above.items() if parent in more} - gone
-        for each in gone:
-            self.given.pop(each, None)
-        del self._above[rank]
+            lost |= more
+            more = {child for child, parent in self._parents.items() if parent in more} - lost
+        for child in lost:
+            self.payloads.pop(child, None)
+        del self._parents[rank]
 
-    def is_below(self, rank: int, above: int) -> bool:
-        """Return whether ``above`` is where ``rank`` was seen last."""
-        return self._above.get(rank) == above
+    def is_below(self, rank: int, parent: int) -> bool:
+        """Return whether ``parent`` is the last recorded parent of ``rank``."""
+        return self._parents.get(rank) == parent
 
     def missing(self, size: int) -> list[int]:
-        """Return the ranks that have given nothing, or the ancestor that holds a payload up.
+        """Return the ranks without a payload, or their ancestors that do not pass a payload on.
 
-        A rank that runs answers when asked: an ancestor that has not ``shown`` anything is named.
+        Live ranks answer when asked. An ancestor that has not answered is therefore named.
         """
-        named, silent = set(), set(range(size)) - self.given.keys()
-        held = set[int]()
-        if self.asked and not silent <= self._above.keys():  # of some nobody has heard anything
-            held = self._above.keys() - self.shown
-        for rank in silent | held:
-            each = rank
-            while (above := self._above.get(each, 0)) and self.asked and above not in self.shown:
-                each = above
-            named.add(each)
+        named, silent = set(), set(range(size)) - self.payloads.keys()
+        silent_parents = set[int]()
+        if self.is_asked and not silent <= self._parents.keys():  # some ranks have never joined
+            silent_parents = self._parents.keys() - self.answered
+        for rank in silent | silent_parents:
+            ancestor = rank
+            while self.is_asked and (parent := self._parents.get(ancestor, 0)):
+                if parent in self.answered:
+                    break
+                ancestor = parent
+            named.add(ancestor)
         return sorted(named)
 
     def admit(self, rank: int, peer: Peer) -> None:
-        """Note that ``rank``, a process ``peer``, is right below rank 0."""
-        self._above[rank], self._who[rank] = 0, identity(peer)
+        """Record that ``rank``, the process ``peer``, is a child of rank 0."""
+        self._parents[rank], self._identities[rank] = 0, identity(peer)
 
-    def place(self, rank: int, candidate: Connection, greeting: Greeting) -> Seat:
-        """Return where ``candidate`` belongs, a rank that speaks for its host."""
-        found, address = self._root, candidate.address[0]
+    def assign(self, rank: int, candidate: Connection, greeting: Greeting) -> Position:
+        """Return the position of ``candidate``, a rank that speaks for its host."""
+        opening, address = self._root, candidate.address[0]
         room = self._root.room
-        if greeting.without != ANY_RANK:
+        if greeting.lost_parent != ANY_RANK:
             now = system.monotonic()
-            before, times = self._returned.get(rank, (-math.inf, 0))
-            times = times + 1 if now < before + _SOON else 1
+            last, times = self._returned.get(rank, (-math.inf, 0))
+            times = times + 1 if now < last + _SOON else 1
             self._returned[rank] = now, times
             room += (0, _SPARE, _SPARE, _ANY)[min(times, 4) - 1]
-            if silent := self._openings.pop(greeting.without, None):
-                self._openings[silent.rank] = silent  # others are sent there last
+            if silent := self._openings.pop(greeting.lost_parent, None):
+                self._openings[silent.rank] = silent  # use it last for other ranks
         if room <= 0:
-            for opening in self._openings.values():
-                is_other = opening.rank != greeting.without and not self._holds(rank, opening.rank)
-                if is_other and opening.suits(address):
-                    found = opening
+            for other in self._openings.values():
+                is_usable = other.accepts(address) and other.rank != greeting.lost_parent
+                if is_usable and not self._is_in_subtree(rank, other.rank):
+                    opening = other
                     break
-        found.room -= 1
-        if found.room == 0 and found.rank:
-            del self._openings[found.rank]
-        self._above[rank] = found.rank
-        self._who[rank] = identity(greeting.peer)
-        # Behind a NAT it has another address than others know it by, and one of IPv6 may be valid
-        # on one link alone.
-        host, _, port = greeting.at.partition(" ")
+        opening.room -= 1
+        if opening.room == 0 and opening.rank:
+            del self._openings[opening.rank]
+        self._parents[rank] = opening.rank
+        self._identities[rank] = identity(greeting.peer)
+        # Only a rank whose own address equals the address that rank 0 sees gets children: behind a
+        # NAT the addresses differ. A zone (IPv6) is valid on one link only.
+        host, _, port = greeting.listens_at.partition(" ")
         if host == address and port.isdecimal() and not any(candidate.address[3:]):
             room = self._openings[rank].room if rank in self._openings else FAN
-            new = _Opening(rank, found.depth + 1, str(greeting.peer), host, int(port), room)
+            new = _Opening(rank, opening.depth + 1, str(greeting.peer), host, int(port), room)
             self._openings[rank] = new
-        return Seat(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)
+        endpoint = opening.peer, opening.host, opening.port
+        return Position(rank, opening.rank, opening.depth + 1, *endpoint)
 
-    def _holds(self, rank: int, each: int) -> bool:
-        """Return whether ``each`` is ``rank``, or somewhere below it."""
-        while each and each != rank:
-            each = self._above.get(each, 0)
-        return each != 0
+    def _is_in_subtree(self, rank: int, other: int) -> bool:
+        """Return whether ``other`` is ``rank`` or in the subtree of ``rank``."""
+        while other and other != rank:
+            other = self._parents.get(other, 0)
+        return other != 0

@@ -23,7 +23,7 @@ _Made = TypeVar("_Made")
 
 
 class Store(abc.ABC):
-    """Exchange of payloads between ``size`` processes; ``rank`` is that of this process.
+    """A means to exchange payloads between ``size`` processes. This process has rank ``rank``.
 
     A backend uses a store to exchange addresses, host identities and NCCL's unique id.
     """
@@ -60,8 +60,7 @@ class Store(abc.ABC):
         The default does nothing: another object owns and closes the connections.
 
         Raises:
-            RendezvousError: If a rank did not leave within the timeout, or died. The error names
-                the rank.
+            RendezvousError: If a rank (named) did not leave within the timeout, or died.
         """
 
     def abort(self, reason: str) -> None:  # noqa: B027 (optional)

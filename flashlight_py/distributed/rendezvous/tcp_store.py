@@ -1,9 +1,9 @@
-"""Ranks meet at a TCP port of rank 0, as MASTER_ADDR and MASTER_PORT say.
+"""Rendezvous at a TCP port of rank 0, given by MASTER_ADDR and MASTER_PORT.
 
-If MASTER_ADDR is an address, rank 0 listens there alone; if it is a name, at all addresses of its
+If MASTER_ADDR is an address, rank 0 listens only there; if it is a name, at all addresses of its
 host. The other ranks connect until rank 0 answers at an address. Both sides prove that they know
-the job's secret, which is never sent. A job on several hosts that was given no secret has none:
-then any process that can reach the port can join.
+the job's secret, which is never sent. A job on several hosts may have no secret: then any process
+that can reach the port can join.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere, resolved
 
-# Rank 0 inherits a listening socket: another program could take a port that is only chosen.
+# Rank 0 inherits a listening socket. If a port were only chosen, another program could take it.
 LISTENER = "FLASHLIGHT_LISTENER"
-"""The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
+"""Environment variable: descriptor of an inherited socket that listens at MASTER_PORT."""
 
 
 class TcpStore(TreeStore):
-    """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
+    """A store at ``host``:``port``, an address of rank 0; ``timeout`` is in seconds per exchange.
 
-    ``one_host``: all ranks are on one host, so that they know the user's secret if the job was
-    given none. ``also`` are further addresses of rank 0. Raises ValueError if an argument is out of
-    range; RendezvousError if rank 0 cannot listen there, or as ``Secret.find``.
+    ``one_host``: all ranks are on one host, so they know the user's secret if the job has none.
+    ``also`` are further addresses of rank 0. Raises ValueError if an argument is out of range, and
+    RendezvousError if rank 0 cannot listen there, or like ``Secret.find``.
     """
 
-    kind, own, is_common = "address", "MASTER_PORT", True
+    kind, run_option, is_common = "address", "MASTER_PORT", True
 
     def __init__(
         self,
@@ -53,79 +53,78 @@ class TcpStore(TreeStore):
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")
         self.name, self._host, self._port = f"{host}:{port}", host, port
-        self._addresses = [(each, port) for each in dict.fromkeys([host, *also])]
+        self._addresses = [(name, port) for name in dict.fromkeys([host, *also])]
         self.one_host = one_host
-        self.known = Secret.find(one_host, system.environ)
-        self.secret = self.known.common
-        own: list[str] = []
+        self.job_secret = Secret.find(one_host, system.environ)
+        self.secret = self.job_secret.common
+        loopback: list[str] = []
         if is_local(host):
-            with suppress(OSError):  # who listens or connects there says why it has no address
-                own = [str(address) for address, *_ in resolved(host, port)]
-        super().__init__(rank, size, timeout, own)
+            with suppress(OSError):  # listening or connecting raises the reason
+                loopback = [str(address) for address, *_ in resolved(host, port)]
+        super().__init__(rank, size, timeout, loopback)
 
     def remedy(self) -> str:
         advice = (
-            "see whether every rank was started, with the same MASTER_ADDR and MASTER_PORT, and "
-            "can reach that address"
+            "check that every rank was started with the same MASTER_ADDR and MASTER_PORT, and can "
+            "reach that address"
         )
         if self.note:
             return f"{advice}. Rank 0 listens at {self._host}{self.note}"
         if self.rank == 0 or self.one_host:
             return advice
         with suppress(OSError):
-            found = [each for address in self._addresses for each in resolved(*address)]
-            if all(is_own(each[0], each[2:]) for each in found):
+            ends = [end for address in self._addresses for end in resolved(*address)]
+            if all(is_own(end[0], end[2:]) for end in ends):
                 advice += (
-                    f". Here {self._host} is this host, {system.gethostname()}, itself: if rank 0 "
-                    "runs on another one, set MASTER_ADDR to a name or an address of that one, on "
-                    "every rank"
+                    f". Here {self._host} is this host ({system.gethostname()}). If rank 0 runs on "
+                    "another host, set MASTER_ADDR to a name or address of that host on every rank"
                 )
         return advice
 
     def listen(self, backlog: int) -> list[system.Socket]:
-        """Listen at the address, or for a name at all that this host has; see ``MeetingPoint``."""
-        listeners = listen(self._host, self._port, backlog, self.one_host)
-        if not self.one_host and all(is_local(each.getsockname()[0]) for each in listeners):
-            self.note = f", the loopback of {system.gethostname()}, which no other host reaches"
+        """Listen at the address, or at all addresses of this host for a name."""
+        listeners = create_listeners(self._host, self._port, backlog, self.one_host)
+        if not self.one_host and all(is_local(listener.getsockname()[0]) for listener in listeners):
+            self.note = f", the loopback of {system.gethostname()}, which other hosts cannot reach"
         return listeners
 
     def offers(self) -> list[Offer]:
-        return [Offer(self._addresses, self.known, advice="; choose another MASTER_PORT")]
+        return [Offer(self._addresses, self.job_secret, advice="; set another MASTER_PORT")]
 
 
 # Where rank 0 listens ----------------------------------------------------------------------------
 
 
-def listen(host: str, port: int, backlog: int, one_host: bool) -> list[system.Socket]:
-    """Return sockets that listen at ``port`` of this host, called ``host``; the caller closes them.
+def create_listeners(host: str, port: int, backlog: int, one_host: bool) -> list[system.Socket]:
+    """Return sockets that listen at ``port`` of this host; the caller closes them.
 
-    For an address, the loopback, and ranks of ``one_host``, they listen at what ``host`` means
-    here. Other hosts may resolve a name differently: then they listen at all addresses. Raises
-    OSError, which says what to do, if ``host`` is not this host, or the port is in use.
+    For an address, the loopback, or ranks of ``one_host``, they listen at the addresses to which
+    ``host`` resolves here. Other hosts may resolve a name differently, so otherwise they listen at
+    all addresses. Raises OSError with a remedy if ``host`` is another host, or the port is in use.
     """
-    if (listener := _handed_over(port)) is not None:
+    if (listener := _inherited_listener(port)) is not None:
         return [listener]
     try:
-        found = resolved(host, port)
+        addresses = resolved(host, port)
     except OSError as error:
         raise OSError(f"cannot resolve MASTER_ADDR: {error}") from error
     try:
         if one_host or is_local(host) or _is_address(host):
-            return _listen_at(found, backlog)
-        if any(is_own(address[0], address[2:]) for address in found):
+            return _listen_at(addresses, backlog)
+        if any(is_own(address[0], address[2:]) for address in addresses):
             return [listen_everywhere(port, backlog)]
         raise OSError(errno.EADDRNOTAVAIL, "")
     except OSError as error:
-        raise OSError(_explain_bind(error)) from error
+        raise OSError(_bind_problem(error)) from error
 
 
 def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[system.Socket]:
-    """Listen at those of ``addresses`` that are this host's."""
+    """Listen at all ``addresses`` that this host has."""
     listeners, problem = [], OSError(errno.EADDRNOTAVAIL, "")
     for address in addresses:
         try:
-            # It sets SO_REUSEADDR, without which the port of a run that has just ended would stay
-            # blocked for a minute.
+            # It sets SO_REUSEADDR. Otherwise the port of a run that has just ended would be blocked
+            # for a minute.
             family = family_of(address[0])
             listeners.append(system.create_server(address, family=family, backlog=backlog))
         except OSError as error:  # noqa: PERF203 - each for itself
@@ -148,15 +147,15 @@ def _is_address(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Return whether ``host``, a name or an address, means each host itself, wherever it is."""
+    """Return whether ``host``, a name or an address, means the local host on every host."""
     return host == "localhost" or (_is_address(host) and is_loopback(host.partition("%")[0]))
 
 
-def _handed_over(port: int) -> system.Socket | None:
-    """Return a copy of the socket that the launcher has handed over, if there is one for ``port``.
+def _inherited_listener(port: int) -> system.Socket | None:
+    """Return a copy of the socket that the launcher passed for ``port``, or None.
 
-    A later ``distributed_init`` uses the original. A process that inherited the variable alone has
-    another file under that number, or none.
+    A later ``distributed_init`` uses the original. A process that inherited only the variable has
+    another file, or no file, under that number.
     """
     text = system.environ.get(LISTENER, "")
     descriptor = int(text) if text.isdecimal() else -1
@@ -174,11 +173,11 @@ def _handed_over(port: int) -> system.Socket | None:
     return None
 
 
-def _explain_bind(error: OSError) -> str:
+def _bind_problem(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        advice = "choose another MASTER_PORT for every rank"
-        return f"the port is in use, by another program or by a second rank 0; {advice}"
+        advice = "Set another MASTER_PORT on every rank"
+        return f"the port is in use by another program or a second rank 0. {advice}"
     if error.errno == errno.EADDRNOTAVAIL:
-        advice = "set it to one that the other hosts can reach"
-        return f"MASTER_ADDR is no address of this host, where rank 0 runs; {advice}"
-    return f"cannot listen: {os.strerror(error.errno or 0)}; choose another MASTER_PORT"
+        advice = "Set it to an address that the other hosts can reach"
+        return f"MASTER_ADDR is not an address of this host, where rank 0 runs. {advice}"
+    return f"cannot listen: {os.strerror(error.errno or 0)}. Set another MASTER_PORT"

@@ -22,8 +22,8 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.gate import SHORTLY, Gate, MeetingPoint
-from flashlight_py.distributed.rendezvous.places import Places, entry, identity
+from flashlight_py.distributed.rendezvous.gate import SHORT_SECONDS, Gate, MeetingPoint
+from flashlight_py.distributed.rendezvous.places import TreeRecord, entry, identity
 from flashlight_py.distributed.rendezvous.secret import REMEDY
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
@@ -38,138 +38,139 @@ from flashlight_py.distributed.rendezvous.wire import (
     Connection,
     Greeting,
     Kind,
-    Seat,
+    Position,
     WireError,
 )
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import source_address
 
 # Seconds for rank 0 to report missing ranks, and additional seconds per tree level.
-_ANSWER, _MORE = 2.0, 0.25
-_SETTLE = 1.0  # seconds in which all ranks show what they have, when asked
-_STALLED = 0.5  # seconds after which no rank waits for one that does not read its roster
+_ANSWER_SECONDS, _LEVEL_SECONDS = 2.0, 0.25
+_QUERY_SECONDS = 1.0  # seconds in which all ranks send their payloads when asked
+_STALL_SECONDS = 0.5  # seconds after which no rank waits for a rank that does not read its roster
 _log = logging.getLogger("flashlight_py")
 
 
 class TreeNode(Gate):
-    """This rank in the tree: below another one, but for rank 0, and above others perhaps.
+    """This rank in the tree, with its parent (except for rank 0) and its children.
 
-    Raises RendezvousError if this is rank 0, and it cannot listen at ``place``.
+    Raises RendezvousError if this is rank 0 and cannot listen at ``point``.
     """
 
-    def __init__(self, place: MeetingPoint) -> None:
-        super().__init__(place)
-        self.members: dict[int, Connection] = {}  # right below
-        self._is_root = place.rank == 0
-        self._processes = {place.rank: self._process}
-        self._places = Places(self._process)  # of rank 0
-        self._own, self._roster = b"", b""
-        self._pending: list[tuple[Kind, bytes]] = []  # to be sent up
-        self._log: list[tuple[int, Kind, bytes]] = []  # what has been, in the first round, by whom
-        self._complete: set[int] = set()  # members that have given all in this round
-        self._shows = True  # payloads are sent up before all have arrived
-        self._is_late = False  # time is up, and the parent knows it
-        self._is_leaving, self._gone = False, set[int]()
-        # Of rank 0: who has joined from where, and whom a stranger could have come before.
+    def __init__(self, point: MeetingPoint) -> None:
+        super().__init__(point)
+        self.members: dict[int, Connection] = {}  # children
+        self._is_root = point.rank == 0
+        self._processes = {point.rank: self._process}
+        self._record = TreeRecord(self._process)  # used by rank 0
+        self._payload, self._roster = b"", b""
+        self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
+        self._log: list[tuple[int, Kind, bytes]] = []  # sent up in the first round, by child
+        self._complete: set[int] = set()  # children whose subtree is complete in this round
+        self._sends_partial = True  # send payloads up before all have arrived
+        self._is_late = False  # the deadline has passed, and the parent knows it
+        self._is_leaving, self._departed = False, set[int]()
+        # On rank 0: connection ends by rank, and ranks that joined without a secret.
         self._ends: dict[int, tuple[Any, Any]] = {}
         self._unproven: set[int] = set()
-        if self._is_root and place.size > 1:
+        if self._is_root and point.size > 1:
             try:
-                for listener in place.listen(self._backlog):
+                for listener in point.listen(self._backlog):
                     self._listen(listener)
             except OSError as error:
-                raise place.error(str(error)) from error
+                raise point.error(str(error)) from error
 
     def exchange(self, payload: bytes) -> Roster:
-        """Give ``payload`` and return everybody's."""
-        place = self._place
-        self._deadline = system.monotonic() + place.timeout
-        self._own, self._roster, self._complete = payload, b"", set()
-        self._shows, self._is_late = self._round == 0, False
+        """Send ``payload``, and return the payloads of all ranks."""
+        point = self._point
+        self._deadline = system.monotonic() + point.timeout
+        self._payload, self._roster, self._complete = payload, b"", set()
+        self._sends_partial, self._is_late = self._round == 0, False
         self._pending = [(Kind.PART, self._entry())] if self._round else []
-        self._places.begin(payload, self._round == 0)
+        self._record.begin(payload, self._round == 0)
         if self._is_root:
-            self._speak(place.known)
-        waiting = Waiting(f"rendezvous at {place.name}{place.note}")
-        self._pass_on()
+            self._become_speaker(point.job_secret)
+        waiting = Waiting(f"rendezvous at {point.name}{point.note}")
+        self._send_up()
         while not self._roster:
             is_over = system.monotonic() >= self._deadline
-            due = min(waiting.due, place.next_look) if self._is_root else math.inf
+            due = min(waiting.due, point.next_poll) if self._is_root else math.inf
             self._serve(min(self._deadline, due))
-            if not self._roster:  # which is the last message upwards or downwards
-                self._pass_on()
+            if not self._roster:  # the roster is the last message of a round
+                self._send_up()
             if not self._roster:
                 if is_over and system.monotonic() >= self._deadline:  # it may have been moved
-                    self._time_is_up()
+                    self._handle_deadline()
                 if self._is_root:
-                    self._look_around(waiting)
+                    self._poll(waiting)
         self._finish()
         return Roster(self._roster)
 
     def _entry(self) -> bytes:
         who = b"" if self._round else identity(self._process)
-        return entry(self._seat.rank, self._seat.parent, who, self._own)
+        return entry(self._position.rank, self._position.parent, who, self._payload)
 
-    def _pass_on(self) -> None:
-        """Send up what is to be sent now; rank 0 sees whether all is there."""
+    def _send_up(self) -> None:
+        """Send pending messages up. Rank 0 instead checks whether all payloads have arrived."""
         if self._is_root:
-            if len(given := self._places.given) == self._size:
-                self._roster = Roster.of([given[rank] for rank in range(self._size)]).body
-                self._places.end()
+            if len(payloads := self._record.payloads) == self._size:
+                self._roster = Roster.of([payloads[rank] for rank in range(self._size)]).body
+                self._record.end()
             return
         if self._up is None:
             self._join()
             again = ((kind, body) for _, kind, body in self._log)
             self._pending = [(Kind.PART, self._entry()), *again]
         assert self._up is not None
-        is_all = self._round > 0 and self._complete >= self.members.keys()
-        if is_all or self._shows:
+        is_complete = self._round > 0 and self._complete >= self.members.keys()
+        if is_complete or self._sends_partial:
             pending, self._pending = self._pending, []
             for kind, group in itertools.groupby(pending, itemgetter(0)):
-                what = Kind.PAYLOAD if is_all and kind is Kind.PART else kind
-                self._up.send(what, b"".join(body for _, body in group), self._deadline)
+                sent_kind = Kind.PAYLOAD if is_complete and kind is Kind.PART else kind
+                self._up.send(sent_kind, b"".join(body for _, body in group), self._deadline)
 
-    def _look_around(self, waiting: Waiting) -> None:
-        """Do what rank 0 has to while ranks gather."""
-        if system.monotonic() >= self._place.next_look:
+    def _poll(self, waiting: Waiting) -> None:
+        """Do the periodic work of rank 0 during a rendezvous."""
+        if system.monotonic() >= self._point.next_poll:
             try:
-                more = self._place.look()
+                listener = self._point.poll()
             except RendezvousError as error:
                 self._failure(str(error))
                 raise
-            if more is not None:
-                self._listen(more)
+            if listener is not None:
+                self._listen(listener)
         if system.monotonic() >= waiting.due:
-            waiting.log_missing(self._places.missing(self._size))
+            waiting.log_missing(self._record.missing(self._size))
 
     def _finish(self) -> None:
-        """Send all payloads down. A rank that reads nothing for a while gets the rest later."""
+        """Send the roster down. A rank that does not read for a while gets it later."""
         self._round += 1
         if self._round == 1 and self._is_root:
-            self._place.next_look, self._place.ends = math.inf, self._ends
-            if self._unproven:  # nothing keeps strangers out
+            self._point.next_poll, self._point.ends = math.inf, self._ends
+            if self._unproven:  # no secret protects the job
                 _log.warning(
-                    "%s joined from another host, and this job has no secret: anybody who can "
-                    "reach %s could have joined, and had this program run what it sends; %s",
+                    "%s joined from another host, and this job has no secret: any process that can "
+                    "reach %s could have joined, and could run code in this program; %s",
                     name_ranks(self._unproven),
-                    self._place.name,
+                    self._point.name,
                     REMEDY,
                 )
         self._log.clear()
-        left = [each for each in self.members.values() if not each.send(Kind.ROSTER, self._roster)]
+        children, roster = self.members.values(), self._roster
+        waiting = [child for child in children if not child.send(Kind.ROSTER, roster)]
         with system.Selector() as selector:
-            for member in left:
+            for member in waiting:
                 selector.register(member.wire, EVENT_WRITE, member)
-            while ready := selector.get_map() and selector.select(_STALLED):
+            while ready := selector.get_map() and selector.select(_STALL_SECONDS):
                 for key, _ in ready:
                     if key.data.flush():
                         selector.unregister(key.data.wire)
             for key in selector.get_map().values():
                 self.selector.modify(key.data.wire, EVENT_READ | EVENT_WRITE, key.data)
 
-    # What others say ------------------------------------------------------------------------------
+    # Messages of other ranks ----------------------------------------------------------------------
 
-    def _heard(self, connection: Connection) -> None:
+    def _handle_messages(self, connection: Connection) -> None:
         messages, is_up = connection.inbox, connection is self._up
         is_member = not is_up and self.members.get(connection.rank or 0) is connection
         while messages and not self._verdict:
@@ -177,21 +178,21 @@ class TreeNode(Gate):
             if kind is Kind.FAILURE:
                 raise self._failure(body.decode(errors="replace"), joining=True)
             if kind is Kind.LATE:
-                self._heard_late(is_up, body)
+                self._handle_late(is_up, body)
             elif kind is Kind.ROSTER and is_up:
                 self._roster = body
             elif is_member:
-                self._heard_below(connection.rank or 0, kind, body)
+                self._handle_child(connection.rank or 0, kind, body)
         messages.clear()
         if (is_up or is_member) and connection.is_unreachable and not self._verdict:
-            seconds = self._place.host_timeout
-            raise self._failure(unreachable_text(self._who(connection), seconds), joining=True)
+            seconds = self._point.host_timeout
+            raise self._failure(unreachable_text(self._describe(connection), seconds), joining=True)
         if connection.has_ended:
-            self._heard_end(connection, is_up, is_member)
+            self._handle_end(connection, is_up, is_member)
 
-    def _heard_below(self, rank: int, kind: Kind, body: bytes) -> None:
+    def _handle_child(self, rank: int, kind: Kind, body: bytes) -> None:
         if kind is Kind.GOODBYE:
-            self._gone.add(rank)
+            self._departed.add(rank)
             return
         if kind is Kind.PAYLOAD:
             self._complete.add(rank)
@@ -199,205 +200,207 @@ class TreeNode(Gate):
             self._up.send(kind, body, self._deadline)
         elif self._is_root:
             if kind is Kind.LOST:
-                self._heard_lost(body)
-            elif claim := self._places.take(body):
-                advice = f"give every process a rank of its own, and every run a {self._place.own}"
-                raise self._failure(f"{claim}; {advice} of its own", joining=True)
+                self._handle_lost(body)
+            elif claim := self._record.add_entries(body):
+                advice = "give every process its own rank, and every run its own"
+                raise self._failure(f"{claim}; {advice} {self._point.run_option}", joining=True)
         else:
             self._pending.append((Kind.LOST if kind is Kind.LOST else Kind.PART, body))
             if self._round == 0:
                 self._log.append((rank, *self._pending[-1]))
 
-    def _heard_lost(self, body: bytes) -> None:
-        """Act as rank 0 on lost connections; ignore ranks that have another parent by now."""
+    def _handle_lost(self, body: bytes) -> None:
+        """Handle lost connections as rank 0; ignore ranks that have another parent by now."""
         for line in body.decode().splitlines():
-            rank, above, died = line.split(" ", 2)
+            rank, parent, reason = line.split(" ", 2)
             if self._round == 0:
-                self._places.lose(int(rank), int(above))
-            elif self._places.is_below(int(rank), int(above)):
-                raise self._failure(died)
+                self._record.remove(int(rank), int(parent))
+            elif self._record.is_below(int(rank), int(parent)):
+                raise self._failure(reason)
 
-    def _heard_late(self, is_up: bool, body: bytes) -> None:
-        """Act when time is up, unless the roster was sent meanwhile."""
+    def _handle_late(self, is_up: bool, body: bytes) -> None:
+        """Handle a passed deadline, unless the roster was sent meanwhile."""
         if body != str(self._round).encode():
             return
         if self._is_leaving:
             self._deadline = min(self._deadline, system.monotonic())
         elif is_up:
-            self._shows = True
+            self._sends_partial = True
             self._pending.append((Kind.PART, self._entry()))
             self._ask(self._complete)
         elif not self._is_late:
-            self._time_is_up()
+            self._handle_deadline()
 
-    def _heard_end(self, connection: Connection, is_up: bool, is_member: bool) -> None:
-        """Act on the end of a connection. In the first round, a rank may come again."""
+    def _handle_end(self, connection: Connection, is_up: bool, is_member: bool) -> None:
+        """Handle the end of a connection. In the first round, the rank may reconnect."""
         rank = connection.rank or 0
-        if self._verdict or (is_member and rank in self._gone) or (is_up and self._is_leaving):
+        if self._verdict or (is_member and rank in self._departed) or (is_up and self._is_leaving):
             self.selector.unregister(connection.wire)
             return
         self._drop(connection)
         if not (is_up or is_member):
             return
-        died = f"{self._who(connection)} has died or exited: it closed the connection"
-        lost = Kind.LOST, f"{rank} {self._seat.rank} {died}\n".encode()
+        died = f"{self._describe(connection)} has died or exited: it closed the connection"
+        lost = Kind.LOST, f"{rank} {self._position.rank} {died}\n".encode()
         if is_up:
-            self._up, self._without = None, rank or ANY_RANK
-            self._bereft = died if rank else ""  # another rank 0 may come at any time
+            self._up, self._lost_parent = None, rank or ANY_RANK
+            self._loss = died if rank else ""  # another rank 0 may replace it
         else:
             del self.members[rank]
         if is_member and self._round > 0 and self._up is not None:
             self._up.send(*lost, self._deadline)
-        elif self._round > 0 or (is_up and rank == 0 and not self._place.moves):
+        elif self._round > 0 or (is_up and rank == 0 and not self._point.can_move):
             raise self._failure(died)
         elif self._is_root:
-            self._places.lose(rank, 0)
+            self._record.remove(rank, 0)
         elif is_member:
             self._pending.append(lost)
-            self._log = [(ANY_RANK, *lost), *(each for each in self._log if each[0] != rank)]
+            self._log = [(ANY_RANK, *lost), *(entry for entry in self._log if entry[0] != rank)]
 
-    def _who(self, connection: Connection) -> str:
+    def _describe(self, connection: Connection) -> str:
         rank = connection.rank or 0
-        peer = self._seat.peer if connection is self._up else self._processes[rank]
+        peer = self._position.peer if connection is self._up else self._processes[rank]
         return f"rank {rank} of {self._size} ({peer})"
 
-    # Time is up -----------------------------------------------------------------------------------
+    # Deadlines -----------------------------------------------------------------------------------
 
-    def _time_is_up(self) -> None:
-        """Notify the parent; rank 0 asks all ranks what they have.
+    def _handle_deadline(self) -> None:
+        """Handle the deadline: notify the parent; rank 0 asks all ranks for their payloads.
 
         Raises RendezvousError once the missing ranks are known, or if the parent does not answer.
         """
-        place, now = self._place, system.monotonic()
+        point, now = self._point, system.monotonic()
         if not self._is_root:
             if self._is_late or self._up is None:
-                above = self._seat.parent
-                raise self._failure(missing_text([above], self._size, place.timeout))
-            self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER)
-            self._deadline = now + _ANSWER + _MORE * (self._seat.depth - 1)
-        elif self._is_late or not place.is_tree:
-            missing = self._places.missing(self._size) or [0]
-            raise self._failure(self._not_arrived(missing))
+                parent = self._position.parent
+                raise self._failure(missing_text([parent], self._size, point.timeout))
+            self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER_SECONDS)
+            self._deadline = now + _ANSWER_SECONDS + _LEVEL_SECONDS * (self._position.depth - 1)
+        elif self._is_late or not point.is_tree:
+            missing = self._record.missing(self._size) or [0]
+            raise self._failure(self._missing_error(missing))
         else:
-            self._places.ask()
+            self._record.ask()
             self._ask(self._complete)
-            self._deadline = now + _SETTLE
+            self._deadline = now + _QUERY_SECONDS
         self._is_late = True
 
     def _ask(self, done: set[int]) -> None:
-        """Have members that are not ``done`` show what they have, or say whom they wait for."""
+        """Ask children that are not ``done`` for their payloads, or for their missing ranks."""
         for rank in self.members.keys() - done:
             self.members[rank].send(Kind.LATE, str(self._round).encode())
 
-    def _not_arrived(self, missing: list[int]) -> str:
-        known = self._places.left
+    def _missing_error(self, missing: list[int]) -> str:
+        departed = self._record.departed
         left = "".join(
-            f"; rank {rank} ({known[rank]}) had joined and died or left"
-            for rank in [rank for rank in missing if rank in known][:8]
+            f"; rank {rank} ({departed[rank]}) had joined and died or left"
+            for rank in [rank for rank in missing if rank in departed][:8]
         )
-        sentence = missing_text(missing, self._size, self._place.timeout)
-        hosts = ", ".join(sorted(self._turned_away))
-        strangers = f"processes on {hosts} were turned away, as they know another secret: {REMEDY}"
-        return f"{sentence}{left}; {self._place.remedy()}{f'; {strangers}' if hosts else ''}"
+        sentence = missing_text(missing, self._size, self._point.timeout)
+        hosts = ", ".join(sorted(self._rejected_hosts))
+        strangers = f"processes on {hosts} were rejected, as they have another secret: {REMEDY}"
+        return f"{sentence}{left}; {self._point.remedy()}{f'; {strangers}' if hosts else ''}"
 
-    # Who is below ---------------------------------------------------------------------------------
+    # Admission -----------------------------------------------------------------------------------
 
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
-        """Give a process its place, here or elsewhere, or report why there is none for it.
+        """Give a process its position in the tree, or reject it with a reason.
 
-        In the first round, two processes that contradict each other end the run.
+        In the first round, two processes that contradict each other make the run fail.
         """
-        rank, size, peer, at, _ = greeting
+        rank, size, peer, listens_at, _ = greeting
         if self._round == 0 and rank in self.members and self._processes[rank] == peer:
-            self._heard_end(self.members[rank], False, True)  # it is read later that it has ended
-        reason, own = "", self._place.rank
-        me = f"rank {own}: {self._processes[own]}"
-        if rank in self.members or rank == own:
+            self._handle_end(self.members[rank], False, True)  # its end is detected later
+        reason, own_rank = "", self._point.rank
+        own_text = f"rank {own_rank}: {self._processes[own_rank]}"
+        if rank in self.members or rank == own_rank:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
-        elif self._places.is_claimed(rank, identity(peer)):
-            reason = f"two processes claim rank {rank}: {self._places.process(rank)} and {peer}; "
+        elif self._record.is_claimed(rank, identity(peer)):
+            reason = f"two processes claim rank {rank}: {self._record.process(rank)} and {peer}; "
         if self._verdict:
-            self._refuse(candidate, Kind.FAILURE, self._verdict)
+            self._reject(candidate, Kind.FAILURE, self._verdict)
             self._notified.add(rank)
         elif self._round > 0:
-            reason += f"a run is under way at this {self._place.kind} already (its {me})"
-            advice = f"wait for its end, or give every run a {self._place.own} of its own"
-            self._refuse(candidate, Kind.FAILURE, f"{reason}; {advice}")
+            reason += f"another run has started at this {self._point.kind} (its {own_text})"
+            advice = f"wait for its end, or give every run its own {self._point.run_option}"
+            self._reject(candidate, Kind.FAILURE, f"{reason}; {advice}")
         elif size != self._size:
-            reason = f"rank {rank} ({peer}) was started with world size {size}, rank {own} ("
-            reason += f"{self._processes[own]}) with {self._size}; give every rank the same"
-            raise self._disagreement(f"{reason} world size", rank, candidate)
+            other = f"rank {own_rank} ({self._processes[own_rank]}) has {self._size}"
+            reason = f"rank {rank} ({peer}) has world size {size}, but {other}"
+            advice = "give every rank the same world size"
+            raise self._disagreement(f"{reason}; {advice}", rank, candidate)
         elif reason:
-            advice = f"a rank of its own, and every run a {self._place.own} of its own"
+            advice = f"its own rank, and every run its own {self._point.run_option}"
             raise self._disagreement(f"{reason}give every process {advice}", rank, candidate)
-        elif bool(at) != self._place.is_tree:
-            reason = f"rank {rank} ({peer}) and rank {own} have different FLASHLIGHT_TREE_FROM"
+        elif bool(listens_at) != self._point.is_tree:
+            reason = f"rank {rank} ({peer}) and rank {own_rank} have different FLASHLIGHT_TREE_FROM"
             raise self._disagreement(f"{reason}; set the same on every rank", rank, candidate)
         else:
-            self._settle(candidate, rank, greeting)
+            self._assign_position(candidate, rank, greeting)
 
-    def _settle(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
-        """Tell a process its place; it becomes a member if that is here."""
-        place, me = self._place, self._seat
-        seat = Seat(rank, me.rank, me.depth + 1, str(self._processes[place.rank]))
-        if self._is_root and place.is_tree and greeting.at != LEAF:
-            seat = self._places.place(rank, candidate, greeting)
+    def _assign_position(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
+        """Send a process its position; it becomes a child of this rank if that is here."""
+        point, own = self._point, self._position
+        position = Position(rank, own.rank, own.depth + 1, str(self._processes[point.rank]))
+        if self._is_root and point.is_tree and greeting.listens_at != LEAF:
+            position = self._record.assign(rank, candidate, greeting)
         elif self._is_root:
-            self._places.admit(rank, greeting.peer)
+            self._record.admit(rank, greeting.peer)
         candidate.rank, self._processes[rank] = rank, greeting.peer
         if self._is_root:
             self._ends[rank] = candidate.ends
             if candidate.handshake and not candidate.handshake.key:
                 self._unproven.add(rank)
-        candidate.trust(place.host_timeout)
-        if not seat.host:
+        candidate.trust(point.host_timeout)
+        if not position.host:
             self._candidates.remove(candidate)
             self.members[rank] = candidate
-        candidate.send(Kind.PLACE, json.dumps(seat).encode(), system.monotonic() + SHORTLY)
+        body, deadline = json.dumps(position).encode(), system.monotonic() + SHORT_SECONDS
+        candidate.send(Kind.POSITION, body, deadline)
 
-    def _spoilt(self, connection: Connection, error: WireError) -> None:
+    def _handle_invalid(self, connection: Connection, error: WireError) -> None:
         if connection.rank is not None and connection not in self._candidates:
-            raise self._failure(f"{self._who(connection)} has sent what is no message: {error}")
-        super()._spoilt(connection, error)
+            raise self._failure(f"{self._describe(connection)} sent an invalid message: {error}")
+        super()._handle_invalid(connection, error)
 
-    # The end --------------------------------------------------------------------------------------
+    # Leaving -------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Wait until all below have left, take leave, and stop listening. Rank 0 alone raises."""
-        self._is_leaving, self._place.next_look = True, math.inf
-        self._deadline = system.monotonic() + self._place.timeout
-        has_asked = not self._place.is_tree
+        """Wait until all children have left, say goodbye, stop listening. Only rank 0 raises."""
+        self._is_leaving, self._point.next_poll = True, math.inf
+        self._deadline = system.monotonic() + self._point.timeout
+        has_asked = not self._point.is_tree
         try:
-            while self.members.keys() - self._gone:
+            while self.members.keys() - self._departed:
                 is_over = system.monotonic() >= self._deadline
                 self._serve(self._deadline)
-                absent = self.members.keys() - self._gone
+                absent = self.members.keys() - self._departed
                 if not is_over or not absent:
                     continue
                 if has_asked:
-                    raise self._failure(f"{name_ranks(absent)} joined and did not take leave")
-                # A rank that is further from rank 0 gives up earlier, and says whom it waits for.
-                settle = _SETTLE / (self._seat.depth or 0.5)
+                    raise self._failure(f"{name_ranks(absent)} joined and did not leave")
+                # A rank further from rank 0 gives up earlier, and names the ranks it waits for.
+                settle = _QUERY_SECONDS / (self._position.depth or 0.5)
                 has_asked, self._deadline = True, system.monotonic() + settle
-                self._ask(self._gone)
-        except RendezvousError:  # which rank 0 has been told
+                self._ask(self._departed)
+        except RendezvousError:  # rank 0 knows
             if self._is_root:
                 raise
             return
         if self._up is not None:
-            self._up.send(Kind.GOODBYE, b"", system.monotonic() + _ANSWER)
+            self._up.send(Kind.GOODBYE, b"", system.monotonic() + _ANSWER_SECONDS)
         self.close()
 
     def abort(self, reason: str) -> None:
-        """Send the reason to all that are connected, or are about to be, and stop listening."""
-        until = system.monotonic() + SHORTLY
-        with suppress(RendezvousError):  # a second failure is no news
+        """Send the reason to all ranks that are connected or connecting, and stop listening."""
+        until = system.monotonic() + SHORT_SECONDS
+        with suppress(RendezvousError):  # a second failure adds nothing
             if not self._is_root and self._up is None and self._round == 0:
                 self._deadline = until
-                self._join()  # the others wait for this rank to come
-            # Take in who has joined since, and those that are just doing so.
+                self._join()  # the other ranks wait for this rank
+            # Accept ranks that have connected since, or are connecting now.
             while system.monotonic() < until:
-                is_joining = any(not each.is_refused for each in self._candidates)
+                is_joining = any(not candidate.is_rejected for candidate in self._candidates)
                 if not self._serve(until if is_joining else 0.0):
                     break
         self._failure(reason, joining=True)
@@ -405,21 +408,21 @@ class TreeNode(Gate):
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
         """Notify all neighbours, and return the error to raise.
 
-        While ranks are ``joining``, ranks that come within two seconds are notified, too.
+        If ranks are ``joining``, ranks that connect within two seconds are notified as well.
         """
-        error = self._place.error(reason)
+        error = self._point.error(reason)
         if self._verdict:
             return error
         self._verdict = reason
-        deadline = system.monotonic() + SHORTLY
-        for each in self._neighbours():
-            each.send(Kind.FAILURE, reason.encode())
+        deadline = system.monotonic() + SHORT_SECONDS
+        for neighbour in self._neighbours():
+            neighbour.send(Kind.FAILURE, reason.encode())
         self._notified |= self.members.keys()
         if joining and self._round == 0 and self._listeners:
-            expected = set(range(self._size)) - {self._place.rank} - self._places.given.keys()
+            expected = set(range(self._size)) - {self._point.rank} - self._record.payloads.keys()
             while expected - self._notified and system.monotonic() < deadline:
                 self._serve(deadline)
-        refused = (candidate for candidate in self._candidates if candidate.is_refused)
+        refused = (candidate for candidate in self._candidates if candidate.is_rejected)
         for connection in (*self._neighbours(), *refused):
             connection.flush(deadline)
             connection.shut()
@@ -435,29 +438,29 @@ class TreeNode(Gate):
     def close(self) -> None:
         """Stop listening, and close all connections."""
         self.selector.close()
-        wires = (each.wire for each in (*self._neighbours(), *self._candidates))
+        wires = (connection.wire for connection in (*self._neighbours(), *self._candidates))
         for end in (*self._listeners, *wires):
             end.close()
-        self._place.clear()
+        self._point.clear()
 
 
 class TreeStore(MeetingPoint):
     """A store whose ranks meet in a tree."""
 
     def __init__(self, rank: int, size: int, timeout: float, loopback: Sequence[str] = ()) -> None:
-        """``loopback`` are addresses of this host itself, one of which the ranks need."""
+        """Create the tree; the ranks need one of the ``loopback`` addresses of this host."""
         self.rank, self.size, self.timeout = rank, size, timeout
         if size > 1 and loopback and not any(map(source_address, loopback)):
             raise self.error(
-                f"this host cannot reach itself at {' or '.join(loopback)}: it has no loopback "
-                "network; start it (ip link set lo up), as root of the container or sandbox"
+                f"this host cannot reach itself at {' or '.join(loopback)}: its loopback network "
+                "is down. Start it as root of the container or sandbox (ip link set lo up)"
             )
         self.node = TreeNode(self)
         self._has_ended = False
 
     def exchange(self, payload: bytes) -> Roster:
         if self._has_ended:
-            raise self.error("this store was closed or has failed; make a new one")
+            raise self.error("this store was closed or has failed. Create a new store")
         if self.size == 1:
             return Roster.of([payload])
         try:
@@ -467,13 +470,13 @@ class TreeStore(MeetingPoint):
             raise
 
     def close(self) -> None:
-        """Leave; blocks until the ranks below have left. Rank 0 alone raises; see ``Store``."""
+        """Leave; blocks until all children have left. Only rank 0 raises; see ``Store``."""
         if not self._has_ended:
             self._has_ended = True
             self.node.leave()
 
     def abort(self, reason: str) -> None:
-        """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
+        """Notify connected ranks that this rank aborts; waits at most 2 s."""
         if not self._has_ended:
             self._has_ended = True
             self.node.abort(f"rank {self.rank} aborted: {reason}")

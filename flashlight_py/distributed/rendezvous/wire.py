@@ -1,9 +1,9 @@
-"""Connections between ranks: messages, and proofs that both know the run's secret.
+"""Connections between ranks: messages, and proofs that both ends know the run's secret.
 
 A message is a header (magic, version, kind, length) and a body; nothing is unpickled. A connection
-begins with a handshake. Client: a nonce. Server, such as rank 0: a nonce. Client: a proof made of
-both nonces, and its greeting. Server: its own proof. Before the proof is checked, only lengths are
-used; as a job may have no secret, no content of a greeting can do harm.
+begins with a handshake. Client and server (such as rank 0) exchange nonces. The client sends a
+proof made of both nonces, and its greeting; the server answers with its proof. Before the proof is
+checked, only lengths are used. Without a secret, no content of a greeting can do harm.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MAGIC = b"FLrv"
 _VERSION = 5
 _HEADER = struct.Struct("!4sHHQ")
 _MAPPED = "::ffff:"
-# Errors of a connection whose other end is silent and was not closed.
+# Errors of a connection whose other end is silent and did not close.
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 _PROBES = 5
-_CHUNK_BYTES = 1 << 28  # read at a time at most
+_CHUNK_BYTES = 1 << 28  # maximum bytes of one read
 _SMALL_BYTES = 1 << 16  # a body up to this size is sent in one call with its header
 PROOF_BYTES = 32
-_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # bytes of a message, without and with a proof
-_HERE = ("127.0.0.1", 0)  # both ends of a connection inside a host, which has no addresses
+_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # bytes of a message, without and with proof
+_LOCAL_ENDS = ("127.0.0.1", 0)  # both ends of a connection inside a host, which has no addresses
 LEAF = "leaf"  # in a greeting: no rank connects to its sender
-_LONGEST_CONNECT = 5.0  # seconds after which hosts that do not answer are asked again
-_NEXT_SECONDS = 0.25  # without an answer, until the next address is tried as well (RFC 8305)
-# If one address refuses, rank 0 may not listen yet: other addresses get so many seconds more.
+_LONGEST_CONNECT = 5.0  # Seconds until silent hosts are contacted again
+_NEXT_SECONDS = 0.25  # Seconds until the next address is tried in parallel (RFC 8305)
+# If one address rejects, rank 0 may not listen yet. Seconds that other addresses get then.
 _REFUSED_SECONDS = 1.0
 
 
@@ -47,18 +47,18 @@ class Kind(enum.IntEnum):
     """The purpose of a message."""
 
     HELLO = 1  # client: its nonce
-    WELCOME = 2  # server: its proof that it knows the secret; the client's was right
-    PAYLOAD = 3  # upwards: all that the sender, and those below it, have to give in this round
-    ROSTER = 4  # downwards: everybody's payload
-    LATE = 5  # upwards: my time is up; downwards: show what you have; the round, as decimal text
-    FAILURE = 6  # either, after WELCOME: why the run fails, or has no place for the client, as text
-    GOODBYE = 7  # upwards: the sender, and those below it, leave
+    WELCOME = 2  # server: its proof; the proof of the client was right
+    PAYLOAD = 3  # up: all payloads of the sender's subtree in this round
+    ROSTER = 4  # down: the payloads of all ranks
+    LATE = 5  # up: the deadline has passed; down: send your payloads; round as text
+    FAILURE = 6  # up or down, after WELCOME: why the run fails or rejects the client
+    GOODBYE = 7  # up: all ranks of the sender's subtree leave
     CHALLENGE = 8  # server: its nonce
-    PROOF = 9  # client: its proof that it knows the secret, and its greeting
-    SECRET = 10  # server: the proof is none, made with another secret
-    PLACE = 11  # server: where the client belongs, a ``Seat``
-    PART = 12  # upwards: as PAYLOAD, and more may follow
-    LOST = 13  # upwards: a rank, the one above it, as decimal text, and what has become of it
+    PROOF = 9  # client: its proof and its greeting
+    SECRET = 10  # server: the client's proof is wrong, so the secrets differ
+    POSITION = 11  # server: the client's ``Position`` in the tree
+    PART = 12  # up: like PAYLOAD, but more may follow
+    LOST = 13  # up: a lost rank, its parent, and the reason, as text
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -70,45 +70,47 @@ class Packet(NamedTuple):
 
 
 class WireError(Exception):
-    """The bytes that arrived are no message of this protocol."""
+    """The received bytes are not a message of this protocol."""
 
 
 class Greeting(NamedTuple):
-    """A client's rank, the world size that it was given, and its process.
+    """A client's rank, its world size, and its process.
 
-    In a tree also its address and port for others, or ``LEAF``, and who was not there ``without``.
+    In a tree also its address and port for other ranks (or ``LEAF``), and the rank of a lost
+    parent.
     """
 
     rank: int
     size: int
     peer: Peer
-    at: str = ""
-    without: int = ANY_RANK
+    listens_at: str = ""
+    lost_parent: int = ANY_RANK
 
     def pack(self) -> bytes:
-        """Return lines of text."""
-        lines = map(str, (self.rank, self.size, *self.peer, self.at, self.without))
+        """Return the greeting as lines of text."""
+        lines = map(str, (self.rank, self.size, *self.peer, self.listens_at, self.lost_parent))
         return "\n".join(lines).encode(errors="replace")
 
     @classmethod
     def parse(cls, text: bytes) -> Greeting | None:
-        """Read what ``pack`` wrote; None if it is none. Unprintable characters are replaced."""
+        """Return the greeting in ``text``, or None. Unprintable characters become "?"."""
         try:
-            rank, size, host, pid, machine, started, at, without = (
+            rank, size, host, pid, machine, started, listens_at, lost_parent = (
                 "".join(char if char.isprintable() else "?" for char in word)
                 for word in text.decode(errors="replace").split("\n")
             )
             peer = Peer(host, int(pid), machine, started)
-            found = cls(int(rank), int(size), peer, at, int(without))
+            greeting = cls(int(rank), int(size), peer, listens_at, int(lost_parent))
         except ValueError:
             return None
-        return found if 0 <= found.rank < found.size < 1 << 31 else None
+        return greeting if 0 <= greeting.rank < greeting.size < 1 << 31 else None
 
 
-class Seat(NamedTuple):
-    """The place of ``rank`` in the tree: below ``parent``, so many connections from rank 0.
+class Position(NamedTuple):
+    """The position of ``rank`` in the tree: below ``parent``, ``depth`` levels below rank 0.
 
-    ``peer`` is the process of ``parent``, who listens at ``host`` and ``port``; "": it says so.
+    ``peer`` is the process of ``parent``, which listens at ``host`` and ``port``. If ``host`` is
+    "", the parent itself has sent the position.
     """
 
     rank: int
@@ -119,8 +121,8 @@ class Seat(NamedTuple):
     port: int = 0
 
 
-# Pickled objects can run code on their receiver, so a rank that joins proves to know the secret. No
-# TLS: no certificates to make and hand out, and no cost once connected.
+# Pickled objects can run code on the receiver, so a rank that joins proves to know the secret. TLS
+# would need certificates and slow down connected ranks.
 class Handshake(NamedTuple):
     """One side's view of a handshake: the key that both sides should know, and both nonces."""
 
@@ -128,21 +130,21 @@ class Handshake(NamedTuple):
     client_nonce: bytes
     server_nonce: bytes
 
-    def of_client(self, greeting: bytes) -> bytes:
+    def client_proof(self, greeting: bytes) -> bytes:
         """Return a client's proof and greeting."""
         return proof(self.key, b"client", *self[1:], greeting) + greeting
 
-    def of_server(self) -> bytes:
-        """Return the proof of rank 0."""
+    def server_proof(self) -> bytes:
+        """Return the server's proof."""
         return proof(self.key, b"server", *self[1:])
 
     def check_client(self, body: bytes) -> bool:
-        """Return whether ``body`` is what a client with our key would send."""
-        return hmac.compare_digest(body, self.of_client(body[PROOF_BYTES:]))
+        """Return whether ``body`` is a proof and greeting made with this key."""
+        return hmac.compare_digest(body, self.client_proof(body[PROOF_BYTES:]))
 
 
 class Connection:
-    """One connected socket: whole messages in, whole messages out.
+    """A connected socket that sends and receives whole messages.
 
     Raises OSError, and closes ``wire``, if the other end has hung up already.
     """
@@ -152,30 +154,30 @@ class Connection:
             self.is_local = wire.family == socket.AF_UNIX
             ends = wire.getpeername(), wire.getsockname()
             if self.is_local:
-                ends = _HERE, _HERE
+                ends = _LOCAL_ENDS, _LOCAL_ENDS
             else:
                 wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             wire.close()
             raise
-        self.wire, self.address, self.here = wire, *map(plain, ends)
-        self.ends = self.here[:2], self.address[:2]  # ours, and the other
+        self.wire, self.address, self.local_address = wire, *map(unmapped, ends)
+        self.ends = self.local_address[:2], self.address[:2]  # of this end, and of the other end
         self.since = system.monotonic()
         self.handshake: Handshake | None = None
-        self.rank: int | None = None  # the other's, once it is known to be a rank
-        self.is_refused = False  # it has been sent its last message
-        self.inbox: deque[Packet] = deque()  # what has arrived
-        self.has_ended = False  # nothing more will
-        self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
-        self._kind: Kind | None = None  # of the message whose body is arriving; None: its header is
-        self._pieces, self._left = list[bytes](), _HEADER.size  # what is here, how much is not
+        self.rank: int | None = None  # of the other end, once it has proven to be a rank
+        self.is_rejected = False  # its last message has been sent
+        self.inbox: deque[Packet] = deque()  # received messages
+        self.has_ended = False  # no more messages arrive
+        self.is_unreachable = False  # has_ended, because the other host is silent
+        self._kind: Kind | None = None  # of the message that is being received; None: in the header
+        self._chunks, self._missing = list[bytes](), _HEADER.size  # received, and missing bytes
         self._limit = _UNPROVEN_LIMIT
-        self._unsent: deque[bytes | memoryview] = deque()  # what is left of messages
+        self._unsent: deque[bytes | memoryview] = deque()  # parts of messages
 
     def trust(self, host_timeout: float) -> None:
-        """Accept long messages from now on; end if the other host is silent for so many seconds.
+        """Accept long messages, and end if the other host is silent for ``host_timeout`` seconds.
 
-        0: do not end. The kernels ask and answer, whatever the processes do meanwhile.
+        0 means no limit. The kernels send the probes and answers, even if the processes are busy.
         """
         self._limit = _MEMBER_LIMIT
         if host_timeout and not self.is_local:
@@ -190,14 +192,14 @@ class Connection:
                 self.wire.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, kind: Kind, body: bytes, deadline: float = 0.0) -> bool:
-        """Send a message behind those that are left, as ``flush`` does."""
+        """Queue a message and flush; see ``flush``."""
         self._unsent += _packed(kind, body)
         return self.flush(deadline)
 
     def flush(self, deadline: float = 0.0) -> bool:
-        """Send what is left of messages; return whether nothing is any more.
+        """Send queued messages; return whether all have been sent.
 
-        Waits until the deadline, a time of ``time.monotonic``, for the other end to take more.
+        Waits until ``deadline`` (``time.monotonic``) for the other end to read.
         """
         while self._unsent:
             self.wire.settimeout(0.0)
@@ -210,35 +212,35 @@ class Connection:
                 if (left := deadline - system.monotonic()) <= 0.0:
                     break
                 system.can_write(self.wire.fileno(), left)
-            except OSError:  # the peer is gone; what it sent last may still be read
+            except OSError:  # the peer has ended; its last messages may still be read
                 self._unsent.clear()
         return not self._unsent
 
     def receive(self, timeout: float) -> None:
-        """Take what arrives within ``timeout`` seconds; a message that is whole goes to the inbox.
+        """Read once, for at most ``timeout`` seconds; a complete message goes to the inbox.
 
-        Nothing that follows a message is read with it. Raises WireError if it is no message of
-        ours, or too long for a peer that has proven nothing.
+        Reads no byte beyond a message. Raises WireError if the bytes are not a message, or the
+        message is too long for a peer without a proof.
         """
         self.wire.settimeout(max(0.001, timeout))
         try:
-            data = self.wire.recv(min(_CHUNK_BYTES, self._left))
+            data = self.wire.recv(min(_CHUNK_BYTES, self._missing))
         except OSError as error:
-            if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
+            if isinstance(error, TimeoutError) and error.errno is None:  # not the kernel's
                 return
             self.is_unreachable = error.errno in _UNREACHABLE
             data = b""
         self.has_ended = not data
-        self._pieces.append(data)
-        self._left -= len(data)
+        self._chunks.append(data)
+        self._missing -= len(data)
         if self._kind is None:
             self._take_header()
-        if self._kind is not None and self._left == 0:
-            self.inbox.append(Packet(self._kind, b"".join(self._pieces)))
-            self._kind, self._pieces, self._left = None, [], _HEADER.size
+        if self._kind is not None and self._missing == 0:
+            self.inbox.append(Packet(self._kind, b"".join(self._chunks)))
+            self._kind, self._chunks, self._missing = None, [], _HEADER.size
 
     def take(self, deadline: float) -> Packet | None:
-        """Wait for a message and return it; None: the end, or time is up. Raises as ``receive``."""
+        """Return the next message; None at the end or the deadline. Raises like ``receive``."""
         while not self.inbox and not self.has_ended:
             left = deadline - system.monotonic()
             if left <= 0:
@@ -247,121 +249,122 @@ class Connection:
         return self.inbox.popleft() if self.inbox else None
 
     def shut(self) -> None:
-        """Send no more, and let what was sent arrive; the other side hangs up when it has read it.
+        """Send nothing more. The other side reads the sent messages, then hangs up.
 
-        Closing with unread input would make the kernel send a reset, upon which the peer would
-        lose what it has not read yet.
+        If a socket is closed with unread input, the kernel sends a reset, and the peer would lose
+        messages that it has not read.
         """
         try:
             self.wire.shutdown(socket.SHUT_WR)
-        except OSError:  # it has gone already
+        except OSError:  # the peer has hung up
             self.has_ended = True
 
     def _take_header(self) -> None:
-        head = b"".join(self._pieces)
-        if not _MAGIC.startswith(head[: len(_MAGIC)]):
-            raise WireError("no message of a flashlight_py rendezvous")
-        if len(head) < _HEADER.size:
+        header = b"".join(self._chunks)
+        if not _MAGIC.startswith(header[: len(_MAGIC)]):
+            raise WireError("it is not a message of a flashlight_py rendezvous")
+        if len(header) < _HEADER.size:
             return
-        _, version, kind, length = _HEADER.unpack(head)
+        _, version, kind, length = _HEADER.unpack(header)
         if version != _VERSION:
-            raise WireError(f"protocol version {version}, this process has {_VERSION}")
+            raise WireError(f"expected protocol version {_VERSION}, got {version}")
         if length > self._limit:
-            raise WireError(f"a message of {length} bytes where at most {self._limit} are taken")
+            raise WireError(f"a message must have at most {self._limit} bytes, got {length}")
         if kind not in _KINDS:
-            raise WireError(f"unknown kind of message {kind}")
-        self._kind, self._pieces, self._left = _KINDS[kind], [], length
+            raise WireError(f"unknown kind of message, got {kind}")
+        self._kind, self._chunks, self._missing = _KINDS[kind], [], length
 
 
 def _packed(kind: Kind, body: bytes) -> Sequence[bytes]:
-    head = _HEADER.pack(_MAGIC, _VERSION, kind, len(body))
-    return (head, body) if len(body) > _SMALL_BYTES else (head + body,)
+    header = _HEADER.pack(_MAGIC, _VERSION, kind, len(body))
+    return (header, body) if len(body) > _SMALL_BYTES else (header + body,)
 
 
-def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an IPv4 address that a socket for both families writes as one of IPv6, as it is."""
+def unmapped(address: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an IPv4 address that is mapped to IPv6 as IPv4; other addresses unchanged."""
     host = str(address[0])
     return (host.removeprefix(_MAPPED), address[1]) if host.startswith(_MAPPED) else address
 
 
-def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
-    """Return the user whose socket at ``theirs`` is connected to ours; None if none of this host.
+def socket_user(peer: tuple[Any, ...], local: tuple[Any, ...]) -> int | None:
+    """Return the user id of the socket at ``peer`` that is connected to ``local``, or None.
 
-    The kernel's own word, net/tcp of proc(5). A socket that its process has closed has no inode
-    there and is listed as root's.
+    The kernel lists sockets of this host in net/tcp (proc(5)). If the process has closed the
+    socket, the kernel lists no inode and user root.
     """
-    wanted = [_in_hex(theirs), _in_hex(ours)]
+    wanted_ends = [_hex_address(peer), _hex_address(local)]
     try:
-        table = system.read_text("/proc/net/tcp6" if ":" in theirs[0] else "/proc/net/tcp")
-    except OSError:  # there is no /proc
+        table = system.read_text("/proc/net/tcp6" if ":" in peer[0] else "/proc/net/tcp")
+    except OSError:  # no /proc
         return None
     for line in table.splitlines()[1:]:
         _, *ends, _, _, _, _, user, _, inode = line.split()[:10]
-        if ends == wanted and inode != "0":
+        if ends == wanted_ends and inode != "0":
             return int(user)
     return None
 
 
-def _in_hex(address: tuple[Any, ...]) -> str:
-    """Return an address as net/tcp has it: words of 32 bits of the host's byte order."""
+def _hex_address(address: tuple[Any, ...]) -> str:
+    """Return an address in the format of net/tcp: words of 32 bits in host byte order."""
     host = address[0].partition("%")[0]
     packed = socket.inet_pton(family_of(host), host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
 
 
-# How others reach rank 0 -------------------------------------------------------------------------
+# Connecting to rank 0 ----------------------------------------------------------------------------
 
 
 class Offer(NamedTuple):
-    """Addresses where a rank 0 may listen, and the secret by which it is recognised."""
+    """Addresses at which a rank 0 may listen, and the secret by which it is recognised."""
 
     addresses: Sequence[tuple[str, int]]
     secret: Secret
-    run: str = ""  # its name
-    who: str = ""  # made the offer
-    advice: str = ""  # what to do where another program listens
+    run: str = ""  # name of the run
+    source: str = ""  # origin of the offer, for errors
+    advice: str = ""  # remedy if another program listens at the address
 
 
-class NobodyError(Exception):
-    """There is no rank 0 at an address, or not yet; says why."""
+class NoServerError(Exception):
+    """No rank 0 listens at an address, or not yet. The message has the reason."""
 
 
-class SilentError(NobodyError):
-    """Somebody has accepted the connection and does not answer."""
+class SilentError(NoServerError):
+    """A process accepted the connection and does not answer."""
 
 
-class WrongServerError(NobodyError):
-    """Somebody answers who is not the rank 0 that is meant."""
+class WrongServerError(NoServerError):
+    """A process answers that is not the expected rank 0."""
 
 
 class SecretError(WrongServerError):
     """A rank 0 answers that knows another secret."""
 
 
-# Of the problems with several addresses of one rank 0, the last of these kinds is raised: a silent
-# rank 0, or one with another secret, exists; another program may listen at some address of ours.
-_TELLING = (WrongServerError, NobodyError, SilentError, SecretError)
+# If several addresses of a rank 0 fail, the error of the last class in this list is raised. A
+# silent rank 0 or a rank 0 with another secret exists, but any program may listen at some address.
+_BY_PRIORITY = (WrongServerError, NoServerError, SilentError, SecretError)
 
 
 def greet(offer: Offer, introduce: Callable[[Connection], Greeting], deadline: float) -> Connection:
     """Connect to the rank of ``offer``; both sides prove that they know its secret.
 
-    ``introduce`` returns what this rank says of itself on a connection. Raises NobodyError if
-    nobody who knows the secret answers at any of the addresses before the deadline.
+    ``introduce`` returns the greeting of this rank for a connection. Raises NoServerError if no
+    process that knows the secret answers at any address before ``deadline``.
     """
     attempts = Attempts(offer.addresses)
-    problems: list[NobodyError] = []
+    problems: list[NoServerError] = []
     for wire in attempts.connected(min(deadline, system.monotonic() + _LONGEST_CONNECT)):
         now = system.monotonic()
         try:
-            return _greet_at(wire, offer, introduce, now + (deadline - now) / (attempts.left + 1))
-        except NobodyError as error:
+            share = (deadline - now) / (attempts.pending + 1)
+            return _greet_at(wire, offer, introduce, now + share)
+        except NoServerError as error:
             problems.append(error)
     if attempts.problems or not problems:
         refused = "; ".join(f"{host}: {why}" for host, why in attempts.problems.items())
-        problems.append(NobodyError(refused or "it has no address"))
-    raise max(problems, key=lambda problem: _TELLING.index(type(problem)))
+        problems.append(NoServerError(refused or "rank 0 has no address"))
+    raise max(problems, key=lambda problem: _BY_PRIORITY.index(type(problem)))
 
 
 def _greet_at(
@@ -370,21 +373,21 @@ def _greet_at(
     try:
         connection = Connection(wire)
     except OSError as error:
-        raise NobodyError(str(error)) from error
+        raise NoServerError(str(error)) from error
     try:
-        mine = nonce()
-        challenge = _ask(connection, Kind.HELLO, mine, deadline, offer)
+        client_nonce = nonce()
+        challenge = _ask(connection, Kind.HELLO, client_nonce, deadline, offer)
         if challenge.kind is not Kind.CHALLENGE or len(challenge.body) != NONCE_BYTES:
             raise WrongServerError(f"another program listens there{offer.advice}")
-        handshake = Handshake(offer.secret.key(connection.address), mine, challenge.body)
-        answer = handshake.of_client(introduce(connection).pack())
+        handshake = Handshake(offer.secret.key(connection.address), client_nonce, challenge.body)
+        answer = handshake.client_proof(introduce(connection).pack())
         welcome = _ask(connection, Kind.PROOF, answer, deadline, offer)
-        is_proven = hmac.compare_digest(welcome.body, handshake.of_server())
+        is_proven = hmac.compare_digest(welcome.body, handshake.server_proof())
         if welcome.kind is not Kind.WELCOME or not is_proven:
-            ours = f"is from {offer.secret.source}" if handshake.key else "is missing"
+            origin = f"comes from {offer.secret.source}" if handshake.key else "is missing"
             raise SecretError(
                 f"the secrets differ: the listener there, as rank 0, does not know the secret of "
-                f"this process, which {ours}; {REMEDY}"
+                f"this process, which {origin}; {REMEDY}"
             )
     except BaseException:
         connection.wire.close()
@@ -401,14 +404,14 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
     if message is not None:
         return message
     if connection.has_ended:
-        raise NobodyError("the listener there has hung up")
-    raise SilentError("the listener there has not answered the greeting")
+        raise NoServerError("the listener closed the connection")
+    raise SilentError("the listener did not answer the greeting")
 
 
 def claim(offer: Offer, size: int, seconds: float) -> str:
-    """Greet the rank 0 of ``offer`` as another one; return why it has no place for us.
+    """Greet the rank 0 of ``offer`` as another rank 0; return the reason of its rejection.
 
-    "" if it is there and has not answered within ``seconds``. Raises as ``greet``.
+    "" if it accepted the connection and did not answer within ``seconds``. Raises like ``greet``.
     """
     greeting, deadline = Greeting(0, size, this_process()), system.monotonic() + seconds
     connection = greet(offer, lambda _: greeting, deadline)
@@ -422,12 +425,12 @@ def claim(offer: Offer, size: int, seconds: float) -> str:
     return answer.body.decode(errors="replace") if answer and has_failed else ""
 
 
-# A name means 127.0.1.1 on its own host and perhaps an IPv6 address elsewhere: all are tried.
+# A name may resolve to 127.0.1.1 on its own host and to IPv6 elsewhere: all addresses are tried.
 class Attempts:
-    """Connections to ``addresses``: a host (an address or a name) and a port each.
+    """Connections to ``addresses``: pairs of a host (address or name) and a port.
 
     A host that begins with a NUL byte is a socket inside this host (unix(7): abstract).
-    ``problems`` are the reasons, by address, why there is no connection.
+    ``problems`` has the reasons, by address, why a connection failed.
     """
 
     def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:
@@ -438,15 +441,15 @@ class Attempts:
                 self._targets.extend([(host,)] if host[0] == "\0" else resolved(host, port))
             except OSError as error:  # noqa: PERF203 - each for itself
                 self.problems[host] = str(error)
-        self.left = len(self._targets)
+        self.pending = len(self._targets)
 
     def connected(self, until: float) -> Iterator[system.Socket]:
-        """Yield what connects before ``until``, a time of ``time.monotonic``, the first one first.
+        """Yield sockets that connect before ``until`` (``time.monotonic``), the fastest first.
 
-        Each is the caller's to close. ``left`` is how many addresses have not been heard of then.
+        The caller closes each socket. ``pending`` is the number of addresses without a result.
         """
         due = system.monotonic()
-        # All are tried in half of the time, however many do not answer.
+        # All addresses are tried in half of the time, even if none answers.
         pause = min(_NEXT_SECONDS, (until - due) / (2 * max(1, len(self._targets))))
         with system.Selector() as selector:
             try:
@@ -462,16 +465,16 @@ class Attempts:
                         selector.unregister(wire)
                         if error := wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                             wire.close()
-                            self._failed(address, OSError(error, os.strerror(error)))
-                            due = 0.0  # nobody is there: the next one need not wait
+                            self._add_problem(address, OSError(error, os.strerror(error)))
+                            due = 0.0  # rejected: try the next address at once
                             until = min(until, system.monotonic() + _REFUSED_SECONDS)
                             continue
-                        self.left -= 1
+                        self.pending -= 1
                         wire.setblocking(True)
                         yield wire
                     if not ready and system.monotonic() >= until:
                         for key in selector.get_map().values():
-                            self._failed(key.data[1], TimeoutError("timed out"))
+                            self._add_problem(key.data[1], TimeoutError("timed out"))
                         return
             finally:
                 for key in list(selector.get_map().values()):
@@ -482,8 +485,8 @@ class Attempts:
         family = socket.AF_UNIX if inside else family_of(address[0])
         try:
             wire = system.Socket(family, socket.SOCK_STREAM)
-        except OSError as error:  # a family that this host does not have
-            self._failed(address, error)
+        except OSError as error:  # this host lacks the address family
+            self._add_problem(address, error)
             return
         wire.setblocking(False)
         problem = wire.connect_ex(address[0] if inside else address)
@@ -491,8 +494,8 @@ class Attempts:
             selector.register(wire, EVENT_WRITE, (wire, address))
         else:
             wire.close()
-            self._failed(address, OSError(problem, os.strerror(problem)))
+            self._add_problem(address, OSError(problem, os.strerror(problem)))
 
-    def _failed(self, address: tuple[Any, ...], error: OSError) -> None:
-        self.left -= 1
+    def _add_problem(self, address: tuple[Any, ...], error: OSError) -> None:
+        self.pending -= 1
         self.problems[address[0]] = str(error)

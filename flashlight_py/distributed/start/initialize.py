@@ -58,7 +58,8 @@ def distributed_init(
     torch.distributed has joined the ranks through its backend "flashlight", it returns at once.
 
     If ranks share a host, NumPy's OpenBLAS uses this rank's share of the cores until the shutdown.
-    OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and the program override it. ``describe`` reports it.
+    OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and the program override the number of threads, which
+    ``describe`` reports.
 
     Args:
         init_method: ``DistributedInit.MPI``: started by ``mpirun``; MPI provides rank and size.

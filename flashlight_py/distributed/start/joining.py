@@ -68,25 +68,25 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
     if settings.backend == "gloo":
         return Choice(_gloo(store, settings), "BACKEND is gloo")
     sharing = topology.ranks_by_memory(store)
-    hosts, apart = sharing.groups, sharing.apart
+    hosts, reason = sharing.groups, sharing.apart
     if settings.backend == "shm":
         if len(hosts) > 1:
             raise UnavailableEverywhereError(
                 "distributed_init: with BACKEND 'shm', all ranks must share memory, got these "
-                f"groups of ranks: {hosts}{apart and f' ({apart})'}. Omit BACKEND to use Gloo "
+                f"groups of ranks: {hosts}{reason and f' ({reason})'}. Omit BACKEND to use Gloo "
                 "between the groups."
             )
         inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
         return Choice(inside, "BACKEND is shm")
     if len(hosts) == store.size:
-        why = f"no two ranks share memory{apart and f': {apart}'}"
-        return Choice(_gloo(store, settings), why, apart)
+        why = f"no two ranks share memory{reason and f': {reason}'}"
+        return Choice(_gloo(store, settings), why, reason)
     return _shared(store, settings, sharing)
 
 
 def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
     """Use shared memory inside each host. If that fails on any host, all ranks use Gloo only."""
-    hosts, apart = sharing.groups, sharing.apart
+    hosts, reason = sharing.groups, sharing.apart
     host_ranks = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
@@ -122,7 +122,7 @@ def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choi
     sizes = ", ".join(str(len(host)) for host in hosts[:_MOST_SIZES])
     more = ", ..." if len(hosts) > _MOST_SIZES else ""
     why = f"{len(hosts)} hosts with {sizes}{more} ranks: shared memory inside, Gloo between"
-    return Choice(backend, f"{why}{apart and f'; {apart}'}", apart)
+    return Choice(backend, f"{why}{reason and f'; {reason}'}", reason)
 
 
 def _first_text(texts: Sequence[bytes]) -> str:

@@ -56,7 +56,7 @@ class Settings:
 
         Raises:
             TypeError: If ``params`` is no mapping.
-            ValueError: If a key is unknown (names the most similar one) or a value is invalid.
+            ValueError: If a key is unknown or a value is invalid. Names the most similar key.
             OSError: If TRACE_DIR is relative and the working directory was removed.
         """
         params = {} if params is None else params

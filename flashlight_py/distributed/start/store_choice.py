@@ -11,7 +11,7 @@ from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.secret import folder
+from flashlight_py.distributed.rendezvous.secret import private_folder
 from flashlight_py.distributed.rendezvous.store import Store, check_member
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start.settings import Settings
@@ -59,7 +59,7 @@ def choose_store(
         if is_passed and (rank, size) != (launch.rank, launch.size):
             raise ValueError(
                 f"distributed_init: expected rank {launch.rank} of {launch.size} as in the "
-                f"environment ({launch.said_by}), got world_rank={rank} and world_size={size}. "
+                f"environment ({launch.source}), got world_rank={rank} and world_size={size}. "
                 "Omit them with DistributedInit.ENV."
             )
     else:
@@ -95,7 +95,7 @@ def _detected() -> LaunchEnvironment:
     if launch is None:
         environment.check_schedulers()
         raise RendezvousError(
-            "distributed_init: expected the environment variables of a launcher, found none. Start "
+            "distributed_init: expected a launcher, got no launcher variables. Start "
             "the ranks by flrun, srun, mpirun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR "
             "and MASTER_PORT."
         )
@@ -109,7 +109,7 @@ def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
     host, port = launch.master_address, launch.master_port
     if file is None and port is not None and port == environment.agent_port():
         if launch.local_size == size:
-            file = str(folder(system.environ) / f"torchrun-{port}")
+            file = str(private_folder(system.environ) / f"torchrun-{port}")
         else:
             port = environment.derived_port(port, 1)  # offset 0 would return 13600 itself
     store: FileStore | TcpStore
@@ -122,8 +122,8 @@ def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
         return MpiStore(timeout)
     else:
         raise RendezvousError(
-            f"distributed_init: rank {rank} of {size} ({launch.said_by}): expected a rendezvous in "
-            "the environment, found none. Set MASTER_ADDR and MASTER_PORT, pass "
+            f"distributed_init: rank {rank} of {size} ({launch.source}): expected a rendezvous in "
+            "the environment, got no address. Set MASTER_ADDR and MASTER_PORT, pass "
             "params={'FILE_PATH': path} with a path that all ranks can access, or use "
             "DistributedInit.MPI under an MPI launcher."
         )

@@ -17,7 +17,7 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory.topology import DeviceRule
-from flashlight_py.distributed.rendezvous.environment import ALONE, started_as
+from flashlight_py.distributed.rendezvous.environment import ALONE, launch_description
 from flashlight_py.distributed.start import blas
 
 
@@ -36,7 +36,7 @@ class World:
 
 
 def _warn_of_missing_init() -> None:
-    launch = started_as()
+    launch = launch_description()
     if launch:
         warnings.warn_explicit(
             "distributed_init was not called, although a launcher started several processes. Each "
@@ -132,7 +132,8 @@ def use_local_device() -> str:
     """Make the GPU of this rank the current CuPy device of this thread, and return its name.
 
     The device number is ``rank % MAX_DEVICE_PER_NODE`` if that key was passed, like in flashlight.
-    Otherwise it is the local rank modulo the number of visible GPUs. CuPy arrays must be on it.
+    Otherwise it is the local rank modulo the number of visible GPUs. Collectives accept CuPy arrays
+    on this device only.
 
     Returns:
         A name for ``Module.to`` and ``device.to_device``, such as ``"cuda:1"``.
@@ -166,7 +167,8 @@ class RankFilter(logging.Filter):
     Args:
         rank: The only rank of the world that logs, such as 0; None: every rank.
         local_rank: The only rank on each host that logs, such as 0; None: every rank.
-        pass_level: Records from this level up pass on every rank, such as ``logging.ERROR``.
+        pass_level: Lowest level whose records pass on every rank, such as ``logging.ERROR``; None:
+            no level does.
 
     Raises:
         TypeError: If a rank or the level is no integer.

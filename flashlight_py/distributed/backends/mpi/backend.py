@@ -95,7 +95,7 @@ class Operation(Work):
         self._value, self.error, self.is_settled, self.ended = value, error, error is None, True
 
     def cause(self) -> DistributedError | None:
-        """Return the comparison's error if another rank caused it; waits for its end."""
+        """Wait for the comparison's end; return its error if another rank caused it, or None."""
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
@@ -222,7 +222,7 @@ class MpiBackend(Backend):
         return operation
 
     def _is_compared(self, call: Call) -> bool:
-        """Return whether ranks compare ``call``. Always true if MPI needs the outcome."""
+        """Return whether ranks compare ``call``: if checks are on, or MPI needs the result."""
         needs_outcome = call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
         return self._compares_all or needs_outcome
 
@@ -291,7 +291,7 @@ class MpiBackend(Backend):
             self._break(operation, CollectiveTimeoutError(text))
 
     def interrupt(self, operation: Operation, error: BaseException) -> None:
-        """End the group after ``error`` (Ctrl-C) ended a wait; other waits raise its name."""
+        """End the group after an exception such as Ctrl-C ended a wait; other waits raise too."""
         with self.progress.lock:
             if not operation.ended:
                 reason = f"{type(error).__name__} in {operation.name}"

@@ -21,8 +21,7 @@ import numpy as np
 
 # Replaces the count if an operation is running or was abandoned.
 UNFINISHED = -1
-# Seconds that a rank waits, after its program raised, for readers of its output and for other
-# ranks.
+# Seconds that a rank whose program raised waits for readers of its output and other ranks.
 _LINGER_SECONDS = 1.0
 _LOOK_SECONDS = 1e-3
 

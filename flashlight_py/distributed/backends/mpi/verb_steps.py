@@ -93,7 +93,7 @@ class VerbSteps:
         yield from ()  # the comparison was the barrier
 
     def _reduce(self, call: Call, _: None) -> Steps:
-        """Reduce in place on all ranks, or on the root only. Other arrays do not change."""
+        """Reduce in place on all ranks, or on the root only (other ranks' arrays do not change)."""
         array, form = call.array, _form_of(self._mpi, call.array, call.op)
         root = call.root if call.verb.rooted else None
         is_filled = call.verb.fills(self._rank, call.root)
@@ -238,8 +238,7 @@ class VerbSteps:
     def broadcast(self, data: Array, root: int) -> Steps:
         """Overwrite ``data`` with the data of ``root``."""
         if self._needs_pairs(data, 0):
-            # Each rank gets a part, then all ranks gather the parts (van de Geijn). Every link
-            # carries twice the size of the array.
+            # Scatter, then all_gather (van de Geijn): each link carries 2 sizes of the array.
             counts = self.shares(data.size)
             parts = _by_rank(data, counts)
             part = parts[self._rank]
@@ -299,7 +298,7 @@ class VerbSteps:
     ) -> Steps:
         """Send and receive the parts of each rank, all at once; copy this rank's own part.
 
-        Messages between two ranks keep their order. ``number`` is that of a user's message.
+        Messages between two ranks keep their order. Only a user's message has a ``number``.
         """
         comm, me = self._comm, self._rank
         tag = _COLLECTIVE_TAG if number is None else 1 + number % _LARGEST_TAG

@@ -1,4 +1,4 @@
-"""Collectives on CuPy arrays with NCCL, most of which do not block the host."""
+"""Collectives on CuPy arrays with NCCL. Most of them do not block the host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flashlight_py.distributed.calls.combining import RESULTS, split_rows
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.verbs import REDUCE, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, wait_timeout_error
-from flashlight_py.structure import here
+from flashlight_py.structure import thread_state
 
 _ALONE = contextlib.nullcontext()
 
@@ -57,8 +57,7 @@ class NcclBackend(Backend):
             self.path += f"; calls start on a thread of NCCL, 150 us later: {nccl.slow_reason}"
         self.communicator, self._cupy = communicator, cupy
         with self.on_device():
-            # Not ordered with the legacy default stream, which would prevent overlap with
-            # computation.
+            # Not ordered with the legacy default stream, which would prevent overlap.
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._make_event = functools.partial(cupy.cuda.Event, disable_timing=True)
             # One event serves every call: a wait covers the latest record before the wait.
@@ -112,7 +111,7 @@ class NcclBackend(Backend):
     @property
     def _comparing(self) -> Any:
         """The comparisons of calls, or the recorder of the calls while CUDA captures a graph."""
-        return here.recorder or self._comparisons
+        return thread_state.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:
         """Raise if ``call`` has an array on another device, or the communicator is unusable."""
@@ -181,7 +180,7 @@ class NcclBackend(Backend):
         return self._into(call, sum(rows), gather)
 
     def _gathering(self, array: Array, joined: Array, lengths: dict[int, int]) -> list[Step]:
-        """Return the steps of a gather of ``lengths`` bytes; broadcasts if lengths differ."""
+        """Return the steps that gather ``lengths`` bytes from each rank."""
         source = _address(array)
         if len(set(lengths.values())) == 1:
             return [(launching.ALL_GATHER, source, _address(joined), array.nbytes, BYTES, 0, 0)]
@@ -231,7 +230,7 @@ class NcclBackend(Backend):
         return self._launch(call, steps, arrays, result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
-        """Let ``run`` fill ``out`` or a new array; a wrong row count raises ValueError later."""
+        """Let ``run`` fill ``out`` or a new array. The wait raises if the row counts differ."""
         with self.on_device():
             out, room = call.out, call.room(rows)
         work = run(room)
@@ -284,8 +283,7 @@ class NcclBackend(Backend):
             if self.communicator.close(poll(self._is_over, seconds)):
                 self._comparisons.finish(FINALIZE_SECONDS)  # otherwise no rank waits for this one
         self._flights.clear()
-        # Break reference cycles. The garbage collector, which ignores GPU memory, would free stream
-        # and events late.
+        # Break reference cycles: the garbage collector would free stream and events late.
         self.communicator.on_wait = self.communicator.find_missing = None
 
     def _is_over(self) -> bool:
@@ -316,7 +314,7 @@ class NcclBackend(Backend):
             communicator.require(verb)
             if not kept:
                 return Done(result)
-            caller, recorder = int(self.current_stream().ptr), here.recorder
+            caller, recorder = int(self.current_stream().ptr), thread_state.recorder
             # The host never sees the end of an event that a graph has captured.
             event = self._free_event(verb) if recorder is None else self._make_event()
             by_one_call = communicator.child and prepare is None and finish is None
@@ -359,7 +357,8 @@ class NcclBackend(Backend):
         self.communicator.captured.add(captured)
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` of a graph with an event to record. Raises if the group has failed."""
+        """Launch a CUDA graph: ``launch`` receives an event for its end. Raises like
+        ``_launch``."""
         communicator = self.communicator
         with communicator.lock, self.on_device():
             communicator.require(name)
@@ -373,7 +372,7 @@ class NcclBackend(Backend):
             self._flights.add(DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:
-        """Connect to peers of ``steps`` by one byte before the first message to or from them."""
+        """Exchange one byte with each peer in ``steps`` that has no connection yet."""
         ends = {(kind, peer) for kind, *_, peer in steps if peer != self.rank}
         first, call = sorted(ends - self._connected), self._launcher.call
         if first:
@@ -401,7 +400,7 @@ class NcclBackend(Backend):
         return array
 
     def on_device(self) -> Any:
-        """Return a context in which this rank's device is current."""
+        """Return a context manager that makes this rank's device the current device."""
         if self._cupy.cuda.runtime.getDevice() == self.device:
             return _ALONE
         return self._cupy.cuda.Device(self.device)  # a new object: threads must not share one
@@ -433,18 +432,16 @@ class NcclBackend(Backend):
 
         if rest == 1.0 and not any(form.widened for form in forms):
             return self._launch(call, steps(pairs), arrays, result)
-        converted = list[tuple[Array, Array]]()  # converted arrays, in use until ``finish``
+        cast = list[tuple[Array, Array]]()  # converted arrays, in use until ``finish``
 
         def prepare() -> list[Step]:
             with self._stream:  # owner of the converted arrays
-                converted.extend(
-                    form.convert(*pair) for form, pair in zip(forms, pairs, strict=True)
-                )
-            return steps(converted)
+                cast.extend(form.convert(*pair) for form, pair in zip(forms, pairs, strict=True))
+            return steps(cast)
 
         def finish() -> None:
             with self._stream:
-                for (_, target), (_, reduced) in zip(pairs, converted, strict=True):
+                for (_, target), (_, reduced) in zip(pairs, cast, strict=True):
                     if reduced is not target:
                         target[...] = reduced
                     scale_in_place(target, rest)
@@ -505,6 +502,6 @@ class StreamWork(Work):
         return self.flight.ended
 
     def block(self, timeout: float = math.inf) -> None:
-        """Block the host until the end; raises CollectiveTimeoutError after ``timeout``."""
+        """Block the host until the end; raise CollectiveTimeoutError after ``timeout`` seconds."""
         if not poll(self.is_completed, timeout):
             raise wait_timeout_error(self._backend.communicator.doing(self.flight.verb), timeout)

@@ -162,10 +162,10 @@ class Communicator:
             return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
 
     def require(self, verb: str) -> None:
-        """Raise unless the communicator is usable. The error that broke it is raised once.
+        """Raise if the communicator is unusable: first the error that ended it, later:
 
         Raises:
-            GroupClosedError: If the group was closed, or the error was raised before.
+            GroupClosedError: If the group was closed, or that error was raised before.
         """
         self.require_unbroken()
         if self.broken is not None:
@@ -174,12 +174,12 @@ class Communicator:
             raise GroupClosedError(f"{self.doing(verb)}: the group is closed")
 
     def require_unbroken(self) -> None:
-        """Raise the error that broke the communicator, unless it was raised before."""
+        """Raise the error that ended the communicator, unless it was raised before."""
         if self.broken is not None and not self._was_raised:
             raise self.error()
 
     def error(self) -> DistributedError:
-        """Return the error that broke the communicator. May ask the other ranks who is missing."""
+        """Return the error that ended the communicator. This may first ask for missing ranks."""
         assert self.broken is not None
         self._was_raised = True
         ask, self.find_missing = self.find_missing, None
@@ -275,7 +275,7 @@ class Communicator:
     def _check(self, verb: str, status: int) -> None:
         """Wait while ``status`` is ncclInProgress; end the communicator if it is a failure.
 
-        Until then NCCL allows no other call, and nothing on the stream (ncclCommGetAsyncError).
+        During the wait NCCL allows no other call or stream operation (ncclCommGetAsyncError).
         """
         if status == self.lib.ncclInProgress:
             # ``on_wait`` detects a late rank at about the same time, and names the rank.
@@ -290,7 +290,7 @@ class Communicator:
     def _settle(self, seconds: float, on_wait: Callable[[], None] | None = None) -> int:
         """Return the state once nothing is in progress, or after ``seconds``.
 
-        The watchdog waits for the lock meanwhile. ``on_wait`` replaces it, and may end this.
+        ``on_wait`` replaces the watchdog, which waits for the caller's lock, and may end the call.
         """
         begin = checked = time.monotonic()
         while (state := self.poll()) == self.lib.ncclInProgress:

@@ -50,12 +50,12 @@ _STARTED_TEXT = (
 
 @runtime_checkable
 class ComparesAhead(Protocol):
-    """A backend whose comparisons may end before other ranks call; see ``Call.is_ahead``."""
+    """A backend that can return from a comparison before other ranks join (``Call.is_ahead``)."""
 
     def look_back(self, name: str, seconds: float) -> bool:
-        """Return whether all ranks have made the calls that this rank made ahead of them.
+        """Return whether all ranks have joined the calls that this rank made ahead. Does not block.
 
-        Does not block. ``name`` is that of the last call, for errors.
+        ``name`` is the name of the last call, for errors.
 
         Raises:
             MismatchError: If the ranks made different calls.
@@ -91,7 +91,7 @@ class Comparisons:
         self.communicator.require(call.name)
 
     def refuse(self, call: Call) -> None:
-        """Make the other ranks raise (for a message, the peer)."""
+        """Make other ranks raise for ``call``, whose arguments are invalid (message: the peer)."""
         if call.verb.is_message:
             self._cpu.start(call)
             return
@@ -123,7 +123,7 @@ class Comparisons:
         return is_over
 
     def check(self) -> None:
-        """End the communicator if a comparison has failed. Any thread may call this; no wait."""
+        """End the communicator if a comparison has failed. Any thread may call this. No wait."""
         while True:
             with self._lock:
                 if not self._posted or not self._posted[0].is_completed():
@@ -149,7 +149,7 @@ class Comparisons:
             return None if is_over else self._posted[0]
 
     def compare(self, call: Call) -> Any:
-        """Block until every rank has made the same call, and return ``Call.compared``'s result.
+        """Block until every rank has made the same call; return the result of the comparison.
 
         Raises the errors of ``Work.wait``, which end the communicator. A MismatchError ends it only
         if NCCL has started one of the calls on another rank.
@@ -185,18 +185,18 @@ class Comparisons:
             self._end(MismatchError(words, group_lives=False, calls=error.calls))
 
     def find_lost(self, doing: str) -> None:
-        """End the communicator if a rank is lost. Any thread may call this; no wait."""
+        """End the communicator if a rank is lost. Any thread may call this. No wait."""
         if (error := self._cpu.lost(doing)) is not None:
             self._end(error)
 
     def _end(self, error: DistributedError) -> None:
-        """End the work on the device, and the waits of other ranks for this one over ``cpu``."""
+        """End running collectives, and the waits of other ranks for this rank over ``cpu``."""
         self.communicator.find_missing = None  # ``error`` tells already
         self.communicator.fail(error)
         self._cpu.abort(error)
 
     def find_missing(self) -> tuple[type[DistributedError] | None, str]:
-        """Return which ranks are missing after NCCL has failed. Makes the other ranks raise."""
+        """Find missing ranks after NCCL failed; return an error class or None, and a sentence."""
         seconds = min(self.communicator.timeout, _DIAGNOSIS_SECONDS)
         refusal = f"nothing more, because NCCL failed: {self.communicator.broken}"
         try:
@@ -215,7 +215,7 @@ class Comparisons:
         return None, f"No missing rank was found over {self._cpu.path}"
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return the lost rank's error or None. Waits ``seconds`` if so far only NCCL noticed."""
+        """Return the error of a lost rank, or None; waits if only NCCL has detected a loss."""
         if isinstance(self.communicator.broken, PeerLostError):
             poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
         lost = self._cpu.lost("NCCL")
@@ -223,7 +223,7 @@ class Comparisons:
 
 
 def _failure(work: Work, seconds: float | None = None) -> DistributedError | None:
-    """Return the error of ``work``, also if it does not end within ``seconds``; or None."""
+    """Return the error of ``work`` or None. A work that has not ended after ``seconds`` fails."""
     try:
         work.wait(seconds)
     except DistributedError as error:

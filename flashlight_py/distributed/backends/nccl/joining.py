@@ -29,8 +29,8 @@ from flashlight_py.errors import (
 class NcclCard(NamedTuple):
     """A rank's report: NCCL version and GPU, or a ``problem`` that prevents its use.
 
-    ``unique_id`` (hexadecimal) identifies the communicator; only rank 0 sends it. ``slow_reason``
-    is that of ``NcclLibrary``.
+    ``unique_id`` (hexadecimal) identifies the communicator; only rank 0 sends it. For
+    ``slow_reason`` see ``NcclLibrary``.
     """
 
     problem: str = ""
@@ -50,7 +50,7 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
             raises.
         DistributedError: If NCCL fails, or a rank does not join. The error names the rank.
     """
-    tools, card = _find_gpu(rule, first=cpu.rank == 0)
+    tools, card = _tools(rule, first=cpu.rank == 0)
     unique_id, slow_reason = exchange_cards(cpu, card, joining)
     assert tools is not None  # exchange_cards has raised otherwise
     nccl, cupy, index = tools
@@ -61,10 +61,8 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
     return NcclBackend(cpu, communicator, cupy, index)
 
 
-def _find_gpu(
-    rule: DeviceRule, first: bool
-) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
-    """Return NCCL, CuPy and the device index, or None; and the card for the other ranks."""
+def _tools(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
+    """Return (NCCL, CuPy, device index) or None if a part is missing, and this rank's card."""
     try:
         if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
             raise BackendUnavailableError(

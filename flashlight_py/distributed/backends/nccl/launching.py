@@ -23,7 +23,7 @@ Step = tuple[int, int, int, int, int, int, int]
 
 
 class Launcher:
-    """Launches on the stream at address ``stream``; event ``ready`` marks the caller's work.
+    """Launcher of NCCL calls on the stream at address ``stream``. ``ready`` is a CUDA event.
 
     Raises:
         BackendUnavailableError: If the native module or CUDA's driver is missing.
@@ -46,7 +46,7 @@ class Launcher:
         return self._ffi.new("fl_step[]", steps)
 
     def wait_for(self, caller: int) -> None:
-        """Make the communication stream wait for all work queued on the stream ``caller``.
+        """Make the communication stream wait for the work that is queued on the stream ``caller``.
 
         Raises:
             DistributedError: If CUDA fails.
@@ -62,7 +62,7 @@ class Launcher:
     def launch(
         self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool
     ) -> int:
-        """Wait for ``caller``, call NCCL, record ``done``; if ``waits``, ``caller`` waits for it.
+        """Wait for stream ``caller``, call NCCL, record ``done``; ``waits``: then block ``caller``.
 
         Return NCCL's status; ``done`` is recorded only after ncclSuccess. Raises like ``wait_for``.
         """
@@ -73,7 +73,7 @@ class Launcher:
 
 
 class GraphLauncher:
-    """Copies to ``targets``, contiguous arrays, and launches ``graph``, a CUDA graph of CuPy.
+    """Launcher of ``graph``, a CUDA graph of CuPy, after copies to the contiguous ``targets``.
 
     Raises:
         BackendUnavailableError: As for ``Launcher``.

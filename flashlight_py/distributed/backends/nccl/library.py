@@ -1,4 +1,4 @@
-"""Search for NCCL's library, and errors for NCCL's statuses."""
+"""Search for NCCL's library, and errors that explain NCCL's status codes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def load_nccl() -> NcclLibrary:
 
 
 def slow_launch_reason(version: int, loaded: str | None, environment: Mapping[str, str]) -> str:
-    """Return why calls cannot be launched on the caller's thread, or "".
+    """Return why NCCL calls need a thread of NCCL (150 us slower), or "" if they do not.
 
     ``loaded`` is the path of an NCCL that another library has loaded, or None.
     """
@@ -134,7 +134,7 @@ def driver_address(name: str) -> int:
 
 
 def library_candidates() -> Iterator[tuple[str, str]]:
-    """Yield (description, path or soname) in order; if the variable is set, only its path."""
+    """Yield (source, path or soname) in order. If the variable is set, yield only its path."""
     if path := os.environ.get(VARIABLE):
         yield VARIABLE, path
         return
@@ -156,7 +156,7 @@ def _path_in_wheel(distribution: str) -> str | None:
 
 def _path_in_process() -> str | None:
     """Return the path of an NCCL that other code, such as CuPy, has loaded, or None."""
-    return next((library._name for library in libraries.mapped("libnccl.so")), None)
+    return next((library._name for library in libraries.loaded_libraries("libnccl.so")), None)
 
 
 def open_first(
@@ -165,7 +165,7 @@ def open_first(
     """Return the first library of ``sources`` that opens and is new enough.
 
     Raises:
-        BackendUnavailableError: If there is none. The error has the problem of each source.
+        BackendUnavailableError: If no library is usable. The error has the problem of each source.
     """
     problems, number = [], ffi.new("int *")
     for source, path in sources:

@@ -29,9 +29,8 @@ _PROFILE_INTERVAL = 0.0005
 MAX_PENDING = 256
 # Minimum seconds between checks for lost ranks: a check takes some system calls per rank.
 _LOSS_INTERVAL = 0.15
-# Statuses of an event that are no failure: success, cudaErrorNotReady, and errors about a graph
-# that another thread captures (cudaErrorStreamCaptureUnsupported to
-# cudaErrorStreamCaptureWrongThread).
+# Statuses of an event without a failure: success, cudaErrorNotReady, and errors of another thread's
+# capture (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
 _NO_FAILURES = {0, 600, *range(900, 909)}
 
 
@@ -53,7 +52,7 @@ class DeviceFlight:
     ended: float | None = None
 
     def start_time(self, free: float = 0.0) -> float:
-        """Return the time from which all ranks have called and the stream is ``free``."""
+        """Return when it can start: all ranks have called, and the stream is ``free``."""
         if not self.compared.is_completed():
             return math.inf  # the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
@@ -110,7 +109,7 @@ class Flights:
             return self._pending[-1] if self._pending else None
 
     def clear(self) -> None:
-        """Remove all collectives and release their arrays; nothing runs any more."""
+        """Remove all collectives and release their arrays. No collective may be running."""
         with self._lock:
             while self._pending:
                 self._pending.popleft().arrays = ()
@@ -118,7 +117,7 @@ class Flights:
 
 
 class NcclWatchdog:
-    """A thread that ends a communicator whose oldest collective cannot end, until ``stop``."""
+    """A thread that ends the communicator if its oldest collective is late or fails."""
 
     def __init__(self, cuda: Any, index: int, flights: Flights, comparisons: Comparisons) -> None:
         self._runtime = cuda.runtime
