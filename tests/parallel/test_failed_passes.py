@@ -107,7 +107,9 @@ IN_ALL_WAYS = pytest.mark.parametrize("way", WAYS)
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_all_ranks_know_and_go_on(rank: int, size: int, way: str) -> None:
+def test_failed_pass_raises_on_all_ranks_and_training_continues(
+    rank: int, size: int, way: str
+) -> None:
     model = Net()
     WAYS[way](model)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.0)
@@ -130,7 +132,7 @@ def test_all_ranks_know_and_go_on(rank: int, size: int, way: str) -> None:
 
 
 @on_ranks()
-def test_leaves(rank: int, size: int) -> None:
+def test_failed_leaf_raises_on_all_ranks_and_training_continues(rank: int, size: int) -> None:
     model, x = Net(), np.linspace(-1, 1, 48).reshape(8, 6)
     fl.distribute_module_grads(model, leaves=4)
     wanted = None
@@ -154,7 +156,9 @@ def test_leaves(rank: int, size: int) -> None:
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_a_refusal_at_the_end_of_a_pass(rank: int, size: int, way: str) -> None:
+def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
+    rank: int, size: int, way: str
+) -> None:
     """Rank 1 has a gradient that cannot be sent, which is found when the pass has ended."""
     model = Net()
     model.spare = fl.param(np.ones(2))
@@ -170,7 +174,7 @@ def test_a_refusal_at_the_end_of_a_pass(rank: int, size: int, way: str) -> None:
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_a_changed_parameter_is_noticed_on_all_ranks(rank: int, size: int, way: str) -> None:
+def test_changed_parameter_raises_on_all_ranks(rank: int, size: int, way: str) -> None:
     """Rank 1 has changed a parameter since its forward pass; a pass before has left gradients."""
     model = Net()
     WAYS[way](model)
@@ -196,7 +200,9 @@ LOSSES: dict[str, Callable[[Net, Net, Any], Any]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("way", ["in buckets", "by themselves", "collected", "sharded"])
 @on_ranks()
-def test_two_modules_of_one_loss(rank: int, size: int, way: str, loss: str) -> None:
+def test_failed_pass_of_two_modules_raises_its_exception(
+    rank: int, size: int, way: str, loss: str
+) -> None:
     """Two modules in one loss: each gets to its end, and the exception is that of the pass."""
     models, x = [Net(), Net()], fl.input(np.ones((2, 6)))
     for model in models:
@@ -215,7 +221,7 @@ def test_two_modules_of_one_loss(rank: int, size: int, way: str, loss: str) -> N
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_an_error_that_another_group_knows_of(rank: int, size: int, way: str) -> None:
+def test_error_of_another_group_fails_the_pass(rank: int, size: int, way: str) -> None:
     """What another group knows of, this one does not: a pass whose own message has failed there."""
     pair, model = fl.new_group([0, 1]), Net()
     WAYS[way](model)
@@ -256,7 +262,7 @@ def two_dimensional(rank: int, size: int, way: str) -> None:
         assert fl.all_reduce(np.ones(1))[0] == size
 
 
-def test_differentiable_collectives_beside_them() -> None:
+def test_failed_pass_with_differentiable_collectives_raises_on_all_ranks() -> None:
     for way in ("in buckets", "in the background"):
         run_ranks(two_dimensional, 4, way, params={"BACKEND": "shm", "TIMEOUT": 20.0})
 
@@ -297,7 +303,7 @@ def pipelined(rank: int, size: int, fails: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_differentiable_messages_beside_them(backend: str) -> None:
+def test_failed_pass_with_differentiable_messages_raises_on_both_ranks(backend: str) -> None:
     params = {"BACKEND": backend, "TIMEOUT": 20.0}
     for fails in (1, 0):
         run_ranks(pipelined, 4, fails, params=params)
@@ -316,6 +322,6 @@ def interrupted(rank: int, size: int, way: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["in buckets", "in the background", "sharded"])
-def test_an_interrupt_ends_the_group(way: str) -> None:
+def test_interrupt_in_a_pass_closes_the_group(way: str) -> None:
     for said in run_ranks(interrupted, 2, way, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
         assert "KeyboardInterrupt" in said

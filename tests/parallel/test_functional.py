@@ -78,14 +78,14 @@ CASES: dict[str, tuple[Callable[..., Any], Shape]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(*WORLDS)
-def test_gradients_are_those_of_all_ranks_losses(rank: int, size: int, name: str) -> None:
+def test_collectives_differentiate_the_losses_of_all_ranks(rank: int, size: int, name: str) -> None:
     function, shape = CASES[name]
     shape = shape(rank, size) if callable(shape) else shape
     gradcheck_over_ranks(function, [numbers(rank, *shape)])
 
 
 @on_ranks(*WORLDS)
-def test_results_are_those_of_the_verbs(rank: int, size: int) -> None:
+def test_collectives_return_the_results_of_the_verbs(rank: int, size: int) -> None:
     x = np.arange(6.0).reshape(3, 2) + rank
     v = fl.input(x)
     everyone = [np.arange(6.0).reshape(3, 2) + r for r in range(size)]
@@ -112,7 +112,7 @@ def test_results_are_those_of_the_verbs(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 3))
-def test_ranks_without_a_gradient_take_part_in_those_of_the_others(rank: int, size: int) -> None:
+def test_ranks_without_gradient_join_the_backward_pass(rank: int, size: int) -> None:
     """Only rank 1's input learns, but it is the others' losses that depend on it."""
     x = fl.Variable(np.array([2.0, 3.0]), calc_grad=rank == 1)
     y = D.broadcast(D.all_reduce(x * float(rank)), 0)
@@ -122,7 +122,7 @@ def test_ranks_without_a_gradient_take_part_in_those_of_the_others(rank: int, si
 
 
 @on_ranks(("shm", 2))
-def test_arrays_may_be_read_only(rank: int, size: int) -> None:
+def test_all_gather_accepts_read_only_gradients(rank: int, size: int) -> None:
     x = fl.param(np.broadcast_to(np.ones(1), (2, 3)))
     F.sum(D.all_gather(x)).backward()  # the gradient of a sum is a read-only view
     F.sum(D.reduce_scatter(D.all_gather(x))).backward()
@@ -130,7 +130,7 @@ def test_arrays_may_be_read_only(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_a_graph_can_be_used_twice(rank: int, size: int) -> None:
+def test_graph_with_collectives_can_be_used_twice(rank: int, size: int) -> None:
     x = fl.param(np.ones(2))
     loss = F.sum(D.all_reduce(x))
     loss.backward(retain_graph=True)
@@ -212,9 +212,7 @@ MESSAGES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 @on_ranks(*SEVERAL)
-def test_gradients_of_messages_are_those_of_all_ranks_losses(
-    rank: int, size: int, name: str
-) -> None:
+def test_messages_differentiate_the_losses_of_all_ranks(rank: int, size: int, name: str) -> None:
     gradcheck_over_ranks(MESSAGES[name], [numbers(rank, 2, 2)])
 
 
@@ -248,7 +246,9 @@ def one_process() -> list[list[Any]]:
 
 @pytest.mark.parametrize("in_order", [True, False])
 @on_ranks(("gloo", 2), ("shm", 2))
-def test_a_pipeline_trains_as_one_process(rank: int, size: int, in_order: bool) -> None:
+def test_pipeline_of_two_ranks_trains_like_one_process(
+    rank: int, size: int, in_order: bool
+) -> None:
     """Rank 0 has the first stage, rank 1 the second; parts of a batch follow each other."""
     stage = stages()[rank]
     optimizer = sgd(stage)
@@ -269,7 +269,7 @@ def test_a_pipeline_trains_as_one_process(rank: int, size: int, in_order: bool) 
 
 
 @on_ranks(("shm", 2))
-def test_without_a_gradient_values_travel_all_the_same(rank: int, size: int) -> None:
+def test_messages_send_values_without_gradient(rank: int, size: int) -> None:
     if rank == 0:
         tag: Any = np.int64(1)
         for value, how in ((np.arange(3), ()), (np.ones((2, 2), np.float32), (tag,))):
@@ -282,7 +282,7 @@ def test_without_a_gradient_values_travel_all_the_same(rank: int, size: int) -> 
     assert (ones.array.tolist(), ones.calc_grad) == ([[1, 1], [1, 1]], True)
 
 
-def test_arguments_of_messages() -> None:
+def test_messages_raise_for_invalid_arguments() -> None:
     v = fl.param(np.ones(3))
     with pytest.raises(TypeError, match=r"functional\.send: expected a flash"):
         D.send(np.ones(3), 1)  # type: ignore[arg-type]
@@ -299,7 +299,7 @@ def test_arguments_of_messages() -> None:
         D.recv(v, 1)
 
 
-def test_arguments() -> None:
+def test_collectives_raise_for_invalid_arguments() -> None:
     for verb in (D.all_reduce, D.all_gather, D.reduce_scatter, D.broadcast, D.all_to_all):
         with pytest.raises(TypeError, match=f"functional.{verb.__name__}: expected a .*Variable"):
             verb(np.ones(3))  # type: ignore[arg-type]
@@ -316,7 +316,7 @@ def test_arguments() -> None:
 
 
 @on_ranks(("shm", 2))
-def test_gradcheck_finds_a_wrong_gradient_and_raises_on_every_rank(rank: int, size: int) -> None:
+def test_gradcheck_raises_on_every_rank_for_a_wrong_gradient(rank: int, size: int) -> None:
     def halved(x: Any) -> Any:
         y = D.all_reduce(x)
         return y if rank else y * fl.no_grad(y.array)
@@ -357,7 +357,7 @@ def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
     ("backend", "message"),
     [pytest.param("gloo", True, marks=pytest.mark.slow), ("shm", False)],
 )
-def test_a_rank_without_a_backward_pass_is_named(
+def test_timeout_error_names_a_rank_without_backward_pass(
     backend: str, message: bool, tmp_path: Path
 ) -> None:
     fifo = tmp_path / "given up"
@@ -389,7 +389,7 @@ def skip_one(rank: int, size: int) -> str:
 
 
 @on_ranks(("gloo", 2), ("shm", 2))
-def test_a_forward_pass_is_distinguished_from_a_backward_pass(rank: int, size: int) -> None:
+def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int) -> None:
     """Rank 1 goes on with the next forward pass instead of a backward pass."""
     x = fl.param(np.ones(2))
     loss = F.sum(D.all_reduce(x))
@@ -410,7 +410,7 @@ NUMBERS = {skip_one: (2, 1), other_order: (1, 2)}
 
 @by_backend
 @pytest.mark.parametrize("function", NUMBERS)
-def test_ranks_at_different_collectives_report_which(
+def test_mismatch_error_reports_the_collective_of_each_rank(
     pool: Any, backend: str, function: Any
 ) -> None:
     messages = pool(2, params={"BACKEND": backend}).run(function)
@@ -436,7 +436,7 @@ def crossed_messages(rank: int, size: int) -> str:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
-def test_gradients_of_two_messages_are_not_mixed_up(backend: str) -> None:
+def test_gradients_of_two_messages_are_kept_apart(backend: str) -> None:
     params = {"BACKEND": backend, "TIMEOUT": 1}
     outcomes = run_outcomes(crossed_messages, 2, params=params)
     assert all(outcome.ok for outcome in outcomes), [each.report() for each in outcomes]

@@ -63,7 +63,7 @@ WORLDS = [
 
 
 @pytest.mark.parametrize(("size", "backend", "dtype"), WORLDS)
-def test_training_ends_near_where_it_ends_without(
+def test_training_with_a_hook_ends_near_training_without(
     pool: Any, size: int, backend: str, dtype: str
 ) -> None:
     ranks = pool(size, **({"params": {"BACKEND": backend}} if size > 1 else {}))
@@ -77,9 +77,7 @@ def test_training_ends_near_where_it_ends_without(
 
 @pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
 @on_ranks(("shm", 2))
-def test_a_full_bucket_starts_while_the_pass_goes_on(
-    rank: int, size: int, inline_bytes: int
-) -> None:
+def test_full_bucket_is_sent_during_the_pass(rank: int, size: int, inline_bytes: int) -> None:
     """The hook is a function that only reduces: it gives the bits of no hook."""
     reports = []  # for each bucket its number, and which gradients were there
 
@@ -115,7 +113,7 @@ def test_a_full_bucket_starts_while_the_pass_goes_on(
 
 @pytest.mark.parametrize("name", ["Float16Compression", "PowerSGDCompression"])
 @on_ranks(("shm", 2))
-def test_gradients_accumulate_before_they_are_sent(rank: int, size: int, name: str) -> None:
+def test_hook_receives_accumulated_gradients(rank: int, size: int, name: str) -> None:
     """Two passes in no_sync and one outside are one step of the hook."""
     model, hook = build(), make(name)
     fl.distribute_module_grads(model, hook=hook)
@@ -133,7 +131,7 @@ def test_gradients_accumulate_before_they_are_sent(rank: int, size: int, name: s
 
 
 @on_ranks(("shm", 2))
-def test_a_failed_pass_leaves_the_state_as_it_was(rank: int, size: int) -> None:
+def test_failed_pass_restores_the_state_of_the_hook(rank: int, size: int) -> None:
     """One that raises on every rank; the state is what the hook remembers."""
     model, hook = build(), make("PowerSGDCompression")
     fl.distribute_module_grads(model, hook=hook)
@@ -155,7 +153,7 @@ def test_a_failed_pass_leaves_the_state_as_it_was(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("name", HOOKS)
 @on_ranks(("shm", 2))
-def test_ranks_may_run_out_of_batches(rank: int, size: int, name: str) -> None:
+def test_hook_works_with_join(rank: int, size: int, name: str) -> None:
     """Rank 1 has fewer batches, and goes on with zeros and what it has left over."""
     model, hook = build(), make(name)
     fl.distribute_module_grads(model, hook=hook)
@@ -170,7 +168,7 @@ def test_ranks_may_run_out_of_batches(rank: int, size: int, name: str) -> None:
     assert first == second
 
 
-def test_arguments() -> None:
+def test_hook_arguments_are_checked() -> None:
     model = build()
     with pytest.raises(ValueError, match="Pass hook to the constructor of the reducer"):
         fl.distribute_module_grads(

@@ -115,7 +115,7 @@ def train(rank: int, size: int, *schedules: tuple[int, ...], count: bool = True,
 
 @by_backend
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_training_equals_one_process_with_weights(
+def test_join_trains_like_one_process_with_weights(
     pool: Any, backend: str, schedule: tuple[int, ...]
 ) -> None:
     world = pool(len(schedule), params={"BACKEND": backend}) if len(schedule) > 1 else pool(1)
@@ -123,7 +123,7 @@ def test_training_equals_one_process_with_weights(
 
 
 @on_ranks(("gloo", 3), ("shm", 3))
-def test_it_can_be_used_again(rank: int, size: int) -> None:
+def test_join_can_be_used_again(rank: int, size: int) -> None:
     schedules = (1, 3, 0), (2, 2, 2), (0, 0, 1)
     check(fl.all_gather_object(train(rank, size, *schedules)), alone(*schedules))
 
@@ -139,14 +139,14 @@ SUMS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
 
 @pytest.mark.parametrize("kind", SUMS)
 @on_ranks(("shm", 2))
-def test_without_counts_or_with_a_scale_of_ones_own(rank: int, size: int, kind: str) -> None:
+def test_join_without_counts_or_with_a_scale(rank: int, size: int, kind: str) -> None:
     schedule, (how, total) = (1, 3), SUMS[kind]
     found = fl.all_gather_object(train(rank, size, schedule, **how()))
     check(found, alone(schedule, weighted=False, total=total))
 
 
 @on_ranks(("shm", 3))
-def test_compressing_hooks_take_part(rank: int, size: int) -> None:
+def test_join_works_with_compression_hooks(rank: int, size: int) -> None:
     found = train(rank, size, (1, 3, 0), hook=fl.Float16Compression())
     check(fl.all_gather_object(found), alone((1, 3, 0)), 1e-2)
 
@@ -170,7 +170,7 @@ def accumulate(rank: int, size: int, steps: int) -> Any:
     return [param.array.copy() for param in model.params()]
 
 
-def test_counts_of_accumulated_passes_add_up(pool: Any) -> None:
+def test_join_adds_counts_of_accumulated_passes(pool: Any) -> None:
     model = build()
     optimizer = sgd(model)
     for step in range(3):
@@ -189,9 +189,7 @@ def test_counts_of_accumulated_passes_add_up(pool: Any) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_the_optimizers_state_is_that_of_the_rank_that_trained_to_the_last(
-    rank: int, size: int
-) -> None:
+def test_join_copies_optimizer_state_of_the_last_training_rank(rank: int, size: int) -> None:
     model = build()
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.01 * (rank + 1))
     fl.distribute_module_grads(model)
@@ -208,7 +206,7 @@ def test_the_optimizers_state_is_that_of_the_rank_that_trained_to_the_last(
 
 
 @on_ranks(("shm", 2))
-def test_a_batch_of_no_samples_is_left_out(rank: int, size: int) -> None:
+def test_join_ignores_a_batch_without_samples(rank: int, size: int) -> None:
     """The mean over no samples is nan; with a count of 0 it is nobody's business."""
     model = build()
     fl.distribute_module_grads(model)
@@ -221,7 +219,7 @@ def test_a_batch_of_no_samples_is_left_out(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_a_join_within_a_join_is_refused_and_harms_nothing(rank: int, size: int) -> None:
+def test_nested_join_raises_value_error_and_changes_nothing(rank: int, size: int) -> None:
     models = build(), build()
     for model in models:
         fl.distribute_module_grads(model)
@@ -247,7 +245,7 @@ def fail() -> None:
 
 
 @on_ranks(("shm", 2))
-def test_an_exception_leaves_the_body_at_once(rank: int, size: int) -> None:
+def test_exception_leaves_the_body_of_join_at_once(rank: int, size: int) -> None:
     model = build()
     fl.distribute_module_grads(model)
     with pytest.raises(ZeroDivisionError):
@@ -275,7 +273,7 @@ def fail_on_one(rank: int, size: int, error: type[BaseException]) -> str:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
-def test_a_rank_that_raises_does_not_join(backend: str) -> None:
+def test_rank_that_raises_leaves_join(backend: str) -> None:
     world = {"params": {"BACKEND": backend, "TIMEOUT": 1}}
     outcomes = run_outcomes(fail_on_one, 3, ZeroDivisionError, **world)
     assert outcomes[1].kind == "raised"
@@ -286,7 +284,7 @@ def test_a_rank_that_raises_does_not_join(backend: str) -> None:
 
 
 @by_backend
-def test_a_rank_that_exits_is_lost_to_those_that_join(backend: str) -> None:
+def test_join_raises_peer_lost_error_if_a_rank_exits(backend: str) -> None:
     outcomes = run_outcomes(fail_on_one, 3, SystemExit, params={"BACKEND": backend})
     for rank in (0, 2):
         reported = outcomes[rank].value  # on Gloo also the other one, if it has left already
@@ -294,7 +292,7 @@ def test_a_rank_that_exits_is_lost_to_those_that_join(backend: str) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_other_collectives_in_the_body_raise_on_every_rank(rank: int, size: int) -> None:
+def test_join_raises_on_every_rank_for_other_collectives(rank: int, size: int) -> None:
     model = build()
     fl.distribute_module_grads(model)
     with pytest.raises(
@@ -305,7 +303,7 @@ def test_other_collectives_in_the_body_raise_on_every_rank(rank: int, size: int)
     fl.barrier()
 
 
-def test_arguments() -> None:
+def test_join_raises_for_invalid_arguments() -> None:
     model = build()
     with pytest.raises(ValueError, match="distribute_module_grads"), fl.join(model):
         pass

@@ -27,7 +27,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @on_ranks(("shm", 3))
-def test_broadcast_parameters_takes_parameters_and_buffers_of_root(rank: int, size: int) -> None:
+def test_broadcast_parameters_copies_parameters_and_buffers_of_root(rank: int, size: int) -> None:
     model = build(rank)
     model.seen[...], model.mean = rank, np.float64(rank)
     arrays = [param.array for param in model.params()]
@@ -47,7 +47,7 @@ def test_all_reduce_parameters_averages(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 4))
-def test_gradients_and_parameters_of_a_group(rank: int, size: int) -> None:
+def test_parameter_functions_work_within_groups(rank: int, size: int) -> None:
     """Two groups of the world's ranks do all of it beside each other."""
     group = fl.split(rank % 2)
     model = build(rank)
@@ -73,9 +73,7 @@ def test_gradients_and_parameters_of_a_group(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_broadcast_parameters_names_itself_and_the_parameter_that_differs(
-    rank: int, size: int
-) -> None:
+def test_broadcast_parameters_names_the_different_parameter(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.broadcast_parameters(fl.nn.Sequential(fl.nn.Linear(3, 1 + rank)))
     assert str(caught.value).startswith(f"[broadcast_parameters] rank {rank} of 2: expected ")
@@ -90,7 +88,7 @@ STARTS = [*("broadcast", "averaged", "same seed", "ignored"),
 
 @pytest.mark.parametrize("how", STARTS)
 @on_ranks(("shm", 3))
-def test_ranks_that_start_from_others_are_named_once(rank: int, size: int, how: str) -> None:
+def test_warning_names_ranks_with_other_parameters_once(rank: int, size: int, how: str) -> None:
     model = build(rank if how != "same seed" else 0)
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
     if how == "averaged":
@@ -116,9 +114,7 @@ def test_ranks_that_start_from_others_are_named_once(rank: int, size: int, how: 
 
 
 @on_ranks(("shm", 2))
-def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(
-    rank: int, size: int
-) -> None:
+def test_forward_copies_buffers_of_rank_0_in_training(rank: int, size: int) -> None:
     model = build(0)
     outer = fl.nn.Sequential(fl.nn.ReLU(), model)
     fl.distribute_module_grads(model)
@@ -143,7 +139,7 @@ def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(
 
 
 @on_ranks(("shm", 2))
-def test_buffers_are_given_also_if_a_rank_replaces_one(rank: int, size: int) -> None:
+def test_forward_copies_buffers_after_a_rank_replaces_a_buffer(rank: int, size: int) -> None:
     """The plan of the buffers is kept, but not if a rank has replaced or reshaped one."""
     model, found = fl.nn.BatchNorm(2), []
     fl.distribute_module_grads(model)
@@ -165,7 +161,7 @@ def test_buffers_are_given_also_if_a_rank_replaces_one(rank: int, size: int) -> 
 
 
 @on_ranks(("shm", 2))
-def test_what_is_ignored_is_each_ranks_own(rank: int, size: int) -> None:
+def test_ignored_parameters_and_buffers_stay_local(rank: int, size: int) -> None:
     model = build(0)
     model.own = fl.param(np.full(1 + rank, 2.0, np.float32))
     fired: list[Any] = []
@@ -189,7 +185,7 @@ def test_what_is_ignored_is_each_ranks_own(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_periodic_averaging(rank: int, size: int) -> None:
+def test_periodic_averaging_averages_every_nth_step(rank: int, size: int) -> None:
     model = fl.nn.Linear(1, 1, bias=False)
     averaging = fl.PeriodicAveraging(model, every=3)
     model.weight.array[...] = 0
@@ -207,7 +203,7 @@ def test_periodic_averaging(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 3))
-def test_clipping_by_the_norm_of_all_ranks_gradients(rank: int, size: int) -> None:
+def test_clip_grad_norm_uses_the_norm_of_all_ranks(rank: int, size: int) -> None:
     """Rank r has r gradients, so rank 0 has none; all are scaled by the norm of all."""
     group = fl.split(0)
     params = [fl.param(np.zeros(3)) for _ in range(rank)]
@@ -219,7 +215,7 @@ def test_clipping_by_the_norm_of_all_ranks_gradients(rank: int, size: int) -> No
     assert [param.grad.tolist() for param in params] == [[1.0] * 3] * rank
 
 
-def test_arguments() -> None:
+def test_parameter_functions_raise_for_invalid_arguments() -> None:
     for function in (fl.broadcast_parameters, fl.all_reduce_parameters):
         with pytest.raises(TypeError, match=r"expected a flashlight_py.nn.Module, got str"):
             function("model")  # type: ignore[operator]
@@ -229,7 +225,7 @@ def test_arguments() -> None:
         fl.broadcast_parameters(build(0), 1)
 
 
-def test_a_captured_step_that_averages_stays_eager() -> None:
+def test_captured_step_with_periodic_averaging_stays_eager() -> None:
     averaging = fl.PeriodicAveraging(fl.nn.Linear(3, 2), every=2)
 
     @fl.capture

@@ -101,7 +101,7 @@ def continues(net: Any, optimizer: Any, plain: Any, folder: str) -> None:
     assert_close(copy.deepcopy(other).state_dict(), plain.state_dict())
 
 
-def test_training_state_and_checkpoints_are_those_of_the_whole(ranks: Any, tmp_path: Path) -> None:
+def test_training_and_checkpoints_equal_the_undivided_layers(ranks: Any, tmp_path: Path) -> None:
     ranks.run(equals_the_whole, str(tmp_path))
 
 
@@ -110,7 +110,7 @@ def calls_of_the_world() -> int:
 
 
 @on_ranks()
-def test_inference_is_one_call(rank: int, size: int) -> None:
+def test_inference_needs_one_all_reduce(rank: int, size: int) -> None:
     net, plain = cut(network()).eval(), network().eval()
     for shape in ((1, 4), (2, 3, 4), (0, 4)):
         x = fl.input(data(*shape))
@@ -122,7 +122,7 @@ def test_inference_is_one_call(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_refusals(rank: int, size: int) -> None:
+def test_shard_linear_raises_for_invalid_use(rank: int, size: int) -> None:
     layer, row, shard = drawn(0, 4, 6), drawn(0, 6, 4), fl.parallel.shard_linear
     with pytest.raises(fl.errors.MismatchError, match="expected the same values"):
         shard(drawn(rank, 4, 6), "row")
@@ -146,7 +146,7 @@ def drawn(seed: int, *shape: int) -> Any:
     return nn.Linear(*shape)
 
 
-def test_one_process_needs_no_init(tmp_path: Path) -> None:
+def test_shard_linear_works_without_init(tmp_path: Path) -> None:
     equals_the_whole(0, 1, str(tmp_path))
     shard, layer = fl.parallel.shard_linear, nn.Linear(2, 3)
     with pytest.raises(ValueError, match="'column' or 'row'"):
@@ -160,7 +160,7 @@ def test_one_process_needs_no_init(tmp_path: Path) -> None:
         shard(nn.Sequential(), "row")  # type: ignore[arg-type]
 
 
-def test_on_another_array_library(strict: Any) -> None:
+def test_shard_linear_works_with_another_array_library(strict: Any) -> None:
     net = network()
     expected = train(network(), fl.optim.SGDOptimizer(net.params(), 0.0), 1)[1]
     for variable in net.params():
@@ -182,7 +182,7 @@ def test_on_another_array_library(strict: Any) -> None:
 
 @pytest.mark.slow
 @on_ranks(("shm", 4))
-def test_parts_may_be_trained_data_parallel(rank: int, size: int) -> None:
+def test_divided_layers_can_be_trained_data_parallel(rank: int, size: int) -> None:
     """Two ranks hold a network together, and two such pairs train on different data."""
     pair, twins = fl.split(rank // 2), fl.split(rank % 2)
     net = network()
@@ -201,7 +201,7 @@ def test_parts_may_be_trained_data_parallel(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_clipping_counts_the_parts_of_all_ranks(rank: int, size: int) -> None:
+def test_clip_grad_norm_includes_the_parts_of_all_ranks(rank: int, size: int) -> None:
     """The norm is that of whole layers, cut ones beside others."""
     norms = []
     for net in (network(), cut(network(), uneven=True)):

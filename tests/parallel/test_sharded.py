@@ -106,7 +106,7 @@ def same(got: Any, expected: Any) -> None:
 
 
 @on_ranks()
-def test_training_equals_plain_data_parallel(rank: int, size: int) -> None:
+def test_sharded_training_equals_data_parallel_training(rank: int, size: int) -> None:
     one_host = len(hosts_of(fl.distributed.start.world.current_world().group)) == 1
     for dtype, rule in (("float32", "sgd"), ("float64", "adam"), ("float16", "adam")):
         expected = train(rank, size, "plain", dtype, rule)
@@ -120,7 +120,7 @@ def test_training_equals_plain_data_parallel(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_a_host_has_one_copy(rank: int, size: int) -> None:
+def test_ranks_of_a_host_share_one_copy(rank: int, size: int) -> None:
     """What one rank writes, all of its host see; and gradients of what no rank used are None."""
     model = build("float32", "sharded")
     hosts = hosts_of(fl.distributed.start.world.current_world().group)
@@ -137,7 +137,7 @@ def test_a_host_has_one_copy(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(rank: int, size: int) -> None:
+def test_clip_grad_norm_finishes_on_all_ranks_before_a_rank_continues(rank: int, size: int) -> None:
     """The last rank scales its pieces when rank 0 has read the gradients, or has to wait."""
     model = build("float64", "sharded")
     loss_of(model, rank, 0).backward()
@@ -166,7 +166,7 @@ def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(rank: int, size:
 
 
 @on_ranks()
-def test_elements_of_gradients_are_limited_on_all_ranks(rank: int, size: int) -> None:
+def test_clip_grad_value_limits_gradients_on_all_ranks(rank: int, size: int) -> None:
     found = []
     for way in ("plain", "sharded"):
         model = build("float64", way)
@@ -179,7 +179,7 @@ def test_elements_of_gradients_are_limited_on_all_ranks(rank: int, size: int) ->
 
 
 @on_ranks()
-def test_another_thread_may_evaluate_while_ranks_step(rank: int, size: int) -> None:
+def test_another_thread_can_evaluate_during_a_step(rank: int, size: int) -> None:
     """A thread of the last rank begins to evaluate in the middle of a step."""
     model = build("float32", "sharded")
     optimizer, x = optimizer_of(model, "sgd"), fl.input(np.ones((2, 30), np.float32))
@@ -214,12 +214,12 @@ def joined(rank: int, size: int, way: str) -> Any:
 
 
 @on_ranks()
-def test_ranks_may_run_out_of_data(rank: int, size: int) -> None:
+def test_sharded_module_works_with_join(rank: int, size: int) -> None:
     same(joined(rank, size, "sharded"), joined(rank, size, "plain"))
 
 
 @on_ranks()
-def test_no_large_gradient_exists_as_a_whole(rank: int, size: int) -> None:
+def test_large_gradient_is_never_stored_in_full(rank: int, size: int) -> None:
     """The gradient of a large weight is computed into buckets: it never exists as a whole."""
     small_buckets()
     model = fl.nn.Linear(300, 400)
@@ -242,7 +242,7 @@ def resident() -> int:
 
 
 @on_ranks()
-def test_parameters_move_one_by_one(rank: int, size: int) -> None:
+def test_fully_shard_moves_parameters_one_by_one(rank: int, size: int) -> None:
     """Arrays that were a rank's own go one by one as their values move, and nothing is copied."""
     small_buckets()
     model = fl.nn.Sequential(*[fl.nn.Linear(1024, 1024, bias=False) for _ in range(6)])
@@ -280,7 +280,7 @@ def one_leaves_out_a_step(rank: int, size: int) -> None:
             optimizer.step()
 
 
-def test_a_rank_that_leaves_out_a_step_is_a_mismatch() -> None:
+def test_skipped_step_on_one_rank_raises_mismatch_error() -> None:
     world = {"params": {"BACKEND": "shm", "TIMEOUT": 20.0}}
     for outcome in run_outcomes(one_leaves_out_a_step, 3, **world):
         report = outcome.report()
@@ -342,13 +342,13 @@ def without_memory(rank: int, size: int, fails: int, again: bool) -> None:
 
 
 @pytest.mark.parametrize(("fails", "places"), [(0, ""), (1, "aab"), (2, "aab")])
-def test_a_rank_without_memory(fails: int, places: str) -> None:
+def test_fully_shard_raises_on_all_ranks_if_one_has_no_memory(fails: int, places: str) -> None:
     env = hosts_by_letter(places) if places else None
     run_ranks(without_memory, 3, fails, env is None, env=env)
 
 
 @on_ranks(("single", 1), ("hierarchical", 4))
-def test_arrays_in_another_order_are_refused(rank: int, size: int) -> None:
+def test_fully_shard_raises_value_error_for_fortran_order(rank: int, size: int) -> None:
     """BLAS would take another way than for the same arrays of a rank's own."""
     small_buckets()
     model = Net("float32")
@@ -369,7 +369,7 @@ def test_arrays_in_another_order_are_refused(rank: int, size: int) -> None:
 
 
 @on_ranks(("single", 1), ("hierarchical", 4))
-def test_what_cannot_be_done_with_a_sharded_module_is_refused(rank: int, size: int) -> None:
+def test_unsupported_operations_on_a_sharded_module_raise(rank: int, size: int) -> None:
     model = build("float32", "sharded")
     for refused in (
         lambda: model.astype("float64"),

@@ -48,7 +48,7 @@ SHARDED = "sharded", "sharded across hosts", "gathered"
 
 
 @pytest.mark.parametrize("saver", [*SHARDED, "in buckets"])
-def test_any_number_of_ranks_goes_on_in_any_way(pool: Any, tmp_path: Path, saver: str) -> None:
+def test_sharded_run_resumes_on_any_number_of_ranks(pool: Any, tmp_path: Path, saver: str) -> None:
     _, undisturbed = train(0, 1, "one by one", range(6))
     file = str(tmp_path)
     _, saved = pool(4, **SHM).run(train, saver, range(3), "", file)[0]
@@ -62,7 +62,7 @@ def test_any_number_of_ranks_goes_on_in_any_way(pool: Any, tmp_path: Path, saver
 
 
 @on_ranks()
-def test_a_copy_is_ordinary(rank: int, size: int) -> None:
+def test_copy_of_a_sharded_module_is_not_sharded(rank: int, size: int) -> None:
     """A copy of the module and its optimizer is ordinary, and goes on from the same state."""
     ways: list[dict[str, bool] | None] = [None, {}, {"across_hosts": True}]
     for how in ways:

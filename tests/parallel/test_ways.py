@@ -163,7 +163,7 @@ def equal(rank: int, size: int, rule: str, kind: str) -> None:
         same(grads, wanted[2] if grads else [], way, exact)
 
 
-def test_all_ways_of_training_count_every_contribution(ranks: Any) -> None:
+def test_all_training_modes_count_every_contribution(ranks: Any) -> None:
     cases = [("sgd", kind) for kind in ("once", "several", *CLIPPED)]
     cases += [("adam", "once"), ("adam", "no_sync"), ("novograd", "several")]
     ranks.run_each(equal, cases)

@@ -30,7 +30,7 @@ def model() -> Iterator[fl.DataParallel]:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
+def test_killed_worker_is_replaced_and_nothing_remains() -> None:
     gc.collect()
     before = _descriptors()
     model = fl.DataParallel(Net(), nprocs=2)
@@ -49,7 +49,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
 @pytest.mark.parametrize("what", ["model", "graph"])
-def test_ctrl_c_is_not_lost_while_workers_are_dropped(
+def test_ctrl_c_is_raised_while_workers_are_dropped(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGINT arrives first; the next Python code, wherever it is, runs its handler."""
@@ -114,7 +114,7 @@ def _lose_a_worker(model: fl.DataParallel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_raised")
-def test_after_an_interrupt_the_next_call_starts_workers_anew(model: fl.DataParallel) -> None:
+def test_call_after_an_interrupt_starts_new_workers(model: fl.DataParallel) -> None:
     model(rows(0, 0))
     first = worker_pids(model)
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
@@ -187,7 +187,7 @@ def _run(folder: Path, program: str, *arguments: str) -> Any:
         pytest.param("fork", marks=pytest.mark.slow),
     ],
 )
-def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how: str) -> None:
+def test_workers_end_with_their_parent(tmp_path: Path, how: str) -> None:
     done = _run(tmp_path, PROGRAM, how)
     pid, *more = done.stdout.splitlines()
     processes.wait_for_end({int(pid)}, 5)
@@ -200,14 +200,14 @@ def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how:
 
 
 @pytest.mark.slow
-def test_a_call_that_is_not_guarded_says_so(tmp_path: Path) -> None:
+def test_call_without_main_guard_raises_runtime_error(tmp_path: Path) -> None:
     done = _run(tmp_path, UNGUARDED)
     assert "worker 1 of 2 raised RuntimeError" in done.stderr
     assert "Put the call under if __name__" in done.stderr
 
 
 @pytest.mark.slow
-def test_it_works_in_a_notebook() -> None:
+def test_data_parallel_works_in_a_notebook() -> None:
     pytest.importorskip("ipykernel")
     pytest.importorskip("cloudpickle")
     done = run([sys.executable, "-c", NOTEBOOK], timeout=100)

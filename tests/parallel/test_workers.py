@@ -82,7 +82,7 @@ def pair(of_module: Pair) -> Pair:
     return of_module
 
 
-def test_gradients_are_those_of_one_process_for_any_batch(pair: Pair) -> None:
+def test_gradients_equal_one_process_for_any_batch(pair: Pair) -> None:
     optimizers = [
         fl.optim.AdamOptimizer(model.params(), 0.01) for model in (pair.wrapped, pair.alone)
     ]
@@ -97,19 +97,19 @@ def test_gradients_are_those_of_one_process_for_any_batch(pair: Pair) -> None:
     assert worker_pids(pair.wrapped) <= leftovers.helpers  # a step starts nothing anew
 
 
-def test_gradients_are_added_and_an_input_has_one_too(pair: Pair) -> None:
+def test_gradients_accumulate_and_inputs_have_gradients(pair: Pair) -> None:
     pair.backward(5)
     pair.backward(6, calc_grad=True)
 
 
-def test_two_forward_passes_before_one_backward_pass(pair: Pair) -> None:
+def test_backward_works_after_two_forward_passes(pair: Pair) -> None:
     for model in (pair.wrapped, pair.alone):
         first, second = (fl.input(np.full((4, 6), value)) for value in (0.5, -2.0))
         F.sum(model(first) * model(second)).backward()
     pair.check()
 
 
-def test_the_graph_is_kept_or_freed_as_asked(pair: Pair) -> None:
+def test_retain_graph_keeps_the_graph_of_workers(pair: Pair) -> None:
     for model in (pair.wrapped, pair.alone):
         out = model(fl.input(np.ones((4, 6))))
         out.backward(np.ones((4, 3)), retain_graph=True)
@@ -122,7 +122,7 @@ def test_the_graph_is_kept_or_freed_as_asked(pair: Pair) -> None:
     assert [n for graph, n in team.numbers.items() if graph() is None] == [pair.wrapped._number]
 
 
-def test_the_same_bits_each_time(pair: Pair) -> None:
+def test_results_have_equal_bits_each_time(pair: Pair) -> None:
     found = []
     for _ in range(2):
         pair.zero_grad()
@@ -131,7 +131,7 @@ def test_the_same_bits_each_time(pair: Pair) -> None:
     assert found[0] == found[1]
 
 
-def test_modes_buffers_and_settings_are_those_of_the_module(pair: Pair) -> None:
+def test_workers_use_modes_buffers_and_settings_of_the_module(pair: Pair) -> None:
     wrapped, alone = pair.wrapped, pair.alone
     for model in (wrapped, alone):
         model.eval()
@@ -152,7 +152,7 @@ def test_modes_buffers_and_settings_are_those_of_the_module(pair: Pair) -> None:
         net.hidden.weight.calc_grad = True
 
 
-def test_workers_that_a_short_batch_leaves_idle_have_what_the_next_one_needs(
+def test_idle_workers_receive_the_module_for_the_next_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A module without buffers: its form is sent only where it has changed."""
@@ -182,7 +182,7 @@ def test_workers_that_a_short_batch_leaves_idle_have_what_the_next_one_needs(
     wrapped.close()
 
 
-def test_the_model_is_called_in_the_middle_of_its_backward_pass(
+def test_model_can_be_called_during_its_backward_pass(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the workers have computed by then is kept: their memory is used again."""
@@ -195,7 +195,7 @@ def test_the_model_is_called_in_the_middle_of_its_backward_pass(
     assert expected[0] == expected[1]
 
 
-def test_a_replaced_array_and_a_loaded_state_reach_the_workers(pair: Pair) -> None:
+def test_workers_use_replaced_arrays_and_loaded_state(pair: Pair) -> None:
     other = Net()
     pair.wrapped.load_state_dict(other.state_dict())
     pair.alone.load_state_dict(other.state_dict())
@@ -205,7 +205,7 @@ def test_a_replaced_array_and_a_loaded_state_reach_the_workers(pair: Pair) -> No
     assert worker_pids(pair.wrapped) <= leftovers.helpers
 
 
-def test_a_result_that_is_dropped_and_a_pass_that_fails_change_nothing(pair: Pair) -> None:
+def test_dropped_results_and_failed_passes_change_nothing(pair: Pair) -> None:
     def refuse(_: fl.Variable) -> None:
         raise ZeroDivisionError
 
@@ -220,7 +220,7 @@ def test_a_result_that_is_dropped_and_a_pass_that_fails_change_nothing(pair: Pai
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_nested_values_and_several_results(nprocs: int) -> None:
+def test_forward_accepts_nested_values_and_several_results(nprocs: int) -> None:
     alone = Everything()
     wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs)
     labels = np.arange(5)
@@ -254,7 +254,7 @@ def test_nested_values_and_several_results(nprocs: int) -> None:
     wrapped.close()
 
 
-def test_random_numbers_differ_between_shares_and_follow_the_seed(pair: Pair) -> None:
+def test_shares_have_different_random_numbers_from_the_seed(pair: Pair) -> None:
     net = pair.net
     net.dropout.ratio = 0.5
     found = []
@@ -266,7 +266,7 @@ def test_random_numbers_differ_between_shares_and_follow_the_seed(pair: Pair) ->
     assert len({str(row) for result in found[0] for row in result}) == 6
 
 
-def test_errors_of_a_share_leave_it_usable(pair: Pair) -> None:
+def test_data_parallel_is_usable_after_errors_of_a_share(pair: Pair) -> None:
     words = "worker 2 of 3 raised LookupError: a bad row"
     with pytest.raises(RankFailedError, match=words) as info:
         pair.wrapped(rows(0, 0, RAISE))
@@ -285,9 +285,7 @@ def test_errors_of_a_share_leave_it_usable(pair: Pair) -> None:
     assert worker_pids(pair.wrapped) <= leftovers.helpers
 
 
-def test_a_recomputed_module_is_computed_again_in_every_share(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recompute_runs_in_every_share(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     forward = Net.forward
     monkeypatch.setattr(Net, "forward", lambda *given: calls.append(1) or forward(*given))
@@ -297,7 +295,7 @@ def test_a_recomputed_module_is_computed_again_in_every_share(
     model.close()
 
 
-def test_sharded_parameters_are_refused_before_workers_are_started() -> None:
+def test_data_parallel_raises_for_sharded_parameters() -> None:
     """Else they were moved out of the memory that ranks share, and no step reached them."""
     model = fl.DataParallel(Net(), nprocs=2)
     placement: Any = types.SimpleNamespace(is_cut=False)
@@ -309,7 +307,7 @@ def test_sharded_parameters_are_refused_before_workers_are_started() -> None:
     assert not worker_pids(model)
 
 
-def test_one_process_is_the_module_itself() -> None:
+def test_one_process_calls_the_module_itself() -> None:
     net = Net()
     model = fl.DataParallel(net, nprocs=1)
     model(fl.input(np.ones((4, 6))))
@@ -322,7 +320,7 @@ def test_one_process_is_the_module_itself() -> None:
     assert fl.DataParallel(net).nprocs == len(os.sched_getaffinity(0))
 
 
-def test_a_checkpoint_of_the_wrapped_module_is_one_of_the_module(tmp_path: Path) -> None:
+def test_checkpoints_of_wrapper_and_module_are_equal(tmp_path: Path) -> None:
     net, other = Net(), Net()
     fl.save(tmp_path, fl.DataParallel(net, nprocs=2))
     assert fl.load(tmp_path, other) is not None
@@ -336,7 +334,7 @@ class Counted(fl.nn.Module):
         return x * 0 + x.shape[0]
 
 
-def test_shares_differ_by_one_row_and_none_is_empty() -> None:
+def test_shares_differ_by_one_row_and_are_not_empty() -> None:
     model = fl.DataParallel(Counted(), nprocs=3)
     for count, shares in [(7, [3, 2, 2]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1])]:
         found = model(fl.input(np.zeros((count, 1)))).array[:, 0].tolist()
@@ -354,7 +352,7 @@ class Energy(fl.nn.Module):
         return energy, fl.input(at.grad)
 
 
-def test_a_forward_pass_may_have_a_backward_pass_in_it() -> None:
+def test_forward_pass_can_contain_a_backward_pass() -> None:
     model = fl.DataParallel(Energy(), nprocs=2)
     energy, slope = model(fl.input(np.arange(8.0).reshape(4, 2)))
     assert energy.array.tolist() == [1, 13, 41, 85]
@@ -363,7 +361,7 @@ def test_a_forward_pass_may_have_a_backward_pass_in_it() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_of_another_dtype_need_other_workers() -> None:
+def test_parameters_of_another_dtype_start_new_workers() -> None:
     model = fl.DataParallel(Net(), nprocs=2)
     model(rows(0, 0))
     first = worker_pids(model)
@@ -377,7 +375,7 @@ def test_parameters_of_another_dtype_need_other_workers() -> None:
 
 @pytest.mark.slow
 @on_ranks(("shm", 2))
-def test_ranks_of_a_world_have_workers_of_their_own(rank: int, size: int) -> None:
+def test_each_rank_has_its_own_workers(rank: int, size: int) -> None:
     fl.set_seed(1)
     alone = Net()
     wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs=2)
@@ -391,7 +389,7 @@ def test_ranks_of_a_world_have_workers_of_their_own(rank: int, size: int) -> Non
         agree(ours.grad, other.grad)
 
 
-def test_what_cannot_be_wrapped_or_computed_is_refused(strict: Any) -> None:
+def test_data_parallel_raises_for_invalid_modules_and_inputs(strict: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a fl.nn.Module, got function"):
         fl.DataParallel(agree)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):

@@ -22,9 +22,7 @@ WIDTH, LAYERS = 256, 12
 
 
 @on_ranks()
-def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(
-    rank: int, size: int
-) -> None:
+def test_two_layers_are_gathered_and_the_next_is_prefetched(rank: int, size: int) -> None:
     """The gradients of two more are there whole: those computed, and those on their way."""
     model = fl.nn.Sequential(*(fl.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     numbers = {param: number for number, param in enumerate(model.params())}
@@ -63,7 +61,7 @@ def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(
 
 
 @on_ranks()
-def test_inference_gathers_as_well(rank: int, size: int) -> None:
+def test_inference_gathers_parameters(rank: int, size: int) -> None:
     """The last pass has begun to gather for one that never comes; the process may end so."""
     model = fl.nn.Sequential(*(fl.nn.Linear(9, 9) for _ in range(4)))
     fl.broadcast_parameters(model)
@@ -78,7 +76,7 @@ def test_inference_gathers_as_well(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_a_pass_that_raises_leaves_nothing(rank: int, size: int) -> None:
+def test_pass_that_raises_frees_gathered_parameters(rank: int, size: int) -> None:
     """Every rank raises in the same place; the next pass is as if that one had not been."""
     model, other = Net(), Net()
     for each in (other, model):
@@ -105,7 +103,7 @@ def test_a_pass_that_raises_leaves_nothing(rank: int, size: int) -> None:
 
 
 @on_ranks(("gloo", 3))
-def test_ranks_that_use_different_modules_get_no_mixture(rank: int, size: int) -> None:
+def test_different_modules_on_ranks_raise_mismatch_error(rank: int, size: int) -> None:
     """Both have the same shapes; their parts have not."""
     model = fl.nn.Sequential(*(fl.nn.Linear(3, 3) for _ in range(size)))
     shard_by_gathering(model)
@@ -114,7 +112,7 @@ def test_ranks_that_use_different_modules_get_no_mixture(rank: int, size: int) -
 
 
 @on_ranks(("gloo", 3))
-def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
+def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: int) -> None:
     model, plain = Net(), Net()
     whole, weight = model.state_dict(), model.some.weight
     shard_by_gathering(model)
@@ -154,7 +152,7 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
         shard_by_gathering(plain)
 
 
-def test_stays_in_the_library_of_its_arrays(pool: Any) -> None:
+def test_sharding_keeps_the_array_library(pool: Any) -> None:
     """With the stand-ins for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
     ranks = pool(2, env={"STAND_IN": "1"})
     gpu_training.test_training_on_gpus_equals_one_process_on_the_cpu(ranks, "adam", True)

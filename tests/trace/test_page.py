@@ -32,7 +32,7 @@ def a_trace() -> dict[str, Any]:
     return chrome_trace(timelines)
 
 
-def test_the_page_needs_nothing_else() -> None:
+def test_page_is_self_contained() -> None:
     text = page(a_trace())
     assert not re.search(r"https?://|src=|<link|@import|url\(", text)
     assert text.count("</script>") == 2  # no data ends a script
@@ -49,7 +49,7 @@ def a_long_trace(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="needs a browser: apt-get install chromium")
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
+def test_page_renders_in_a_browser(tmp_path: Path) -> None:
     file, long = tmp_path / "page.html", tmp_path / "long.html"
     file.write_text(page(a_trace()), encoding="utf-8")
     long.write_text(page(a_long_trace(200_000)), encoding="utf-8")

@@ -32,7 +32,7 @@ def own_reason(folder: Path) -> str:
     return str(json.loads((folder / "rank0.json").read_text())["reason"])
 
 
-def test_only_what_another_rank_of_the_job_reports_counts(tmp_path: Path) -> None:
+def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
     mine = Flight(tmp_path, 0, 3, "this job")
     other, foreign = replace(mine, rank=1), replace(mine, rank=1, job="another job")
     records = OtherRecords(mine)
@@ -79,7 +79,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         fl.distributed_shutdown()
 
 
-def test_a_dump_keeps_its_reason_until_another_rank_has_a_later_one(world: Any) -> None:
+def test_dump_keeps_its_reason_until_a_later_report(world: Any) -> None:
     folder, look, dog = world
     other = replace(dog.flight, rank=1)
     fl.trace.dump("a test")
@@ -95,7 +95,7 @@ def test_a_dump_keeps_its_reason_until_another_rank_has_a_later_one(world: Any) 
     assert own_reason(folder) == ANSWER
 
 
-def test_a_failure_is_written_whatever_was_written_before(world: Any) -> None:
+def test_failure_is_written_after_an_earlier_record(world: Any) -> None:
     folder, look, dog = world
     fl.trace.dump("a test")
     with dog._lock:  # as while a record is written, on the thread that a signal interrupts
@@ -108,7 +108,7 @@ def test_a_failure_is_written_whatever_was_written_before(world: Any) -> None:
     assert own_reason(folder) == "PeerLostError: [barrier] rank 0 of 2: lost rank 1"
 
 
-def test_a_handler_may_leave_while_a_record_is_written(world: Any) -> None:
+def test_signal_handler_may_raise_during_a_write(world: Any) -> None:
     _, _, dog = world
     with dog._lock:  # as while a record is written, on the thread that a signal interrupts
         os.kill(os.getpid(), signal.SIGUSR1)  # what the watchdog wants to write too
@@ -118,7 +118,7 @@ def test_a_handler_may_leave_while_a_record_is_written(world: Any) -> None:
 
 
 @pytest.mark.parametrize("allowed", [1, 2, 3])
-def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
+def test_watchdog_leaves_nothing_if_it_cannot_start(tmp_path: Path, allowed: int) -> None:
     """It needs two pipes: three descriptors are too few."""
     before = process_state()
     free = (number for number in count() if not os.path.exists(f"/proc/self/fd/{number}"))
@@ -128,7 +128,7 @@ def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
     assert process_state() == before
 
 
-def test_a_signal_while_the_thread_starts_leaves_it_what_it_waits_for(
+def test_watchdog_thread_keeps_its_pipe_if_a_signal_interrupts_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The handler raises in start(), when the thread runs already."""
