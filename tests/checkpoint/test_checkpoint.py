@@ -1,4 +1,4 @@
-"""Save and load on one process: everything comes back, bit for bit, and the newest are kept."""
+"""Save and load in one process: restored bits, kept checkpoints and errors."""
 
 import json
 import logging
@@ -48,7 +48,6 @@ def test_save_and_load_accept_the_module_by_position(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda parts: dict(zip("ab", parts, strict=True))])
 def test_save_accepts_lists_and_dicts_of_parts(tmp_path: Path, kind: Any) -> None:
-    """As the networks and optimizers of a generator and its critic."""
 
     def make(rate: float) -> tuple[Any, Any, Any]:
         models = [fl.nn.Linear(3, 2), fl.nn.Linear(2, 1)]
@@ -155,7 +154,7 @@ def test_load_restores_bfloat16(tmp_path: Path) -> None:
 def test_save_copies_gpu_arrays_to_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for CuPy, which refuses what is not done explicitly; see tests/gpu."""
+    """Uses a stand-in for CuPy that raises for implicit conversions; see tests/gpu."""
     monkeypatch.setitem(sys.modules, "cupy", StandInCupy())
     array = np.arange(6.0).reshape(2, 3).T
     fl.save(tmp_path, extra=[StandInArray(array)])
@@ -269,7 +268,7 @@ def test_last_reported_checkpoint_is_intact_after_a_kill_at_any_moment(tmp_path:
 
 
 class SlowDigest:
-    """In the place of SHA-256 on a machine whose disk is faster."""
+    """A digest that is slower than the disk."""
 
     def update(self, part: Any) -> None:
         time.sleep(0.002)
@@ -281,7 +280,7 @@ class SlowDigest:
 def test_write_durable_holds_few_copies_if_the_digest_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies such as are made of arrays of a GPU: one is digested, one written, one is next."""
+    """Copies, as of GPU arrays: one is digested, one is written, and one is next."""
     monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
     monkeypatch.setattr(directory, "SMALL_BYTES", 0)
     gone: list[int] = []

@@ -1,4 +1,4 @@
-"""Save and load on several ranks: one checkpoint for all, and a failure that all raise."""
+"""Save and load on several ranks: all use one checkpoint, and all raise if one fails."""
 
 import os
 import signal
@@ -98,7 +98,7 @@ def test_save_and_load_raise_mismatch_error_if_arguments_differ(pool: Any, tmp_p
 
 
 class Unwilling(Run):
-    """Its state cannot be taken, or not be given back."""
+    """A module that fails in state_dict or load_state_dict."""
 
     def state_dict(self) -> dict[str, Any]:
         raise KeyError("no state today")
@@ -168,7 +168,7 @@ def saves_on_rank_0_alone(rank: int, size: int, folder: Path, loads: bool) -> st
 
 
 def loads_until_a_rank_dies(rank: int, size: int, folder: Path) -> str:
-    """A fake of ``broadcast``: nothing else ends a rank between two steps of ``load``."""
+    """Fake ``broadcast``, because only this ends a rank between two steps of ``load``."""
     run = Run(seed=rank)
     run.save(folder, 1)
     if rank == 1:

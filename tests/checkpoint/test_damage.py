@@ -1,4 +1,4 @@
-"""Damaged checkpoints: whatever is cut off or changed is recognised, and the one before is used."""
+"""Damaged checkpoints: load detects any change and uses the previous checkpoint."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ FILES = ("state.safetensors", "manifest.json")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two checkpoints; the second is what the tests damage."""
+    """Return a folder with two checkpoints; the tests damage the second one."""
     folder = tmp_path_factory.mktemp("checkpoints")
     run = Run(width=2_000)  # 100 KB
     for step in (1, 2):
@@ -34,7 +34,7 @@ def whole(two: Path, name: str, step: int = 2) -> bytes:
 
 
 def loaded(two: Path, name: str, content: bytes) -> Any:
-    """Load with other ``content`` of ``name`` of the newest, and put back what was there."""
+    """Load with ``content`` in file ``name`` of the newest checkpoint, then restore the file."""
     before = whole(two, name)
     file = two / "000002-step-2" / name
     try:
@@ -123,7 +123,7 @@ def test_load_raises_checkpoint_error_for_a_later_format(two: Path, tmp_path: Pa
 
 
 def archive(folder: Path, disk: Path) -> None:
-    """Move the first checkpoint to another disk, with a link in its place."""
+    """Move the first checkpoint to another disk and replace it by a link."""
     shutil.move(folder / "000001-step-1", disk)
     (folder / "000001-step-1").symlink_to(disk / "000001-step-1")
 
@@ -212,7 +212,8 @@ def test_load_raises_checkpoint_error_if_path_is_a_file_or_a_dangling_link(
 def test_load_uses_a_checkpoint_that_a_job_saves_during_the_call(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``keep=1`` removes the listed checkpoint. A listing may miss entries renamed meanwhile."""
+    """``keep=1`` removes the listed checkpoint. A listing may miss entries that are renamed during
+    it."""
     place, name = {
         "in the listing": (Path, "iterdir"),
         "before the manifest": (runs, "read_checkpoint"),

@@ -1,4 +1,4 @@
-"""Batches, other orders and parts of a dataset."""
+"""Batches, reordered datasets and their errors."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ Y = np.arange(7)
 
 
 class Plain(Dataset):
-    """The same samples without the fast paths of a TensorDataset."""
+    """The samples of a TensorDataset without its fast paths."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         self.x, self.y = x, y

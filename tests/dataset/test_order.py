@@ -1,4 +1,4 @@
-"""The order of an epoch, and who gets which samples."""
+"""Order of an epoch and partitions of samples."""
 
 from itertools import chain
 
@@ -33,14 +33,14 @@ def test_epoch_order_is_a_repeatable_permutation(n: int, seed: int, epoch: int) 
 def test_epoch_order_is_the_same_with_every_numpy(
     seed: int, epoch: int, expected: list[int]
 ) -> None:
-    """A change here would change the training of everyone who relies on a seed."""
+    """A change of these numbers changes the training of every user with a fixed seed."""
     assert epoch_order(10, seed, epoch).tolist() == expected
     thousand = epoch_order(1000, 7, 7)
     assert int((thousand * np.arange(1000)).sum()) == 250631684
 
 
 def test_epoch_order_differs_between_a_large_seed_and_a_later_epoch() -> None:
-    """As words in a row, seed 1 in epoch 5 and seed 1 + 5 * 2**32 in epoch 0 would be."""
+    """As a sequence of words, seed 1 in epoch 5 would equal seed 1 + 5 * 2**32 in epoch 0."""
     assert epoch_order(50, 1, 5).tolist() != epoch_order(50, 1 + 5 * 2**32, 0).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Prefetching by threads and processes changes when a sample is made, and nothing else."""
+"""Prefetching by threads and processes changes only the time at which a sample is made."""
 
 import os
 import signal
@@ -17,13 +17,13 @@ from flashlight_py.dataset import BatchDataset, Dataset, PrefetchDataset, Tensor
 
 @pytest.fixture(autouse=True)
 def _nothing_left(leaves_nothing: None) -> Iterator[None]:
-    """Look for what is left once multiprocessing's own tracker, which it keeps, has ended."""
+    """Check for leftovers after the resource tracker of multiprocessing has ended."""
     yield
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 class Recording(Dataset):
-    """Samples 0, 1, ...; counts what was asked for."""
+    """Samples 0, 1, ...; records the requested indices."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -71,7 +71,7 @@ def test_prefetch_indexing_works_without_threads() -> None:
 
 
 class Failing(Dataset):
-    """Samples (index, process); ``bad`` raises, or ends its process."""
+    """Samples (index, process); sample ``bad`` raises or ends its process."""
 
     def __init__(self, size: int, bad: int = -1, how: str = "") -> None:
         self.size, self.bad, self.how = size, bad, how

@@ -72,7 +72,7 @@ def test_tensor_dataset_raises_type_error_for_a_single_array() -> None:
 
 @pytest.fixture(params=["h5py", "zarr", "memmap"])
 def stored(request: Any, tmp_path: Path) -> Any:
-    """Return X and Y as arrays in files, which nothing has read yet."""
+    """Return X and Y as arrays in files that are not read yet."""
     if request.param == "memmap":
         np.save(tmp_path / "x.npy", X)
         yield [np.load(tmp_path / "x.npy", mmap_mode="r"), Y]

@@ -1,4 +1,4 @@
-"""Meters of CuPy arrays: sums on the device, without a copy to the host until a value is read."""
+"""Meters of CuPy arrays: sums stay on the device until a value is read."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ TARGETS = np.array([0, 1, 2, 3, 0, 1])
 
 @contextmanager
 def no_copy_to_host() -> Iterator[None]:
-    """Let every method of a device array fail that returns a value to the host."""
+    """Make every method of a device array fail that returns a value to the host."""
 
     def fail(self: StandInArray, *_: object) -> Any:
         raise AssertionError("the host waits for the device")

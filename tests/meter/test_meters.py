@@ -1,4 +1,4 @@
-"""Means, counts, accuracies, squared errors and times, alone and of several meters together."""
+"""Meters of means, counts, accuracies, squared errors and times, alone and combined."""
 
 import math
 import pickle
@@ -85,7 +85,7 @@ def test_mse_meter_sums_per_call_and_averages_over_calls() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Time as the test sets it, in seconds."""
+    """A clock in seconds that the test sets."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now

@@ -1,4 +1,4 @@
-"""A rank's share of any data, and data, meters and profiles of groups."""
+"""A rank's share of data; data, meters and profiles of groups."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ BOUND = st.none() | st.integers(-15, 15)
 
 
 class OnlyGet:
-    """The least that data may be; ``shape`` is that of a sample."""
+    """A minimal data object; its ``shape`` is that of a sample."""
 
     shape = (3, 32, 32)
 
@@ -100,7 +100,7 @@ def test_container_uses_the_world_by_default(rank: int, size: int) -> None:
 
 
 def make_before_init(rank: int, size: int, path: str) -> None:
-    """What was made too early would have all samples on every rank: refused when it is used."""
+    """An object made before init would contain all samples on every rank, so its use raises."""
     container = fl.DistributedDataContainer([1, 2, 3])
     sampler = fl.DistributedSampler(3)
     batches = fl.ShardedDataset(fl.dataset.TensorDataset([np.arange(3)]), 2)
@@ -200,7 +200,7 @@ def samples(data: Any) -> list[int]:
 @pytest.mark.parametrize("name", MAKERS)
 @on_ranks(("shm", 3))
 def test_shares_use_rank_and_size_of_the_group(rank: int, size: int, name: str) -> None:
-    """Rank 1 of the world is no member, calls nothing in the group and is not waited for."""
+    """Rank 1 of the world is not a member; it makes no call, and no rank waits for it."""
     make, group = MAKERS[name], fl.new_group(RANKS)
     if not group.is_member:
         words = raised(ValueError, lambda: make(group=group))

@@ -1,4 +1,4 @@
-"""Gradients over ranks: buffers, flags, scopes, errors, new parameters. test_ways.py trains."""
+"""Gradient reduction: buffers, flags, no_sync, errors, new parameters. test_ways.py trains."""
 
 import re
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def test_reducer_sums_in_the_gradient_buffer_of_the_user(rank: int, size: int) -
 
 
 class Branches(fl.nn.Module):
-    """Two layers, of which a rank uses only its own."""
+    """Two layers, of which each rank uses only one."""
 
     def __init__(self) -> None:
         fl.set_seed(0)
@@ -44,7 +44,7 @@ class Branches(fl.nn.Module):
 
 @on_ranks(("shm", 2))
 def test_join_keeps_none_for_unused_parameters(rank: int, size: int) -> None:
-    """Rank 0 alone has data in the second pass; in the last one nobody counts any samples."""
+    """Only rank 0 has data in the second pass; in the last pass no rank counts samples."""
     model = Branches()
     fl.distribute_module_grads(model)
     there = []
@@ -60,7 +60,7 @@ def test_join_keeps_none_for_unused_parameters(rank: int, size: int) -> None:
 
 @on_ranks(("shm", 2))
 def test_used_flags_work_in_any_dtype(rank: int, size: int) -> None:
-    """Buckets of several dtypes, of which the last one has the flags: float16 here."""
+    """Uses buckets of several dtypes; the last bucket, with the flags, is float16."""
     model = Branches()
     model.layer0.astype(np.float16)
     model.layer1.astype(np.float32)
@@ -130,7 +130,7 @@ def test_distribute_module_grads_raises_for_invalid_arguments() -> None:
 @pytest.mark.parametrize("how", [{}, {"bucket_bytes": 100}, {"reducer": True}, {"hook": True}])
 @on_ranks(("shm", 2))
 def test_check_finite_names_rank_and_parameter(rank: int, size: int, how: dict[str, Any]) -> None:
-    """In passes in which rank 1 has a NaN, and in which all have sums that are too large."""
+    """First rank 1 has a NaN, then the sums of finite gradients overflow."""
     if "hook" in how:
         how = {"hook": fl.Float16Compression()}
     elif "reducer" in how:
@@ -165,7 +165,7 @@ ranks = ranks_in(("shm", 2), slow=[("gloo", 3), ("hierarchical", 4)])
 
 
 class Net(fl.nn.Module):
-    """Two layers by name, others in a list; a scale that is not trained."""
+    """Two layers by name, more in a list, and a scale that is not trained."""
 
     def __init__(self) -> None:
         fl.set_seed(0)
@@ -271,7 +271,7 @@ def test_optimizer_reduces_sums_means_and_missing_gradients(
 
 @on_ranks(("shm", 2))
 def test_optimizer_reduces_arbitrary_updates(rank: int, size: int) -> None:
-    """As a Bayesian network does: the changes of means and variances, without any gradient."""
+    """Like a Bayesian network, which reduces changes of means and variances."""
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0))
     means, variances = np.full((2, 3), rank, np.float32), np.full(4, rank + 1.0)[::-1]
     updates = (means, fl.Variable(variances), np.full((), 1j * rank))
@@ -285,7 +285,6 @@ def test_optimizer_reduces_arbitrary_updates(rank: int, size: int) -> None:
 
 @on_ranks(("shm", 2))
 def test_optimizer_reduces_updates_of_several_buckets(rank: int, size: int) -> None:
-    """More than a bucket of 20 MiB, so that several travel."""
     updates = [np.full(3 << 20, rank + number, np.float32) for number in range(3)]
     fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0)).reduce(updates)
     assert all((update == number + 0.5).all() for number, update in enumerate(updates))

@@ -1,4 +1,4 @@
-"""A backward pass that raises on one rank: all ranks know at once, with the reason, and go on."""
+"""A backward pass that raises on one rank: all ranks raise with the reason, and continue."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ PLACES = "before all gradients", "amid them", "after all gradients"
 
 
 class Net(fl.nn.Module):
-    """Three layers; what comes after, amid or before them can raise in the backward pass."""
+    """Three layers; operations before, between and after them can raise in the backward pass."""
 
     def __init__(self) -> None:
         fl.set_seed(0)
@@ -78,7 +78,7 @@ def one_pass(model: Net) -> None:
 
 @contextlib.contextmanager
 def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator[None]:
-    """Let the pass inside fail at these places of ranks; the others raise with the reasons."""
+    """Make the enclosed pass fail at these points of ranks; the other ranks raise the reasons."""
     model.fails_at = places.get(rank)
     if rank in places and len(set(places.values())) > 1:  # it may hear first of another rank
         with pytest.raises((ValueError, MismatchError), match="on purpose"):
@@ -159,7 +159,7 @@ def test_failed_leaf_raises_on_all_ranks_and_training_continues(rank: int, size:
 def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
     rank: int, size: int, way: str
 ) -> None:
-    """Rank 1 has a gradient that cannot be sent, which is found when the pass has ended."""
+    """Rank 1 has a gradient that cannot be sent, which is detected at the end of the pass."""
     model = Net()
     model.spare = fl.param(np.ones(2))
     WAYS[way](model)
@@ -175,7 +175,7 @@ def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
 @IN_ALL_WAYS
 @on_ranks()
 def test_changed_parameter_raises_on_all_ranks(rank: int, size: int, way: str) -> None:
-    """Rank 1 has changed a parameter since its forward pass; a pass before has left gradients."""
+    """Rank 1 changes a parameter after its forward pass; gradients of an earlier pass exist."""
     model = Net()
     WAYS[way](model)
     if not way.startswith("compressed"):
@@ -203,7 +203,7 @@ LOSSES: dict[str, Callable[[Net, Net, Any], Any]] = {
 def test_failed_pass_of_two_modules_raises_its_exception(
     rank: int, size: int, way: str, loss: str
 ) -> None:
-    """Two modules in one loss: each gets to its end, and the exception is that of the pass."""
+    """Two modules in one loss: both passes end, and the exception of the pass is raised."""
     models, x = [Net(), Net()], fl.input(np.ones((2, 6)))
     for model in models:
         WAYS[way](model)
@@ -222,7 +222,7 @@ def test_failed_pass_of_two_modules_raises_its_exception(
 @IN_ALL_WAYS
 @on_ranks()
 def test_error_of_another_group_fails_the_pass(rank: int, size: int, way: str) -> None:
-    """What another group knows of, this one does not: a pass whose own message has failed there."""
+    """The error is reported in another group only, so the pass must report it in its group."""
     pair, model = fl.new_group([0, 1]), Net()
     WAYS[way](model)
     one_pass(model)
@@ -240,7 +240,7 @@ def test_error_of_another_group_fails_the_pass(rank: int, size: int, way: str) -
 
 
 def two_dimensional(rank: int, size: int, way: str) -> None:
-    """Differentiable collectives inside of pairs, gradients between them: all four ranks know."""
+    """Use differentiable collectives within pairs and gradients between pairs; all ranks raise."""
     columns = [fl.new_group([0, 1]), fl.new_group([2, 3])]
     rows = [fl.new_group([0, 2]), fl.new_group([1, 3])]
     model = Net()
@@ -268,7 +268,7 @@ def test_failed_pass_with_differentiable_collectives_raises_on_all_ranks() -> No
 
 
 def pipelined(rank: int, size: int, fails: int) -> None:
-    """Two pipelines of two ranks, gradients between the pipelines: each rank knows, and goes on."""
+    """Run two pipelines of two ranks with gradients between them; all ranks raise."""
     rows = [fl.new_group([0, 2]), fl.new_group([1, 3])]
     model = Net()
     in_buckets(model, group=rows[rank % 2])

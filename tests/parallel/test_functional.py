@@ -31,12 +31,12 @@ def place() -> tuple[int, int]:
 
 
 def parts(rank: int, size: int) -> list[int]:
-    """How many rows each rank gets from ``rank``; some get none."""
+    """Return the number of rows that each rank gets from ``rank``; some ranks get zero rows."""
     return [(rank + other) % 3 for other in range(size)]
 
 
 def two_in_one_graph(x: Any) -> Any:
-    """Neither depends on the other, and the ranks' graphs name them in another order."""
+    """Use two independent collectives, which the graphs of ranks contain in another order."""
     total, gathered = D.all_reduce(F.sin(x)), D.all_gather(x * x)
     parts = [F.sum(total * x), F.sum(gathered) * F.sum(gathered)]
     first, second = parts if fl.get_world_rank() % 2 else reversed(parts)
@@ -113,7 +113,7 @@ def test_collectives_return_the_results_of_the_verbs(rank: int, size: int) -> No
 
 @on_ranks(("shm", 3))
 def test_ranks_without_gradient_join_the_backward_pass(rank: int, size: int) -> None:
-    """Only rank 1's input learns, but it is the others' losses that depend on it."""
+    """Only rank 1's input is trained, but the losses of the other ranks depend on it."""
     x = fl.Variable(np.array([2.0, 3.0]), calc_grad=rank == 1)
     y = D.broadcast(D.all_reduce(x * float(rank)), 0)
     assert y.calc_grad, "rank 1 waits for the gradients of all"
@@ -142,14 +142,14 @@ def test_graph_with_collectives_can_be_used_twice(rank: int, size: int) -> None:
 
 
 def chain(x: Any) -> Any:
-    """Each rank goes on with what the one before has sent; the last has the loss."""
+    """Each rank continues with the message of the previous rank; the last rank has the loss."""
     rank, size = place()
     h = x if rank == 0 else F.tanh(D.recv(x, rank - 1)) * x
     return h * 1.0 if rank == size - 1 else D.send(F.exp(h), rank + 1)
 
 
 def there_and_back(x: Any) -> Any:
-    """What rank 0 has sent comes back to it, so its gradients go there and back too."""
+    """Rank 0 receives its own message back, so gradients go there and back as well."""
     rank, _ = place()
     if rank > 1:
         return x * 2.0
@@ -161,7 +161,7 @@ def there_and_back(x: Any) -> Any:
 
 
 def back_and_there(x: Any) -> Any:
-    """The same, named in another order."""
+    """Like ``there_and_back``, with the operands in another order."""
     if place()[0]:
         return there_and_back(x)
     token = D.send(x * x, 1, 5)
@@ -170,7 +170,7 @@ def back_and_there(x: Any) -> Any:
 
 
 def ring(x: Any) -> Any:
-    """Everyone sends to the right; rank 0 begins, for a send ends when it has been received."""
+    """Every rank sends to its right; rank 0 begins, because a send ends when it is received."""
     rank, size = place()
     right, left = (rank + 1) % size, (rank - 1) % size
     if rank == 0:
@@ -249,7 +249,7 @@ def one_process() -> list[list[Any]]:
 def test_pipeline_of_two_ranks_trains_like_one_process(
     rank: int, size: int, in_order: bool
 ) -> None:
-    """Rank 0 has the first stage, rank 1 the second; parts of a batch follow each other."""
+    """Rank 0 has the first stage and rank 1 the second; micro-batches follow each other."""
     stage = stages()[rank]
     optimizer = sgd(stage)
     for step in range(6):
@@ -334,7 +334,7 @@ by_backend = pytest.mark.parametrize("backend", ["gloo", "shm"])
 
 
 def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
-    """Rank 1 has no use for its result, so it never runs a backward pass."""
+    """Rank 1 does not use its result, so it runs no backward pass."""
     x = fl.param(np.ones(2))
     if rank == 1:
         D.recv(x, 0) if message else D.all_reduce(x)
@@ -381,7 +381,7 @@ def after_a_mismatch(run: Callable[[], Any], x: Any) -> str:
 
 
 def skip_one(rank: int, size: int) -> str:
-    """Rank 1 has no use for its second result: its first must not meet rank 0's second."""
+    """Rank 1 does not use its second result; its first must not match rank 0's second."""
     x = fl.param(np.ones(2))
     results = [D.all_reduce(x), D.all_reduce(x)]
     loss = F.sum(results[0] * 3.0 if rank else results[0] * results[1])
@@ -390,7 +390,6 @@ def skip_one(rank: int, size: int) -> str:
 
 @on_ranks(("gloo", 2), ("shm", 2))
 def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int) -> None:
-    """Rank 1 goes on with the next forward pass instead of a backward pass."""
     x = fl.param(np.ones(2))
     loss = F.sum(D.all_reduce(x))
     message = after_a_mismatch((lambda: D.all_reduce(x)) if rank else loss.backward, x)
@@ -399,7 +398,7 @@ def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int
 
 
 def other_order(rank: int, size: int) -> str:
-    """Two passes, in another order on each rank."""
+    """Run two passes, in another order on each rank."""
     x = fl.param(np.ones(2))
     losses = [F.sum(D.all_reduce(x)), F.sum(D.all_reduce(x) * 2.0)]
     return after_a_mismatch(losses[rank].backward, x)
@@ -426,7 +425,7 @@ def test_mismatch_error_reports_the_collective_of_each_rank(
 
 
 def crossed_messages(rank: int, size: int) -> str:
-    """Each rank waits for the other message's gradient; they must not take each other's."""
+    """Each rank waits for the gradient of the other message; they must not be exchanged."""
     x = fl.param(np.ones(20_000))  # a send of little has ended when it returns
     ends = [(D.recv(x, 0) * 1.0 if rank else D.send(x, 1)) for _ in range(2)]
     with pytest.raises(fl.errors.DistributedError) as caught:

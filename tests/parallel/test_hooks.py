@@ -1,4 +1,4 @@
-"""Training with communication hooks: as good as without, or nearly; ranks never drift apart."""
+"""Training with communication hooks: results close to training without, equal on all ranks."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def backward(model: Any, rank: int, size: int, dtype: str = "float64") -> float:
 
 
 def train(rank: int, size: int, name: str | None, dtype: str) -> tuple[float, bytes]:
-    """Return the loss over all ranks at the end, and the bits of this rank's parameters."""
+    """Return the final loss over all ranks, and the bits of this rank's parameters."""
     model = build(dtype)
     hook = None if name is None else make(name)
     fl.distribute_module_grads(model, hook=hook)
@@ -78,7 +78,7 @@ def test_training_with_a_hook_ends_near_training_without(
 @pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
 @on_ranks(("shm", 2))
 def test_full_bucket_is_sent_during_the_pass(rank: int, size: int, inline_bytes: int) -> None:
-    """The hook is a function that only reduces: it gives the bits of no hook."""
+    """The hook only reduces, so its bits equal those without a hook."""
     reports = []  # for each bucket its number, and which gradients were there
 
     def hook(bucket: Any) -> Any:
@@ -132,7 +132,7 @@ def test_hook_receives_accumulated_gradients(rank: int, size: int, name: str) ->
 
 @on_ranks(("shm", 2))
 def test_failed_pass_restores_the_state_of_the_hook(rank: int, size: int) -> None:
-    """One that raises on every rank; the state is what the hook remembers."""
+    """The pass raises on every rank; the state is the memory of the hook."""
     model, hook = build(), make("PowerSGDCompression")
     fl.distribute_module_grads(model, hook=hook)
     backward(model, rank, size)
@@ -154,7 +154,7 @@ def test_failed_pass_restores_the_state_of_the_hook(rank: int, size: int) -> Non
 @pytest.mark.parametrize("name", HOOKS)
 @on_ranks(("shm", 2))
 def test_hook_works_with_join(rank: int, size: int, name: str) -> None:
-    """Rank 1 has fewer batches, and goes on with zeros and what it has left over."""
+    """Rank 1 has fewer batches, and continues with zeros and its remaining errors."""
     model, hook = build(), make(name)
     fl.distribute_module_grads(model, hook=hook)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)

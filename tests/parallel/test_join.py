@@ -1,4 +1,4 @@
-"""Unequal numbers of batches: the same training as one process that weighs by samples."""
+"""Unequal numbers of batches: results equal one process that weights by samples."""
 
 import contextlib
 import re
@@ -37,7 +37,7 @@ def build() -> Any:
 
 
 def batch(rank: int, step: int) -> tuple[Any, Any]:
-    """Every rank's batches have other sizes, and change."""
+    """Return a batch whose size depends on rank and step."""
     random = np.random.default_rng([rank, step])
     count = 1 + (3 * rank + 5 * step) % 7
     return random.standard_normal((count, 6)), random.standard_normal((count, 3))
@@ -57,7 +57,7 @@ def result(model: Any, optimizer: Any) -> list[Any]:
 
 
 def alone(*schedules: tuple[int, ...], weighted: bool = True, total: float = 0) -> list[Any]:
-    """Train in one process; ``total``: what the sum of gradients is divided by, if no weights."""
+    """Train in one process; without weights, gradient sums are divided by ``total``."""
     model = build()
     optimizer = sgd(model)
     for schedule in schedules:
@@ -152,7 +152,7 @@ def test_join_works_with_compression_hooks(rank: int, size: int) -> None:
 
 
 def accumulate(rank: int, size: int, steps: int) -> Any:
-    """Rank r trains for ``steps - r`` steps of two passes, the first of them not synchronised."""
+    """Train ``steps - r`` steps of two passes on rank r; the first pass is not synchronised."""
     model = build()
     optimizer = sgd(model)
     fl.distribute_module_grads(model)
@@ -207,7 +207,7 @@ def test_join_copies_optimizer_state_of_the_last_training_rank(rank: int, size: 
 
 @on_ranks(("shm", 2))
 def test_join_ignores_a_batch_without_samples(rank: int, size: int) -> None:
-    """The mean over no samples is nan; with a count of 0 it is nobody's business."""
+    """The mean over no samples is NaN, which a count of 0 excludes."""
     model = build()
     fl.distribute_module_grads(model)
     with fl.join(model) as joined, np.errstate(invalid="ignore", divide="ignore"):

@@ -1,4 +1,4 @@
-"""Training leaf by leaf: the same bits on any number of ranks, and clear errors."""
+"""Training leaf by leaf: equal bits on any number of ranks, and errors."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("own_numbers")
 
 
 class Net(fl.nn.Module):
-    """A scalar, two layers, dropout, statistics between them, and a layer that is not used."""
+    """A scalar, two layers, dropout, statistics between them, and an unused layer."""
 
     def __init__(self, dtype: str = "float32") -> None:
         self.shift = fl.param(np.array(0.5, dtype))
@@ -86,7 +86,7 @@ def train(
     folder: str = "",
     sharded: bool = False,
 ) -> tuple[str, int]:
-    """Train; with ``folder`` go on from there, and save at the end."""
+    """Train; with ``folder``, continue from its checkpoint and save at the end."""
     fl.set_seed(rank)  # of which rank 0's counts
     model = Net()
     fl.broadcast_parameters(model)
@@ -179,7 +179,6 @@ def test_resume_with_other_numbers_of_ranks_gives_equal_bits(pool: Any, tmp_path
 
 @on_ranks()
 def test_leaves_replace_the_gradient_pass_of_a_sharded_module(rank: int, size: int) -> None:
-    """Passes outside of a loop over leaves are refused, as without sharding."""
     fully_sharded.SMALL_BYTES = 0
     model = fl.nn.Linear(3, 2)
     fl.fully_shard(model)
@@ -397,7 +396,7 @@ def test_leaves_raise_if_arithmetic_differs_between_ranks(
 
 
 def in_words(leaves: range, count: int) -> list[str]:
-    """What is on the stack of a rank that merges whenever it can."""
+    """Return the stack of a rank that merges whenever possible, as text."""
     stack: list[range] = []
     words: list[str] = []
     for leaf in leaves:

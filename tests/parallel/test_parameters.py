@@ -1,4 +1,4 @@
-"""Where ranks start, in which group, with which buffers, and what a rank keeps to itself."""
+"""Initial parameters, groups, buffers and ignored names of distributed modules."""
 
 import copy
 import pickle
@@ -48,7 +48,6 @@ def test_all_reduce_parameters_averages(rank: int, size: int) -> None:
 
 @on_ranks(("shm", 4))
 def test_parameter_functions_work_within_groups(rank: int, size: int) -> None:
-    """Two groups of the world's ranks do all of it beside each other."""
     group = fl.split(rank % 2)
     model = build(rank)
     fl.all_reduce_parameters(model, group=group)
@@ -140,7 +139,7 @@ def test_forward_copies_buffers_of_rank_0_in_training(rank: int, size: int) -> N
 
 @on_ranks(("shm", 2))
 def test_forward_copies_buffers_after_a_rank_replaces_a_buffer(rank: int, size: int) -> None:
-    """The plan of the buffers is kept, but not if a rank has replaced or reshaped one."""
+    """The plan of the buffers is kept, unless a rank has replaced or reshaped a buffer."""
     model, found = fl.nn.BatchNorm(2), []
     fl.distribute_module_grads(model)
     x = fl.input(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32) * (1 + rank))
@@ -204,7 +203,7 @@ def test_periodic_averaging_averages_every_nth_step(rank: int, size: int) -> Non
 
 @on_ranks(("shm", 3))
 def test_clip_grad_norm_uses_the_norm_of_all_ranks(rank: int, size: int) -> None:
-    """Rank r has r gradients, so rank 0 has none; all are scaled by the norm of all."""
+    """Rank r has r gradients, so rank 0 has none; all are scaled by the total norm."""
     group = fl.split(0)
     params = [fl.param(np.zeros(3)) for _ in range(rank)]
     for param in params:

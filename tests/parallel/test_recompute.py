@@ -1,4 +1,4 @@
-"""Modules that compute again, trained on several ranks."""
+"""Recomputed modules that are trained on several ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ ranks = ranks_in(("shm", 2), slow=[("gloo", 3)])
 
 
 class Mixed(nn.Module):
-    """A collective between two layers, one of which another block has too."""
+    """A collective between two layers, one of which is shared with another block."""
 
     def __init__(self, shared: Any) -> None:
         self.own, self.shared = nn.Linear(4, 4), shared
@@ -53,7 +53,7 @@ SHARDED: dict[str, Callable[[Any], Any]] = {
 
 
 def sharded(rank: int, again: Callable[[Any], Any], how: str) -> list[bytes]:
-    """Train a model that changes, or whose parameters go, as soon as nobody needs them."""
+    """Train a model whose parameters change, or are freed, as soon as possible."""
     fl.set_seed(1)
     block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
     net = nn.Sequential(again(block), again(nn.Linear(4, 4)), again(block), nn.Linear(4, 2))

@@ -1,4 +1,4 @@
-"""Samplers and global batches: the same samples in the same steps for any number of ranks."""
+"""Samplers and global batches: equal samples in equal steps for any number of ranks."""
 
 import json
 import threading
@@ -96,7 +96,7 @@ def test_sampler_and_dataset_on_different_ranks_raise_mismatch_error(rank: int, 
 
 @on_ranks(("shm", 2))
 def test_iteration_and_explicit_ranks_do_not_communicate(rank: int, size: int) -> None:
-    """One rank iterates, in a thread, while the others wait for it elsewhere."""
+    """One rank iterates in a thread while the other ranks wait for it in another call."""
     sampler = fl.DistributedSampler(10)
     if rank == 0:
         seen: list[int] = []
@@ -143,7 +143,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 def test_worlds_of_different_sizes_share_one_epoch(
     n: int, sizes: list[int], steps: int, shuffle: bool
 ) -> None:
-    """Each world takes some steps and is followed by another one; the last goes to the end."""
+    """Each world takes some steps and is followed by the next; the last one ends the epoch."""
     used: list[int] = []
     state: dict[str, Any] | None = None
     for number, size in enumerate(sizes):
@@ -367,7 +367,7 @@ def train(rank: int, size: int, way: str) -> list[Any]:
 
 
 def train_plainly() -> list[Any]:
-    """The same training written out on whole batches, without anything of ours that shares."""
+    """Train on whole batches without any sharing functions."""
     model, criterion = build(), fl.nn.MeanSquaredError()
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
     for epoch in range(EPOCHS):

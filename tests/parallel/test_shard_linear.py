@@ -1,4 +1,4 @@
-"""Linear layers cut between ranks: the numbers of whole ones, in state dicts too."""
+"""Linear layers divided among ranks: results and state dicts equal undivided layers."""
 
 import copy
 from pathlib import Path
@@ -17,7 +17,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def network() -> Any:
-    """The same on every rank."""
+    """Return a network that is equal on every rank."""
     fl.set_seed(2)
     wide = nn.Sequential(
         nn.Linear(5, 7, dtype="float64"), nn.Tanh(), nn.Linear(7, 5, dtype="float64")
@@ -28,7 +28,7 @@ def network() -> Any:
 
 
 def cut(net: Any, uneven: bool = False) -> Any:
-    """Cut two layers; unevenly, the last rank gets nothing."""
+    """Divide two layers; with unequal sizes, the last rank gets nothing."""
     size = fl.get_world_size()
     sizes = [9 - size, *[1] * (size - 2), 0] if uneven and size > 1 else None
     assert fl.parallel.shard_linear(net[1][0], "column", sizes=sizes) is net[1][0]
@@ -84,7 +84,7 @@ def equals_the_whole(rank: int, size: int, folder: str) -> None:
 
 
 def continues(net: Any, optimizer: Any, plain: Any, folder: str) -> None:
-    """Go on from a checkpoint of a cut network with a whole one, and the other way."""
+    """Continue an undivided network from a checkpoint of a divided one, and vice versa."""
     fl.save(folder, module=net, optimizer=optimizer, step=3)
     whole, other = network(), cut(network())
     for each in (whole, other):
@@ -183,7 +183,7 @@ def test_shard_linear_works_with_another_array_library(strict: Any) -> None:
 @pytest.mark.slow
 @on_ranks(("shm", 4))
 def test_divided_layers_can_be_trained_data_parallel(rank: int, size: int) -> None:
-    """Two ranks hold a network together, and two such pairs train on different data."""
+    """Two ranks share a network, and two such pairs train on different data."""
     pair, twins = fl.split(rank // 2), fl.split(rank % 2)
     net = network()
     fl.parallel.shard_linear(net[1][0], "column", group=pair)
@@ -202,7 +202,6 @@ def test_divided_layers_can_be_trained_data_parallel(rank: int, size: int) -> No
 
 @on_ranks()
 def test_clip_grad_norm_includes_the_parts_of_all_ranks(rank: int, size: int) -> None:
-    """The norm is that of whole layers, cut ones beside others."""
     norms = []
     for net in (network(), cut(network(), uneven=True)):
         (net(fl.input(data(3, 4))) * 100).mean().backward()

@@ -1,4 +1,4 @@
-"""What a process by itself shows of a sharded module: marks, refusals, memory, protection."""
+"""Sharded modules in a single process: counters, errors, memory and protection."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ def shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sharded(shards_all: None) -> tuple[Net, Any]:
-    """A sharded module, and its optimizer."""
+    """Return a sharded module and its optimizer."""
     model = Net("float32")
     fl.fully_shard(model)
     return model, optimizer_of(model, "sgd")
@@ -49,7 +49,7 @@ def test_incomplete_step_raises_torn_state_error(sharded: Any) -> None:
 def test_step_changes_all_parameters_in_one_change(
     sharded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of a module in one change, also if the optimizer has one of this process alone."""
+    """Also if the optimizer has a parameter of this process alone."""
     model, own = sharded[0], fl.param(np.ones(2, np.float32))
     optimizer = fl.optim.SGDOptimizer([*model.params(), own], 0.5)
     (shards,), calls = optimizer._shards, []
@@ -71,7 +71,6 @@ def test_load_state_dict_raises_for_another_shape(sharded: Any) -> None:
 
 
 def test_other_thread_waits_for_a_step_and_same_thread_raises(sharded: Any) -> None:
-    """A step that goes on is no rank that has ended in it."""
     (model, optimizer), x = sharded, fl.input(np.zeros((1, 30), np.float32))
     model.eval()
     with ThreadPoolExecutor(1) as pool, optimizer._shards[0].changing("a step"):
@@ -85,7 +84,7 @@ def test_other_thread_waits_for_a_step_and_same_thread_raises(sharded: Any) -> N
 
 
 def test_step_with_unfrozen_parameters_raises_and_changes_nothing(sharded: Any) -> None:
-    """So what the error advises can be done: to shard the module again."""
+    """So the advice of the error works: shard the module again."""
     model, optimizer = sharded
     for param in model.frozen.params():
         param.calc_grad = True
@@ -104,7 +103,7 @@ def test_step_with_unfrozen_parameters_raises_and_changes_nothing(sharded: Any) 
 def test_optimizer_raises_after_another_fully_shard(
     sharded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its state lies in the old memory, which all ranks would step as theirs alone."""
+    """Its state is in the old memory, of which each rank would step everything."""
     model, optimizer = sharded
     monkeypatch.undo()
     fl.fully_shard(model)
@@ -118,7 +117,7 @@ def test_optimizer_raises_after_another_fully_shard(
 
 @pytest.mark.usefixtures("shards_all")
 def test_second_fully_shard_frees_the_old_memory() -> None:
-    """It may be most of what there is: the garbage collector comes too late."""
+    """The memory may be most of the host's, and the garbage collector would be too late."""
     model = Net("float32")
     fl.fully_shard(model)
     optimizer = optimizer_of(model, "sgd")  # which no fixture keeps
@@ -202,7 +201,7 @@ if fl.is_main_process():
 
 
 def test_four_ranks_use_memory_of_one_plus_35_mb_each(tmp_path: Path) -> None:
-    """Proportional set sizes; weights, gradients and moments are 256 MB."""
+    """Measures proportional set sizes; weights, gradients and moments have 256 MB."""
     file = write(tmp_path, _TRAIN)
     texts = (launch("-n", size, file, timeout=60).stdout for size in (1, 4))
     alone, together = (int(text.removeprefix("[0] ")) for text in texts)

@@ -1,4 +1,4 @@
-"""One checkpoint, from which any number of ranks goes on, with or without sharding."""
+"""One checkpoint from which any number of ranks continues, with or without sharding."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4))
 def train(
     rank: int, size: int, way: str, steps: range, loaded: str = "", saved: str = ""
 ) -> tuple[list[Any], list[Any]]:
-    """Return what was loaded, and the end; all ranks have the same samples."""
+    """Return the loaded state and the final state; all ranks have equal samples."""
     model = Net(seed=1 + rank if loaded else 0)
     WAYS[way](model)
     optimizer = fl.optim.AdamOptimizer(model.params(), lr=0.01)
@@ -63,7 +63,6 @@ def test_sharded_run_resumes_on_any_number_of_ranks(pool: Any, tmp_path: Path, s
 
 @on_ranks()
 def test_copy_of_a_sharded_module_is_not_sharded(rank: int, size: int) -> None:
-    """A copy of the module and its optimizer is ordinary, and goes on from the same state."""
     ways: list[dict[str, bool] | None] = [None, {}, {"across_hosts": True}]
     for how in ways:
         if how is None:

@@ -1,4 +1,4 @@
-"""Trees over real ranks: everybody has the root's values, or nobody's tree has changed."""
+"""Trees on real ranks: all ranks have the root's values, or no tree has changed."""
 
 import importlib
 import pickle
@@ -18,14 +18,14 @@ from tests.parallel.trees import Point, everything, model_of, optimizer_of
 
 
 def values(tree: Any) -> tuple[bytes, list[str]]:
-    """All that synchronize gives, in a form that can be compared, NaN included."""
+    """Return all synchronized values in a form that can be compared, including NaN."""
     plan = plan_of(tree)
     numbers = [repr(number) for _, _, number in plan.numbers]
     return plan.description, [*(repr(array.tolist()) for array in plan.arrays), *numbers]
 
 
 def memory(tree: Any) -> list[int]:
-    """Where the arrays are."""
+    """Return the addresses of the arrays."""
     return [array.ctypes.data for array in plan_of(tree).arrays]
 
 
@@ -50,7 +50,6 @@ def test_synchronize_sets_all_values_of_root_in_place(rank: int, size: int) -> N
 
 @on_ranks(("shm", 2))
 def test_synchronize_sends_shared_arrays_once_in_one_transfer(rank: int, size: int) -> None:
-    """The bytes of each transfer, seen by a spy: there is no other way to count them."""
     module: Any = importlib.import_module("flashlight_py.parallel.synchronize")
     real, sizes = module.broadcast, []
 
@@ -77,7 +76,7 @@ def test_synchronize_keeps_the_bits_of_numbers(rank: int, size: int) -> None:
 
 
 def test_synchronize_sends_gpu_and_cpu_arrays(pool: Any) -> None:
-    """With the stand-in for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
+    """Uses stand-ins for CuPy and NCCL; tests/gpu tests real GPUs."""
     ranks = pool(2, env={"STAND_IN": "1"})
     ranks.run(gpu_trees.synchronize)
     ranks.run(gpu_trees.synchronize_with_the_cpu)
@@ -89,7 +88,6 @@ def test_synchronize_sends_gpu_and_cpu_arrays(pool: Any) -> None:
 def test_synchronized_optimizers_continue_equally(
     rank: int, size: int, kind: str, distributed: bool
 ) -> None:
-    """Ranks begin with other parameters and other states, and go on with the root's."""
     model = model_of(rank + 1.0)
     optimizer = optimizer_of(model, kind, rank + 1)
     if distributed:

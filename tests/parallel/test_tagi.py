@@ -1,4 +1,4 @@
-"""TAGI on several ranks is TAGI on one with all the samples; networks that are wrapped again."""
+"""TAGI on several ranks equals TAGI on one rank with all samples; rewrapped networks."""
 
 import copy
 import os
@@ -51,14 +51,14 @@ def dense() -> Sequential:
 
 
 def residual() -> Sequential:
-    """Layers in blocks, in blocks: those that pytagi's DDP leaves out."""
+    """Return nested blocks of layers, which pytagi's DDP leaves out."""
     inner = ResNetBlock(LayerBlock(Linear(8, 8), ReLU(), Linear(8, 8)))
     outer = ResNetBlock(LayerBlock(Linear(6, 8), ReLU(), inner), LayerBlock(Linear(6, 8)))
     return Sequential(outer, ReLU(), Linear(8, 3))
 
 
 def convolutional() -> Sequential:
-    """On images of 3 x 2 pixels; LSTM and convolutions beside dense layers."""
+    """Return LSTM, convolutions and dense layers for images of 3 x 2 pixels."""
     return Sequential(
         Conv2d(1, 4, 2, in_width=3, in_height=2),
         MixtureReLU(),
@@ -100,7 +100,7 @@ def total(size: int, step: int) -> int:
 
 
 def alone(make: Callable[[], Sequential], size: int, steps: int = TRAIN) -> Any:
-    """One process with all the samples, that starts as rank 0 does."""
+    """Train in one process with all samples, starting like rank 0."""
     fl.set_seed(0)
     net = make()
     train(net, range(steps), lambda _: slice(None), lambda step: total(size, step))
@@ -171,7 +171,7 @@ def test_local_statistics_differ_until_they_are_averaged(rank: int, size: int) -
 
 @on_ranks(("shm", 2))
 def test_averages_equal_pytagi(rank: int, size: int) -> None:
-    """The sums over all samples divided by the number of ranks; without config, as with one."""
+    """Sums over all samples are divided by the number of ranks, with and without config."""
     sums = []
     for average in (False, True):
         fl.set_seed(0)
@@ -189,7 +189,7 @@ BOUND_AT = {255: 2.0, 256: 3.0}
 @pytest.mark.parametrize("samples", BOUND_AT)
 @on_ranks(("shm", 2))
 def test_step_bound_uses_the_samples_of_all_ranks(rank: int, size: int, samples: int) -> None:
-    """It is the number of standard deviations by which the step moves a weight."""
+    """The bound is the number of standard deviations by which a step moves a weight."""
     fl.set_seed(0)
     model = DDPSequential(Sequential(Linear(6, 3, gain_weight=0.01)), average=False)
     before = model.state_dict()["Linear.0"]
@@ -250,7 +250,7 @@ def test_ddp_sequential_works_with_join(
 
 
 def test_join_averages_over_the_ranks_with_data(pool: Any) -> None:
-    """With one rank left, its averages are its own sums."""
+    """With one rank left, the averages are its own sums."""
     states = pool(2).run(joined, (0, 3), True, False)
     check_same_bits(states)
     check_close(states[0], joined_alone((0, 3), dense))
@@ -381,7 +381,7 @@ def test_network_can_be_wrapped_again_without_sync(rank: int, size: int) -> None
 
 @on_ranks(("shm", 2))
 def test_backward_of_a_wrapped_network_raises(rank: int, size: int) -> None:
-    """Its sums would be this rank's alone, and the ranks' parameters differ from then on."""
+    """Its sums would cover this rank only, and the ranks' parameters would diverge."""
     fl.set_seed(rank)
     net = dense()
     DDPSequential(net, average=False)
@@ -424,7 +424,7 @@ def test_step_of_the_network_uses_the_bound_of_all_samples(rank: int, size: int)
 
 
 class Trap(fl.tagi.ReLU):
-    """A layer that can raise on its way back."""
+    """A layer that can raise in its backward pass."""
 
     fails = False
 
@@ -483,7 +483,7 @@ if rank == 0:
 
 
 def test_pytagi_script_runs_with_our_imports(tmp_path: Path) -> None:
-    """It knows MPI, and nothing of distributed_init: the config says that there are several."""
+    """The script uses MPI without distributed_init; its config contains the number of ranks."""
     pytest.importorskip("mpi4py")
     script = write(tmp_path, SCRIPT_OF_PYTAGI)
     done = run([*mpirun_command(2), sys.executable, "-W", "error", script])

@@ -1,4 +1,4 @@
-"""Walks through trees, packing and changes of them."""
+"""Walks, packing and changes of trees."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_pack_converts_arrays_to_native_byte_order() -> None:
 
 
 def test_buffers_are_reused_for_equal_descriptions() -> None:
-    """Large ones are not, and nothing keeps the arrays; no other call gets those in use."""
+    """Large buffers are not kept, and kept buffers do not keep arrays alive."""
     _kept.clear()
     array, number = np.zeros(3), 7
     fl.synchronize({"array": array, "number": number})
@@ -111,7 +111,6 @@ def test_kept_plan_is_not_used_for_other_arrays() -> None:
 
 
 def test_only_plans_of_numpy_arrays_are_kept() -> None:
-    """A plan with numbers or arrays of a GPU is not used again."""
     module, array = fl.nn.ReLU(), np.zeros(3)
     give_state(module, {"array": array, "number": 3}, 0, None)
     assert module not in _plans
@@ -178,19 +177,19 @@ def test_plan_raises_with_the_path_of_an_invalid_value(
 
 
 class Pair(tuple[Any, ...]):
-    """A tuple that wants two arguments."""
+    """A tuple whose constructor needs two arguments."""
 
     def __new__(cls, one: Any, other: Any) -> Pair:
         return super().__new__(cls, (one, other))
 
 
 class Row(tuple[Any, ...]):
-    """A tuple like any other."""
+    """A plain subclass of tuple."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seeded:
-    """Needs more than its fields to be made."""
+    """A frozen class whose constructor needs more than its fields."""
 
     seed: dataclasses.InitVar[int]
     value: int = 3
@@ -198,7 +197,7 @@ class Seeded:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Has a field that its ``__init__`` does not take, and something beside the fields."""
+    """A frozen class with a field that ``__init__`` does not take, and another attribute."""
 
     value: int
     count: int = dataclasses.field(default=4, init=False)

@@ -1,6 +1,6 @@
-"""All ways of training on several ranks: gradients, parameters and states are those of one process.
+"""All training modes on several ranks: gradients, parameters and states equal one process.
 
-A way is a row of ``WAYS``. ``Net`` contains what a way could compute wrongly.
+A mode is a row of ``WAYS``. ``Net`` contains cases that a mode could compute wrongly.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ CLIPPED = "no_sync", "retained"
 
 
 def one_pass(model: Any, step: int, rank: int, passes: int = 1, all_use: bool = True) -> None:
-    """Let rank 0 leave out a layer at odd steps, unless all use it."""
+    """Rank 0 skips a layer at odd steps, unless all ranks use it."""
     x = np.random.default_rng([step, rank]).standard_normal((4, 3))
     loss = model(fl.input(x), all_use or rank > 0 or step % 2 == 0).mean()
     for number in range(passes):
@@ -103,7 +103,7 @@ def unsynchronised(model: Any, way: str) -> Any:
 
 
 def train(way: str, rule: str, kind: str, rank: int, size: int, all_use: bool) -> Any:
-    """Begin as rank 0 does, and return parameters, states and gradients."""
+    """Train from rank 0's state, and return parameters, states and gradients."""
     is_alone, grads = way == "one by one", list[Any]()
     model = Net(0 if is_alone else rank).train()
     params = model.params()

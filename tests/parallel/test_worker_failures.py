@@ -1,4 +1,4 @@
-"""``DataParallel`` where something fails: errors name the worker, and nothing is left behind."""
+"""Failures of ``DataParallel``: errors name the worker, and no process remains."""
 
 import gc
 import os
@@ -52,7 +52,7 @@ def test_killed_worker_is_replaced_and_nothing_remains() -> None:
 def test_ctrl_c_is_raised_while_workers_are_dropped(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGINT arrives first; the next Python code, wherever it is, runs its handler."""
+    """SIGINT is pending; its handler runs in the next Python code, wherever that is."""
     lost: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lost.append)
     library = cffi.FFI()
@@ -80,7 +80,7 @@ def test_ctrl_c_is_raised_while_workers_are_dropped(
 
 
 def test_threads_end_dropped_workers_once() -> None:
-    """Each team by one of them: its descriptors are closed once, whoever has their numbers then."""
+    """One thread ends each team, because closed descriptors may be reused by other threads."""
     models = [fl.DataParallel(Net(), nprocs=2) for _ in range(2)]
     for each in models:
         each(rows(0, 0))

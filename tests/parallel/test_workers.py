@@ -1,4 +1,4 @@
-"""``DataParallel``: what a wrapped module computes equals what it computes alone."""
+"""``DataParallel``: a wrapped module computes the same as the module alone."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ from tests.parallel.worker_modules import RAISE, Everything, Net, rows, worker_p
 
 
 class Pair:
-    """A network with three processes, whose workers serve all tests here, and its twin without."""
+    """A network with three processes, shared by the tests, and its copy without workers."""
 
     def __init__(self) -> None:
         fl.set_seed(3)
@@ -33,7 +33,7 @@ class Pair:
         self.wrapped = fl.DataParallel(self.net, nprocs=3)
 
     def backward(self, count: int, calc_grad: bool = False) -> None:
-        """The same step with both: gradients are added to what is there."""
+        """Run the same step with both networks; gradients accumulate."""
         x = np.random.default_rng(count).standard_normal((count, 6))
         inputs = [fl.Variable(x.copy(), calc_grad) for _ in range(2)]
         losses = [
@@ -155,7 +155,7 @@ def test_workers_use_modes_buffers_and_settings_of_the_module(pair: Pair) -> Non
 def test_idle_workers_receive_the_module_for_the_next_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A module without buffers: its form is sent only where it has changed."""
+    """The module has no buffers, so its pickle is only sent after a change."""
     graphs: dict[int, list[int]] = {1: [], 2: []}  # that each worker has
     send = Worker.send
 
@@ -185,7 +185,6 @@ def test_idle_workers_receive_the_module_for_the_next_batch(
 def test_model_can_be_called_during_its_backward_pass(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the workers have computed by then is kept: their memory is used again."""
     expected = []
     for call in (None, lambda: pair.wrapped(rows(1, 2, 3))):
         monkeypatch.setattr(worker_modules, "call", call)
@@ -296,7 +295,7 @@ def test_recompute_runs_in_every_share(pair: Pair, monkeypatch: pytest.MonkeyPat
 
 
 def test_data_parallel_raises_for_sharded_parameters() -> None:
-    """Else they were moved out of the memory that ranks share, and no step reached them."""
+    """Otherwise the parameters would move out of the ranks' shared memory."""
     model = fl.DataParallel(Net(), nprocs=2)
     placement: Any = types.SimpleNamespace(is_cut=False)
     model.params()[0].placement = placement
@@ -328,7 +327,7 @@ def test_checkpoints_of_wrapper_and_module_are_equal(tmp_path: Path) -> None:
 
 
 class Counted(fl.nn.Module):
-    """The number of rows that a share has, in each of them."""
+    """Return the number of rows of the share, in every row."""
 
     def forward(self, x: fl.Variable) -> fl.Variable:
         return x * 0 + x.shape[0]
@@ -343,7 +342,7 @@ def test_shares_differ_by_one_row_and_are_not_empty() -> None:
 
 
 class Energy(fl.nn.Module):
-    """An energy of each row and its slope, which is computed by a backward pass of its own."""
+    """Return an energy of each row and its slope, computed by a nested backward pass."""
 
     def forward(self, x: fl.Variable) -> Any:
         at = fl.param(x.array.copy())

@@ -1,4 +1,4 @@
-"""Sharding by gathering: what is gathered when, inference, errors. test_ways.py trains with it."""
+"""Sharding by gathering: schedule, inference and errors. test_ways.py trains with it."""
 
 import copy
 import tracemalloc
@@ -23,7 +23,7 @@ WIDTH, LAYERS = 256, 12
 
 @on_ranks()
 def test_two_layers_are_gathered_and_the_next_is_prefetched(rank: int, size: int) -> None:
-    """The gradients of two more are there whole: those computed, and those on their way."""
+    """The gradients of two more layers are stored in full: being computed and being sent."""
     model = fl.nn.Sequential(*(fl.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     numbers = {param: number for number, param in enumerate(model.params())}
     shard_by_gathering(model)
@@ -62,7 +62,7 @@ def test_two_layers_are_gathered_and_the_next_is_prefetched(rank: int, size: int
 
 @on_ranks()
 def test_inference_gathers_parameters(rank: int, size: int) -> None:
-    """The last pass has begun to gather for one that never comes; the process may end so."""
+    """The last pass has prefetched parameters that are never used before the process ends."""
     model = fl.nn.Sequential(*(fl.nn.Linear(9, 9) for _ in range(4)))
     fl.broadcast_parameters(model)
     x = fl.input(np.ones((2, 9), "float32"))
@@ -77,7 +77,7 @@ def test_inference_gathers_parameters(rank: int, size: int) -> None:
 
 @on_ranks()
 def test_pass_that_raises_frees_gathered_parameters(rank: int, size: int) -> None:
-    """Every rank raises in the same place; the next pass is as if that one had not been."""
+    """Every rank raises at the same point; the next pass works as usual."""
     model, other = Net(), Net()
     for each in (other, model):
         shards = shard_by_gathering(each)
@@ -104,7 +104,6 @@ def test_pass_that_raises_frees_gathered_parameters(rank: int, size: int) -> Non
 
 @on_ranks(("gloo", 3))
 def test_different_modules_on_ranks_raise_mismatch_error(rank: int, size: int) -> None:
-    """Both have the same shapes; their parts have not."""
     model = fl.nn.Sequential(*(fl.nn.Linear(3, 3) for _ in range(size)))
     shard_by_gathering(model)
     with pytest.raises(MismatchError, match="all_gather"):
@@ -153,7 +152,7 @@ def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: i
 
 
 def test_sharding_keeps_the_array_library(pool: Any) -> None:
-    """With the stand-ins for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
+    """Uses stand-ins for CuPy and NCCL; tests/gpu tests real GPUs."""
     ranks = pool(2, env={"STAND_IN": "1"})
     gpu_training.test_training_on_gpus_equals_one_process_on_the_cpu(ranks, "adam", True)
     gpu_training.test_state_dicts_of_shards_equal_the_full_state(ranks)

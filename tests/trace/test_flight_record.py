@@ -1,4 +1,4 @@
-"""Flight records: when each rank writes one, and what their comparison says."""
+"""Flight records: reasons for which ranks write them, and reports of their comparison."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def await_file(path: Path, seconds: float = 10.0) -> dict[str, Any]:
 
 
 def hang_then_part(rank: int, size: int, folder: str) -> str:
-    """Rank 0 hangs in a native wait and gets the signal; later the ranks call different things."""
+    """Rank 0 hangs in a native wait and gets the signal; later the ranks make different calls."""
     pids = fl.all_gather_object(os.getpid())
     record = Path(folder) / "rank0.json"
     if rank == 1:
@@ -159,7 +159,7 @@ def test_record_raises_permission_error_for_a_foreign_folder(tmp_path: Path) -> 
 
 
 def test_default_folder_keeps_the_newest_jobs(tmp_path: Path) -> None:
-    """In the default place; what is not a folder of this user is not touched."""
+    """Uses the default folder; folders of other users are not touched."""
     for age in range(KEPT_JOBS + 5):
         old = tmp_path / f"flashlight-trace-{age:02}"
         write_record(Flight(folder=old, chosen=True), "a test")

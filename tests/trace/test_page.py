@@ -1,4 +1,4 @@
-"""The page of a trace, by itself and in a real browser."""
+"""The page of a trace, as a file and in a real browser."""
 
 import re
 from pathlib import Path
@@ -82,7 +82,7 @@ def _shows_tables_and_legend(browser: Browser) -> None:
 
 
 def _place(browser: Browser, rank: int, name: str) -> tuple[float, float]:
-    """Where on the window the middle of an event is."""
+    """Return the window position of the middle of an event."""
     script = f"""(() => {{
         const box = canvas.getBoundingClientRect();
         for (const thread of bands[{rank}].threads.values())

@@ -1,4 +1,4 @@
-"""A profile holds every rank's calls, on one clock, as a Chrome trace, and leaves nothing."""
+"""Profiles contain every rank's calls on one clock as a Chrome trace, and leave no state."""
 
 import gc
 import itertools
@@ -122,7 +122,7 @@ def test_profile_stop_raises_runtime_error_if_not_started(tmp_path: Path) -> Non
 
 
 def ask_for_the_time(rank: int, size: int) -> int:
-    """Clocks of two hosts, an hour apart: rank 1's is ahead. Here they are one, so it is faked."""
+    """Fake the clocks of two hosts, an hour apart; rank 1's clock is ahead."""
     backend = current_world().group.backend()
     assert profiling.offset_to_rank_0(backend) == 0  # one host, one clock
     if rank == 0:

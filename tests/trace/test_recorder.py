@@ -1,4 +1,4 @@
-"""Every verb of every backend is recorded: what, how much, from which line, and how it ended."""
+"""Records of every verb of every backend: arguments, line of code and outcome."""
 
 import time
 from typing import Any
@@ -23,7 +23,7 @@ def ranks_of(pool: Any, world: str = "shm") -> Any:
 
 
 def here() -> str:
-    """This file, as records name it."""
+    """Return the name of this file in records."""
     return "trace/test_recorder.py:"
 
 
@@ -93,7 +93,7 @@ def enter_and_leave(rank: int, size: int) -> list[dict[str, Any]]:
 
 @EVERY_WORLD
 def test_journal_records_the_line_of_a_with_block_for_its_last_call(pool: Any, world: str) -> None:
-    """And not of contextlib's, which calls ours there."""
+    """The line must not be one of contextlib, which makes the call."""
     for calls in ranks_of(pool, world).run(enter_and_leave):
         assert calls
         assert {call.get("via", "join") for call in calls} == {"join"}, calls
@@ -162,7 +162,7 @@ def test_group_names_are_equal_on_all_ranks(pool: Any) -> None:
 
 
 class Flight:
-    """A collective that a device does; there is none here, so this one is set when it ends."""
+    """A fake collective of a device that ends when the test sets it."""
 
     ended: float | None = None
 

@@ -1,4 +1,4 @@
-"""A rank writes its record for its own reasons, and when another rank has had one."""
+"""A rank writes its record for its own reasons, and after another rank's record."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The folder of a world's records, what waits until its watchdog has looked there, and that."""
+    """Return the records folder, a function that waits for the watchdog, and the watchdog."""
     looked = threading.Event()
     have_written = OtherRecords.have_written
 
@@ -119,7 +119,7 @@ def test_signal_handler_may_raise_during_a_write(world: Any) -> None:
 
 @pytest.mark.parametrize("allowed", [1, 2, 3])
 def test_watchdog_leaves_nothing_if_it_cannot_start(tmp_path: Path, allowed: int) -> None:
-    """It needs two pipes: three descriptors are too few."""
+    """The watchdog needs two pipes; three descriptors are too few."""
     before = process_state()
     free = (number for number in count() if not os.path.exists(f"/proc/self/fd/{number}"))
     *_, last = islice(free, allowed)
@@ -131,7 +131,6 @@ def test_watchdog_leaves_nothing_if_it_cannot_start(tmp_path: Path, allowed: int
 def test_watchdog_thread_keeps_its_pipe_if_a_signal_interrupts_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The handler raises in start(), when the thread runs already."""
     errors: list[object] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
 
