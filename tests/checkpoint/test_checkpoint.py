@@ -258,7 +258,7 @@ def test_last_reported_checkpoint_is_intact_after_a_kill_at_any_moment(tmp_path:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout
             assert process.stdout.readline() == "1\n"
-            time.sleep(random.uniform(0, 0.05))  # the moment of the kill is what is tried here
+            time.sleep(random.uniform(0, 0.05))  # a random moment of the kill
             process.send_signal(signal.SIGKILL)
             reported = [1, *map(int, process.stdout.read().split())][-1]
         found = fl.load(folder)

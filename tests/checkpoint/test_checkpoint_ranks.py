@@ -29,7 +29,7 @@ def saves_then_steps(rank: int, size: int, folder: Path) -> tuple[str, bytes]:
 
 def loads_then_steps(rank: int, size: int, folder: Path) -> tuple[int, bytes]:
     run = Run(seed=rank)
-    # Only rank 0's path is looked at: the others need not see the folder.
+    # Only rank 0's path is used: the other ranks need no access to the folder.
     found = run.load(folder if rank == 0 else Path("/nowhere"))
     run.step()
     return found.step, run.everything()
@@ -40,7 +40,7 @@ def test_load_restores_the_random_state_of_each_rank(pool: Any, tmp_path: Path) 
     loaded = pool(2).run(loads_then_steps, tmp_path)
     assert [name for name, _ in saved] == ["000001-step-1"] * 2
     assert [step for step, _ in loaded] == [1, 1]
-    # Rank 0's parameters are what is saved, so rank 0 alone is where it was; its step used them.
+    # Rank 0's parameters are saved, so only rank 0 returns to its state.
     assert loaded[0][1] == saved[0][1]
     assert loaded[0][1] != loaded[1][1]
 
@@ -123,7 +123,7 @@ def fail_on_one(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="expected the folder of a run"):
         fl.load(file)
     assert fl.load(folder / "empty") is None
-    assert fl.all_reduce(np.ones(1)).tolist() == [size]  # the group goes on
+    assert fl.all_reduce(np.ones(1)).tolist() == [size]  # the group remains usable
 
 
 def test_all_ranks_raise_if_save_or_load_fails_on_one_rank(pool: Any, tmp_path: Path) -> None:
@@ -151,7 +151,8 @@ def test_sampler_state_continues_with_fewer_ranks(pool: Any, tmp_path: Path) -> 
     assert sorted(used + rest) == list(range(20))
 
 
-# Called on one rank alone ----------------------------------------------------------------------
+# Calls on a single rank
+# -----------------------------------------------------------------------------
 
 
 def saves_on_rank_0_alone(rank: int, size: int, folder: Path, loads: bool) -> str:
@@ -215,7 +216,7 @@ def test_save_on_one_rank_raises_on_two_hosts_and_mpi(
 
 def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:
     if rank == 1:
-        # As a program that ends without a shutdown.
+        # Like a program that ends without a shutdown.
         fl.distributed.start.initialize._close_at_exit()
         return ""
     with pytest.raises(PeerLostError) as caught:

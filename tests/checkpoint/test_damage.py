@@ -119,7 +119,8 @@ def test_load_raises_checkpoint_error_for_a_later_format(two: Path, tmp_path: Pa
     assert file.exists()
 
 
-# The folder of a run: other entries, links, other users, and a job that saves there ---------------
+# The folder of a run: other entries, links, other users, and a concurrent job
+# ------------------------
 
 
 def archive(folder: Path, disk: Path) -> None:

@@ -254,7 +254,7 @@ def test_average_meter_counts_each_element_of_an_array(dtype: type) -> None:
 
 
 def test_average_meter_accepts_numbers_of_other_types() -> None:
-    class Tensor:  # of torch, which need not be there: its size is a method
+    class Tensor:  # like torch.Tensor, whose size is a method
         ndim = 0
 
         def size(self) -> tuple[int, ...]:

@@ -178,7 +178,7 @@ def test_container_raises_for_invalid_indices() -> None:
         fl.DistributedDataContainer(OnlyGet())[1:2]
 
 
-RANKS = [2, 0]  # of a world of three, so that no rank of the group is the one in the world
+RANKS = [2, 0]  # of a world of three; every rank differs from its world rank
 ROWS = fl.dataset.TensorDataset([np.arange(10)])
 MAKERS: dict[str, Callable[..., Any]] = {
     "DistributedSampler": partial(fl.DistributedSampler, 10),
@@ -237,8 +237,8 @@ def test_epochs_are_compared_within_the_group(rank: int, size: int, name: str) -
         lambda: data.load_state_dict({**state, "consumed": group.rank}),
     )
     errors = [raised(fl.errors.MismatchError, call) for call in differing]
-    assert (data.epoch, data.consumed, samples(data)) == (2, 10, own)  # as it was
-    # Arguments that one rank refuses are an error on the other rank, too.
+    assert (data.epoch, data.consumed, samples(data)) == (2, 10, own)  # unchanged
+    # Invalid arguments on one rank raise on the other rank as well.
     error: type[Exception] = fl.errors.MismatchError if group.rank else ValueError
     for arguments in ({"seed": -1}, {"rank": 0, "size": 1}):
         call = partial(make, group=group, **({} if group.rank else arguments))

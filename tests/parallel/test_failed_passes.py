@@ -80,17 +80,17 @@ def one_pass(model: Net) -> None:
 def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator[None]:
     """Make the enclosed pass fail at these points of ranks; the other ranks raise the reasons."""
     model.fails_at = places.get(rank)
-    if rank in places and len(set(places.values())) > 1:  # it may hear first of another rank
+    if rank in places and len(set(places.values())) > 1:  # another rank's error may arrive first
         with pytest.raises((ValueError, MismatchError), match="on purpose"):
             yield
     elif rank in places:
         with pytest.raises(ValueError, match="on purpose"):
             yield
     elif [*places.values()] == [PLACES[2]] and way in ("in buckets", "in the background"):
-        yield  # all was sent, and was right
+        yield  # all buckets were sent with right values
         places = {}
     else:
-        # Of two messages a bucket the one that differs first may be of the second kind.
+        # With two messages per bucket, the first difference may be in the second message.
         words = "ValueError: on purpose" + "|that has failed" * ("d in the background" in way)
         with pytest.raises(MismatchError, match=words):
             yield
@@ -121,7 +121,7 @@ def test_failed_pass_raises_on_all_ranks_and_training_continues(
         optimizer.zero_grad()
         one_pass(model)
         if way.startswith("compressed"):
-            optimizer.step()  # what is left over of earlier passes counts, too
+            optimizer.step()  # uses state of earlier passes as well
             continue
         fl.barrier()
         found = [param.grad.copy() for param in model.params()]
@@ -184,7 +184,7 @@ def test_changed_parameter_raises_on_all_ranks(rank: int, size: int, way: str) -
     loss = model(fl.input(np.ones((2, 6)))).mean()
     fl.barrier()
     if rank == 1:
-        note_changes(model.params()[:1])  # as an assignment does, which sharded modules refuse
+        note_changes(model.params()[:1])  # like an assignment, which sharded modules reject
     with pytest.raises(RuntimeError if rank == 1 else MismatchError, match="had used it"):
         loss.backward()
     assert all(param.grad is None for param in model.params())
@@ -288,7 +288,7 @@ def pipelined(rank: int, size: int, fails: int) -> None:
     for place in PLACES[:2]:
         model.fails_at = place if rank == fails else None
         error = ValueError if rank == fails else MismatchError
-        # What the second rank of a pipeline does is over when the first one fails.
+        # The second rank of a pipeline has finished when the first rank fails.
         with (
             contextlib.nullcontext()
             if fails == 0 and rank % 2

@@ -49,7 +49,7 @@ def one_after_the_other(x: Any) -> Any:
 
 
 Shape = tuple[int, ...] | Callable[[int, int], tuple[int, ...]]
-# What each rank computes, and from an array of which shape; some have another one on each rank.
+# Computation of each rank, and the shape of its array (per rank if shapes differ).
 CASES: dict[str, tuple[Callable[..., Any], Shape]] = {
     "all_reduce sum": (D.all_reduce, (2, 3)),
     "all_reduce avg": (lambda x: F.exp(D.all_reduce(x, 0.7, op="avg")) * x, (2, 3)),
@@ -339,7 +339,7 @@ def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
     if rank == 1:
         D.recv(x, 0) if message else D.all_reduce(x)
         fifo.read_bytes()  # ends when rank 0 has given up
-        for _ in range(2):  # in shared memory the first still sees what rank 0 has called
+        for _ in range(2):  # in shared memory the first call still matches a call of rank 0
             with contextlib.suppress(fl.errors.DistributedError):
                 fl.barrier()
         return ""
@@ -375,7 +375,7 @@ def after_a_mismatch(run: Callable[[], Any], x: Any) -> str:
         run()
     assert x.grad is None
     x.zero_grad()
-    F.sum(D.all_reduce(x)).backward()  # the group lives on, and all count alike
+    F.sum(D.all_reduce(x)).backward()  # the group remains usable, and the ranks' counts are equal
     assert x.grad.tolist() == [2, 2]
     return str(caught.value)
 
@@ -426,7 +426,7 @@ def test_mismatch_error_reports_the_collective_of_each_rank(
 
 def crossed_messages(rank: int, size: int) -> str:
     """Each rank waits for the gradient of the other message; they must not be exchanged."""
-    x = fl.param(np.ones(20_000))  # a send of little has ended when it returns
+    x = fl.param(np.ones(20_000))  # large, because a small send returns before it is received
     ends = [(D.recv(x, 0) * 1.0 if rank else D.send(x, 1)) for _ in range(2)]
     with pytest.raises(fl.errors.DistributedError) as caught:
         F.sum(ends[rank]).backward()

@@ -10,7 +10,7 @@ from tests.distributed.conformance import on_ranks
 from tests.distributed.hook_steps import HOOKS, make
 
 SAMPLES, FEATURES, OUTPUTS, STEPS = 120, 12, 6, 150
-# How much larger the loss after STEPS steps may be than without a hook.
+# Allowed increase of the loss after STEPS steps, compared with no hook.
 WORSE = {
     "Float16Compression": 1.001,
     "Bfloat16Compression": 1.01,
@@ -68,7 +68,7 @@ def test_training_with_a_hook_ends_near_training_without(
 ) -> None:
     ranks = pool(size, **({"params": {"BACKEND": backend}} if size > 1 else {}))
     exact, _ = train(0, 1, None, dtype)
-    assert exact < 0.03  # of 0.65 at the beginning
+    assert exact < 0.03  # it starts at 0.65
     for name in HOOKS:
         reports = ranks.run(train, name, dtype)
         assert len({bits for _, bits in reports}) == 1, name
@@ -79,7 +79,7 @@ def test_training_with_a_hook_ends_near_training_without(
 @on_ranks(("shm", 2))
 def test_full_bucket_is_sent_during_the_pass(rank: int, size: int, inline_bytes: int) -> None:
     """The hook only reduces, so its bits equal those without a hook."""
-    reports = []  # for each bucket its number, and which gradients were there
+    reports = []  # per bucket: its number and whether each gradient exists
 
     def hook(bucket: Any) -> Any:
         reports.append((bucket.index, [param.grad is not None for param in model.params()]))
@@ -105,7 +105,7 @@ def test_full_bucket_is_sent_during_the_pass(rank: int, size: int, inline_bytes:
     assert reports[:3] == reports[3:]
     assert [index for index, _ in reports[:3]] == [0, 1, 2]
     first, second, third = (there for _, there in reports[:3])
-    assert first[:2] == [False, False]  # the first layer, which comes last
+    assert first[:2] == [False, False]  # gradients of the first layer are complete last
     assert first[3:] == [True, True, True]
     assert not second[0]
     assert third == [True] * 6
@@ -141,7 +141,7 @@ def test_failed_pass_restores_the_state_of_the_hook(rank: int, size: int) -> Non
     inner = first.hook
 
     def explode(variable: Any) -> None:
-        inner(variable)  # the bucket is complete, and on its way
+        inner(variable)  # the bucket is complete and being sent
         raise ArithmeticError("on purpose")
 
     first.register_grad_hook(explode)

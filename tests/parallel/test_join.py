@@ -13,7 +13,7 @@ from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 
 BACKENDS = ["gloo", "shm"]
-# Batches of each rank.
+# Number of batches of each rank.
 SCHEDULES = [(3,), (0,), (3, 1), (0, 2), (2, 2), (0, 0), (2, 5, 0), (4, 1, 4)]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -89,7 +89,7 @@ def check(results: list[Any], expected: list[Any], tolerance: float = 1e-10) -> 
 @contextlib.contextmanager
 def small_buckets() -> Iterator[None]:
     before = fl.DistributedConstants.COALESCE_CACHE_SIZE
-    fl.DistributedConstants.COALESCE_CACHE_SIZE = 200  # bytes: every parameter by itself
+    fl.DistributedConstants.COALESCE_CACHE_SIZE = 200  # bytes: one bucket per parameter
     try:
         yield
     finally:
@@ -128,9 +128,9 @@ def test_join_can_be_used_again(rank: int, size: int) -> None:
     check(fl.all_gather_object(train(rank, size, *schedules)), alone(*schedules))
 
 
-# How rank 0 and rank 1 train, and what the sum of their gradients is divided by.
+# Training of rank 0 and rank 1, and the divisor of the sum of their gradients.
 SUMS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
-    "no counts": (lambda: {"count": False}, 0),  # every rank with data weighs the same
+    "no counts": (lambda: {"count": False}, 0),  # all ranks with data have equal weights
     "scale": (lambda: {"scale": 0.5}, 2),
     "inline": (lambda: {"reducer": fl.InlineReducer(0.5)}, 2),
     "coalescing": (lambda: {"reducer": fl.CoalescingReducer(0.5, bucket_bytes=500)}, 2),
@@ -166,7 +166,7 @@ def accumulate(rank: int, size: int, steps: int) -> Any:
                     backward(model, x, y)
             optimizer.step()
         with fl.no_sync(model):
-            backward(model, x, y)  # begun and not finished: not used
+            backward(model, x, y)  # incomplete, so not used
     return [param.array.copy() for param in model.params()]
 
 
@@ -250,7 +250,7 @@ def test_exception_leaves_the_body_of_join_at_once(rank: int, size: int) -> None
     fl.distribute_module_grads(model)
     with pytest.raises(ZeroDivisionError):
         joined_passes(model, rank, 2, fail)
-    # Both have left by the exception, so nothing is pending, and the module is as before.
+    # Both left by the exception, so no call is pending and the module is unchanged.
     backward(model, *batch(rank, 1))
     with fl.join(model):
         pass
@@ -287,7 +287,7 @@ def test_rank_that_raises_leaves_join(backend: str) -> None:
 def test_join_raises_peer_lost_error_if_a_rank_exits(backend: str) -> None:
     outcomes = run_outcomes(fail_on_one, 3, SystemExit, params={"BACKEND": backend})
     for rank in (0, 2):
-        reported = outcomes[rank].value  # on Gloo also the other one, if it has left already
+        reported = outcomes[rank].value  # on Gloo also the other rank, if it has exited
         assert re.match(r"PeerLostError: .*: lost ranks? ([02], )?1\b", reported), reported
 
 

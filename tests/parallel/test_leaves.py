@@ -28,7 +28,7 @@ from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
 F = fl.autograd.functions
 SLOW = [("shm", 4), ("gloo", 2), ("mpi", 3), ("hierarchical", 3)]
 ranks = ranks_in(("shm", 2), ("gloo", 3), ("hierarchical", 4), slow=SLOW)
-BATCHES = (37, 40, 5, 1)  # rows of global batches: also fewer than leaves
+BATCHES = (37, 40, 5, 1)  # rows of global batches, also fewer than leaves
 STEPS = 8
 pytestmark = pytest.mark.usefixtures("own_numbers")
 
@@ -87,7 +87,7 @@ def train(
     sharded: bool = False,
 ) -> tuple[str, int]:
     """Train; with ``folder``, continue from its checkpoint and save at the end."""
-    fl.set_seed(rank)  # of which rank 0's counts
+    fl.set_seed(rank)  # only rank 0's seed is used
     model = Net()
     fl.broadcast_parameters(model)
     if sharded:
@@ -103,14 +103,14 @@ def train(
         optimizer.zero_grad()
         for x, y in fl.leaves(model, *batch(step)):
             backward(model, x, y)
-            numbers.generator().random()  # of the leaf's, also after its backward pass
+            numbers.generator().random()  # still from the leaf's generator
         fl.optim.clip_grad_norm(model.params(), 0.1)
         optimizer.step()
     if folder:
         fl.save(folder, module=model, optimizer=optimizer, rng=True, step=begin + steps)
     assert model.unused.weight.grad is None
     assert model.count == begin + steps
-    fl.barrier()  # nobody changes what all have in common
+    fl.barrier()  # no rank changes shared memory earlier
     return digest(model), int(numbers.generator().integers(1 << 30))
 
 
@@ -173,7 +173,7 @@ def test_resume_with_other_numbers_of_ranks_gives_equal_bits(pool: Any, tmp_path
     run = str(tmp_path / "run")
     train(0, 1, "adam", 1, 8, run)  # on one rank, then on three,
     pool(3, params={"BACKEND": "gloo"}).run(train, "adam", 2, 8, run)
-    pair = pool(2, params={"BACKEND": "shm"})  # then on two, that have one model in common
+    pair = pool(2, params={"BACKEND": "shm"})  # then on two ranks that share the model
     assert set(pair.run(train, "adam", 3, 8, run, True)) == {expected}
 
 
@@ -185,7 +185,7 @@ def test_leaves_replace_the_gradient_pass_of_a_sharded_module(rank: int, size: i
     fl.distribute_module_grads(model, leaves=4)
     with pytest.raises(RuntimeError, match=r"expected backward\(\) inside of a loop over"):
         model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
-    fl.fully_shard(model)  # back to sums over whole passes
+    fl.fully_shard(model)  # back to sums over complete passes
     model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
     assert model.params()[0].grad is not None
 
@@ -257,7 +257,7 @@ def test_leaf_requires_exactly_one_backward_pass() -> None:
     backward(model, *next(loop))
     with pytest.raises(RuntimeError, match="got a second one for leaf 0 of 4"):
         backward(model, x, y)
-    with pytest.raises(RuntimeError, match="got a second one"):  # also if that was caught
+    with pytest.raises(RuntimeError, match="got a second one"):  # also if the error was caught
         next(loop)
     first, second = fl.leaves(model, x), fl.leaves(model, x)
     next(first)
@@ -279,7 +279,7 @@ def test_loop_that_is_left_early_restores_state_without_gradients() -> None:
     with contextlib.suppress(ZeroDivisionError):
         for _ in fl.leaves(model, x, y):
             _ = 1 / 0
-    drawn = numbers.generator().random()  # the package's own generator again
+    drawn = numbers.generator().random()  # from the package's own generator again
     one_step(model, x, y)
     assert model.count == 1
     assert drawn != numbers.generator().random()

@@ -80,7 +80,7 @@ def test_broadcast_parameters_names_the_different_parameter(rank: int, size: int
     assert f"got a difference at module.0.weight {kinds}" in str(caught.value)
 
 
-# How ranks start, of which the last two differ.
+# Initial parameters of the ranks; the last two cases differ.
 STARTS = [*("broadcast", "averaged", "same seed", "ignored"),
           *("distribute_module_grads", "DistributedOptimizer")]  # fmt: skip
 
@@ -128,11 +128,11 @@ def test_forward_copies_buffers_of_rank_0_in_training(rank: int, size: int) -> N
         after.append([model.seen[0].item(), float(model.mean)])
         outer.train()
     for module in (copy.deepcopy(outer), pickle.loads(pickle.dumps(model))):
-        module(x)  # a copy is of this rank alone
+        module(x)  # a copy is local to this rank
     fl.distribute_module_grads(model, broadcast_buffers=False)
     model(x)
     after.append([model.seen[0].item()])
-    # Rank 1 goes on from what rank 0 had: 1 and its own 2 samples, whose mean is 2.
+    # Rank 1 continues from rank 0's buffer: 1 and its own 2 samples have the mean 2.
     first = [[1, 1.0], [2, 2.0], [2, 2.0], [3, 3.0], [4]]
     assert after == (first if rank == 0 else [[2, 2.0], [3, 3.0], [3, 3.0], [5, 5.0], [7]])
 
@@ -170,7 +170,7 @@ def test_ignored_parameters_and_buffers_stay_local(rank: int, size: int) -> None
     (model(x)[0, :1] * model.own).backward(np.ones(1 + rank, np.float32))
     weight = model.layer.weight.grad[0].tolist()
     fl.distribute_module_grads(model, ignore=["own", "layer.bias", "seen", "mean"])
-    assert model.layer.bias.hook is None  # of the first call, which the second one replaced
+    assert model.layer.bias.hook is None  # hook of the first call, which the second call replaced
     assert model.before_forward is None
     optimizer = fl.optim.SGDOptimizer(model.layer.params(), 0.1 * (1 + rank), momentum=0.9)
     model.mean = np.float64(rank)
@@ -180,7 +180,7 @@ def test_ignored_parameters_and_buffers_stay_local(rank: int, size: int) -> None
     assert (model.own.shape, float(model.mean), optimizer.lr) == ((1 + rank,), 3.0 * rank, 0.2)
     assert weight == [5.0] * 3  # (1 * 2 + 2 * 2 * 2) / 2
     assert model.own.grad.shape == (1 + rank,)
-    assert fired == [(1 + rank,)] * (1 + rank)  # on rank 1 once more, in join
+    assert fired == [(1 + rank,)] * (1 + rank)  # once more on rank 1, in join
 
 
 @on_ranks(("shm", 2))

@@ -81,7 +81,7 @@ def test_sampler_raises_mismatch_error_on_every_rank(
     start = f"DistributedSampler: rank {rank} of 3: expected the same arguments on every rank"
     assert str(caught.value).startswith(start)
     assert f", got {difference}. Pass the same arguments" in str(caught.value)
-    fl.DistributedSampler(10)  # the world goes on
+    fl.DistributedSampler(10)  # the world remains usable
 
 
 @on_ranks(("shm", 2))
@@ -129,7 +129,8 @@ def test_sampler_raises_for_invalid_arguments(
         fl.DistributedSampler(3).set_epoch(-1)
 
 
-# A run that goes on from a state ------------------------------------------------------------------
+# Continuing from a state
+# ----------------------------------------------------------------------------
 
 WORLDS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
@@ -189,7 +190,7 @@ def test_completed_epoch_stays_empty_until_the_next(drop_last: bool) -> None:
     assert first.consumed == 11
     then = fl.DistributedSampler(11, rank=0, size=1)
     then.load_state_dict(first.state_dict())
-    then.set_epoch(0)  # as a loop over epochs does
+    then.set_epoch(0)  # like a loop over epochs
     assert (len(then), list(then)) == (0, [])
     then.set_epoch(1)
     assert (len(then), then.consumed) == (11, 0)
@@ -198,9 +199,9 @@ def test_completed_epoch_stays_empty_until_the_next(drop_last: bool) -> None:
 
 def test_set_consumed_overrides_the_count() -> None:
     sampler = fl.DistributedSampler(12, rank=0, size=2)
-    order = list(sampler)  # as for a ResampleDataset
+    order = list(sampler)  # as a ResampleDataset does
     sampler.set_consumed(8)
-    assert list(sampler) == order  # begins where it did
+    assert list(sampler) == order  # starts at the same position
     state = {"n": 12, "shuffle": True, "seed": 0, "epoch": 0, "consumed": 8}
     assert sampler.state_dict() == state
     sampler.set_epoch(1)
@@ -270,7 +271,7 @@ def test_load_state_dict_raises_for_states_of_another_run(
 
 X = np.random.default_rng(1).standard_normal((21, 4))
 Y = np.random.default_rng(2).standard_normal((21, 2))
-BATCH = 4  # 21 samples: five batches and one of a single sample, so that some ranks get none
+BATCH = 4  # 21 samples: five batches and a single sample, so some parts are empty
 EPOCHS = 3
 
 
@@ -323,7 +324,7 @@ def test_dataset_epochs_differ_and_repeat_with_prefetch() -> None:
     assert samples() == first
 
 
-FIRST = {"n": 10, "global_batch_size": 4, "epoch": 0}  # what rank 0 gives
+FIRST = {"n": 10, "global_batch_size": 4, "epoch": 0}  # arguments of rank 0
 
 
 @pytest.mark.parametrize(("what", "value"), FIRST.items())
@@ -359,7 +360,7 @@ def train(rank: int, size: int, way: str) -> list[Any]:
             if len(x):
                 (criterion(prediction, fl.no_grad(y)) * batches.weight(t)).backward()
             else:
-                prediction.backward(prediction.array)  # of no rows: the gradients are zeros
+                prediction.backward(prediction.array)  # no rows, so the gradients are zeros
             if way == "by hand":
                 fl.all_reduce_gradients(model, 1 / size)
             optimizer.step()

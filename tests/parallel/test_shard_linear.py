@@ -74,7 +74,7 @@ def equals_the_whole(rank: int, size: int, folder: str) -> None:
         net = cut(network(), uneven)
         assert net[1][0].weight.size < 35 or size == 1 or uneven
         if uneven:
-            fl.recompute(net[1])  # its collectives are called again
+            fl.recompute(net[1])  # repeats its collectives
         optimizer = fl.optim.AdamOptimizer(net.params(), 0.01)
         assert_close(train(net, optimizer), expected)
         assert_close(net.state_dict(), plain.state_dict())
@@ -116,7 +116,7 @@ def test_inference_needs_one_all_reduce(rank: int, size: int) -> None:
         x = fl.input(data(*shape))
         before = calls_of_the_world()
         y = net(x)
-        assert calls_of_the_world() - before == 1  # an all_reduce for the two layers
+        assert calls_of_the_world() - before == 1  # one all_reduce for both layers
         assert not y.has_history
         assert_close(y.array, plain(x).array)
 
@@ -130,7 +130,7 @@ def test_shard_linear_raises_for_invalid_use(rank: int, size: int) -> None:
         shard(layer, "column", sizes=[rank, 6 - rank, *[0] * (size - 2)])
     shard(layer, "column")
     shard(row, "row")
-    mine = np.ones((1, row.weight.shape[1]), np.float32)  # an array, which a Linear takes as well
+    mine = np.ones((1, row.weight.shape[1]), np.float32)  # a Linear also accepts an array
     assert row(mine).shape == (1, 4)
     with pytest.raises(ValueError, match="expected this rank's part"):
         row(fl.input(np.ones((1, 6), np.float32)))

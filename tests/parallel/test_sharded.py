@@ -249,7 +249,8 @@ def test_fully_shard_moves_parameters_one_by_one(rank: int, size: int) -> None:
     found: list[int] = []
     gc.collect()
     for param in model.params():
-        own = np.frombuffer(mmap.mmap(-1, one), np.float32).reshape(1024, 1024)  # no heap keeps it
+        # outside of the heap, so that it is freed at once
+        own = np.frombuffer(mmap.mmap(-1, one), np.float32).reshape(1024, 1024)
         own[...] = param.data
         weakref.finalize(own, lambda: found.append(resident()))
         param.data = own

@@ -120,7 +120,7 @@ def test_second_fully_shard_frees_the_old_memory() -> None:
     """The memory may be most of the host's, and the garbage collector would be too late."""
     model = Net("float32")
     fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")  # which no fixture keeps
+    optimizer = optimizer_of(model, "sgd")  # no fixture keeps a reference
     loss_of(model, 0, 0).backward()
     optimizer.step()
     old = weakref.ref(model.first.weight.placement.shards.memory)

@@ -83,7 +83,7 @@ def test_copy_of_a_sharded_module_is_not_sharded(rank: int, size: int) -> None:
             assert other.before_forward is None
             for name, value in its.state_dict().items():
                 np.testing.assert_equal(value, state[name])
-            if rank == 0:  # by itself
+            if rank == 0:  # not distributed
                 its.zero_grad()
                 loss_of(other, 0, 2).backward()
                 its.step()
@@ -99,9 +99,9 @@ def test_copy_of_a_sharded_module_is_not_sharded(rank: int, size: int) -> None:
         optimizer.zero_grad()
         loss_of(model, 0, 2).backward()
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr(Flat, "start")  # it gathers nothing
+            patch.delattr(Flat, "start")  # so that nothing can be gathered
             optimizer.step()
-        arrays = [param.array for param in model.params()]  # collective where they are gathered
+        arrays = [param.array for param in model.params()]  # collective if parameters are gathered
         if rank == 0:
             same(ends, arrays)
         fl.barrier()

@@ -128,7 +128,7 @@ def test_synchronize_raises_mismatch_error_if_trees_differ(rank: int, size: int,
         fl.synchronize(tree)
     assert (tree["first"] == rank).all()
     assert tree["number"] == rank
-    again = fl.synchronize([rank])  # the group goes on
+    again = fl.synchronize([rank])  # the group remains usable
     assert again == [0]
     message = str(caught.value)
     words = "expected the same structure on every rank, got a difference at "

@@ -37,7 +37,7 @@ ranks = ranks_in(
     *(("hierarchical", 4), ("mpi", 2), ("mpi", 3)),
 )
 TRAIN = 50  # steps
-# Samples of each rank, in turn: the second batch is smaller, and leaves nothing for some ranks.
+# Samples of each rank, in turn: the second batch is smaller, and some ranks get no sample.
 SHARES = {
     1: [(7,), (3,)],
     2: [(4, 3), (2, 0)],
@@ -108,7 +108,7 @@ def alone(make: Callable[[], Sequential], size: int, steps: int = TRAIN) -> Any:
 
 
 def together(rank: int, size: int, make: Callable[[], Sequential], how: dict[str, Any]) -> Any:
-    fl.set_seed(rank)  # as pytagi's examples: every rank draws other parameters
+    fl.set_seed(rank)  # like pytagi's examples: every rank draws other parameters
     model = DDPSequential(make(), average=False, **how)
     train(
         model, range(TRAIN), lambda step: shares(rank, size, step), lambda step: total(size, step)
@@ -302,7 +302,7 @@ def test_ddp_sequential_raises_for_misuse_before_it_sends(rank: int, size: int) 
     with pytest.raises(ValueError, match="got rank 5 of 9"):
         DDPSequential(dense(), DDPConfig(rank=5, world_size=9))
     with pytest.raises(ValueError, match="device_ids must have one entry per rank or 0, got"):
-        DDPSequential(dense(), DDPConfig([0]))  # on every rank, also on that which has one
+        DDPSequential(dense(), DDPConfig([0]))  # raises on every rank
     with pytest.raises(ValueError, match="backend must be one of"):
         DDPConfig(backend="pigeon")
     model = DDPSequential(dense(), DDPConfig(rank=rank, world_size=size), average=False)
@@ -374,7 +374,7 @@ def test_network_can_be_wrapped_again_without_sync(rank: int, size: int) -> None
     net = normalised()
     DDPSequential(net, sync=True)
     model = DDPSequential(net, average=False)
-    with fl.join(model):  # messages of the first one's statistics would have no answer
+    with fl.join(model):  # the first wrapper would send statistics that no rank expects
         train(model, range(2 + rank), lambda step: slice(rank, rank + 2), lambda _: 4)
     check_same_bits(fl.all_gather_object(model.state_dict()))
 
@@ -385,7 +385,7 @@ def test_backward_of_a_wrapped_network_raises(rank: int, size: int) -> None:
     fl.set_seed(rank)
     net = dense()
     DDPSequential(net, average=False)
-    own = copy.deepcopy(net)  # is no part of it
+    own = copy.deepcopy(net)  # the copy is not wrapped
     train(own, range(1), lambda _: slice(rank, rank + 2), lambda _: 4)
     net(np.ones((2, 6)))
     OutputUpdater().update(net.output_z_buffer, np.ones(6), 0.1, net.input_delta_z_buffer)
@@ -411,14 +411,14 @@ def test_network_wrapped_before_init_raises(tmp_path: Path) -> None:
 def test_step_of_the_network_uses_the_bound_of_all_samples(rank: int, size: int) -> None:
     fl.set_seed(rank)
     model = DDPSequential(dense(), average=False)
-    x = np.linspace(-1, 1, 18).reshape(3, 6)[rank : 2 * rank + 1]  # 1 sample, and 2
+    x = np.linspace(-1, 1, 18).reshape(3, 6)[rank : 2 * rank + 1]  # 1 and 2 samples
     model(x)
     OutputUpdater().update(
         model.output_z_buffer, np.ones(3 * len(x)), 0.1, model.input_delta_z_buffer
     )
     model.backward()
     model.eval()
-    model(np.ones((300, 6)))  # nothing of a step
+    model(np.ones((300, 6)))  # not part of a step
     model.model.step()
     check_same_bits(fl.all_gather_object(model.state_dict()))
 

@@ -64,7 +64,7 @@ def test_pack_converts_arrays_to_native_byte_order() -> None:
     assert plans[0].description == plans[1].description
     packed = []
     for plan in plans:
-        buffers = TreeBuffers(plans[0], 0)  # those of one serve the other
+        buffers = TreeBuffers(plans[0], 0)  # buffers of one plan fit the other plan
         buffers.pack(plan, b"")
         packed.append(buffers.used[0].tobytes())
     assert packed[0] == packed[1]
@@ -132,7 +132,7 @@ def test_put_numbers_replaces_numbers_at_their_paths(tree: Any) -> None:
     again = plan_of(changed)
     assert again.description == plan.description
     expected = [_next(number) for _, _, number in plan.numbers]
-    # Not their bytes: longdouble has some that no value sets.
+    # Bytes are not compared: longdouble contains padding.
     assert [repr(n) for _, _, n in again.numbers] == [repr(n) for n in expected]
 
 
@@ -229,7 +229,8 @@ def test_plan_raises_if_an_immutable_object_cannot_be_copied(value: Any) -> None
 
 def test_plan_raises_if_an_immutable_object_contains_itself() -> None:
     knot = Frozen([1])
-    assert put_numbers(plan_of(knot), [2]) == Frozen([2])  # through a list it is none
+    # not a cycle of immutable objects, because of the list
+    assert put_numbers(plan_of(knot), [2]) == Frozen([2])
     object.__setattr__(knot, "other", (knot,))
     with pytest.raises(TypeError, match=r"tree\.other\[0\]: .* got Frozen.* contains itself"):
         plan_of(knot)

@@ -35,7 +35,7 @@ def test_killed_worker_is_replaced_and_nothing_remains() -> None:
     before = _descriptors()
     model = fl.DataParallel(Net(), nprocs=2)
     _lose_a_worker(model)
-    gc.collect()  # the frames of what it has raised
+    gc.collect()  # frees the frames of the exception
     out = model(rows(0, 0))
     (pid,) = worker_pids(model)
     del model
@@ -44,7 +44,7 @@ def test_killed_worker_is_replaced_and_nothing_remains() -> None:
     assert pid not in processes.all_pids()  # until it is freed, without the garbage collector
     del out
     gc.collect()
-    assert _descriptors() == before  # memory without a name is gone with its descriptors
+    assert _descriptors() == before  # anonymous memory is freed with its descriptor
 
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
@@ -56,7 +56,7 @@ def test_ctrl_c_is_raised_while_workers_are_dropped(
     lost: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lost.append)
     library = cffi.FFI()
-    library.cdef("int raise(void *);")  # it takes a number, which travels as a pointer does
+    library.cdef("int raise(void *);")  # an int has the calling convention of a pointer here
     press = getattr(library.dlopen(None), "raise")
     model = fl.DataParallel(Net(), nprocs=2)
     out = model(rows(0, 0))
@@ -68,13 +68,13 @@ def test_ctrl_c_is_raised_while_workers_are_dropped(
     if what == "model":
         del model
     with pytest.raises(KeyboardInterrupt):
-        held.clear()  # the last one first
+        held.clear()  # the last team first
     assert lost == []
     if what == "graph":
         model(rows(0, 0))
         model.close()
     else:
-        fl.DataParallel(Net(), nprocs=2)(rows(0, 0))  # the next one ends them
+        fl.DataParallel(Net(), nprocs=2)(rows(0, 0))  # the next team ends the dropped workers
     assert pids.isdisjoint(processes.all_pids())
     end_dropped()
 
@@ -131,7 +131,7 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# Ends in some way while a worker computes, with its process number printed.
+# Exits in some way while a worker computes, and prints the worker's process id.
 PROGRAM = """
 import os, signal, sys, threading
 import numpy as np
@@ -191,7 +191,7 @@ def test_workers_end_with_their_parent(tmp_path: Path, how: str) -> None:
     done = _run(tmp_path, PROGRAM, how)
     pid, *more = done.stdout.splitlines()
     processes.wait_for_end({int(pid)}, 5)
-    command = Path(f"/proc/{pid}/cmdline")  # empty where nobody has reaped it
+    command = Path(f"/proc/{pid}/cmdline")  # empty for a zombie
     assert not command.exists() or not command.read_text()
     assert done.returncode == (-signal.SIGKILL if how.startswith("kill") else 0), done.stderr
     if how == "fork":

@@ -94,7 +94,7 @@ def test_gradients_equal_one_process_for_any_batch(pair: Pair) -> None:
             optimizer.step()
         pair.check()
     assert pair.net.unused.weight.grad is None
-    assert worker_pids(pair.wrapped) <= leftovers.helpers  # a step starts nothing anew
+    assert worker_pids(pair.wrapped) <= leftovers.helpers  # a step starts no processes
 
 
 def test_gradients_accumulate_and_inputs_have_gradients(pair: Pair) -> None:
@@ -142,7 +142,7 @@ def test_workers_use_modes_buffers_and_settings_of_the_module(pair: Pair) -> Non
         model.train()
     seen = wrapped.buffers["seen"].copy()
     pair.backward(6)
-    assert wrapped.buffers["seen"] == seen + 2  # the rows of the first share
+    assert wrapped.buffers["seen"] == seen + 2  # rows of the first share
     for net in (pair.net, alone):
         net.hidden.weight.calc_grad = False
     pair.zero_grad()
@@ -156,7 +156,7 @@ def test_idle_workers_receive_the_module_for_the_next_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The module has no buffers, so its pickle is only sent after a change."""
-    graphs: dict[int, list[int]] = {1: [], 2: []}  # that each worker has
+    graphs: dict[int, list[int]] = {1: [], 2: []}  # graphs that each worker has
     send = Worker.send
 
     def spy(worker: Worker, request: Any) -> None:
@@ -172,13 +172,13 @@ def test_idle_workers_receive_the_module_for_the_next_batch(
     alone.eval()
     x = rows(1, 2, 3, 4, 5, 6)
     short = fl.input(x.array[:2])
-    wrapped(short)  # the first one of all, in training mode
+    wrapped(short)  # the first pass in training mode
     wrapped(x)
     wrapped.eval()
     agree(wrapped(short).array, alone(short).array)
     agree(wrapped(x).array, alone(x).array)
     wrapped(short)
-    assert graphs == {1: [5], 2: []}  # the last one's graph
+    assert graphs == {1: [5], 2: []}  # only the graph of the last pass
     wrapped.close()
 
 
@@ -274,11 +274,11 @@ def test_data_parallel_is_usable_after_errors_of_a_share(pair: Pair) -> None:
     assert isinstance(info.value.__cause__, LookupError)
     number, team = pair.wrapped._number, pair.wrapped._team
     del info
-    gc.collect()  # the frames in which it was raised
+    gc.collect()  # frees the frames of the exception
     assert team is not None
     # The other worker need not keep its graph.
     assert number in [n for graph, n in team.numbers.items() if graph() is None]
-    with pytest.raises(LookupError, match="a bad row"):  # of this process's own share
+    with pytest.raises(LookupError, match="a bad row"):  # from the share of this process
         pair.wrapped(rows(RAISE, 0, RAISE))
     pair.backward(6)
     assert worker_pids(pair.wrapped) <= leftovers.helpers

@@ -56,7 +56,7 @@ def test_two_layers_are_gathered_and_the_next_is_prefetched(rank: int, size: int
     assert most / (WIDTH * WIDTH * 4) < LAYERS / size + 4.2
     forward = [f"gather {n}" for n in range(LAYERS)]
     backward = [f"{what} {n}" for n in range(LAYERS - 1, 0, -1) for what in ("gather", "reduce")]
-    # The last layer is there from the forward pass; the weight of the first is not needed.
+    # The last layer is still gathered from the forward pass; the first weight is not needed.
     assert happened == [*forward, "reduce 11", *backward[2:], "reduce 0"]
 
 
@@ -131,16 +131,16 @@ def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: i
             refused(model)
     with pytest.raises(ValueError, match="cannot have a gradient buffer"):
         weight.grad_buffer = np.zeros((3, 3))
-    weight.grad_buffer = None  # as it is
+    weight.grad_buffer = None  # None changes nothing
     one_pass(model, 0, rank)
     assert weight.grad is not None
-    assert weight.grad.ndim == 1  # this rank's part
+    assert weight.grad.ndim == 1  # only this rank's part
     with pytest.raises(ValueError, match="before fully_shard"):
         model.astype("float32")
     with pytest.raises(ValueError, match="read-only"):
         weight.array[0] = 1
     assert repr(weight) == "Variable(sharded, shape=(3, 3), dtype=float64)"
-    copied = copy.deepcopy(model)  # is a process's own
+    copied = copy.deepcopy(model)  # the copy is local to this process
     assert all(type(param) is fl.Variable for param in copied.params())
     for found in (copied, model, model.eval()):
         np.testing.assert_equal(found.state_dict(), whole)

@@ -12,7 +12,7 @@ import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.variable import record
 
-# In the first column of a share's first row: what happens there.
+# Actions of a share, encoded in the first column of its first row.
 RAISE, BE_KILLED, HANG = 100, 101, 102
 
 
@@ -36,7 +36,7 @@ class Net(fl.nn.Module):
     seen: Any
 
 
-# What the backward pass of a share calls in between, if anything; workers have none.
+# Function that the backward pass of a share calls, or None; workers have none.
 call: Callable[[], object] | None = None
 
 

@@ -20,7 +20,8 @@ class Browser:
 
     def __init__(self, folder: Path) -> None:
         assert PROGRAM is not None
-        # The browser reads commands from its descriptor 3 and answers on 4, each ended by a zero.
+        # The browser reads commands from descriptor 3 and writes answers to 4, each ended by a zero
+        # byte.
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
         redirect = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'

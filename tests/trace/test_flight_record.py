@@ -27,7 +27,7 @@ def await_file(path: Path, seconds: float = 10.0) -> dict[str, Any]:
     ends = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < ends, f"{path} has not come"
-        time.sleep(0.01)  # no event when another process has written
+        time.sleep(0.01)  # no event tells that another process has written
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -38,7 +38,7 @@ def hang_then_part(rank: int, size: int, folder: str) -> str:
     record = Path(folder) / "rank0.json"
     if rank == 1:
         state = ""
-        while state != "running":  # else it came before the wait had begun
+        while state != "running":  # otherwise the signal came before the wait
             record.unlink(missing_ok=True)
             os.kill(pids[0], signal.SIGUSR1)
             state = await_file(record)["calls"][-1]["state"]
@@ -56,7 +56,7 @@ def hang_then_part(rank: int, size: int, folder: str) -> str:
     return current_world().job
 
 
-@pytest.mark.parametrize("init", ["file", "mpi"])  # MPICH has a handler for the signal itself
+@pytest.mark.parametrize("init", ["file", "mpi"])  # MPICH installs its own handler of the signal
 def test_signal_makes_all_ranks_dump_during_a_native_wait(tmp_path: Path, init: str) -> None:
     folder = tmp_path / "records"
     jobs = run_ranks(hang_then_part, 2, str(folder), init=init, params={"TRACE_DIR": folder})
@@ -75,7 +75,7 @@ def part(rank: int, size: int) -> str:
     verb = (lambda: fl.all_reduce(x, op="max")) if rank == 0 else (lambda: fl.broadcast(x))
     with pytest.raises(MismatchError) as caught:
         verb()
-    for _ in range(20):  # what follows a failure is not written again
+    for _ in range(20):  # calls after a failure are not written again
         with pytest.raises(MismatchError, match=r"Make the same call on every rank$"):
             fl.all_reduce(np.zeros(3 + rank))
     return str(caught.value)
@@ -144,7 +144,7 @@ def test_shutdown_removes_signal_handler_and_threads(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     env = {**os.environ, "FLASHLIGHT_TRACE_DIR": str(folder)}
     done = subprocess.run([sys.executable, "-c", CYCLES], timeout=60, env=env, check=False)
-    assert done.returncode == -signal.SIGUSR1  # the signal does again what it did before
+    assert done.returncode == -signal.SIGUSR1  # the signal has its default action again
     assert not folder.exists()
 
 
@@ -178,7 +178,7 @@ def test_command_exits_quietly_if_its_pipe_is_closed(command: str, tmp_path: Pat
         write_record(Flight(folder=tmp_path, chosen=True), "a test")
         command = f"{command} {tmp_path}"
     reader, writer = os.pipe()
-    os.close(reader)  # as head does, if earlier
+    os.close(reader)  # as head does, but earlier
     done = subprocess.run(
         [sys.executable, "-m", *f"flashlight_py.{command}".split()],
         stdout=writer,

@@ -35,7 +35,7 @@ def a_trace() -> dict[str, Any]:
 def test_page_is_self_contained() -> None:
     text = page(a_trace())
     assert not re.search(r"https?://|src=|<link|@import|url\(", text)
-    assert text.count("</script>") == 2  # no data ends a script
+    assert text.count("</script>") == 2  # data cannot end a script element
     assert "/*TRACE*/" not in text
     assert "/*SCRIPT*/" not in text
 
@@ -75,7 +75,8 @@ def _rows(browser: Browser) -> dict[str, list[str]]:
 def _shows_tables_and_legend(browser: Browser) -> None:
     by_name = _rows(browser)
     assert by_name["all_reduce"][:3] == ["3", "12 KiB", "54.00 ms"]
-    assert by_name["broadcast"][3] == "15.00 ms"  # rank 0 waited 10 ms, rank 1 5 ms, for rank 2
+    # rank 0 waited 10 ms and rank 1 waited 5 ms for rank 2
+    assert by_name["broadcast"][3] == "15.00 ms"
     assert {"rank 0 (host, pid 100)", "rank 2 (host, pid 102)"} <= set(by_name)
     names = "[...document.querySelectorAll('#legend button')].map(b => b.textContent)"
     assert browser.value(names) == ["broadcast", "barrier", "all_reduce", "span"]

@@ -42,7 +42,7 @@ def profiled(rank: int, size: int, path: str) -> bool:
             fl.profile(path).start()
     assert journal.listener is None
     gc.collect()
-    fl.all_reduce(x)  # lets go of what other tests have left in these ranks, which Python does
+    fl.all_reduce(x)  # makes Python release objects of other tests in these ranks
     fl.all_reduce(x)
     of_world = current_world().group.journal
     last = of_world.records()[-1].id
@@ -52,7 +52,7 @@ def profiled(rank: int, size: int, path: str) -> bool:
 def test_profile_records_two_ranks(pool: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     through_python = pool(2, params=SHM).run(profiled, str(path))
-    assert through_python == [False, False]  # the native way is open again
+    assert through_python == [False, False]  # the native fast path is enabled again
     trace = json.loads(path.read_text())
     assert_valid(trace)
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]

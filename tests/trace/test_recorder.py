@@ -69,7 +69,7 @@ def test_journal_numbers_and_describes_every_verb(pool: Any, world: str) -> None
         assert [call["verb"] for call in calls] == VERBS
         assert [call["number"] - before for call in calls] == list(range(1, len(VERBS) + 1))
         assert all(0 < call["started"] <= call["ended"] for call in calls)
-        # What took the native way in no time at all has no line; everything else has.
+        # Only calls that took the native fast path without waiting have no line.
         lines = [call.get("line", here()) for call in calls[1:-1]]
         assert all(line.startswith(here()) for line in lines)
         assert [call["bytes"] for call in calls[:5]] == [16, 16, 16, 48, 8 * (rank + 1)]
@@ -104,7 +104,7 @@ def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
     before = journal.groups()["world"]["calls"]
     for verb in (
         lambda: fl.all_reduce(np.zeros(3 + rank)),
-        lambda: fl.broadcast(np.zeros(2000), rank),  # so large that its root waits for all
+        lambda: fl.broadcast(np.zeros(2000), rank),  # large, so that its root waits for all ranks
     ):
         with pytest.raises(MismatchError):
             verb()
@@ -127,7 +127,7 @@ def wait_in_vain(rank: int, size: int) -> list[dict[str, Any]]:
         with pytest.raises(CollectiveTimeoutError):
             work.wait(timeout=0.01)
         running = calls_since(before)
-        fl.send(np.zeros(1), 1)  # now the other may come
+        fl.send(np.zeros(1), 1)  # lets the other rank continue
         work.wait()
         return running + calls_since(before)
     fl.recv(np.zeros(1), 0)

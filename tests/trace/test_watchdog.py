@@ -40,7 +40,7 @@ def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
 
     def counts(act: Callable[[], object], after: float = -math.inf) -> bool:
         act()
-        os.utime(tmp_path, ns=(0, next(ticks)))  # two acts may fall into one tick of its clock
+        os.utime(tmp_path, ns=(0, next(ticks)))  # otherwise two changes may have the same timestamp
         return records.have_written(after)
 
     assert not counts((tmp_path / "loss.txt").touch)
@@ -48,7 +48,7 @@ def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
     assert not counts(lambda: write_record(foreign, "a test"))
     assert not counts(lambda: write_record(other, ANSWER))
     assert not counts(lambda: (tmp_path / "rank2.json").write_text("[]"))
-    assert not counts(lambda: os.mkfifo(tmp_path / "rank3.json"))  # to read it would never end
+    assert not counts(lambda: os.mkfifo(tmp_path / "rank3.json"))  # reading it would block forever
     assert counts(lambda: write_record(other, "a test"))
     assert not records.have_written(-math.inf)
     written = write_record(other, "a test").stat().st_mtime
@@ -66,7 +66,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return have_written(self, after)
 
     def look() -> None:
-        for _ in range(3):  # the first may have begun before, the last begins when all is written
+        for _ in range(3):  # the first look may have begun earlier; the last begins after the write
             looked.clear()
             assert looked.wait(10)
 
@@ -87,10 +87,10 @@ def test_dump_keeps_its_reason_until_a_later_report(world: Any) -> None:
     assert own_reason(folder) == "a test"
     written = write_record(other, "a signal").stat().st_mtime
     look()
-    assert own_reason(folder) == "a test"  # it says as much
+    assert own_reason(folder) == "a test"  # the other record has no new reason
     later = write_record(other, "another signal")
     os.utime(later, (written + 60, written + 60))
-    (folder / "loss.txt").touch()  # now the folder changes, as it does when a file comes
+    (folder / "loss.txt").touch()  # changes the folder, as a new record does
     look()
     assert own_reason(folder) == ANSWER
 
@@ -98,10 +98,10 @@ def test_dump_keeps_its_reason_until_a_later_report(world: Any) -> None:
 def test_failure_is_written_after_an_earlier_record(world: Any) -> None:
     folder, look, dog = world
     fl.trace.dump("a test")
-    with dog._lock:  # as while a record is written, on the thread that a signal interrupts
+    with dog._lock:  # as during a write on the interrupted thread
         fl.trace.dump("the handler of a signal")
         write_record(replace(dog.flight, rank=1), "a test")
-        time.sleep(0.05)  # until the watchdog has seen that; no event says so
+        time.sleep(0.05)  # until the watchdog has read the record; there is no event for it
         dog.explain(PeerLostError("[barrier] rank 0 of 2: lost rank 1"))
     dog.explain(PeerLostError("again"))
     look()
@@ -110,9 +110,9 @@ def test_failure_is_written_after_an_earlier_record(world: Any) -> None:
 
 def test_signal_handler_may_raise_during_a_write(world: Any) -> None:
     _, _, dog = world
-    with dog._lock:  # as while a record is written, on the thread that a signal interrupts
-        os.kill(os.getpid(), signal.SIGUSR1)  # what the watchdog wants to write too
-        time.sleep(0.2)  # until it does; no event says so
+    with dog._lock:  # as during a write on the interrupted thread
+        os.kill(os.getpid(), signal.SIGUSR1)  # the watchdog wants to write this as well
+        time.sleep(0.2)  # until the watchdog tries; there is no event for it
         flight_record.stop()
     assert not dog._thread.is_alive()
 
