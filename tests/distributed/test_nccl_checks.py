@@ -137,7 +137,7 @@ def test_exception_of_another_rank_ends_pending_collectives(rank: int, size: int
     if rank < size - 1:
         assert f"lost rank {size - 1}, which is process " in str(caught.value)
         assert "ZeroDivisionError: of its own" in str(caught.value)
-        assert "in test_an_exception_of_another_rank" in str(caught.value)
+        assert "in test_exception_of_another_rank" in str(caught.value)
 
 
 @on_ranks(("shm", 2), fresh=True)
