@@ -1,22 +1,22 @@
-/* The comparison between hosts: who waits for whom, how long, and who reports what to whom.
+/* The comparison between hosts: waits of ranks for each other, their limits, and the reports.
  *
- * What failures/agreement.py does (meet, reach, _one_of, _differences), and around it what decides how a
- * wait ends: csrc/shm/peers.cc inside a host, csrc/gloo/mesh.cc between hosts, _run and end of
- * backends/hierarchical.py. The first call is small, a large reduce, or one that all ranks make together
- * (_flatly). One fault: a rank dies, calls something else, or stalls for ever or a while, at any moment.
+ * The model contains failures/agreement.py, and the code that decides how a wait ends: csrc/shm/peers.cc
+ * inside a host, csrc/gloo/mesh.cc between hosts, and backends/hierarchical.py. The first call is small, a
+ * large reduce, or one that all ranks make together. There is one fault: a rank dies, calls another verb, or
+ * stalls temporarily or forever, at any moment.
  *
  *   -DSHAPE=22  2 hosts of 2 ranks; 31: 3 hosts of 1; 21: a host of 2 and one of 1; -DCALLS=2 calls in a row
- *   -DMUTANT=   one that tests/model/test_hosts.py lists: the model without one of its parts
+ *   -DMUTANT=   a mutant in tests/model/test_hosts.py: the model without one of its parts
  *
- * Time goes on, by one, where nobody can do anything else: Promela's `timeout`. So whatever is on its way
- * arrives, in any order, before the next limit passes; limits that pass in the same moment are noticed in any
- * order. A limit is T, and STEP more for each time that between_hosts is applied; ranks that are well call up
- * to SKEW apart, less than STEP. The library assumes that too: hosts that call further apart than
- * between_hosts adds may name each other.
+ * Time advances by one when no process can continue: Promela's `timeout`. So all messages in transit arrive,
+ * in any order, before the next limit passes; limits that pass at the same moment are noticed in any order. A
+ * limit is T, plus STEP for each application of between_hosts; the calls of ranks without a fault are at most
+ * SKEW apart, which is less than STEP. The library has the same assumption: hosts whose calls are further
+ * apart than the addition of between_hosts may name each other.
  *
- * Simpler than the code: what one rank sends to several over Gloo arrives at once unless the victim dies in
- * between, or stalls there in FLAT, whose data takes time. Who stops among the announcements of a small call,
- * some microseconds, may have others name ranks that wait as well.
+ * Simplification: messages of one rank to several ranks over Gloo arrive at once, unless the victim dies in
+ * between, or stalls there in FLAT, whose data takes time. If a rank stops between the announcements of a
+ * small call, within microseconds, other ranks may also name waiting ranks.
  */
 
 #if SHAPE == 22
