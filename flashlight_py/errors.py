@@ -34,7 +34,6 @@ class DistributedError(RuntimeError):
     """A failure of the distributed module that fits no subclass. Base class of the others.
 
     Group: closed, except after a verb that a signal handler called during a verb of the same group.
-
     Remedy: Follow the message.
 
     ``goes_on`` is True if only a wait timed out and the operation continues. ``has_begun`` is False
@@ -53,7 +52,6 @@ class NotInitializedError(DistributedError):
     """An object that needs the world was made before ``distributed_init``.
 
     Group: unchanged.
-
     Remedy: Call ``distributed_init`` first.
     """
 
@@ -62,7 +60,6 @@ class RendezvousError(DistributedError):
     """The processes did not find each other, or disagree on ranks, world size or secret.
 
     Group: does not exist; no file, process or memory remains.
-
     Remedy: See "RendezvousError" below.
     """
 
@@ -71,7 +68,6 @@ class MismatchError(DistributedError):
     """The ranks made different calls: another verb, order, dtype, shape, root, operation or group.
 
     Group: usable, and no array has changed. With NCCL: closed, and the arrays are undefined.
-
     Remedy: Make the same call on every rank; the message lists the call and line of each rank.
 
     Every rank raises it. If one rank passed invalid arguments, that rank raises its own error and
@@ -88,7 +84,6 @@ class PeerLostError(DistributedError):
     """Another rank died, exited, raised an error or closed its connection, or its host is lost.
 
     Group: closed.
-
     Remedy: Read the output of the rank that the message names, or check its host.
 
     The message names the rank and its process. It contains the traceback if the rank raised.
@@ -101,7 +96,6 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
     """Another rank did not join an operation within the timeout.
 
     Group: closed; usable after the timeout of ``Work.wait``, because the operation continues.
-
     Remedy: Find out what the named rank does, or pass a longer timeout.
 
     The message states the last operation that the other rank joined, and when.
@@ -112,7 +106,6 @@ class BackendUnavailableError(DistributedError):
     """This machine or installation lacks an extension, a library, an interface or a backend.
 
     Group: does not exist, or is unchanged.
-
     Remedy: Install or select the component that the message names.
     """
 
@@ -121,7 +114,6 @@ class UnavailableEverywhereError(BackendUnavailableError):
     """All ranks detected together that a component is missing.
 
     Group: does not exist, or is unchanged.
-
     Remedy: Install or select the component that the message names.
     """
 
@@ -130,7 +122,6 @@ class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
     """There is too little memory for arrays that the ranks allocate together.
 
     Group: usable; no rank has allocated memory.
-
     Remedy: Request less, start fewer ranks per host, or raise the limit that the message names.
 
     Every rank raises it.
@@ -143,7 +134,6 @@ class GroupClosedError(DistributedError):
     """The group was shut down, an earlier operation failed, or this process was forked.
 
     Group: closed.
-
     Remedy: Read the earlier error, which the message repeats; call ``distributed_init`` again.
     """
 
@@ -152,7 +142,6 @@ class RankFailedError(DistributedError):
     """A process that ``spawn`` or ``DataParallel`` started raised, exited or was killed.
 
     Group: ended; ``DataParallel`` starts new workers.
-
     Remedy: Read the message, which contains the exception or the exit status.
 
     ``host_array`` raises it as well if its function raised on another rank; then the group is
@@ -170,7 +159,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or no checkpoint in the folder is usable.
 
     Group: usable.
-
     Remedy: Read the reason of each checkpoint in the message; see "CheckpointError" below.
 
     Every rank that joins ``save`` or ``load`` raises it.
@@ -181,7 +169,6 @@ class TornStateError(DistributedError):
     """A rank ended while the ranks updated the shared parameters of a sharded module.
 
     Group: closed.
-
     Remedy: Load a checkpoint.
 
     The next use of the parameters raises it: a forward pass, a step, or ``state_dict``.

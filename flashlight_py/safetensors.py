@@ -1,13 +1,13 @@
-"""Trees of arrays as files of safetensors: a length, a JSON header, then the bytes of the arrays.
+"""Trees of arrays as safetensors files: a length, a JSON header, then the bytes of the arrays.
 
-Written here and not by the library of that name, so that one pass writes, digests and flushes
-without a second copy of the arrays, bfloat16 can be read, and nothing need be installed.
+This module does not use the library of that name. So one pass can write, digest and flush the data
+without a second copy of the arrays, bfloat16 can be read, and no package must be installed. Format:
 https://huggingface.co/docs/safetensors
 
-A tree is JSON with the arrays beside it. A value that JSON lacks is an object with one key that
-begins with ``$``: ``{"$array": name}`` stands for an array, ``$scalar`` for a NumPy scalar,
-``$tuple`` for a tuple, ``$complex`` for a complex number, and ``$dict`` for a dict that JSON cannot
-hold as it is. Nothing is ever pickled.
+The structure of a tree is stored as JSON in the metadata. A value that JSON does not support is an
+object with one key that begins with ``$``: ``{"$array": name}`` for an array, ``$scalar`` for a
+NumPy scalar, ``$tuple`` for a tuple, ``$complex`` for a complex number, and ``$dict`` for a dict
+with other keys than JSON allows. Pickle is not used.
 """
 
 import json
@@ -25,61 +25,61 @@ Arrays = dict[str, Array]
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def pack(tree: object) -> tuple[Any, Arrays]:
-    """Return the structure of ``tree``, for JSON, and its arrays by name, which are not copied.
+def flatten_tree(tree: object) -> tuple[Any, Arrays]:
+    """Return the structure of ``tree`` for JSON, and its arrays by name, without copies.
 
-    A TypeError says where something in it is neither a container, an array nor a number.
+    Raises TypeError, with a path, if a value is not a container, an array or a number.
     """
     arrays: Arrays = {}
-    return _packed(tree, "", arrays), arrays
+    return _flatten(tree, "", arrays), arrays
 
 
-def unpack(structure: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return the tree that ``pack`` was given; the arrays in it are those of ``arrays``."""
+def rebuild(structure: Any, arrays: Mapping[str, Array]) -> Any:
+    """Return the tree that was passed to ``flatten_tree``, with the arrays of ``arrays``."""
     if isinstance(structure, list):
-        return [unpack(each, arrays) for each in structure]
+        return [rebuild(value, arrays) for value in structure]
     if not isinstance(structure, dict):
         return structure
     kind = next(iter(structure), "")
     if not kind.startswith("$"):
-        return {key: unpack(value, arrays) for key, value in structure.items()}
-    return _UNPACKED[kind](structure[kind], arrays)
+        return {key: rebuild(value, arrays) for key, value in structure.items()}
+    return _REBUILD[kind](structure[kind], arrays)
 
 
-_UNPACKED: dict[str, Callable[[Any, Mapping[str, Array]], Any]] = {
+_REBUILD: dict[str, Callable[[Any, Mapping[str, Array]], Any]] = {
     "$array": lambda name, arrays: arrays[name],
     "$scalar": lambda name, arrays: arrays[name][()],
     "$complex": lambda parts, _: complex(*parts),
-    "$tuple": lambda found, arrays: tuple(unpack(found, arrays)),
-    "$dict": lambda items, arrays: {unpack(k, arrays): unpack(v, arrays) for k, v in items},
+    "$tuple": lambda items, arrays: tuple(rebuild(items, arrays)),
+    "$dict": lambda items, arrays: {rebuild(k, arrays): rebuild(v, arrays) for k, v in items},
 }
 
 
-def _packed(tree: object, path: str, arrays: Arrays) -> Any:
+def _flatten(tree: object, path: str, arrays: Arrays) -> Any:
     if type(tree) in _PLAIN:
         return tree
     if isinstance(tree, complex) and not isinstance(tree, np.generic):
         return {"$complex": [tree.real, tree.imag]}
     if isinstance(tree, np.generic):
-        return {"$scalar": _named(np.asarray(tree), path, arrays)}
+        return {"$scalar": _add_array(np.asarray(tree), path, arrays)}
     if isinstance(tree, np.ndarray) or is_cupy(tree):
-        return {"$array": _named(tree, path, arrays)}
+        return {"$array": _add_array(tree, path, arrays)}
     if isinstance(tree, list | tuple):
-        found = [_packed(each, _below(path, n), arrays) for n, each in enumerate(tree)]
-        return {"$tuple": found} if isinstance(tree, tuple) else found
+        entries = [_flatten(value, _join_path(path, n), arrays) for n, value in enumerate(tree)]
+        return {"$tuple": entries} if isinstance(tree, tuple) else entries
     if isinstance(tree, Mapping):
-        named = {key: _packed(value, _below(path, key), arrays) for key, value in tree.items()}
-        if not all(isinstance(key, str) and not key.startswith("$") for key in named):
-            named = {"$dict": [[_packed(k, path, arrays), value] for k, value in named.items()]}
-        return named
+        items = {key: _flatten(value, _join_path(path, key), arrays) for key, value in tree.items()}
+        if not all(isinstance(key, str) and not key.startswith("$") for key in items):
+            items = {"$dict": [[_flatten(k, path, arrays), value] for k, value in items.items()]}
+        return items
     raise TypeError(
-        f"a checkpoint cannot hold {path or 'this'}, a {type(tree).__name__}: expected dicts, "
-        "lists, tuples, arrays, numbers, strings and None"
+        f"checkpoint: {path or 'the value'} must consist of dicts, lists, tuples, arrays, "
+        f"numbers, strings and None, got a {type(tree).__name__}"
     )
 
 
-def _named(array: Any, path: str, arrays: Arrays) -> str:
-    """Keep ``array`` under its path; a second one of that name gets a number."""
+def _add_array(array: Any, path: str, arrays: Arrays) -> str:
+    """Add ``array`` to ``arrays`` under its path; a repeated name gets a number."""
     name, number = path or "array", 1
     while name in arrays:
         number += 1
@@ -88,7 +88,7 @@ def _named(array: Any, path: str, arrays: Arrays) -> str:
     return name
 
 
-def _below(path: str, key: object) -> str:
+def _join_path(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
@@ -99,7 +99,7 @@ _NAMES = {
     "complex64": "C64",
 }
 _DTYPES = {short: name for name, short in _NAMES.items()}
-# Of complex128 the format knows nothing: it is stored as pairs, and marked in the metadata.
+# The format has no complex128, so it is stored as pairs of float64, listed in the metadata.
 _PAIRS = {"complex128": "float64"}
 
 _LENGTH = struct.Struct("<Q")
@@ -107,13 +107,13 @@ _ALIGNMENT = 8
 
 
 def pieces(tree: object) -> Iterator[Array]:
-    """Yield the file that holds ``tree``: pieces of bytes (uint8, one dimension), any lengths.
+    """Yield the file that contains ``tree``, as byte arrays (uint8, one dimension) of any length.
 
-    Arrays that are contiguous on the host are not copied; others are, each when it is asked for. A
-    TypeError, before the first piece, says what cannot be stored.
+    Arrays that are contiguous on the host are not copied. Other arrays are copied one at a time.
+    Raises TypeError before the first piece if a value cannot be stored.
     """
-    structure, arrays = pack(tree)
-    # Wide elements first, so that all are aligned: the header's length is a multiple of 8.
+    structure, arrays = flatten_tree(tree)
+    # Wide elements are first, so that all arrays are aligned. The header length is a multiple of 8.
     names = sorted(arrays, key=lambda name: -_element(name, arrays[name]).itemsize)
     yield np.frombuffer(_header(structure, arrays, names), np.uint8)
     for name in names:
@@ -123,9 +123,9 @@ def pieces(tree: object) -> Iterator[Array]:
 
 
 def from_bytes(file: Array) -> Any:
-    """Return the tree that ``file`` (uint8, one dimension) holds; its arrays are views of it.
+    """Return the tree in ``file`` (uint8, one dimension); its arrays are views of ``file``.
 
-    Raises ValueError if it is no such file, BackendUnavailableError if bfloat16 needs ml_dtypes.
+    Raises ValueError for other files, and BackendUnavailableError if bfloat16 needs ml_dtypes.
     """
     try:
         (length,) = _LENGTH.unpack(file[: _LENGTH.size].tobytes())
@@ -138,10 +138,10 @@ def from_bytes(file: Array) -> Any:
             for name, dtype in json.loads(metadata.get("pairs", "{}")).items()
         }
     except (struct.error, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a safetensors file: {error!r}") from error
+        raise ValueError(f"expected a safetensors file, got invalid content: {error!r}") from error
     if "structure" not in metadata:
-        return arrays  # written by somebody else
-    return unpack(json.loads(metadata["structure"]), arrays)
+        return arrays  # written by another program
+    return rebuild(json.loads(metadata["structure"]), arrays)
 
 
 def _header(structure: Any, arrays: Arrays, names: list[str]) -> bytes:
@@ -161,12 +161,12 @@ def _header(structure: Any, arrays: Arrays, names: list[str]) -> bytes:
 
 
 def _element(name: str, array: Array) -> np.dtype[Any]:
-    """Return the dtype that ``array`` is stored as; a TypeError: the format has none for it."""
+    """Return the dtype in which ``array`` is stored; raise TypeError if the format has none."""
     stored = np.dtype(_PAIRS.get(array.dtype.name, array.dtype))
     if stored.name not in _NAMES:
         raise TypeError(
-            f"a checkpoint cannot hold {name} of dtype {array.dtype}; expected one of "
-            f"{', '.join([*_NAMES, *_PAIRS])}"
+            f"checkpoint: the dtype of {name} must be one of {', '.join([*_NAMES, *_PAIRS])}, "
+            f"got {array.dtype}"
         )
     return stored
 
@@ -176,5 +176,5 @@ def _view(data: Array, dtype: str, shape: list[int], data_offsets: list[int]) ->
     name = _DTYPES[dtype]
     kind = bfloat16() if name == "bfloat16" else np.dtype(name).newbyteorder("<")
     if not 0 <= begin <= end <= data.size or end - begin != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"bytes {begin} to {end} cannot be {shape} of {kind}")
+        raise ValueError(f"expected {shape} of {kind}, got bytes {begin} to {end}")
     return data[begin:end].view(kind).reshape(shape)

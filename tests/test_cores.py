@@ -9,7 +9,7 @@ from flashlight_py import cores
 from flashlight_py.cores import fair_share, thread_variables, usable_cores
 
 
-def test_usable_cores_are_at_most_those_of_the_affinity() -> None:
+def test_usable_cores_respects_the_affinity() -> None:
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
 
@@ -30,7 +30,7 @@ V1, V2 = "4:cpu,cpuacct:/jobs/7\n1:name=systemd:/jobs/7\n0::/\n", "0::/jobs/7\n"
         ("", {"cpu.max": "100000 100000\n"}, 8),
     ],
 )
-def test_the_least_quota_of_the_control_groups_counts(
+def test_usable_cores_respects_the_lowest_quota(
     groups: str,
     quotas: dict[str, str],
     expected: int,
@@ -49,11 +49,11 @@ NAMES = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
 
 
 @pytest.mark.parametrize(("processes", "share"), [(1, "8"), (3, "2"), (8, "1"), (20, "1")])
-def test_processes_share_the_cores(processes: int, share: str) -> None:
+def test_thread_variables_divide_the_cores(processes: int, share: str) -> None:
     assert thread_variables({}, processes, 8) == dict.fromkeys(NAMES, share)
 
 
-def test_what_the_user_set_stands() -> None:
+def test_thread_variables_keep_user_settings() -> None:
     assert set(thread_variables({"MKL_NUM_THREADS": "3"}, 2, 8)) == NAMES - {"MKL_NUM_THREADS"}
     assert thread_variables({"OMP_NUM_THREADS": "3"}, 2, 8) == {}  # the others follow it
 
@@ -67,7 +67,7 @@ def test_what_the_user_set_stands() -> None:
         ([{0}, {1, 2, 3}], [1, 2]),
     ],
 )
-def test_ranks_share_what_their_launcher_lets_them_use(
+def test_fair_share_divides_common_cores(
     affinities: list[set[int]], shares: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cores, "_within_quota", lambda count: count)

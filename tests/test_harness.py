@@ -164,7 +164,7 @@ def test_outcomes_distinguish_results_exceptions_exits_and_signals() -> None:
     assert killed[1].ok
 
 
-def test_survivors_are_the_ranks_beside_the_one_that_is_killed() -> None:
+def test_survivors_excludes_the_killed_rank() -> None:
     assert run_survivors(be_killed, 2, 0, 0, init=None) == [None]
     with pytest.raises(RanksFailedError, match="rank 1 does not like this"):
         run_survivors(raise_on, 2, 0, 1, init=None)
@@ -172,7 +172,7 @@ def test_survivors_are_the_ranks_beside_the_one_that_is_killed() -> None:
 
 @pytest.mark.parametrize("word", ["a"])
 @on_ranks(("single", 1), ("shm", 2), fresh=True, env={"MY_WORD": "b"})
-def test_what_each_rank_does_is_a_test_with_parameters_and_fixtures(
+def test_rank_tests_support_parameters_and_fixtures(
     rank: int, size: int, word: str, tmp_path: Path
 ) -> None:
     assert (rank, size) == (fl.get_world_rank(), fl.get_world_size())
@@ -185,7 +185,7 @@ def test_outcomes_never_accept_a_stuck_rank() -> None:
         run_outcomes(hang_on, 2, 1, init=None, deadline=0.5)
 
 
-def test_result_that_cannot_travel_is_an_error_of_the_rank() -> None:
+def test_unpicklable_result_is_an_error_of_the_rank() -> None:
     with pytest.raises(RanksFailedError, match=r"raised .*lambda"):
         run_ranks(return_unpicklable, 1, init=None)
 
@@ -207,7 +207,7 @@ def test_pools_of_the_session_are_shared_by_world(pool: Pools) -> None:
     assert pool(1, init=None) is not pool(1, init=None, env={"A": "1"})
 
 
-def test_mpirun_starts_the_ranks_too() -> None:
+def test_mpirun_can_start_the_ranks() -> None:
     pytest.importorskip("mpi4py")
     assert run_ranks(describe, 2, init="mpi") == [(0, 2), (1, 2)]
 
@@ -220,7 +220,7 @@ def test_leftover_process_is_found_and_killed(monkeypatch: pytest.MonkeyPatch) -
     assert not is_alive(pid)
 
 
-def test_leftover_segment_is_found_only_while_nobody_uses_it(
+def test_leftover_segment_is_found_only_if_unused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(leftovers, "JOINING_SECONDS", 0.2)

@@ -159,7 +159,7 @@ def imported_at_once(node: ast.AST) -> Iterator[tuple[int, str]]:
         yield from imported_at_once(child)
 
 
-def test_imports_follow_the_arrows() -> None:
+def test_imports_follow_the_layers() -> None:
     wrong = []
     for module in MODULES:
         name = name_of(module)
@@ -176,7 +176,7 @@ def test_imports_follow_the_arrows() -> None:
 
 
 @pytest.mark.parametrize("package", LAYERS)
-def test_layers_inside_a_package_go_one_way(package: str) -> None:
+def test_layers_inside_a_package_import_downward(package: str) -> None:
     """Imports for type annotations alone count, too."""
     order = LAYERS[package]
     wrong = []
@@ -206,7 +206,7 @@ def test_code_outside_distributed_uses_its_public_names_and_one_module() -> None
     assert not inside, "\n".join(inside)
 
 
-def test_the_core_names_no_wing() -> None:
+def test_core_does_not_import_optional_packages() -> None:
     named = [
         f"{module.relative_to(ROOT)}:{line}: {target}"
         for module in MODULES
@@ -287,7 +287,7 @@ def asked_for(module: Path, taken: set[str]) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
-def test_the_control_plane_asks_one_module_for_the_operating_system() -> None:
+def test_control_plane_uses_the_system_module() -> None:
     seam = ast.parse((PACKAGE / "system.py").read_text())
     libraries = {name for _, name in imported(seam)} - {"array", "struct"}
     names = {ast.unparse(node).lstrip("_") for node in ast.walk(seam)}
@@ -319,14 +319,14 @@ def test_importing_every_public_name_loads_no_optional_library() -> None:
     assert native == ["flashlight_py._native._fast"]  # of which verbs are made
 
 
-def test_a_name_is_imported_when_it_is_used() -> None:
+def test_names_are_imported_at_first_use() -> None:
     assert "numpy" not in modules_of("import flashlight_py")
     loaded = modules_of("import flashlight_py as fl\nfl.all_reduce")
     assert "flashlight_py.distributed" in loaded
     assert not {"flashlight_py.nn", "flashlight_py.parallel", "flashlight_py.autograd"} & loaded
 
 
-def test_the_launcher_imports_next_to_nothing() -> None:
+def test_launcher_imports_few_modules() -> None:
     loaded = modules_of("import flashlight_py.launch.__main__")
     assert not {"numpy", "cffi", "multiprocessing", "asyncio", "inspect", "logging"} & loaded
 
@@ -349,7 +349,7 @@ def test_files_stay_short() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
 
 
-def test_the_reader_of_imports_sees_every_kind() -> None:
+def test_import_parser_handles_every_kind_of_import() -> None:
     source = (
         "import a.b\n"
         "from c import d\n"

@@ -23,6 +23,6 @@ assert len([*libraries.loaded_libraries("copy_of_a_library")]) == len(sys.argv) 
 """
 
 
-def test_libraries_are_listed_while_another_thread_opens_them(tmp_path: Path) -> None:
+def test_loaded_libraries_works_while_another_thread_loads(tmp_path: Path) -> None:
     files = [shutil.copy(_ctypes.__file__, tmp_path / f"copy_of_a_library{n}") for n in range(300)]
     subprocess.run([sys.executable, "-c", OPENS_AND_LISTS, *files], timeout=60, check=True)

@@ -33,7 +33,7 @@ def absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo", "fast", "tagi", "optim", "nn", "tape", "nccl"])
-def test_what_is_missing_is_named_with_a_remedy_that_exists(name: str, absent: Path) -> None:
+def test_missing_extensions_name_an_existing_remedy(name: str, absent: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=f"No module named .*_{name}'") as caught:
         _native.load(name)
     assert "pip install --force-reinstall" in str(caught.value)
@@ -41,7 +41,7 @@ def test_what_is_missing_is_named_with_a_remedy_that_exists(name: str, absent: P
     assert packages == ({"libgloo-dev"} if name == "gloo" else set())
 
 
-def test_the_doctor_distinguishes_what_was_left_out_from_what_does_not_load(absent: Path) -> None:
+def test_doctor_distinguishes_missing_and_broken_extensions(absent: Path) -> None:
     (absent / "gloo.missing.txt").write_text("it could not be compiled. Install a compiler")
     found = {each.what: each for each in doctor.built()}
     assert found["gloo"].state is doctor.MISSING
@@ -50,7 +50,7 @@ def test_the_doctor_distinguishes_what_was_left_out_from_what_does_not_load(abse
     assert "100 times slower" in found["shm"].detail
 
 
-def test_no_text_names_a_package_of_debian_that_does_not_exist() -> None:
+def test_texts_name_existing_debian_packages() -> None:
     files = [
         path
         for folder in ("flashlight_py", "scripts", "docs", "tests", "examples", "csrc")
@@ -111,6 +111,6 @@ def test_one_private_header_includes_the_internal_classes_of_gloo() -> None:
     assert using[0].read_text().count("\n") <= 300
 
 
-def test_codes_and_limits_are_those_of_their_table() -> None:
+def test_codes_and_limits_equal_their_table() -> None:
     written = dict(runpy.run_path(str(ROOT / "scripts/codes"))["written"]())
     assert {path: path.read_text() for path in written} == written, "run scripts/codes"

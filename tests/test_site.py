@@ -61,14 +61,14 @@ def test_every_public_name_is_described() -> None:
         assert not [n for n in offered if f"{home}.{n}" not in DESCRIBED], home
 
 
-def test_what_is_described_exists() -> None:
+def test_described_names_exist() -> None:
     for name in DESCRIBED:
         found = pkgutil.resolve_name(f"flashlight_py.{name}")
         assert callable(getattr(found, name.rpartition(".")[2], found)), name  # or a module
 
 
 @pytest.mark.slow
-def test_it_can_be_built_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
     if not all(importlib.util.find_spec(name) for name in ("mkdocs", "mkdocstrings")):
         pytest.skip("needs the extra docs: make docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path]

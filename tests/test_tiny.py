@@ -49,7 +49,7 @@ def train(rank: int, size: int, captured: bool) -> list[Any]:
 
 
 @on_ranks()
-def test_a_checkpoint_is_loaded_as_it_was_saved(rank: int, size: int, tmp_path: Path) -> None:
+def test_checkpoint_restores_the_saved_state(rank: int, size: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     model = fl.nn.Linear(3, 1)
     fl.broadcast_parameters(model)
@@ -85,19 +85,19 @@ def killed(rank: int, size: int) -> None:
     fl.all_reduce(np.ones(3))
 
 
-def test_every_verb(ranks: RankPool) -> None:
+def test_verbs_return_correct_results(ranks: RankPool) -> None:
     ranks.run(run_program, every_verb(ranks.size, "float32", (5,)))
     ranks.run(check_message_ring, 100)
 
 
 @on_ranks()
-def test_a_mismatch_is_an_error_on_all_ranks(rank: int, size: int) -> None:
+def test_mismatch_raises_on_all_ranks(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError):
         fl.all_reduce(np.ones(3 + rank))
 
 
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=needs("capture"))])
-def test_two_ranks_train_as_one(ranks: RankPool, captured: bool) -> None:
+def test_two_ranks_train_like_one(ranks: RankPool, captured: bool) -> None:
     alone = train(0, 1, captured)
     for params in ranks.run(train, captured):
         for got, expected in zip(params, alone, strict=True):
@@ -105,18 +105,18 @@ def test_two_ranks_train_as_one(ranks: RankPool, captured: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_the_others_are_told_of_a_killed_rank(backend: str) -> None:
+def test_killed_rank_raises_on_the_other_ranks(backend: str) -> None:
     told, dead = run_outcomes(killed, 2, params={"BACKEND": backend})
     assert dead.exit_code == -signal.SIGKILL
     assert "PeerLostError" in told.error_classes
 
 
 @needs("tagi")
-def test_tagi_learns() -> None:
+def test_tagi_reduces_the_error() -> None:
     assert tagi_step() < 0.5
 
 
-def test_flrun(tmp_path: Path) -> None:
+def test_flrun_starts_ranks(tmp_path: Path) -> None:
     program = """
     import numpy as np, flashlight_py as fl
     fl.distributed_init()

@@ -25,7 +25,7 @@ def mistake() -> object:
     return fl.all_reduce(np.zeros(3), op="total")
 
 
-def test_a_users_mistake_shows_the_users_lines() -> None:
+def test_traceback_shows_user_lines() -> None:
     error = raised(mistake)
     lines = folded(error).splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -40,12 +40,12 @@ def test_a_users_mistake_shows_the_users_lines() -> None:
     assert error.__traceback__ is not None  # it is as it was
 
 
-def test_all_of_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_traceback_can_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_FULL_TRACEBACK", "1")
     assert "distributed/api/verb_call.py" in folded(raised(mistake))
 
 
-def test_what_led_to_it_is_folded_too() -> None:
+def test_causes_are_folded_as_well() -> None:
     def handled() -> None:
         try:
             mistake()
@@ -58,7 +58,7 @@ def test_what_led_to_it_is_folded_too() -> None:
     assert "The above exception was the direct cause of" in text
 
 
-def test_frames_of_the_user_below_ours_are_shown() -> None:
+def test_user_frames_below_package_frames_are_shown() -> None:
     @contextlib.contextmanager
     def users() -> Iterator[None]:
         yield
@@ -74,7 +74,7 @@ def test_frames_of_the_user_below_ours_are_shown() -> None:
     assert "contextlib.py" not in text
 
 
-def test_an_error_that_is_all_ours_is_shown_whole() -> None:
+def test_errors_without_user_frames_are_shown_in_full() -> None:
     error = raised(mistake)
     while error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         error = error.with_traceback(error.__traceback__.tb_next)
@@ -92,7 +92,7 @@ train()
 
 
 @pytest.mark.parametrize("full", ["0", "1"])
-def test_a_program_that_ends_by_it_prints_it_so(full: str) -> None:
+def test_uncaught_exception_is_printed_folded(full: str) -> None:
     env = {"PATH": "", "FLASHLIGHT_ALONE": "1", "FLASHLIGHT_FULL_TRACEBACK": full}
     done = run([sys.executable, "-c", PROGRAM], env=env)
     assert done.returncode == 1
@@ -108,7 +108,7 @@ fl.spawn(train, nprocs=2)
 """
 
 
-def test_a_failed_rank_takes_few_lines_in_a_notebook(tmp_path: Path) -> None:
+def test_failed_rank_prints_few_lines_in_a_notebook(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     pytest.importorskip("cloudpickle")
     command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", CELL]

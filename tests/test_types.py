@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_a_users_program_has_the_types_that_it_says(tmp_path: Path) -> None:
+def test_type_checker_infers_the_declared_types(tmp_path: Path) -> None:
     """Away from the checkout, so that only what is installed is found."""
     program = shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path / "program.py")
     options = ["--strict", "--config-file=", f"--cache-dir={ROOT / '.mypy_cache' / 'user'}"]

@@ -51,7 +51,7 @@ def _where(condition: Any, *values: Any) -> Any:
 
 def _dot(a: Operand, b: Operand) -> Variable:
     if np.ndim(b) > 2:
-        raise TypeError(f"numpy.dot: second operand must have at most 2 dimensions, got {b.ndim}")
+        raise TypeError(f"numpy.dot: operands must have at most 2 dimensions, got {np.ndim(b)}")
     return dimensions.matmul(a, b) if np.ndim(a) and np.ndim(b) else elementwise.mul(a, b)
 
 

@@ -470,8 +470,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
         arrays = [x.data if isinstance(x, Variable) else x for x in args]
         returned = forward(*arrays, **options)
         if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
-            kind = type(returned).__name__
-            raise TypeError(f"{name} must return an array and a backward function, got {kind}")
+            raise TypeError(f"{name} must return an array and a function, got {type(returned)}")
         result, backward = _as_array(returned[0]), returned[1]
         positions = [i for i, x in enumerate(arrays) if isinstance(x, np.ndarray) or is_cupy(x)]
         learning = {i: x for i, x in enumerate(args) if isinstance(x, Variable) and x._calc_grad}

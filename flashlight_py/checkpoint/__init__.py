@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run in a folder, so that a run that was killed goes on from there."""
+"""Checkpoints: the state of a run in a folder, from which a killed run can continue."""
 
 from flashlight_py.checkpoint.runs import Checkpoint, load, save
 

@@ -1,12 +1,12 @@
-"""The directory of a run's checkpoints: each appears whole or not at all.
+"""Directory of the checkpoints of a run. Each checkpoint appears complete or not at all.
 
-Each is a directory ``<number>-step-<step>`` with two files. Numbers count up, also if steps go
-back. A directory that is being written or removed has a name that begins with a full stop. After a
-kill the next ``save`` removes it.
+A checkpoint is a directory ``<number>-step-<step>`` with two files. Numbers always increase, also
+if a run returns to an earlier step. The names of directories that are being written or removed
+begin with a full stop. If a process is killed, the next ``save`` removes such directories.
 
-A file's length and SHA-256 identify its content. A thread computes the digest during the write,
-because it takes as long as a fast disk. Functions raise the OSErrors of the system; a ValueError
-says what differs from the written bytes.
+The length and SHA-256 of a file identify its content. A thread computes the digest during the
+write, because the digest takes as long as a fast disk. Functions raise the OSErrors of the system,
+and ValueError if a file differs from the written bytes.
 """
 
 import hashlib
@@ -30,20 +30,20 @@ from flashlight_py.device import Array
 _log = logging.getLogger("flashlight_py")
 
 PIECE_BYTES = 8 << 20
-SMALL_BYTES = 1 << 14  # are digested before a thread would begin to
+SMALL_BYTES = 1 << 14  # bytes; digested faster than a thread starts
 
 
 class Content(NamedTuple):
-    """The identity of a file's content: its length in bytes, and its SHA-256 in hexadecimal."""
+    """Identity of a file's content: its length in bytes and its hexadecimal SHA-256."""
 
     nbytes: int
     sha256: str
 
 
 def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
-    """Create ``file`` from ``pieces`` (uint8); it is on the disk when this returns.
+    """Create ``file`` from ``pieces`` (uint8), and return when the data is on the disk.
 
-    Holds two pieces at most: one is written while the digest of the one before is computed.
+    At most two pieces are in memory: a piece is written while the previous piece is digested.
     """
     with open(file, "xb") as stream:
         sha256 = _sha256_of(pieces, stream.write)
@@ -53,24 +53,24 @@ def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
 
 
 def read_durable(file: Path, expected: Content) -> Array:
-    """Return what ``file`` holds, as uint8 of one dimension."""
+    """Return the content of ``file`` (uint8); raise ValueError if length or digest differ."""
     with open(file, "rb") as stream:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
-            raise ValueError(f"{file.name} has {present} bytes, {expected.nbytes} were written")
+            raise ValueError(f"{file.name}: expected {expected.nbytes} bytes, got {present}")
         content = np.empty(present, np.uint8)
 
         def read(part: memoryview) -> None:
             if stream.readinto(part) < part.nbytes:
-                raise ValueError(f"{file.name} became shorter while it was read")
+                raise ValueError(f"{file.name} was truncated during the read")
 
         if _sha256_of([content], read) != expected.sha256:
-            raise ValueError(f"{file.name} holds other bytes than were written (by its SHA-256)")
+            raise ValueError(f"{file.name} is damaged: its SHA-256 differs from the written one")
     return content
 
 
 def sync_directory(directory: Path) -> None:
-    """Return when the names in ``directory`` are on the disk."""
+    """Block until the names in ``directory`` are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -79,9 +79,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def _sha256_of(pieces: Iterable[Array], move: Callable[[memoryview], object]) -> str:
-    """Return the SHA-256 of ``pieces``, in hexadecimal, after ``move`` was called with each part.
+    """Return the hexadecimal SHA-256 of ``pieces``; pass each part to ``move`` first.
 
-    A thread computes the digest of one part while the next part is moved.
+    A thread digests a part while the next part is moved.
     """
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as thread:
@@ -104,9 +104,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """The file beside the state: the step, who saved what, and the file's content.
+    """Content of the manifest file: the step, number of ranks, saved parts and state file.
 
-    ``parts`` are the arguments of ``save`` that were given; ``ranks`` how many saved.
+    ``parts`` are the passed arguments of ``save``, and ``ranks`` is the number of ranks that saved.
     """
 
     step: int
@@ -116,23 +116,23 @@ class Manifest:
     version: str
 
     def encode(self) -> bytes:
-        """Return the file: JSON with a digest of itself, for a bit may flip here too."""
+        """Return the file: JSON with a digest of itself, because its bits may flip as well."""
         content = {"format": FORMAT, **asdict(self), "state": self.state._asdict()}
         return _text({"manifest": content, "sha256": _digest(content)})
 
     @classmethod
     def decode(cls, file: bytes) -> "Manifest":
-        """Return what ``encode`` was given; a ValueError also refuses a version to come."""
+        """Return the manifest; raise ValueError if ``file`` is damaged or of a later version."""
         try:
-            found = json.loads(file)
-            content = dict(found["manifest"])
-            whole = found["sha256"] == _digest(content) and file == _text(found)
+            decoded = json.loads(file)
+            content = dict(decoded["manifest"])
+            is_intact = decoded["sha256"] == _digest(content) and file == _text(decoded)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"its manifest is truncated or damaged ({error})") from error
-        if not whole:
-            raise ValueError("its manifest holds other bytes than were written (by its SHA-256)")
+        if not is_intact:
+            raise ValueError("its manifest is damaged: its SHA-256 differs from the written one")
         if content.pop("format") != FORMAT:
-            raise ValueError(f"flashlight_py {content['version']} wrote it, in a format to come")
+            raise ValueError(f"got a later format. Install flashlight_py {content['version']}")
         parts, state = tuple(content.pop("parts")), Content(**content.pop("state"))
         return cls(parts=parts, state=state, **content)
 
@@ -154,73 +154,73 @@ _TEMPORARY = re.compile(r"\.(writing|removing)-[0-9a-f]{16}", re.ASCII)
 def publish(
     directory: Path, step: int, ranks: int, parts: Iterable[str], state: Iterable[Array], keep: int
 ) -> Path:
-    """Write a checkpoint, whose state is the pieces ``state``, and return its path.
+    """Write a checkpoint with the bytes of ``state``, and return its path.
 
-    The checkpoint gets its name once its content is on the disk. An exception leaves nothing
-    behind. All but the newest ``keep`` checkpoints are removed; a failure of that is a warning.
+    The directory gets its final name when its content is on the disk. After an exception nothing
+    remains. Only the newest ``keep`` checkpoints are kept; a failed removal is logged.
     """
-    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_directory(each.parent)
-    for path in list(directory.iterdir()):  # Leftovers may fill the disk.
+    for folder in missing:
+        sync_directory(folder.parent)
+    for path in list(directory.iterdir()):  # Leftovers of killed processes may fill the disk.
         if _TEMPORARY.fullmatch(path.name):
             _remove(path)
     before = newest_first(directory)
-    place = directory / f".writing-{secrets.token_hex(8)}"
-    place.mkdir()
+    temporary = directory / f".writing-{secrets.token_hex(8)}"
+    temporary.mkdir()
     try:
-        content = write_durable(place / STATE, state)
+        content = write_durable(temporary / STATE, state)
         manifest = Manifest(step, ranks, tuple(parts), content, __version__)
-        write_durable(place / MANIFEST, [np.frombuffer(manifest.encode(), np.uint8)])
-        sync_directory(place)
+        write_durable(temporary / MANIFEST, [np.frombuffer(manifest.encode(), np.uint8)])
+        sync_directory(temporary)
         number = _number(before[0]) + 1 if before else 1
-        path = place.rename(directory / f"{number:06d}-step-{step}")
+        path = temporary.rename(directory / f"{number:06d}-step-{step}")
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_directory(directory)
-    # Other entries may have such names, too: only a checkpoint has a state.
-    for old in [each for each in before if os.path.exists(each / STATE)][keep - 1 :]:
+    # Other entries may have names of checkpoints; only a checkpoint has a state file.
+    for old in [folder for folder in before if os.path.exists(folder / STATE)][keep - 1 :]:
         _remove(old)
     return path
 
 
-def read(checkpoint: Path) -> tuple[Manifest, Array]:
-    """Return the manifest and the bytes of the state (uint8), once they are found to be whole."""
+def read_checkpoint(checkpoint: Path) -> tuple[Manifest, Array]:
+    """Return the manifest and the verified bytes of the state (uint8)."""
     manifest = Manifest.decode((checkpoint / MANIFEST).read_bytes())
     return manifest, read_durable(checkpoint / STATE, manifest.state)
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """Return the entries of ``directory`` with names of checkpoints; none if it does not exist."""
+    """Return entries of ``directory`` named like checkpoints, newest first; [] if missing."""
     try:
-        # One listing of a large folder may miss the only checkpoint if it is replaced meanwhile.
+        # One listing of a large folder may miss a checkpoint that is replaced at the same time.
         listings = (list(directory.iterdir()) for _ in range(5))
-        paths = ([each for each in listing if _NAME.fullmatch(each.name)] for listing in listings)
+        paths = ([path for path in listing if _NAME.fullmatch(path.name)] for listing in listings)
         return sorted(next(filter(None, paths), []), key=_number, reverse=True)
     except OSError as error:
-        nearest = next(each for each in (directory, *directory.parents) if os.path.lexists(each))
+        nearest = next(entry for entry in (directory, *directory.parents) if os.path.lexists(entry))
         if isinstance(error, FileNotFoundError) and nearest.is_dir():
             return []
         raise OSError(
             f"expected the folder of a run or of a checkpoint, got {directory}: {error}. Pass the "
-            "folder that was given to save, or mount its disk"
+            "folder that was passed to save, or mount its disk"
         ) from error
 
 
-def candidates(path: Path) -> list[Path]:
-    """Return the checkpoints in the folder ``path``, newest first, or ``path`` if it is one."""
+def checkpoints_in(path: Path) -> list[Path]:
+    """Return the checkpoints in ``path``, newest first, or ``path`` itself if it is one."""
     siblings = newest_first(path.parent) if _NAME.fullmatch(path.name) else []
-    files = [path / MANIFEST, *(each / STATE for each in (path, *siblings))]
+    files = [path / MANIFEST, *(checkpoint / STATE for checkpoint in (path, *siblings))]
     return newest_first(path) or [path] * any(map(os.path.exists, files))
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file, or a link without its target; warn if that fails."""
+    """Remove a folder, a file, or a link without its target; log a warning if this fails."""
     try:
         if _NAME.fullmatch(path.name):
-            # A folder that is removed in part must not have the name of a checkpoint.
+            # A partly removed folder must not have the name of a checkpoint.
             path = path.rename(path.parent / f".removing-{secrets.token_hex(8)}")
         remove = shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink
         remove(path)

@@ -1,4 +1,4 @@
-"""Save and load: each rank sends its own state and rank 0 writes; it reads, and all get that."""
+"""Saving and loading of runs: rank 0 writes and reads, and broadcasts the state."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from flashlight_py import errors, random
-from flashlight_py.checkpoint.directory import Manifest, candidates, publish, read
+from flashlight_py.checkpoint.directory import Manifest, checkpoints_in, publish, read_checkpoint
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import (
@@ -23,25 +23,25 @@ from flashlight_py.distributed.internal import (
 )
 from flashlight_py.parallel.agreement import differences
 from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
-from flashlight_py.safetensors import from_bytes, pack, pieces
+from flashlight_py.safetensors import flatten_tree, from_bytes, pieces
 
 _log = logging.getLogger("flashlight_py")
-# What a rank raises for another rank's failure of that kind; any other is a CheckpointError.
+# Exception that all ranks raise for a failure of this kind on one rank. Default: CheckpointError.
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
 class Stateful(Protocol):
-    """Anything whose state can be taken and given back: modules, optimizers, samplers."""
+    """An object with a state, such as a module, an optimizer or a sampler."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state: dicts, lists, tuples, arrays, numbers, strings, None."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Go on from ``state``."""
+        """Restore ``state``."""
 
 
 class _Several:
-    """Parts of one kind, such as the optimizers of two networks, by name or position."""
+    """Several parts of one kind, such as the optimizers of two networks, by name or position."""
 
     def __init__(self, parts: Mapping[Any, Stateful] | Sequence[Stateful]) -> None:
         items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
@@ -52,7 +52,7 @@ class _Several:
 
     def load_state_dict(self, state: Any) -> None:
         if state.keys() != self.parts.keys():
-            raise ValueError(f"expected {sorted(self.parts)}, it has {sorted(state)}")
+            raise ValueError(f"expected {sorted(self.parts)}, got {sorted(state)}")
         try:
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
@@ -70,45 +70,45 @@ def save(
     sampler: Part | None = None, schedule: Part | None = None, rng: Any = None, step: int = 0,
     extra: Any = None, keep: int = 3, group: ProcessGroup | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint into the directory ``path``; keep the newest ``keep`` of them.
+    """Write a checkpoint into the directory ``path``, and keep the newest ``keep`` checkpoints.
 
-    Collective, blocking. Rank 0 writes its own module, optimizer, sampler, schedule and extra: in
-    data-parallel training they are the same on all ranks. The random state is saved for every
-    rank. When this function returns on any rank, the checkpoint is on the disk of rank 0. If the
-    machine stops earlier, the earlier checkpoints are still complete.
+    Collective, blocking. Rank 0 writes its own module, optimizer, sampler, schedule and extra,
+    which are the same on all ranks in data-parallel training. The random state of every rank is
+    saved. When the function returns on any rank, the checkpoint is on the disk of rank 0. If the
+    machine stops earlier, the previous checkpoints are still complete.
 
-    A checkpoint is a directory ``<number>-step-<step>`` with ``state.safetensors``, which other
-    tools can read, and ``manifest.json``, with lengths and digests. It gets its name by a rename
-    once all of it is on the disk. No pickle is in it. CuPy arrays are brought to the host. Only one
-    job at a time may save into a directory.
+    A checkpoint is a directory ``<number>-step-<step>``. It contains ``state.safetensors``, which
+    other tools can read, and ``manifest.json`` with lengths and digests. The directory is renamed
+    to this name when its content is on the disk. Pickle is not used, and CuPy arrays are copied to
+    the host. Only one job at a time may save into a directory.
 
     Args:
-        path: the directory, created if it does not exist; rank 0's path is used.
-        module: an object with ``state_dict()`` and ``load_state_dict()``, or a list, tuple or dict
-            of such objects. Its arrays have any shape and a boolean, integer, floating (up to 64
+        path: Directory, created if it does not exist. The path of rank 0 is used.
+        module: Object with ``state_dict()`` and ``load_state_dict()``, or a list, tuple or dict of
+            such objects. Its arrays may have any shape and a boolean, integer, floating (up to 64
             bits), bfloat16 or complex dtype.
-        optimizer: like ``module``, for example ``fl.optim.AdamOptimizer``.
-        sampler: like ``module``, for example ``fl.DistributedSampler``; equally far on all ranks.
-        schedule: like ``module``, for example ``fl.optim.CosineAnnealingLR``.
-        rng: True for the package's random numbers (dropout, initialisation), or generators of
-            NumPy or CuPy (one, or a list, tuple or dict of them), whose state is saved as well.
-        step: of the training, at least 0; the same on every rank.
-        extra: whatever else: dicts, lists, tuples, arrays, numbers, strings, None.
-        keep: number of checkpoints to keep, at least 1. Older ones are removed; of a link only the
-            link. An old checkpoint that cannot be removed is a warning. Other entries stay.
-        group: the ranks that save together, default the world. The others wait while rank 0
-            writes: that must not take longer than the group's timeout.
+        optimizer: Like ``module``, for example ``fl.optim.AdamOptimizer``.
+        sampler: Like ``module``, for example ``fl.DistributedSampler``, equal on all ranks.
+        schedule: Like ``module``, for example ``fl.optim.CosineAnnealingLR``.
+        rng: True for the package's random numbers (dropout, initialisation), or a generator of
+            NumPy or CuPy, or a list, tuple or dict of generators, whose states are saved as well.
+        step: Step of the training, at least 0, the same on every rank.
+        extra: Any other state: dicts, lists, tuples, arrays, numbers, strings, None.
+        keep: Number of checkpoints to keep, at least 1. Older ones are removed; from a link only
+            the link is removed. A failed removal is a warning. Other entries are not touched.
+        group: Group that saves together. Default: the world. The other ranks wait while rank 0
+            writes, so writing must not take longer than the timeout of the group.
 
     Returns:
         The path of the new checkpoint.
 
     Raises:
-        TypeError: an argument is of the wrong kind, or holds what cannot be saved.
-        ValueError: ``step`` or ``keep`` is too small.
-        MismatchError: the ranks pass different steps, other arguments, or samplers that are not
-            equally far; on every rank, and nothing is written.
-        CheckpointError: rank 0 cannot write, such as to a full disk; on every rank.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If an argument has the wrong type, or contains an object that cannot be saved.
+        ValueError: If ``step`` or ``keep`` is too small.
+        MismatchError: If the ranks pass different steps, parts or states of samplers. Every rank
+            raises, and nothing is written.
+        CheckpointError: If rank 0 cannot write, for example to a full disk. Every rank raises.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> import tempfile
@@ -120,19 +120,19 @@ def save(
     """
     check_integer("save", "step", step)
     check_integer("save", "keep", keep, least=1)
-    own = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
-    parts = checked_parts("save", rng, **own)
-    step = int(step)  # NumPy's integers are taken too; JSON knows Python's only
+    passed = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
+    parts = check_parts("save", rng, **passed)
+    step = int(step)  # JSON accepts only Python's integers, not NumPy's
     members = group_or_world(group)
     states: dict[str, Any] = {}
-    numbers = np.empty(0, np.uint8)  # this rank's random numbers, as a file
+    numbers = np.empty(0, np.uint8)  # random state of this rank, as bytes of a file
     settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
     with Attempt("save", members) as attempt:
         states = {name: part.state_dict() for name, part in parts.items()}
         if rng:
             numbers = np.concatenate(list(pieces(generator_states(rng))))
-        settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
-        pack({"extra": extra})  # names what cannot be saved
+        settings["sampler"] = json.dumps(flatten_tree(states.get("sampler"))[0], sort_keys=True)
+        flatten_tree({"extra": extra})  # raises if extra cannot be saved
     attempt.agree(settings)
     lengths = attempt.share(numbers.size)
     joined, ranks = members.gather(numbers), []
@@ -149,9 +149,9 @@ def save(
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
+    """A loaded checkpoint: its step, its path on rank 0, and the saved ``extra``.
 
-    ``ranks`` is how many saved it; ``skipped`` why newer ones were not used, one text each.
+    ``ranks`` is the number of ranks that saved it. ``skipped`` has the reason for each newer one.
     """
 
     step: int
@@ -161,8 +161,8 @@ class Checkpoint(NamedTuple):
     skipped: tuple[str, ...] = ()
 
 
-class _Found(NamedTuple):
-    """The find of rank 0: a checkpoint that is whole; its bytes stay there."""
+class _IntactCheckpoint(NamedTuple):
+    """The newest intact checkpoint, found by rank 0. Its state is not included."""
 
     path: Path
     manifest: Manifest
@@ -175,94 +175,92 @@ def load(
     sampler: Part | None = None, schedule: Part | None = None, rng: Any = None,
     group: ProcessGroup | None = None,
 ) -> Checkpoint | None:  # fmt: skip
-    """Go on from the newest whole checkpoint in the directory ``path``; None: there is none.
+    """Continue from the newest intact checkpoint in the directory ``path``.
 
-    Collective, blocking. Rank 0 alone reads, and broadcasts what it has read; ``path`` need not be
-    seen by the others. A checkpoint that is truncated or damaged is skipped, with a warning of the
-    logger ``flashlight_py`` that says why, and the one before is used. If a job replaces it
-    meanwhile, the newer one is used. The path of a single checkpoint is taken as well; then it must
-    be whole.
+    Collective, blocking. Only rank 0 reads, and it broadcasts the state, so the other ranks need no
+    access to ``path``. If a checkpoint is truncated or damaged, the logger ``flashlight_py`` warns
+    with the reason, and the previous checkpoint is used. If another job replaces a checkpoint
+    during the call, the newer one is used. ``path`` may also be a single intact checkpoint.
 
-    Arrays are copied into those of the module and the optimizer, in place, across devices if need
-    be. Another number of ranks may load than has saved; then a rank beyond those keeps the random
-    numbers that it has, with a warning. It takes as much memory as the checkpoint has bytes.
+    Arrays are copied into the arrays of the module and the optimizer, in place, also to another
+    device. The number of ranks may differ from the number that saved; a rank without a saved random
+    state keeps its own, with a warning. The call needs as much memory as the checkpoint has bytes.
 
     Args:
-        path: the directory that was given to :func:`flashlight_py.save`; that of rank 0 counts.
-        module: made like the one that was saved, as the next three; None: not loaded.
-        optimizer, sampler, schedule: the same, the schedule for this optimizer.
-        rng: as it was given to ``save``: its generators are set in place, and the package's own.
-            Of a ``module`` that was distributed with ``leaves`` every rank gets those of rank 0.
-        group: the ranks that load together, default the world.
+        path: Directory that was passed to :func:`flashlight_py.save`; rank 0's path is used.
+        module: Module of the same structure as the saved module. None: it is not loaded.
+        optimizer, sampler, schedule: Like ``module``; the schedule belongs to this optimizer.
+        rng: As passed to ``save``. Its generators and those of the package are set in place. For a
+            ``module`` that was distributed with ``leaves``, every rank gets rank 0's state.
+        group: Group that loads together. Default: the world.
 
     Returns:
-        The step and whatever was saved as ``extra``; None if the directory does not exist, or
-        contains no checkpoint.
+        A ``Checkpoint`` with the step and the saved ``extra``. None if the directory does not exist
+        or contains no checkpoint.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: the checkpoint has no such part, or the part does not fit: another shape or
-            number of parameters. Parts before it in the order above have been changed then.
-        MismatchError: the ranks load different parts; on every rank, and nothing is changed.
-        CheckpointError: there are checkpoints, and none can be used; or ``path`` is a file, cannot
-            be read, or is a link to nothing, such as a disk that is not mounted; on every rank.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a requested part was not saved or does not match (shape or number of
+            parameters). Earlier parts, in the order of the arguments, have then been changed.
+        MismatchError: If the ranks load different parts. Every rank raises; nothing is changed.
+        CheckpointError: If there are checkpoints but none is intact, or ``path`` is a file, cannot
+            be read, or is a broken link (a disk that is not mounted). Every rank raises.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
     """
-    own = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
-    parts = checked_parts("load", rng, **own)
+    passed = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
+    parts = check_parts("load", rng, **passed)
     members = group_or_world(group)
-    wanted = [*parts, *(["rng"] if rng else [])]
-    Attempt("load", members).agree({"parts": wanted})
-    found: _Found | None = None
+    part_names = [*parts, *(["rng"] if rng else [])]
+    Attempt("load", members).agree({"parts": part_names})
+    intact: _IntactCheckpoint | None = None
     state = np.empty(0, np.uint8)
     with Attempt("load", members) as attempt:
         if members.rank == 0:
-            found, state = _newest_whole(Path(path), where("load", members))
-            lacking = [part for part in wanted if found and part not in found.manifest.parts]
-            if lacking and found:
+            intact, state = _newest_intact(Path(path), context_of("load", members))
+            lacking = [part for part in part_names if intact and part not in intact.manifest.parts]
+            if lacking and intact:
                 raise ValueError(
-                    f"load: {found.path} was saved with "
-                    f"{', '.join(found.manifest.parts) or 'no part'}, so it has no "
-                    f"{' and no '.join(lacking)}; load what was saved"
+                    f"load: expected {' and '.join(lacking)} in {intact.path}, got a checkpoint "
+                    f"with {', '.join(intact.manifest.parts) or 'no part'}. Pass only saved parts"
                 )
-    failure, found = members.broadcast_object((attempt.failure, found))
+    failure, intact = members.broadcast_object((attempt.failure, intact))
     attempt.end([failure])
-    if found is None:
+    if intact is None:
         return None
-    content = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
-    state = members.broadcast(content)  # its error is the group's, and not one to share
+    content = state if members.rank == 0 else np.empty(intact.manifest.state.nbytes, np.uint8)
+    state = members.broadcast(content)  # no Attempt: all ranks raise an error of the group
     tree: dict[str, Any] = {}
     with Attempt("load", members) as attempt:
         tree = from_bytes(state)
-        _restore(members, found.path, tree, parts, rng)
+        _restore(members, intact.path, tree, parts, rng)
     attempt.share()
-    manifest = found.manifest
-    return Checkpoint(manifest.step, found.path, tree["extra"], manifest.ranks, found.skipped)
+    manifest = intact.manifest
+    return Checkpoint(manifest.step, intact.path, tree["extra"], manifest.ranks, intact.skipped)
 
 
-def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
-    """Return the newest checkpoint that is whole, and its state; warn of what is skipped."""
+def _newest_intact(path: Path, context: str) -> tuple[_IntactCheckpoint | None, Array]:
+    """Return the newest intact checkpoint and its state; log a warning for each skipped one."""
     reasons: dict[Path, str] = {}
-    # Listed again after each failure: a job that saves may have replaced the checkpoint.
-    while untried := [each for each in candidates(path) if each not in reasons]:
+    # The folder is listed again after each failure, because a job may have replaced the checkpoint.
+    while untried := [entry for entry in checkpoints_in(path) if entry not in reasons]:
         newest = untried[0]
         try:
-            manifest, state = read(newest)
+            manifest, state = read_checkpoint(newest)
         except (OSError, ValueError) as error:
             reasons[newest] = f"{newest.name}: {error}"
             continue
-        skipped = tuple(text for each, text in reasons.items() if os.path.lexists(each))
+        skipped = tuple(text for path_tried, text in reasons.items() if os.path.lexists(path_tried))
         for reason in skipped:
             _log.warning(
-                "%s: the checkpoint %s. It is skipped; %s is used instead",
-                *(begin, reason, newest.name),
+                "%s: checkpoint skipped: %s. %s is used instead",
+                *(context, reason, newest.name),
             )
-        return _Found(newest, manifest, skipped), state
+        return _IntactCheckpoint(newest, manifest, skipped), state
     if reasons:
         raise errors.CheckpointError(
-            f"{begin}: none of the {len(reasons)} checkpoint(s) at {path} can be used: "
-            f"{'; '.join(reasons.values())}. Restore one from a backup, or pass another folder to "
-            "begin anew"
+            f"{context}: expected an intact checkpoint at {path}, got {len(reasons)} checkpoint(s) "
+            f"that cannot be used: {'; '.join(reasons.values())}. Restore one from a backup, or "
+            "pass another folder to start a new run"
         )
     return None, np.empty(0, np.uint8)
 
@@ -278,55 +276,58 @@ def _restore(
         raise
     module, of_ranks = parts.get("module"), tree["ranks"]
     modules = module.parts.values() if isinstance(module, _Several) else [module]
-    whose = 0 if any(map(is_leaf_by_leaf, modules)) else members.rank
+    source_rank = 0 if any(map(is_leaf_by_leaf, modules)) else members.rank
     if not rng:
         return
-    if whose >= len(of_ranks):
+    if source_rank >= len(of_ranks):
         _log.warning(
-            "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",
-            *(where("load", members), len(of_ranks)),
+            "%s: the checkpoint has random states of %d rank(s) only; this rank keeps its state",
+            *(context_of("load", members), len(of_ranks)),
         )
         return
-    named, saved = _named(rng), of_ranks[whose]["given"]
+    named, saved = _generators_by_name(rng), of_ranks[source_rank]["given"]
     if named.keys() != saved.keys():
         raise ValueError(
-            f"load: the rng that was saved has the generators {sorted(saved)}, the one given has "
-            f"{sorted(named)}; pass the same"
+            f"load: expected rng with the saved generators {sorted(saved)}, got {sorted(named)}. "
+            "Pass the same generators as to save"
         )
     for name, generator in named.items():
         random.set_state_of(generator, saved[name])
-    random.load_state_dict(of_ranks[whose]["package"])
+    random.load_state_dict(of_ranks[source_rank]["package"])
 
 
-def checked_parts(what: str, rng: object, **parts: Part | None) -> dict[str, Stateful]:
-    """Return the parts that are not None; a TypeError if one, or ``rng``, is something else."""
-    given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    inside: dict[str, Any] = {}
-    for name, part in list(given.items()):
+def check_parts(operation: str, rng: object, **parts: Part | None) -> dict[str, Stateful]:
+    """Return the parts that are not None; raise TypeError if a part or ``rng`` has a wrong type."""
+    parts_by_name: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    nested_parts: dict[str, Any] = {}
+    for name, part in list(parts_by_name.items()):
         if part and isinstance(part, (list, tuple, dict)):
-            given[name] = _Several(part)
-            inside |= {f"{name} {at!r}": each for at, each in given[name].parts.items()}
-    for name, part in {**given, **inside}.items():
+            parts_by_name[name] = _Several(part)
+            nested_parts |= {
+                f"{name} {at!r}": nested for at, nested in parts_by_name[name].parts.items()
+            }
+    for name, part in {**parts_by_name, **nested_parts}.items():
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(part, method, None)):
-                raise TypeError(f"{what}: {name}, a {type(part).__name__}, has no {method}()")
+                kind = type(part).__name__
+                raise TypeError(f"{operation}: {name} must have {method}(), got a {kind}")
     if rng is not None:
         try:
             generator_states(rng)
         except TypeError as error:
-            raise TypeError(f"{what}: rng: {error}") from error
-    return given
+            raise TypeError(f"{operation}: rng: {error}") from error
+    return parts_by_name
 
 
-def where(what: str, group: ProcessGroup) -> str:
-    return f"[{what}] rank {group.rank} of {group.size}"
+def context_of(operation: str, group: ProcessGroup) -> str:
+    return f"[{operation}] rank {group.rank} of {group.size}"
 
 
 class Attempt:
-    """A ``with`` block of "save" or "load" that keeps its exception until others were notified."""
+    """A block of "save" or "load" that keeps its exception until all ranks are notified."""
 
-    def __init__(self, what: str, group: ProcessGroup) -> None:
-        self._what, self._group = what, group
+    def __init__(self, operation: str, group: ProcessGroup) -> None:
+        self._operation, self._group = operation, group
         self._error: Exception | None = None
 
     def __enter__(self) -> "Attempt":
@@ -338,39 +339,39 @@ class Attempt:
 
     @property
     def failure(self) -> list[str] | None:
-        """The report to the others: the kind of the exception and its text; None: there is none."""
+        """Report for the other ranks: class name and text of the exception, or None."""
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
-    def share(self, mine: object = None) -> list[Any]:
-        """Return what every rank passes, and JSON can hold, if none failed. Collective, blocking.
+    def share(self, value: object = None) -> list[Any]:
+        """Return the JSON values of all ranks, if no rank failed. Collective, blocking.
 
-        Raises the errors of ``Work.wait`` and :meth:`end`; if a rank did not arrive, it says that
-        all must.
+        Raises the errors of ``Work.wait`` and :meth:`end`. If a rank does not reach the call, the
+        message says that all ranks must call "save" or "load".
         """
-        sent = json.dumps([self.failure, mine]).encode()
-        call = next(call for call in COMPOSED if call.startswith(f"{self._what}("))
+        sent = json.dumps([self.failure, value]).encode()
+        call = next(call for call in COMPOSED if call.startswith(f"{self._operation}("))
         try:
             texts = exchange_bytes(self._group.backend(), sent, call)
         except (errors.PeerLostError, errors.CollectiveTimeoutError) as error:
-            error.args = (f"{where(self._what, self._group)}: in {call}: {error}",)
+            error.args = (f"{context_of(self._operation, self._group)}: in {call}: {error}",)
             raise
         of_ranks = [json.loads(text) for text in texts]
         self.end([failure for failure, _ in of_ranks])
-        return [given for _, given in of_ranks]
+        return [value for _, value in of_ranks]
 
-    def agree(self, mine: Mapping[str, Any]) -> None:
-        """Share arguments, and refuse those that are not the same on all ranks."""
-        if differing := differences(self.share(mine)):
+    def agree(self, value: Mapping[str, Any]) -> None:
+        """Raise MismatchError if arguments differ between ranks. Collective, blocking."""
+        if differing := differences(self.share(value)):
             raise errors.MismatchError(
-                f"{where(self._what, self._group)}: the ranks pass different arguments: "
-                f"{', '.join(differing)}. Nothing was done; pass the same on every rank"
+                f"{context_of(self._operation, self._group)}: expected equal arguments on every "
+                f"rank, got {', '.join(differing)}. Nothing was done. Pass equal arguments"
             )
 
     def end(self, failures: Sequence[Any]) -> None:
-        """Raise if one of ``failures``, those of the ranks in order, is not None.
+        """Raise if any of ``failures``, the reports of the ranks in order, is not None.
 
-        This rank's own error; or one of the same kind, TypeError, ValueError or CheckpointError,
-        with the report of the first rank that failed. A failure of another kind is a
+        This rank raises its own TypeError, ValueError or CheckpointError. Otherwise it raises the
+        error of the first rank that failed, with its report. Failures of other classes become
         CheckpointError.
         """
         if isinstance(self._error, TypeError | ValueError | errors.CheckpointError):
@@ -379,20 +380,20 @@ class Attempt:
             if failure:
                 kind, text = failure
                 error = _KINDS.get(kind, errors.CheckpointError)
-                place = where(self._what, self._group)
-                raise error(f"{place}: rank {rank} failed: {kind}: {text}") from self._error
+                context = context_of(self._operation, self._group)
+                raise error(f"{context}: rank {rank} failed: {kind}: {text}") from self._error
 
 
 def generator_states(rng: object) -> dict[str, Any]:
-    """Return the states of the package's own generators, and of those in ``rng``."""
-    own = {name: random.state_of(each) for name, each in _named(rng).items()}
-    return {"package": random.state_dict(), "given": own}
+    """Return the states of the package's generators and of the generators in ``rng``."""
+    user_states = {name: random.state_of(x) for name, x in _generators_by_name(rng).items()}
+    return {"package": random.state_dict(), "given": user_states}
 
 
-def _named(rng: object) -> dict[str, Any]:
+def _generators_by_name(rng: object) -> dict[str, Any]:
     if rng is True:
         return {}
     if isinstance(rng, Mapping):
-        return {str(name): each for name, each in rng.items()}
-    several = list(rng) if isinstance(rng, list | tuple) else [rng]
-    return {str(number): each for number, each in enumerate(several)}
+        return {str(name): generator for name, generator in rng.items()}
+    generators = list(rng) if isinstance(rng, list | tuple) else [rng]
+    return {str(number): generator for number, generator in enumerate(generators)}

@@ -1,8 +1,8 @@
-"""Datasets: samples by index, in batches, in another order, ahead of time, or shared out."""
+"""Datasets: samples by index, batched, reordered, prefetched, or divided among ranks."""
 
 from importlib import import_module
 
-# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+# Module of each public name; `scripts/stubs` writes the same imports for type checkers.
 _HOMES = {
     "dataset": [
         *("Dataset", "TensorDataset", "BatchDataset", "BatchFunction", "BatchPolicy"),
@@ -11,8 +11,8 @@ _HOMES = {
     "prefetch": ["PrefetchDataset"],
     "shares": ["partition_by_round_robin"],
 }
-for _home, _names in _HOMES.items():
-    _module = import_module(f"{__name__}.{_home}")
+for _module_name, _names in _HOMES.items():
+    _module = import_module(f"{__name__}.{_module_name}")
     globals().update({name: getattr(_module, name) for name in _names})
 
 __all__ = [name for names in _HOMES.values() for name in names]

@@ -19,8 +19,8 @@ Indices: TypeAlias = NDArray[np.int64]
 class Dataset(abc.ABC):
     """A finite sequence of samples; a sample is a tuple with one array per field.
 
-    ``dataset[i]`` takes an index in [-len, len), iteration goes through all in order. A dataset
-    of your own defines ``__len__`` and ``get``.
+    ``dataset[i]`` accepts an index in [-len, len). Iteration yields all samples in order.
+    Subclasses define ``__len__`` and ``get``.
     """
 
     @abc.abstractmethod
@@ -29,42 +29,42 @@ class Dataset(abc.ABC):
 
     @abc.abstractmethod
     def get(self, index: int) -> Sample:
-        """Return the sample at ``index``, which is in [0, len): the caller has checked it."""
+        """Return the sample at ``index``, an index in [0, len) that the caller has checked."""
 
     def take(self, indices: Indices) -> Sample:
-        """Return one batch, the samples at ``indices`` (batch,): each field stacked, copied."""
+        """Return the samples at ``indices`` (batch,) as one batch of new, stacked arrays."""
         return stack([self.get(int(index)) for index in indices])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Return the sample at ``index``; a negative one counts from the end.
+        """Return the sample at ``index``; a negative index counts from the end.
 
         Raises:
-            IndexError: ``index`` is not in [-len, len).
+            IndexError: If ``index`` is not in [-len, len).
         """
         position = operator.index(index)
         size = len(self)
         if not -size <= position < size:
             raise IndexError(
-                f"{type(self).__name__} holds {size} sample(s); index {position} is out of range"
+                f"{type(self).__name__}: index must be in [-{size}, {size}), got {position}"
             )
         return self.get(position + size if position < 0 else position)
 
     def __iter__(self) -> Iterator[Sample]:
-        """Go through all samples in order."""
+        """Yield all samples in order."""
         return map(self.get, range(len(self)))
 
-    def handed_out(self, index: int) -> None:  # noqa: B027 - most datasets need not know
-        """Be notified that an iteration hands out sample ``index`` now; most ignore it."""
+    def handed_out(self, index: int) -> None:  # noqa: B027 - optional for subclasses
+        """Record that an iteration returns sample ``index`` now. The default does nothing."""
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
-    """Return one batch of ``samples``: each field stacked along a new first dimension.
+    """Return one batch: each field of ``samples`` stacked along a new first dimension.
 
-    Raises ValueError if samples differ in their number of fields, or in the shape of one.
+    Raises ValueError if samples differ in their number of fields or in the shape of a field.
     """
     counts = {len(sample) for sample in samples}
     if len(counts) != 1:
-        raise ValueError(f"cannot batch samples with different numbers of fields: {sorted(counts)}")
+        raise ValueError(f"batch: expected equal numbers of fields, got {sorted(counts)}")
     return tuple(starmap(_stack_field, enumerate(zip(*samples, strict=True))))
 
 
@@ -72,8 +72,8 @@ def _stack_field(number: int, values: Sequence[Any]) -> Array:
     shapes = {np.shape(value) for value in values}
     if len(shapes) > 1:
         raise ValueError(
-            f"cannot batch field {number}: the samples have shapes {sorted(shapes)}; pass a batch "
-            "function for it, which may pad them"
+            f"batch: expected samples of equal shape in field {number}, got shapes "
+            f"{sorted(shapes)}. Pass a batch function for this field, which may pad them"
         )
     return array_module(values[0]).stack(values)  # type: ignore[no-any-return]
 
@@ -81,40 +81,40 @@ def _stack_field(number: int, values: Sequence[Any]) -> Array:
 class TensorDataset(Dataset):
     """The rows of some arrays: sample ``i`` is ``(arrays[0][i], arrays[1][i], ...)``.
 
-    All arrays have the same first dimension, the number of samples. Samples are views, or NumPy
-    scalars of an array with one dimension; nothing is copied. Of arrays in files (h5py, zarr), only
-    the rows of a sample or batch are read.
+    All arrays have the same first dimension, the number of samples. Nothing is copied: samples are
+    views, or NumPy scalars if an array has one dimension. If arrays are stored in files (h5py,
+    zarr), only the rows of a sample or batch are read.
 
     Raises:
-        TypeError: ``arrays`` is a single array, whose rows would be taken for the arrays, or holds
-            something that is none.
-        ValueError: there is no array, one has no dimension, or the first dimensions differ.
+        TypeError: If ``arrays`` is a single array, whose rows would count as arrays, or contains an
+            object that is not an array.
+        ValueError: If there is no array, an array has no dimension, or the first dimensions differ.
     """
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         if hasattr(arrays, "shape"):
             raise TypeError(
-                f"a TensorDataset takes a list of arrays, got one of shape {arrays.shape}, whose "
-                "rows would become arrays of their own; write TensorDataset([array])"
+                f"TensorDataset: expected a list of arrays, got an array of shape {arrays.shape}. "
+                "Pass TensorDataset([array])"
             )
         self.arrays: tuple[Array, ...] = tuple(arrays)
         for array in self.arrays:
             if not hasattr(array, "shape"):
                 raise TypeError(
-                    f"a TensorDataset takes arrays, got {type(array).__name__} among them; "
-                    "make one by numpy.asarray"
+                    f"TensorDataset: expected a list of arrays, got {type(array).__name__} in the "
+                    "list. Pass numpy.asarray of it"
                 )
         if not self.arrays:
-            raise ValueError("a TensorDataset needs at least one array")
+            raise ValueError("TensorDataset: expected at least one array, got an empty list")
         shapes = [array.shape for array in self.arrays]
         if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) > 1:
             raise ValueError(
-                "the arrays of a TensorDataset need the same first dimension, the number of "
-                f"samples; got the shapes {shapes}"
+                "TensorDataset: expected arrays with the same first dimension, the number of "
+                f"samples, got shapes {shapes}"
             )
 
     def __len__(self) -> int:
-        return int(self.arrays[0].shape[0])  # arrays of zarr have no len
+        return int(self.arrays[0].shape[0])  # zarr arrays have no len()
 
     def get(self, index: int) -> Sample:
         return tuple([array[index] for array in self.arrays])
@@ -123,9 +123,9 @@ class TensorDataset(Dataset):
         return tuple([_rows(array, indices) for array in self.arrays])
 
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
-        """Iterate over views of ``batch_size`` rows each, up to row ``stop``; the last is shorter.
+        """Return an iterator over views of up to ``batch_size`` rows, ending at row ``stop``.
 
-        No line of Python runs for a batch, which would take as long as a training step.
+        It runs no Python code per batch, which would take as long as a small training step.
         """
         starts = range(0, stop, batch_size)
         stops = [*starts[1:], stop] if starts else []
@@ -137,30 +137,30 @@ class TensorDataset(Dataset):
 
 
 def _rows(array: Any, indices: Indices) -> Array:
-    """Return the rows at ``indices``; of an array that is not in memory, each is read once."""
+    """Return the rows at ``indices``; each row of an array in a file is read once."""
     if hasattr(array, "__array_ufunc__") or hasattr(array, "__dlpack__"):
         return array[indices]  # type: ignore[no-any-return]
     rows = np.add(indices, np.less(indices, 0) * array.shape[0])
-    ascending, places = np.unique(rows, return_inverse=True)  # h5py takes no other order
-    return array[ascending][places]  # type: ignore[no-any-return]
+    ascending, positions = np.unique(rows, return_inverse=True)  # h5py requires ascending indices
+    return array[ascending][positions]  # type: ignore[no-any-return]
 
 
 BatchPolicy: TypeAlias = Literal["include_last", "skip_last", "divisible_only"]
-# Makes one array of the samples' values of one field.
+# Makes one array from a list with the samples' values of one field.
 BatchFunction: TypeAlias = Callable[[Sequence[Any]], Array]
 
 
 class BatchDataset(Dataset):
-    """Groups ``batch_size`` successive samples of ``dataset``; each field gains a first dimension.
+    """Batches of ``batch_size`` consecutive samples of ``dataset``; fields gain a first dimension.
 
-    ``policy`` says what becomes of a last batch that is not full: "include_last" keeps it, short;
-    "skip_last" drops it; "divisible_only" refuses a dataset that has one. ``batch_functions`` has
-    one function per field, which makes an array of a list of values; None (also in place of one
-    function) stacks them. Batches of a ``TensorDataset`` without functions are views of its arrays.
+    ``policy`` applies to an incomplete last batch: "include_last" keeps it, "skip_last" drops it,
+    and "divisible_only" raises an error. ``batch_functions`` contains one function per field, which
+    makes an array from a list of values. None, instead of the list or a function, stacks the
+    values. Batches of a ``TensorDataset`` without functions are views of its arrays.
 
     Raises:
-        ValueError: ``batch_size`` < 1, an unknown ``policy``, or the number of samples is no
-            multiple of ``batch_size`` if the policy demands it.
+        ValueError: If ``batch_size`` < 1, ``policy`` is unknown, or ``policy`` is "divisible_only"
+            and the number of samples is not a multiple of ``batch_size``.
     """
 
     def __init__(
@@ -168,13 +168,13 @@ class BatchDataset(Dataset):
         batch_functions: Sequence[BatchFunction | None] | None = None,
     ) -> None:  # fmt: skip
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+            raise ValueError(f"BatchDataset: batch_size must be at least 1, got {batch_size}")
         if policy not in get_args(BatchPolicy):
             raise ValueError(f"policy must be one of {get_args(BatchPolicy)}, got {policy!r}")
         rest = len(dataset) % batch_size
         if rest and policy == "divisible_only":
             raise ValueError(
-                f"{len(dataset)} samples do not divide into batches of {batch_size}: {rest} remain"
+                f"BatchDataset: expected a multiple of {batch_size} samples, got {len(dataset)}"
             )
         self._dataset, self._batch_size, self._functions = dataset, batch_size, batch_functions
         self._stop = len(dataset) - (rest if policy == "skip_last" else 0)
@@ -196,8 +196,8 @@ class BatchDataset(Dataset):
         fields = list(zip(*samples, strict=True))
         if len(functions) != len(fields):
             raise ValueError(
-                f"batch_functions has {len(functions)} entries, the samples have {len(fields)} "
-                "fields; pass one per field, None to stack"
+                f"BatchDataset: expected {len(fields)} batch_functions, one per field, got "
+                f"{len(functions)}. Pass None for a field to stack it"
             )
         return tuple(
             _stack_field(number, values) if function is None else function(values)
@@ -213,11 +213,11 @@ class BatchDataset(Dataset):
 class ResampleDataset(Dataset):
     """The samples of ``dataset`` at ``indices``, in that order; an index may be repeated.
 
-    ``indices`` is a sequence of integers, or a function from [0, n) to an index of ``dataset``,
-    asked once for each; ``n`` goes with a function and defaults to the length of ``dataset``.
+    ``indices`` is a sequence of integers, or a function from [0, n) to an index that is called once
+    per sample. ``n`` can only be passed with a function. Default: the length of ``dataset``.
 
     Raises:
-        ValueError: an index is not in [0, len(dataset)), or ``n`` is passed with a sequence.
+        ValueError: If an index is not in [0, len(dataset)), or ``n`` is passed with a sequence.
     """
 
     def __init__(
@@ -227,20 +227,18 @@ class ResampleDataset(Dataset):
         if callable(indices):
             indices = [indices(i) for i in range(len(dataset) if n is None else n)]
         elif n is not None:
-            raise ValueError("n goes with a function; a sequence of indices has its own length")
+            raise ValueError("ResampleDataset: expected no n with a sequence of indices, got n")
         checked, size = np.array(indices), len(dataset)
         if checked.size == 0:
             checked = checked.astype(np.int64)
         if checked.ndim != 1 or not np.issubdtype(checked.dtype, np.integer):
             raise ValueError(
-                "indices must be a flat sequence of integers; "
+                "ResampleDataset: indices must be a one-dimensional sequence of integers, "
                 f"got shape {checked.shape} and dtype {checked.dtype}"
             )
         wrong = checked[(checked < 0) | (checked >= size)]
         if wrong.size:
-            raise ValueError(
-                f"indices must be in [0, {size}), the dataset's length; got {wrong[0]}"
-            )
+            raise ValueError(f"ResampleDataset: indices must be in [0, {size}), got {wrong[0]}")
         self._dataset = dataset
         self._indices: Indices = checked.astype(np.int64)
 
@@ -255,9 +253,9 @@ class ResampleDataset(Dataset):
 
 
 class ShuffleDataset(ResampleDataset):
-    """All samples of ``dataset`` once each, in an order that ``seed`` decides.
+    """All samples of ``dataset``, each once, in a random order that depends on ``seed``.
 
-    The same seed gives the same order in every process; ``resample`` draws the next one.
+    The same seed gives the same order in every process. ``resample`` draws the next order.
     """
 
     def __init__(self, dataset: Dataset, seed: int = 0) -> None:
@@ -266,9 +264,9 @@ class ShuffleDataset(ResampleDataset):
         self.resample()
 
     def resample(self) -> None:
-        """Draw a new order, such as before each epoch; the n-th one is the same for equal seeds."""
+        """Draw a new order, for example before each epoch. Equal seeds give equal orders."""
         self._indices = self._random.permutation(len(self._dataset))
 
     def set_seed(self, seed: int) -> None:
-        """Let the next ``resample`` start anew from ``seed``."""
+        """Restart the random numbers from ``seed``, for the next ``resample``."""
         self._random = np.random.default_rng(seed)

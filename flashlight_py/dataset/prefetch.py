@@ -1,4 +1,4 @@
-"""Samples made ahead of time, by threads or by processes."""
+"""Samples that threads or processes make in advance."""
 
 import multiprocessing
 import os
@@ -18,39 +18,39 @@ import numpy as np
 from flashlight_py.cores import check_folder
 from flashlight_py.dataset.dataset import Dataset, Sample
 
-# Returns a sample made of another one and of random numbers.
+# Function of a sample and a random generator; returns the transformed sample.
 Transform: TypeAlias = Callable[[Sample, np.random.Generator], Sample]
 Workers: TypeAlias = Literal["threads", "processes"]
 
 
 class PrefetchDataset(Dataset):
-    """The samples of ``dataset``, of which iteration makes ``prefetch_size`` ahead in ``threads``.
+    """The samples of ``dataset``, made in advance by ``threads`` workers during iteration.
 
-    Order and content are those of ``dataset`` for any number of workers. An error is raised at the
-    turn of its sample. The workers end with the iteration, also if it is left halfway. With 0
-    workers, and for ``dataset[i]``, a sample is made when the program asks for it.
+    Order and content are those of ``dataset`` for any number of workers. If a sample raises an
+    error, the iteration raises it at that sample. The workers end with the iteration, also if it is
+    not completed. With 0 workers, and for ``dataset[i]``, a sample is made when it is requested.
 
-    Threads suffice if ``get`` waits for files or computes in NumPy; several threads call it at
-    once. Processes serve samples that are computed in Python. An iteration starts them anew
-    ("spawn"), in some tenths of a second, without a world. They get ``dataset`` and ``transform``
-    as a pickle, and import the main module of the program, which has to start its work under ``if
-    __name__ == "__main__":``.
+    Threads suffice if ``get`` waits for files or computes in NumPy. Several threads call it at the
+    same time. Use processes for samples that are computed in Python. Each iteration starts new
+    processes ("spawn"), which takes some tenths of a second. They have no world, receive
+    ``dataset`` and ``transform`` as a pickle, and import the main module of the program. So the
+    program must start its work under ``if __name__ == "__main__":``.
 
     Args:
-        dataset: makes the samples. If it has ``set_epoch``, ours calls it.
-        threads: how many workers, at least 0.
-        prefetch_size: how many samples are made ahead, at least 1.
+        dataset: Dataset that makes the samples. Its ``set_epoch``, if defined, is called by ours.
+        threads: Number of workers, at least 0.
+        prefetch_size: Number of samples that are made in advance, at least 1.
         workers: ``"threads"`` or ``"processes"``.
-        transform: called with a sample and a generator of random numbers, such as for augmentation;
-            returns the sample to hand out. Seed, epoch and index alone decide the numbers.
-        seed: of those numbers, at least 0.
+        transform: Function of a sample and a random generator, for example for augmentation;
+            returns the new sample. The random numbers depend only on seed, epoch and index.
+        seed: Seed of these random numbers, at least 0.
 
     Raises:
-        ValueError: a number is below its limit, or ``workers`` is unknown.
-        TypeError: when an iteration begins: ``dataset`` or ``transform`` cannot be pickled.
-        FileNotFoundError: when processes would start: the current folder was deleted.
-        RuntimeError: while iterating: a process has ended, killed or out of memory, or could not
-            begin; or it has raised what cannot be pickled, or would end this one (``sys.exit``).
+        ValueError: If a number is below its limit, or ``workers`` is unknown.
+        TypeError: If ``dataset`` or ``transform`` cannot be pickled, when an iteration starts.
+        FileNotFoundError: If the current folder was deleted before processes start.
+        RuntimeError: If, during iteration, a process is killed, runs out of memory, cannot start,
+            or raises an exception that cannot be pickled or would end this process (``sys.exit``).
 
     Example:
         >>> def noisy(sample, rng):
@@ -68,7 +68,7 @@ class PrefetchDataset(Dataset):
     ) -> None:  # fmt: skip
         if threads < 0 or prefetch_size < 1 or seed < 0:
             raise ValueError(
-                "expected threads >= 0, prefetch_size >= 1 and seed >= 0, "
+                "PrefetchDataset: expected threads >= 0, prefetch_size >= 1 and seed >= 0, "
                 f"got threads={threads}, prefetch_size={prefetch_size} and seed={seed}"
             )
         if workers not in get_args(Workers):
@@ -78,13 +78,13 @@ class PrefetchDataset(Dataset):
         self._seed, self._epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration draw other random numbers; tell ``dataset`` if it has epochs.
+        """Select the random numbers of the next iteration, and the epoch of ``dataset``.
 
         Raises:
-            ValueError: ``epoch`` is negative.
+            ValueError: If ``epoch`` is negative.
         """
         if epoch < 0:
-            raise ValueError(f"PrefetchDataset.set_epoch: expected epoch >= 0, got {epoch}")
+            raise ValueError(f"PrefetchDataset.set_epoch: epoch must be at least 0, got {epoch}")
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         self._epoch = epoch
@@ -93,7 +93,7 @@ class PrefetchDataset(Dataset):
         return len(self._dataset)
 
     def get(self, index: int) -> Sample:
-        return self._transformed(index, self._dataset.get(index))
+        return self._transform_sample(index, self._dataset.get(index))
 
     def handed_out(self, index: int) -> None:
         self._dataset.handed_out(index)
@@ -101,9 +101,9 @@ class PrefetchDataset(Dataset):
     def __iter__(self) -> Iterator[Sample]:
         if self._threads:
             return self._iterate_ahead()
-        return (self._transformed(index, sample) for index, sample in enumerate(self._dataset))
+        return (self._transform_sample(index, sample) for index, sample in enumerate(self._dataset))
 
-    def _transformed(self, index: int, sample: Sample) -> Sample:
+    def _transform_sample(self, index: int, sample: Sample) -> Sample:
         if self._transform is None:
             return sample
         return self._transform(sample, np.random.default_rng([self._seed, self._epoch, index]))
@@ -121,15 +121,15 @@ class PrefetchDataset(Dataset):
                 yield sample
         except BrokenProcessPool as error:
             raise RuntimeError(
-                f"PrefetchDataset: a worker process ended before sample {index} was there: it was "
-                "killed, is out of memory, or could not begin (see what it wrote); a program that "
-                'uses processes starts its work under if __name__ == "__main__":'
+                f"PrefetchDataset: expected sample {index}, got the end of a worker process, which "
+                "was killed, ran out of memory or could not start (see its output). Start the work "
+                'of the program under if __name__ == "__main__":'
             ) from error
         finally:
             executor.shutdown(cancel_futures=True)
 
     def _start(self) -> tuple[Executor, Callable[[int], Sample]]:
-        """Return workers, and the function that is to be called in them."""
+        """Start the workers; return them and the function to call in them."""
         if self._workers == "threads":
             return ThreadPoolExecutor(self._threads, "flashlight-prefetch"), self.get
         check_folder("PrefetchDataset")
@@ -137,32 +137,32 @@ class PrefetchDataset(Dataset):
         try:
             pickled = pickle.dumps(self, protocol=5)
         except Exception as error:
-            raise TypeError(f"PrefetchDataset: processes get it pickled, but: {error}") from error
-        return ProcessPoolExecutor(size, spawn, _begin, (pickled,)), _get
+            raise TypeError(f"PrefetchDataset: cannot be pickled: {error}. Use threads") from error
+        return ProcessPoolExecutor(size, spawn, _begin_worker, (pickled,)), _get_in_worker
 
 
-# In a worker process: the dataset that it makes samples of.
-_own: list[PrefetchDataset] = []
+# In a worker process: the dataset that makes the samples.
+_worker_datasets: list[PrefetchDataset] = []
 
 
-def _begin(pickled: bytes) -> None:
-    """Make this process a worker, which ends with its parent; Ctrl-C is the parent's to answer."""
+def _begin_worker(pickled: bytes) -> None:
+    """Make this process a worker that ends with its parent and leaves Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
-    _own.append(pickle.loads(pickled))
+    _worker_datasets.append(pickle.loads(pickled))
 
 
-def _get(index: int) -> Sample:
-    """Return the sample at ``index``; errors are such that the parent can raise them."""
+def _get_in_worker(index: int) -> Sample:
+    """Return the sample at ``index``; convert errors that the parent could not raise."""
     try:
-        return _own[0].get(index)
+        return _worker_datasets[0].get(index)
     except BaseException as error:
         try:
             pickle.loads(pickle.dumps(error))
             problem = "" if isinstance(error, Exception) else "would end this process"
-        except Exception:  # noqa: BLE001 - whatever its class does
-            problem = "raised what cannot be pickled"
+        except Exception:  # noqa: BLE001 - user code
+            problem = "raised an exception that cannot be pickled"
         if problem:
             raise RuntimeError(f"sample {index} {problem}: {traceback.format_exc()}") from None
         raise

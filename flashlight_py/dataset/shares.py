@@ -1,4 +1,4 @@
-"""Shares of the samples and their order, computed by each process for itself."""
+"""Shares and orders of samples. Each process computes them without communication."""
 
 import numpy as np
 
@@ -6,9 +6,9 @@ from flashlight_py.dataset.dataset import Indices
 
 
 def contiguous_share(n: int, share: int, shares: int) -> range:
-    """Return the positions, of ``n``, of one of ``shares`` neighbouring parts.
+    """Return the positions, of ``n``, of one of ``shares`` contiguous parts.
 
-    Sizes differ by one at most; the longer parts come first.
+    Sizes differ by at most one, and the longer parts come first.
 
     Example:
         >>> [list(contiguous_share(5, share, 3)) for share in range(3)]
@@ -20,12 +20,12 @@ def contiguous_share(n: int, share: int, shares: int) -> range:
 
 
 def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> range:
-    """Return every ``shares``-th position of ``n``, beginning with number ``share``.
+    """Return every ``shares``-th position of ``n``, starting at position ``share``.
 
-    Sizes differ by one at most; with ``drop_last`` the last n % shares positions are left out, and
-    all are equal. When each of s shares has taken k positions, they have consumed exactly the first
-    s * k: if together they take ``batch`` per step, a multiple of s, step t covers [batch * t,
-    batch * (t + 1)).
+    Sizes differ by at most one. With ``drop_last`` the last n % shares positions are left out, and
+    all sizes are equal. After each of s shares has used k positions, the first s * k positions are
+    used. If all shares together use ``batch`` positions per step, a multiple of s, step t covers
+    [batch * t, batch * (t + 1)).
 
     Example:
         >>> [list(strided_share(5, share, 3)) for share in range(3)]
@@ -35,7 +35,7 @@ def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> r
 
 
 def count_batches(n: int, batch_size: int, drop_last: bool) -> int:
-    """Return how many batches ``n`` samples make; without ``drop_last`` the last may be short."""
+    """Return the number of batches of ``n`` samples; ``drop_last`` excludes an incomplete batch."""
     return n // batch_size if drop_last else -(-n // batch_size)
 
 
@@ -45,10 +45,10 @@ def batch_positions(index: int, n: int, batch_size: int) -> range:
 
 
 def weight_of_part(part: int, whole: int, parts: int) -> float:
-    """Return the factor of the mean over a part of a batch in the mean over the whole.
+    """Return the weight of the mean over one part of a batch in the mean over the batch.
 
-    With c samples in a part and C in all parts, the average over the parts of weight * mean,
-    1 / parts * sum(c * parts / C * mean), is the sum over all samples divided by C.
+    With c samples in a part and C in all parts, the average over the parts of weight * mean, 1 /
+    parts * sum(c * parts / C * mean), is the sum over all samples divided by C.
     """
     return part * parts / whole
 
@@ -58,50 +58,50 @@ def partition_by_round_robin(
 ) -> Indices:
     """Return the indices, of ``n`` samples, that belong to ``partition`` of ``partitions``.
 
-    Batches of ``batch_size`` successive samples are dealt in turn. Samples that do not fill a last
-    round are shared out evenly if they suffice for one each, and dropped otherwise: so every
-    partition has the same number of batches, and processes that reduce something per batch stay
-    together. With ``allow_empty`` nothing is dropped, and some partitions may have one batch less.
-    The rule is that of flashlight's ``partitionByRoundRobin``. The result is a new int64 array with
-    shape (samples of the partition,), ascending.
+    Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. The
+    remaining samples are divided evenly if there is at least one per partition, and dropped
+    otherwise. So every partition has the same number of batches, as processes need that communicate
+    once per batch. With ``allow_empty`` nothing is dropped, and some partitions may have one batch
+    fewer. The rule is that of flashlight's ``partitionByRoundRobin``. The result is a new ascending
+    int64 array of shape (samples of the partition,).
 
     Raises:
-        ValueError: ``n`` < 0, ``batch_size`` < 1, or ``partition`` not in [0, partitions).
+        ValueError: If ``n`` < 0, ``batch_size`` < 1, or ``partition`` is not in [0, partitions).
     """
     if n < 0 or batch_size < 1 or not 0 <= partition < partitions:
         raise ValueError(
-            "expected n >= 0, batch_size >= 1 and partition in [0, partitions); got "
+            "expected n >= 0, batch_size >= 1 and partition in [0, partitions), got "
             f"n={n}, partition={partition}, partitions={partitions}, batch_size={batch_size}"
         )
     rounds, rest = divmod(n, partitions * batch_size)
-    dealt = np.arange(n - rest).reshape(rounds, partitions, batch_size)[:, partition].ravel()
+    full_rounds = np.arange(n - rest).reshape(rounds, partitions, batch_size)[:, partition].ravel()
     if rest < partitions and not allow_empty:
-        return dealt
+        return full_rounds
     own = contiguous_share(rest, partition, partitions)
-    return np.concatenate([dealt, np.arange(n - rest + own.start, n - rest + own.stop)])
+    return np.concatenate([full_rounds, np.arange(n - rest + own.start, n - rest + own.stop)])
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:
-    """Return a permutation of ``n`` samples, int64 (n,), that ``seed`` and ``epoch`` alone decide.
+    """Return an int64 permutation of ``n`` samples that depends only on seed and epoch.
 
-    Each sample draws a key of 64 bits, its number is written into the lowest bits, and the keys are
-    sorted. Only integers take part: those of PCG64 (O'Neill, 2014), whose stream NumPy guarantees
-    for a fixed seed. So the permutation is the same on every platform and with every NumPy, which
-    ``Generator.permutation`` does not promise.
+    Each sample draws a key of 64 bits. Its number replaces the lowest bits of the key, and the keys
+    are sorted. The computation uses only integers from PCG64 (O'Neill, 2014), whose stream NumPy
+    guarantees for a fixed seed. So the permutation is the same on every platform and with every
+    NumPy version. ``Generator.permutation`` does not guarantee this.
 
     Example:
         >>> epoch_order(5, seed=0, epoch=0).tolist()
         [3, 1, 4, 2, 0]
     """
-    # An epoch as spawn key gives a stream of its own; [seed, epoch] as entropy would not always:
-    # the words of a large seed run into those of the epoch.
+    # The epoch is the spawn key, which gives separate streams. As entropy, [seed, epoch] would not
+    # always do so: the words of a large seed overlap with the epoch.
     seeds = np.random.SeedSequence(seed, spawn_key=(epoch,))
     keys = np.random.PCG64(seeds).random_raw(n)
     bits = n.bit_length()
     keys >>= bits
     keys <<= bits
     keys |= np.arange(n, dtype=np.uint64)
-    keys.sort()  # a quarter of the time of an argsort
+    keys.sort()  # takes a quarter of the time of argsort
     keys &= (1 << bits) - 1
     order: Indices = keys.view(np.int64)
     return order

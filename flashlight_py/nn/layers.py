@@ -461,6 +461,6 @@ class ConnectionistTemporalClassification(Function):
     def __init__(
         self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
     ) -> None:
-        options = {"blank": blank, "zero_infinity": zero_infinity}
+        options: dict[str, Any] = {"blank": blank, "zero_infinity": zero_infinity}
         options["reduction"] = losses.check_loss_reduction(reduction)
         super().__init__(F.connectionist_temporal_classification, **options)

@@ -1,4 +1,4 @@
-"""Data-parallel training: the only package that sees both modules and communication."""
+"""Data-parallel training. Only this package uses both modules and communication."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``DataParallel`` when it is used: ranks need nothing of what starts processes."""
+    """Import ``DataParallel`` on first use: ranks do not need the code that starts processes."""
     if name != "DataParallel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from flashlight_py.parallel.workers import DataParallel

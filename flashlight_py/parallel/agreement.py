@@ -1,4 +1,4 @@
-"""Do all ranks have the same, and compute the same? Asked once, before results depend on it."""
+"""Checks that all ranks have equal modules, equal arguments and equal arithmetic."""
 
 import hashlib
 import importlib
@@ -20,8 +20,8 @@ from flashlight_py.errors import MismatchError
 
 _CORE_TYPE, _FEATURES = "BLAS core type", "CPU features that NumPy uses"
 _REMEDIES = {
-    _CORE_TYPE: "set OPENBLAS_CORETYPE=Haswell on every host, or another type that all have",
-    _FEATURES: "set NPY_DISABLE_CPU_FEATURES on every host to those that not all have",
+    _CORE_TYPE: "Set OPENBLAS_CORETYPE=Haswell, or another type that all hosts support, everywhere",
+    _FEATURES: "Set NPY_DISABLE_CPU_FEATURES on every host to the features that some host lacks",
 }
 
 
@@ -31,39 +31,40 @@ def check_modules_agree(
     with_values: bool = False,
     also: Iterable[str] = (),
 ) -> list[int]:
-    """Compare names, shapes and dtypes of parameters; return digests of the ranks' values.
+    """Compare parameters over the ranks, and return digests of their values. Collective, blocking.
 
-    ``also`` are words about what is to be done with them, compared as well.
+    Names, shapes, dtypes and the strings ``also`` are compared. The digests, one per rank, are 0
+    without ``with_values``.
     """
     if group.size == 1:
         return [0]
     values = digest_of_values(params.values()) if with_values else 0
-    differ, remedy = "the modules differ in parameter", "Build the same module on every rank"
+    differ = "expected the same module on every rank, got a difference in parameter"
     words = [*also]
     for name, param in params.items():
         frozen = "" if param.calc_grad else ", frozen"
         placed = "" if param.placement is None else param.placement.words()
         words.append(f"{name}: {param.dtype} {tuple(param.shape)}{frozen}{placed}")
-    return check_entries_agree(differ, remedy, words, group, values)
+    return check_entries_agree(differ, "Build equal modules", words, group, values)
 
 
 def check_entries_agree(
     differ: str, remedy: str, entries: Sequence[str], group: ProcessGroup, values: int = 0
 ) -> list[int]:
-    """Raise a MismatchError on every rank where ``entries`` differ. Collective, blocking.
+    """Compare ``entries`` over the ranks; return the ``values`` of all ranks. Collective, blocking.
 
-    It says ``differ``, the first number that does, who has what, and ``remedy``. Else return what
-    every rank passes as ``values``, in rank order: it travels along.
+    If entries differ, every rank raises MismatchError. The message consists of ``differ``, the
+    first different index, the entry of each rank and ``remedy``.
     """
-    of_ranks = of_all_ranks([entries, values], group)
-    if differing := differences([dict(enumerate(found)) for found, _ in of_ranks]):
+    of_ranks = gather_json([entries, values], group)
+    if differing := differences([dict(enumerate(results)) for results, _ in of_ranks]):
         where = f"rank {group.rank} of {group.size}"
         raise MismatchError(f"{where}: {differ} {differing[0]}. {remedy}")
     return [value for _, value in of_ranks]
 
 
 def digest_of_values(params: Iterable[Variable]) -> int:
-    """Return 64 bits that identify the values of parameters; reads each once, without a copy."""
+    """Return a 63-bit digest of the parameter values; reads each array once, without a copy."""
     parts = []
     for param in params:
         raw = np.ascontiguousarray(to_device(param.data, "cpu")).reshape(-1).view(np.uint8)
@@ -72,110 +73,110 @@ def digest_of_values(params: Iterable[Variable]) -> int:
     return digest(b"".join(parts))
 
 
-def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) -> None:
-    """Warn the user who calls ``what``, on rank 0, where the ranks' parameters differ."""
+def warn_if_parameters_differ(operation: str, digests: Sequence[int], group: ProcessGroup) -> None:
+    """Warn on rank 0, at the user's line, that the parameters of the ranks differ."""
     others = [str(rank) for rank, values in enumerate(digests) if values != digests[0]]
     if group.rank != 0 or not others:
         return
     warnings.warn_explicit(
-        f"{what}: rank 0 of {group.size}: rank(s) {', '.join(others)} start from other parameters "
-        "than rank 0, and would each train a model of their own: gradients are reduced, parameters "
-        "are not. Call fl.broadcast_parameters(module) before it, and after fl.distributed_init()",
+        f"{operation}: rank 0 of {group.size}: expected the same parameters on every rank, got "
+        f"other values on rank(s) {', '.join(others)} than on rank 0. Only gradients are reduced. "
+        f"Call fl.broadcast_parameters(module) before {operation}",
         UserWarning,
         *caller(),
     )
 
 
 def check_settings_agree(
-    what: str, settings: Mapping[str, bool | int | str], group: ProcessGroup | None = None
+    operation: str, settings: Mapping[str, bool | int | str], group: ProcessGroup | None = None
 ) -> None:
-    """Raise a MismatchError on every rank that names what differs. Collective, blocking."""
+    """Raise MismatchError on every rank if ``settings`` differ. Collective, blocking."""
     group = group_or_world(group)
     if group.size == 1:
         return
-    if differing := differences(of_all_ranks({"object": what, **settings}, group)):
+    if differing := differences(gather_json({"object": operation, **settings}, group)):
         raise MismatchError(
-            f"rank {group.rank} of {group.size}: the ranks pass a {what} different "
-            f"arguments: {', '.join(differing)}. Pass the same on every rank of this group "
-            f"({group.journal.name}): the rank itself decides which share is whose"
+            f"{operation}: rank {group.rank} of {group.size}: expected the same arguments on every "
+            f"rank of this group ({group.journal.name}), got {', '.join(differing)}. Pass the same "
+            "arguments on every rank"
         )
 
 
-def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) -> None:
-    """Raise a MismatchError on every rank where shapes or dtypes differ. Collective, blocking."""
+def check_arrays_agree(operation: str, arrays: Sequence[Array], group: ProcessGroup) -> None:
+    """Raise MismatchError on every rank if shapes or dtypes differ. Collective, blocking."""
     if group.size == 1:
         return
-    mine = [f"{array.dtype} {array.shape}" for array in arrays]
-    if not all_have(json.dumps(mine).encode(), group)[0]:
-        remedy = "Pass the same shapes and dtypes on every rank"
-        check_entries_agree(f"{what} differ in number", remedy, mine, group)
+    kinds = [f"{array.dtype} {array.shape}" for array in arrays]
+    if not equal_on_all_ranks(json.dumps(kinds).encode(), group)[0]:
+        differ = "expected the same shapes and dtypes on every rank, got a difference at index"
+        check_entries_agree(f"{operation}: {differ}", "Pass equal arrays", kinds, group)
 
 
-def all_have(mine: bytes, group: ProcessGroup, *others: int) -> tuple[bool, list[int]]:
-    """Return whether all ranks pass the same bytes, and the highest of each of ``others``.
+def equal_on_all_ranks(data: bytes, group: ProcessGroup, *others: int) -> tuple[bool, list[int]]:
+    """Return whether all ranks pass the same bytes, and the maximum of each of ``others``.
 
     Collective, blocking: one small all_reduce.
     """
-    own = digest(mine)
-    numbers = np.array([own, ~own, *others], np.int64)
-    highest, inverse_of_lowest, *found = group.all_reduce(numbers, op="max").tolist()
-    return highest == ~inverse_of_lowest, found
+    data_digest = digest(data)
+    numbers = np.array([data_digest, ~data_digest, *others], np.int64)
+    highest, inverse_of_lowest, *results = group.all_reduce(numbers, op="max").tolist()
+    return highest == ~inverse_of_lowest, results
 
 
 def digest(data: bytes) -> int:
-    """Return 63 bits that tell ``data`` from others."""
-    found = hashlib.sha1(data, usedforsecurity=False).digest()
-    return int.from_bytes(found[:8], "little") >> 1
+    """Return a 63-bit SHA-1 digest of ``data``."""
+    sha1 = hashlib.sha1(data, usedforsecurity=False).digest()
+    return int.from_bytes(sha1[:8], "little") >> 1
 
 
-def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
-    """Return what every rank passes, in rank order; JSON must be able to hold it. Collective."""
-    return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
+def gather_json(data: object, group: ProcessGroup) -> list[Any]:
+    """Return the objects of all ranks in rank order, sent as JSON. Collective, blocking."""
+    return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(data).encode())]
 
 
 def differences(of_ranks: Sequence[Mapping[Any, Any]]) -> list[str]:
-    """Return the entries that are not the same on all ranks, each with its values and ranks.
+    """Return a description of each entry that differs between ranks, with its values and ranks.
 
-    They are in the order of rank 0; those that it lacks come last.
+    The order is the order of rank 0. Entries that rank 0 lacks are last.
     """
     names = dict.fromkeys(itertools.chain.from_iterable(of_ranks))
-    values = {name: [str(each.get(name, "nothing")) for each in of_ranks] for name in names}
+    values = {name: [str(entries.get(name, "nothing")) for entries in of_ranks] for name in names}
     return [f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1]
 
 
 def by_rank(entries: Sequence[object]) -> str:
-    """Return which rank has which entry, equal ones together."""
+    """Return text that lists, for each distinct entry, the ranks that have it."""
     seen: dict[object, list[int]] = {}
     for rank, entry in enumerate(entries):
         seen.setdefault(entry, []).append(rank)
     return "; ".join(f"rank(s) {', '.join(map(str, ranks))}: {e}" for e, ranks in seen.items())
 
 
-def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
-    """Raise a ValueError where one of ``params`` is sharded, for ``what``.
+def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
+    """Raise ValueError if a parameter is sharded, which ``operation`` does not support.
 
-    ``may_be_cut``: not those of ``shard_linear``, of which ranks may well have the same part;
-    whether they do ``check_modules_agree`` finds out.
+    With ``may_be_cut``, parameters of ``shard_linear`` are accepted: several ranks may hold the
+    same part of such a parameter. ``check_modules_agree`` compares the parts.
     """
     for position, param in enumerate(params):
         if param.placement is not None and not (may_be_cut and param.placement.is_cut):
-            how = (
-                "cut by shard_linear: other ranks have other parts of it"
+            description = (
+                "a part that shard_linear has cut. Reduce its gradient among ranks with this part"
                 if param.placement.is_cut
-                else "sharded by fl.fully_shard: its values, gradient and state are the ranks' in "
-                "common and are kept equal there"
+                else "a parameter of fl.fully_shard, whose ranks share values, gradient and state. "
+                f"Remove the call of {operation}"
             )
             raise ValueError(
-                f"{what}: parameter {position} (shape {param.shape}) is {how}; {what} is for "
-                "parameters of which every rank has a copy"
+                f"{operation}: expected parameters that every rank has a copy of, got for "
+                f"parameter {position} (shape {param.shape}) {description}"
             )
 
 
-def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
-    """Have BLAS compute with one thread, and compare what bits depend on. Collective, blocking.
+def check_arithmetic(operation: str, leaves: int, members: ProcessGroup) -> None:
+    """Set BLAS to one thread, and compare all facts that affect bits. Collective, blocking.
 
-    Another BLAS than OpenBLAS with several threads is a ValueError on every rank, ranks that differ
-    a MismatchError with a remedy.
+    Every rank raises ValueError if BLAS is not OpenBLAS and uses several threads on any rank, and
+    MismatchError with a remedy if the facts differ.
     """
     threads, core_type = blas.use_one_thread()
     if not threads:
@@ -190,26 +191,26 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
         _CORE_TYPE: core_type,
         _FEATURES: _features(),
     }
-    of_ranks = of_all_ranks([socket.gethostname(), threads, facts], members)
-    where = f"{what}: rank {members.rank} of {members.size}"
+    of_ranks = gather_json([socket.gethostname(), threads, facts], members)
+    where = f"{operation}: rank {members.rank} of {members.size}"
     several = [f"rank {n} on {host}" for n, (host, count, _) in enumerate(of_ranks) if count != 1]
     if several:
         raise ValueError(
-            f"{where}: leaves={leaves} needs a BLAS with one thread, as the bits of its results "
-            f"depend on their number; not so on {', '.join(several)}. NumPy's BLAS there is no "
-            "OpenBLAS, which could be asked: start with OMP_NUM_THREADS=1"
+            f"{where}: expected a BLAS with one thread for leaves={leaves}, because its number of "
+            f"threads changes the bits of results, got several threads on {', '.join(several)}. "
+            "Set OMP_NUM_THREADS=1 before the start: only OpenBLAS can be changed later"
         )
     for name in facts:
-        if len({each[name] for _, _, each in of_ranks}) > 1:
-            entries = [f"{each[name]} on {host}" for host, _, each in of_ranks]
-            remedy = _REMEDIES.get(name, "use the same on every rank")
+        if len({values[name] for _, _, values in of_ranks}) > 1:
+            entries = [f"{values[name]} on {host}" for host, _, values in of_ranks]
+            remedy = _REMEDIES.get(name, f"Use the same {name} on every rank")
             raise MismatchError(
-                f"{where}: the ranks would compute other bits from the same numbers: {name} "
-                f"differs ({by_rank(entries)}). To have the same, {remedy}"
+                f"{where}: expected the same {name} on every rank, so that all ranks compute the "
+                f"same bits, got {by_rank(entries)}. {remedy}"
             )
 
 
 def _features() -> str:
-    """Return which of the instruction sets that NumPy has loops for this processor has."""
+    """Return the instruction sets that NumPy has loops for and this processor supports."""
     loops = importlib.import_module("numpy._core._multiarray_umath")
     return " ".join(name for name in loops.__cpu_dispatch__ if loops.__cpu_features__[name])

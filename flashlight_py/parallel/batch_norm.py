@@ -1,4 +1,4 @@
-"""Batch normalization, over the batch of this process or of all ranks."""
+"""Batch normalization over the batch of this process or of all ranks."""
 
 from functools import partial
 
@@ -15,22 +15,23 @@ from flashlight_py.structure import require_all
 
 
 class BatchNorm(LocalBatchNorm):
-    """Each channel normalized over the batch; see ``functions.batch_norm``.
+    """Normalization of each channel over the batch; see ``functions.batch_norm``.
 
-    In evaluation by ``running_mean`` and ``running_var`` instead: ``(1 - momentum) * running +
-    momentum * new`` of each batch in training, the variance divided by ``n - 1``, from 0 and 1.
+    Evaluation uses ``running_mean`` and ``running_var``, which start at 0 and 1. Each training
+    batch sets them to ``(1 - momentum) * running + momentum * new``; the new variance is divided by
+    ``n - 1``.
 
     Args:
-        channels: the size of the input's second dimension.
-        momentum: see above.
-        affine: whether there are a weight and a bias.
-        track_statistics: whether there are running statistics.
-        sync: whether a batch is what all ranks of the world have, together: each call in training
-            and its backward pass are collective.
+        channels: Size of the second dimension of the input.
+        momentum: Weight of a new batch in the running statistics.
+        affine: Whether the module has a weight and a bias.
+        track_statistics: Whether the module has running statistics.
+        sync: Whether statistics cover the batches of all ranks of the world. Calls in training and
+            their backward passes are then collective.
 
     Raises:
-        ValueError: a size is below 1; when called: the input has another number of channels, or
-            in training one value per channel only.
+        ValueError: If a size is below 1. A call raises it if the input has another number of
+            channels or, in training, only one value per channel.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class BatchNorm(LocalBatchNorm):
         self.sync = sync
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x`` normalized; in training, running statistics are changed in place."""
+        """Return ``x`` normalized, a new variable. Training updates running statistics."""
         if not self.sync or (self.track_statistics and not self.training):
             return super().forward(x)
         with reject_together(group_or_world(None), "BatchNorm", arrays=[x], first=True):
@@ -54,7 +55,7 @@ class BatchNorm(LocalBatchNorm):
         count = xp.full(1, own, wide.dtype)
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]
-        if own < 2:  # else all ranks have enough values together
+        if own < 2:  # with 2 values here, all ranks together have enough
             require_all(count > 1, count, partial(few_values, "BatchNorm", x.shape))
         shape = (1, -1, *[1] * (x.ndim - 2))
         mean = sums[: self.channels] / count

@@ -1,4 +1,4 @@
-"""A rank's share: of any data, of the samples of each epoch, or of global batches."""
+"""Shares of one rank: of any data, of the samples of an epoch, or of global batches."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
@@ -14,12 +14,12 @@ from flashlight_py.parallel.agreement import check_settings_agree
 
 
 class Share:
-    """A share for ``what``; ``rank`` and ``size`` are those of ``group`` if ``is_of_group``."""
+    """Rank and size of a share, for the class ``label``; from ``group`` if ``is_of_group``."""
 
     def __init__(
-        self, what: str, rank: int | None, size: int | None, group: ProcessGroup | None
+        self, label: str, rank: int | None, size: int | None, group: ProcessGroup | None
     ) -> None:
-        self._what, self.is_of_group, self.group = what, rank is None and size is None, group
+        self._label, self.is_of_group, self.group = label, rank is None and size is None, group
         if self.is_of_group:
             members = group_or_world(group)
             if group is not None:
@@ -27,23 +27,24 @@ class Share:
             rank, size = members.rank, members.size
         elif rank is None or size is None or group is not None:
             raise ValueError(
-                f"{what}: pass both rank and size, or neither of them and a group (default: the "
-                f"world); got rank={rank}, size={size}{' and a group' * bool(group)}"
+                f"{label}: expected both rank and size, or neither and an optional group, got "
+                f"rank={rank}, size={size}{' and a group' * bool(group)}"
             )
-        self.rank, self.size = check_integer(what, "rank", rank), check_integer(what, "size", size)
+        self.rank = check_integer(label, "rank", rank)
+        self.size = check_integer(label, "size", size)
         if self.rank >= self.size:
-            raise ValueError(f"{what}: rank must be in [0, size), got rank={rank}, size={size}")
+            raise ValueError(f"{label}: rank must be in [0, size), got rank={rank}, size={size}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the share of this rank and size without the group, which cannot be pickled."""
+        """Return the share without its group, which cannot be pickled."""
         of_world = self.is_of_group and self.group is None
         return {**vars(self), "is_of_group": of_world, "group": None}
 
     def require_world(self) -> None:
-        """Raise a NotInitializedError if the share is of another world than the current one.
+        """Raise NotInitializedError if rank or size of the world have changed.
 
-        Raises a GroupClosedError if its group is closed. A process that is alone now (after a
-        shutdown, or forked by a rank to load data) may keep its share.
+        Raise GroupClosedError if the group of the share is closed. A process that is alone now
+        (after a shutdown, or forked by a rank to load data) keeps its share.
         """
         rank, size = get_world_rank(), get_world_size()
         if not self.is_of_group or size == 1:
@@ -52,33 +53,33 @@ class Share:
             self.group.backend()
         elif (rank, size) != (self.rank, self.size):
             raise NotInitializedError(
-                f"rank {rank} of {size}: this {self._what} was made as rank {self.rank} of "
-                f"{self.size}, for a world that is no more; make it anew, after distributed_init"
+                f"{self._label}: expected the world of its creation, as rank {self.rank} of "
+                f"{self.size}, got rank {rank} of {size}. Make a new one after distributed_init"
             )
 
 
 class DistributedDataContainer(Dataset):
-    """This rank's share of ``data``, which is anything with ``len`` or ``shape``, and ``[]``.
+    """This rank's share of ``data``, any object with ``[]`` and either ``len`` or ``shape``.
 
-    A share is a run of neighbouring elements. Sizes differ by at most one, and the longer shares
-    come first. Lists, arrays (by their first dimension) and datasets are ``data``; an element is
-    read when it is used. If elements are tuples of arrays, the container can be batched and
-    prefetched like any dataset.
+    A share is a contiguous run of elements. Sizes differ by at most one, and the longer shares come
+    first. ``data`` may be a list, a dataset, or an array, which is divided along its first
+    dimension. An element is read when it is used. If elements are tuples of arrays, the container
+    can be batched and prefetched like any dataset.
 
     Not collective: ``data`` must have the same length on every rank. The samples of a step depend
-    on the number of ranks; with :class:`flashlight_py.ShardedDataset` they do not.
+    on the number of ranks; in :class:`flashlight_py.ShardedDataset` they do not.
 
     Args:
-        data: its length is asked for once.
-        rank: which share, in [0, size); default the rank in the group.
-        size: how many shares; default the size of the group. Pass both or neither.
-        group: the process group, default the world; not with ``rank`` and ``size``.
+        data: Data to divide. Its length is read once.
+        rank: Index of the share, in [0, size). Default: the rank in the group.
+        size: Number of shares. Default: the size of the group. Pass both or neither.
+        group: Process group, if ``rank`` and ``size`` are not passed. Default: the world.
 
     Raises:
-        TypeError: ``data`` has no length or no ``[]``, or is a mapping.
-        ValueError: ``rank`` is not in [0, size), one of both is missing, both are passed with a
-            group, or this process is not in the group.
-        GroupClosedError: the group is closed.
+        TypeError: If ``data`` has no length or no ``[]``, or is a mapping.
+        ValueError: If ``rank`` is not in [0, size), ``rank``, ``size`` and ``group`` are combined
+            otherwise, or this process is not in the group.
+        GroupClosedError: If the group is closed.
 
     Example:
         >>> share = DistributedDataContainer("abcde", rank=1, size=2)
@@ -98,18 +99,18 @@ class DistributedDataContainer(Dataset):
         self._data = data
         if isinstance(data, Mapping):
             raise TypeError(
-                f"DistributedDataContainer: the keys of a {type(data).__name__} are no positions "
-                "to be shared out; pass a sequence, an array or a Dataset, such as "
+                "DistributedDataContainer: expected a sequence, an array or a Dataset, got the "
+                f"mapping {type(data).__name__}. Pass, for example, "
                 "TensorDataset(list(data.values()))"
             )
-        what = f"DistributedDataContainer: data of type {type(data).__name__}"
+        problem = f"DistributedDataContainer: data must have [] and len, got {type(data).__name__}"
         if not hasattr(data, "__getitem__"):
-            raise TypeError(f"{what} cannot be indexed by []")
+            raise TypeError(f"{problem}, which has no []")
         try:
-            # Arrays of zarr have no len; and what has one may have the shape of a sample.
+            # zarr arrays have no len(). An object with len() may have the shape of a sample.
             length = len(data) if hasattr(data, "__len__") or not data.shape else data.shape[0]
         except TypeError as error:
-            raise TypeError(f"{what} has no length ({error})") from error
+            raise TypeError(f"{problem}, which has no length ({error})") from error
         self._positions = shares.contiguous_share(length, self._share.rank, self._share.size)
 
     def __len__(self) -> int:
@@ -117,69 +118,69 @@ class DistributedDataContainer(Dataset):
         return len(self._positions)
 
     def get(self, index: int) -> Any:
-        """Return element ``index`` of the share, which is in [0, len).
+        """Return element ``index`` of the share, which must be in [0, len).
 
         Raises:
-            NotInitializedError: the world is another one than when the container was made.
-            GroupClosedError: its group is closed.
+            NotInitializedError: If the world has changed since the container was made.
+            GroupClosedError: If the group of the container is closed.
         """
         self._share.require_world()
         return self._data[self._positions[index]]
 
     def take(self, indices: Indices) -> Sample:
-        """Return one batch of the share, as ``data`` makes it where it is a dataset."""
+        """Return one batch of the share. If ``data`` is a dataset, its ``take`` makes the batch."""
         self._share.require_world()
         if isinstance(self._data, Dataset):
             return self._data.take(indices + self._positions.start)
         return super().take(indices)
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        """Return an element of the share, or those of a slice as ``data`` returns them.
+        """Return an element of the share, or the slice that ``data[...]`` returns.
 
         Raises:
-            IndexError: ``index`` is not in [-len, len).
-            TypeError: ``index`` is neither an integer nor a slice, or ``data`` takes no slice.
-            NotInitializedError: as ``get``.
+            IndexError: If ``index`` is not in [-len, len).
+            TypeError: If ``index`` is not an integer or a slice, or ``data`` has no slices.
+            NotInitializedError: If the world has changed since the container was made.
         """
         if not isinstance(index, slice):
             return super().__getitem__(index)
         self._share.require_world()
-        data, here = self._data, self._positions[index]
-        # Going down, the range may stop at -1, which a slice would take for the last element.
-        stop = here.stop if here.stop >= 0 else None
+        data, positions = self._data, self._positions[index]
+        # With a negative step the range may stop at -1, which a slice reads as the last element.
+        stop = positions.stop if positions.stop >= 0 else None
         try:
-            return data[slice(here.start, stop, here.step) if here else slice(0, 0)]
+            return data[slice(positions.start, stop, positions.step) if positions else slice(0, 0)]
         except TypeError as error:
             raise TypeError(
-                f"DistributedDataContainer: its data, of type {type(data).__name__}, has no "
-                f"slices ({error}); take single elements"
+                "DistributedDataContainer: expected data with slices, got "
+                f"{type(data).__name__} ({error}). Use single indices"
             ) from error
 
 
 def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
-    """Return the group; None if rank and size were passed, so that nothing is compared."""
+    """Return the group whose ranks compare arguments; None if rank and size were passed."""
     if share := getattr(arguments["self"], "_share", None):
         return group_or_world(share.group) if share.is_of_group else None
-    group, *place = map(arguments.get, ("group", "rank", "size"))
-    return group_or_world(group) if group is not None or None in place else None
+    group, *rank_and_size = map(arguments.get, ("group", "rank", "size"))
+    return group_or_world(group) if group is not None or None in rank_and_size else None
 
 
 class InEpochs:
-    """``n`` samples in an order for each epoch, which is 0 at first, and how much of it is used.
+    """Order of ``n`` samples in each epoch, and the number of samples used so far.
 
-    All ranks together have always used a beginning of the epoch's order, so its length,
-    ``consumed``, describes it for any number of ranks. ``_begin`` is where the epoch begins here:
-    0, or what was consumed when its state was saved; ``_left`` samples follow.
+    The samples that all ranks together have used are always the first ``consumed`` of the epoch's
+    order. So this number is valid for any number of ranks. ``_begin`` is the first position of this
+    pass: 0, or ``consumed`` of a loaded state. ``_left`` samples follow it.
     """
 
-    _what: str  # what messages call it
+    _label: str  # class name in error messages
 
     def __init__(
         self, n: int, shuffle: bool, seed: int, drop_last: bool, share: Share, **others: int
     ) -> None:
         self._share = share
-        self._n = check_integer(self._what, "n", n)
-        seed = check_integer(self._what, "seed", seed)
+        self._n = check_integer(self._label, "n", n)
+        seed = check_integer(self._label, "seed", seed)
         self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": seed}
         self._drop_last = bool(drop_last)
         self._others = {**others, "drop_last": self._drop_last}
@@ -189,92 +190,91 @@ class InEpochs:
 
     @property
     def epoch(self) -> int:
-        """The current epoch, 0 at first."""
+        """Number of the current epoch, 0 at first."""
         return self._epoch
 
     @in_step(_ranks)
     def set_epoch(self, epoch: int) -> None:
-        """Go to the order of ``epoch``, before iterating; blocking.
+        """Select the order of ``epoch``, before iterating.
 
-        Collective, unless rank and size were given. Another epoch than the current one begins with
-        its first sample. The current one stays as it is, also where ``load_state_dict`` went on in
-        the middle of it.
+        Collective and blocking, unless rank and size were passed. A different epoch starts at its
+        first sample. The current epoch keeps its progress, also after ``load_state_dict``.
 
         Raises:
-            TypeError: ``epoch`` is not an integer.
-            ValueError: ``epoch`` is negative.
-            MismatchError: ranks go to different epochs; on every rank, and the epoch stays.
-            NotInitializedError: the world is another one than when this was made.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            TypeError: If ``epoch`` is not an integer.
+            ValueError: If ``epoch`` is negative.
+            MismatchError: If the ranks pass different epochs. Every rank raises and keeps its
+                epoch.
+            NotInitializedError: If the world has changed since this object was made.
+            DistributedError: As :func:`flashlight_py.all_reduce`.
         """
-        epoch = check_integer(self._what, "epoch", epoch)
+        epoch = check_integer(self._label, "epoch", epoch)
         self._agree(epoch)
         if epoch != self._epoch:
             self._go_to(epoch, 0)
 
     @property
     def consumed(self) -> int:
-        """How many samples of the epoch all ranks have used together; iterating counts."""
+        """Number of samples of the epoch that all ranks together have used so far."""
         return self._consumed
 
     def set_consumed(self, samples: int) -> None:
-        """Set how many samples of the epoch all ranks have used together. Not collective.
+        """Set the number of samples of the epoch that all ranks together have used. Not collective.
 
-        Iterating does not begin elsewhere by it. It holds until the epoch changes, a state is
-        loaded or this is called again.
+        Only ``state_dict`` uses the number; iterators do not move. It holds until the epoch
+        changes, a state is loaded, or this method is called again.
 
         Raises:
-            TypeError: ``samples`` is not an integer.
-            ValueError: ``samples`` is not in [0, number of samples].
+            TypeError: If ``samples`` is not an integer.
+            ValueError: If ``samples`` is not in [0, number of samples].
         """
-        samples = check_integer(self._what, "samples", samples)
+        samples = check_integer(self._label, "samples", samples)
         if samples > self._n:
             raise ValueError(
-                f"{self._what}: at most n={self._n} samples can be consumed, got {samples}"
+                f"{self._label}: samples must be in [0, n], got {samples} for n={self._n}"
             )
         self._consumed, self._is_set = samples, True
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Return where this run is: n, shuffle, seed, epoch and consumed. Not collective.
+        """Return n, shuffle, seed, epoch and consumed, which JSON can store. Not collective.
 
-        Equal on ranks that are equally far, so the state of one serves all. JSON can hold it.
+        Ranks with the same progress return equal states, so one state can be loaded on all ranks.
         """
         return {**self._settings, "epoch": self._epoch, "consumed": self._consumed}
 
     @in_step(_ranks)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on any number of ranks; blocking.
+        """Continue where ``state`` was taken, with any number of ranks.
 
-        Collective, unless rank and size were given. Until ``set_epoch`` goes to another epoch, this
-        has the samples that were not consumed, and ``len`` counts what is left. A state of a
-        ``DistributedSampler`` serves a ``ShardedDataset`` as well, and the other way round.
+        Collective and blocking, unless rank and size were passed. Until ``set_epoch`` selects
+        another epoch, only samples that were not consumed are used and counted by ``len``.
+        ``DistributedSampler`` and ``ShardedDataset`` accept states of each other.
 
         Raises:
-            ValueError: ``state`` is none of these, or n, shuffle or seed are others.
-            TypeError: something in ``state`` is no integer.
-            MismatchError: ranks load different states; on every rank, and nothing changes.
-            NotInitializedError: the world is another one than when this was made.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            ValueError: If ``state`` lacks an entry or has another n, shuffle or seed.
+            TypeError: If an entry of ``state`` is not an integer.
+            MismatchError: If the ranks load different states. Every rank raises; nothing changes.
+            NotInitializedError: If the world has changed since this object was made.
+            DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         epoch, consumed = (self._number_in(state, name) for name in ("epoch", "consumed"))
         for name, value in self._settings.items():
             if self._number_in(state, name) != value:
                 raise ValueError(
-                    f"{self._what}: the state was taken with {name}={state[name]}, this one has "
-                    f"{value}, and another order; make it with the arguments of that run"
+                    f"{self._label}: expected a state with {name}={value}, got {state[name]}. Make "
+                    f"the {self._label} with the arguments of the saved run"
                 )
         if consumed > self._n:
-            raise ValueError(f"{self._what}: a state with {consumed} of {self._n} samples consumed")
+            raise ValueError(f"{self._label}: consumed must be in [0, {self._n}], got {consumed}")
         self._agree(epoch, consumed)
         self._go_to(epoch, consumed)
 
     def _count(self, used: int) -> None:
-        """Note that of the samples left all ranks together have used the first ``used``."""
+        """Record that all ranks together have used the first ``used`` of the remaining samples."""
         if not self._is_set:
             self._consumed = self._begin + used
 
     def _at(self, positions: range) -> Indices:
-        """Return the indices of the samples left at ``positions``, in the world of before."""
         self._share.require_world()
         start, stop = self._begin + positions.start, self._begin + positions.stop
         if self._order is None:
@@ -287,63 +287,62 @@ class InEpochs:
             self._order = shares.epoch_order(n, seed, epoch) if shuffle else None
         self._epoch, self._begin, self._consumed = epoch, consumed, consumed
         self._left = self._n - consumed
-        self._is_set = False  # by the user
+        self._is_set = False  # set by set_consumed()
 
     def _number_in(self, state: Mapping[str, Any], name: str) -> int:
         if name not in state:
             raise ValueError(
-                f"{self._what}: expected a state with {name!r}, as state_dict() returns it; it "
-                f"has {sorted(state)}"
+                f"{self._label}: expected a state with {name!r}, as state_dict() returns it, got "
+                f"{sorted(state)}"
             )
-        value = int(state[name]) if isinstance(state[name], bool) else state[name]  # of shuffle
-        return check_integer(self._what, f"the state's {name}", value)
+        value = int(state[name]) if isinstance(state[name], bool) else state[name]  # shuffle
+        return check_integer(self._label, f"the state's {name}", value)
 
     def _agree(self, epoch: int, consumed: int = 0) -> None:
         self._share.require_world()
         if self._share.is_of_group:
             settings = {**self._settings, **self._others, "epoch": epoch, "consumed": consumed}
-            check_settings_agree(self._what, settings, self._share.group)
+            check_settings_agree(self._label, settings, self._share.group)
 
 
 class DistributedSampler(InEpochs):
-    """This rank's indices of ``n`` samples, in a new order for each epoch.
+    """This rank's share of the indices of ``n`` samples, in a new order for each epoch.
 
-    Rank r of s gets the entries r, r + s, r + 2 s, ... of one permutation of all samples. If the
-    ranks together take B samples per step, B / s each, step t covers the entries
-    [B t, B (t + 1)) for every number of ranks s.
+    Rank r of s gets the entries r, r + s, r + 2 s, ... of one permutation of all samples. If all
+    ranks together use B samples per step, step t covers the entries [B t, B (t + 1)) for every
+    number of ranks s.
 
-    No sample comes twice and none is padded. Without ``drop_last`` every sample comes once, for
-    evaluation: numbers of samples differ by one at most, so ranks may end after different
-    numbers of steps. With ``drop_last`` every rank gets the same number, as training needs: the
-    last n % size of the order are left out, if shuffled other ones in each epoch.
+    No sample occurs twice, and no sample is added as padding. Without ``drop_last``, every sample
+    occurs once, as evaluation needs. The ranks' numbers of samples then differ by at most one, so
+    ranks may end after different numbers of steps. With ``drop_last``, every rank gets the same
+    number of samples, as training needs. The last n % size entries of the order are left out.
 
-    Making one, ``set_epoch`` and ``load_state_dict`` are collective in the group, unless rank and
-    size are given: its ranks compare all arguments, the epoch and what is consumed. Iterating sends
-    nothing and begins anew each time. An index counts as used when it is handed out, and the other
-    ranks are taken to be as far as this one; for loaders that read ahead ``set_consumed`` corrects
-    the count. After ``load_state_dict``, on any number of ranks, the rest of the epoch is dealt out
-    again, so that each sample comes once.
+    The constructor, ``set_epoch`` and ``load_state_dict`` are collective in the group, unless rank
+    and size are passed. The ranks compare all arguments, the epoch and the consumed number.
+    Iterating sends nothing and starts from the beginning each time. An index counts as used when
+    the iterator returns it, and the other ranks are assumed to have the same progress. For loaders
+    that read ahead, ``set_consumed`` corrects the count. ``load_state_dict`` divides the remaining
+    samples of the epoch among the current ranks, so that each sample occurs once.
 
     Args:
-        n: number of samples, the same on every rank.
-        shuffle: whether the order is a random one; else it is 0, 1, 2, ... in every epoch.
-        seed: at least 0, the same on every rank. With the epoch it decides the order, on every
-            platform alike.
-        drop_last: whether every rank gets n // size samples.
-        rank, size, group: as of :class:`flashlight_py.DistributedDataContainer`.
+        n: Number of samples, the same on every rank.
+        shuffle: Whether the order is random. Otherwise it is 0, 1, 2, ... in every epoch.
+        seed: Seed of the order, at least 0, the same on every rank and every platform.
+        drop_last: Whether every rank gets exactly n // size samples.
+        rank, size, group: As in :class:`flashlight_py.DistributedDataContainer`.
 
     Raises:
-        TypeError: an argument that must be an integer is none.
-        ValueError: ``n`` or ``seed`` is negative, or as of ``DistributedDataContainer``.
-        MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``n``, ``seed``, ``rank`` or ``size`` is not an integer.
+        ValueError: If ``n`` or ``seed`` is negative, or as ``DistributedDataContainer``.
+        MismatchError: If the ranks pass different arguments, which the message contains.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> [list(DistributedSampler(5, rank=rank, size=2)) for rank in range(2)]
         [[3, 4, 0], [1, 2]]
     """
 
-    _what = "DistributedSampler"
+    _label = "DistributedSampler"
 
     @in_step(_ranks)
     def __init__(
@@ -357,18 +356,18 @@ class DistributedSampler(InEpochs):
         size: int | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(n, shuffle, seed, drop_last, Share(self._what, rank, size, group))
+        super().__init__(n, shuffle, seed, drop_last, Share(self._label, rank, size, group))
 
     def __len__(self) -> int:
-        """Return the number of this rank's samples that are left of the epoch."""
+        """Return the number of samples that this rank has left in the epoch."""
         return len(self._positions())
 
     def __iter__(self) -> Iterator[int]:
-        """Go through this rank's indices.
+        """Return an iterator over this rank's indices.
 
         Raises:
-            NotInitializedError: the world is another one than when the sampler was made.
-            GroupClosedError: its group is closed.
+            NotInitializedError: If the world has changed since the sampler was made.
+            GroupClosedError: If the group of the sampler is closed.
         """
         return self._counting(self._at(self._positions()).tolist())
 
@@ -377,7 +376,7 @@ class DistributedSampler(InEpochs):
         return shares.strided_share(self._left, share.rank, share.size, self._drop_last)
 
     def _counting(self, indices: list[int]) -> Iterator[int]:
-        """Hand out ``indices``; with each, every rank is taken to be one further."""
+        """Yield ``indices``, and count one sample per rank as used for each index."""
         left, size = self._left, self._share.size
         end = left - left % size if self._drop_last else left
         for number, index in enumerate(indices, 1):
@@ -388,36 +387,36 @@ class DistributedSampler(InEpochs):
 
 
 class ShardedDataset(InEpochs, Dataset):
-    """Item t is this rank's part of global batch t; every rank has as many items.
+    """This rank's part of each global batch; every rank has the same number of items.
 
-    Global batch t are the entries [B t, B (t + 1)) of the epoch's order, where B is
-    ``global_batch_size``: no number of ranks comes into it. Its samples are shared out in
-    neighbouring parts whose sizes differ by one at most. A batch of fewer samples than ranks
-    leaves some rank an empty part: arrays of zero rows. ``weight(t)`` makes the mean over a part
-    count for what it is worth, so that training gives the same for any number of ranks (but for
-    rounding), also with a shorter last batch.
+    Global batch t consists of the entries [B t, B (t + 1)) of the epoch's order, where B is
+    ``global_batch_size``. It does not depend on the number of ranks. The ranks get contiguous parts
+    whose sizes differ by at most one. If a batch has fewer samples than ranks, some ranks get an
+    empty part: arrays with zero rows. Multiply the loss of a part by ``weight(t)``. Training then
+    gives the same result for any number of ranks (except for rounding), also with a shorter last
+    batch.
 
-    Making one, ``set_epoch`` and ``load_state_dict`` are collective as those of
-    :class:`flashlight_py.DistributedSampler`. Everything else sends nothing, and
-    ``PrefetchDataset`` may do it in threads. A batch counts as used when iterating hands it out,
-    also by a ``PrefetchDataset``; ``dataset[t]`` does not count. Batches are new arrays, as
-    ``take`` of ``dataset`` makes them: define it to pad samples of unequal shapes. After
-    ``load_state_dict``, on any number of ranks and with any batch size, the items are the batches
-    of the samples that are left, counted from 0.
+    The constructor, ``set_epoch`` and ``load_state_dict`` are collective, as in
+    :class:`flashlight_py.DistributedSampler`. All other methods send nothing, and
+    ``PrefetchDataset`` may call them in threads. A batch counts as used when iterating returns it,
+    also through a ``PrefetchDataset``; ``dataset[t]`` does not count. Batches are new arrays that
+    ``dataset.take`` makes: override ``take`` to pad samples of unequal shapes. After
+    ``load_state_dict``, with any number of ranks and batch size, the items are the batches of the
+    remaining samples, counted from 0.
 
     Args:
-        dataset: the same samples on every rank; its length is asked for once.
-        global_batch_size: number of samples that all ranks take together in a step, at least 1.
-        shuffle: whether each epoch has a random order of its own.
-        seed: at least 0, the same on every rank; decides the orders, on every platform alike.
-        drop_last: whether a last batch of fewer samples is left out.
-        rank, size, group: as of ``DistributedSampler``.
+        dataset: Dataset with the same samples on every rank. Its length is read once.
+        global_batch_size: Number of samples that all ranks use in a step, at least 1.
+        shuffle: Whether each epoch has its own random order.
+        seed: Seed of the orders, at least 0, the same on every rank and platform.
+        drop_last: Whether an incomplete last batch is left out.
+        rank, size, group: As in ``DistributedSampler``.
 
     Raises:
-        TypeError: ``dataset`` is no Dataset, or an argument that must be an integer is none.
-        ValueError: ``global_batch_size`` < 1, or as of ``DistributedSampler``.
-        MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``dataset`` is not a Dataset, or a number is not an integer.
+        ValueError: If ``global_batch_size`` < 1, or as ``DistributedSampler``.
+        MismatchError: If the ranks pass different arguments, which the message contains.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> rows = fl.dataset.TensorDataset([np.arange(5)])
@@ -426,7 +425,7 @@ class ShardedDataset(InEpochs, Dataset):
         [([2], 0.6666666666666666), ([4], 1.0)]
     """
 
-    _what = "ShardedDataset"
+    _label = "ShardedDataset"
 
     @in_step(_ranks)
     def __init__(
@@ -443,28 +442,28 @@ class ShardedDataset(InEpochs, Dataset):
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise TypeError(
-                f"{self._what}: expected a flashlight_py.dataset.Dataset, got "
-                f"{type(dataset).__name__}; arrays become one by TensorDataset([...])"
+                f"{self._label}: expected a flashlight_py.dataset.Dataset, got "
+                f"{type(dataset).__name__}. Pass arrays as TensorDataset([...])"
             )
-        batch = check_integer(self._what, "global_batch_size", global_batch_size, least=1)
-        share = Share(self._what, rank, size, group)
+        batch = check_integer(self._label, "global_batch_size", global_batch_size, least=1)
+        share = Share(self._label, rank, size, group)
         super().__init__(len(dataset), shuffle, seed, drop_last, share, global_batch_size=batch)
         self._dataset = dataset
         self._batch_size = batch
 
     def __len__(self) -> int:
-        """Return the number of global batches left of the epoch, the same on every rank."""
+        """Return the number of global batches left in the epoch, the same on every rank."""
         return shares.count_batches(self._left, self._batch_size, self._drop_last)
 
     def __iter__(self) -> Iterator[Sample]:
-        """Go through the batches, counting the samples that are used."""
+        """Yield this rank's parts, counting the samples of each global batch as used."""
         for index in range(len(self)):
             part = self.get(index)
             self.handed_out(index)
             yield part
 
     def handed_out(self, index: int) -> None:
-        """Count batch ``index`` as used, and with it those before; the last one ends the epoch."""
+        """Count batch ``index`` and all earlier batches as used; the last one ends the epoch."""
         is_last = index + 1 >= len(self)
         self._count(self._left if is_last else (index + 1) * self._batch_size)
 
@@ -472,38 +471,37 @@ class ShardedDataset(InEpochs, Dataset):
         """Return this rank's part of global batch ``index``: arrays of shape (part, ...).
 
         Raises:
-            NotInitializedError: the world is another one than when this was made.
-            GroupClosedError: its group is closed.
+            NotInitializedError: If the world has changed since this object was made.
+            GroupClosedError: If its group is closed.
         """
         batch, part = self._part(index)
         if part:
             return self._dataset.take(self._at(part))
-        # A dataset of one's own can show what no rows look like by a row only.
-        one = self._dataset.take(self._at(batch[:1]))
-        return tuple([field[:0] for field in one])
+        # A user's dataset may need one row to know the shape and dtype of an empty part.
+        row = self._dataset.take(self._at(batch[:1]))
+        return tuple([field[:0] for field in row])
 
     def weight(self, index: SupportsIndex) -> float:
-        """Return the weight of this rank's part of global batch ``index``; 0 if it is empty.
+        """Return the weight of this rank's part of global batch ``index``; 0 if the part is empty.
 
-        It is rows of the part * size / rows of the batch: the average over ranks of weight *
-        (mean over the part) is the mean over the whole batch. ``distribute_module_grads`` and
-        ``all_reduce_gradients(module, 1 / size)`` take that average, so multiply the loss by it.
+        The weight is rows of the part * size / rows of the batch. The average over ranks of weight
+        * (mean over the part) is the mean over the batch. ``distribute_module_grads`` and
+        ``all_reduce_gradients(module, 1 / size)`` average, so multiply the loss by the weight.
 
         Raises:
-            IndexError: ``index`` is not in [-len, len).
-            TypeError: ``index`` is no integer.
+            IndexError: If ``index`` is not in [-len, len).
+            TypeError: If ``index`` is not an integer.
         """
         try:
             position = range(len(self))[index]
         except IndexError:
             raise IndexError(
-                f"ShardedDataset holds {len(self)} batch(es); index {index} is out of range"
+                f"weight: index must be in [-len, len), got {index} for {len(self)} batch(es)"
             ) from None
         batch, part = self._part(position)
         return shares.weight_of_part(len(part), len(batch), self._share.size)
 
     def _part(self, index: int) -> tuple[range, range]:
-        """Return the positions of global batch ``index``, and those of this rank's part."""
         batch = shares.batch_positions(index, self._left, self._batch_size)
         share = shares.contiguous_share(len(batch), self._share.rank, self._share.size)
         return batch, batch[share.start : share.stop]

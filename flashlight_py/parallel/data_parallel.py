@@ -1,7 +1,7 @@
-"""Data-parallel training: where a module's gradients meet communication.
+"""Data-parallel training: gradients of a module are reduced over the ranks.
 
-Each rank computes gradients on its own share of the data; they are handed to a reducer while the
-backward pass still goes on, so after ``loss.backward()`` they are the reduced ones.
+Each rank computes gradients on its own share of the data. The gradients are passed to a reducer
+while the backward pass still runs, so they are reduced when ``loss.backward()`` returns.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel import agreement
 from flashlight_py.parallel.gradient_pass import (
     GradientPass,
-    Unit,
+    PassBucket,
+    drop_pass,
     gradient_of,
-    gradient_sync_of,
-    install,
+    install_pass,
     reduce_used,
-    release,
+    require_gradient_pass,
     shared_zeros,
     used_on_any_rank,
     weigh_in_place,
@@ -58,73 +58,74 @@ def distribute_module_grads(
 ) -> None:
     """Reduce the module's gradients over the ranks in every backward pass from now on.
 
-    Collective. Afterwards, when ``backward()`` returns, every parameter's gradient is ``scale``
-    times the sum over ranks, in place. A parameter that a rank does not use counts as zeros there;
-    one that no rank uses has the gradient None, so that no optimizer moves it. Each rank must use
-    at least one. Gradients become views into flat buckets, which travel while the pass goes on.
-    A second call replaces the first one. Gradient hooks and ``Module.before_forward`` are used.
+    Collective. When ``backward()`` returns, every parameter's gradient is ``scale`` times the sum
+    over ranks, in place. A parameter that a rank does not use counts as zeros. If no rank uses a
+    parameter, its gradient is None and optimizers do not change it. Each rank must use at least one
+    parameter. Gradients become views into flat buckets, which are sent during the pass. A second
+    call replaces the first. Gradient hooks and ``Module.before_forward`` are used.
 
-    Gradients are reduced, parameters are not: call :func:`flashlight_py.broadcast_parameters`
-    before. The group's rank 0 warns if ranks start from different parameters.
+    Only gradients are reduced. Call :func:`flashlight_py.broadcast_parameters` first to start all
+    ranks from the same parameters. Rank 0 of the group warns if the parameters differ.
 
-    Several synchronised passes without ``zero_grad`` between them reduce the sum so far again:
-    right with the default scale, else use :func:`no_sync` for all passes but the last.
+    If several synchronised passes run without ``zero_grad``, each pass reduces the accumulated sum
+    again. The result is right with the default scale. With another scale, run all passes but the
+    last within :func:`no_sync`.
 
     Args:
-        module: the same on every rank.
-        scale: factor of the sums, default 1 / size of the group: the mean.
-        reducer: receives each gradient instead of the buckets; its scale and group are used.
-        hook: reduces the buckets instead of all_reduce, such as ``fl.Float16Compression()``; every
-            rank must create an equal hook, for this module only.
-        leaves: number of parts of every global batch, whose gradients are added one by one, so that
-            the bits do not depend on the number of ranks; at most as many ranks have work. Backward
-            passes run in a loop over :func:`flashlight_py.leaves`, with NumPy arrays. BLAS uses one
-            thread from this call on, and rank 0's random state and buffers are copied to all ranks.
-        group: the process group, default the world.
-        bucket_bytes: maximum size of a bucket in bytes, default
-            ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB). A larger gradient has a bucket
-            of its own.
-        ignore: parameters and buffers that differ between ranks, by name (as in ``state_dict()``)
-            or as Variables. They are neither compared nor sent, and keep their gradient hooks.
-        broadcast_buffers: whether ``module(x)`` in training sends every rank the buffers (see
-            ``Module.add_buffer``) of the group's rank 0, collective and blocking; not within
-            ``no_sync``, nor within ``join``, whose end does it. With ``leaves`` buffers change by
-            the mean of the leaves' changes.
-        check_finite: look for NaN and infinity in every pass, before gradients are sent and in
-            their sums; with ``hook`` or ``reducer`` it takes a message more. Such steps are not
-            captured. ``amp.DynamicScaler`` finds and skips them itself.
+        module: Module with the same structure on every rank.
+        scale: Factor of the sums. Default: 1 / size of the group, which gives the mean.
+        reducer: Reducer of each gradient instead of the buckets, with its own scale and group.
+        hook: Function that reduces the buckets instead of all_reduce, for example
+            ``fl.Float16Compression()``. Every rank must create an equal hook, for this module only.
+        leaves: Number of parts of every global batch. Their gradients are added in a fixed order,
+            so the bits do not depend on the number of ranks. At most ``leaves`` ranks have work.
+            Backward passes run in a loop over :func:`flashlight_py.leaves`, with NumPy arrays. BLAS
+            uses one thread from this call on. All ranks get the random state and buffers of rank 0.
+        group: Process group. Default: the world.
+        bucket_bytes: Maximum size of a bucket in bytes. Default:
+            ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB). A larger gradient has its own
+            bucket.
+        ignore: Parameters and buffers that differ between ranks, by name (as in ``state_dict()``)
+            or as Variables. They are not compared or sent, and keep their gradient hooks.
+        broadcast_buffers: Whether ``module(x)`` in training first copies the buffers (see
+            ``Module.add_buffer``) of the group's rank 0 to every rank, collective and blocking.
+            ``no_sync`` skips this, and ``join`` does it only at its end. With ``leaves``, buffers
+            change by the mean of the changes of the leaves.
+        check_finite: Whether every pass checks gradients and their sums for NaN and infinity. With
+            ``hook`` or ``reducer`` this costs a message. Such steps are not captured.
+            ``amp.DynamicScaler`` detects and skips them itself.
 
     Raises:
-        FloatingPointError: by ``backward()`` with ``check_finite``, on every rank: gradients are
-            not finite; names the ranks and the parameters. All gradients are None then.
-        TypeError: ``module`` is no Module, ``leaves`` is no integer, ``hook`` is not callable
-            or compresses other dtypes, ``ignore`` holds something else.
-        ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
-            ``bucket_bytes``; ``leaves`` beside these or ``reducer``, below 1, for CuPy arrays or
-            where BLAS cannot be set to one thread; ``bucket_bytes`` is not positive; ``ignore``
-            names what the module has not; there is nothing to train; without ``leaves``, a
-            parameter is sharded.
-        MismatchError: ranks' modules differ; names the first parameter that does. With ``leaves``:
-            ranks compute with another NumPy, BLAS, core type or CPU features; names the hosts.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        FloatingPointError: If ``check_finite`` is set and gradients are not finite. ``backward()``
+            raises it on every rank, names ranks and parameters, and sets all gradients to None.
+        TypeError: If ``module`` is not a Module, ``leaves`` is not an integer, ``hook`` is not
+            callable or lacks a dtype, or ``ignore`` contains an object of another type.
+        ValueError: If ``reducer`` is combined with ``scale``, ``hook``, ``group`` or
+            ``bucket_bytes``; if ``leaves`` is combined with one of them except ``group``, is below
+            1, or cannot be used with CuPy arrays or this BLAS; if ``bucket_bytes`` is not positive,
+            ``ignore`` contains an unknown name, no parameter can be trained, or a parameter is
+            sharded (without ``leaves``).
+        MismatchError: If the modules differ, with the first different parameter. With ``leaves``:
+            if NumPy, BLAS, core type or CPU features differ, with the hosts.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
     if leaves is None:
-        agreement.refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
-    given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
-    beside = [name for name, value in (*given.items(), ("reducer", reducer)) if value is not None]
+        agreement.reject_sharded("distribute_module_grads", module.params(), may_be_cut=True)
+    values = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
+    options = [name for name, value in (*values.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
         leaves = check_integer("distribute_module_grads", "leaves", leaves, least=1)
-        for name in (*beside, *(["check_finite"] if check_finite else ())):
+        for name in (*options, *(["check_finite"] if check_finite else ())):
             if name != "group":
                 raise ValueError(
-                    "distribute_module_grads: leaves adds up gradients in an order of its own, to "
-                    f"the mean over the global batch, and takes no {name}"
+                    f"distribute_module_grads: expected leaves without {name}, got both. Remove "
+                    f"{name}: leaves always computes the mean over the global batch"
                 )
-    if reducer is not None and len(beside) > 1:
+    if reducer is not None and len(options) > 1:
         raise ValueError(
-            "distribute_module_grads: a reducer has its own scale, hook, group and sizes of "
-            f"buckets; pass {beside[0]} to the reducer, not beside it"
+            f"distribute_module_grads: expected a reducer without {options[0]}, got both. Pass "
+            f"{options[0]} to the constructor of the reducer"
         )
     limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
     if limit <= 0:
@@ -133,43 +134,43 @@ def distribute_module_grads(
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
     if not in_order:
-        raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
+        raise ValueError("distribute_module_grads: expected a parameter with calc_grad, got none")
     _check_arrays(named if leaves is not None else {}, hook, in_order)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
     checked = ["gradients must be finite (check_finite)"] if check_finite else []
     digests = agreement.check_modules_agree(named, members, with_values=True, also=checked)
-    release(module)
+    drop_pass(module)
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
     sync: GradientPass[Any]
     if leaves is not None:
         agreement.check_arithmetic("distribute_module_grads", leaves, members)
-        random.generator()  # so that there is one, whose state is part of what follows
+        random.generator()  # creates the generator if there is none
         random.load_state_dict(members.broadcast_object(random.state_dict()))
         sync = LeafSync(module, in_order, buffers, leaves, group)
     elif reducer is not None:
         sync = GradientSync(
-            [GradientUnit([param], _buffer_of(param)) for param in in_order], reducer
+            [GradientBucket([param], _buffer_of(param)) for param in in_order], reducer
         )
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
     if check_finite and isinstance(sync, GradientSync):
         sync.checked = {param: name for name, param in named.items()}
-    install(module, sync, before_forward if buffers and leaves is None else None)
-    agreement.warn_of_differing("distribute_module_grads", digests, members)
+    install_pass(module, sync, before_forward if buffers and leaves is None else None)
+    agreement.warn_if_parameters_differ("distribute_module_grads", digests, members)
 
 
 def _buffer_of(param: Variable) -> Array:
-    """Return the memory of a gradient: the user's, where that lies in one piece, or new."""
-    own = param.grad_buffer
-    if own is not None and own.flags.c_contiguous:
-        return own
+    """Return the memory of a gradient: the user's buffer if it is contiguous, or a new array."""
+    buffer = param.grad_buffer
+    if buffer is not None and buffer.flags.c_contiguous:
+        return buffer
     return array_module(param.data).zeros(param.shape, param.dtype)  # type: ignore[no-any-return]
 
 
-class GradientUnit(Unit):
-    """Gradients that travel as one array: ``flat``, of which each is a part."""
+class GradientBucket(PassBucket):
+    """Gradients that are sent as one array, ``flat``; each gradient is a view into it."""
 
     def __init__(self, params: Sequence[Variable], flat: Array) -> None:
         super().__init__(params)
@@ -179,51 +180,51 @@ class GradientUnit(Unit):
             start += param.size
 
 
-class GradientSync(GradientPass[GradientUnit]):
-    """Passes units to ``reducer``, which sums them in place, as hooks complete them.
+class GradientSync(GradientPass[GradientBucket]):
+    """A pass that gives complete buckets to ``reducer``, which sums them in place.
 
-    ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
-    was used travels in a message of its own. ``averages``: the reducer leaves the mean over the
-    ranks. ``checked``, where it is set, names parameters whose gradients must be finite.
+    ``flags`` is space for one number per parameter at the end of the last bucket, which tells
+    whether a rank used it. None: a separate message tells this. ``averages``: the reducer returns
+    the mean over the ranks. ``checked``, if set, names parameters whose gradients must be finite.
     """
 
     checked: Mapping[Variable, str] | None = None
 
     def __init__(
         self,
-        units: list[GradientUnit],
+        buckets: list[GradientBucket],
         reducer: Reducer,
         flags: Array | None = None,
         averages: bool = False,
     ) -> None:
-        super().__init__(reducer, units)
+        super().__init__(reducer, buckets)
         self.averages, self.ends_with_message = averages, flags is None
         self._flags = flags
-        self._not_finite: list[str] = []  # on this rank, in this pass
-        self.install()
+        self._not_finite: list[str] = []  # names of parameters, on this rank in this pass
+        self.register_hooks()
 
-    def _give(self, unit: GradientUnit, weight: float) -> None:
-        self._unused.update([p for p in unit.params if not weight or p.grad is None])
-        for param in unit.params:
+    def _send_bucket(self, bucket: GradientBucket, weight: float) -> None:
+        self._unused.update([p for p in bucket.params if not weight or p.grad is None])
+        for param in bucket.params:
             grad, home = param.grad, param.grad_buffer
-            # Also if the pass left it out or a user set it.
+            # The pass may have skipped the parameter, or a user may have set another array.
             if grad is not home and home is not None:
                 home[...] = 0 if grad is None else grad
                 param.grad = home
-        if self.checked is not None and not _is_finite(unit.flat):
-            wrong = [each for each in unit.params if not _is_finite(gradient_of(each))]
+        if self.checked is not None and not _is_finite(bucket.flat):
+            wrong = [each for each in bucket.params if not _is_finite(gradient_of(each))]
             self._not_finite += [self.checked[param] for param in wrong]
         if weight != 1.0:
-            weigh_in_place(unit.flat, weight)
+            weigh_in_place(bucket.flat, weight)
         flags = self._flags
-        if flags is not None and unit is self._units[-1]:
+        if flags is not None and bucket is self._buckets[-1]:
             flags.fill(1)
             if self._unused:
-                flags[...] = array_module(flags).asarray(self._used_here(), flags.dtype)
-        self.reducer.add(unit.flat)
+                flags[...] = array_module(flags).asarray(self._used_params(), flags.dtype)
+        self.reducer.add(bucket.flat)
 
-    def _sent_next(self) -> Iterable[Array]:
-        return [self._units[min(self._given, len(self._units) - 1)].flat]
+    def _next_arrays(self) -> Iterable[Array]:
+        return [self._buckets[min(self._sent, len(self._buckets) - 1)].flat]
 
     def _finish(self) -> None:
         self.reducer.finalize()
@@ -231,8 +232,8 @@ class GradientSync(GradientPass[GradientUnit]):
             self._require_finite()
         flags: Any = self._flags
         if flags is None:
-            flags = used_on_any_rank(self._used_here(), self.reducer.group)
-        elif not self._unused:  # a GPU need not be waited for
+            flags = used_on_any_rank(self._used_params(), self.reducer.group)
+        elif not self._unused:  # so that the CPU does not wait for a GPU
             return
         kept = _kept(flags, list(map(gradient_of, self._params)))
         for param, is_kept in zip(self._params, kept, strict=True):
@@ -240,44 +241,44 @@ class GradientSync(GradientPass[GradientUnit]):
                 param.grad = None
 
     def _require_finite(self) -> None:
-        """Raise on all ranks where a gradient is not finite, or a sum: they all see the same one.
+        """Raise FloatingPointError on all ranks if a gradient or a sum is not finite.
 
-        A hook may hide what a rank had, so then they ask each other.
+        All ranks see the same sums. A hook may hide values, so then the ranks exchange findings.
         """
-        mine, self._not_finite = self._not_finite, []
-        wrong = bool(mine) or not all(_is_finite(unit.flat) for unit in self._units)
+        names, self._not_finite = self._not_finite, []
+        wrong = bool(names) or not all(_is_finite(bucket.flat) for bucket in self._buckets)
         group = group_or_world(self.reducer.group)
         if self._flags is None:
             (wrong,) = used_on_any_rank([wrong], group)
         if not wrong:
             return
-        first = ", ".join(mine[:3]) + f" and {len(mine) - 3} more" * (len(mine) > 3)
-        ranks = enumerate(group.all_gather_object(first))
-        found = "; ".join(f"rank {rank}: {names}" for rank, names in ranks if names)
+        text = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+        texts = enumerate(group.all_gather_object(text))
+        names_by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in texts if text)
         raise FloatingPointError(
-            f"[backward] rank {group.rank} of {group.size}: gradients are not finite ("
-            f"{found or 'no rank has such ones, but their sums are too large'}). They are None on "
-            "every rank now; look at the batch and the loss there"
+            f"[backward] rank {group.rank} of {group.size}: expected finite gradients, got NaN or "
+            f"infinity ({names_by_rank or 'only in the sums over ranks, which overflow'}). All "
+            "gradients are now None. Check the batch and the loss"
         )
 
 
 @as_one
 def _kept(flags: Any, grads: list[Array]) -> list[bool]:
-    """Return which gradients stay: a rank has used the parameter, or a hook has added to it."""
+    """Return whether to keep each gradient: a rank used the parameter, or a hook added to it."""
     flags = flags if isinstance(flags, list) else flags.tolist()
     return [bool(flag) or bool(grad.any()) for flag, grad in zip(flags, grads, strict=True)]
 
 
 def _is_finite(array: Array) -> bool:
-    """Return whether there is neither NaN nor infinity; one sum, as a rule, says so."""
+    """Return whether no element is NaN or infinite. Usually a single sum decides."""
     xp = array_module(array)
     with np.errstate(all="ignore"):
         return bool(xp.isfinite(array.sum())) or bool(xp.isfinite(array).all())
 
 
-# The backward pass accumulates into shared memory, so nothing is packed, copied in or copied out.
-# A flag of each parameter is summed at the end of the last bucket: one that no rank used is to
-# have no gradient, and a message of its own would cost a small step a round trip.
+# The backward pass accumulates into shared memory, so gradients are not packed or copied. The flags
+# are summed at the end of the last bucket, because a separate message would cost a small step a
+# round trip. A parameter that no rank used must end without a gradient.
 def _bucketed(
     params: Sequence[Variable],
     scale: float | None,
@@ -287,23 +288,23 @@ def _bucketed(
 ) -> GradientSync:
     """Make all gradients views into flat buckets of at most ``limit`` bytes. Collective, blocking.
 
-    A bucket holds one dtype on one device. A hook may do something else than sum: then no flags.
+    A bucket has one dtype on one device. A hook need not compute a sum, so it gets no flags.
     """
     nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
-    planned = [[params[i] for i in bucket] for bucket in plan_buckets(nbytes, limit, dtypes)]
-    units = []
-    for bucket in planned:
-        size, like = sum(param.size for param in bucket), bucket[0].data
-        room = size + (len(params) if hook is None and bucket is planned[-1] else 0)
+    planned = [[params[i] for i in indices] for indices in plan_buckets(nbytes, limit, dtypes)]
+    buckets = []
+    for bucket_params in planned:
+        size, like = sum(param.size for param in bucket_params), bucket_params[0].data
+        room = size + (len(params) if hook is None and bucket_params is planned[-1] else 0)
         if is_cupy(like):
             flat = array_module(like).zeros(room, like.dtype)
-        else:  # in memory that needs no copy to be reduced
+        else:  # shared memory, which is reduced without a copy
             flat = shared_zeros(room, like.dtype, group)
-        units.append(GradientUnit(bucket, flat))
+        buckets.append(GradientBucket(bucket_params, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale
-    parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
+    parts = [[p.grad_buffer for p in b.params if p.grad_buffer is not None] for b in buckets]
     reducer = EagerReducer(factor, group=group, hook=hook, parts=parts)
-    return GradientSync(units, reducer, flat[size:] if hook is None else None, scale is None)
+    return GradientSync(buckets, reducer, flat[size:] if hook is None else None, scale is None)
 
 
 def _check_arrays(
@@ -314,39 +315,38 @@ def _check_arrays(
     for name, param in of_leaves.items():
         if is_cupy(param.data):
             raise ValueError(
-                f"distribute_module_grads: leaves is for NumPy arrays, and {name!r} is a CuPy "
-                "array: the bits that a GPU computes depend on its model and its libraries"
+                f"distribute_module_grads: expected NumPy arrays for leaves, got a CuPy array as "
+                f"{name!r}. Move the module to the CPU: bits of a GPU depend on its model"
             )
 
 
 def _names(module: Module, ignore: Iterable[str | Variable]) -> frozenset[str]:
-    """Return the names of the parameters and buffers of ``module`` that are to be left alone."""
     if isinstance(ignore, (str, Variable)):
         ignore = (ignore,)
     names = {param: name for name, param in module.named_params().items()}
-    known = {*names.values(), *module.buffers}
-    found: set[str] = set()
-    for each in ignore:
-        if not isinstance(each, (str, Variable)):
+    all_names = {*names.values(), *module.buffers}
+    ignored: set[str] = set()
+    for entry in ignore:
+        if not isinstance(entry, (str, Variable)):
             raise TypeError(
-                "distribute_module_grads: ignore takes names and Variables, got "
-                f"{type(each).__name__}"
+                "distribute_module_grads: ignore must contain names and Variables, got "
+                f"{type(entry).__name__}"
             )
-        name = names.get(each) if isinstance(each, Variable) else each
-        if name not in known:
+        name = names.get(entry) if isinstance(entry, Variable) else entry
+        if name not in all_names:
             raise ValueError(
-                f"distribute_module_grads: ignore has {each!r}, which is no parameter or buffer of "
-                f"this module; it has {', '.join(sorted(known))}"
+                "distribute_module_grads: ignore must contain parameters or buffers of this "
+                f"module, got {entry!r}. Use: {', '.join(sorted(all_names))}"
             )
-        found.add(name)
-    return frozenset(found)
+        ignored.add(name)
+    return frozenset(ignored)
 
 
 def before_forward(sync: GradientPass[Any], module: Module) -> None:
-    """Make the buffers the same, where all ranks begin the same synchronised pass."""
+    """Copy the buffers of rank 0 to all ranks at the start of a synchronised training pass."""
     sync.check("forward")
     if module.training and sync.enabled and sync.weigh is None:
-        state = {name: each for name, each in module.buffers.items() if name not in sync.ignored}
+        state = {name: x for name, x in module.buffers.items() if name not in sync.ignored}
         if state:
             give_state(module, state, 0, sync.reducer.group)
 
@@ -355,14 +355,14 @@ def before_forward(sync: GradientPass[Any], module: Module) -> None:
 def no_sync(module: Module) -> Iterator[None]:
     """Within the context, backward passes only accumulate this rank's own gradients.
 
-    The next backward pass outside reduces everything that has accumulated. Not collective by
-    itself, but every rank must leave out the same passes.
+    The next backward pass after the context reduces the accumulated sum. The function is not
+    collective, but every rank must run the same passes within the context.
 
     Raises:
-        ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
-            module, or the former with ``leaves``.
+        ValueError: If neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
+            module, or ``leaves`` was passed to ``distribute_module_grads``.
     """
-    sync = gradient_sync_of(module, "no_sync")
+    sync = require_gradient_pass(module, "no_sync")
     before, sync.enabled = sync.enabled, False
     changed()
     try:
@@ -378,20 +378,20 @@ def all_reduce_gradients(
 ) -> None:
     """Sum every gradient over the ranks and multiply by ``scale``, in place, after ``backward()``.
 
-    The same by hand as :func:`distribute_module_grads` does in every pass. Collective, blocking.
-    A gradient that is None on this rank and not on another counts as zeros, and is an array
-    afterwards; one that is None on every rank stays so.
+    This does once what :func:`distribute_module_grads` does in every pass. Collective, blocking. A
+    gradient that is None on this rank but not on every rank counts as zeros, and is an array
+    afterwards. A gradient that is None on every rank stays None.
 
     Args:
-        module: the same on every rank.
-        scale: factor of the sums.
-        group: the process group, default the world.
+        module: Module with the same structure on every rank.
+        scale: Factor of the sums.
+        group: Process group. Default: the world.
 
     Raises:
-        TypeError: ``module`` is no Module.
-        ValueError: a parameter is sharded.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``module`` is not a Module.
+        ValueError: If a parameter is sharded.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    agreement.refuse_sharded("all_reduce_gradients", module.params())
+    agreement.reject_sharded("all_reduce_gradients", module.params())
     reduce_used([param for param in module.params() if param.calc_grad], scale, group)

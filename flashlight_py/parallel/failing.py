@@ -1,8 +1,8 @@
-"""A backward pass that fails on one rank fails on all, and leaves their calls in step.
+"""Failure of a backward pass on all ranks if it fails on one rank.
 
-The rank that it fails on refuses its next collective, so that the others raise where they wait for
-it. How many calls of the pass each has begun by then, as some travel while it computes, nobody
-knows: so each rank calls ``end_together`` until all others do as well.
+The failing rank rejects its next collective, so that the other ranks raise in this call. Some calls
+are started while gradients are computed, so no rank knows how many calls the other ranks have
+started. Therefore each rank calls ``end_together`` until all other ranks do.
 """
 
 import contextlib
@@ -26,37 +26,37 @@ _FAILED = "flashlight_py_failed"
 _WORDS = "backward, and failed"
 
 
-# A sharded pass goes on with zeros instead, and refuses the call that ends it: it meets in three
-# groups, and its end is the one place where all ranks know the same.
-def fail(group: ProcessGroup, error: BaseException | None, given: Iterable[Array] = ()) -> bool:
-    """Let a pass that ``error`` ends on this rank end on the others, at their next collective.
+# A sharded pass continues with zeros instead, and rejects its last call. It uses three groups, and
+# only at its last call all ranks have the same state.
+def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[Array] = ()) -> bool:
+    """Make the pass that ``error`` ends fail on the other ranks at their next collective.
 
-    They raise ``MismatchError``. Nothing is sent where they know of the error, or have been told.
-    An interrupt ends all groups, as one of a verb does. ``given``: what the others reduce next.
-    Return whether a rank has refused to go on, this or another: then the group lives on, and all
-    are to call ``end_together``.
+    The other ranks raise ``MismatchError``. Nothing is sent if they already know of the error. An
+    interrupt ends all groups, as it does in a verb. ``given`` are the arrays that the other ranks
+    reduce next. Return True if a rank, this or another, has rejected a call. The group then remains
+    usable, and all ranks must call ``end_together``.
     """
     if error is None or group.size == 1:
         return False
     if not isinstance(error, Exception):
         abort.report(error)
         return False
-    told = getattr(error, _FAILED, ())
-    if group.journal.name in told:
+    failed_groups = getattr(error, _FAILED, ())
+    if group.journal.name in failed_groups:
         return True
     if group.journal.has_recorded(error):
         calls = error.calls if isinstance(error, MismatchError) and error.group_lives else ()
         return any(call.startswith((_WORDS, PASS_FAILED)) for call in calls)
-    setattr(error, _FAILED, (*told, group.journal.name))
-    with contextlib.suppress(GroupClosedError):  # the others know why
-        reject_together(group, "backward", arrays=given, outcome="failed").refuse(error)
+    setattr(error, _FAILED, (*failed_groups, group.journal.name))
+    with contextlib.suppress(GroupClosedError):  # the other ranks already know the reason
+        reject_together(group, "backward", arrays=sent, outcome="failed").refuse(error)
     return True
 
 
 def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
-    """Let the pass that an exception ends here end where ``peer`` waits for the message as well.
+    """Make the pass that the current exception ends fail on ``peer``, which waits for it.
 
-    The group's collectives know nothing of it: see ``fail``.
+    The collectives of the group are not affected; see ``fail_pass``.
     """
     error = sys.exc_info()[1]
     if isinstance(error, Exception):
@@ -66,10 +66,10 @@ def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None
 
 
 def end_together(group: ProcessGroup) -> None:
-    """Wait until all ranks have ended the pass: what they call next is in step again.
+    """Wait until all ranks have ended the pass, so that their next calls match again.
 
-    A call that another rank had begun before differs from this one, which is repeated then. Where
-    the group ends, that is for its next call to say.
+    If another rank has already started a different call, this call raises ``MismatchError`` and is
+    repeated. If the group has failed, the function returns, and the next call on the group raises.
     """
     while True:
         try:

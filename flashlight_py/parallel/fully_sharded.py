@@ -1,4 +1,4 @@
-"""One model per host: parameters, gradients and optimizers' state that ranks have in common."""
+"""One model per host: ranks share its parameters, gradients and optimizer state."""
 
 import itertools
 
@@ -12,12 +12,13 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
-from flashlight_py.parallel.gradient_pass import install, release
+from flashlight_py.parallel.gradient_pass import drop_pass, install_pass
 from flashlight_py.parallel.sharder import HostSharder
 from flashlight_py.parallel.synchronize import broadcast_parameters, give_state, require_module
 
-# Of all parameters. Below it ranks take less time to step alone than to wait for each other: at 8
-# MiB a sharded step took two ranks 1.15 times as long, at 16 MiB 0.98 times, and four ranks 0.76.
+# Total size of the parameters in bytes. For smaller models, each rank steps alone in less time than
+# ranks need to wait for each other. Time of a sharded step of two ranks, relative to two separate
+# steps: 1.15 at 8 MiB, 0.98 at 16 MiB. Four ranks at 16 MiB: 0.76.
 SMALL_BYTES = 12 << 20
 
 
@@ -27,43 +28,43 @@ def fully_shard(
 ) -> None:
     """Keep one copy of the module, its gradients and its optimizer's state on each host.
 
-    Collective, blocking; in place. The parameters become those of the group's rank 0. Afterwards
-    all ranks of a host map one memory for the parameters and their gradients. After ``backward()``
-    a gradient is the mean over all ranks. ``optimizer.step()`` changes the elements that belong to
-    this rank; nothing is gathered. ``module(x)``, ``params()``, ``state_dict()`` and checkpoints
-    keep the shapes of the whole module. Make the optimizer after this call. A second call
-    distributes the module again.
+    Collective, blocking; in place. The parameters take the values of the group's rank 0. All ranks
+    of a host then map the same memory for the parameters and their gradients. After ``backward()``
+    a gradient is the mean over all ranks. ``optimizer.step()`` updates the elements that this rank
+    owns; no data is gathered. ``module(x)``, ``params()``, ``state_dict()`` and checkpoints keep
+    the shapes of the whole module. Create the optimizer after this call. A second call distributes
+    the module again.
 
-    Making an optimizer, ``step()``, ``clip_grad_norm`` and saving or loading the optimizer's state
-    are collective then, as is every synchronised backward pass. Do not write to parameters between
-    steps: all ranks would see it, some of them in the middle of a pass. With
-    FLASHLIGHT_DEBUG_SHARED=1 in the environment NumPy rejects such a write. Copies and pickles of
-    the module and its optimizer are ordinary ones, of this process alone.
+    Every synchronised backward pass, the creation of an optimizer, ``step()``, ``clip_grad_norm``,
+    and saving or loading the optimizer's state become collective. Do not write to parameters
+    between steps: all ranks would see the change, some of them in the middle of a pass. With
+    FLASHLIGHT_DEBUG_SHARED=1 in the environment, NumPy rejects such a write. Copies and pickles of
+    the module and its optimizer are ordinary objects of this process.
 
-    A module with less than 12 MiB of parameters stays each rank's own, as by
-    :func:`flashlight_py.distribute_module_grads`, unless ``across_hosts``: waiting for each other
-    would take longer than to step alone. Ranks that share no memory, as through Gloo alone, count
-    as a host each: then only ``across_hosts`` saves memory.
+    A module with less than 12 MiB of parameters is not sharded unless ``across_hosts`` is set. Each
+    rank keeps its own copy, as with :func:`flashlight_py.distribute_module_grads`, because waiting
+    would take longer than a separate step. Ranks that share no memory, for example with Gloo alone,
+    count as separate hosts. In that case only ``across_hosts`` saves memory.
 
     Args:
-        module: the same on every rank but for its values. Parameters that are CuPy arrays are
-            sharded over all ranks, and gathered module by module while they are used (ZeRO-3):
-            docs/sharding-gpu.md says what is different then.
-        group: the process group, default the world.
-        across_hosts: each host keeps state for, and steps, its part of the parameters, and sends
-            it to the others, as ZeRO-1 does; ``grad`` is then complete in that part alone.
+        module: Module with the same structure on every rank. CuPy parameters are sharded over all
+            ranks and gathered module by module for use (ZeRO-3); see docs/sharding-gpu.md.
+        group: Process group. Default: the world.
+        across_hosts: Whether each host steps, and stores optimizer state for, only its part of the
+            parameters, and sends it to the other hosts (ZeRO-1). ``grad`` is then complete only
+            there.
 
     Raises:
-        TypeError: ``module`` is no Module.
-        ValueError: it has no parameter with ``calc_grad``; the array of one is not C-contiguous;
-            of parameters on GPUs: ``across_hosts`` is asked for, or they are sharded already or
-            have a gradient hook.
-        MemoryError, OSError: there is no memory for it; no rank's module has changed, but on GPUs
-            parameters may be sharded in part: make the module anew.
-        MismatchError: ranks' modules or arguments differ, or another rank has raised one of the
-            above; says which and why.
-        TornStateError: it was sharded before, and a rank ended in the middle of a step.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``module`` is not a Module.
+        ValueError: If no parameter has ``calc_grad``, an array is not C-contiguous, or a weight was
+            cut by ``shard_linear``. On GPUs: if ``across_hosts`` is set, or parameters are already
+            sharded or have a gradient hook.
+        MemoryError, OSError: If memory cannot be allocated. No rank's module has changed. On GPUs
+            some parameters may already be sharded: create the module again.
+        MismatchError: If modules or arguments differ, or another rank has raised an error above.
+            The message contains the difference or the reason.
+        TornStateError: If the module was sharded before and a rank ended during a step.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> model = fl.nn.Linear(3, 2)
@@ -78,53 +79,53 @@ def fully_shard(
     named = module.named_params()
     check_modules_agree(named, members)
     if not any(param.calc_grad for param in named.values()):
-        raise ValueError("fully_shard: the module has no parameter with calc_grad")
+        raise ValueError("fully_shard: expected a parameter with calc_grad, got none")
     if any(is_cupy(param.data) for param in named.values()):
         if across_hosts:
-            how = "on GPUs each rank has a part of everything in any case"
-            raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
+            remedy = "Remove across_hosts: on GPUs everything is sharded over all ranks"
+            raise ValueError(f"fully_shard: expected NumPy arrays, got CuPy arrays. {remedy}")
         with reject_together(members, "fully_shard"):
             sync = shard_by_gathering(module, members)
-            install(module, sync, before_forward)
+            install_pass(module, sync, before_forward)
         return
     for name, param in named.items():
         if param.placement is not None and param.placement.is_cut:
             raise ValueError(
-                f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
-                "module's other parts"
+                f"fully_shard: expected parameters that are not cut, got {name} of shard_linear. "
+                "Call fully_shard on the other submodules"
             )
         if param.placement is not None:
             param.placement.shards.check("fully_shard")
     nbytes = sum(param.data.nbytes for param in named.values())
     if nbytes < SMALL_BYTES and not across_hosts:
-        with reject_together(members, "fully_shard"):  # each rank has its own again, of all or none
-            own = {p: np.array(p.data) for p in named.values() if p.placement is not None}
-            for param, data in own.items():
+        with reject_together(members, "fully_shard"):  # all ranks or none get separate arrays again
+            copies = {p: np.array(p.data) for p in named.values() if p.placement is not None}
+            for param, data in copies.items():
                 param.placement, param.data = None, data
-        release(module)
+        drop_pass(module)
         broadcast_parameters(module, group=members)
         distribute_module_grads(module, group=members)
         return
     with reject_together(members, "fully_shard"):
         for name, param in named.items():
-            if not param.data.flags.c_contiguous:  # BLAS would round otherwise
+            if not param.data.flags.c_contiguous:  # BLAS rounds differently for other layouts
                 raise ValueError(
-                    f"fully_shard: {name} has strides {param.data.strides} for shape "
-                    f"{param.shape}, and common memory is in C order, in which products may have "
-                    "other last bits. Before, do: param.array = np.ascontiguousarray(param.array)"
+                    f"fully_shard: {name} of shape {param.shape} must be C-contiguous, got strides "
+                    f"{param.data.strides}. Set param.array = np.ascontiguousarray(param.array), "
+                    "which may change the last bits of products"
                 )
     sharder = HostSharder(_in_order(module), members, across_hosts)
     give_state(module, module.buffers, 0, members)
-    release(module)
-    sharder.take()
+    drop_pass(module)
+    sharder.adopt_params()
     sharder.ignored = frozenset(named)
-    install(module, sharder, before_forward)
+    install_pass(module, sharder, before_forward)
 
 
 def _in_order(module: Module) -> list[Variable]:
-    """Return the parameters about as a backward pass completes them: the last layer's first.
+    """Return the parameters in about the order in which a backward pass completes them.
 
-    Those of one layer stay in order: a weight comes before its bias.
+    The layers are reversed. Within a layer the order stays: a weight precedes its bias.
     """
     named = module.named_params()
     layers = itertools.groupby(named, key=lambda name: name.rpartition(".")[0])

@@ -1,22 +1,23 @@
-"""Collectives between the forward and the backward pass: differentiable, out of place, blocking.
+"""Differentiable collectives, out of place and blocking, for use in the forward pass.
 
-**The convention.** Every rank computes a loss of its own and calls ``backward()`` on it; all of
-them differentiate J, the sum of the ranks' losses. So the gradient that a rank's variable x gets is
-dJ/dx: it counts what x does to the losses of all ranks. Where g_r stands below, it is the gradient
-of J with respect to rank r's result. A loss that every rank computes alike is in J once for each
-rank; divide it by their number where that is not meant.
+**The convention.** Every rank computes its own loss and calls ``backward()`` on it. All ranks
+differentiate J, the sum of the losses of all ranks. The gradient of a variable x on a rank is
+dJ/dx: it includes the effect of x on the losses of all ranks. In the docstrings below, g_r is the
+gradient of J with respect to the result on rank r. If every rank computes the same loss, J contains
+it once per rank. Divide the loss by the number of ranks to count it once.
 
-**The gradient of a collective is a collective.** So ``backward()`` must reach a result on every
-rank if it does on one. A rank whose loss does not depend on its result adds ``0 * sum(result)``.
-Backward passes run their collectives in the reverse of the order of the forward pass, so that
-ranks whose graphs differ still meet; before each, as in the forward pass, they make sure by one
-small ``all_reduce`` that all are at the same one. A rank that is elsewhere raises ``MismatchError``
-on every rank, one that does nothing ``CollectiveTimeoutError``, which names it. A gradient is never
-added to another's.
+**The gradient of a collective is a collective.** If ``backward()`` reaches a result on one rank, it
+must reach the result on every rank. A rank whose loss does not depend on its result adds ``0 *
+sum(result)``. Backward passes run their collectives in the reverse order of the forward pass, so
+the calls of ranks with different graphs still match. Before each collective, a small ``all_reduce``
+checks that all ranks are at the same one. If a rank is at a different collective, every rank raises
+``MismatchError``. If a rank makes no call, the other ranks raise ``CollectiveTimeoutError``, which
+names it. Gradients of different results are never added.
 
-Everything here blocks. ``group`` is the process group, default the world. The result is a new
-variable, of the dtype of ``v``, with a gradient on every rank if ``v`` has one on any. Errors are
-those of the verb of the same name, and a TypeError if ``v`` is no Variable.
+All functions block. ``group`` is the process group; the default is the world. The result is a new
+variable with the dtype of ``v``. It has a gradient on every rank if ``v`` has a gradient on any
+rank. The functions raise the errors of the verb with the same name, and TypeError if ``v`` is not a
+Variable.
 """
 
 import functools
@@ -48,7 +49,7 @@ from flashlight_py.distributed.internal import (
     scale_in_place,
 )
 from flashlight_py.errors import MismatchError
-from flashlight_py.parallel.failing import fail, refuse_message
+from flashlight_py.parallel.failing import fail_pass, refuse_message
 from flashlight_py.structure import as_one
 
 __all__ = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv"]
@@ -59,16 +60,16 @@ def all_reduce(
 ) -> Variable:
     """Return ``scale`` times the sum (or average) of all ranks' ``v``, the same on every rank.
 
-    Gradient: y_r = scale * sum_q x_q on every rank r, hence dJ/dx_q = scale * sum_r g_r: the same
-    all_reduce of the gradients.
+    Gradient: y_r = scale * sum_q x_q on every rank r, hence dJ/dx_q = scale * sum_r g_r. The same
+    all_reduce of the gradients computes it.
 
     Args:
-        v: any shape, the same shape and dtype on every rank.
-        scale: real number that the result is multiplied by.
-        op: ``"sum"`` or ``"avg"``; another is a ValueError.
+        v: Variable of any shape, with the same shape and dtype on every rank.
+        scale: Real factor of the result.
+        op: ``"sum"`` or ``"avg"``. Another value raises ValueError.
 
     Returns:
-        A new variable of the shape of ``v``.
+        A new variable with the shape of ``v``.
 
     Example:
         >>> x = fl.param(np.ones(3))
@@ -90,14 +91,14 @@ def reduce_scatter(
 ) -> Variable:
     """Return this rank's part of ``scale`` times the sum (or average) of all ranks' ``v``.
 
-    Gradient: y_r = scale * sum_q (part r of x_q), hence part r of dJ/dx_q = scale * g_r: the
-    scaled all_gather of the gradients.
+    Gradient: y_r = scale * sum_q (part r of x_q), hence part r of dJ/dx_q = scale * g_r. A scaled
+    all_gather of the gradients computes it.
 
     Args:
-        v: its first dimension is a multiple of the number of ranks; the same shape and dtype on
-            every rank.
-        scale: real number that the result is multiplied by.
-        op: ``"sum"`` or ``"avg"``; another is a ValueError.
+        v: Variable with the same shape and dtype on every rank. Its first dimension is a multiple
+            of the number of ranks.
+        scale: Real factor of the result.
+        op: ``"sum"`` or ``"avg"``. Another value raises ValueError.
 
     Returns:
         A new variable of shape ``(v.shape[0] // size, *v.shape[1:])``.
@@ -115,15 +116,15 @@ def reduce_scatter(
 
 
 def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
-    """Return the ``v`` of all ranks, joined along the first dimension in rank order.
+    """Return the ``v`` of all ranks, concatenated along the first dimension in rank order.
 
-    Gradient: y_r holds x_q as its rows q on every rank r, hence dJ/dx_q = sum_r (rows q of g_r):
-    the reduce_scatter of the gradients. Where the ranks' numbers of rows differ it is an
-    all_reduce, of which each rank keeps its rows: twice the bytes.
+    Gradient: the rows q of y_r are x_q on every rank r, hence dJ/dx_q = sum_r (rows q of g_r). A
+    reduce_scatter of the gradients computes it. If the ranks pass different numbers of rows, an
+    all_reduce computes it and sends twice the bytes; each rank keeps its own rows.
 
     Args:
-        v: the first dimension may differ between ranks, the others and the dtype must not. One
-            without dimensions counts as one row.
+        v: Variable whose dtype and dimensions except the first are the same on every rank. A
+            variable without dimensions counts as one row.
 
     Returns:
         A new variable of shape ``(sum of first dimensions, *v.shape[1:])``.
@@ -146,21 +147,21 @@ def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
 def all_to_all(
     v: Variable, *, rows: Sequence[int] | None = None, group: ProcessGroup | None = None
 ) -> Variable:
-    """Return what the ranks have for this one: part r of every ``v``, in rank order, on rank r.
+    """Return the parts of all ranks' ``v`` for this rank: rank r gets part r of each ``v``.
 
-    Gradient: y_r holds part r of x_q as its part q, hence part r of dJ/dx_q = part q of g_r: the
-    all_to_all that takes the gradients back.
+    Gradient: part q of y_r is part r of x_q, hence part r of dJ/dx_q = part q of g_r. An all_to_all
+    of the gradients computes it.
 
     Args:
-        v: the dimensions but the first, and the dtype, are the same on every rank.
-        rows: how many rows of ``v`` each rank gets; None: equal parts, of a first dimension that is
-            a multiple of the number of ranks and the same on every rank. All ranks pass it or none.
+        v: Variable whose dtype and dimensions except the first are the same on every rank.
+        rows: Number of rows of ``v`` for each rank, on all ranks or on none. Default: equal parts;
+            the first dimension is then the same everywhere, and a multiple of the number of ranks.
 
     Returns:
-        A new variable of shape ``(number of rows received, *v.shape[1:])``.
+        A new variable of shape ``(number of rows received, *v.shape[1:])``, in rank order.
 
     Raises:
-        ValueError: the first dimension cannot be cut so.
+        ValueError: If the first dimension cannot be divided as ``rows`` requires.
     """
     call = DifferentiableCall("all_to_all", v, group)
 
@@ -175,18 +176,18 @@ def all_to_all(
 def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Return the ``v`` of rank ``root`` on every rank.
 
-    Gradient: y_r = x_root on every rank r, hence dJ/dx_root = sum_r g_r, and 0 for the others:
-    the gradients are reduced to the root.
+    Gradient: y_r = x_root, hence dJ/dx_root = sum_r g_r, and 0 on other ranks. A reduce of the
+    gradients to the root computes it.
 
     Args:
-        v: the same shape and dtype on every rank; the values of the root count alone.
-        root: rank in the group.
+        v: Variable with the same shape and dtype on every rank; only the root's values are used.
+        root: Rank in the group.
 
     Returns:
-        A new variable of the shape of ``v``.
+        A new variable with the shape of ``v``.
 
     Raises:
-        ValueError: ``root`` is no rank of the group.
+        ValueError: If ``root`` is not a rank of the group.
     """
     call = DifferentiableCall("broadcast", v, group)
 
@@ -196,22 +197,22 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
 
     with reject_together(call.group, "functional.broadcast", arrays=[v]):
         root = check_rank(call.group.size, "functional.broadcast", "root", root)
-    # The ranks meet first: from a broadcast the root may return before another rank has raised.
+    # record() is first: in it all ranks wait. The root of a broadcast may return too early.
     result = copy_of(v.data)
     variable = call.record(v, result, vjp=sum_for_root)
     call.group.broadcast(result, root)
     return variable
 
 
-# How many differentiable collectives each group has had: the same number on all of its ranks.
+# Number of differentiable collectives per group, the same on all its ranks.
 _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 
-# The small message ensures that gradients of different results are never added.
+# A small message before each call ensures that gradients of different results are never added.
 class DifferentiableCall(InPasses):
-    """A differentiable collective of ``group`` and of ``v``, numbered as all its ranks number it.
+    """A differentiable collective of ``group`` on ``v``, with the same number on all ranks.
 
-    ``rows`` are numbers that the ranks have exchanged, those of a rank in a row.
+    ``rows`` are numbers that the ranks have exchanged, one row per rank.
     """
 
     def __init__(
@@ -223,8 +224,8 @@ class DifferentiableCall(InPasses):
             self.op = parse_op(f"functional.{verb}", op)
             if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
                 raise ValueError(
-                    f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; if no gradient is "
-                    f"needed, flashlight_py.{verb} takes the others"
+                    f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}. If no gradient is "
+                    f"needed, call flashlight_py.{verb}"
                 )
 
     def record(
@@ -232,44 +233,43 @@ class DifferentiableCall(InPasses):
     ) -> Variable:
         """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
 
-        It has a gradient on all ranks if ``v`` has one on any. Collective, blocking.
+        The variable has a gradient on all ranks if ``v`` has one on any rank. Collective, blocking.
         """
-        table = self._meet(False, v.calc_grad, *rows)
+        table = self._check_same_call(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
         if not any(row[0] for row in table):
             return Variable(result)
-        # A rank that needs no gradient takes part in the backward pass for the others' sake.
+        # A rank that needs no gradient still joins the backward pass, because other ranks need it.
         source = v if v.calc_grad else Variable(v.data, calc_grad=True)
-        return record_in_order(result, (source, functools.partial(self._answer, vjp)))
+        return record_in_order(result, (source, functools.partial(self._differentiate, vjp)))
 
-    def _answer(self, vjp: Callable[[Array], Array], grad: Array) -> Array:
-        self._meet(True)
+    def _differentiate(self, vjp: Callable[[Array], Array], grad: Array) -> Array:
+        self._check_same_call(True)
         return vjp(grad)
 
     def join_failed(self) -> None:
-        """Autograd: a pass fails that has yet to come here, where the other ranks wait."""
-        fail(self.group, sys.exc_info()[1])
+        """Reject this call if a pass fails before it; the other ranks wait in it."""
+        fail_pass(self.group, sys.exc_info()[1])
 
     @as_one
-    def _meet(self, backward: bool, *facts: int) -> list[list[int]]:
-        """Return every rank's ``facts``, one rank a row, if all are where this rank is."""
+    def _check_same_call(self, backward: bool, *facts: int) -> list[list[int]]:
+        """Return the ``facts`` of every rank, one row per rank, if all ranks are at this call."""
         group = self.group
         if not backward:
             self._number = _calls.get(weakref.ref(group), 0) + 1
-        mine = np.array([self._number, backward, *facts], np.int64)
-        table = np.zeros((group.size, mine.size), np.int64)
-        table[group.rank] = mine
-        group.all_reduce(table)  # only this rank's row is not zero: the sum is a gathering
-        if (table[:, :2] != mine[:2]).any():
-            where = [
-                f"rank {rank}: the {'backward' if backward else 'forward'} pass of number {number}"
+        row = np.array([self._number, backward, *facts], np.int64)
+        table = np.zeros((group.size, row.size), np.int64)
+        table[group.rank] = row
+        group.all_reduce(table)  # rows of other ranks are zero, so the sum gathers
+        if (table[:, :2] != row[:2]).any():
+            calls = [
+                f"rank {rank}: call {number} in the {'backward' if backward else 'forward'} pass"
                 for rank, (number, backward) in enumerate(table[:, :2].tolist())
             ]
             raise MismatchError(
-                f"[functional.{self._verb}] rank {group.rank} of {group.size}: the ranks are at "
-                f"different differentiable collectives of this group: {', '.join(where)}. Let "
-                "backward() reach the results of the same calls on every rank, and in the same "
-                "passes; a rank that has no use for a result adds 0 times its sum to the loss"
+                f"[functional.{self._verb}] rank {group.rank} of {group.size}: expected the same "
+                f"differentiable collective on every rank, got {', '.join(calls)}. Use the results "
+                "of the same calls in every rank's loss; add 0 * sum(result) if it is not needed"
             )
         if not backward:
             _calls[weakref.ref(group, _calls.pop)] = self._number
@@ -277,49 +277,50 @@ class DifferentiableCall(InPasses):
 
 
 def require_variable(verb: str, v: object) -> None:
-    """Raise a TypeError for what is no Variable."""
+    """Raise TypeError if ``v`` is not a Variable."""
     if not isinstance(v, Variable):
         raise TypeError(
-            f"functional.{verb} takes a flashlight_py.Variable, got {type(v).__name__}; wrap data "
-            f"in flashlight_py.input, or use flashlight_py.{verb}, which works on arrays"
+            f"functional.{verb}: expected a flashlight_py.Variable, got {type(v).__name__}. Wrap "
+            f"the data in flashlight_py.input, or call flashlight_py.{verb} with an array"
         )
 
 
 def copy_of(array: Array) -> Array:
-    """Return a new array of the same values for a verb to work on in place."""
+    """Return a C-contiguous copy that a verb can change in place."""
     return array_module(array).array(array, order="C")  # type: ignore[no-any-return]
 
 
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
-# The receiver of a message sends the gradient back. Its tag: this bit, the message's tag, and the
-# message's number among those of its tag. So backward passes may run in any order.
+# The receiver of a message sends the gradient back under a separate tag. It consists of this bit,
+# the tag of the message, and the number of the message among messages with this tag. So backward
+# passes may run in any order.
 _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
-# How many messages each group has had, by the verb of their gradients, peer and tag.
+# Number of messages per group, counted by gradient verb, peer and tag.
 _messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
 
 
 def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Send ``v`` to rank ``dst``, which must call :func:`recv`. Blocks as ``fl.send`` does.
 
-    Gradient: rank dst's y = x, hence dJ/dx = g_dst, which ``dst`` sends back in its backward pass.
+    Gradient: y = x on rank dst, hence dJ/dx = g_dst. Rank ``dst`` sends it in its backward pass.
 
     Args:
-        v: any shape and dtype.
-        dst: another rank of the group.
-        tag: from 0 to 32767; ``dst`` must ask for it.
+        v: Variable of any shape and dtype.
+        dst: Another rank of the group.
+        tag: Number from 0 to 32767. ``dst`` must pass the same tag.
 
     Returns:
-        A token: a variable of no dimensions with the value 0. Its backward pass blocks until the
-        gradient arrives, so ``backward()`` must reach it: call ``token.backward()``, or add it to
-        this rank's loss where there is one. The gradient is what ``dst`` sends, whatever the
-        token is multiplied by. If ``v`` needs no gradient, the token has none either, and ``dst``
-        must run no backward pass, or use :func:`flashlight_py.recv`.
+        A token: a variable without dimensions and with the value 0. Its backward pass blocks until
+            the gradient arrives, so ``backward()`` must reach the token. Call ``token.backward()``,
+            or add the token to this rank's loss. A factor on the token does not change the gradient
+            of ``v``. If ``v`` needs no gradient, the token has none, and ``dst`` must not run a
+            backward pass. ``dst`` can then use :func:`flashlight_py.recv`.
 
     Raises:
-        ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
+        ValueError: If ``dst`` is this rank or not in the group, or ``tag`` is out of range.
     """
     group = group_or_world(group)
     tag = _checked_tag("send", tag)
@@ -328,74 +329,74 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
     array = v.data
     group.send(array, dst, tag)
     xp, dtype = array_module(array), array.dtype
-    room = functools.partial(xp.empty, array.shape, dtype)  # made when the gradient arrives
-    answer = _Answer(group, RECV, dst, tag)
+    allocate = functools.partial(xp.empty, array.shape, dtype)  # when the gradient arrives
+    message = _GradientMessage(group, RECV, dst, tag)
     token = xp.zeros((), dtype if is_floating(dtype) else np.float32)
-    return record_in_order(token, (v, functools.partial(answer.receive, room)))
+    return record_in_order(token, (v, functools.partial(message.receive, allocate)))
 
 
 def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
-    """Return what rank ``src`` sends under ``tag`` by :func:`send`. Blocks.
+    """Return the variable that rank ``src`` sends with :func:`send` under ``tag``. Blocks.
 
-    Gradient: y = x of rank src, hence dJ/dx = g: the gradient is sent back to ``src``, blocking
-    until that runs the backward pass of its token.
+    Gradient: y = x of rank src, hence dJ/dx = g. The backward pass sends the gradient to ``src``
+    and blocks until ``src`` runs the backward pass of its token.
 
     Args:
-        like: a variable or an array of the shape and dtype that is sent, also on a GPU; or the
-            shape and the dtype, as a tuple.
-        src: another rank of the group.
-        tag: from 0 to 32767.
+        like: Variable or array with the shape, dtype and device of the message, or a tuple of shape
+            and dtype.
+        src: Another rank of the group.
+        tag: Number from 0 to 32767.
 
     Returns:
-        A new variable; with a gradient where its dtype is a real floating one.
+        A new variable. It has a gradient if its dtype is a real floating dtype.
 
     Raises:
-        TypeError: ``like`` is none of these, or as :func:`flashlight_py.recv`.
-        ValueError: ``src`` is no other rank of the group, or ``tag`` is out of range.
-        MismatchError: ``src`` sends another shape or dtype; raised on both.
+        TypeError: If ``like`` has another type, or as :func:`flashlight_py.recv`.
+        ValueError: If ``src`` is this rank or not in the group, or ``tag`` is out of range.
+        MismatchError: If ``src`` sends another shape or dtype. Both ranks raise.
     """
     group = group_or_world(group)
     tag = _checked_tag("recv", tag)
     with reject_together(group, "functional.recv", [P2POp("recv", like, src, tag)], [like]):
         array = _receive(group, like, src, tag)
-    answer = _Answer(group, SEND, src, tag)
+    message = _GradientMessage(group, SEND, src, tag)
     if not is_floating(array.dtype):
         return Variable(array)
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
-    return record_in_order(array, (source, functools.partial(answer.send, source.data)))
+    return record_in_order(array, (source, functools.partial(message.send, source.data)))
 
 
 def _checked_tag(verb: str, tag: int) -> int:
     number = as_integer(tag)
     if number is None or not 0 <= number < _TAGS:
         raise ValueError(
-            f"functional.{verb}: tag must be an integer from 0 to {_TAGS - 1} (the others belong "
-            f"to gradients), got {tag!r}"
+            f"functional.{verb}: tag must be an integer from 0 to {_TAGS - 1} (larger tags are "
+            f"reserved for gradients), got {tag!r}"
         )
     return number
 
 
-class _Answer(InPasses):
-    """The gradient of the message that was just sent or received, and its tag."""
+class _GradientMessage(InPasses):
+    """Transfer of the gradient of the last sent or received message, with its tag."""
 
     def __init__(self, group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
         self._group, self._verb, self._peer = group, verb, peer
         self._tag = 0
-        self._is_begun = False  # in this pass
+        self._has_started = False  # in this pass
         self._count(tag)
 
-    def receive(self, room: Callable[[], Array], _: Array) -> Array:
+    def receive(self, allocate: Callable[[], Array], _: Array) -> Array:
         """Return the gradient that the peer sends. Blocks."""
-        return self._travel(room())
+        return self._transfer(allocate())
 
     def send(self, below: Array, grad: Array) -> Array:
-        """Send ``grad`` to the peer, blocking; return ``below``: this rank has nothing there."""
-        self._travel(grad)
+        """Send ``grad`` to the peer and return the zero ``below``. Blocks."""
+        self._transfer(grad)
         return below
 
     def join_failed(self) -> None:
-        """Autograd: a pass fails that has yet to come here, where the other rank waits."""
-        if not self._is_begun:
+        """Reject this message if a pass fails before it; the peer waits for it."""
+        if not self._has_started:
             refuse_message(self._group, self._verb, self._peer, self._tag)
 
     @as_one
@@ -406,23 +407,22 @@ class _Answer(InPasses):
         counts[key] += 1
 
     @as_one
-    def _travel(self, grad: Array) -> Array:
-        self._is_begun = True
-        travel = self._group.recv if self._verb is RECV else self._group.send
-        travel(grad, self._peer, self._tag)
-        self._is_begun = False
+    def _transfer(self, grad: Array) -> Array:
+        self._has_started = True
+        transfer = self._group.recv if self._verb is RECV else self._group.send
+        transfer(grad, self._peer, self._tag)
+        self._has_started = False
         return grad
 
 
 @as_one
 def _receive(group: ProcessGroup, like: Any, src: int, tag: int) -> Array:
-    """Receive into a new array."""
     if isinstance(like, tuple) and len(like) == 2:
         return group.recv(np.empty(*like), src, tag)
     array = like.data if isinstance(like, Variable) else like
     if not isinstance(array, np.ndarray) and not is_cupy(array):
         raise TypeError(
-            "functional.recv needs a variable or an array like what arrives, or a tuple "
-            f"(shape, dtype); got {type(like).__name__}"
+            "functional.recv: expected a Variable, an array or a tuple (shape, dtype), got "
+            f"{type(like).__name__}. Pass the shape and dtype of the message"
         )
     return group.recv(array_module(array).empty(array.shape, array.dtype), src, tag)

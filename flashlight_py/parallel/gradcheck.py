@@ -1,4 +1,4 @@
-"""Gradients against central differences, where a rank's input changes the other ranks' losses."""
+"""Check of gradients against central differences, for functions that communicate between ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from flashlight_py.autograd.gradcheck import central_difference, difference
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import group_or_world, in_step
-from flashlight_py.parallel.agreement import of_all_ranks
+from flashlight_py.parallel.agreement import gather_json
 
 
 @in_step()
@@ -21,29 +21,30 @@ def gradcheck_over_ranks(
     tolerance: float = 1e-6,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Compare the gradients of J, the sum of all ranks' losses, with central differences, or raise.
+    """Compare the gradients of J, the sum of all ranks' losses, with central differences.
 
-    For functions made of ``fl.functional``, and small arrays, which are copied. A rank's loss is
-    the sum of its result, weighted with fixed numbers of its own. Collective, blocking.
+    It is meant for functions that use ``fl.functional``, and for small arrays, which are copied. A
+    rank's loss is the sum of its result, weighted by fixed numbers of the rank. Collective,
+    blocking.
 
     Args:
-        function: takes one variable per array, and may differ between ranks, as long as their
-            collectives meet; smooth within ``step``.
-        arrays: float64 arrays of this rank at which to check; of any shapes, also none.
-        step: how far to move an element.
-        tolerance: largest allowed difference, relative to 1 or to the larger gradient.
-        group: the process group, default the world.
+        function: Function of one variable per array, smooth within ``step``. Ranks may pass
+            different functions that make the same collective calls.
+        arrays: float64 arrays of this rank, of any shapes. May be empty.
+        step: Change of an element for the difference.
+        tolerance: Largest allowed difference, relative to the larger gradient or 1.
+        group: Process group. Default: the world.
 
     Raises:
-        TypeError: an array is not float64, too coarse a dtype for differences.
-        AssertionError: a gradient differs, on any rank; raised on every rank; names the rank, the
-            input, the element and both numbers.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If an array is not float64; other dtypes are too coarse for differences.
+        AssertionError: If a gradient differs on any rank. Every rank raises, with rank, input,
+            element and both numbers.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     for array in arrays:
         if array.dtype != "float64":
             raise TypeError(
-                f"gradcheck_over_ranks needs float64 arrays, got {array.dtype}; cast them first"
+                f"gradcheck_over_ranks: expected float64 arrays, got {array.dtype}. Cast them"
             )
     group = group_or_world(group)
     variables = [param(array.copy()) for array in arrays]
@@ -56,23 +57,23 @@ def gradcheck_over_ranks(
     def objective() -> float:
         return float(group.all_reduce(np.array(loss().scalar())))
 
-    own = loss()
-    if own.calc_grad:
-        own.backward()
-    cells = [(at, element) for at, each in enumerate(variables) for element in range(each.size)]
+    own_loss = loss()
+    if own_loss.calc_grad:
+        own_loss.backward()
+    cells = [(at, element) for at, x in enumerate(variables) for element in range(x.size)]
     problem = ""
-    # All ranks take their turns: each computes while another one moves its elements.
+    # One rank after the other changes its elements, and all ranks compute the objective.
     for owner, count in enumerate(group.all_gather(np.array([len(cells)])).tolist()):
         for number in range(count):
             if owner != group.rank:
                 central_difference(objective, np.zeros(1), 0, step)
                 continue
             at, element = cells[number]
-            flat = variables[at].data.reshape(-1)  # a view: the copy that was made is contiguous
+            flat = variables[at].data.reshape(-1)  # a view, because the copy is contiguous
             slope = central_difference(objective, flat, element, step)
-            grad = variables[at].grad  # zeros where it is missing
-            found = 0.0 if grad is None else float(grad.reshape(-1)[element])
-            problem = problem or difference(at, element, found, slope, tolerance)
-    problems = enumerate(of_all_ranks(problem, group))
+            grad = variables[at].grad  # None counts as zeros
+            gradient = 0.0 if grad is None else float(grad.reshape(-1)[element])
+            problem = problem or difference(at, element, gradient, slope, tolerance)
+    problems = enumerate(gather_json(problem, group))
     if texts := [f"rank {rank}: {text}" for rank, text in problems if text]:
         raise AssertionError(f"gradcheck_over_ranks: {'; '.join(texts)}")

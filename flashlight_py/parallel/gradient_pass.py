@@ -1,14 +1,14 @@
-"""One pass in which ranks add up gradients: in a fixed order, while the backward pass goes on.
+"""Sum of gradients over the ranks, in a fixed order, during a backward pass.
 
-Ranks may finish their gradients in different orders, or not have some at all; the sequence that is
-sent must be the same everywhere. So gradients are cut into units by a plan that all ranks share,
-and a unit that is complete waits until those before it were given. Gradients that no hook has
-completed are given when all is computed; then the pass waits for the sums.
+Ranks may complete gradients in different orders or lack some, but every rank must send the same
+sequence. So a plan that all ranks share divides the gradients into buckets. A complete bucket waits
+until all earlier buckets have been sent. After the computation, the remaining buckets are sent, and
+the pass waits for the sums.
 
-The kinds of passes differ in what a unit is and where its sum goes: reduced in place
-(``data_parallel``), into the memory of a host (``sharder``), scattered to the ranks
-(``gathered_shards``), into a tree of leaves (``leaf_sync``), or to what a network of distributions
-learns (``tagi``).
+Subclasses define the buckets and the use of the sums. ``data_parallel`` reduces buckets in place,
+``sharder`` into memory shared by the ranks of a host, and ``gathered_shards`` scatters sums to the
+ranks. ``leaf_sync`` adds leaves in the order of a tree. ``tagi`` sums the updates of means and
+variances.
 """
 
 import abc
@@ -29,152 +29,150 @@ from flashlight_py.distributed import ProcessGroup, Reducer, all_reduce, shared_
 from flashlight_py.distributed.internal import group_or_world, reduce_all, scale_in_place
 from flashlight_py.errors import DistributedError, OutOfMemoryError
 from flashlight_py.nn import Module
-from flashlight_py.parallel.failing import end_together, fail
+from flashlight_py.parallel.failing import end_together, fail_pass
 from flashlight_py.structure import HoldsState, changed, count
 
-_turns = itertools.count(1)  # in the order in which all ranks make them
+_positions = itertools.count(1)  # in the order of creation, the same on all ranks
 
 
-class Unit(HoldsState):
-    """Gradients that travel together; ``pending`` of them are not complete in this pass."""
+class PassBucket(HoldsState):
+    """Gradients that are sent together; ``pending`` of them are incomplete in this pass."""
 
     def __init__(self, params: Sequence[Variable], parts: int | None = None) -> None:
         self.params = params
         self.parts = self.pending = len(params) if parts is None else parts
 
 
-AnyUnit = TypeVar("AnyUnit", bound=Unit)
+AnyBucket = TypeVar("AnyBucket", bound=PassBucket)
 
 
-class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
-    """A sum over the ranks in every backward pass, in which ranks without data can join.
+class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
+    """A sum over the ranks in every backward pass, which ranks without data can join.
 
-    ``weigh(first)``, where it is set, says before each unit is given what to multiply it by;
-    ``first``: it begins a pass. A weight of 0: nothing of this rank was used. ``enabled``: not
-    within ``no_sync``. ``ignored``: names of the module's parameters and buffers that are each
-    rank's own.
+    If ``weigh`` is set, ``weigh(first)`` returns the factor of the next bucket; ``first`` is True
+    for the first bucket of a pass. The factor 0 means that this rank used no parameter. ``enabled``
+    is False within ``no_sync``. ``ignored`` are names of parameters and buffers that are not
+    synchronised.
     """
 
-    averages = True  # over the ranks
-    ends_with_message = True  # which ranks wait for after that of the last unit
-    is_shared = False  # the optimizer's state, between ranks
-    not_joined = ""  # why there is no ``join``
-    leaves = 0  # of a global batch, whose gradients are added up one by one; 0: it is not cut
+    averages = True  # the sum is a mean over the ranks
+    ends_with_message = True  # ranks wait for a message after the last bucket
+    is_shared = False  # ranks share the state of the optimizer
+    not_joined = ""  # reason why ``join`` is not supported
+    leaves = 0  # number of leaves of a global batch; 0 without leaves
 
-    def __init__(self, reducer: Reducer, units: Iterable[AnyUnit]) -> None:
+    def __init__(self, reducer: Reducer, buckets: Iterable[AnyBucket]) -> None:
         self.reducer = reducer
         self.weigh: Callable[[bool], float] | None = None
         self.ignored: frozenset[str] = frozenset()
         self.enabled = True
-        self._turn = next(_turns)  # among what a pass has, on all ranks
-        self._units = list(units)
-        self._params = [param for unit in self._units for param in unit.params]
-        self._unused: set[Variable] = set()  # of those that were given in this pass
-        self._given = 0  # units, in this pass
+        self._position = next(_positions)  # among the operations at the end of a backward pass
+        self._buckets = list(buckets)
+        self._params = [param for bucket in self._buckets for param in bucket.params]
+        self._unused: set[Variable] = set()  # parameters of sent buckets without a gradient
+        self._sent = 0  # number of buckets in this pass
         self._running = False
-        self._has_failed = False  # the pass, on this rank
-        self._ends_together = False  # as all ranks do
+        self._has_failed = False  # on this rank, in this pass
+        self._ends_together = False  # on all ranks, by end_together()
         self._module: Callable[[], Module | None] = lambda: None
-        self._known: set[Variable] = set()
-        self._strangers: dict[str, Variable] = {}  # parameters whose gradients nobody would reduce
-        self._structure = self._pending = 0  # when these were found; gradients that did not come
+        self._known_params: set[Variable] = set()
+        self._new_params: dict[str, Variable] = {}  # parameters that no bucket contains
+        self._structure = self._pending = 0  # at the last search for new parameters
 
-    def install(self) -> None:
-        """Have the parameters report their gradients here."""
-        for unit in self._units:
-            for param in unit.params:
-                param.register_grad_hook(functools.partial(self._on_ready, unit))
+    def register_hooks(self) -> None:
+        """Set the gradient hooks of the parameters."""
+        for bucket in self._buckets:
+            for param in bucket.params:
+                param.register_grad_hook(functools.partial(self._on_ready, bucket))
 
     def detach(self) -> None:
-        """Let go of the parameters, but of those that have another hook since."""
-        for param in (*self._params, *self._strangers.values()):
+        """Clear the gradient hooks and buffers of parameters that have no other hook."""
+        for param in (*self._params, *self._new_params.values()):
             if _owner_of(param) is self:
                 param.clear_grad_hook()
                 param.grad_buffer = None
-        self._module, self._strangers = (lambda: None), {}
+        self._module, self._new_params = (lambda: None), {}
 
     def watch(self, module: Module) -> None:
-        """Raise in a pass that uses parameters that ``module`` does not have now."""
+        """Make later passes raise if they use parameters that ``module`` does not have now."""
         named = module.named_params().items()
-        self._known = {param for name, param in named if param.calc_grad or name in self.ignored}
+        self._known_params = {p for name, p in named if p.calc_grad or name in self.ignored}
         self._module, self._structure = weakref.ref(module), int(count[0])
-        here: weakref.ref[InPasses] = weakref.ref(self, watching.remove)
-        watching.append(here)
+        reference: weakref.ref[InPasses] = weakref.ref(self, watching.remove)
+        watching.append(reference)
 
     def on_begin(self) -> None:
-        """Autograd: a pass begins, perhaps of other modules."""
+        """Search for new parameters at the begin of any backward pass; see ``InPasses``."""
         if count[0] != self._structure:
-            self._find_strangers()
+            self._find_new_params()
 
-    def _find_strangers(self) -> None:
+    def _find_new_params(self) -> None:
         module, self._structure = self._module(), int(count[0])
         named = {} if module is None else module.named_params()
-        new = {n: p for n, p in named.items() if p.calc_grad and p not in self._known}
-        self._strangers = {n: p for n, p in new.items() if _owner_of(p) in (None, self)}
-        for param in self._strangers.values():
+        new = {n: p for n, p in named.items() if p.calc_grad and p not in self._known_params}
+        self._new_params = {n: p for n, p in new.items() if _owner_of(p) in (None, self)}
+        for param in self._new_params.values():
             if param.hook is None:
-                param.register_grad_hook(functools.partial(self._on_stranger))
+                param.register_grad_hook(functools.partial(self._on_new_param))
 
-    def _on_stranger(self, _: object) -> None:
-        """Autograd: the gradient of such a parameter is complete."""
+    def _on_new_param(self, _: object) -> None:
+        """Begin the pass for a new parameter, so that all ranks raise at its end."""
         if self.enabled and not self._running:
-            self._begin()  # all ranks are to know
+            self._begin()
 
     def _check_params(self) -> None:
-        pending = sum(unit.pending for unit in self._units)
+        pending = sum(bucket.pending for bucket in self._buckets)
         if pending != self._pending:  # a parameter in a list may have been replaced
-            self._find_strangers()
-        if self._strangers:
+            self._find_new_params()
+        if self._new_params:
             raise ValueError(
-                f"backward: parameter {next(iter(self._strangers))!r} was assigned, added or "
-                "unfrozen after the module was distributed, and its gradient would not be reduced "
-                "over the ranks; distribute the module again (distribute_module_grads or "
-                "fully_shard), and make a new optimizer"
+                f"backward: expected distributed parameters, got {next(iter(self._new_params))!r}, "
+                "which was assigned, added or unfrozen later. Call distribute_module_grads or "
+                "fully_shard again, and make a new optimizer"
             )
         self._pending = pending
 
-    def _on_ready(self, unit: AnyUnit, _: object = None) -> None:
-        """Autograd: the gradient of one of the unit's parameters is complete."""
+    def _on_ready(self, bucket: AnyBucket, _: object = None) -> None:
+        """Send buckets that are complete; the gradient hook of each parameter."""
         if not self.enabled:
             return
         if not self._running:
             self._begin()
-        unit.pending -= 1
-        if unit.pending:
+        bucket.pending -= 1
+        if bucket.pending:
             return
-        units = self._units
-        while self._given < len(units) and not units[self._given].pending:
-            self._give_next()
+        buckets = self._buckets
+        while self._sent < len(buckets) and not buckets[self._sent].pending:
+            self._send_next()
 
     def _begin(self) -> None:
-        self._enter()
+        self._prepare()
         self._join()
 
     def _join(self) -> None:
         self._running = True
-        at_end(self._on_walked, 0)
-        at_end(self._on_end, self._turn)
+        at_end(self._on_computed, 0)
+        at_end(self._on_end, self._position)
 
     def join_failed(self) -> None:
         if self.enabled and not self._running:
             self._begin()
 
-    def _on_walked(self, completed: bool) -> None:
-        """Autograd: all is computed. Give what is left, before anything waits for its sums."""
+    def _on_computed(self, completed: bool) -> None:
+        """Send the remaining buckets after the computation, before anything waits."""
         try:
             if completed:
                 self._check_params()
-                self._give_rest()
+                self._send_remaining()
         except BaseException:
             completed = False
             raise
         finally:
-            # Else all was sent before, and is right.
-            if not completed and (self.ends_with_message or self._given < len(self._units)):
+            # Otherwise all buckets were sent before, and the sums are right.
+            if not completed and (self.ends_with_message or self._sent < len(self._buckets)):
                 self.fail()
 
     def _on_end(self, completed: bool) -> None:
-        """Autograd: the pass is over. Wait for everything."""
         is_right = False
         try:
             if not self._has_failed:
@@ -185,133 +183,130 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
                 self.fail()
             raise
         finally:
-            if not is_right:  # ranks would have different parts of the gradients
-                self._forget()
+            if not is_right:  # ranks may hold different parts of the gradients
+                self._clear_gradients()
             try:
                 if self._has_failed:
                     self.end_failed()
             finally:
                 self._reset()
 
-    def _give_rest(self) -> None:
-        while self._given < len(self._units):
-            self._give_next()
+    def _send_remaining(self) -> None:
+        while self._sent < len(self._buckets):
+            self._send_next()
 
-    def _give_next(self) -> None:
-        self._give(self._units[self._given], self._next_weight())
-        self._given += 1
+    def _send_next(self) -> None:
+        self._send_bucket(self._buckets[self._sent], self._next_weight())
+        self._sent += 1
 
     def _next_weight(self) -> float:
-        return 1.0 if self.weigh is None else self.weigh(self._given == 0)
+        return 1.0 if self.weigh is None else self.weigh(self._sent == 0)
 
-    def _used_here(self) -> list[bool]:
-        """Return which parameters this rank has used in this pass."""
+    def _used_params(self) -> list[bool]:
         return [param not in self._unused for param in self._params]
 
     def _reset(self) -> None:
-        """Be as before the pass."""
-        for unit in self._units:
-            unit.pending = unit.parts
-        self._given, self._running = 0, False
+        for bucket in self._buckets:
+            bucket.pending = bucket.parts
+        self._sent, self._running = 0, False
         self._unused.clear()
 
-    def _forget(self) -> None:
+    def _clear_gradients(self) -> None:
         for param in self._params:
             param.grad = None
 
     def fail(self) -> None:
-        """Let the pass that an exception ends here fail on all ranks."""
+        """Make the pass that the current exception ends fail on all ranks."""
         self._has_failed = True
-        self._ends_together = fail(self._all, sys.exc_info()[1], self._sent_next())
+        self._ends_together = fail_pass(self._members, sys.exc_info()[1], self._next_arrays())
 
     def end_failed(self) -> None:
-        """End a pass that has failed; blocks until all ranks have got there."""
+        """End a failed pass. Blocks until all ranks have ended it."""
         together, self._has_failed, self._ends_together = self._ends_together, False, False
         self.reducer.abandon()
         if together:
-            end_together(self._all)
+            end_together(self._members)
 
     @property
-    def _all(self) -> ProcessGroup:
-        """The ranks."""
+    def _members(self) -> ProcessGroup:
         return group_or_world(self.reducer.group)
 
-    def check(self, what: str) -> None:
-        """Refuse ``what`` where a rank has ended in the middle of a step."""
+    def check(self, operation: str) -> None:
+        """Raise an error for ``operation`` if a rank has ended in the middle of a step."""
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return what this rank's own pass counts, where ``training`` of ``ranks`` have data.
+        """Return the weight of this rank's pass, if ``training`` of ``ranks`` have data.
 
-        That is its share of the samples, relative to the mean.
+        The weight is the rank's number of samples, relative to the mean over all ranks.
         """
         if not self.averages:
             return 1.0
         return samples * ranks / all_samples if all_samples else 0.0
 
-    def give_zeros(self) -> None:
-        """Take part in a pass of the other ranks: the sums become what they get. Blocks."""
+    def send_zeros(self) -> None:
+        """Join a pass of the other ranks with zeros, and receive the sums. Blocks."""
         try:
-            self._enter()
-            for unit in self._units:
-                self._give(unit, 0.0)
+            self._prepare()
+            for bucket in self._buckets:
+                self._send_bucket(bucket, 0.0)
             self._finish()
         finally:
             self._reset()
 
-    def _enter(self) -> None:
-        """Do what comes before the first unit of a pass."""
+    def _prepare(self) -> None:
+        """Prepare a pass, before its first bucket."""
 
     @abc.abstractmethod
-    def _give(self, unit: AnyUnit, weight: float) -> None:
-        """Send ``unit``, times ``weight``."""
+    def _send_bucket(self, bucket: AnyBucket, weight: float) -> None:
+        """Send ``bucket`` multiplied by ``weight``."""
 
     @abc.abstractmethod
     def _finish(self) -> None:
-        """Wait for the sums; parameters that no rank used have no gradient then."""
+        """Wait for the sums, and set the gradients of parameters that no rank used to None."""
 
-    def _sent_next(self) -> Iterable[Array]:
-        """Return arrays such as those that the others wait for, if the pass fails here."""
+    def _next_arrays(self) -> Iterable[Array]:
+        """Return arrays like the next message, for which the other ranks wait."""
         return ()
 
 
 def weigh_in_place(array: Array, weight: float) -> None:
-    """Multiply by ``weight``; 0 makes zeros of anything."""
+    """Multiply by ``weight``, in place. A weight of 0 also replaces NaN by 0."""
     if not weight:
-        array[...] = 0  # a batch of no samples may have nan for its mean
+        array[...] = 0  # the mean over a batch without samples is NaN
     elif weight != 1.0:
         scale_in_place(array, weight)
 
 
 def gradient_of(param: Variable) -> Array:
-    """Return the gradient; zeros take the place of one that this rank did not compute."""
+    """Return the gradient of ``param``; set it to zeros if this rank computed none."""
     if param.grad is None:
         param.grad = array_module(param.data).zeros_like(param.data)
     elif not param.grad.shape or param.grad.dtype != param.dtype:
-        # NumPy's result of an array without dimensions is a scalar.
+        # NumPy operations on arrays without dimensions return scalars.
         param.grad = array_module(param.grad).asarray(param.grad, param.dtype)
     return param.grad
 
 
 def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[bool]:
-    """Return for each parameter whether a rank used it. Collective, blocking."""
+    """Return for each parameter whether any rank used it. Collective, blocking."""
     flags = np.array([*used], np.int32)
     all_reduce(flags, op="max", group=group)
     return [bool(flag) for flag in flags.tolist()]
 
 
 def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | None) -> None:
-    """Sum the gradients that any rank has, times ``scale``, in place. Collective, blocking."""
+    """Sum the gradients that exist on any rank, times ``scale``, in place. Collective, blocking."""
     used = used_on_any_rank((param.grad is not None for param in params), group)
-    there = itertools.compress(params, used)
-    reduce_all([gradient_of(param) for param in there], scale, group)
+    used_params = itertools.compress(params, used)
+    reduce_all([gradient_of(param) for param in used_params], scale, group)
 
 
 def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Array:
-    """Return zeros in memory that collectives reduce where it is. Collective, blocking."""
+    """Return zeros in memory that collectives reduce without a copy. Collective, blocking."""
     try:
         flat = shared_empty(size, dtype, group=group)
     except MemoryError as error:
-        raise OutOfMemoryError(f"buckets of gradients cannot be made: {error}") from error
+        raise OutOfMemoryError(f"gradient buckets cannot be allocated: {error}") from error
     flat[...] = 0
     return flat
 
@@ -319,12 +314,12 @@ def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Arr
 _passes: weakref.WeakKeyDictionary[Module, GradientPass[Any]] = weakref.WeakKeyDictionary()
 
 
-def install(
+def install_pass(
     module: Module,
     sync: GradientPass[Any],
     before_forward: Callable[[GradientPass[Any], Module], None] | None = None,
 ) -> None:
-    """Let ``sync`` be found for ``module`` from now on, and ``before_forward`` be called."""
+    """Register ``sync`` for ``module``, and set ``Module.before_forward`` if passed."""
     _passes[module] = sync
     changed()
     sync.watch(module)
@@ -332,8 +327,8 @@ def install(
         module.before_forward = functools.partial(before_forward, sync)
 
 
-def release(module: Module) -> None:
-    """Undo what was installed for ``module``, if anything was."""
+def drop_pass(module: Module) -> None:
+    """Undo ``install_pass`` if it was called for ``module``."""
     sync = _passes.pop(module, None)
     if sync is not None:
         sync.detach()
@@ -342,19 +337,19 @@ def release(module: Module) -> None:
 
 
 def pass_of(module: Module) -> GradientPass[Any] | None:
-    """Return the pass that was installed for ``module``."""
+    """Return the pass that was installed for ``module``, or None."""
     return _passes.get(module)
 
 
 def ranks_of(arguments: Mapping[str, Any]) -> ProcessGroup:
-    """Return the ranks that train the argument ``module``; the world if nothing was installed."""
+    """Return the group that trains the argument ``module``; the world if no pass is installed."""
     module = arguments.get("module")
     sync = pass_of(module) if isinstance(module, Module) else getattr(module, "sync", None)
     return group_or_world(sync.reducer.group if isinstance(sync, GradientPass) else None)
 
 
-def gradient_sync_of(module: Module, caller: str) -> GradientPass[Any]:
-    """Return what was installed; a ValueError for ``caller`` if nothing, or leaf by leaf."""
+def require_gradient_pass(module: Module, caller: str) -> GradientPass[Any]:
+    """Return the pass of ``module``; raise ValueError if there is none or it uses leaves."""
     sync = pass_of(module)
     if sync is None:
         raise ValueError(
@@ -362,19 +357,19 @@ def gradient_sync_of(module: Module, caller: str) -> GradientPass[Any]:
         )
     if sync.leaves:
         raise ValueError(
-            f"{caller}: the module was distributed with leaves={sync.leaves}, and one loop over "
-            "fl.leaves computes its gradients. Do not accumulate gradients: pass the same larger "
-            "global batch on every rank"
+            f"{caller}: expected a module without leaves, got one distributed with "
+            f"leaves={sync.leaves}. Pass a larger global batch to fl.leaves instead of "
+            "accumulating gradients"
         )
     return sync
 
 
 def is_synchronised(param: Variable) -> bool:
-    """Return whether the gradient of ``param`` is reduced over the ranks by itself."""
+    """Return whether a backward pass reduces the gradient of ``param`` over the ranks."""
     return isinstance(_owner_of(param), GradientPass)
 
 
 def _owner_of(param: Variable) -> object:
-    """Return the object whose method is the hook of ``param``, if it is one."""
+    """Return the object whose method is the gradient hook of ``param``, or None."""
     owner = param.hook.func if isinstance(param.hook, functools.partial) else None
     return getattr(owner, "__self__", None)

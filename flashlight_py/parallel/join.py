@@ -1,9 +1,9 @@
-"""Training on unequal numbers of batches: a rank that has run out takes part with zeros.
+"""Training with different numbers of batches per rank: a rank without data joins with zeros.
 
-In every synchronised backward pass the ranks first add up two numbers: how many samples they have
-in this pass, and how many of them still train. A rank whose loop has ended answers with two zeros;
-as long as somebody trains, it contributes zeros to the reductions of that pass too. So nobody
-waits for a rank without data, and it knows, without any further message, when all have ended.
+In every synchronised backward pass, the ranks first add up two numbers: their number of samples in
+this pass, and the number of ranks that still train. A rank whose loop has ended sends two zeros.
+While any rank trains, it also adds zeros to the reductions of the pass. So no rank waits for a rank
+without data, and each rank knows without further messages when all loops have ended.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ from flashlight_py.distributed.internal import check_integer
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.parallel.gradient_pass import GradientPass, gradient_sync_of, ranks_of
+from flashlight_py.parallel.gradient_pass import GradientPass, ranks_of, require_gradient_pass
 from flashlight_py.parallel.synchronize import give_state, synchronize
 from flashlight_py.structure import changed
 
 
 class Trained(Protocol):
-    """A network, not of modules, that ranks train together: a ``fl.tagi.DDPSequential``."""
+    """A network that ranks train together but that is not a Module: ``fl.tagi.DDPSequential``."""
 
     sync: GradientPass[Any]
 
     def synchronize(self, root: int = 0) -> object:
-        """Give all ranks what ``root`` has. Collective, blocking."""
+        """Copy the values of rank ``root`` to all ranks. Collective, blocking."""
 
 
-# Owners of a ``GradientPass`` can join: modules by their gradients, TAGI networks by their sums.
+# Owners of a ``GradientPass`` can join: modules and TAGI networks.
 class Joined:
-    """The object that :func:`flashlight_py.join` yields to the body of its ``with``."""
+    """The object that ``with fl.join(module) as joined`` returns."""
 
     def __init__(self, sync: GradientPass[Any], group: ProcessGroup) -> None:
         self._sync = sync
@@ -41,28 +41,28 @@ class Joined:
         self._count = 1
         self._counting = False  # whether count() was called since the last synchronised pass
         self._weight = 1.0
-        self._lasts = True  # whether every pass was this rank's own as well
+        self._had_data_in_every_pass = True  # whether this rank had data in every pass
 
     def count(self, samples: SupportsIndex) -> None:
-        """Set how many samples the gradients of the next backward pass are of.
+        """Set the number of samples of the next backward pass, its weight in the average.
 
-        They weigh so much in the average. It holds until the next call; without any, every pass
-        counts 1. Between two synchronised passes (in ``no_sync``) the numbers add up. Sends
+        The number holds until the next call. Without a call, every pass has the weight 1. Between
+        two synchronised passes (in ``no_sync``) the numbers of several calls are added. Sends
         nothing.
 
         Args:
-            samples: a whole number, at least 0; with 0 this rank's gradients are left out.
+            samples: Integer, at least 0. With 0, this rank's gradients are ignored.
 
         Raises:
-            TypeError: ``samples`` is no whole number.
-            ValueError: it is negative.
+            TypeError: If ``samples`` is not an integer.
+            ValueError: If ``samples`` is negative.
         """
         number = check_integer("join: count", "samples", samples)
         self._count = self._count + number if self._counting else number
         self._counting = True
 
     def _weigh(self, first: bool) -> float:
-        """Return what gradients of this rank's own pass count before they are added up."""
+        """Return the factor of this rank's gradients before they are added."""
         if first:
             total, training = self._add_up(self._count, 1)
             self._weight = self._sync.weight(self._count, total, training, self._group.size)
@@ -70,24 +70,24 @@ class Joined:
         return self._weight
 
     def _add_up(self, samples: int, training: int) -> tuple[int, int]:
-        """Return the sums over all ranks; of a kind and shape that no gradient has."""
+        """Return both sums over all ranks. No gradient has the dtype and shape of this message."""
         message = np.array([[samples, training]], np.int64)
         ((all_samples, trained),) = all_reduce(message, group=self._sync.reducer.group).tolist()
         return all_samples, trained
 
-    def _take_part_until_all_have_ended(self) -> None:
+    def _send_zeros_until_all_have_ended(self) -> None:
         rank, size = self._group.rank, self._group.size
         try:
             while self._add_up(0, 0)[1]:
-                self._lasts = False
-                self._sync.give_zeros()
+                self._had_data_in_every_pass = False
+                self._sync.send_zeros()
         except MismatchError as error:
             self._sync.fail()
             self._sync.end_failed()
             raise MismatchError(
-                f"join: rank {rank} of {size} has run out of data and takes part in the backward "
-                "passes of one module alone; another rank called something else. Keep other "
-                f"collectives out of the body of join, and use join on every rank ({error})"
+                f"join: rank {rank} of {size} has no more data and expected backward passes of "
+                f"the joined module, got another call ({error}). Use join on every rank, and call "
+                "no other collectives in its body"
             ) from error
 
 
@@ -98,44 +98,46 @@ _open: list[Joined] = []
 def join(
     module: Module | Trained, optimizer: FirstOrderOptimizer | None = None
 ) -> Iterator[Joined]:
-    """Within the context, ranks may run different numbers of backward passes, also none at all.
+    """Within the context, ranks may run different numbers of backward passes, also zero.
 
     ``with fl.join(module) as joined:`` encloses the loop over a rank's batches. A rank whose loop
-    has ended waits at the end of the ``with`` and adds zeros to the reductions of the other ranks
+    has ended waits at the end of the ``with``. It adds zeros to the reductions of the other ranks
     until all loops have ended. Every gradient is the average weighted by the counts passed to
     :meth:`Joined.count`: the sum of count * gradient over the ranks, divided by the sum of the
-    counts. At the end all parameters and buffers (and the optimizer's state) become those of the
-    lowest rank that trained to the last, but for what ``distribute_module_grads`` ignores.
+    counts. At the end, all parameters and buffers (and the optimizer's state) take the values of
+    the lowest rank that trained in every pass, except names that ``distribute_module_grads``
+    ignores.
 
-    Of a module under :func:`flashlight_py.fully_shard` all ranks step together: a rank whose loop
-    has ended steps the module's optimizers after every pass of the others. So there is one step
-    after each pass, with a learning rate that stays, and no ``clip_grad_norm``.
+    With a module of :func:`flashlight_py.fully_shard`, all ranks step together. A rank whose loop
+    has ended steps the module's optimizers after every pass of the other ranks. So call ``step()``
+    exactly once after each pass, with a constant learning rate and no ``clip_grad_norm``.
 
-    If ``distribute_module_grads`` was given a scale or a reducer, gradients are summed over the
-    ranks that still have data and scaled by it, and counts play no part.
+    If ``distribute_module_grads`` was called with a scale or a reducer, gradients are summed over
+    the ranks that still have data and multiplied by its scale. Counts are ignored.
 
-    Every rank must use it, and in its body start no collectives but those of the module's own
-    backward passes. Each synchronised pass takes one more blocking ``all_reduce``, of 16 bytes.
-    Gradients that were accumulated in ``no_sync`` when a loop ends are not used. The end of the
-    ``with`` is collective and blocks. If the body raises, this rank leaves at once, and the others
-    raise ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
+    Every rank must use ``join`` and, in its body, start no collectives except the backward passes
+    of the module. Each synchronised pass needs one more blocking ``all_reduce``, of 16 bytes.
+    Gradients accumulated in ``no_sync`` when a loop ends are not used. The end of the ``with`` is
+    collective and blocks. If the body raises, this rank leaves at once. The other ranks raise
+    ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
 
     Args:
-        module: passed to ``distribute_module_grads`` before; or a ``fl.tagi.DDPSequential``, whose
-            sums count as they are, and whose averages are over the ranks that still have data.
-        optimizer: one whose state shall be the same on every rank afterwards.
+        module: Module of ``distribute_module_grads`` or ``fully_shard``; or a
+            ``fl.tagi.DDPSequential``, whose sums are not weighted and whose averages are over the
+            ranks with data.
+        optimizer: Optimizer whose state is synchronised at the end.
 
     Raises:
-        TypeError: ``optimizer`` is none of ``fl.optim``, or ``module`` is neither.
-        ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for it, or
-            it was called with ``leaves``, or another join is open on this rank.
-        MismatchError: a rank called other collectives in the body, or did not use ``join``.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``optimizer`` is not of ``fl.optim``, or ``module`` has another type.
+        ValueError: If the module is not distributed, uses ``leaves``, or gathers parameters on
+            GPUs, or another join is open on this rank.
+        MismatchError: If a rank starts another collective in the body, or does not use ``join``.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     sync, group = getattr(module, "sync", None), ranks_of({"module": module})
     with group.in_step("join"):
         if isinstance(module, Module):
-            sync = gradient_sync_of(module, "join")
+            sync = require_gradient_pass(module, "join")
         if not isinstance(sync, GradientPass):
             name = type(module).__name__
             raise TypeError(f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {name}")
@@ -147,8 +149,8 @@ def join(
             )
         if _open:
             raise ValueError(
-                "join: another join is open on this rank, and one without data could not know "
-                "whose backward pass comes next. Join one module that has these modules as parts"
+                "join: expected at most one open join per rank, got a second one. Join one module "
+                "that contains both modules"
             )
     joined = Joined(sync, group)
     _open.append(joined)
@@ -156,14 +158,14 @@ def join(
     changed()
     try:
         yield joined
-        joined._take_part_until_all_have_ended()
+        joined._send_zeros_until_all_have_ended()
     finally:
         sync.weigh = None
         changed()
         _open.remove(joined)
-    # The lowest rank that trained to the last; 0 where nobody had any batch.
-    own = group.rank if joined._lasts else group.size
-    root = int(group.all_reduce(np.array(own), op="min"))
+    # The lowest rank that trained in every pass; rank 0 if no rank had any batch.
+    rank_if_trained = group.rank if joined._had_data_in_every_pass else group.size
+    root = int(group.all_reduce(np.array(rank_if_trained), op="min"))
     if isinstance(module, Module):
         entries = {name: x for name, x in module.state_dict().items() if name not in sync.ignored}
         give_state(module, entries, root, group)

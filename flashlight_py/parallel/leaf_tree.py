@@ -1,10 +1,10 @@
-"""In which order the leaves of a batch are added up: a binary tree by index, whoever has which.
+"""Order of the additions of leaf gradients: a binary tree by the index of the leaf.
 
-Leaf i is a contiguous part of the batch. The tree's nodes are the aligned blocks of 1, 2, 4, ...
-leaves; where the number of leaves is no power of two, a node with one child is that child. A rank
-works through its neighbouring leaves as a stack machine: it pushes each, and replaces the two on
-top by their sum where both children of a node are there. Complete subtrees are left on its stack,
-which go into the sums above them: so the additions are the same for any number of ranks.
+Leaf i is a contiguous part of the batch. The nodes of the tree are the aligned blocks of 1, 2, 4,
+... leaves. If the number of leaves is not a power of two, a node with one child equals this child.
+A rank processes its contiguous leaves with a stack. It pushes each leaf, and replaces the top two
+entries by their sum if they are the children of one node. Complete subtrees remain on the stack and
+become terms of the sums above them. So the additions are the same for any number of ranks.
 """
 
 import functools
@@ -22,20 +22,20 @@ from flashlight_py.structure import HoldsState
 
 Steps: TypeAlias = "list[tuple[int, int]]"
 
-# A sum that a host hands on: of which (local rank, row), and by which additions.
+# A sum that a host sends: its terms as (local rank, row), and the order of additions.
 Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
-_LINE = 64  # elements: the shares of two ranks begin on lines of their own
-_BLOCK_BYTES = 64 << 10  # of each array at a time: partial sums stay in a second-level cache
+_LINE = 64  # elements; shares of two ranks do not share a cache line
+_BLOCK_BYTES = 64 << 10  # of each array per step; partial sums stay in a second-level cache
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
-    """Push the sum of ``leaves``, of ``count`` in all; return how many pairs became their node."""
+    """Push the sum of ``leaves``, of ``count`` in all; return the number of merged pairs."""
     stack.append(leaves)
     merges = 0
     while len(stack) > 1:
         left, right = stack[-2:]
-        size = 2 * len(left)  # what has something to its right is a whole block
+        size = 2 * len(left)  # an entry that has a right neighbour is a complete block
         node = range(left.start, min(left.start + size, count))
         if node.start % size or node.stop != right.stop:
             break
@@ -46,9 +46,9 @@ def push(stack: list[range], leaves: range, count: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
-    """Return the sums that ``rank`` has after its last of ``count`` leaves, and its deepest stack.
+    """Return the stack of ``rank`` after its last of ``count`` leaves, and the maximum depth.
 
-    The last leaf is not merged: one pass over memory adds up all that is left.
+    The last leaf is not merged: one pass over memory adds all remaining entries.
     """
     stack: list[range] = []
     depth = 0
@@ -62,7 +62,7 @@ def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
 
 
 def additions(sums: Sequence[range], count: int) -> Steps:
-    """Return how ``sums`` of neighbouring leaves become number 0: (a, b): add number b to a."""
+    """Return pairs (a, b) that add sum b to sum a; afterwards sum 0 is the total."""
     stack: list[range] = []
     numbers: list[int] = []
     steps = []
@@ -76,28 +76,28 @@ def additions(sums: Sequence[range], count: int) -> Steps:
 
 @functools.lru_cache(maxsize=256)
 def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]], Steps]:
-    """Return the sums of each host, of ``per_host`` ranks, and how all of them become one."""
+    """Return the sums of each host with ``per_host`` ranks, and the additions that combine them."""
     hosts, everywhere = [], []
     for first in range(0, ranks, per_host):
         sums = {
-            (place, row): leaves
-            for place in range(per_host)
-            for row, leaves in enumerate(stack_of(count, first + place, ranks)[0])
+            (position, row): leaves
+            for position in range(per_host)
+            for row, leaves in enumerate(stack_of(count, first + position, ranks)[0])
         }
         on_host: list[range] = []
         for leaves in sums.values():
             push(on_host, leaves, count)
         subtrees = []
         for node in on_host:
-            places = [place for place, leaves in sums.items() if leaves.start in node]
-            subtrees.append((places, additions([sums[place] for place in places], count)))
+            positions = [position for position, leaves in sums.items() if leaves.start in node]
+            subtrees.append((positions, additions([sums[p] for p in positions], count)))
         hosts.append(subtrees)
         everywhere += on_host
     return hosts, additions(everywhere, count)
 
 
 def rows_needed(leaves: int, ranks: int) -> int:
-    """Return the deepest stack of any rank, in any batch that is cut into at most ``leaves``."""
+    """Return the maximum stack depth of any rank, for batches of at most ``leaves`` leaves."""
     counts = range(1, leaves + 1)
     return max(stack_of(n, rank, ranks)[1] for n in counts for rank in range(min(ranks, n)))
 
@@ -108,10 +108,10 @@ def fold(
     scale: float,
     targets: Sequence[Array],
 ) -> None:
-    """Add up flat arrays of one dtype and length by ``steps``, times ``scale``, into ``targets``.
+    """Add flat arrays in the order ``steps`` and write ``scale`` times the sum to ``targets``.
 
-    All targets receive the same; one may be one of the sources. Nothing is rounded but each sum to
-    the dtype, and once more for a ``scale`` that is not 1.
+    Dtypes and lengths are equal. All targets get the same result; one may be a source. Each sum is
+    rounded once to the dtype, and the result once more if ``scale`` is not 1.
     """
     first = targets[0]
     block = max(1, _BLOCK_BYTES // first.itemsize)
@@ -134,29 +134,29 @@ def fold(
 
 
 def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the ranks of this host, and this rank's counterparts on others, None on a single one.
+    """Return ranks of this host, and the ranks with the same position on all hosts.
 
-    Hosts with unequal numbers of ranks, or with ranks that are no neighbours, count as one, which
-    then turns out to share no memory. Collective on several hosts, and blocking.
+    The second group is None for a single host. If hosts have unequal numbers of ranks, or ranks
+    that are not consecutive, all count as one host without shared memory. Collective, blocking.
     """
     hosts = hosts_of(members)
     per_host = len(hosts[0])
     expected = [[*range(at, at + per_host)] for at in range(0, members.size, per_host)]
     if len(hosts) == 1 or per_host == 1 or hosts != expected:
         return members, None
-    host, place = divmod(members.rank, per_host)
-    return members.split(host), members.split(place)
+    host, position = divmod(members.rank, per_host)
+    return members.split(host), members.split(position)
 
 
-# Each rank takes its share of the elements: it reads them where they lie in the rows of the host's
-# ranks, NumPy adds them, block by block, and the result goes into row 0 of all of them: a kernel
-# would wait for the same memory, and the order is that of a tree, which no verb has. Between hosts
-# the sums of the shares travel by all_to_all and all_gather, as much as in an all_reduce.
+# Each rank adds its share of the elements. It reads them from the rows of all ranks of the host,
+# adds them with NumPy block by block, and writes the result into row 0 of every rank. A native
+# kernel would wait for the same memory, and no verb adds in the order of a tree. Between hosts, the
+# sums of the shares are sent by all_to_all and all_gather, with as many bytes as an all_reduce.
 class Rows(HoldsState):
-    """The gradients of those of ``params`` of a dtype, and the ``buffers``, side by side in a row.
+    """Rows of memory for the gradients of ``params`` with one dtype and for ``buffers``.
 
-    Row d is entry d of the stack. ``depth`` rows, of memory that all ranks of a host see where
-    there is such memory. Making it is collective, and blocks.
+    Row d belongs to entry d of the stack. There are ``depth`` rows, in shared memory of the host if
+    it is available. The constructor is collective and blocking.
     """
 
     def __init__(
@@ -175,55 +175,54 @@ class Rows(HoldsState):
         arrays = [*(param.data for param in self.params), *(buffers[name] for name in self._names)]
         sizes, shapes = [a.size for a in arrays], [a.shape for a in arrays]
         step = _LINE * members.size
-        self._width = max(1, -(-sum(sizes) // step)) * step  # each rank's share is as large
+        self._width = max(1, -(-sum(sizes) // step)) * step  # equal shares of all ranks
         shape = depth, self._width
         backend, store = local.backend(), store_of(members)
         with local.journal.recording("shared_empty", like=(dtype, shape)):
-            self._seen = made_together(store, lambda: shared_arrays(backend, shape, dtype))
-        self._place = local.rank if len(self._seen) > 1 else 0
-        self.own = self._seen[self._place]
-        if members.all_reduce(np.array(len(self._seen)), op="min") < local.size:
-            self._seen, self._place, self._across = [self.own], 0, members
-        self.is_shared = len(self._seen) > 1
-        self.own[...] = 0
+            self._by_rank = made_together(store, lambda: shared_arrays(backend, shape, dtype))
+        self._position = local.rank if len(self._by_rank) > 1 else 0
+        self.rows = self._by_rank[self._position]
+        if members.all_reduce(np.array(len(self._by_rank)), op="min") < local.size:
+            self._by_rank, self._position, self._across = [self.rows], 0, members
+        self.is_shared = len(self._by_rank) > 1
+        self.rows[...] = 0
         ends = np.cumsum([0, *sizes]).tolist()
         self._views = [
             [row[a:b].reshape(s) for a, b, s in zip(ends, ends[1:], shapes, strict=False)]
-            for row in self.own
+            for row in self.rows
         ]
 
     def gradients(self, row: int) -> Iterator[tuple[Variable, Array]]:
-        """Return each parameter and where its gradient lies in ``row``."""
+        """Return each parameter with the view of its gradient in ``row``."""
         return zip(self.params, self._views[row], strict=False)
 
     def buffers(self, row: int) -> dict[str, Array]:
-        """Return where the buffers lie in ``row``."""
+        """Return the views of the buffers in ``row``, by name."""
         return dict(zip(self._names, self._views[row][len(self.params) :], strict=True))
 
     def scale(self, row: int, factor: float) -> None:
-        """Multiply a row by ``factor``, in place."""
         with np.errstate(all="ignore"):
-            np.multiply(self.own[row], self.dtype.type(factor), out=self.own[row])
+            np.multiply(self.rows[row], self.dtype.type(factor), out=self.rows[row])
 
     def merge(self, first: int, count: int) -> None:
-        """Replace ``count`` rows from ``first`` on by their sum, the last ones first."""
+        """Replace ``count`` rows from ``first`` on by their sum, added from the last row."""
         steps = [(a, a + 1) for a in reversed(range(count - 1))]
-        fold(list(self.own[first : first + count]), steps, 1.0, [self.own[first]])
+        fold(list(self.rows[first : first + count]), steps, 1.0, [self.rows[first]])
 
     def add_up(self, count: int, scale: float) -> None:
-        """Make row 0 of every rank the sum of all ``count`` leaves, times ``scale``.
+        """Set row 0 of every rank to ``scale`` times the sum of all ``count`` leaves.
 
-        Collective and blocking on several hosts. Where the rows are shared every rank must have
-        written its own before any calls this, and none may touch them until all have returned.
+        Collective and blocking if there are several hosts. Every rank must write its shared rows
+        before any rank calls this, and no rank may use them until all calls have returned.
         """
-        hosts, last_steps = reduction(count, self._members.size, len(self._seen))
-        share = self._width // len(self._seen)
-        mine = slice(self._place * share, (self._place + 1) * share)
-        own_first = [self._place, *(p for p in range(len(self._seen)) if p != self._place)]
-        targets = [self._seen[place][0, mine] for place in own_first]
+        hosts, last_steps = reduction(count, self._members.size, len(self._by_rank))
+        share = self._width // len(self._by_rank)
+        columns = slice(self._position * share, (self._position + 1) * share)
+        own_first = [self._position, *(p for p in range(len(self._by_rank)) if p != self._position)]
+        targets = [self._by_rank[position][0, columns] for position in own_first]
         subtrees = [
-            ([self._seen[place][row, mine] for place, row in places], steps)
-            for places, steps in hosts[self._members.rank // len(self._seen)]
+            ([self._by_rank[position][row, columns] for position, row in positions], steps)
+            for positions, steps in hosts[self._members.rank // len(self._by_rank)]
         ]
         across = self._across
         if across is None:
@@ -234,15 +233,15 @@ class Rows(HoldsState):
             sums.append(np.empty_like(sources[0]) if steps else sources[0])
             if steps:
                 fold(sources, steps, 1.0, [sums[-1]])
-        # Each host gets its part of this share of all hosts' sums.
+        # Each host receives its part of this share from all hosts.
         size, part = across.size, share // across.size
-        nothing = np.empty((size, 0, part), self.dtype)  # of a rank without leaves
-        parts = [each.reshape(size, 1, part) for each in sums] or [nothing]
+        empty = np.empty((size, 0, part), self.dtype)  # of a rank without leaves
+        parts = [array.reshape(size, 1, part) for array in sums] or [empty]
         sent = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).reshape(-1, part)
         is_even = len({len(host) for host in hosts}) == 1
         counts = None if is_even else [len(sums)] * size
-        got: list[Array] = list(across.all_to_all(sent, rows=counts))
-        fold(got, last_steps, scale, [got[0]])
-        across.all_gather(got[0], out=targets[0])
+        received: list[Array] = list(across.all_to_all(sent, rows=counts))
+        fold(received, last_steps, scale, [received[0]])
+        across.all_gather(received[0], out=targets[0])
         for target in targets[1:]:
             target[...] = targets[0]

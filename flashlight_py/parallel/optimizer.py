@@ -1,4 +1,4 @@
-"""An optimizer that reduces gradients over the ranks before it steps."""
+"""Optimizer that reduces gradients over the ranks before each step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,22 +19,21 @@ from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
 
 
 class DistributedOptimizer:
-    """Reduces the gradients of its parameters over the ranks, then lets ``optimizer`` step.
+    """An optimizer that reduces gradients over the ranks, then lets ``optimizer`` step.
 
-    Gradients travel in buckets of 20 MiB, after the backward pass;
-    :func:`flashlight_py.distribute_module_grads` overlaps the two. Everything else is the inner
-    optimizer's. Not collective to make.
+    Gradients are sent in buckets of 20 MiB after the backward pass;
+    :func:`flashlight_py.distribute_module_grads` sends them during the pass instead. Other
+    attributes are those of the inner optimizer. The constructor is not collective.
 
     Args:
-        optimizer: any of ``fl.optim``, or a subclass of ``fl.optim.FirstOrderOptimizer`` with
-            parameters of any shapes; the same on every rank.
-        average: whether the mean or the sum over the ranks is taken.
-        group: the process group, default the world.
+        optimizer: Optimizer of ``fl.optim`` or a subclass of ``fl.optim.FirstOrderOptimizer``, the
+            same on every rank, with parameters of any shapes.
+        average: Whether gradients are averaged over the ranks instead of summed.
+        group: Process group. Default: the world.
 
     Raises:
-        TypeError: ``optimizer`` is none, or distributed already.
-        ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already, or a
-            parameter is sharded.
+        TypeError: If ``optimizer`` has another type, or is already a DistributedOptimizer.
+        ValueError: If a parameter is sharded, or ``distribute_module_grads`` reduces its gradient.
 
     Example:
         >>> weight = fl.param(np.ones(3))
@@ -54,15 +53,15 @@ class DistributedOptimizer:
     ) -> None:
         if not isinstance(optimizer, FirstOrderOptimizer):
             raise TypeError(
-                "DistributedOptimizer takes an optimizer of flashlight_py.optim, got "
+                "DistributedOptimizer: expected an optimizer of flashlight_py.optim, got "
                 f"{type(optimizer).__name__}"
             )
-        agreement.refuse_sharded("DistributedOptimizer", optimizer.params)
+        agreement.reject_sharded("DistributedOptimizer", optimizer.params)
         self._optimizer = optimizer
         self._average = bool(average)
         self._group = group
         self._agreed = False
-        self._refuse_reduced_twice()
+        self._check_not_reduced_twice()
 
     @property
     def optimizer(self) -> FirstOrderOptimizer:
@@ -71,16 +70,16 @@ class DistributedOptimizer:
 
     @property
     def params(self) -> list[Variable]:
-        """The inner optimizer's parameters."""
+        """The parameters of the inner optimizer."""
         return self._optimizer.params
 
     @property
     def lr(self) -> float:
-        """The inner optimizer's learning rate; assignable at any time, at least 0.
+        """The learning rate of the inner optimizer, at least 0. It can be assigned at any time.
 
         Raises:
-            TypeError: not a number.
-            ValueError: negative.
+            TypeError: If the assigned value is not a number.
+            ValueError: If the assigned value is negative.
         """
         return self._optimizer.lr
 
@@ -89,43 +88,43 @@ class DistributedOptimizer:
         self._optimizer.lr = value
 
     def zero_grad(self) -> None:
-        """Drop the gradient of every parameter."""
+        """Set the gradient of every parameter to None."""
         self._optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state; its arrays are the optimizer's own, not copies."""
+        """Return the state of the inner optimizer. Its arrays are not copies."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy ``state`` into the inner optimizer, in place.
 
         Raises:
-            ValueError: it does not fit; nothing was changed.
+            ValueError: If ``state`` does not match the optimizer. Nothing is changed.
         """
         self._optimizer.load_state_dict(state)
 
     @in_step()
     def step(self) -> None:
-        """Reduce the gradients over the ranks, in place, and change the parameters by them.
+        """Reduce the gradients over the ranks, in place, and update the parameters.
 
-        Collective, blocking. A gradient that is None on this rank and not on another counts as
-        zeros; one that is None on every rank stays so, and its parameter is skipped. The first step
-        warns, on rank 0, where ranks have started from different parameters.
+        Collective, blocking. A gradient that is None only on some ranks counts as zeros there. A
+        parameter whose gradient is None on every rank is skipped. In the first step, rank 0 warns
+        if the ranks have different parameter values.
 
         Raises:
-            ValueError: a parameter's gradient is reduced by ``distribute_module_grads`` already.
-            MismatchError: the ranks' parameters differ (compared in the first step).
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            ValueError: If ``distribute_module_grads`` already reduces the gradient of a parameter.
+            MismatchError: If shapes or dtypes of parameters differ between ranks (first step only).
+            DistributedError: As :func:`flashlight_py.all_reduce`.
         """
-        self._refuse_reduced_twice()
+        self._check_not_reduced_twice()
         members = group_or_world(self._group)
         if not self._agreed:
             arrays = [param.data for param in self.params]
             agreement.check_arrays_agree("DistributedOptimizer: parameters", arrays, members)
             digest = agreement.digest_of_values(self.params) if members.size > 1 else 0
-            digests = agreement.of_all_ranks(digest, members)
+            digests = agreement.gather_json(digest, members)
             self._agreed = True
-            agreement.warn_of_differing("DistributedOptimizer", digests, members)
+            agreement.warn_if_parameters_differ("DistributedOptimizer", digests, members)
         reduce_used(self.params, self._scale(), self._group)
         self._optimizer.step()
 
@@ -133,39 +132,39 @@ class DistributedOptimizer:
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
-        For rules that change parameters by other arrays than gradients. Collective, blocking.
+        For optimization rules that apply other arrays than gradients. Collective, blocking.
 
         Args:
-            updates: arrays of any shapes and floating or complex dtypes (integers too, unless
-                ``average``); as many on every rank, of the same shapes and dtypes.
+            updates: Floating or complex arrays (integers too, unless ``average``) of any shapes.
+                Number, shapes and dtypes must be the same on every rank.
 
         Raises:
-            ValueError: the same array is given twice, or as :func:`flashlight_py.all_reduce`.
-            TypeError: as :func:`flashlight_py.all_reduce`.
-            MismatchError: the ranks' updates differ; names the first one that does.
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            ValueError: If the same array is passed twice, or as :func:`flashlight_py.all_reduce`.
+            TypeError: As :func:`flashlight_py.all_reduce`.
+            MismatchError: If the ranks pass different updates; with the first difference.
+            DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         updates = list(updates)
-        what, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
-        arrays = [as_array(what, update) for update in updates]
+        verb, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
+        arrays = [as_array(verb, update) for update in updates]
         for array in arrays:
-            check_op_and_scale(what, array.dtype, op, 1.0)
+            check_op_and_scale(verb, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
-            raise ValueError(f"{what}: the same array was given twice")
-        agreement.check_arrays_agree(f"{what}: updates", arrays, group_or_world(self._group))
+            raise ValueError(f"{verb}: expected distinct arrays, got the same array twice")
+        agreement.check_arrays_agree(f"{verb}: updates", arrays, group_or_world(self._group))
         reduce_all(arrays, self._scale(), self._group)
         return updates
 
     def _scale(self) -> float:
         return 1.0 / group_or_world(self._group).size if self._average else 1.0
 
-    def _refuse_reduced_twice(self) -> None:
+    def _check_not_reduced_twice(self) -> None:
         for number, param in enumerate(self.params):
             if is_synchronised(param):
                 raise ValueError(
-                    f"DistributedOptimizer: parameter {number} (shape {param.shape}) is of a "
-                    "module under distribute_module_grads, so its gradient is reduced already "
-                    "when backward() returns; use one of both"
+                    "DistributedOptimizer: expected parameters without gradient reduction, got "
+                    f"parameter {number} (shape {param.shape}) of a module under "
+                    "distribute_module_grads. Use only one of both"
                 )
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are cut between ranks: tensor parallelism."""
+"""Linear layers whose weights are divided among ranks: tensor parallelism."""
 
 from __future__ import annotations
 
@@ -28,42 +28,43 @@ def shard_linear(
     sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Linear:
-    """Cut the weight of ``layer`` between the ranks, in place; each keeps and computes its part.
+    """Divide the weight of ``layer`` among the ranks, in place; each rank keeps a part.
 
-    ``"column"`` cuts the outputs: every rank passes the same input, ``[..., in]``, and gets its own
-    part of the result, ``[..., sizes[rank]]``. ``"row"`` cuts the inputs: every rank passes its
-    part, ``[..., sizes[rank]]``, and all get the same result, ``[..., out]``. So a column layer,
-    anything elementwise, and a row layer of the same sizes are one ``all_reduce`` forward, and one
-    backward where the input has a gradient. The bias of a column layer is cut with it, that of a
-    row layer is added once, and every rank has it.
+    ``"column"`` divides the outputs. Every rank passes the same input, ``[..., in]``, and gets its
+    part of the result, ``[..., sizes[rank]]``. ``"row"`` divides the inputs. Every rank passes its
+    part, ``[..., sizes[rank]]``, and all ranks get the same result, ``[..., out]``. A column layer,
+    an elementwise function and a row layer of the same sizes need one ``all_reduce`` forward, and
+    one backward if the input has a gradient. The bias of a column layer is divided with its weight.
+    The bias of a row layer is kept on every rank and added once.
 
-    Every rank calls ``backward()`` on the same loss (not on its share of it), and gets the
-    gradients of the layer as it was: of its part of a weight, and the whole one of the input. The
-    ranks' losses must be the same, so parameters that are not cut stay the same on all ranks.
+    Every rank must call ``backward()`` on the same loss, not on a share of it. It gets the
+    gradients of the original layer: its part for a weight, the full gradient for the input. Only
+    then parameters that are not divided stay equal on all ranks.
 
-    The state dict, of the layer and of an optimizer made afterwards, has whole arrays, on any
-    number of ranks: ``state_dict`` is collective, as ``fl.save`` is. Make optimizers and gradient
-    hooks afterwards. Ranks that hold the same part may train on different data with
-    ``distribute_module_grads(module, group=...)`` of them. ``clip_grad_norm`` counts the parts of
-    all ranks, and is collective then. Copies of the layer belong to the same group.
+    State dicts of the layer and of optimizers contain full arrays for any number of ranks, so
+    ``state_dict`` is collective, like ``fl.save``. Create optimizers and gradient hooks after this
+    call. Ranks with the same part may train on different data with
+    ``distribute_module_grads(module, group=...)`` of their group. ``clip_grad_norm`` includes the
+    parts of all ranks and becomes collective. Copies of the layer belong to the same group.
 
-    Collective, blocking, as is calling the layer: forward a row layer, backward a column layer.
+    Collective, blocking. Calling a row layer is collective forward, a column layer backward.
 
     Args:
-        layer: the same on every rank, with the same values.
+        layer: Layer with the same values on every rank.
         how: ``"column"`` or ``"row"``.
-        sizes: how many outputs (inputs) each rank keeps, at least 0, together those of the layer;
-            the same on every rank. Default: they differ by one at most.
-        group: the ranks that hold the layer together, default the world.
+        sizes: Number of outputs (inputs) of each rank, at least 0, the same on every rank. The sum
+            is the size of the layer. Default: sizes that differ by at most one.
+        group: Group of the ranks that share the layer. Default: the world.
 
     Returns:
-        ``layer``, now of a subclass.
+        ``layer``, now of a subclass of Linear.
 
     Raises:
-        TypeError: ``layer`` is no Linear, or was cut before.
-        ValueError: another ``how``; or ``sizes`` has not one integer per rank, or another sum.
-        MismatchError: the ranks pass different arguments, layers or values; on every rank.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``layer`` is not a Linear, or is already divided.
+        ValueError: If ``how`` has another value, or ``sizes`` is not one integer per rank with the
+            right sum.
+        MismatchError: If the ranks pass different arguments, layers or values. Every rank raises.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> model = fl.nn.Sequential(fl.nn.Linear(8, 32), fl.nn.ReLU(), fl.nn.Linear(32, 8))
@@ -74,8 +75,8 @@ def shard_linear(
     """
     if type(layer) is not Linear:
         raise TypeError(
-            f"shard_linear takes a flashlight_py.nn.Linear, got {type(layer).__name__}"
-            f"{', which was cut already' if isinstance(layer, ShardedLinear) else ''}"
+            f"shard_linear: expected a flashlight_py.nn.Linear, got {type(layer).__name__}"
+            f"{', which is divided already' if isinstance(layer, ShardedLinear) else ''}"
         )
     if how not in ("column", "row"):
         raise ValueError(f"shard_linear: how must be 'column' or 'row', got {how!r}")
@@ -87,29 +88,29 @@ def shard_linear(
     digests = check_modules_agree(params, members, with_values=True)
     if len(set(digests)) > 1:
         raise MismatchError(
-            f"rank {members.rank} of {members.size}: shard_linear: the layers have different "
-            f"values ({by_rank([f'{each:x}' for each in digests])}), and parts of different layers "
-            "make none. Call fl.broadcast_parameters(module) before, or draw from the same seed"
+            f"shard_linear: rank {members.rank} of {members.size}: expected the same values on "
+            f"every rank, got digests {by_rank([f'{digest:x}' for digest in digests])}. Call "
+            "fl.broadcast_parameters(module) first, or use the same seed"
         )
     layer.__class__ = ShardedLinear
     assert isinstance(layer, ShardedLinear)
     layer.cut = cut
-    for variable in layer.place():
+    for variable in layer.set_placements():
         variable.data = variable.placement.part(variable.data)
         variable.grad = variable.grad_buffer = None
     return layer
 
 
 class ShardedLinear(Linear):
-    """A Linear of which this rank has a part: see ``shard_linear``."""
+    """A Linear of which this rank holds a part; see ``shard_linear``."""
 
     cut: Cut
 
     def forward(self, x: Variable) -> Variable:
-        """Return this rank's part of ``x @ weight.T + bias``, or the whole of it, by its kind."""
+        """Return this rank's part of ``x @ weight.T + bias`` (column), or the full result (row)."""
         members = self.cut.group
         if self.cut.axis == 0:
-            if x.calc_grad:  # its gradient is the sum of what the ranks' parts have for it
+            if x.calc_grad:  # the gradient of x is the sum of the ranks' contributions
                 call = DifferentiableCall("shard_linear", x, members)
                 x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
             return F.linear(x, self.weight, self.bias)
@@ -117,22 +118,22 @@ class ShardedLinear(Linear):
         with reject_together(members, "shard_linear", arrays=[x]):
             if x.shape[-1:] != (size,):
                 raise ValueError(
-                    f"a row layer of shard_linear expects this rank's part of its input, of shape "
-                    f"[..., {size}], got {x.shape}; a column layer of the same sizes returns it"
+                    f"shard_linear: expected this rank's part of a row layer's input, [..., {size}]"
+                    f", got {x.shape}. Pass the result of a column layer of the same sizes"
                 )
             part = F.linear(x, self.weight)
-        array = members.all_reduce(part.data)  # in place: it is a new array that nobody else has
+        array = members.all_reduce(part.data)  # in place, because the array is new
         if not part.calc_grad and (bias is None or not bias.calc_grad):
             if bias is not None:
                 array += bias.data
             return part
-        # All ranks have the same loss, so the gradient of the sum is that of each part.
+        # All ranks have the same loss, so the gradient of the sum is the gradient of each part.
         call = DifferentiableCall("shard_linear", part, members)
         result = call.record(part, array, vjp=lambda grad: grad)
         return result if bias is None else result + bias
 
-    def place(self) -> list[Variable]:
-        """Say of the parameters that are cut that they are parts; return them."""
+    def set_placements(self) -> list[Variable]:
+        """Set the placement of the divided parameters, and return these parameters."""
         shape = list(self.weight.shape)
         shape[self.cut.axis] = sum(self.cut.sizes)
         params = [self.weight] if self.cut.axis or self.bias is None else [self.weight, self.bias]
@@ -142,7 +143,7 @@ class ShardedLinear(Linear):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-        self.place()
+        self.set_placements()
 
     def __repr__(self) -> str:
         out, into = self.weight.placement.shape
@@ -152,31 +153,31 @@ class ShardedLinear(Linear):
 
 
 class Cut(Shards):
-    """How a layer is cut: along which dimension of its weight, into which sizes."""
+    """Division of a layer: the dimension of its weight, and the size of each rank's part."""
 
     def __init__(self, group: ProcessGroup | None, axis: int, sizes: tuple[int, ...]) -> None:
         self._group, self.axis, self.sizes = group, axis, sizes
 
     @property
     def group(self) -> ProcessGroup:  # type: ignore[override]
-        """The ranks that hold the layer, the world where no group was given."""
+        """The group that holds the layer; the world if no group was passed."""
         return group_or_world(self._group)
 
     def part(self, axis: int) -> tuple[slice, ...]:
-        """Return this rank's part along dimension ``axis``."""
+        """Return the index of this rank's part along dimension ``axis``."""
         rank = self.group.rank
         ends = list(accumulate(self.sizes))
         return (slice(None),) * axis + (slice(ends[rank] - self.sizes[rank], ends[rank]),)
 
     def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
-        return [each.grad for each in variables if each.grad is not None]
+        return [variable.grad for variable in variables if variable.grad is not None]
 
     def __deepcopy__(self, memo: object) -> Cut:
         return self
 
 
 class CutParameter(Placement):
-    """A parameter of which this rank has its part alone."""
+    """Placement of a parameter of which this rank holds a part."""
 
     is_cut = True
     shards: Cut
@@ -203,27 +204,27 @@ class CutParameter(Placement):
         state[...] = to_device(self.part(value), device_of(state))
 
     def part(self, value: Array) -> Array:
-        """Return a copy of this rank's part of a whole array."""
+        """Return a copy of this rank's part of a full array."""
         if value.shape != self.shape:
             raise ValueError(
-                f"a parameter that shard_linear has cut takes the whole array, of shape "
-                f"{self.shape}, got {value.shape}; nothing was changed"
+                f"load_state_dict: a parameter of shard_linear expected the full array of shape "
+                f"{self.shape}, got {value.shape}. Nothing was changed"
             )
         return copy_of(value[self.shards.part(self._axis)])
 
     def words(self) -> str:
-        place = self.shards.part(self._axis)[self._axis]
-        return f", {place.start} to {place.stop} of {self.shape[self._axis]}"
+        rows = self.shards.part(self._axis)[self._axis]
+        return f", {rows.start} to {rows.stop} of {self.shape[self._axis]}"
 
 
 def _sizes(sizes: Sequence[int] | None, extent: int, ranks: int) -> tuple[int, ...]:
     if sizes is None:
         return tuple(extent // ranks + (rank < extent % ranks) for rank in range(ranks))
     numbers = [as_integer(size) for size in sizes]
-    found = tuple(number for number in numbers if number is not None and number >= 0)
-    if len(found) < len(numbers) or len(found) != ranks or sum(found) != extent:
+    valid = tuple(number for number in numbers if number is not None and number >= 0)
+    if len(valid) < len(numbers) or len(valid) != ranks or sum(valid) != extent:
         raise ValueError(
             f"shard_linear: sizes must be {ranks} integers, one per rank, that sum to {extent}, "
             f"got {list(sizes)}"
         )
-    return found
+    return valid

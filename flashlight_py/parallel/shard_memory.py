@@ -1,9 +1,9 @@
-"""The memory of a sharded module that the ranks of a host have in common.
+"""Memory of a sharded module that all ranks of a host share.
 
-All parameters of a dtype lie in one flat array, and their gradients in another of the same order,
-each once on a host, in memory that all its ranks map. The arrays are cut into chunks, no larger
-than a bucket; rank r of a host sums, and steps, the r-th part of each. Gradients come in through
-two buckets per rank; between hosts they are summed, and sent, by the first ranks of each.
+All parameters of a dtype are stored in one flat array, and their gradients in another flat array of
+the same order, once per host, in memory that all its ranks map. The arrays are divided into chunks.
+Rank r of a host sums and steps part r of each chunk. Each rank passes gradients through two staging
+buffers of one chunk. The first ranks of all hosts sum and send data between hosts.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from flashlight_py.distributed.internal import (
     wait_for_ranks,
 )
 from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
-from flashlight_py.parallel.agreement import of_all_ranks
-from flashlight_py.parallel.gradient_pass import Unit
+from flashlight_py.parallel.agreement import gather_json
+from flashlight_py.parallel.gradient_pass import PassBucket
 
-LINE = 64  # bytes of a cache line, at which the parts of ranks begin
+LINE = 64  # bytes of a cache line; parts of ranks begin at multiples
 
 
-class HostUnit(Unit):
-    """Parameters that are sent together: where each begins in the flat array ``name``.
+class HostBucket(PassBucket):
+    """Parameters that are sent together, with offsets ``starts`` in flat array ``name``.
 
-    ``chunks``: of that array, each in one bucket. The last may have room that no parameter uses.
+    ``chunks`` are slices of this array, each for one staging buffer. The last one may be too long.
     """
 
     def __init__(
@@ -49,76 +49,76 @@ class HostUnit(Unit):
         super().__init__(params)
         self.name, self.starts, self.chunks = name, starts, chunks
         self.sizes = [param.size for param in params]
-        self.places: list[Any] = []  # of the parameters
+        self.placements: list[Any] = []  # of the parameters
 
 
 def plan(
-    name: str, params: Sequence[Variable], bucket_bytes: int, ranks: Sequence[int]
-) -> tuple[list[HostUnit], int]:
-    """Return the units of the flat array ``name`` in the order in which they are sent; its length.
+    name: str, params: Sequence[Variable], chunk_bytes: int, ranks: Sequence[int]
+) -> tuple[list[HostBucket], int]:
+    """Return the buckets of the flat array ``name``, in sending order, and its length.
 
-    ``params`` are of one dtype, in the order of their gradients. ``ranks``: how many each host has,
-    so that things lie at the same places on all.
+    ``params`` have one dtype and are in the order of their gradients. ``ranks`` is the number of
+    ranks of each host, from which all hosts compute equal offsets.
 
     Example:
         >>> shapes = (100, 40), (40,), (3,)
         >>> params = [Variable(np.zeros(shape, np.float32)) for shape in shapes]
-        >>> units, length = plan("<f4", params, bucket_bytes=8192, ranks=[2])
-        >>> [([param.size for param in unit.params], unit.starts) for unit in units]
+        >>> buckets, length = plan("<f4", params, chunk_bytes=8192, ranks=[2])
+        >>> [([param.size for param in bucket.params], bucket.starts) for bucket in buckets]
         [([4000], [0]), ([40, 3], [4000, 4040])]
-        >>> units[0].chunks
+        >>> buckets[0].chunks
         [slice(0, 1920, None), slice(1920, 3840, None), slice(3840, 4000, None)]
     """
     itemsize = params[0].dtype.itemsize
     grain = max(1, LINE // itemsize) * math.lcm(*ranks)
-    room = max(bucket_bytes // itemsize // grain, 1) * grain
-    sent: list[list[Variable]] = []
+    limit = max(chunk_bytes // itemsize // grain, 1) * grain
+    groups: list[list[Variable]] = []
     small: list[Variable] = []
     for param in params:
-        if param.size * 4 > room:
-            sent.append([param])
+        if param.size * 4 > limit:
+            groups.append([param])
             continue
-        if sum(other.size for other in small) + param.size > room:
-            sent.append(small)
+        if sum(other.size for other in small) + param.size > limit:
+            groups.append(small)
             small = []
         small.append(param)
     if small:
-        sent.append(small)
-    units, end = [], 0
-    for together in sent:
-        step = room
-        if len(together) == 1:  # a chunk of a large parameter has whole rows where they fit
-            row = math.prod(together[0].shape[1:])
+        groups.append(small)
+    buckets, end = [], 0
+    for bucket_params in groups:
+        step = limit
+        if len(bucket_params) == 1:  # chunks of a large parameter contain whole rows if a row fits
+            row = math.prod(bucket_params[0].shape[1:])
             rows = math.lcm(row, grain) if row else grain
-            step = room // rows * rows or room
-        *starts, last = itertools.accumulate((param.size for param in together), initial=end)
+            step = limit // rows * rows or limit
+        *starts, last = itertools.accumulate((param.size for param in bucket_params), initial=end)
         begin, end = end, end + -(-(last - end) // grain) * grain
         edges = [*range(begin, end, step), end]
         chunks = list(itertools.starmap(slice, itertools.pairwise(edges)))
-        units.append(HostUnit(name, together, starts, chunks))
-    return units, end
+        buckets.append(HostBucket(name, bucket_params, starts, chunks))
+    return buckets, end
 
 
-# What ranks compare where they meet: one may be in another pass, or in a step.
+# Names that waiting ranks compare, because a rank may be in another pass or in a step.
 BACKWARD = "backward of a sharded module"
 STEP = "optimizer.step of a sharded module"
-# Of all ranks of a host together, and of one bucket.
+# Bytes of staging buffers of all ranks of a host, and limits of one buffer.
 ALL_BYTES = 16 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
 DEBUG = "FLASHLIGHT_DEBUG_SHARED"
-# What ends the name of a layout of parameters that do not learn; before it stands their dtype.
+# Suffix of the names of flat arrays with frozen parameters, after the dtype.
 FROZEN = " frozen"
 
 
-# Once per host, mapped by all ranks: nothing is gathered, each element is stepped by the rank
-# that has just summed it, and what fits once on a host trains.
+# Each array exists once per host and is mapped by all ranks, so nothing is gathered. The rank that
+# has summed an element also steps it. A model can be trained if it fits once on a host.
 class HostMemory:
-    """Flat arrays for ``params``, in the order of their gradients, and the buckets of all ranks.
+    """Flat arrays for ``params``, in the order of their gradients, and staging buffers.
 
     ``hosts`` are the ranks of each host, and ``host`` is the number of this host. ``local`` is the
-    group of this host's ranks; ``between`` is the group of the ranks with the same position on all
-    hosts, or None. With ``across`` each host steps its own part and sends it to the other hosts. A
-    rank that is alone on its host needs no bucket. The constructor is collective and blocking.
+    group of this host's ranks. ``between`` is the group of the ranks with the same position on all
+    hosts, or None. With ``across`` each host steps its part and sends it to the others. A rank
+    alone on its host needs no staging buffer. The constructor is collective and blocking.
     """
 
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:
@@ -128,50 +128,50 @@ class HostMemory:
         self.host = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
         self._leaders = min(map(len, hosts))
         if len(hosts) > 1:
-            place = hosts[self.host].index(group.rank)
+            position = hosts[self.host].index(group.rank)
             self.local = group.split(self.host)
-            between = group.split(place if place < self._leaders else None, self.host)
-            self.between = between if place < self._leaders else None
+            between = group.split(position if position < self._leaders else None, self.host)
+            self.between = between if position < self._leaders else None
         self.across = across_hosts and len(hosts) > 1
         self._scale = 1.0 / group.size if len(hosts) == 1 else 1.0
         self._alone = self.local.size == 1
-        self._turn = 0
-        self._lock = threading.RLock()  # of the thread that changes parameters
-        self._change = ""  # what does
-        self._unwritten = 0  # bytes of this host's arrays that take no memory yet
+        self._parity = 0
+        self._lock = threading.RLock()  # held by the thread that changes parameters
+        self._change = ""  # name of the operation that changes parameters
+        self._unwritten = 0  # bytes of this host's arrays that are not yet backed by memory
         self.is_debugged = os.environ.get(DEBUG, "0") == "1"
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] = {}
-        self.units: list[HostUnit] = []
-        with self._together():
+        self.buckets: list[HostBucket] = []
+        with self._on_all_ranks():
             local, sizes = self.local, [len(ranks) for ranks in self.hosts]
             limit = min(max(ALL_BYTES // (2 * max(sizes)), LEAST_BYTES), MOST_BYTES)
             by_name: dict[str, list[Variable]] = {}
             for param in params:
                 kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
                 by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
-            for name, those in by_name.items():
-                units, length = plan(name, those, limit, sizes)
-                self.units += units
-                self.params[name] = self.new_flat(length, those[0].dtype)
-                self.grads[name] = self.new_flat(length, those[0].dtype)
-                if name.endswith(FROZEN):  # these stay zeros that nobody has written
+            for name, same_kind in by_name.items():
+                buckets, length = plan(name, same_kind, limit, sizes)
+                self.buckets += buckets
+                self.params[name] = self.new_flat(length, same_kind[0].dtype)
+                self.grads[name] = self.new_flat(length, same_kind[0].dtype)
+                if name.endswith(FROZEN):  # never written, so no memory backs these zeros
                     self._unwritten -= self.grads[name].nbytes
-            # How often each rank has begun and ended to change parameters: odd while it does.
+            # Each rank's counter of begun and ended changes of parameters: odd during a change.
             self._marks = map_zeros(local, local.size * 64, "fully_shard").view(np.int64)[::8]
             self.protect(True)
             largest = max(
-                (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
-                for unit in self.units
-                for chunk in unit.chunks
+                (chunk.stop - chunk.start) * bucket.params[0].dtype.itemsize
+                for bucket in self.buckets
+                for chunk in bucket.chunks
             )
             nbytes = -(-largest // 4096) * 4096
             shape = local.size, 2, nbytes
-            buckets = map_zeros(local, math.prod(shape), "buckets of fully_shard", self._unwritten)
-            self._buckets = buckets.reshape(shape)
+            staging = map_zeros(local, math.prod(shape), "buckets of fully_shard", self._unwritten)
+            self._staging = staging.reshape(shape)
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def _on_all_ranks(self) -> Iterator[None]:
         """Return a block that either ends on all ranks or raises on all of them. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
@@ -180,109 +180,109 @@ class HostMemory:
                 self.local.barrier()
         except Exception as error:
             if several:
-                of_all_ranks(f"{type(error).__name__}: {error}", group)
+                gather_json(f"{type(error).__name__}: {error}", group)
             raise
-        for rank, reason in enumerate(of_all_ranks("", group) if several else ()):
+        for rank, reason in enumerate(gather_json("", group) if several else ()):
             if reason:
-                lacks = reason.partition(":")[0].endswith("MemoryError")
-                raise (OutOfMemoryError if lacks else UnavailableEverywhereError)(
-                    f"[fully_shard] rank {group.rank} of {group.size}: rank {rank} has failed "
-                    f"({reason}), so no rank has changed anything; mend that and call it again"
+                is_memory_error = reason.partition(":")[0].endswith("MemoryError")
+                raise (OutOfMemoryError if is_memory_error else UnavailableEverywhereError)(
+                    f"[fully_shard] rank {group.rank} of {group.size}: rank {rank} failed: "
+                    f"{reason}. No module has changed. Fix this and call fully_shard again"
                 )
 
     def new_flat(self, length: int, dtype: DTypeLike) -> Array:
-        """Return ``length`` zeros of ``dtype`` that this host's ranks share. Collective, blocks."""
+        """Return ``length`` zeros that this host's ranks share. Collective, blocking."""
         kind = np.dtype(dtype)
-        what = "parameters, gradients or state of an optimizer in fully_shard"
-        flat: Array = map_zeros(self.local, length * kind.itemsize, what, self._unwritten)
+        purpose = "parameters, gradients or state of an optimizer in fully_shard"
+        flat: Array = map_zeros(self.local, length * kind.itemsize, purpose, self._unwritten)
         self._unwritten += flat.nbytes
         return flat.view(kind) if length else np.zeros(0, kind)
 
-    def part(self, chunk: slice) -> slice:
-        """Return which elements of a flat array this rank sums, and steps, of ``chunk``."""
+    def rank_range(self, chunk: slice) -> slice:
+        """Return the slice of a flat array that this rank sums and steps within ``chunk``."""
         rank, size = self.local.rank, (chunk.stop - chunk.start) // self.local.size
         return slice(chunk.start + rank * size, chunk.start + (rank + 1) * size)
 
-    def own(self, name: str, host: int) -> slice:
-        """Return what of a flat array ``host`` steps: all of it, unless each has a part."""
+    def host_range(self, name: str, host: int) -> slice:
+        """Return the slice of a flat array that ``host`` steps: all of it unless ``across``."""
         length, count = self.params[name].size, len(self.hosts)
         if not self.across:
             return slice(0, length)
         return slice(length * host // count, length * (host + 1) // count)
 
-    def room(self, chunk: slice, total: Array, adds: bool) -> Array:
-        """Return room for what this rank has of ``chunk``, which goes into ``total``."""
+    def staging(self, chunk: slice, total: Array, adds: bool) -> Array:
+        """Return the buffer for this rank's gradients of ``chunk``, a part of ``total``."""
         if self._alone and not adds:
             return total[chunk]
-        self._turn ^= 1
-        return self.rooms(chunk, total.dtype)[self.local.rank]
+        self._parity ^= 1
+        return self.staging_of_ranks(chunk, total.dtype)[self.local.rank]
 
-    def rooms(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's room for ``chunk``, for which ``room`` was called last."""
+    def staging_of_ranks(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
+        """Return every rank's staging buffer for ``chunk``, after ``staging`` was called for it."""
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
-        rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._buckets]
-        return rooms
+        staging: list[Array] = [rank[self._parity, :nbytes].view(dtype) for rank in self._staging]
+        return staging
 
-    def add_rooms(self, name: str, chunk: slice, adds: bool) -> None:
-        """Sum what ranks have in their rooms, by this rank's part of ``chunk``. Collective, blocks.
+    def add_up_chunk(self, name: str, chunk: slice, adds: bool) -> None:
+        """Sum this rank's part of ``chunk`` over all staging buffers. Collective, blocking.
 
-        ``adds``: to the sums of earlier passes.
+        With ``adds``, the sum is added to the sum of earlier passes.
         """
-        part = self.part(chunk)
+        part = self.rank_range(chunk)
         total = self.grads[name][part]
         if self._alone and not adds:
             scale_in_place(total, self._scale)
             return
         wait_for_ranks(self.local, BACKWARD)
-        place = slice(part.start - chunk.start, part.stop - chunk.start)
-        own = [room[place] for room in self.rooms(chunk, total.dtype)]
+        position = slice(part.start - chunk.start, part.stop - chunk.start)
+        arrays = [array[position] for array in self.staging_of_ranks(chunk, total.dtype)]
         if not adds:
-            add_up(own, self._scale, total)
+            add_up(arrays, self._scale, total)
             return
-        if len(self.hosts) > 1:  # the sum of earlier passes is summed between hosts anew
-            mine = self.own(name, self.host)
-            edges = (mine.start - part.start, mine.stop - part.start)
+        if len(self.hosts) > 1:  # the sum of earlier passes will be summed between hosts again
+            host_range = self.host_range(name, self.host)
+            edges = (host_range.start - part.start, host_range.stop - part.start)
             low, high = (min(max(edge, 0), total.size) for edge in edges)
             total[:low] = total[high:] = 0
             kept = self.group.size if self.across else self.group.size / len(self.hosts)
             total[low:high] *= total.dtype.type(kept)
-        total += add_up(own, self._scale, np.empty_like(total))
+        total += add_up(arrays, self._scale, np.empty_like(total))
 
-    def check(self, what: str) -> None:
-        """Refuse ``what`` where a rank has ended while it changed parameters.
+    def check(self, operation: str) -> None:
+        """Raise TornStateError if a rank ended or failed while it changed parameters.
 
-        While marks differ, all ranks are in ``changing``, or were when one ended: so another thread
-        of this rank is waited for, if that is it. Of this thread itself it is a RuntimeError.
+        Counters also differ while ranks are in ``changing``, so the check first waits for a change
+        by another thread of this rank. Within a change of this thread, it raises RuntimeError.
         """
-        if not self._are_torn():
+        if not self._are_inconsistent():
             return
         group = self.group
-        where = f"[{what}] rank {group.rank} of {group.size}:"
+        where = f"[{operation}] rank {group.rank} of {group.size}:"
         with self._lock:
             if self._change:
                 raise RuntimeError(
-                    f"{where} called inside of {self._change}, which changes the module's "
-                    "parameters: some are a step further than others. Call it afterwards"
+                    f"{where} expected consistent parameters, got a call inside of "
+                    f"{self._change}, which is changing them. Call it after {self._change}"
                 )
-            if self._are_torn():
+            if self._are_inconsistent():
                 raise TornStateError(
-                    f"{where} a rank of this host ended or failed in the middle of a step, so some "
-                    "of the module's parameters are a step further than others. Go back to "
-                    "the checkpoint: fl.load(path, module=..., optimizer=...), or start again"
+                    f"{where} expected consistent parameters, got a mix of two steps, because a "
+                    "rank of this host ended or failed in the middle of a step. Load a checkpoint "
+                    "with fl.load(path, module=..., optimizer=...), or start again"
                 )
 
-    # Steps are counted in the shared memory by each rank, twice a step: numbers that differ, or
-    # are odd, are left by a killed rank, whenever it dies.
-    def _are_torn(self) -> bool:
+    # Each rank counts begins and ends of steps in shared memory. A killed rank leaves an odd or
+    # different number, whenever it dies.
+    def _are_inconsistent(self) -> bool:
         return bool((self._marks != self._marks[0]).any() or self._marks[0] % 2)
 
     @contextlib.contextmanager
-    def changing(self, what: str) -> Iterator[None]:
-        """Return the context in which ranks change parameters; collective, see ``Shards``."""
+    def changing(self, operation: str) -> Iterator[None]:
+        """Return the context in which ranks change parameters. Collective; see ``Shards``."""
         local, marks = self.local, self._marks
         with self._lock:
-            self.check(what)
-            self._change = what
+            self.check(operation)
+            self._change = operation
             try:
                 wait_for_ranks(local, STEP)
                 self.protect(False)
@@ -290,7 +290,7 @@ class HostMemory:
                 yield
                 if self.across:
                     wait_for_ranks(local, STEP)
-                    for between, host, part in self._led(self.params):
+                    for between, host, part in self._exchanges(self.params):
                         between.broadcast(part, root=host)
                 marks[local.rank] += 1
                 self._unwritten = 0
@@ -301,7 +301,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Return the context in which this rank sets all parameters; they are whole then."""
+        """Return the context in which this rank sets all parameters consistently."""
         self.protect(False)
         yield
         self._marks[...] = 0
@@ -309,7 +309,7 @@ class HostMemory:
         self.protect(True)
 
     def protect(self, on: bool) -> None:
-        """Have every write to parameters end the process, or allow it, if that is asked for."""
+        """Forbid or allow writes to parameters if debugging is on; a forbidden write is fatal."""
         if not self.is_debugged:
             return
         libc = ctypes.CDLL(None, use_errno=True)
@@ -321,24 +321,24 @@ class HostMemory:
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
 
     def sum_between_hosts(self) -> None:
-        """Add up the hosts' gradients; complete on this host when all its ranks have returned."""
+        """Sum the gradients of all hosts; complete when all ranks of this host have returned."""
         if len(self.hosts) == 1:
             return
         wait_for_ranks(self.local, BACKWARD)
         scale = 1.0 / self.group.size
-        for between, host, part in self._led(self.grads):
+        for between, host, part in self._exchanges(self.grads):
             if self.across:
                 between.reduce(part, root=host, scale=scale)
             else:
                 between.all_reduce(part, scale=scale)
 
-    def _led(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
-        """Yield what this rank exchanges of each host's part of flat arrays, and with whom."""
+    def _exchanges(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
+        """Yield group, root host and array of each part that this rank sends between hosts."""
         if self.between is None:
             return
         for name, flat in flats.items():
             for host in range(len(self.hosts)) if self.across else [self.host]:
-                part = flat[self.own(name, host)]
+                part = flat[self.host_range(name, host)]
                 edges = [part.size * (self.local.rank + n) // self._leaders for n in (0, 1)]
                 part = part[slice(*edges)]
                 if part.size:

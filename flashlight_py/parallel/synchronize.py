@@ -1,4 +1,4 @@
-"""The same values on every rank: those of one rank, in one transfer, or the mean over all."""
+"""Equal values on every rank: a copy of one rank's values, or the mean over all ranks."""
 
 import pickle
 import weakref
@@ -35,36 +35,36 @@ _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 
 @in_step()
 def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = None) -> SomeTree:
-    """Set every rank's values to those of rank ``root``, of all arrays and numbers in ``tree``.
+    """Set all arrays and numbers in ``tree`` to the values of rank ``root``.
 
-    Collective, blocking. Arrays (NumPy, CuPy, tensors with DLPack, of any shape, memory layout and
-    dtype but ``object``) are changed in place. So are dicts, lists and dataclasses, whose numbers
-    (bool, int, float, complex, NumPy scalars; of exactly these types) are replaced; tuples and
-    frozen dataclasses with numbers in them are made anew. A module of ``fl.nn`` or PyTorch stands
-    for its parameters and buffers, a ``fl.Variable`` for its array, an optimizer or a schedule of
-    ``fl.optim`` for its state and settings without parameters. Other objects, such as None, strings
-    and functions, stay as they are and need not be alike.
+    Collective, blocking. These objects are changed in place: arrays (NumPy, CuPy, tensors with
+    DLPack) of any shape, layout and dtype except ``object``; dicts, lists and dataclasses; modules
+    of ``fl.nn`` or PyTorch (parameters and buffers); a ``fl.Variable`` (its array); optimizers and
+    schedules of ``fl.optim`` (state and settings, not parameters). Numbers of exactly the types
+    bool, int, float, complex and NumPy scalars are replaced. Tuples and frozen dataclasses with
+    numbers are created again. Other objects, such as None, strings and functions, are not changed
+    and may differ.
 
-    All arrays travel in one packed transfer for the CPU and one for the GPU, which takes as much
-    memory as they do. An array or a container that is met twice is sent once.
+    All arrays are sent in one packed transfer for the CPU and one for the GPU, through buffers as
+    large as the arrays. An array or container that occurs several times is sent once.
 
     Args:
-        tree: the same structure on every rank: types of containers, keys (in any order),
-            attributes, lengths, shapes, dtypes, and what is the same object as what.
-        root: rank in the group.
-        group: the process group, default the world.
+        tree: Tree with the same structure on every rank: container types, keys (in any order),
+            attributes, lengths, shapes, dtypes and shared objects.
+        root: Rank in the group.
+        group: Process group. Default: the world.
 
     Returns:
-        ``tree``, or what has been made anew where it is a number or immutable itself.
+        ``tree``, or a new object if ``tree`` is a number or immutable.
 
     Raises:
-        ValueError: ``root`` is no rank of the group; or, raised on every rank, an array in some
-            rank's tree is read-only, a Variable was computed from others and needs a gradient, or
-            a parameter is sharded.
-        TypeError: on every rank: an array in some rank's tree holds Python objects.
-        MismatchError: on every rank: the trees differ; names the first path that does, and what
-            is there on which rank. Nothing was changed.
-        DistributedError: as :func:`flashlight_py.all_reduce`; the tree was not changed.
+        ValueError: If ``root`` is not a rank of the group. On every rank, if any rank's tree has a
+            read-only array, a Variable computed from others that needs a gradient, or a sharded
+            parameter.
+        TypeError: On every rank, if an array of any rank contains Python objects.
+        MismatchError: On every rank, if the trees differ; with the first different path and its
+            values. Nothing is changed.
+        DistributedError: As :func:`flashlight_py.all_reduce`. The tree is not changed.
 
     Example:
         >>> model = fl.nn.Linear(3, 2)
@@ -80,23 +80,22 @@ def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = N
 def broadcast_parameters(
     module: Module, root: int = 0, *, group: ProcessGroup | None = None
 ) -> None:
-    """Set every rank's parameters and buffers to those of rank ``root``, in place.
+    """Set every rank's parameters and buffers to the values of rank ``root``, in place.
 
     Collective, blocking; one packed transfer. Call it after ``distributed_init`` and before
-    training, since each rank may have drawn other parameters.
-    :func:`flashlight_py.all_reduce_parameters` takes the mean instead.
+    training, because ranks may have drawn different initial parameters.
+    :func:`flashlight_py.all_reduce_parameters` computes the mean instead.
 
     Args:
-        module: the same on every rank but for its values.
-        root: rank in the group.
-        group: the process group, default the world.
+        module: Module with the same structure on every rank.
+        root: Rank in the group.
+        group: Process group. Default: the world.
 
     Raises:
-        TypeError: ``module`` is no Module.
-        ValueError: ``root`` is no rank of the group, an array is read-only, or a parameter is
-            sharded.
-        MismatchError: ranks' modules differ; names the first parameter or buffer that does.
-        DistributedError: as :func:`flashlight_py.all_reduce`; nothing was changed.
+        TypeError: If ``module`` is not a Module.
+        ValueError: If ``root`` is not a rank, an array is read-only, or a parameter is sharded.
+        MismatchError: If the modules differ; with the first different parameter or buffer.
+        DistributedError: As :func:`flashlight_py.all_reduce`. Nothing is changed.
 
     Example:
         >>> model = fl.nn.Linear(3, 2)
@@ -109,23 +108,23 @@ def broadcast_parameters(
 
 @in_step()
 def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) -> None:
-    """Average every parameter over the ranks, in place, as flashlight does.
+    """Average every parameter over the ranks, in place, like flashlight.
 
-    Collective, blocking. Buffers stay as they are. If each rank has drawn its own parameters, call
-    :func:`flashlight_py.broadcast_parameters` instead: the mean of n draws is too small.
+    Collective, blocking. Buffers are not changed. If ranks have drawn different initial parameters,
+    call :func:`flashlight_py.broadcast_parameters` instead: the mean of n draws is too small.
 
     Args:
-        module: the same on every rank but for its values.
-        group: the process group, default the world.
+        module: Module with the same structure on every rank.
+        group: Process group. Default: the world.
 
     Raises:
-        TypeError: ``module`` is no Module.
-        ValueError: a parameter is sharded.
-        MismatchError: ranks' modules differ; names the first parameter that does.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``module`` is not a Module.
+        ValueError: If a parameter is sharded.
+        MismatchError: If the modules differ; with the first different parameter.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
-    agreement.refuse_sharded("all_reduce_parameters", module.params(), may_be_cut=True)
+    agreement.reject_sharded("all_reduce_parameters", module.params(), may_be_cut=True)
     members = group_or_world(group)
     params = module.named_params()
     agreement.check_modules_agree(params, members)
@@ -133,24 +132,24 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
 
 
 class PeriodicAveraging(Structured):
-    """Lets ranks train by themselves and averages their parameters every ``every`` steps.
+    """Average of the ranks' parameters every ``every`` steps; between averages ranks train alone.
 
-    Also known as local SGD, for ranks that are joined by a slow network. Use it without
-    ``distribute_module_grads``, and call ``step()`` after the optimizer's, on every rank equally
-    often. The optimizer's state stays each rank's own. Making it is collective, as is ``step``
-    when it averages. A captured step that calls it stays eager: call it after that.
+    The algorithm is known as local SGD and is meant for ranks on a slow network. Use it without
+    ``distribute_module_grads``. On every rank, call ``step()`` after each step of the optimizer.
+    Each rank keeps its own optimizer state. The constructor is collective, and ``step`` is when
+    it averages. Call ``step`` outside of captured steps: a step that contains it is not captured.
 
     Args:
-        module: the same on every rank; start from the same values
+        module: Module with the same structure on every rank. Start from equal values
             (:func:`flashlight_py.broadcast_parameters`).
-        every: after how many steps, at least 1.
-        group: the process group, default the world.
+        every: Number of steps between averages, at least 1.
+        group: Process group. Default: the world.
 
     Raises:
-        TypeError: ``module`` is no Module, or ``every`` is no integer.
-        ValueError: ``every`` is below 1, or the module is sharded.
-        MismatchError: ranks' modules or ``every`` differ; names what does.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``module`` is not a Module, or ``every`` is not an integer.
+        ValueError: If ``every`` is below 1, or the module is sharded.
+        MismatchError: If modules or ``every`` differ between ranks.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
 
     Example:
         >>> model = fl.nn.Linear(3, 2)
@@ -162,7 +161,7 @@ class PeriodicAveraging(Structured):
     @in_step()
     def __init__(self, module: Module, every: int, *, group: ProcessGroup | None = None) -> None:
         require_module(module)
-        agreement.refuse_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
+        agreement.reject_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
         self._every = check_integer("PeriodicAveraging", "every", every, least=1)
         self._module = module
         self._group = group
@@ -172,15 +171,15 @@ class PeriodicAveraging(Structured):
         agreement.check_settings_agree("PeriodicAveraging", {"every": self._every}, members)
 
     def step(self) -> bool:
-        """Count a step; after every ``every``-th one average the parameters, in place.
+        """Count a step; after every ``every`` steps average the parameters, in place.
 
         Returns:
-            Whether they were averaged: then it was collective, and blocked.
+            Whether the parameters were averaged. Only then the call is collective and blocking.
 
         Raises:
-            DistributedError: as :func:`flashlight_py.all_reduce`.
+            DistributedError: As :func:`flashlight_py.all_reduce`.
         """
-        vars(self)["_steps"] += 1  # by which captured steps see that they cannot replay this
+        vars(self)["_steps"] += 1  # tells capture() that the step cannot be replayed
         if self._steps % self._every:
             return False
         arrays = [param.data for param in self._module.params()]
@@ -188,22 +187,22 @@ class PeriodicAveraging(Structured):
         return True
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many steps were counted; the same on every rank. Not collective."""
+        """Return the number of counted steps, the same on every rank. Not collective."""
         return {"steps": self._steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on counting where ``state`` was taken. Not collective.
+        """Set the number of counted steps from ``state``. Not collective.
 
         Raises:
-            KeyError: ``state`` has no entry ``"steps"``.
-            TypeError: it is no integer.
-            ValueError: it is negative.
+            KeyError: If ``state`` has no entry ``"steps"``.
+            TypeError: If the entry is not an integer.
+            ValueError: If the entry is negative.
         """
         self._steps = check_integer("PeriodicAveraging", "steps", state["steps"])
 
 
-# Of modules, which give their buffers before each forward pass. Plans of other trees are not kept:
-# to see that none of their arrays has changed would take as long as to walk through them.
+# Plans of modules, which broadcast their buffers before each forward pass. Plans of other trees are
+# not kept: checking that no array has changed would take as long as a new walk.
 _plans: weakref.WeakKeyDictionary[Module, Plan] = weakref.WeakKeyDictionary()
 _KEPT_BYTES, _MOST_KEPT = 1 << 20, 8
 
@@ -223,32 +222,32 @@ def give_state(
         return plan
 
     with reject_together(group_or_world(group), "synchronize", first=True):
-        given = synchronize_for("synchronize", "tree", dict(state), root, group, plan_of_state)
-    for name, value in given.items():
+        values = synchronize_for("synchronize", "tree", dict(state), root, group, plan_of_state)
+    for name, value in values.items():
         if value is not state[name]:  # a number, which cannot be changed in place
             put_buffer(module, name, value)
 
 
 def require_module(module: object) -> None:
-    """Raise a TypeError for what is no module."""
+    """Raise TypeError if ``module`` is not a Module."""
     if not isinstance(module, Module):
         raise TypeError(f"expected a flashlight_py.nn.Module, got {type(module).__name__}")
 
 
 @in_step()
 def sync_meter(meter: Meter, *, group: ProcessGroup | None = None) -> Any:
-    """Return the value that ``meter`` would have if it had seen what all ranks' meters saw.
+    """Return the value of ``meter`` over the data of all ranks.
 
-    Collective, blocking. Every rank of ``group`` (default the world) calls it with a meter made
-    alike, and gets the same value. The meters stay as they are, so it can be repeated at any time.
+    Collective, blocking. Every rank of ``group`` (default: the world) passes a meter with equal
+    settings and gets the same value. The meters are not changed, so the call can be repeated.
 
     Raises:
-        TypeError: ``meter`` is no Meter.
-        ValueError: this process is not in the group.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
+        TypeError: If ``meter`` is not a Meter.
+        ValueError: If this process is not in the group.
+        DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     if not isinstance(meter, Meter):
-        raise TypeError(f"sync_meter takes a flashlight_py.meter.Meter, got {type(meter).__name__}")
+        raise TypeError(f"sync_meter: expected a fl.meter.Meter, got {type(meter).__name__}")
     return meter.value_of(all_reduce(meter.state(), group=group))
 
 
@@ -260,39 +259,39 @@ def synchronize_for(
     group: ProcessGroup | None,
     walk: Callable[[object, bool], Plan] = plan_of,
 ) -> SomeTree:
-    """Do what ``synchronize`` does for ``verb``, whose errors call the tree a ``noun``."""
+    """Synchronize ``tree`` for the function ``verb``; error messages call the tree a ``noun``."""
     members = group_or_world(group)
     root = check_rank(members.size, verb, "root", root)
     where = f"[{verb}] rank {members.rank} of {members.size}"
-    # Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
-    # only where the first walks do not agree.
+    # The key order of dicts may differ between ranks. This is rare, so keys are sorted only if the
+    # first walk gives different results.
     for sort_keys in (False, True):
-        mine, encoded, packed, error = b"", b"", None, None
+        description, encoded, packed, error = b"", b"", None, None
         try:
             plan = walk(tree, sort_keys)
-            mine = plan.description + root.to_bytes(8, "little")
-            # The root packs before it receives anything from the others, who may still be
-            # unpacking what arrived last.
+            description = plan.description + root.to_bytes(8, "little")
+            # The root packs before it receives anything from the other ranks, which may still
+            # unpack the previous buffers.
             if members.rank == root:
                 numbers = [number for _, _, number in plan.numbers]
                 encoded = pickle.dumps(numbers) if numbers else b""
                 packed = _buffers_for(plan, len(encoded))
                 packed.pack(plan, encoded)
-        except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
-            error = found
+        except Exception as exception:  # noqa: BLE001 - all ranks raise any error
+            error = exception
         facts = error is not None, len(encoded)
-        agreed, (failed, number_bytes) = agreement.all_have(mine, members, *facts)
-        if failed:  # on every rank, by what the first rank that failed reports
+        agreed, (failed, number_bytes) = agreement.equal_on_all_ranks(description, members, *facts)
+        if failed:  # every rank raises the first failed rank's error
             report = [type(error).__name__, f"{where}: {error}"] if error else None
-            name, text = next(filter(None, agreement.of_all_ranks(report, members)))
+            name, text = next(filter(None, agreement.gather_json(report, members)))
             try:
                 raise _KINDS.get(name, DistributedError)(text) from error
             finally:
-                del error  # whose traceback has this frame, and the frame the tree
+                del error  # its traceback refers to this frame and so to the tree
         if agreed:
             break
     else:
-        raise MismatchError(f"{where}: {_what_differs(noun, tree, root, members)}")
+        raise MismatchError(f"{where}: {_difference(noun, tree, root, members)}")
     with reject_together(members, verb, outcome="failed"):
         buffers = packed or _buffers_for(plan, number_bytes)
     for buffer in buffers.used:
@@ -307,28 +306,28 @@ def synchronize_for(
     return tree
 
 
-# To make buffers for many small arrays takes as long as to walk through the tree. They depend on
-# its description alone, so nothing keeps its arrays, and they serve also after these have changed.
+# Creating buffers for many small arrays takes as long as walking the tree, so buffers are kept.
+# They depend only on the description of the tree, and keep no arrays alive.
 _kept: dict[tuple[bytes, int], TreeBuffers] = {}
 
 
 def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
-    """Return buffers for ``plan``, which no other thread gets until they are kept again."""
+    """Return buffers for ``plan``, which no other thread uses until they are kept again."""
     return _kept.pop((plan.description, number_bytes), None) or TreeBuffers(plan, number_bytes)
 
 
-def _what_differs(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
-    alike = kinds_by_path(plan_of(tree, sort_keys=True).facts)
-    in_order = {**kinds_by_path(plan_of(tree).facts), **alike}  # as users know it
-    mine = [root, {path: alike[path] for path in in_order if path in alike}]
-    roots, trees = zip(*agreement.of_all_ranks(mine, members), strict=True)
+def _difference(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
+    sorted_kinds = kinds_by_path(plan_of(tree, sort_keys=True).facts)
+    in_order = {**kinds_by_path(plan_of(tree).facts), **sorted_kinds}  # in the users' order
+    root_and_tree = [root, {path: sorted_kinds[path] for path in in_order if path in sorted_kinds}]
+    roots, trees = zip(*agreement.gather_json(root_and_tree, members), strict=True)
     if len(set(roots)) > 1:
         return (
-            f"the ranks pass different roots ({agreement.by_rank(roots)}). Nothing was changed; "
-            "pass the same root on every rank"
+            f"expected the same root on every rank, got {agreement.by_rank(roots)}. Nothing was "
+            "changed. Pass the same root on every rank"
         )
     first = [*agreement.differences(trees), "tree (changing meanwhile)"][0]
     return (
-        f"the {noun}s differ at {noun}{first.removeprefix('tree')}. Nothing was changed; pass a "
-        f"{noun} of the same structure on every rank"
+        f"expected the same structure on every rank, got a difference at {noun}"
+        f"{first.removeprefix('tree')}. Nothing was changed. Pass {noun}s of equal structure"
     )

@@ -1,4 +1,4 @@
-"""``DataParallel``: the processes of one machine compute shares of each batch for this one."""
+"""``DataParallel``: processes of this machine compute shares of each batch."""
 
 from __future__ import annotations
 
@@ -37,67 +37,66 @@ from flashlight_py.launch.spawning import Worker
 from flashlight_py.nn import Module
 
 WHAT = "DataParallel"
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes, of arrays in shared memory
 _can_import_main = cache(main_can_be_imported)
 
 Part: TypeAlias = "Variable | Array"
 # A parameter of the module (True) or an input (False), and its number.
 Leaf: TypeAlias = tuple[bool, int]
-# The first byte, shape and dtype of an array in shared memory.
-ArrayPlace: TypeAlias = "tuple[int, tuple[int, ...], np.dtype[np.generic]]"
-# Arrays by leaf, or by the number of a result, and the leaves below each result.
+# Offset in bytes, shape and dtype of an array in shared memory.
+ArrayLayout: TypeAlias = "tuple[int, tuple[int, ...], np.dtype[np.generic]]"
+# Arrays by leaf or by number of a result, and the leaves that each result depends on.
 Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 
 
-# A module is pickled without its parameters for each pass, which takes some 0.1 ms for a small one,
-# and sent if the pickle has changed. So modes, ratios and buffers need no list of possible changes.
-def take_apart(
-    value: Any, is_part: Callable[[Any], bool], what: str = ""
+# The module is pickled without its parameters for each pass, which takes about 0.1 ms for a small
+# module. The pickle is sent only if it has changed. So changes of modes, ratios and buffers are
+# detected without a list of attributes.
+def split_parts(
+    value: Any, is_part: Callable[[Any], bool], noun: str = ""
 ) -> tuple[bytes, list[Any]]:
-    """Return a pickle of ``value`` with numbers in place of its parts, and the distinct parts.
+    """Return a pickle of ``value`` with numbers instead of its parts, and the distinct parts.
 
-    ``what`` names a value of the parent, for errors.
+    ``noun`` names the value in error messages; it is empty in a worker.
     """
     parts: dict[int, tuple[int, Any]] = {}
 
     def stand_in(value: Any) -> int | None:
         return parts.setdefault(id(value), (len(parts), value))[0] if is_part(value) else None
 
-    form = dumps(value, not what or _can_import_main(WHAT), stand_in, f"{WHAT}: {what} ")
+    form = dumps(value, not noun or _can_import_main(WHAT), stand_in, f"{WHAT}: {noun} ")
     return form, [part for _, part in parts.values()]
 
 
-def put_together(form: bytes, parts: Sequence[Any]) -> Any:
-    """Return the value of a pickle from ``take_apart``, with ``parts`` in place of the numbers."""
+def join_parts(form: bytes, parts: Sequence[Any]) -> Any:
+    """Return the value of a pickle from ``split_parts``, with ``parts`` instead of the numbers."""
     unpickler = pickle.Unpickler(io.BytesIO(form))
     unpickler.persistent_load = parts.__getitem__  # type: ignore[method-assign]
     return unpickler.load()
 
 
 def is_data(value: Any) -> bool:
-    """Return whether ``value`` is a Variable or an array, as inputs and results contain them."""
     return isinstance(value, (Variable, np.ndarray)) or is_cupy(value)
 
 
 def array_of(part: Part) -> Array:
-    """Return the array of an input or a result."""
     return part.data if isinstance(part, Variable) else part
 
 
 class WorkerMemory:
-    """Shared memory that grows as needed and has no name; ``fd`` is its inherited descriptor."""
+    """Anonymous shared memory that grows as needed; ``fd`` is its inherited descriptor."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("flashlight workers") if fd is None else fd
         os.set_inheritable(self.fd, False)
         self._map: mmap.mmap | None = None
 
-    def put(self, arrays: Iterable[Array]) -> list[ArrayPlace]:
-        """Write ``arrays`` over the previous ones; return their places. Raises a MemoryError."""
+    def put(self, arrays: Iterable[Array]) -> list[ArrayLayout]:
+        """Write ``arrays`` over the previous arrays; return their layout, or raise MemoryError."""
         arrays, places, size = list(arrays), [], 0
         for array in arrays:
             if array.dtype.hasobject:
-                raise TypeError("an array of Python objects cannot be in memory of two processes")
+                raise TypeError(f"{WHAT}: expected numbers, got an array of dtype {array.dtype}")
             places.append((size, array.shape, array.dtype))
             size += (array.nbytes // _ALIGNMENT + 1) * _ALIGNMENT
         if size > os.fstat(self.fd).st_size:
@@ -106,8 +105,8 @@ class WorkerMemory:
             view[...] = array
         return places
 
-    def views(self, places: Iterable[ArrayPlace]) -> list[Array]:
-        """Return the arrays at ``places``, without a copy; they stay valid after ``close``."""
+    def views(self, places: Iterable[ArrayLayout]) -> list[Array]:
+        """Return views of the arrays at ``places``, which stay valid after ``close``."""
         arrays = []
         for offset, shape, dtype in places:
             end = offset + math.prod(shape) * dtype.itemsize
@@ -117,13 +116,12 @@ class WorkerMemory:
         return arrays
 
     def close(self) -> None:
-        """Close the descriptor and drop the mapping."""
         os.close(self.fd)
         self._map = None
 
 
 class WorkerShare:
-    """In worker ``number``: its share, with parameters in shared memory, and graphs."""
+    """The module in worker ``number``, with parameters in shared memory, and its graphs."""
 
     def __init__(
         self, takes_output: bool, number: int, fds: Sequence[int], params: Any, grads: Any
@@ -134,12 +132,13 @@ class WorkerShare:
             param.buffer = grad
         model.close()
         self._takes_output, self._number, self._module = takes_output, number, b""
-        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # inputs and results
+        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # inputs, results
 
     def __call__(self, link: Connection) -> None:
-        """Answer requests until ``link`` ends, by a failure or None, the answer, and printed text.
+        """Answer requests until ``link`` is closed: with a failure or None, the answer, and the
+        output.
 
-        The answer of a failure is a pickle of the exception, empty if there can be none.
+        After a failure, the answer is a pickle of the exception, or empty if it cannot be pickled.
         """
         while True:
             try:
@@ -151,7 +150,7 @@ class WorkerShare:
             with redirect_stdout(out), redirect_stderr(err):
                 try:
                     answer: Any = self._answer(*request)
-                except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
+                except Exception as error:  # noqa: BLE001 - the parent raises any error
                     failure, answer = Failure.of_exception(error, time.monotonic()), b""
                     with suppress(TypeError):
                         answer = dumps(error)
@@ -160,13 +159,13 @@ class WorkerShare:
     def _answer(
         self, module: bytes | None, kept: list[int], method: str, places: Any, *arguments: Any
     ) -> Answer:
-        """Return an answer with the arrays' places, None for the gradient of a parameter.
+        """Return an answer with the layout of each array; None stands for a parameter's gradient.
 
-        ``module`` is None if it has not changed, ``places`` if this worker has no rows. The parent
-        still has the graphs ``kept``.
+        ``module`` is None if the module has not changed. ``places`` is None if this worker has no
+        rows. ``kept`` are the numbers of graphs that the parent still uses.
         """
         self._module = module or self._module
-        self._graphs = {each: self._graphs[each] for each in kept if each in self._graphs}
+        self._graphs = {graph: self._graphs[graph] for graph in kept if graph in self._graphs}
         if places is None:
             return {}, []
         arrays, below = getattr(self, method)(self._box.views(places), *arguments)
@@ -177,38 +176,37 @@ class WorkerShare:
     def forward(
         self, arrays: list[Array], graph: int, seed: int, form: bytes, calc_grads: list[bool | None]
     ) -> Answer:
-        """Return the results; ``calc_grads`` are of parameters and inputs, None for an array."""
+        """Return results; ``calc_grads`` are flags of parameters and inputs, None for arrays."""
         for param, flag in zip(self._params, calc_grads, strict=False):
             param.calc_grad = bool(flag)
-        # Copies: the graph needs the inputs, and the answer overwrites them.
+        # Copies, because the graph needs the inputs and the answer overwrites them.
         flags = zip(map(np.array, arrays), calc_grads[len(self._params) :], strict=True)
         inputs = [x if flag is None else Variable(x, flag) for x, flag in flags]
         random.set_seed(seed + self._number)
-        module = put_together(self._module, self._params)
-        given, options = put_together(form, inputs)
-        _, results = take_apart(module(*given, **options), is_data)
+        module = join_parts(self._module, self._params)
+        arguments, options = join_parts(form, inputs)
+        _, results = split_parts(module(*arguments, **options), is_data)
         self._graphs[graph] = inputs, results
         leaves = self._leaves(inputs)
         below = [[leaves[v] for v in _leaves_below(part) if v in leaves] for part in results]
         return dict(enumerate(map(array_of, results))), below
 
     def backward(self, seeds: list[Array], graph: int, numbers: list[int]) -> Answer:
-        """Return the gradients of leaves, for the gradients ``seeds`` of results ``numbers``."""
+        """Return gradients of leaves, given the gradients ``seeds`` of the results ``numbers``."""
         inputs, results = self._graphs[graph]
         leaves = self._leaves(inputs)
         for variable in leaves:
             variable.grad = None
-        # One pass from all results: the root is a number that depends on each of them.
-        roots = zip([results[each] for each in numbers], seeds, strict=True)
+        # A single pass from all results: the root is a number that depends on every result.
+        roots = zip([results[number] for number in numbers], seeds, strict=True)
         edges = [(x, lambda _, seed=seed: seed) for x, seed in roots if isinstance(x, Variable)]
         root = record(np.zeros(()), *edges)
         if root.calc_grad:
-            root.backward(retain_graph=True)  # until the parent's graph is gone
+            root.backward(retain_graph=True)  # until the parent drops its graph
         grads = {leaf: v.grad for v, leaf in leaves.items() if v.grad is not None}
         return {leaf: None if leaf[0] else grad for leaf, grad in grads.items()}, []
 
     def _leaves(self, inputs: Sequence[Part]) -> dict[Variable, Leaf]:
-        """Return the variables whose gradients the parent may need."""
         leaves = {part: (False, n) for n, part in enumerate(inputs) if isinstance(part, Variable)}
         return leaves | {param: (True, n) for n, param in enumerate(self._params)}
 
@@ -220,13 +218,13 @@ def _leaves_below(result: Part) -> list[Variable]:
     if result.node is None:
         return [result]
     walk = Walk(result.node, result.array, False)
-    with suppress(RuntimeError):  # it was differentiated already: a second pass raises this, too
+    with suppress(RuntimeError):  # already differentiated: a second pass raises this as well
         walk.count([result.node], (), walk.pending)
     return [target for target in walk.pending if isinstance(target, Variable)]
 
 
 class TeamResources(AbstractContextManager["TeamResources"]):
-    """In the parent: processes and memory of a team. An exception within ``with`` ends them."""
+    """Processes and memory of a team, in the parent. An exception within ``with`` ends them."""
 
     def __init__(self) -> None:
         self.pid, self.is_open = os.getpid(), True
@@ -235,9 +233,9 @@ class TeamResources(AbstractContextManager["TeamResources"]):
         self.limited: list[Any] = []
 
     def end(self) -> None:
-        """Kill the workers; blocks. After an interrupt, a second call ends the rest."""
+        """Kill the workers. Blocks. If interrupted, a second call ends the remaining workers."""
         self.is_open = False
-        if os.getpid() == self.pid:  # not in a process that was forked from it
+        if os.getpid() == self.pid:  # not in a process that was forked from the parent
             for worker in self.workers:
                 worker.end()
             blas.restore(self.limited)
@@ -249,67 +247,69 @@ class TeamResources(AbstractContextManager["TeamResources"]):
             self.end()
 
 
-# Python may collect a team at any line, and an exception that a signal handler raises in code of
-# the collection is lost. So the collection appends a reference, and the next use of a team ends
+# Python may collect a team at any line, and an exception that a signal handler raises during the
+# collection is lost. So the collection only appends a reference, and the next use of any team ends
 # the workers.
-_held: dict[weakref.ref[Team], TeamResources] = {}
-_dropped: deque[weakref.ref[Team]] = deque()
+_resources: dict[weakref.ref[Team], TeamResources] = {}
+_dropped_teams: deque[weakref.ref[Team]] = deque()
 
 
 def end_dropped() -> None:
-    """End the workers of teams that were collected, each on one thread."""
-    with suppress(IndexError):  # there is none, or another thread has the last one
+    """End the workers of collected teams; each team is ended by one thread."""
+    with suppress(IndexError):  # empty, or another thread took the last reference
         while True:
-            team = _dropped.popleft()
-            _held[team].end()
-            del _held[team]
+            team = _dropped_teams.popleft()
+            _resources[team].end()
+            del _resources[team]
 
 
 @atexit.register
 def _end_all() -> None:
-    for held in list(_held.values()):
-        held.end()
+    for resources in list(_resources.values()):
+        resources.end()
 
 
-# A message that was interrupted cannot be completed, so an error in one ends all workers. The next
-# call starts new ones without a loss: this process has the parameters, modes and random numbers.
+# An interrupted message cannot be completed, so an error in a message ends all workers. The next
+# call starts new workers without loss, because this process has the parameters, modes and random
+# numbers.
 class Team:
-    """``count`` workers, which share ``cores`` with this process, and map the arrays of ``params``.
+    """``count`` workers that map the arrays of ``params`` and share ``cores`` with this process.
 
-    One request at a time: ``ask``, then ``fill``. The workers end with this process.
+    A team handles one request at a time: ``ask``, then ``fill``. The workers end with this process.
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
         self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers drop them
         self._params = list(params)
-        self._module: bytes | None = None  # the pickle that the workers have
+        self._module: bytes | None = None  # pickle of the module that the workers have
         self._answers: list[Any] = []  # to the last request
         self._is_waiting = False
         end_dropped()
-        self.held = held = _held[weakref.ref(self, _dropped.append)] = TeamResources()
-        self._workers = held.workers
+        self.resources = resources = TeamResources()
+        _resources[weakref.ref(self, _dropped_teams.append)] = resources
+        self._workers = resources.workers
         variables = thread_variables(os.environ, count + 1, cores)
-        with held:
-            held.memories.extend(WorkerMemory() for _ in range(count + 1))
-            model, *self._boxes = held.memories
+        with resources:
+            resources.memories.extend(WorkerMemory() for _ in range(count + 1))
+            model, *self._boxes = resources.memories
             size = len(self._params)
             places = model.put([param.data for param in self._params] * (count + 1))
-            # The parameters, and for each worker the gradients.
+            # The parameters, then the gradients of each worker.
             sets = [places[size * k : size * (k + 1)] for k in range(count + 1)]
             self._views, *self._grads = map(model.views, sets)
             self.holds(self._params)
             for number, box in enumerate(self._boxes, 1):
                 name, fds = (WHAT, number, count + 1), (model.fd, box.fd)
-                # A notebook's own object is in the place of stdout: processes print past it.
+                # If stdout is replaced, as in a notebook, output of workers must be sent back.
                 args = sys.stdout is not sys.__stdout__, number, fds, sets[0], sets[number]
-                held.workers.append(Worker(name, WorkerShare, args, fds, variables))
-            for worker in held.workers:
+                resources.workers.append(Worker(name, WorkerShare, args, fds, variables))
+            for worker in resources.workers:
                 worker.wait_for_start()
-            held.limited += blas.limit_each(max(1, cores // (count + 1)))
+            resources.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
-        """Return whether workers map these parameters; a new array of the same kind is copied."""
-        if not self.held.is_open or [*map(id, params)] != [*map(id, self._params)]:
+        """Return whether the workers map ``params``; copy new arrays of equal shape and dtype."""
+        if not self.resources.is_open or [*map(id, params)] != [*map(id, self._params)]:
             return False
         for param, view in zip(self._params, self._views, strict=True):
             if param.data is not view:
@@ -325,52 +325,52 @@ class Team:
         """Send a request with one share for each of the first workers; return a list for ``fill``.
 
         Raises:
-            RuntimeError: the workers have ended, or this process was forked from their parent.
+            RuntimeError: If the workers have ended, or this process was forked from their parent.
         """
         end_dropped()
         self._require_open()
-        with suppress(RankFailedError):  # nobody has waited for the last request
+        with suppress(RankFailedError):  # no caller waited for the last request
             self._receive()
         self._require_open()
-        for answer in self._answers:  # the request overwrites arrays that the asker still needs
+        for answer in self._answers:  # the request overwrites arrays that a caller may still use
             if isinstance(answer, tuple):
                 answer[0].update({key: np.array(array) for key, array in answer[0].items()})
         self.numbers = {graph: n for graph, n in self.numbers.items() if graph() is not None}
         request = None if module == self._module else module, [*self.numbers.values()], method
         self._module = module or self._module
         self._answers = []
-        with self.held:
+        with self.resources:
             for worker, box, share in zip_longest(self._workers, self._boxes, shares):
                 places = None if share is None else box.put(share)
                 worker.send((*request, places, *arguments))
-            self._is_waiting = True  # within: no interrupt may come between
+            self._is_waiting = True  # within the block: no interrupt may come between
         return self._answers
 
     def fill(self, answers: list[Any]) -> list[Any]:
-        """Return the list with the answers; blocks. Arrays are valid until the next request.
+        """Return the list with the answers. Blocks. Arrays are valid until the next request.
 
         Raises:
-            RankFailedError: a worker raised, which is the error's cause, or was killed.
-            RuntimeError: as ``ask``.
+            RankFailedError: If a worker raised (its exception is the cause) or was killed.
+            RuntimeError: As ``ask``.
         """
         self._receive()
         errors = [answer for answer in answers if isinstance(answer, RankFailedError)]
         if errors:
-            answers.clear()  # so that the frames of the error do not refer to it
+            answers.clear()  # so that the frames of the error do not refer to the list
             raise errors.pop(0)
         if not answers:
             self._require_open()
         return answers
 
     def _receive(self) -> None:
-        """Receive the answers to the last request, unless this was done, and print their text.
+        """Receive the answers to the last request if they are pending, and print their text.
 
-        A share that raised answers a RankFailedError, with the cause if that can be pickled.
+        A share that raised answers a RankFailedError, whose cause is the exception if picklable.
         """
-        if not (self._is_waiting and self.held.is_open):
+        if not (self._is_waiting and self.resources.is_open):
             return
         received = []
-        with self.held:
+        with self.resources:
             for worker in self._workers:
                 received.append(worker.receive())
                 for line in received[-1][2].splitlines():
@@ -380,7 +380,7 @@ class Team:
         for worker, (failure, answer, _), box, grads in shares:
             if failure is not None:
                 error = worker.error(failure.description, failure.traceback)
-                with suppress(Exception):  # runs its code; the message has its traceback
+                with suppress(Exception):  # runs user code; the message has the traceback
                     error.__cause__ = pickle.loads(answer)
                 self._answers.append(error)
                 continue
@@ -389,54 +389,55 @@ class Team:
             self._answers.append(answer)
 
     def _require_open(self) -> None:
-        if os.getpid() != self.held.pid:
+        if os.getpid() != self.resources.pid:
             raise RuntimeError(
-                f"{WHAT}: this process ({os.getpid()}) was forked from the one whose workers these "
-                f"are ({self.held.pid}); wrap the module again here"
+                f"{WHAT}: expected process {self.resources.pid}, which started the workers, got "
+                f"process {os.getpid()}, which was forked from it. Wrap the module again here"
             )
-        if not self.held.is_open:
+        if not self.resources.is_open:
             raise RuntimeError(
-                f"{WHAT}: the workers that computed this have been ended since, by close() or "
-                "after an error; compute it again"
+                f"{WHAT}: expected running workers, got workers that close() or an error has ended "
+                "since the forward pass. Repeat the forward pass"
             )
 
 
-_NOTHING = np.zeros(())  # value and gradient of nodes that stand for the workers
+_NOTHING = np.zeros(())  # value and gradient of nodes that represent the workers
 
 
 class DataParallel(Module):
-    """A module that cuts each batch into shares, computed by as many processes of this machine.
+    """A module that divides each batch into shares, which processes of this machine compute.
 
-    ``model = fl.DataParallel(model)`` is the only change: ``model(x)`` returns one Variable of all
-    rows, and ``backward()`` computes in every ``param.grad`` what one process would have computed,
-    to rounding, and the same bits each time. Optimizers and checkpoints work with the wrapped
-    module, whose parameters and names in ``state_dict()`` stay the same. Neither a launcher nor
-    ``distributed_init`` is needed; in a world each rank has its own workers.
+    ``model = fl.DataParallel(model)`` is the only change. ``model(x)`` returns one Variable with
+    all rows. ``backward()`` gives every ``param.grad`` the value that one process would compute,
+    except for rounding, and the same bits each time. Optimizers and checkpoints work with the
+    wrapped module, whose parameters and names in ``state_dict()`` stay the same. No launcher and no
+    ``distributed_init`` is needed. In a world, each rank has its own workers.
 
-    This process computes the first share, and workers compute the others. The first call starts
-    them, as fresh interpreters like the ranks of :func:`flashlight_py.spawn`, so a script makes it
-    under ``if __name__ == "__main__":``. All processes map the parameters and gradients; the rest
-    of the module (modes, ratios, buffers) is sent if it has changed. Each share has its own random
-    numbers, from this process's seed. Changes of the module by a forward pass, such as running
-    statistics, are those of the first share.
+    This process computes the first share, and workers compute the other shares. The first call
+    starts the workers as new interpreters, like the ranks of :func:`flashlight_py.spawn`. So
+    scripts must make the call under ``if __name__ == "__main__":``. All processes map the
+    parameters and gradients. Other parts of the module (modes, ratios, buffers) are sent if they
+    have changed. Each share has its own random numbers, derived from this process's seed. If the
+    forward pass changes the module, for example running statistics, the changes of the first share
+    are kept.
 
-    Inputs are NumPy arrays and Variables of any dtype but object, also inside of objects that can
-    be pickled, with the batch as their first dimension; other values are sent to every share.
-    Shares differ by one row at most, and a small batch leaves processes idle. Results are joined
-    along their first dimension; other values are those of the first share.
+    Inputs are NumPy arrays and Variables of any dtype except object, with the batch as their first
+    dimension. They may be nested in objects that can be pickled. Other values are sent to every
+    share. Shares differ by at most one row, and a small batch leaves processes idle. Results are
+    concatenated along their first dimension. Other result values are taken from the first share.
 
-    A call starts new workers if they have ended. The workers of a wrapper that is dropped and not
-    closed end at the next use of another one. No process and no memory remains when this process
-    ends, also by ``kill -9``. Use it from one thread at a time.
+    If the workers have ended, a call starts new workers. If a wrapper is dropped without ``close``,
+    its workers end at the next use of another wrapper. When this process ends, also by ``kill -9``,
+    no process and no memory remains. Use a wrapper from one thread at a time.
 
     Args:
-        module: computed on the CPU, can be pickled (in a notebook by cloudpickle).
-        nprocs: number of processes, this one included; default the cores that this process may
-            use, divided by the ranks of this host. 1: calls the module, and starts nothing.
+        module: Module on the CPU that can be pickled (in a notebook by cloudpickle).
+        nprocs: Number of processes, including this process. Default: the number of usable cores
+            divided by the number of ranks on this host. 1 calls the module without workers.
 
     Raises:
-        TypeError: ``module`` is no module, or ``nprocs`` is no integer.
-        ValueError: ``nprocs`` is below 1 or too large for this host, or the module contains a
+        TypeError: If ``module`` is not a Module, or ``nprocs`` is not an integer.
+        ValueError: If ``nprocs`` is below 1 or too large for this host, or the module contains a
             DataParallel.
 
     Example:
@@ -449,9 +450,9 @@ class DataParallel(Module):
 
     def __init__(self, module: Module, nprocs: int | None = None) -> None:
         if not isinstance(module, Module):
-            raise TypeError(f"{WHAT} takes a flashlight_py.nn.Module, got {type(module).__name__}")
-        if any(isinstance(each, DataParallel) for _, each in module._walk()):
-            raise ValueError(f"{WHAT}: the module contains a {WHAT} already; wrap the outermost")
+            raise TypeError(f"{WHAT}: expected a fl.nn.Module, got {type(module).__name__}")
+        if any(isinstance(child, DataParallel) for _, child in module._walk()):
+            raise ValueError(f"{WHAT}: the module contains a {WHAT}. Wrap only the outermost one")
         self._cores = max(1, usable_cores() // get_local_size())
         self.nprocs = self._cores if nprocs is None else check_integer(WHAT, "nprocs", nprocs, 1)
         check_processes(f"{WHAT}: nprocs", self.nprocs, 3)
@@ -460,30 +461,31 @@ class DataParallel(Module):
         self._number = 0
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return what ``module`` does, computed in shares; blocks until all have been computed.
+        """Return the result of ``module``, computed in shares. Blocks.
 
         Raises:
-            ValueError: arrays of the inputs have different first dimensions, a result has no
-                dimensions, the shares have different numbers of results, or a parameter is sharded.
-            TypeError: an array is CuPy's or holds Python objects, or the module, the inputs or a
-                worker's result cannot be pickled.
-            RankFailedError: a worker was killed, or it raised: the message has the traceback, and
-                the cause is the exception, if it can be pickled. ``backward()`` raises this, too.
-                An exception of this process's share is raised unchanged.
-            RuntimeError: a worker calls it while it imports the script: the call is not under
-                ``if __name__ == "__main__":``. In ``backward()``: the workers have ended since.
-            OSError: the system starts no more processes, or has no more memory.
+            ValueError: If input arrays have different first dimensions, a result has no dimensions,
+                the shares return different numbers of results, or a parameter is sharded.
+            TypeError: If an array is a CuPy array or contains Python objects, or the module, the
+                inputs or a worker's result cannot be pickled.
+            RankFailedError: If a worker was killed or raised. The message contains the traceback,
+                and the cause is the exception if it can be pickled. ``backward()`` raises this as
+                well. An exception in this process's share is raised unchanged.
+            RuntimeError: If a worker makes the call while it imports the script, because the call
+                is not under ``if __name__ == "__main__":``. ``backward()`` raises it if the workers
+                have ended.
+            OSError: If the system cannot start processes or allocate memory.
         """
         if self.nprocs == 1:
             return self.module(*inputs, **options)
-        form, parts = take_apart((inputs, options), is_data, "an input")
+        form, parts = split_parts((inputs, options), is_data, "an input")
         rows = _rows(parts)
         count = min(rows, self.nprocs)
         if count < 2:
             return self.module(*inputs, **options)
         ends = [rows // count * k + min(k, rows % count) for k in range(count + 1)]
-        own, *others = (slice(begin, end) for begin, end in pairwise(ends))
-        if self.module.before_forward is not None:  # it may change what the workers need
+        own_rows, *others = (slice(begin, end) for begin, end in pairwise(ends))
+        if self.module.before_forward is not None:  # may change attributes that the workers need
             self.module.before_forward(self.module)
         team, module, params = self._ready_team()
         self._number += 1
@@ -494,44 +496,43 @@ class DataParallel(Module):
         answers = team.ask(shares, module, "forward", self._number, seed, form, calc_grads)
         instead = self.module._instead
         compute = partial(instead, self.module) if instead else self.module.forward
-        inputs, options = put_together(form, [part[own] for part in parts])
-        form, results = take_apart(compute(*inputs, **options), is_data, "a result")
+        inputs, options = join_parts(form, [part[own_rows] for part in parts])
+        form, results = split_parts(compute(*inputs, **options), is_data, "a result")
         joined = graph.join(results, team.fill(answers)[: count - 1], params, parts)
-        return put_together(form, joined)
+        return join_parts(form, joined)
 
     def close(self) -> None:
-        """End the workers now; a later call starts new ones. Blocks until they are gone."""
+        """End the workers now. Blocks until they have exited. A later call starts new workers."""
         if self._team is not None:
-            self._team.held.end()
+            self._team.resources.end()
             self._team = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the module and the number of processes."""
         return DataParallel, (self.module, self.nprocs), {"training": self.training}
 
     def __repr__(self) -> str:
         return f"{WHAT}({self.module!r}, nprocs={self.nprocs})"
 
-    def _visit(self, prefix: str, met: set[int], found: Any, held: Any) -> Any:
-        """Add this module, and the inner modules under the names that they have without it."""
-        found.append((prefix, self))
-        return self.module._visit(prefix, met, found, held)
+    def _visit(self, prefix: str, seen: set[int], modules: Any, seen_params: Any) -> Any:
+        """Add this module, and the inner modules under their names without the wrapper."""
+        modules.append((prefix, self))
+        return self.module._visit(prefix, seen, modules, seen_params)
 
     def _ready_team(self) -> tuple[Team, bytes, list[Variable]]:
         """Return workers that map the module's leaves, the module's pickle, and the leaves."""
-        form, params = take_apart(
+        form, params = split_parts(
             self.module, lambda x: isinstance(x, Variable) and x.node is None, "the module"
         )
         for number, param in enumerate(params):
             if param.placement is not None:
                 raise ValueError(
-                    f"{WHAT}: parameter {number} (shape {param.shape}) is sharded, so its array "
-                    "is in memory of the ranks; use one of both, with a rank for each core"
+                    f"{WHAT}: expected unsharded parameters, got sharded parameter {number} (shape "
+                    f"{param.shape}). Use either {WHAT}, or sharding with one rank per core"
                 )
             if is_cupy(param.data):
                 raise TypeError(
-                    f"{WHAT}: parameter {number} (shape {param.shape}) is on a GPU; this is for "
-                    "NumPy arrays: start one process for each GPU with flrun or fl.spawn"
+                    f"{WHAT}: expected NumPy arrays, got a CuPy array as parameter {number} "
+                    f"(shape {param.shape}). Use one process per GPU with flrun or fl.spawn"
                 )
         if self._team is None or not self._team.holds(params):
             self.close()
@@ -544,50 +545,50 @@ def _rows(parts: Sequence[Part]) -> int:
     shapes = [part.shape for part in parts]
     for part in parts:
         if is_cupy(array_of(part)) or part.dtype.hasobject:
-            kind = "holds Python objects" if part.dtype.hasobject else "is a CuPy array"
-            raise TypeError(f"{WHAT}: an input {kind}; this is for NumPy arrays of numbers")
+            kind = "with Python objects" if part.dtype.hasobject else "of CuPy"
+            raise TypeError(f"{WHAT}: inputs must be NumPy arrays of numbers, got an array {kind}")
     rows = {shape[0] if shape else None for shape in shapes}
     if len(rows) > 1 or None in rows:
         raise ValueError(
-            f"{WHAT}: all inputs need the batch as their first dimension, got the shapes "
-            f"{', '.join(map(str, shapes))}; pass numbers as Python numbers"
+            f"{WHAT}: all inputs must have the batch as their first dimension, got the shapes "
+            f"{', '.join(map(str, shapes))}. Pass numbers as Python numbers"
         )
     return rows.pop() or 0 if rows else 0
 
 
-# A backward pass visits, in this order,
+# A backward pass visits, in this order:
 #
-# 1. the joined results, whose gradients are cut into the rows of each share;
+# 1. the concatenated results, whose gradients are divided into the rows of each share;
 # 2. the results of this process's share; the first one sends the other rows to the workers;
-# 3. the rest of this process's share, while the workers compute;
-# 4. a node for each leaf below the workers' results, which waits for the workers' gradients.
+# 3. the remaining graph of this process's share, while the workers compute;
+# 4. a node for each leaf of the workers' results, which waits for the workers' gradients.
 #
-# 2 and 4 are ordered operations of the engine, which visits them in the reverse of the order of
-# recording. The engine does the rest: accumulation, hooks, buffers, retain_graph, a second pass.
+# Steps 2 and 4 are ordered operations of the engine, which visits them in the reverse order of
+# recording. The engine handles accumulation, hooks, buffers, retain_graph and a second pass.
 class WorkersGraph:
-    """The graphs of workers for forward pass ``number``, which they drop after this object.
+    """Graphs of the workers for forward pass ``number``; workers drop them after this object.
 
-    ``shares`` are the workers' rows of the batch. Only operations of the graph refer to it.
+    ``shares`` are the workers' rows of the batch. Only operations of the graph refer to the object.
     """
 
     def __init__(self, team: Team, number: int, shares: Sequence[slice]) -> None:
         self._team, self._number, self._shares = team, number, shares
-        self._rows: dict[int, list[Array]] = {}  # of the gradients of results, for each worker
+        self._rows: dict[int, list[Array]] = {}  # by result: the gradient rows of each worker
         self._answers: list[Answer] = []
         team.numbers[weakref.ref(self)] = number
 
     def join(
         self, own: list[Part], answers: list[Answer], params: list[Variable], inputs: list[Part]
     ) -> list[Part]:
-        """Return this process's ``own`` results joined with the workers', recorded."""
+        """Return the results ``own`` concatenated with the workers' results, recorded."""
         others, leaves = zip(*answers, strict=True)
         counts = [len(own), *map(len, others)]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"{WHAT}: the shares of the batch have different numbers of results: "
-                f"{', '.join(map(str, counts))}; the module must return as many for any rows"
+                f"{WHAT}: expected the same number of results from every share of the batch, got "
+                f"{', '.join(map(str, counts))}. Return equally many results for any rows"
             )
-        below = [set[Leaf]().union(*each) for each in zip(*leaves, strict=True)]  # each result
+        below = [set[Leaf]().union(*each) for each in zip(*leaves, strict=True)]  # for each result
         nodes: dict[Leaf, Variable] = {}
         for leaf in sorted(set[Leaf]().union(*below)):
             source: Any = (params if leaf[0] else inputs)[leaf[1]]
@@ -598,8 +599,8 @@ class WorkersGraph:
             arrays = [array_of(part), *(arrays[k] for arrays in others)]
             if not all(array.ndim for array in arrays):
                 raise ValueError(
-                    f"{WHAT}: a result has no dimensions, so the shares cannot be joined: return a "
-                    "row for each sample, and take the mean of the whole outside: loss(model(x), y)"
+                    f"{WHAT}: expected results with one row per sample, got a result without "
+                    "dimensions. Compute means outside of the module: loss(model(x), y)"
                 )
             result: Any = np.concatenate(arrays)
             if isinstance(part, Variable):
@@ -612,14 +613,14 @@ class WorkersGraph:
         return results
 
     def _cut(self, result: int, ends: Sequence[int], grad: Array) -> Array:
-        """Return the first share's rows of the gradient of ``result``; keep the workers' rows."""
+        """Return the first share's rows of the gradient of ``result``; store the workers' rows."""
         if not self._rows:
             on_backward_end(self._forget)
         self._rows[result] = [grad[begin:end] for begin, end in pairwise(ends)]
         return grad[: ends[0]]
 
     def _send(self, grad: Array) -> Array:
-        """Send the workers their rows, unless this was done; do not wait for them."""
+        """Send the stored rows to the workers, if there are any. Does not wait for the workers."""
         if self._rows:
             shares = zip(*self._rows.values(), strict=True)
             self._answers = self._team.ask(shares, None, "backward", self._number, [*self._rows])
@@ -637,7 +638,7 @@ class WorkersGraph:
             return grad
         total: Array = parts.pop(0)[1]
         for _, part in parts:
-            total += part  # in the memory of the first worker, which the pass does not need again
+            total += part  # into the first worker's memory, which the pass does not need again
         return total
 
     def _forget(self, completed: bool) -> None:

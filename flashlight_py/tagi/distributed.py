@@ -21,7 +21,12 @@ from flashlight_py.distributed import (
 )
 from flashlight_py.distributed.internal import EagerReducer, group_or_world, in_step, plan_buckets
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
-from flashlight_py.parallel.gradient_pass import GradientPass, Unit, shared_zeros, weigh_in_place
+from flashlight_py.parallel.gradient_pass import (
+    GradientPass,
+    PassBucket,
+    shared_zeros,
+    weigh_in_place,
+)
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.network import StateDict
@@ -210,19 +215,19 @@ class DDPSequential:
             all_reduce(array, op="avg", group=self.sync.reducer.group)
 
 
-class DeltaUnit(Unit):
+class DeltaBucket(PassBucket):
     """A bucket of sums of ``layers`` layers."""
 
     def __init__(self, bucket: ParameterBucket, layers: int) -> None:
         super().__init__((), layers)
-        self.bucket = bucket
+        self.parameters = bucket
 
 
 # The ranks add sums without the factor of the variance, which is equal on every rank. The step
 # multiplies by it, so the bits are equal and one kernel computes the step. The number of samples is
 # sent at the end of the last bucket: the bound of a step is that of all samples, even with unequal
 # shares, and a separate message would cost a small network a round trip.
-class DeltaSync(GradientPass[DeltaUnit]):
+class DeltaSync(GradientPass[DeltaBucket]):
     """Sum of a network's backward passes over the ranks, bucket by bucket.
 
     It sets ``learnt`` of the network to the number of samples of the last pass on all ranks, or,
@@ -243,7 +248,7 @@ class DeltaSync(GradientPass[DeltaUnit]):
             norm.add_up = functools.partial(all_reduce, group=group) if sync else None
         self._norms = norms if sync else []
         model.gather_parameters(functools.partial(self._make_buckets, limit))
-        self._buckets = model.buckets
+        self._parameter_buckets = model.buckets
         self._weight = 1.0
 
     def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[ParameterBucket]:
@@ -259,14 +264,14 @@ class DeltaSync(GradientPass[DeltaUnit]):
             parameters = [parameter for layer in bucket for parameter in layer.parameters_in_use]
             has_samples = int(bucket is planned[-1])  # the last element is the number of samples
             storage = ParameterBucket(parameters, zeros_on(device), sums, has_samples)
-            self._units.append(DeltaUnit(storage, len(bucket)))
+            self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:
-                layer.on_sums = functools.partial(self._on_sums, self._units[-1])
-        return [unit.bucket for unit in self._units]
+                layer.on_sums = functools.partial(self._on_sums, self._buckets[-1])
+        return [each.parameters for each in self._buckets]
 
     def ranks_of_forward(self) -> ProcessGroup | None:
         """Return the ranks whose statistics are added in a forward pass now, or None."""
-        return self._all if self._norms and self._model.training else None
+        return self._members if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
         """Start the gradient pass if the forward pass already communicates statistics."""
@@ -281,12 +286,12 @@ class DeltaSync(GradientPass[DeltaUnit]):
             completed = True
         finally:
             try:
-                self._on_walked(completed)
+                self._on_computed(completed)
             finally:
                 self._on_end(completed)
 
     def _begin_backward(self) -> None:
-        if self._model.buckets is not self._buckets:
+        if self._model.buckets is not self._parameter_buckets:
             raise RuntimeError(
                 "backward: the parameters were moved after DDPSequential was created. Move the "
                 "network before, or wrap it again on every rank"
@@ -304,40 +309,40 @@ class DeltaSync(GradientPass[DeltaUnit]):
             self._weight = self.weigh(True)
         self._running = True
 
-    def _on_sums(self, unit: DeltaUnit, _: BaseLayer) -> None:
+    def _on_sums(self, bucket: DeltaBucket, _: BaseLayer) -> None:
         """Record that the sums of a layer are complete; send each complete bucket in order."""
         if not self._running:
             raise RuntimeError(
                 "backward: a DDPSequential trains this network. Call its backward(), which adds "
                 "sums over the ranks"
             )
-        self._on_ready(unit)
+        self._on_ready(bucket)
 
-    def _give_next(self) -> None:
-        self._give(self._units[self._given], self._weight)
-        self._given += 1
+    def _send_next(self) -> None:
+        self._send_bucket(self._buckets[self._sent], self._weight)
+        self._sent += 1
 
-    def _give(self, unit: DeltaUnit, weight: float) -> None:
-        unit.bucket.extra[...] = self._model.samples
-        weigh_in_place(unit.bucket.sums, weight)
-        self.reducer.add(unit.bucket.sums)
+    def _send_bucket(self, bucket: DeltaBucket, weight: float) -> None:
+        bucket.parameters.extra[...] = self._model.samples
+        weigh_in_place(bucket.parameters.sums, weight)
+        self.reducer.add(bucket.parameters.sums)
 
-    def _sent_next(self) -> list[Array]:
-        return [self._buckets[0].sums]
+    def _next_arrays(self) -> list[Array]:
+        return [self._parameter_buckets[0].sums]
 
     def _finish(self) -> None:
         self.reducer.finalize()
-        self._model.learnt = round(float(self._buckets[-1].extra[0]))
+        self._model.learnt = round(float(self._parameter_buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return 1, or the factor from the mean over all ranks to the mean over ranks with data."""
         return ranks / training if self.averages else 1.0
 
-    def give_zeros(self) -> None:
+    def send_zeros(self) -> None:
         """Participate in the forward and backward pass without samples."""
         for norm in self._norms:
             norm.forward_nothing()
-        super().give_zeros()
+        super().send_zeros()
 
 
 def _statistics(model: Sequential) -> list[Array]:

@@ -1,4 +1,4 @@
-"""A training step that is recorded by its first calls and replayed natively by later ones."""
+"""Capture of a training step: the first calls are recorded, later calls are replayed natively."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ __all__ = ["capture"]
 def capture(
     step: Callable[..., Any] | None = None, state: Sequence[Any] | None = None, check: bool = False
 ) -> Any:
-    """Return ``step``, of which later calls replay natively what its first call did in memory.
+    """Return ``step`` with native replays: later calls repeat the array operations of the first.
 
-    Also a decorator, with or without arguments. The first call with arguments of some shapes,
-    strides and dtypes is recorded. Later calls are one call into native code, with the same results
-    to the bit. **Values that the function reads by name are compared; other Python code runs
-    once.** docs/capture.md has the details.
+    Also a decorator, with or without arguments. The first call for a combination of shapes, strides
+    and dtypes is recorded. Later calls are one call of native code with identical results, bit by
+    bit. **Values that the function reads by name are compared. Other Python code runs only once.**
+    See docs/capture.md for details.
 
-    Arguments are arrays, variables without gradients, and values that are compared, such as
-    numbers. The step reads and writes other arrays in place: arrays of modules, optimizers, meters
-    and variables that the function names (closures, defaults, globals, ``self``), also in
+    Arguments are arrays, variables without gradients, and values such as numbers, which are
+    compared. The step may read and write other arrays in place: arrays of modules, optimizers,
+    meters and variables that the function names (closures, defaults, globals, ``self``), also in
     containers. Results are new variables, arrays and numbers, also in tuples, lists and dicts.
 
-    If modules, optimizers or hooks have changed, the step is recorded again. If it reads a value in
-    the middle (``float(loss)``, ``if``) or uses an array from elsewhere, it stays eager, with one
-    ``RuntimeWarning`` that gives the reason and the line.
+    If modules, optimizers or hooks change, the step is recorded again. If the step reads a computed
+    value (``float(loss)``, ``if``) or uses an unknown array, it stays eager, with one
+    ``RuntimeWarning`` that states the reason and the line.
 
-    With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives. The
-    ranks of a step compare, blocking, which graph they want to launch; if they differ, all ranks
-    run the step eagerly.
+    With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives.
+    Before each call, the ranks compare their graphs, blocking. If they differ, all ranks run the
+    step eagerly.
 
     Args:
-        step: the function, or a method.
-        state: objects that hold arrays which the step uses, beside those that it names; of any
-            class, but no arrays themselves.
-        check: compare the first replays with the step itself: both run, on the same state.
+        step: Function or method.
+        state: Objects that contain further arrays of the step, in addition to the objects that it
+            names. They may have any class, but arrays themselves are not allowed.
+        check: Run the step itself after each of the first replays, from the same state, and
+            compare.
 
     Returns:
-        A callable with the arguments of ``step``, and with ``reason`` (why it stays eager, else
-        empty) and ``replays`` (how many there were).
+        A callable with the arguments of ``step``. ``reason`` states why the step stays eager, or is
+        empty. ``replays`` is the number of replays.
 
     Raises:
-        TypeError: ``step`` is not callable, or an array is among ``state``.
-        RuntimeError: of a call, with ``check``: a replay has computed something else.
-        BackendUnavailableError: the native module was not built.
+        TypeError: If ``step`` is not callable, or if ``state`` contains an array.
+        RuntimeError: If a replay computes another result than the step. A call with ``check``
+            raises it.
+        BackendUnavailableError: If the native module was not built.
 
     Example:
         >>> weight = fl.param(np.ones(3))
@@ -60,7 +62,7 @@ def capture(
         >>> step.replays
         4
     """
-    from flashlight_py.tape.step import Captured  # which loads native code
+    from flashlight_py.tape.step import Captured  # loads native code
 
     if step is None:
         return functools.partial(capture, state=state, check=check)

@@ -1,10 +1,9 @@
-"""Arrays and numbers that a step is recorded with: they stand for NumPy's, and all uses are noted.
+"""Stand-ins for arrays and numbers while a step is recorded. All their operations are noted.
 
-A ``Recorded`` computes what NumPy computes, on the array that it stands for, and leaves a note of
-it in the recording of the thread. It is no ndarray, so that nothing can read its elements by
-another way than NumPy's protocols and its own methods; it only says that it is one
-(``__class__``), for checks of the kind ``isinstance(x, numpy.ndarray)``. Methods of arrays that
-NumPy has written in Python are put in terms of its functions.
+A ``Recorded`` computes like the NumPy array that it represents, and adds a note to the recording of
+the thread. It is not an ndarray, so its elements can only be read by NumPy's protocols and its own
+methods. ``__class__`` is ndarray for checks such as ``isinstance(x, numpy.ndarray)``. Array methods
+that NumPy implements in Python are implemented by NumPy's functions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-    """Return what NumPy's ``function`` returns, and note it."""
+    """Return the result of NumPy's ``function``, and note the call."""
     recording = thread_state.recorder
     if recording is None:
         return function(*unwrap(args), **unwrap(options))
@@ -37,43 +36,44 @@ _CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
 
 
 def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
-    """Return ``value`` with ``change`` of all that tuples, lists and dicts in it consist of."""
+    """Return ``value`` with ``change`` applied to all items in nested tuples, lists and dicts."""
     kind: Any = type(value)
     if kind in _CONSTANT:
         return value
     if issubclass(kind, tuple) or (kind is list and not only_tuples):
-        made = [map_items(each, change, only_tuples) for each in value]
-        is_same = kind is not list and all(map(operator.is_, made, value))  # some cannot be made
-        return value if is_same else getattr(kind, "_make", kind)(made)
+        changed = [map_items(item, change, only_tuples) for item in value]
+        # some tuple types cannot be created
+        is_same = kind is not list and all(map(operator.is_, changed, value))
+        return value if is_same else getattr(kind, "_make", kind)(changed)
     if kind is dict and not only_tuples:
-        return {name: map_items(each, change) for name, each in value.items()}
+        return {name: map_items(item, change) for name, item in value.items()}
     return change(value)
 
 
 def items_in(value: Any) -> Iterator[Any]:
-    """Yield what tuples, lists and dicts in ``value`` consist of."""
+    """Yield the items in nested tuples, lists and dicts."""
     kind: Any = type(value)
     if kind in (list, dict) or issubclass(kind, tuple):
-        for each in value.values() if kind is dict else value:
-            yield from items_in(each)
+        for item in value.values() if kind is dict else value:
+            yield from items_in(item)
     else:
         yield value
 
 
 def unwrap(value: Any) -> Any:
-    """Return ``value`` with arrays in the place of what stands for them."""
+    """Return ``value`` with stand-ins replaced by arrays."""
     return map_items(value, lambda x: x.plain if type(x) in STAND_INS else x)
 
 
-def reject_read(how: str, value: Any = None) -> Any:
-    """Return ``value``, which the recording cannot go on with."""
+def reject_read(operation: str, value: Any = None) -> Any:
+    """Return ``value``. The recording stops, since ``operation`` reads a computed value."""
     if thread_state.recorder is not None:
-        thread_state.recorder.leave_reading(how)
+        thread_state.recorder.leave_reading(operation)
     return value
 
 
 class Recorded(NDArrayOperatorsMixin):
-    """Stands for the array ``plain``; ``noted``: what notes have for it, as soon as it is known."""
+    """A stand-in for the array ``plain``. ``noted`` represents it in notes, or is None."""
 
     __slots__ = ("__weakref__", "noted", "plain")
     plain: Array
@@ -88,7 +88,7 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if any(isinstance(each, Variable) for each in inputs):
-            return NotImplemented  # it says how it is computed with
+            return NotImplemented  # the variable handles the operation
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         return compute(function, *inputs, **options)
 
@@ -108,9 +108,9 @@ class Recorded(NDArrayOperatorsMixin):
         return np.array(self.plain, dtype) if copy or dtype is not None else self.plain
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # else NumPy would read the memory before it asks for __array__
+        if name.startswith("__"):  # else NumPy reads the memory before it calls __array__
             raise AttributeError(name)
-        value = getattr(self.plain, name)  # which raises AttributeError as an array does
+        value = getattr(self.plain, name)  # raises AttributeError like an array
         if name in _READS:
             reject_read(name)
         if callable(value):
@@ -125,15 +125,15 @@ class Recorded(NDArrayOperatorsMixin):
     def __getitem__(self, where: Any) -> Any:
         parts = where if type(where) is tuple else (where,)
         if _is_basic(parts):
-            found = self.plain[where]
-            if isinstance(found, np.ndarray):
-                return Recorded(found)
+            view = self.plain[where]
+            if isinstance(view, np.ndarray):
+                return Recorded(view)
             return _as_scalar(compute(np.copy, Recorded(self.plain[(*parts, ...)])))
         numbers = tuple([x.plain[()] if type(x) is RecordedScalar else x for x in parts])
         if _is_basic(numbers) and isinstance(self.plain[numbers], np.ndarray):
             return reject_read(
                 "an index", Recorded(self.plain[numbers])
-            )  # it says where the view lies
+            )  # the index selects the view
         if any(getattr(part, "dtype", None) == np.bool_ for part in parts):
             reject_read("an index by truth values, whose result may have any shape,")
         return compute(operator.getitem, self, where)
@@ -150,7 +150,7 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __ipow__(self, other: Any) -> Any:
         is_power = self.plain.dtype.kind not in "fc" or type(other) not in (int, float)
-        if is_power or other not in (-1, 0.5, 1, 2):  # of which NumPy computes no powers
+        if is_power or other not in (-1, 0.5, 1, 2):  # NumPy computes these without a power
             return compute(np.power, self, other, out=self)
         return compute(np.positive, self**other, out=self)
 
@@ -168,10 +168,10 @@ class Recorded(NDArrayOperatorsMixin):
         return mean.astype(total.dtype, copy=False)
 
     def __bool__(self) -> bool:
-        found = bool(self.plain)
+        value = bool(self.plain)
         if thread_state.recorder is not None:
-            thread_state.recorder.truth(self, found)
-        return found
+            thread_state.recorder.truth(self, value)
+        return value
 
 
 _set_plain = Recorded.__dict__["plain"].__set__
@@ -179,7 +179,7 @@ keep = Recorded.__dict__["noted"].__set__
 
 
 class RecordedScalar(Recorded):
-    """Stands for a number of NumPy, which nothing changes in place: ``x += 1`` makes another."""
+    """A stand-in for a NumPy number, which is immutable: ``x += 1`` creates a new number."""
 
     __slots__ = ()
 
@@ -199,17 +199,17 @@ class RecordedScalar(Recorded):
         return lambda *args, **options: _as_scalar(value(*args, **options))
 
     def __getitem__(self, where: Any) -> Any:
-        found = super().__getitem__(where)
-        return found.copy() if type(found) is Recorded else found
+        view = super().__getitem__(where)
+        return view.copy() if type(view) is Recorded else view
 
-    __setitem__ = None  # type: ignore[assignment]  # which is a TypeError, as for numbers
+    __setitem__ = None  # type: ignore[assignment]  # raises TypeError, like numbers
 
 
 KINDS: set[type] = {Recorded, RecordedScalar}
 
 
 class Number:
-    """A Python number read from an array, which the step may return, and not use before that."""
+    """A Python number read from an array. The step may return it, but not use it."""
 
     __slots__ = ("__weakref__", "array", "value")
 
@@ -225,18 +225,18 @@ class Number:
         return np.array(self.plain, dtype)
 
     def __getattr__(self, name: str) -> Any:
-        return reject_read("item()", getattr(self.value, name))  # unless it raises AttributeError
+        return reject_read("item()", getattr(self.value, name))  # may raise AttributeError instead
 
 
 STAND_INS = {Number, *KINDS}
 
 
-# Methods by tables, and special ones of Python's, which are looked for in the class -------------
+# Methods from tables, and special methods, which Python looks up in the class --------------------
 
 
 def _reading(method: str, words: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any) -> Any:
-        is_number = type(self) is RecordedScalar and method != "__complex__"  # which few have
+        is_number = type(self) is RecordedScalar and method != "__complex__"  # few numbers have it
         own = self.plain[()] if is_number else self.plain
         return getattr(reject_read(words, own), method)(*unwrap(args))
 
@@ -276,7 +276,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 for _name, _method in _METHODS.items():
     setattr(Recorded, _name, _method)
-for _name in ("shape", "dtype", "ndim", "size", "base", "flags"):  # sooner than by __getattr__
+for _name in ("shape", "dtype", "ndim", "size", "base", "flags"):  # faster than __getattr__
     setattr(Recorded, _name, property(operator.attrgetter(f"plain.{_name}")))
 _IN_PLACE = "add sub mul truediv floordiv mod pow lshift rshift and or xor matmul"
 for _name in _IN_PLACE.split():
@@ -289,30 +289,30 @@ RecordedScalar.__round__ = _reading("__round__", "round()")  # type: ignore[attr
 
 
 def _is_basic(parts: tuple[Any, ...]) -> bool:
-    """Return whether an index says by itself, without arrays, where the elements lie."""
+    """Return whether an index selects elements without the values of arrays."""
     basic = (type(None), type(Ellipsis), slice, int, np.integer)
     return all(type(part) is not bool and issubclass(type(part), basic) for part in parts)
 
 
 def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
-    """Return whether elements of ``dtype`` can be set to ``value``, whatever it may be."""
+    """Return whether ``dtype`` can represent ``value``."""
     if type(value) is RecordedScalar or isinstance(value, np.generic):
         return dtype.kind not in "iu" or np.can_cast(value.dtype, dtype)
     if type(value) in (list, tuple):
-        return all(_has_room_for(dtype, each) for each in value)
+        return all(_has_room_for(dtype, item) for item in value)
     if isinstance(value, (int, float, complex)):
         return np.can_cast(np.min_scalar_type(value), dtype, "same_kind")
     return True
 
 
 def _as_scalar(value: Any) -> Any:
-    """Return what a method of a number returns: none of its memory, hence a number or a copy."""
+    """Return the result of a number's method: a number, or a copy of an array."""
     if type(value) is not Recorded:
         return value
     return value.copy() if value.ndim else RecordedScalar(value.plain)
 
 
-# They are written in Python, and call the method of that name where they are given no array.
+# Python functions that call the method of the same name for objects that are not arrays.
 _CALL_METHODS = {np.sum, np.prod, np.mean, np.max, np.min, np.any, np.all, np.clip, np.repeat}
 _SAY_NOTHING_OF_VALUES = {np.shape, np.ndim, np.size, np.result_type, np.can_cast, np.iscomplexobj,
                           np.isrealobj, np.may_share_memory, np.shares_memory}  # fmt: skip
@@ -332,7 +332,7 @@ def _asarray(value: Any, dtype: Any = None) -> Any:
     return compute(np.asarray, value, dtype)
 
 
-# NumPy for code of any array library: the arrays that it makes of nothing are noted as well.
+# NumPy for code that supports several array libraries. New arrays without inputs are noted, too.
 _library = ModuleType(np.__name__)
 _library.__dict__.update(vars(np), asarray=_asarray)
 for _name in ("array", "zeros", "ones", "full", "empty", "arange", "linspace", "eye", "identity"):

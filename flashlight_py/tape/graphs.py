@@ -1,13 +1,13 @@
-"""Steps on a GPU: captured as CUDA graphs, each replayed by one launch.
+"""Steps on a GPU, captured as CUDA graphs. Each replay is one launch.
 
-The first call with arguments of some form runs eagerly: kernels are compiled, and NCCL connects its
-ranks. CUDA captures the second one. Later calls copy the arguments to the memory of the graph, and
-launch it.
+The first call for a combination of arguments runs eagerly: it compiles kernels, and NCCL connects
+the ranks. CUDA captures the second call. Later calls copy the arguments to the memory of the graph
+and launch the graph.
 
 NCCL requires that all ranks launch a graph with collectives, or no rank (NCCL, "Using NCCL with
-CUDA Graphs"). Therefore the ranks of a step compare before each call which graph they have, in the
-group that contains the ranks of all other groups of the step. Without such a group the step stays
-eager: agreement in one group after the other is not transitive.
+CUDA Graphs"). The ranks of a step therefore compare their graphs before each call, in the group
+that contains the ranks of all other groups of the step. Without such a group the step stays eager,
+because pairwise agreement in several groups is not transitive.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from flashlight_py.tape.products import capture_products
 from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, merged, overlaps
 from flashlight_py.tape.state import ITEMS, EveryCall, State, format_path, plain_arrays
 
-_MOST_GRAPHS = 8  # each keeps the memory of a step
-_MOST_FORMS = 64  # of arguments, that have not been captured
-_LEAST_CAPTURES = 16  # before most calls have to be replays
-_EAGER, _CAPTURE, _NEVER = 0, -1, -2  # what a rank wants to do, beside the number of a graph
+_MOST_GRAPHS = 8  # maximum number of graphs; each keeps the memory of a step
+_MOST_FORMS = 64  # maximum number of argument forms without a graph
+_LEAST_CAPTURES = 16  # captures before most calls must be replays
+_EAGER, _CAPTURE, _NEVER = 0, -1, -2  # votes of a rank, besides the number of a graph
 
 
 class _CannotSend(CannotCapture, DistributedError):
@@ -51,7 +51,7 @@ class _CannotSend(CannotCapture, DistributedError):
 class Recorder(Watcher):
     """A recorder of the verbs, optimizers and gradients of a step on this thread.
 
-    ``groups``: their ranks have agreed on a capture; None: the step runs eagerly.
+    ``groups``: groups whose ranks have agreed on a capture, or None if the step runs eagerly.
     """
 
     def __init__(self, variables: Iterable[Variable] = (), groups: Any = None) -> None:
@@ -60,17 +60,17 @@ class Recorder(Watcher):
         self.groups: dict[Membership, None] = dict.fromkeys(groups or ())
         self.backends: dict[Any, None] = {}
         self.steps: list[CapturedStep] = []
-        self._kept: list[Any] = []  # what the device uses while it runs the graph
-        self._tables: Any = None  # the memory of tables of numbers
+        self._kept: list[Any] = []  # objects that the graph uses on the device
+        self._tables: Any = None  # memory pool for tables of numbers
         self._calls: dict[Membership, list[str]] = {}
-        self._size = 1  # of the group of the current verb
+        self._size = 1  # size of the group of the current verb
 
     def keep(self, *values: Any) -> None:
-        """Keep ``values`` as long as the graph."""
+        """Keep ``values`` alive as long as the graph."""
         self._kept += values
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call ``function``; an optimizer's step gets its numbers anew at each replay."""
+        """Call ``function``. Each replay updates the numbers of an optimizer's step."""
         if function is not RuleOptimizer.step.__wrapped__:  # type: ignore[attr-defined]
             return function(*args, **options)
         step = CapturedStep(args[0])
@@ -87,7 +87,7 @@ class Recorder(Watcher):
         if not self.steps:
             raise CannotCapture(f"parameters are stepped, and by no optimizer, at {line_of_user()}")
         self._tables = self._tables or cupy.cuda.MemoryPool()
-        # Not in memory that kernels of the graph before this one may use as well.
+        # Not in memory that earlier kernels of the graph may use.
         with cupy.cuda.using_allocator(self._tables.malloc):
             table = self.steps[-1].table(packed, numbers, params)
         if not self.is_capturing:
@@ -95,7 +95,7 @@ class Recorder(Watcher):
         return table
 
     def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
-        """Start ``calls``; their launches become a part of the graph."""
+        """Start ``calls``, whose launches become part of the graph."""
         call = calls[0]
         array = call.out if call.array is None else call.array
         if not self.is_capturing:
@@ -120,11 +120,11 @@ class Recorder(Watcher):
         return group.journal.run(calls, name, lambda: backend.start_many(calls))
 
     def digest(self, group: Membership) -> int:
-        """Return a number that is equal if ranks have captured equal calls of ``group``."""
+        """Return a number that is equal on ranks that have captured equal calls of ``group``."""
         return crc32("; ".join(self._calls.get(group, [])).encode())
 
-    # The methods of ``Comparisons``. Ranks compare nothing during a capture, because a rank that
-    # cannot capture the step does not make the call. All ranks compare digests afterwards.
+    # Methods of ``Comparisons``. Ranks compare nothing during a capture, because a rank that cannot
+    # capture the step does not make the call. All ranks compare digests afterwards.
 
     def post(self, call: Call) -> None:
         """Compare nothing."""
@@ -148,11 +148,11 @@ class Recorder(Watcher):
 
 
 class Graph:
-    """A captured step: a CUDA graph, the memory of its arguments, its gradients and its result.
+    """A captured step: a CUDA graph, memory for its arguments, its gradients and its result.
 
-    ``recorder`` has noted the step; ``state`` is as it was before. ``pairs``: of each argument, the
-    array that was passed, and the one that the graph reads. ``number``, ``signature`` and
-    ``stamp``, of the structure since, are set when all ranks have captured the step.
+    ``recorder`` has recorded the step, and ``state`` is the state before it. ``pairs`` has, for
+    each argument, the passed array and the array that the graph reads. ``number``, ``signature``
+    and the ``stamp`` of the structure are set after all ranks have captured the step.
     """
 
     number: int
@@ -164,7 +164,7 @@ class Graph:
         state: State,
     ) -> None:  # fmt: skip
         self.recorder, self.key, self._result = recorder, key, result
-        self._stream: Any = None  # that of the last launch
+        self._stream: Any = None  # stream of the last launch
         self.inputs = inputs = [array for _, array in pairs]
         flags = [given.flags.c_contiguous or given.flags.f_contiguous for given, _ in pairs]
         self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
@@ -181,13 +181,13 @@ class Graph:
             backend.add_captured(self)
 
     def release(self) -> None:
-        """Destroy the CUDA graph: NCCL frees a communicator after its graphs."""
+        """Destroy the CUDA graph. NCCL frees a communicator only after its graphs."""
         graph, self._graph = self._graph, None
         if graph is not None:
             graph.release()
 
     def fits(self, key: Any, arrays: Sequence[Any], state: Callable[[], State]) -> bool:
-        """Return whether a call with ``arrays`` and others, of the form ``key``, may replay it."""
+        """Return whether a call with ``arrays`` and the argument form ``key`` can replay this."""
         if key != self.key or self._graph is None or _have_any(self._memory, arrays):
             return False
         stamp = int(count[0])
@@ -199,10 +199,10 @@ class Graph:
         return names and all(variable.grad is before for variable, before in self._reads)
 
     def replay(self, arrays: Sequence[Any]) -> Any:
-        """Launch the graph on the current stream with ``arrays``; return what the step returned.
+        """Launch the graph on the current stream with ``arrays``, and return the step's result.
 
         Raises:
-            DistributedError: a group of the step has failed before.
+            DistributedError: If a group of the step has failed.
         """
         import cupy
 
@@ -231,12 +231,12 @@ class Graph:
         return map_items(self._result, self._copied)
 
     def changes(self, arrays: Sequence[Any]) -> bool:
-        """Return whether the last replay has changed an argument; blocks until it has ended."""
+        """Return whether the last replay has changed an argument. Blocks until it has ended."""
         pairs = zip(arrays, self.inputs, strict=True)
         return any(given.tobytes() != array.tobytes() for given, array in pairs)
 
     def _copied(self, value: Any) -> Any:
-        """Return ``value``, or a copy of an array that the next replay writes to."""
+        """Return ``value``, or a copy if it is an array that the next replay overwrites."""
         if isinstance(value, Variable):
             is_state = value in self.recorder.variables
             return value if is_state else Variable(self._copied(value.data))
@@ -244,32 +244,36 @@ class Graph:
 
 
 class Graphs:
-    """The graphs of ``step``, whose state is also found by ``roots``."""
+    """The graphs of ``step``. ``roots`` are further objects with state."""
 
     def __init__(self, step: Callable[..., Any], roots: Sequence[Any]) -> None:
         self._step, self._roots = step, roots
         self._graphs: list[Graph] = []
-        self._warm: dict[Any, int] = {}  # forms of arguments that ran eagerly, at which structure
-        self._groups: list[Membership] | None = None  # that the step uses; None: it has not run
+        self._warm: dict[Any, int] = {}  # eager argument forms, and the structure at that time
+        # groups of the step, None before its first run
+        self._groups: list[Membership] | None = None
         self._numbers = itertools.count(1)
         self._captures = 0
         self._changes = EveryCall(_LEAST_CAPTURES)
         self._lock = threading.RLock()
         self.replays = 0
-        self.reason = ""  # why the step stays eager, once that is known
+        self.reason = ""  # why the step stays eager, or empty
 
     def __call__(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run the step, replay a graph of it, or capture it; the same on every rank."""
+        """Run the step, replay a graph, or capture the step. All ranks do the same."""
         with self._lock:
             if self._groups is not None and not all(group.is_open for group in self._groups):
                 self._graphs, self._warm, self._groups = [], {}, None
             values = (*args, *options.values())
             key = (*map(_form, values), *options)
             state, arrays = functools.partial(self._state, values), _arrays(values)
-            graph = next((each for each in self._graphs if each.fits(key, arrays, state)), None)
+            graph = next(
+                (candidate for candidate in self._graphs if candidate.fits(key, arrays, state)),
+                None,
+            )
             is_warm = graph is None and self._warm.get(key) == int(count[0])
-            wanted = _CAPTURE if is_warm and not _have_any(_spans_of(state()), arrays) else _EAGER
-            agreed = self._agreed(wanted if graph is None else graph.number)
+            vote = _CAPTURE if is_warm and not _have_any(_spans_of(state()), arrays) else _EAGER
+            agreed = self._agreed(vote if graph is None else graph.number)
             if graph is not None and agreed == graph.number:
                 self.replays += 1
                 return graph.replay(arrays)
@@ -278,7 +282,7 @@ class Graphs:
             return self._run(key, args, options)
 
     def _state(self, values: Iterable[Any]) -> State:
-        """Return the state that the step and arguments, such as a model, name."""
+        """Return the state that the step and its arguments (for example a model) name."""
         others = [value for value in values if not _arrays([value])]
         return State(self._step, (*self._roots, *others))
 
@@ -292,7 +296,8 @@ class Graphs:
                 try:
                     result = ctrl_c.let_in(self._step, *args, **options)
                 except BaseException:
-                    # A caught error must not end the agreement with the other ranks.
+                    # The caller may catch the error, and the agreement with the other ranks must
+                    # continue.
                     self._groups = list(recorder.groups) or None
                     raise
             self._groups = list(recorder.groups)
@@ -301,14 +306,14 @@ class Graphs:
         self._warm[key] = int(count[0])
         return result
 
-    def _agreed(self, wanted: int) -> int:
-        """Return ``wanted`` if all ranks of the step want it, else to run eagerly. Blocking."""
+    def _agreed(self, vote: int) -> int:
+        """Return ``vote`` if all ranks of the step have the same vote, else _EAGER. Blocking."""
         groups = _spanning(self._groups or ())
         if len(groups) > 1:
-            wanted = _NEVER
-        agreed = wanted
+            vote = _NEVER
+        agreed = vote
         for group in groups:
-            least, most = _extremes(group, wanted)
+            least, most = _extremes(group, vote)
             if least == _NEVER:
                 self.reason = "a rank uses groups in it, and no group contains the ranks of all"
             if least != most or least == _NEVER:
@@ -316,7 +321,7 @@ class Graphs:
         return agreed
 
     def _capture(self, key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Capture the step and replay it once; if a rank cannot, run the step eagerly on all."""
+        """Capture the step and replay it once. If a rank cannot, all ranks run the step eagerly."""
         values = (*args, *options.values())
         arrays, state = _arrays(values), self._state(values)
         self._captures += 1
@@ -366,7 +371,7 @@ class Graphs:
         return self._agreed(_EAGER if reason else 1) == 1
 
     def _all_have_captured(self, recorder: Recorder) -> bool:
-        """Return whether ranks have captured equal calls of their groups. Collective, blocking."""
+        """Return whether ranks have captured equal calls in all groups. Collective, blocking."""
         digests = [_extremes(group, recorder.digest(group)) for group in self._groups or ()]
         differ = any(least != most for least, most in digests)
         return self._all_without("ranks have captured different calls" if differ else "")
@@ -382,10 +387,10 @@ class Graphs:
         self, recorder: Recorder, key: Any, args: tuple[Any, ...], options: dict[str, Any],
         state: State,
     ) -> tuple[Graph | None, str]:  # fmt: skip
-        """Run the step while CUDA captures it; return the graph, and why that failed, if it did."""
+        """Run the step while CUDA captures it. Return the graph, and why it failed or ""."""
         import cupy
 
-        # Memory of the graph, which nobody else gets while the graph lives.
+        # Memory that only the graph uses.
         pool = cupy.cuda.MemoryPool()
         stream = cupy.cuda.Stream(non_blocking=True)
         pairs: list[Any] = []
@@ -399,7 +404,7 @@ class Graphs:
 
         try:
             with recorder.only, CtrlC() as ctrl_c, ExitStack() as stack:
-                for group in self._groups or ():  # other threads must launch nothing meanwhile
+                for group in self._groups or ():  # other threads must not launch meanwhile
                     if group.gpus is not None:
                         stack.enter_context(group.gpus.communicator.lock)  # type: ignore[attr-defined]
                 stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
@@ -425,20 +430,20 @@ class Graphs:
 
 @contextmanager
 def _capturing(stream: Any) -> Iterator[list[Any]]:
-    """Capture what the block gives to ``stream``; the list has the graph after it."""
+    """Capture the launches of the block on ``stream``. The list then contains the graph."""
     captured: list[Any] = []
     stream.begin_capture()
     try:
         yield captured
     except BaseException:
-        with suppress(RuntimeError):  # CUDA's, of a capture that is invalid
+        with suppress(RuntimeError):  # the capture is invalid
             stream.end_capture()
         raise
     captured.append(stream.end_capture())
 
 
 def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
-    """Refuse copies from the host: a graph would read memory that is not kept."""
+    """Reject copies from the host, because the graph would read memory that is freed."""
     import cupy
 
     def allocate(size: int) -> Any:
@@ -454,26 +459,25 @@ def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
 
 
 def _described(call: Call) -> str:
-    """Return what ranks must have in common of a captured call."""
+    """Return a text that must be equal on all ranks for a captured call."""
     like = None if call.verb is SCATTER else call.like
     kind = "" if like is None else f"{like.dtype} {like.shape}"
     return f"{call.name} {kind} {call.op} {call.scale} {call.root} {call.rows}"
 
 
 def _spanning(groups: Sequence[Membership]) -> list[Membership]:
-    """Return the groups whose ranks no other group of ``groups`` contains.
+    """Return the groups that are not contained in another group of ``groups``.
 
-    If groups have equal ranks, only the first one is returned. The result for a group is the same
-    on each of its ranks.
+    Of groups with equal ranks, the first is returned. The result is the same on all ranks.
     """
-    first: dict[frozenset[int], Membership] = {}  # by their ranks
+    first: dict[frozenset[int], Membership] = {}  # by ranks
     for group in groups:
         first.setdefault(frozenset(group.ranks), group)
     return [group for ranks, group in first.items() if not any(ranks < other for other in first)]
 
 
 def _extremes(group: Membership, number: int) -> tuple[int, int]:
-    """Return the least and the greatest ``number`` of the ranks of ``group``. Blocking."""
+    """Return the minimum and the maximum of ``number`` over the ranks of ``group``. Blocking."""
     both = np.array([number, -number], np.int64)
     if group.fast.collective(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
         group.all_reduce(both, op="max")  # type: ignore[attr-defined]
@@ -481,9 +485,9 @@ def _extremes(group: Membership, number: int) -> tuple[int, int]:
 
 
 def _moved(state: State) -> str:
-    """Return why a graph would read arrays that are not state any more; empty: it does not.
+    """Return a reason if the graph would read arrays that are not state any more, else "".
 
-    Gradients may be other arrays: a replay sets them.
+    Gradients may be replaced, because a replay sets them.
     """
     arrays = [each for each in state.held if each[0].slot]
     for place, value in (*arrays, *state.names):
@@ -493,7 +497,7 @@ def _moved(state: State) -> str:
 
 
 def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
-    """Return the addresses of the arrays in ``state`` on a GPU, of gradients only ``grads``."""
+    """Return address ranges of the GPU arrays of ``state``, with gradients only from ``grads``."""
     held = [value for place, value in state.held if place.slot != "grad"]
     arrays = plain_arrays((*held, *grads))
     return merged(_range(array) for array in arrays if is_cupy(array) and array.size)
@@ -505,7 +509,7 @@ def _have_any(spans: Sequence[tuple[int, int]], arrays: Iterable[Any]) -> bool:
 
 
 def _range(array: Any) -> tuple[int, int]:
-    """Return the address of the first byte of ``array`` and that after the last one."""
+    """Return the address of the first byte of ``array``, and of the byte after the last."""
     start = int(array.data.ptr)
     if array.flags.c_contiguous or array.flags.f_contiguous:
         return start, start + array.nbytes
@@ -515,7 +519,7 @@ def _range(array: Any) -> tuple[int, int]:
 
 
 def _form(value: Any) -> Any:
-    """Return what two arguments have in common that one graph can take."""
+    """Return a key that is equal for arguments that one graph can serve."""
     data = _data_of(value)
     if is_cupy(data):
         return type(value), data.shape, data.strides, data.dtype.char
@@ -523,7 +527,7 @@ def _form(value: Any) -> Any:
 
 
 def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
-    """Undo the changes that Python has made in a capture; the device has done nothing."""
+    """Undo the changes that Python made during a capture. The device has run nothing."""
     moved = [each for each in state.names if each[0].key is not ITEMS and not each[0].has(each[1])]
     for place, value in (*moved, *state.held):
         is_short = isinstance(place.holder, (list, deque)) and len(place.holder) <= place.key

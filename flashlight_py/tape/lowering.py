@@ -1,6 +1,6 @@
-"""From notes to native instructions: which function of NumPy is which loop.
+"""Translation of notes to native instructions, which repeat the loops of NumPy's functions.
 
-An operation without a native instruction stays a call of the very same function of NumPy.
+A note without a native instruction remains a call of NumPy's function.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flashlight_py.tape.operands import Memory, Operand
 from flashlight_py.tape.recording import Note, address_of, arrays_in, user_frame
 
 Shape = tuple[int, ...]
-Steps = tuple[Shape, ...]  # of each operand: bytes from one to the next of each dimension
+Steps = tuple[Shape, ...]  # per operand, the stride in bytes of each dimension
 
-_MOST_DIMENSIONS = 8  # in csrc/tape/tape.h
+_MOST_DIMENSIONS = 8  # as in csrc/tape/tape.h
 _tape = _native.load("tape")
 _blas = libraries.blas("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
 if _blas:
@@ -32,20 +32,20 @@ if _blas:
 
 
 def need(condition: object) -> None:
-    """Let the note stay a call of NumPy's function, by a ValueError, unless that is true."""
+    """Raise ValueError unless ``condition`` holds. The note then remains a call of NumPy."""
     if not condition:
         raise ValueError("a note has no native instruction with the same bits")
 
 
 class Instruction(NamedTuple):
-    """An instruction as csrc/tape/instructions.cc reads it: what is before its operands."""
+    """An instruction for csrc/tape/instructions.cc: ``begin`` precedes the operands."""
 
     begin: tuple[Any, ...]
     operands: list[Operand]
 
 
 class Elementwise(NamedTuple):
-    """An operation of loops, by a ufunc and its dtypes, or by a name of ``OWN``.
+    """An elementwise operation: a ufunc with its dtypes, or a name of ``OWN``.
 
     The result is the last operand. ``numpy.add`` with two operands sums all elements.
     """
@@ -56,11 +56,11 @@ class Elementwise(NamedTuple):
     steps: Steps
 
     def sums(self) -> bool:
-        """Return whether it adds all elements."""
+        """Return whether the operation sums all elements."""
         return self.function is np.add and len(self.operands) == 2
 
     def disturbs(self, other: Elementwise) -> bool:
-        """Return whether it writes what the other one may read, or write, at another turn."""
+        """Return whether it writes elements that ``other`` reads or writes in another iteration."""
         written, steps = self.operands[-1], self.steps[-1]
         begin = written.low, written.array.itemsize
         return any(
@@ -71,7 +71,7 @@ class Elementwise(NamedTuple):
 
 
 class Loops:
-    """Operations over the same elements; two or more have at most two dimensions."""
+    """Elementwise operations over the same elements. Two or more have at most two dimensions."""
 
     def __init__(self, dimensions: Shape, operations: list[Elementwise]) -> None:
         self.dimensions, self.operations = dimensions, operations
@@ -82,7 +82,7 @@ class Loops:
         return [each for operation in self.operations for each in operation.operands]
 
     def take(self, new: Loops) -> bool:
-        """Add ``new``, if it can be done strip by strip with those before; return whether."""
+        """Append ``new`` if both can run strip by strip, and return whether this was done."""
         own, other, dimensions = self.operations, new.operations, self.dimensions
         if dimensions != new.dimensions:
             dimensions = max(dimensions, new.dimensions, key=len)
@@ -96,7 +96,7 @@ class Loops:
         return True
 
     def _spread_over(self, dimensions: Shape) -> list[Elementwise]:
-        """Return the operations with steps over other dimensions that have the same elements."""
+        """Return the operations with strides for other dimensions with the same elements."""
         if self.dimensions == dimensions:
             return self.operations
         if len(dimensions) != 2 or self.dimensions != (dimensions[0] * dimensions[1],):
@@ -107,11 +107,11 @@ class Loops:
         ]
 
 
-Group = Loops | Instruction | Note  # what becomes one instruction; of a note: a call
+Group = Loops | Instruction | Note  # one instruction each; a note becomes a call
 
 
 def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:
-    """Return what does the same as notes, and may need more of ``memory``."""
+    """Return groups that repeat the notes. May allocate arrays in ``memory``."""
     groups: list[Group] = []
     for note in notes:
         for new in _instructions(note, memory):
@@ -139,7 +139,7 @@ def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
         return [note]
     try:
         rule(rules := _Rules(memory), note)
-    except (TypeError, ValueError):  # of need() and resolve_dtypes()
+    except (TypeError, ValueError):  # from need() and resolve_dtypes()
         return [note]
     return rules.groups
 
@@ -165,14 +165,15 @@ class _Rules:
         self._loops(ufunc, types, *operands, out)
 
     def _as(self, value: Any, dtype: Any) -> Array:
-        """Return ``value`` as an array of ``dtype``, if necessary after a cast."""
+        """Return ``value`` as an array of ``dtype``, with a cast if necessary."""
         if isinstance(value, np.ndarray):
             if value.dtype == dtype:
                 return value
             between = self._memory.make(value.shape, dtype)
             self._copy(value, between)
             return between
-        need(type(value) is float or not [*arrays_in(value)])  # such as [x.sum(), 0.0]
+        # rejects lists such as [x.sum(), 0.0]
+        need(type(value) is float or not [*arrays_in(value)])
         if type(value) is int and dtype.kind in "iu":
             need(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
         return np.asarray(value, dtype)
@@ -234,7 +235,7 @@ class _Rules:
         base, exponent = note.args
         need(isinstance(base, np.ndarray) and base.dtype.kind == "f")
         is_number = type(exponent) in (int, float)
-        need(is_number or np.ndim(exponent))  # NumPy 2.2 compares numbers in arrays with 2 as well
+        need(is_number or np.ndim(exponent))  # NumPy 2.2 also tests 0-d arrays for 2
         self.elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
 
     def concatenate(self, note: Note) -> None:
@@ -245,10 +246,10 @@ class _Rules:
         for part, room in zip(parts, np.split(note.made[0], ends[:-1], axis), strict=True):
             self._copy(part, room)
 
-    # Others -------------------------------------------------------------------------------------
+    # Other rules --------------------------------------------------------------------------------
 
     def product(self, note: Note) -> None:
-        """Multiply as NumPy's ``cblas_matrixproduct`` does arrays of these shapes and strides."""
+        """Multiply like NumPy's ``cblas_matrixproduct`` for these shapes and strides."""
         c, (a, b) = _result_of(note), note.args[:2]
         need(_blas and isinstance(a, np.ndarray) and isinstance(b, np.ndarray))
         need(a.dtype == b.dtype == c.dtype and a.dtype.char in "fd" and a.size and b.size)
@@ -267,7 +268,7 @@ class _Rules:
         elif m == n == 1:
             name, work, sizes = "dot", k // 4 + 1, [k, _step(a, -1), _step(b, 0)]
         elif m > 1 and n > 1:
-            # Of a matrix and itself transposed NumPy has half computed.
+            # NumPy computes only half of the product of a matrix and its own transpose.
             is_itself = a.shape == b.shape[::-1] and a.strides == b.strides[::-1]
             need(not (is_itself and address_of(a) == address_of(b)))
             name, work = "gemm", m * n * k // 8 + 1
@@ -308,7 +309,7 @@ class _Rules:
 def _longest_sum() -> int:
     """Return the number of adjacent floats up to which NumPy adds in the order of replays.
 
-    NumPy 2.2 begins a new sum after each buffer. If even shorter sums differ: 0, with a warning.
+    NumPy 2.2 starts a new sum after each buffer. Return 0, with a warning, if short sums differ.
     """
     for longest, columns in ((sys.maxsize, 9_001), (_BUFFERED, 1_001)):
         x = np.random.default_rng(0).standard_normal((7, columns))
@@ -325,7 +326,7 @@ def _longest_sum() -> int:
 
 
 def _is_added_in_order(x: Array) -> bool:
-    """Return whether the sums of a matrix by native instructions have the bits of NumPy's."""
+    """Return whether native sums of a matrix have the same bits as NumPy's sums."""
     (rows, columns), size, types = x.shape, x.itemsize, (x.dtype.num,) * 3
     copy = f"copy:{size}", (), (0, 1), ((size,), (size,)), (size, size)
     add = np.add, types, (1, 2), ((size,), (0,)), (size, size)
@@ -347,18 +348,18 @@ def _result_of(note: Note, *options: str) -> Array:
 
 
 def _step(vector: Array, axis: int) -> int:
-    """Return how many elements each is from the next one."""
+    """Return the stride of a vector in elements."""
     step, rest = divmod(vector.strides[axis], vector.itemsize)
     need(step > 0 and rest == 0)
     return step
 
 
 def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
-    """Return as few dimensions as have all elements, and the operands' steps.
+    """Return the smallest number of dimensions with all elements, and the operands' strides.
 
-    They are in the order of the steps, where all operands agree about it, as NumPy has them.
+    Dimensions are in the order of the strides, like in NumPy, if all operands agree.
     """
-    if arrays[-1].size == 1:  # NumPy makes no loops of these, but gives such steps
+    if arrays[-1].size == 1:  # NumPy does not loop over one element, but passes these strides
         if len({each.ndim for each in arrays if each.ndim}) > 1:
             return (1,), ((0,),) * len(arrays)
         takes = [*(each.ndim > 0 for each in arrays[:-1]), True]
@@ -366,7 +367,7 @@ def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
         return (1,), tuple([(step * own,) for step, own in zip(steps, takes, strict=True)])
     shape = arrays[-1].shape
     strides = [np.broadcast_to(each, shape).strides for each in arrays]
-    axes: list[tuple[int, Shape]] = []  # the fastest first, with everyone's steps
+    axes: list[tuple[int, Shape]] = []  # fastest first, with the strides of all operands
     by_axis = zip(shape, zip(*strides, strict=True), strict=True)
     for new in reversed([axis for axis in by_axis if axis[0] > 1]):
         place = len(axes)
@@ -390,9 +391,10 @@ def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
 
 
 def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> bool:
-    """Return whether the bits depend on no steps, or NumPy has the same ones.
+    """Return whether the bits do not depend on the strides, or NumPy uses the same strides.
 
-    It may loop over several rows, or pack them: where vectors end, fmax takes another of two zeros.
+    NumPy may loop over several rows or pack them. At the end of vectors, fmax may return another
+    zero.
     """
     if function in _FAULTY and steps[-1][-1] != 1:
         return False
@@ -405,9 +407,9 @@ def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> 
 
 
 def _is_plain_power(args: Any, out: Array) -> bool:
-    """Return whether the loop of ``power`` is called as NumPy calls it.
+    """Return whether a plain loop of ``power`` has NumPy's result.
 
-    Of integers it raises errors, and where the exponent stays the same it computes in another way.
+    Integer powers may raise, and NumPy computes constant exponents differently.
     """
     arrays = [out, *(x for x in args if isinstance(x, np.ndarray) and x.size > 1)]
     are_alike = all(each.shape == out.shape and each.flags.c_contiguous for each in arrays)
@@ -415,7 +417,7 @@ def _is_plain_power(args: Any, out: Array) -> bool:
 
 
 def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
-    """Return the shape as a matrix, and whether it is reduced along its rows, or its columns."""
+    """Return the shape as a matrix, and whether it is reduced along rows (else columns)."""
     shape, ndim = source.shape, source.ndim
     need(source.flags.c_contiguous and ndim)
     given = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -424,7 +426,7 @@ def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
     along_rows = axes == [*range(ndim - count, ndim)]
     need(count and (along_rows or axes == [*range(count)]))
     rows = math.prod(shape[: ndim - count if along_rows else count])
-    # Of columns of one element NumPy sees one dimension.
+    # NumPy treats columns of one element as one dimension.
     is_row = not along_rows and rows == source.size
     return ((1, rows) if is_row else (rows, source.size // rows)), along_rows or is_row
 
@@ -435,11 +437,11 @@ def _dtype_of(value: Any) -> Any:
     return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
 
 
-# Functions whose loops write to wrong elements where these are not side by side (NumPy 2.4.6):
-# only NumPy itself makes the same ones wrong.
+# Functions whose loops write to wrong elements of strided results (NumPy 2.4.6). Only NumPy itself
+# repeats the error.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
-# NumPy is slow with one number. Of 0.0 and -0.0 it takes the limit where our loop does it.
+# NumPy is slow with one number. Used if it returns the limit for 0.0 and -0.0, as our loop does.
 _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -0.0), 0.0)).any()}
 _BUFFERED = 8192  # elements that NumPy casts at a time
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}

@@ -1,4 +1,4 @@
-"""The operands of a step's notes: the memory that each is in, and the notes that are needed."""
+"""Operands of notes with their memory, and the order of notes with conditions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flashlight_py.tape.recording import Note, Recording, address_of, arrays_in,
 
 
 class CannotCapture(Exception):
-    """A step has no program; the message says why."""
+    """A step cannot be captured. The message states the reason."""
 
 
 @dataclass(eq=False)
 class Piece:
-    """A piece of memory: all of an ``array`` that the step made, an argument, or other memory.
+    """A piece of memory: an ``array`` that the step created, an argument, or other memory.
 
-    In a replay it begins ``at`` an address, in the memory of ``home``. The memory of an
-    ``argument``, or of an array that each replay makes anew, differs from call to call: it begins
-    ``at`` a number of bytes from the first element, and ``home`` has a copy.
+    In a replay the piece starts at address ``at`` in the memory of ``home``. The memory of an
+    ``argument``, or of an array that each replay allocates, differs in each call. For these, ``at``
+    is an offset in bytes from the first element, and ``home`` has a copy.
     """
 
     low: int
@@ -36,79 +36,79 @@ class Piece:
     argument: int = -1
     at: int = 0
     home: Any = None
-    is_strip: bool = False  # room for a strip of elements, which all use in turn
+    is_strip: bool = False  # memory for a strip of elements, which is reused
 
     def is_placed_freely(self) -> bool:
-        """Return whether its memory in a replay may be any."""
+        """Return whether a replay may use any memory for the piece."""
         return self.is_made and self.argument < 0 and self.home is None
 
 
 @dataclass(eq=False, slots=True)
 class Operand:
-    """An array, and the piece of memory in which it lies between two addresses."""
+    """An array, the piece of memory that contains it, and its address range."""
 
     array: Array
     piece: Piece
     low: int
     high: int
-    entry: int = -1  # of the program's table, once it has one
+    entry: int = -1  # index in the program's table, or -1
 
     def overlaps(self, other: Operand) -> bool:
-        """Return whether both may have elements in common."""
+        """Return whether both operands may have elements in common."""
         return self.low < other.high and other.low < self.high
 
 
 class Memory:
-    """The memory of a recorded step, whose ``arguments`` are arrays, or None where one is none."""
+    """The memory of a recorded step. ``arguments`` are arrays, or None for other arguments."""
 
     def __init__(self, recording: Recording, arguments: Sequence[Array | None]) -> None:
         self.recording, self.arguments = recording, arguments
-        self.given: dict[int, Piece] = {}  # by the argument's number
+        self.inputs: dict[int, Piece] = {}  # by position of the argument
         for number, array in enumerate(arguments):
             if array is not None:
-                piece = self.given[number] = Piece(*bounds(array), array)
+                piece = self.inputs[number] = Piece(*bounds(array), array)
                 piece.argument, piece.at = number, piece.low - address_of(array)
         made = [Piece(*bounds(each), each, True) for each in recording.made]
         self.elsewhere = Piece(0, 0)
-        pieces = [each for each in (*self.given.values(), *made) if each.low < each.high]
+        pieces = [each for each in (*self.inputs.values(), *made) if each.low < each.high]
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
-        self._operands: dict[int, Operand] = {}  # by their arrays' ids
+        self._operands: dict[int, Operand] = {}  # by ids of arrays
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
-        self.touched, self.changed = (  # in order, of what is neither made nor an argument
+        self.touched, self.changed = (  # sorted ranges outside of arguments and created arrays
             merged([(x.low, x.high) for n in notes for x in getattr(n, name) if x.piece is where])
             for name in ("operands", "written")
         )
 
     def make(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an array that the step makes as well."""
+        """Return a new array that the step creates as well."""
         array = np.empty(shape, dtype)
         insort(self._pieces, Piece(*bounds(array), array, True), key=attrgetter("low"))
         return array
 
     def of(self, array: Array) -> Operand:
-        """Return the operand that an array is."""
-        found = self._operands.get(id(array))
-        if found is None:
+        """Return the operand of an array."""
+        operand = self._operands.get(id(array))
+        if operand is None:
             low, high = bounds(array)
             piece = self._pieces[bisect_right(self._pieces, low, key=attrgetter("low")) - 1]
             piece = piece if low < piece.high else self.elsewhere
-            found = self._operands[id(array)] = Operand(array, piece, low, high)
-        return found
+            operand = self._operands[id(array)] = Operand(array, piece, low, high)
+        return operand
 
     def with_operands(self, note: Note) -> Note:
-        """Return ``note``, whose operands are found."""
+        """Return ``note`` after setting its operands."""
         values = *note.made, *note.changed, *note.args, *note.options.values(), note.required
         note.operands = list(map(self.of, arrays_in(values)))
         return note
 
 
-# Which notes ------------------------------------------------------------------------------------
+# Order of notes ---------------------------------------------------------------------------------
 
 _INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.choose}
 
 
 def may_raise(note: Note) -> bool:
-    """Return whether values decide if a note raises, which the step then does."""
+    """Return whether values determine if a note raises. Such a note is always executed."""
     function = note.function.args[0] if isinstance(note.function, partial) else note.function
     if function in (np.power, operator.pow):
         return any(each.dtype.kind in "iu" for each in note.made)
@@ -120,14 +120,11 @@ def may_raise(note: Note) -> bool:
 
 
 def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
-    """Return notes with conditions before whatever changes something, and whether there are any.
+    """Return notes with conditions before all changes, and whether there are conditions.
 
-    So a step is left, because of a label that is no class, before anything has changed. A check
-    by ``structure.require_all`` of values that depend on a change, such as drawn indices, stays in
-    its place and raises its error there.
-
-    Raises:
-        CannotCapture: another condition depends on a change.
+    A failing condition, such as an invalid label, then leaves the step before any change. A check
+    by ``structure.require_all`` of values that depend on a change, such as drawn indices, is not
+    moved and raises its error. Raises CannotCapture if another condition depends on a change.
     """
     notes = memory.recording.notes
     end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)

@@ -1,4 +1,4 @@
-"""Operations that do more than compute: while a step is recorded, and in its replays."""
+"""Operations with side effects, while a step is recorded and in its replays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flashlight_py.tape.recording import Recording, arrays_in
 
 
 class StepRecording(Recording):
-    """A recording of communication, optimizers, checks and other operations as well."""
+    """A recording that includes communication, optimizers, checks and other side effects."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -38,7 +38,7 @@ class StepRecording(Recording):
             self.leave("an operation is begun that the step does not wait for,")
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Do an operation that does more than compute; it is done again by every replay."""
+        """Do an operation with side effects. Every replay repeats it."""
         if function in self._ones:
             return self._ones[function](self, function, args, options)
         plain_args, plain_options = map_items((args, options), self._frozen)
@@ -46,10 +46,10 @@ class StepRecording(Recording):
         result = self.without(lambda: function(*plain_args, **plain_options))
         both = zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True)
         same = [old for old, new in both if new is result and isinstance(new, np.ndarray)]
-        if same:  # what was changed in place
+        if same:  # the result is an argument that was changed in place
             self.effect(function, noted, changed=[self.noted(result)])
             return same[0]
-        if isinstance(result, float):  # that is computed from the arrays, such as a norm
+        if isinstance(result, float):  # computed from the arrays, such as a norm
             found = np.float64(result)
             return Number(self.effect(function, noted, found, [*arrays_in(noted)]).plain)
         if isinstance(result, (np.ndarray, np.generic)):
@@ -66,9 +66,9 @@ class StepRecording(Recording):
         function(*given)
 
     def step(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Do the step of an optimizer, and let every replay do it."""
+        """Do the step of an optimizer, and let every replay repeat it."""
         optimizer, scale = args[0], unwrap((*args[1:], *options.values(), 1.0)[0])
-        if optimizer._shards:  # what it consists of is noted: one of its parts is a whole as well
+        if optimizer._shards:  # its parts are noted, one of which is an operation
             function(*args, **options)
             return
         if any(type(variable.data) not in KINDS for variable in optimizer.params):
@@ -78,17 +78,17 @@ class StepRecording(Recording):
         self.without(lambda: function(*args, **options))
         own = [unwrap(variable.data) for variable in optimizer.params]
         step: Any = functools.partial(optimizer.prepared, scale)
-        step.prepared = step  # replays call what it returns
+        step.prepared = step  # replays call the returned function
         self.effect(step, noted, changed=own)
 
-    # Of some functions: what does them and notes them, instead of as_one().
+    # Methods that do and note these functions instead of as_one().
     _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
         require_all.__wrapped__: check,  # type: ignore[attr-defined]
         RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
     }
 
     def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
-        """Do ``calls``, let every replay do the same, and return what stands for the result."""
+        """Do ``calls``, let every replay repeat them, and return a stand-in of the result."""
         first, again = calls[0], RepeatedCalls(group, calls, name)
         stand_ins = [each for call in calls for each in (call.array, call.out)]
         are_recorded = all(each is None or type(each) in KINDS for each in stand_ins)
@@ -113,14 +113,14 @@ class StepRecording(Recording):
 
 
 class RepeatedCalls:
-    """Repeats ``calls`` with the ``array`` and ``out`` of each, in a group or the present world."""
+    """Calls to repeat with other ``array`` and ``out``, in a group or in the current world."""
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
         is_world = group is members_of(None)
         self._group, self.__name__ = None if is_world else group, name
         self._fast = world_fast if is_world else group.fast
         self._calls = [replace(call, array=None, out=None) for call in calls]
-        call = calls[0]  # native code compares names of operations by identity
+        call = calls[0]  # native code compares operation names by identity
         op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
         self._rest = op, call.scale, call.root, 0, not call.blocking
 
@@ -142,16 +142,16 @@ class RepeatedCalls:
 
 
 class Later(Work):
-    """``work``, which goes on beside the step, and which the step waits for.
+    """Asynchronous ``work``, which the step waits for later.
 
-    ``again`` with ``args`` begins it in a replay; ``changed`` are in use until it has ended.
+    ``again(*args)`` starts the work in a replay. ``changed`` arrays are in use until it has ended.
     """
 
     def __init__(
         self, recording: StepRecording, work: Work, again: RepeatedCalls, args: Any, changed: Any
     ) -> None:
         self._recording, self._work, self._changed = recording, work, changed
-        begun: list[Work] = []  # by a replay
+        begun: list[Work] = []  # works that a replay has started
         self._begun, self.is_pending = begun, True
 
         def begin(*arrays: Array) -> None:
@@ -166,9 +166,9 @@ class Later(Work):
         return self._work.is_completed()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait, and let every replay wait here; return what it returns."""
+        """Wait, let every replay wait here, and return the result."""
         recording, begun = self._recording, self._begun
-        if thread_state.recorder is not recording:  # it was kept
+        if thread_state.recorder is not recording:  # used after the step
             return self._work.wait(timeout)
         result = recording.without(lambda: self._work.wait(timeout))
         self.is_pending = False
@@ -177,7 +177,7 @@ class Later(Work):
 
 
 def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
-    """Return ``function``, which has to return what it returned when it was recorded."""
+    """Return ``function`` with a check that it returns ``recorded``."""
 
     def call(*args: Any, **options: Any) -> None:
         result = function(*args, **options)

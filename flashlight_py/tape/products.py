@@ -1,7 +1,7 @@
-"""Matrix products of CuPy arrays while CUDA captures a graph, which CuPy refuses.
+"""Matrix products of CuPy arrays during the capture of a CUDA graph, which CuPy rejects.
 
-cuBLAS is called as CuPy calls it, with the same operands, types and algorithm, so that a captured
-product has the bits of an eager one.
+cuBLAS is called with the same operands, types and algorithm as by CuPy, so a captured product has
+the same bits as an eager product.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from flashlight_py.structure import thread_state
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.recording import line_of_user
 
-# By dtype: cudaDataType, cublasComputeType_t, and the type of a factor.
+# For each dtype: cudaDataType, cublasComputeType_t, and the type of a factor.
 _TYPES: dict[str, tuple[int, int, Any]] = {
     "e": (2, 68, ctypes.c_float),
     "f": (0, 77 if os.environ.get("CUPY_TF32", "0") > "0" else 68, ctypes.c_float),
     "d": (1, 70, ctypes.c_double),
 }
-_TENSOR_CORES = 99  # CUBLAS_GEMM_DEFAULT_TENSOR_OP, which CuPy asks for from Ampere on
+_TENSOR_CORES = 99  # CUBLAS_GEMM_DEFAULT_TENSOR_OP, which CuPy uses from Ampere on
 _DEFAULT = -1
 _PLAIN, _TRANSPOSED = 0, 1
-# Of NVIDIA's advice for Hopper, in bytes: else cuBLAS would allocate memory during the capture.
+# Workspace in bytes, as NVIDIA recommends for Hopper. Without it, cuBLAS allocates during the
+# capture.
 _WORKSPACE = 32 << 20
 
 
 def capture_products(stack: ExitStack, recorder: Any) -> None:
-    """Let products of CuPy arrays call cuBLAS here while ``recorder`` records this thread.
+    """Replace products of CuPy arrays by cuBLAS calls while ``recorder`` records this thread.
 
-    CuPy's functions are restored when ``stack`` ends. CuPy computes other products, such as
-    products of integers.
+    ``stack`` restores CuPy's functions. CuPy computes other products, such as integer products.
     """
     import cupy
 
@@ -55,7 +55,8 @@ def capture_products(stack: ExitStack, recorder: Any) -> None:
         ) -> Any:
             is_known = thread_state.recorder is recorder and not options and _is_for_blas(a, b)
             if is_known and (name != "dot" or b.ndim == 2):
-                if cupy.cuda.get_current_stream().ptr != stream.ptr:  # they share a workspace
+                # all products share a workspace
+                if cupy.cuda.get_current_stream().ptr != stream.ptr:
                     raise CannotCapture(f"a product on another stream at {line_of_user()}")
                 return _product(a, b, out, workspace)
             return usual(a, b, **options) if out is None else usual(a, b, out=out, **options)
@@ -67,7 +68,7 @@ def capture_products(stack: ExitStack, recorder: Any) -> None:
 
 
 def _is_for_blas(a: Any, b: Any) -> bool:
-    """Return whether CuPy would multiply ``a`` and ``b`` by cuBLAS, and ``_product`` can."""
+    """Return whether CuPy uses cuBLAS for ``a @ b`` and ``_product`` supports it."""
     dtypes = {each.dtype.char if is_cupy(each) else "" for each in (a, b)}
     if len(dtypes) > 1 or not dtypes <= _TYPES.keys():
         return False
@@ -92,7 +93,7 @@ def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
     _require(library.cublasSetStream_v2(handle, pointer(stream)))
     room = pointer(workspace.data.ptr), ctypes.c_size_t(workspace.nbytes)
     _require(library.cublasSetWorkspace_v2(handle, *room))
-    # cuBLAS stores matrices by columns: it computes the transposed product, of swapped operands.
+    # cuBLAS stores matrices by columns, so the transposed product of swapped operands is computed.
     how = handle, b_form, a_form, m, n, k, one
     operands = (b, b_lead, b_step), (a, a_lead, a_step), (result, m, n * m)
     first, second, third = [
@@ -109,9 +110,9 @@ def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
 
 
 def _operand(x: Any, outer: tuple[int, ...], is_first: bool) -> tuple[Any, int, int, int]:
-    """Return ``x`` as cuBLAS reads it, whether transposed, its leading dimension and its step.
+    """Return ``x`` for cuBLAS, whether it is transposed, its leading dimension and its stride.
 
-    CuPy looks first for rows of the first operand, and for columns of the second one.
+    Like CuPy, prefer rows for the first operand and columns for the second.
     """
     import cupy
 
@@ -129,11 +130,7 @@ def _operand(x: Any, outer: tuple[int, ...], is_first: bool) -> tuple[Any, int, 
 
 @functools.cache
 def _cublas() -> Any:
-    """Return the cuBLAS that CuPy has loaded.
-
-    Raises:
-        BackendUnavailableError: it has loaded none.
-    """
+    """Return the cuBLAS that CuPy has loaded, or raise BackendUnavailableError."""
     for library in loaded_libraries("libcublas"):
         if hasattr(library, "cublasGemmEx"):
             return library

@@ -1,4 +1,4 @@
-"""From the notes of a step to the program that replays it."""
+"""Construction of the program that replays a step, from the step's notes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, 
 # Kinds of arguments in csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT, OBJECT_ARGUMENT = range(4)
 
-_LARGE_RESULT = 1 << 14  # bytes from which on it pays to write to what is returned
+_LARGE_RESULT = 1 << 14  # minimum bytes of results that replays write in new arrays
 
 
 class Builder:
     """A builder of the program of a recorded step.
 
-    ``values``: its arguments. ``kept``: pairs of a stand-in and the array that a variable has after
-    the step. ``result``: the returned value. ``forget``: called when an argument is collected.
+    ``values``: arguments of the step. ``kept``: pairs of a stand-in and the array of a variable
+    after the step. ``result``: the returned value. ``forget``: called when an argument is deleted.
     """
 
     def __init__(
@@ -46,25 +46,21 @@ class Builder:
         self._memory, self._values, self._result, self._forget = memory, values, result, forget
         self._noted = memory.recording.noted
         self._returned = [memory.of(self._noted(each)) for each in arrays_of(result)]
-        self._kept: list[Piece] = []  # what has memory of its own
+        self._kept: list[Piece] = []  # pieces with their own memory
         for stand_in, array in kept:
             if memory.of(stand_in).piece.is_made:
                 self._keep(memory.of(stand_in).piece, array)
         self._table: dict[tuple[int, int], int] = {}
-        self._owners: dict[int, Array] = {}  # of the memory that the program uses, by entries
+        self._owners: dict[int, Array] = {}  # owners of used memory, by entry
 
     def _keep(self, piece: Piece, array: Array) -> None:
         piece.home, piece.at = array, bounds(array)[0]
         self._kept.append(piece)
 
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
-        """Return the program as csrc/tape/program.cc reads it.
-
-        Raises:
-            CannotCapture: it cannot be done.
-        """
+        """Return the program for csrc/tape/program.cc, or raise CannotCapture."""
         notes, may_leave = hoisted(self._memory)
-        # Gradients lend no memory where a step may be left: then they are as they were.
+        # If the step may leave, gradients must keep their values and lend no memory.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
         notes = self._needed(notes)
         groups = lowered(notes, memory)
@@ -76,8 +72,9 @@ class Builder:
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
         arguments = tuple(map(self._describe_argument, range(len(self._values)), self._values))
-        # No argument may share memory that is written to, or any, where arguments are.
-        are_apart = written.isdisjoint(memory.given.values())
+        # Arguments must not share memory with written memory, or, if arguments are written, with
+        # any.
+        are_apart = written.isdisjoint(memory.inputs.values())
         occupied = [*(memory.changed if are_apart else memory.touched)]
         occupied += [bounds(piece.home) for piece in self._kept]
         program = list(self._table), instructions, bindings, result, merged(occupied)
@@ -114,37 +111,37 @@ class Builder:
     # Notes --------------------------------------------------------------------------------------
 
     def _needed(self, notes: Sequence[Note]) -> list[Note]:
-        """Return those that something depends on: what stays or was not made, and effects.
+        """Return the notes with effects, or with results that are kept or that other notes need.
 
-        Without what makes arrays whose values never change, unless they are written to; users
-        may write to gradients, and to the returned arrays of the recorded call.
+        Notes that create constant arrays are dropped unless the arrays are written. Users may write
+        to gradients, and to the returned arrays of the recorded call.
         """
         changed = {*self._kept, *(each.piece for each in self._returned)}
-        needed = {*changed, self._memory.elsewhere, *self._memory.given.values()}
-        found = []
+        needed = {*changed, self._memory.elsewhere, *self._memory.inputs.values()}
+        kept = []
         for note in reversed(notes):
             pieces = [each.piece for each in note.written]
             if needed.isdisjoint(pieces) and not (note.effect or may_raise(note)):
                 continue
             if not _is_constant(note):
-                found.append(note)
+                kept.append(note)
                 changed.update(pieces if note.changed else ())
                 needed.update([each.piece for each in note.operands])
                 continue
             constant, made = note.function(*note.args, **note.options), note.made[0]
             if pieces[0] in changed:
                 copy = Note(np.copyto, (made, constant), {}, [], [made])
-                found.append(self._memory.with_operands(copy))
+                kept.append(self._memory.with_operands(copy))
             else:
                 self._keep(pieces[0], constant)
-        return found[::-1]
+        return kept[::-1]
 
     # Memory -------------------------------------------------------------------------------------
 
     def _find_homes(self, called: set[Piece], written: set[Piece]) -> None:
-        """Find memory for arguments of functions of Python, and for what is returned.
+        """Assign memory to arguments of Python functions and to returned arrays.
 
-        Each replay copies these arguments, and makes the large arrays anew that it returns.
+        Each replay copies these arguments, and allocates large returned arrays.
         """
         cells = {piece for piece in called if piece.argument >= 0}
         if not cells.isdisjoint(written):
@@ -162,7 +159,7 @@ class Builder:
                 piece.argument, count = count, count + 1
 
     def _entries(self, operands: Sequence[Operand]) -> tuple[int, ...]:
-        """Return the entries of the table that say where ``operands`` begin."""
+        """Return the table entries with the addresses of ``operands``."""
         table = self._table
         for each in operands:
             if each.entry < 0:
@@ -175,12 +172,12 @@ class Builder:
 
     def _entry_of_result(self, array: Array) -> tuple[int, Array]:
         operand = self._memory.of(self._noted(array))
-        if operand.piece.is_made and operand.piece.argument >= 0:  # it is made anew
+        if operand.piece.is_made and operand.piece.argument >= 0:  # a replay allocates it
             return len(self._values) - 1 - operand.piece.argument, array
         return self._entries([operand])[0], array
 
     def _view(self, value: Any) -> Any:
-        """Return what Python gets in the place of ``value``."""
+        """Return the value that Python functions get instead of ``value``."""
         if isinstance(value, Variable):
             view = self._view(value.data)
             return value if view is value.data else Variable(view)
@@ -218,7 +215,7 @@ class Builder:
 
     def _describe_argument(self, number: int, value: Any) -> tuple[Any, ...]:
         kind: Any = type(value)
-        piece = self._memory.given.get(number)
+        piece = self._memory.inputs.get(number)
         if piece is not None:
             is_variable = isinstance(value, Variable)
             return VARIABLE_ARGUMENT if is_variable else ARRAY_ARGUMENT, piece.array, piece.home
@@ -228,14 +225,14 @@ class Builder:
 
 
 def empty_like(array: Array) -> Array:
-    """Return an array of the same form, also where that leaves gaps."""
+    """Return an array with the same strides as ``array``, including gaps."""
     low, high = bounds(array)
     room = np.zeros(high - low, np.uint8)
     return array_at(room, address_of(room) + address_of(array) - low, array)
 
 
 def _fill(targets: list[Array], function: Any) -> None:
-    """Write to ``targets`` what a call returns."""
+    """Copy the results of ``function`` to ``targets``."""
     for target, result in zip(targets, items_in(function()), strict=True):
         if np.shape(result) != target.shape:
             name = getattr(function.func, "__name__", function.func)
@@ -258,31 +255,32 @@ _CONSTANT = {*_VALUE_FREE, np.asarray, np.array, np.zeros, np.ones, np.full, np.
              np.linspace, np.eye, np.identity}  # fmt: skip
 
 
-# Places of arrays -------------------------------------------------------------------------------
+# Memory of arrays -------------------------------------------------------------------------------
 
 _LINE = 64  # bytes
-_APART = 4 * _LINE  # so that strips do not begin at the same place of pages
-_LARGE = 1 << 15  # bytes from which on it pays to find other memory
+_APART = 4 * _LINE  # so that strips start at different offsets in pages
+_LARGE = 1 << 15  # minimum bytes of arrays for which other memory is searched
 _STRIP = 2048  # elements, in csrc/tape/loops.cc
 _ALWAYS = sys.maxsize
-# A part of memory: begin and end, and the first and the last instruction that uses it.
+# A part of memory: begin, end, and the first and the last instruction that uses it.
 Part = tuple[int, int, int, int]
 
 
 class Arena:
-    """Memory for pieces that were made by a step: as long as they are used, and no longer.
+    """Memory for pieces that the step creates, reused after their last use.
 
-    Arrays ``returned`` are used until the end. The ``grads`` have memory of their own. ``since``:
-    which instruction first writes to each, by their ids; with ``lend`` others use it until then.
+    Arrays ``returned`` are used until the end. ``grads`` have their own memory. ``since``: the
+    first instruction that writes to each gradient, by id. With ``lend``, other pieces use it until
+    then.
     """
 
     def __init__(
         self, groups: Sequence[Group], returned: Iterable[Piece], grads: Sequence[Piece], lend: bool
     ) -> None:
-        self._instead: dict[Piece, Piece] = {}  # whose place one takes
-        self._strips: dict[Piece, int] = {}  # which of the strips is one's room
+        self._instead: dict[Piece, Piece] = {}  # piece whose memory a piece takes over
+        self._strips: dict[Piece, int] = {}  # number of the strip of a piece
         self._strip_size = 0  # bytes
-        uses: dict[Piece, list[int]] = {}  # the first and the last instruction
+        uses: dict[Piece, list[int]] = {}  # first and last instruction
         for when, group in enumerate(groups):
             for operand in group.operands:
                 uses.setdefault(operand.piece, [when, when])[1] = when
@@ -299,16 +297,16 @@ class Arena:
         self._place(sorted([(uses.get(p, [0])[0], id(p), p.home) for p in large]))
 
     def _share(self, group: Loops, when: int) -> None:
-        """Find large arrays that need no memory: a strip is enough, or another one is read no more.
+        """Find large arrays that need only a strip, or can reuse the memory of another array.
 
-        The place of one that is read for the last time is taken where both are whole: the loops
-        read each element before they write the one in its place.
+        An array reuses the memory of an array that is read for the last time if both are complete:
+        loops read each element before they write the element in the same memory.
         """
         columns = group.dimensions[-1] if len(group.dimensions) > 1 else 1
-        each_has = max(1, _STRIP // columns) * columns  # elements of a strip
+        strip_elements = max(1, _STRIP // columns) * columns  # elements per strip
         first: dict[Piece, int] = {}
         last: dict[Piece, int] = {}
-        partial = set()  # what the loops use a part of, or in another order
+        partial = set()  # pieces that the loops use partially or in another order
         for index, operation in enumerate(group.operations):
             for operand, steps in zip(operation.operands, operation.steps, strict=True):
                 size, piece = operand.array.itemsize, self._placed(operand.piece)
@@ -323,10 +321,12 @@ class Arena:
             *read, new = pieces = [each.piece for each in operation.operands]
             is_new = new in self._large and first[new] == index and new not in partial
             is_new = is_new and self._uses[new][0] == when
-            if is_new and self._uses[new][1] == when and new.array.size > each_has:
+            if is_new and self._uses[new][1] == when and new.array.size > strip_elements:
                 count += not free
                 self._strips[new] = free.pop() if free else count - 1
-                self._strip_size = max(self._strip_size, each_has * new.array.itemsize + _APART)
+                self._strip_size = max(
+                    self._strip_size, strip_elements * new.array.itemsize + _APART
+                )
                 self._large.remove(new)
                 del self._uses[new]
             elif is_new:
@@ -343,7 +343,7 @@ class Arena:
             free += [self._strips[each] for each in used if last[each] == index]
 
     def _place(self, lent: list[tuple[int, int, Any]]) -> None:
-        """Find a place for each piece, the largest first: in what is ``lent``, or new memory."""
+        """Assign memory to each piece, largest first: ``lent`` memory or new memory."""
         homes = [array for _, _, array in lent]
         rooms: list[list[Part]] = []
         for since, _, array in lent:
@@ -351,19 +351,19 @@ class Arena:
             rooms.append([(0, end, since, _ALWAYS), (end, _ALWAYS, 0, _ALWAYS)])
         rooms.append([])
         places: dict[Piece, tuple[int, int]] = {}
-        slots: dict[int, list[tuple[int, int]]] = {}  # by size: until when, and where
+        slots: dict[int, list[tuple[int, int]]] = {}  # by size: end of use, and offset
         end = 0
         sizes = {p: -(-max(1, p.high - p.low) // _LINE) * _LINE for p in self._uses}
         for piece in sorted(sizes, key=lambda each: (-sizes[each], self._uses[each])):
             size, (first, last) = sizes[piece], self._uses[piece]
             if size >= _LARGE:
-                found = ((n, _gap(parts, size, first, last)) for n, parts in enumerate(rooms))
-                number, at = next(place for place in found if place[1] < _ALWAYS)
+                candidates = ((n, _gap(parts, size, first, last)) for n, parts in enumerate(rooms))
+                number, at = next(place for place in candidates if place[1] < _ALWAYS)
                 insort(rooms[number], (at, at + size, first, last))
-            else:  # it takes turns with those of its size
-                own, number = slots.setdefault(size, []), len(lent)
-                at = heappop(own)[1] if own and own[0][0] < first else end
-                heappush(own, (last, at))
+            else:  # small pieces of equal size share slots
+                slot, number = slots.setdefault(size, []), len(lent)
+                at = heappop(slot)[1] if slot and slot[0][0] < first else end
+                heappush(slot, (last, at))
             places[piece] = number, at
             end = max(end, at + size) if number == len(lent) else end
         for piece, strip in self._strips.items():
@@ -379,7 +379,7 @@ class Arena:
             piece.home, piece.at = placed.home, placed.at
 
     def _placed(self, piece: Piece) -> Piece:
-        """Return the one whose place ``piece`` takes: often its own."""
+        """Return the piece whose memory ``piece`` uses, often itself."""
         while piece in self._instead:
             piece = self._instead[piece]
         return piece
@@ -390,7 +390,7 @@ def _begin(array: Any) -> int:
 
 
 def _gap(parts: list[Part], size: int, first: int, last: int) -> int:
-    """Return where the first ``size`` bytes are that nobody uses from ``first`` to ``last``."""
+    """Return the offset of the first ``size`` bytes that are free from ``first`` to ``last``."""
     at = 0
     for begin, end in [each[:2] for each in parts if each[2] <= last and first <= each[3]]:
         if at + size <= begin:
@@ -408,20 +408,20 @@ _STAND_INS: dict[type, int] = {Recorded: ARRAY, RecordedScalar: SCALAR, Number: 
 
 
 def arrays_of(result: Any) -> list[Array]:
-    """Return the arrays in what a step returned."""
-    found: list[Any] = [x.data if isinstance(x, Variable) else x for x in items_in(result)]
-    return [x.array if type(x) is Number else x.plain for x in found if type(x) in _STAND_INS]
+    """Return the arrays in the result of a step."""
+    items: list[Any] = [x.data if isinstance(x, Variable) else x for x in items_in(result)]
+    return [x.array if type(x) is Number else x.plain for x in items if type(x) in _STAND_INS]
 
 
 def array_or_number(value: Any) -> Any:
-    """Return the array or the number that ``value`` stands for, if it does."""
+    """Return the array or number that ``value`` represents, else ``value``."""
     if type(value) is RecordedScalar:
         return value.plain[()]
     return value.plain if type(value) in _STAND_INS else value
 
 
 def unwrap_result(result: Any) -> Any:
-    """Return the result of the step with arrays in place of their stand-ins."""
+    """Return the result of the step with arrays instead of their stand-ins."""
 
     def change(value: Any) -> Any:
         data: Any = value.data if type(value) is Variable else None

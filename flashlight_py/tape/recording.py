@@ -1,8 +1,9 @@
-"""The notes of one run of a step: what NumPy computed, from what, and where the results are.
+"""Notes of one run of a step: NumPy's calls, their operands, and the memory of results.
 
-Arrays are known by their memory: views need no notes, and all readers see writes in place. Memory
-that existed before is state, or an argument. Memory that NumPy has allocated since has a number,
-and notes have arrays that stand for it: so a recording keeps no memory of the step.
+Arrays are identified by their memory, so views need no notes, and writes in place are visible to
+all readers. Memory that existed before the step is state, or an argument. Memory that NumPy
+allocates during the step gets a number. Notes refer to stand-ins of it, so that a recording does
+not keep the memory of the step.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ are_numbers: Any = lambda x: x.dtype.char in _NUMBERS and x.dtype.isnative and x
 
 @dataclass(slots=True, eq=False)
 class Note:
-    """One call: ``function(*args, **options)`` of plain arrays.
+    """One call ``function(*args, **options)`` of plain arrays.
 
-    ``made``: new arrays that it returned; ``changed``: arrays that it wrote to. An ``effect`` does
-    more than that, and is never left out. ``required``: a truth value; if it is
-    false, the step runs eagerly. ``function`` is then ``numpy.all`` or ``structure.require_all``.
-    ``operands``: of all its arrays, the written ones first; see ``operands.Memory``.
+    ``made``: new arrays that the call returned. ``changed``: arrays that the call modified. A note
+    with ``effect`` has side effects and is never dropped. ``required``: a truth value. If it is
+    False in a replay, the step runs eagerly. ``function`` is then ``numpy.all`` or
+    ``structure.require_all``. ``operands``: operands of all arrays, written arrays first; see
+    ``operands.Memory``.
     """
 
     function: Callable[..., Any]
@@ -69,40 +71,40 @@ class Note:
 
     @property
     def written(self) -> list[Any]:
-        """The operands that the call returns anew or writes to."""
+        """Operands that the call creates or modifies."""
         return self.operands[: len(self.made) + len(self.changed)]
 
 
 class Watcher:
-    """A recorder of a step: it notes which gradients of ``variables`` are read and set."""
+    """A recorder of a step that notes reads and writes of the gradients of ``variables``."""
 
-    # Held while a step of this process is recorded: something may stand for arrays of its state.
+    # Locked while a step of this process is recorded, since stand-ins may replace arrays of state.
     only = threading.Lock()
 
     def __init__(self, variables: Iterable[Variable]) -> None:
-        self.left = ""  # why the step cannot be captured, once something was found
+        self.left = ""  # why the step cannot be captured, or empty
         self.variables = set(variables)
-        self.grads_read: set[Variable] = set()  # before they were set
+        self.grads_read: set[Variable] = set()  # reads before the first write
         self.grads_set: set[Variable] = set()
 
-    def leave(self, reason: str, instead: str = "") -> None:
-        """Note why the step cannot be captured, and what to write ``instead``; it goes on."""
+    def leave(self, reason: str, remedy: str = "") -> None:
+        """Store the first reason why the step cannot be captured, and a remedy. Does not raise."""
         if not self.left:
-            self.left = f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
+            self.left = f"{reason} at {line_of_user()}" + (remedy and f"; {remedy}")
 
     def drawing(self, generator: Any) -> Any:
-        """Return what draws for this thread in the place of the package's ``generator``."""
+        """Return the generator that this thread uses instead of ``generator``."""
         return generator
 
     def begin(self, stack: contextlib.ExitStack) -> None:
-        """Note what this thread does until ``stack`` ends."""
+        """Record this thread until ``stack`` ends."""
         leave_to_python(1)
         stack.callback(leave_to_python, -1)
         stack.callback(self._ignore)
         self._listen()
 
     def without(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` with nothing noted."""
+        """Call ``function`` without recording."""
         self._ignore()
         try:
             return function()
@@ -121,25 +123,26 @@ class Watcher:
 class Recording(Watcher):
     """The notes of a step on this thread, from ``begin`` to ``end``.
 
-    ``known``: arrays that were there before. ``swap``: called with whether arrays of the state are
-    to be ``Recorded`` ones. ``variables``: of the state. ``names``: of its arrays, by their ids.
+    ``before``: arrays that exist before the step. ``swap(on)`` replaces arrays of the state by
+    ``Recorded`` ones, or restores them. ``variables``: variables of the state. ``names``: names of
+    the state's arrays by id.
     """
 
     def __init__(
-        self, known: Iterable[Array], swap: Callable[[bool], None], variables: Iterable[Variable],
+        self, before: Iterable[Array], swap: Callable[[bool], None], variables: Iterable[Variable],
         names: dict[int, str],
     ) -> None:  # fmt: skip
         super().__init__(variables)
         self.notes: list[Note] = []
-        self.made: list[Array] = []  # of each, what stands for all of its memory
+        self.made: list[Array] = []  # stand-ins of created memory
         self._memory = _tape.new_memory()
-        self._numbers: set[int] = set()  # of pieces of memory that are in ``made``
+        self._numbers: set[int] = set()  # numbers of the memory in ``made``
         self._constants: dict[Any, tuple[bytes, Array]] = {}
-        self.constants: list[Any] = []  # what they hold: the same, if they are none
-        self.lines: list[str] = []  # of each, where it is used
+        self.constants: list[Any] = []  # dtype, shape and bytes of constants
+        self.lines: list[str] = []  # lines that use the constants
         self.stand_ins: list[weakref.ref[Any]] = []
         self._draws, self._swap, self._names = Draws(self), swap, names
-        self._spans = merged(map(bounds, known))
+        self._spans = merged(map(bounds, before))
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         stack.callback(self.end)
@@ -147,10 +150,10 @@ class Recording(Watcher):
         super().begin(stack)
 
     def end(self) -> None:
-        """Forget what stands for arrays, when nothing is noted any more."""
+        """Release the stand-ins after the recording."""
         self._draws.recording = None
-        for each in [one for ref in self.stand_ins if type(one := ref()) in KINDS]:
-            keep(each, None)  # no other recording knows it
+        for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
+            keep(stand_in, None)  # not valid for another recording
 
     def leave_reading(self, how: str) -> None:
         self.leave(
@@ -170,7 +173,7 @@ class Recording(Watcher):
         self._swap(False)
 
     def compute(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return what ``function`` returns, noted."""
+        """Return the result of ``function``, and note the call."""
         plain_args, noted_args = self._both(args)
         plain_options, noted_options = options, options
         outs: tuple[Any, ...] = ()
@@ -193,7 +196,7 @@ class Recording(Watcher):
             self.leave("new arrays are returned with such as share their memory,")
         changed = [self._changed(each) for each in outs if each is not None]
         if result is None and plain_args and type(plain_args[0]) is np.ndarray:
-            changed.append(self._changed(args[0]))  # as by copyto() and sort()
+            changed.append(self._changed(args[0]))  # functions such as copyto() and sort()
         elif type(function) is not np.ufunc and _has_other_outs(function, args, options, result):
             name = getattr(function, "__name__", "a function")
             self.leave(f"{name}() may write to more than what is passed as out=")
@@ -202,14 +205,14 @@ class Recording(Watcher):
         return wrapped
 
     def _both(self, values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Return arguments as functions get them, and as they are noted."""
+        """Return the arguments for the call, and for the note."""
         owns, noted = [], []
         for value in values:
             kind = type(value)
             if kind in KINDS:
                 own, seen = value.plain, value.noted
                 if seen is None and (seen := self._noted(own)) is own:
-                    keep(value, own)  # state, which stays where it is
+                    keep(value, own)  # state, whose memory does not move
             elif kind in _SIMPLE:
                 own = seen = value
             else:
@@ -220,7 +223,7 @@ class Recording(Watcher):
         return owns, noted
 
     def _changed(self, value: Any) -> Any:
-        """Return what stands for an array that is written to."""
+        """Return the stand-in of an array that is modified."""
         noted = getattr(value, "noted", None)
         if noted is None:
             noted = self._noted(unwrap(value))
@@ -231,11 +234,12 @@ class Recording(Watcher):
                 )
         return noted
 
-    def truth(self, value: Any, found: bool, function: Any = np.all, args: Any = ()) -> None:
-        """Note that the truth value is ``found`` wherever code of this package asks for it.
+    def truth(self, value: Any, is_true: bool, function: Any = np.all, args: Any = ()) -> None:
+        """Note that package code has read a truth value, which was ``is_true``.
 
-        If a replay finds another one, the step runs eagerly. If the replay has changed something
-        before, it calls ``function``, which raises. Code of users gets no such test.
+        If a replay computes another value, the step runs eagerly. If the replay has modified arrays
+        before, it calls ``function``, which raises. Truth values that user code reads are not
+        supported.
         """
         frame, _ = user_frame((_HERE, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -244,14 +248,14 @@ class Recording(Watcher):
                 "check arguments before the call, and what is computed after it: return that",
             )
             return
-        is_as_found = value.astype(np.bool_) if found else np.logical_not(value)
+        is_as_found = value.astype(np.bool_) if is_true else np.logical_not(value)
         required = self.noted(is_as_found.plain)
         self.notes.append(Note(function, args, effect=True, required=required))
 
     def effect(
         self, function: Any, given: Any = ((), {}), result: Any = None, changed: Any = ()
     ) -> Any:
-        """Note an operation that was done; return what stands for its ``result``."""
+        """Note an operation that was done, and return a stand-in of its ``result``."""
         made: list[Array] = []
         wrapped = self.wrap(result, made)
         if not self.left:
@@ -259,14 +263,14 @@ class Recording(Watcher):
         return wrapped
 
     def _frozen(self, value: Any) -> Any:
-        """Return ``value`` as an operation gets it in every replay."""
+        """Return ``value`` as every replay passes it to the operation."""
         is_new = isinstance(value, Variable) and value not in self.variables
         if is_new and type(value.data) in KINDS:
             return Variable(unwrap(value.data))
         return value.array if type(value) is Number else unwrap(value)
 
     def noted(self, value: Any) -> Any:
-        """Return ``value`` with what stands for arrays' memory in the place of arrays."""
+        """Return ``value`` with arrays replaced by stand-ins of their memory."""
         return map_items(value, self._noted)
 
     def _noted(self, value: Any) -> Any:
@@ -278,9 +282,9 @@ class Recording(Watcher):
                 self.leave(f"an array of class {type(value).__name__} is used")
             return value
         self._check(value)
-        found = _tape.find_memory(self._memory, value)
-        if found is not None:
-            return found[1] if found[0] in self._numbers else self._constant(value, *found)
+        memory = _tape.find_memory(self._memory, value)
+        if memory is not None:
+            return memory[1] if memory[0] in self._numbers else self._constant(value, *memory)
         if value.size and not overlaps(self._spans, value):
             self.leave(
                 f"an array of shape {value.shape} is used that is neither passed to it nor among "
@@ -290,7 +294,7 @@ class Recording(Watcher):
         return value
 
     def move(self, old: Array, new: Array) -> None:
-        """Let notes have ``new``, of the same form, in the place of ``old``."""
+        """Replace the memory of ``old`` by ``new``, with the same layout, in all notes."""
         (low, high), shift = bounds(old), address_of(new) - address_of(old)
 
         def moved(value: Any) -> Any:
@@ -303,7 +307,7 @@ class Recording(Watcher):
                 setattr(note, name, map_items(getattr(note, name), moved))
 
     def _constant(self, array: Array, number: int, stand_in: Array) -> Array:
-        """Return what an array that was made of nothing, such as numpy.ones(3), holds now."""
+        """Return a copy of an array without inputs, such as numpy.ones(3)."""
         key = number, address_of(stand_in), array.shape, array.strides, array.dtype.str
         bits = array.tobytes()
         if key not in self._constants or self._constants[key][0] != bits:
@@ -313,11 +317,11 @@ class Recording(Watcher):
         return self._constants[key][1]
 
     def is_made(self, array: Array) -> bool:
-        """Return whether the memory was allocated by the step."""
+        """Return whether the step allocated the memory of ``array``."""
         return _tape.find_memory(self._memory, array) is not None
 
     def wrap(self, result: Any, made: list[Array]) -> Any:
-        """Return what stands for a result; new parts of it are added to ``made``."""
+        """Return stand-ins of a result. New memory is added to ``made``."""
         kind = type(result)
         if kind is tuple or kind is list:
             return kind([self.wrap(each, made) for each in result])
@@ -328,16 +332,16 @@ class Recording(Watcher):
             return result
         array = np.asarray(result) if is_scalar else result
         self._check(array)
-        found = _tape.find_memory(self._memory, array) if array.size else None
-        if found is None and array.size and not overlaps(self._spans, array):
-            array = array.copy(order="K")  # of what another thread or library has allocated
-            found = _tape.find_memory(self._memory, array)
-        if found is not None and found[0] not in self._numbers:
-            self._numbers.add(found[0])
-            whole = found if array.base is None else _tape.find_memory(self._memory, array.base)
+        memory = _tape.find_memory(self._memory, array) if array.size else None
+        if memory is None and array.size and not overlaps(self._spans, array):
+            array = array.copy(order="K")  # memory of another thread or library
+            memory = _tape.find_memory(self._memory, array)
+        if memory is not None and memory[0] not in self._numbers:
+            self._numbers.add(memory[0])
+            whole = memory if array.base is None else _tape.find_memory(self._memory, array.base)
             self.made.append(whole[1])
-            made.append(found[1])
-        noted = array if found is None else found[1]
+            made.append(memory[1])
+        noted = array if memory is None else memory[1]
         return RecordedScalar(array, noted) if is_scalar else Recorded(array, noted)
 
     def _check(self, array: Array) -> None:
@@ -347,38 +351,39 @@ class Recording(Watcher):
 
 
 class Draws:
-    """Draws as ``generator``, for which it stands; replays draw too what this thread draws."""
+    """A stand-in of ``generator``. Replays repeat the draws of this thread."""
 
     generator: Any
 
     def __init__(self, recording: Recording) -> None:
-        self.recording: Recording | None = recording  # until it has ended: users may keep this
+        # None after its end, since users may keep this object
+        self.recording: Recording | None = recording
 
     def __getattr__(self, name: str) -> Any:
-        if name == "generator":  # of a copy that is being made
+        if name == "generator":  # during a copy
             raise AttributeError(name)
         recording = self.recording
         if name == "bit_generator" and recording is not None and thread_state.recorder is recording:
             recording.leave("the state of the random generator is read, as by recompute(),")
-        found = getattr(self.generator, name)
-        return functools.partial(self._draw, name) if callable(found) else found
+        value = getattr(self.generator, name)
+        return functools.partial(self._draw, name) if callable(value) else value
 
     def _draw(self, name: str, *args: Any, **options: Any) -> Any:
         recording = self.recording
         result = getattr(self.generator, name)(*unwrap(args), **unwrap(options))
-        if recording is None or thread_state.recorder is not recording:  # it is another thread
+        if recording is None or thread_state.recorder is not recording:  # called on another thread
             return result
-        if any(type(each) in KINDS for each in (*args, *options.values())):
+        if any(type(argument) in KINDS for argument in (*args, *options.values())):
             recording.leave("random numbers are drawn with an array of the step")
         again = lambda: getattr(random.generator(), name)(*args, **options)  # noqa: E731
         return recording.effect(again, result=result)
 
 
 class CtrlC:
-    """A block that handles Ctrl-C after its end, or at once within ``let_in``.
+    """A context that delays Ctrl-C to its end, except within ``let_in``.
 
-    So a KeyboardInterrupt leaves no recording half ended. On threads other than the main thread,
-    which alone handles signals, the block does nothing.
+    A KeyboardInterrupt then does not interrupt the start or end of a recording. Only the main
+    thread handles signals. On other threads the context does nothing.
     """
 
     def __init__(self) -> None:
@@ -398,7 +403,7 @@ class CtrlC:
             self._handler(signal.SIGINT, None)
 
     def let_in(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return ``function(*args, **options)``, during which Ctrl-C is handled at once."""
+        """Return ``function(*args, **options)``. Ctrl-C is handled immediately."""
         self._waits = False
         try:
             return function(*args, **options)
@@ -409,22 +414,22 @@ class CtrlC:
         if self._waits:
             self._was_pressed = True
             return
-        self._waits = True  # if the handler raises, another Ctrl-C waits for the end
+        self._waits = True  # if the handler raises, another Ctrl-C is delayed
         self._handler(number, frame)
         self._waits = False
 
 
 class _Noted:
-    """First base of a class of noted variables; ``type(variable)(array)`` is not noted."""
+    """First base of a class of observed variables. ``type(variable)(array)`` is not observed."""
 
     __slots__ = ()
-    __init_subclass__ = object.__init_subclass__  # classes of users see no subclass
+    __init_subclass__ = object.__init_subclass__  # skips __init_subclass__ of user classes
 
 
 def note_gradients(variables: Iterable[Variable], on: bool) -> None:
-    """Let this thread's recorder note, or not, which gradients of ``variables`` are read and set.
+    """Start or stop observing reads and writes of the gradients of ``variables``.
 
-    Meanwhile they have a class of their own, so that other variables are as fast as ever.
+    Observed variables have a special class, so that other variables are not slowed down.
     """
     for variable in variables:
         kind: Any = type(variable)
@@ -437,7 +442,7 @@ def _noted_kind(kind: Any) -> Any:
     def read(variable: Variable) -> Any:
         if thread_state.recorder is not None and variable not in thread_state.recorder.grads_set:
             thread_state.recorder.grads_read.add(variable)
-        return own.__get__(variable)  # no super(): on another thread the class may change meanwhile
+        return own.__get__(variable)  # super() fails if another thread changes the class
 
     def write(variable: Variable, grad: Any) -> None:
         if thread_state.recorder is not None:
@@ -450,7 +455,7 @@ def _noted_kind(kind: Any) -> Any:
 
 
 def user_frame(libraries: tuple[str, ...] = _LIBRARIES) -> tuple[Any, int]:
-    """Return the frame outside of this package and NumPy that has led here, and its stacklevel."""
+    """Return the innermost frame outside of this package and NumPy, and its stacklevel."""
     frame: Any = sys._getframe(1)
     level = 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
@@ -466,20 +471,24 @@ def line_of_user() -> str:
 
 
 def _is_dot(args: Sequence[Any], result: Any) -> bool:
-    """Return whether ``dot`` has the bits of ``matmul`` here: NumPy may choose other functions."""
+    """Return whether ``dot`` has the same bits as ``matmul``, since NumPy may use other kernels."""
     a, b = args[:2]
     if not (type(a) is type(b) is np.ndarray and a.ndim == b.ndim == 2 and a.shape[1] > 1):
-        return False  # of one column they differ in the signs of zeros
+        return False  # signs of zeros differ for one column
     found = a.dot(b)
     return bool(found.dtype == result.dtype and found.tobytes() == result.tobytes())
 
 
 def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: Any) -> bool:
-    """Return whether a function may have written to what is not passed by the name of ``out``."""
+    """Return whether a function may have modified arguments other than ``out``."""
     if function in _MAY_OVERWRITE:
         return bool in map(type, args) or not {"copy", "overwrite_input"}.isdisjoint(options)
-    is_number = isinstance(result, np.generic)  # as where an array of one is written to
-    others = [each.plain for each in args[2:] if type(each) is Recorded] if len(args) > 2 else ()
+    is_number = isinstance(result, np.generic)  # for example after writing to a 0-d array
+    others = (
+        [argument.plain for argument in args[2:] if type(argument) is Recorded]
+        if len(args) > 2
+        else ()
+    )
     return result is None or any(x is result or (is_number and not x.ndim) for x in others)
 
 
@@ -489,14 +498,14 @@ _MAY_OVERWRITE = {np.nan_to_num, np.median, np.nanmedian, np.percentile, np.nanp
 
 
 def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
-    """Return what gets numbers of NumPy in the place of arrays that stand for them.
+    """Return a function that gets NumPy numbers instead of 0-d arrays of stand-ins.
 
-    Functions that are written in Python may look at which kind of object they are given. Numbers
-    have another way than arrays to powers, and raise where they do not fit into an integer.
+    Python functions may check the types of arguments. NumPy numbers have other powers than arrays,
+    and raise if they do not fit into an integer.
     """
     is_python = type(getattr(function, "_implementation", None)) is FunctionType
     numbers = [number for number, each in enumerate(args) if _has_numbers(each)]
-    is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # which raises
+    is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # raises
     if numbers and (is_python or function in _MIND_NUMBERS or is_changed):
         return functools.partial(_call_with_numbers, function, numbers)
     return function
@@ -506,8 +515,10 @@ def _call_with_numbers(function: Any, numbers: list[int], *args: Any, **options:
     def number(value: Any) -> Any:
         return value[()] if type(value) is np.ndarray else value
 
-    given = [map_items(x, number) if place in numbers else x for place, x in enumerate(args)]
-    return function(*given, **options)
+    arguments = [
+        map_items(x, number) if position in numbers else x for position, x in enumerate(args)
+    ]
+    return function(*arguments, **options)
 
 
 _SIMPLE: set[type] = {int, float, bool, str, type(None), *np.sctypeDict.values()}
@@ -520,35 +531,36 @@ def _has_numbers(value: Any) -> bool:
     return type(value) is RecordedScalar or (is_list and any(map(_has_numbers, value)))
 
 
-# Where the first element lies; the addresses between which all lie, the second behind the last one.
+# Address of the first element. Address range of all elements (low, high).
 address_of: Callable[[Array], int] = _tape.address
 bounds: Callable[[Array], tuple[int, int]] = _tape.bounds
-# An array of the form of the last one at an address in the memory of the first one, its owner.
+# An array with the layout of the last argument, at an address in the memory of the first, its
+# owner.
 array_at: Callable[[Array, int, Array], Array] = _tape.at
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the same memory in order, in pieces that do not overlap."""
-    found: list[tuple[int, int]] = []
+    """Return sorted, disjoint ranges of the same memory."""
+    merged_ranges: list[tuple[int, int]] = []
     for low, high in sorted(set(ranges)):
-        if found and low < found[-1][1]:
-            found[-1] = found[-1][0], max(high, found[-1][1])
+        if merged_ranges and low < merged_ranges[-1][1]:
+            merged_ranges[-1] = merged_ranges[-1][0], max(high, merged_ranges[-1][1])
         elif low < high:
-            found.append((low, high))
-    return found
+            merged_ranges.append((low, high))
+    return merged_ranges
 
 
 def overlaps(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bounds) -> bool:
-    """Return whether elements of ``array`` lie in one of ``spans``, as of :func:`merged`."""
+    """Return whether ``array`` has elements in one of ``spans``, a result of :func:`merged`."""
     low, high = range_of(array)
-    place = bisect_right(spans, (high,)) - 1
-    return place >= 0 and low < spans[place][1]
+    index = bisect_right(spans, (high,)) - 1
+    return index >= 0 and low < spans[index][1]
 
 
 def arrays_in(value: Any) -> Iterable[Array]:
-    """Return the arrays that an argument of a note consists of."""
-    for each in items_in(value):
-        if type(each) is np.ndarray:
-            yield each
-        elif isinstance(each, Variable):
-            yield each.data
+    """Yield the arrays in an argument of a note."""
+    for item in items_in(value):
+        if type(item) is np.ndarray:
+            yield item
+        elif isinstance(item, Variable):
+            yield item.data

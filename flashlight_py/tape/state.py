@@ -1,9 +1,9 @@
-"""The state of a step: arrays that it names, what they belong to, and the structure of that.
+"""The state of a step: the arrays that it names, their owners, and their structure.
 
-Followed are variables that the function closes over, its defaults, globals, the object whose
-method it is, functions of the user that are named there, and ``capture(state=)``. Of these count
-arrays, variables, modules, optimizers and meters, also in containers, and the hooks of variables.
-Values of other types, such as numbers, count if the bytecode of the functions loads their names.
+The search follows closure variables, defaults, globals, the object of a method, user functions that
+are named there, and ``capture(state=)``. It collects arrays, variables, modules, optimizers and
+meters, also in containers, and hooks of variables. Values of other types, such as numbers, are
+compared if the bytecode of the functions loads their names.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
-_MANY = 1000  # items of a container that counts as data, unless they are variables
+_MANY = 1000  # larger containers are data, unless they have variables
 INSTEAD = "keep it in an array, or pass it as an argument"
-ITEMS = object()  # the key of the number of items of a container, or of the items of a set
+ITEMS = object()  # key of the number of items, or of the items of a set
 
 
 class Place(NamedTuple):
-    """An item, an attribute, or a variable of a function, in which something was found."""
+    """The location of a value: an item, an attribute or a variable of a function."""
 
     holder: Any
     key: Any
-    path: Any  # a name, or the path of what it is a part of, a form for both, and the key
+    path: Any  # a name, or (path of the parent, format, key)
 
     @property
     def slot(self) -> Any:
-        """The name of this slot of a variable; empty if the holder is no variable."""
+        """The name of the slot of a variable, or empty for other holders."""
         return self.key if isinstance(self.holder, Variable) else ""
 
     def has(self, value: Any) -> bool:
-        """Return whether ``value`` is there, or for numbers and strings one that equals it."""
+        """Return whether the location has ``value``. Numbers and strings are compared by value."""
         now = self.get()
         return now is value or (is_value(value) and _tape.same(value, now))
 
     def described(self, value: Any) -> tuple[Any, ...]:
-        """Return what csrc/tape/program.h compares with ``value``."""
-        found = getattr(type(self.holder), self.key, None) if type(self.key) is str else None
-        descriptor = found if isinstance(found, _DESCRIPTORS) else None
+        """Return the description of ``value`` for csrc/tape/program.h."""
+        attribute = getattr(type(self.holder), self.key, None) if type(self.key) is str else None
+        descriptor = attribute if isinstance(attribute, _DESCRIPTORS) else None
         return self.holder, self.key, value, self.key is ITEMS, is_value(value), descriptor
 
     def get(self) -> Any:
@@ -88,24 +88,24 @@ class Place(NamedTuple):
 
 
 def format_path(path: Any) -> str:
-    """Return a path as a person would write it: "model.0.weight.grad"."""
-    found = path if isinstance(path, str) else path[1].format(format_path(path[0]), path[2])
-    return str(found).replace("._members", "")
+    """Return a path as text, such as "model.0.weight.grad"."""
+    text = path if isinstance(path, str) else path[1].format(format_path(path[0]), path[2])
+    return str(text).replace("._members", "")
 
 
-# How a value was found: in a holder that says itself when it gets another one, elsewhere, or by a
-# name of a function, so that attributes of an object of any class are met as well.
+# Origin of a value: a holder that reports changes, another holder, or a name in a function (whose
+# object's attributes are searched as well).
 _TOLD, _FOUND, _NAMED = range(3)
 _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 
 
 class State:
-    """The state that ``function`` and ``roots`` lead to, as it was when this was made.
+    """The state that ``function`` and ``roots`` refer to, at the creation of this object.
 
-    ``held``: places of arrays, and of tuples with arrays, and their values. ``names``: places
-    whose changes are not reported, so replays compare their values. ``variables``: each once.
-    ``signature`` of the structure: steps with equal signatures compute the same. ``numbers`` of
-    the state, with their paths. ``reason``: why the step cannot be recorded.
+    ``held``: locations of arrays and of tuples with arrays, with their values. ``names``: locations
+    whose changes are not reported, with values that replays compare. ``variables``: without
+    duplicates. ``signature``: steps with equal signatures compute the same. ``numbers``: numbers of
+    the state by path. ``reason``: why the step cannot be recorded, or empty.
     """
 
     def __init__(self, function: Callable[..., Any], roots: Iterable[Any] = ()) -> None:
@@ -119,11 +119,11 @@ class State:
             precision.active_precision.dtype,
         ]
         self._package = _package_of(function)
-        self._seen: dict[Any, Any] = {}  # also keeps what was seen, so that ids stay its own
+        self._seen: dict[Any, Any] = {}  # keeps the objects, so that ids stay unique
         self._ways: dict[type, Any] = {}
         self._unseen: list[tuple[Any, Any, int]] = []
-        self._hooks: list[tuple[Any, Any, int]] = []  # last: variables are named before
-        self._objects: list[tuple[Any, Any]] = []  # whose loaded attributes are compared
+        self._hooks: list[tuple[Any, Any, int]] = []  # visited last, after the variables
+        self._objects: list[tuple[Any, Any]] = []  # objects whose loaded attributes are compared
         self._loads = {"attribute": set[str](), "method": set[str]()}
         for root in roots:
             self._start(root, type(root).__name__)
@@ -131,7 +131,7 @@ class State:
         while self._unseen or self._hooks or self._note_loaded():
             value, path, how = (self._unseen or self._hooks).pop()
             known, way = len(self._unseen), self._kind(value)
-            if isinstance(value, FunctionType):  # a hook may be one of the library
+            if isinstance(value, FunctionType):  # hooks of the library are visited as well
                 way = State._visit_function
             visit = (id(value), None) if how == _NAMED else id(value)
             if not callable(way):
@@ -139,22 +139,22 @@ class State:
             elif visit not in self._seen:
                 self._seen[visit] = value
                 way(self, value, path, how)
-                self._unseen[known:] = reversed(self._unseen[known:])  # in the order of finding
+                self._unseen[known:] = reversed(self._unseen[known:])  # keeps the order
         self.signature = tuple(self._structure)
 
     def _kind(self, value: Any) -> Any:
-        """Return the method that visits what may have arrays in it; of others, what they are."""
+        """Return the method that visits values of this type, else the name of the category."""
         way = self._ways.get(type(value))
         if way is None:
             found = (way for kinds, way in _WAYS if issubclass(type(value), kinds))
             way = next(found, "array" if is_cupy(value) else "other")
             self._ways[type(value)] = way
         if way == "other" and "__wrapped__" in getattr(value, "__dict__", ()):
-            return State._visit_callable  # such as a captured step
+            return State._visit_callable  # for example a captured step
         return "other" if way is State._visit_function and _is_library(value) else way
 
     def _start(self, root: Any, path: Any) -> None:
-        """Take what is directly in an object that was named: of any class."""
+        """Search the attributes of an object that was named, of any class."""
         way = self._kind(root)
         if callable(way):
             self._unseen.append((root, path, _NAMED if way is State._visit_items else _FOUND))
@@ -165,23 +165,25 @@ class State:
                 self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _note_loaded(self) -> bool:
-        """Meet attributes that functions load by name; return whether new values were found."""
+        """Note attributes that functions load by name. Return whether new values were found."""
         attributes, methods = self._loads.values()
-        for one, path in self._objects:  # which grow meanwhile
+        for one, path in self._objects:  # the list grows in the loop
             own, found = getattr(one, "__dict__", None), parts(one)
             bases = (one if isinstance(one, type) else type(one)).__mro__
-            # Attributes of classes are in a dict behind a proxy: a lookup takes half of the time.
+            # A class stores attributes in a dict behind a proxy. The dict halves the time of a
+            # lookup.
             of_classes = [gc.get_referents(vars(x))[0] for x in bases if self._is_yours(x)]
             found += [(held, *item) for held in of_classes for item in list(held.items())]
             first = {name: holder for holder, name, _ in reversed(found)}
             others = attributes - first.keys() if hasattr(type(one), "__getattr__") else ()
             for name in sorted(others):
-                with suppress(AttributeError, LookupError):  # it is of another object
+                with suppress(AttributeError, LookupError):  # an attribute of another object
                     value = getattr(one, name)
-                    # Other objects may be made by each read, without an end.
+                    # Each read may create other objects, without an end.
                     found += [(one, name, value)] if self._kind(value) == "simple" else []
             if isinstance(own, dict) and "hasattr" in methods and attributes - first.keys():
-                self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))  # it may come to have one
+                # may get the attribute later
+                self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))
             for holder, name, value in found:
                 of, key = (path, _ATTRIBUTE, name), (id(holder), name, None)
                 is_held = holder is own or first.get(name) is one
@@ -194,7 +196,7 @@ class State:
                     continue
                 self._seen[key] = holder
                 if isinstance(holder, dict) and not is_held and hasattr(type(value), "__get__"):
-                    # A method, or a property; also of a base class, which super() may call.
+                    # A method or property, also of a base class, which super() may call.
                     behind = [getattr(value, each, None) for each in ("fget", "func", "__func__")]
                     function = next(filter(None, behind), value)
                     self._start(function, of)
@@ -202,11 +204,12 @@ class State:
                 elif first.get(name, one) is holder and (is_held or not plain_arrays(value)):
                     self._note_value(holder, name, of, value, _NAMED)
                     if not is_held and isinstance(own, dict):
-                        self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))  # it may hide it
+                        # may get an attribute that hides this
+                        self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))
         return bool(self._unseen or self._hooks)
 
     def _read_object(self, one: Any, path: Any) -> None:
-        """Follow an object; of an object of a library compare the public numbers and strings."""
+        """Search an object. For library objects, compare the public numbers and strings."""
         if not _is_library(one):
             self._start(one, path)
         elif not isinstance(one, (FunctionType, ModuleType, type)):
@@ -215,7 +218,7 @@ class State:
                     self._compare(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _is_yours(self, one: Any) -> bool:
-        """Return whether a function or a class is of the step's package, or not installed."""
+        """Return whether a function or class is in the step's package, or is not installed."""
         package = _package_of(one)
         file = getattr(sys.modules.get(package), "__file__", None) or ""
         is_library = package in _LIBRARIES or package in sys.stdlib_module_names
@@ -227,7 +230,7 @@ class State:
             self.names.append((place, value))
 
     def _note_value(self, holder: Any, key: Any, path: Any, value: Any, how: int = _FOUND) -> None:
-        """Note a value that was found; its contents come later."""
+        """Note a value. Its contents are visited later."""
         way, arrays = self._kind(value), plain_arrays(value)
         is_followed = callable(way)
         if is_followed:
@@ -269,7 +272,7 @@ class State:
             self._structure += [name, type(value)]
             if way != "simple":
                 self._note_value(own, name, of, value, how)
-            if name == "enabled":  # such as of a loss scale, which tells nobody
+            if name == "enabled":  # for example of a loss scale, which reports no change
                 self._compare(own, name, of, value)
             if has_numbers or name == "enabled":
                 items = parts(value) if way is State._visit_items else [(own, name, value)]
@@ -287,7 +290,7 @@ class State:
         if len(found) > _MANY and not isinstance(first, Variable):
             return
         is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
-        if is_parameter or isinstance(first, Module):  # no list of results
+        if is_parameter or isinstance(first, Module):  # not a list of results
             self._structure.append(len(found))
             if how != _TOLD:
                 self._compare(items, ITEMS, path, len(found))
@@ -308,7 +311,7 @@ class State:
             self._loads[kind] |= loads[kind]
         cells = zip(codes[0].co_freevars, function.__closure__ or (), strict=True)
         places = [(Place(cell, "cell_contents", name), "free") for name, cell in cells]
-        for code in codes:  # also those in it
+        for code in codes:  # the list grows by inner functions
             codes += [each for each in code.co_consts if isinstance(each, CodeType)]
         names = dict.fromkeys(chain(*(code.co_names for code in codes)))
         used = (loads["global"] | loads["stored"]) & held.keys()
@@ -337,11 +340,11 @@ class State:
             self._start(each, path)
 
     def changed(self) -> list[Any]:
-        """Return the paths of the numbers and strings that are others now."""
+        """Return the paths of numbers and strings that have changed."""
         return [x.path for x, v in self.names if v is not None and is_value(v) and not x.has(v)]
 
     def save(self, others: dict[str, Any]) -> State:
-        """Keep what is there for ``restore`` and ``differences``; ``others`` are compared too."""
+        """Save the state for ``restore`` and ``differences``. ``others`` are only compared."""
         self._random = random.state_dict()
         found = [*others.items(), ("the random numbers that follow", self._random)]
         found += [(format_path(place.path), value) for place, value in self.held]
@@ -351,7 +354,7 @@ class State:
         return self
 
     def restore(self) -> None:
-        """Make all as it was when it was saved."""
+        """Restore the saved state."""
         for place, value in self.held:
             place.set(value)
         for array, copy in self._copies:
@@ -359,7 +362,7 @@ class State:
         random.load_state_dict(self._random)
 
     def differences(self, other: State) -> list[str]:
-        """Return the names of what differs from ``other``."""
+        """Return the names of values that differ from ``other``."""
         both = zip_longest(self._bits, other._bits, fillvalue=("which arrays there are", None))
         return [one[0] for one, another in both if one != another]
 
@@ -381,7 +384,8 @@ def _is_implicit(name: str, one: Any) -> bool:
     return not is_of_all or name == "forward" or (name == "__init__" and isinstance(one, type))
 
 
-_ADDS = {"append", "appendleft", "extend", "add", "insert"}  # which read nothing of a container
+# methods that read no items of a container
+_ADDS = {"append", "appendleft", "extend", "add", "insert"}
 _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
           "LOAD_ATTR": "attribute", "LOAD_SUPER_ATTR": "attribute",
           "LOAD_METHOD": "method", "IMPORT_NAME": "module", "IMPORT_FROM": "attribute",
@@ -390,42 +394,46 @@ _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
 
 @functools.lru_cache(maxsize=1000)
 def loads_of(code: CodeType) -> dict[str, set[str]]:
-    """Return the names that ``code``, and functions in it, load, by the kinds of names."""
-    found: dict[str, set[str]] = {kind: set() for kind in _KINDS.values()}
+    """Return the names that ``code`` and its inner functions load, by kind."""
+    names_by_kind: dict[str, set[str]] = {kind: set() for kind in _KINDS.values()}
     loads: list[tuple[str, Any]] = []
-    for each in dis.get_instructions(code):
-        kind = _KINDS.get(each.opname, "")
-        if kind == "attribute" and sys.version_info >= (3, 12) and (each.arg or 0) & 1:
+    for instruction in dis.get_instructions(code):
+        kind = _KINDS.get(instruction.opname, "")
+        if kind == "attribute" and sys.version_info >= (3, 12) and (instruction.arg or 0) & 1:
             kind = "method"
-        if each.opname != "EXTENDED_ARG":
-            loads.append((kind, each.argval))
+        if instruction.opname != "EXTENDED_ARG":
+            loads.append((kind, instruction.argval))
     for (kind, name), after in pairwise([*loads, ("", None)]):
         if kind and not (after[0] == "method" and after[1] in _ADDS):
-            found[kind].add(name)
-    if found["global"] & {"getattr", "hasattr", "AttributeError"}:
-        found["attribute"] |= {each for each in code.co_consts if isinstance(each, str)}
-        found["method"].add("hasattr")  # an attribute may be missing
-    for inner in [each for each in code.co_consts if isinstance(each, CodeType)]:
+            names_by_kind[kind].add(name)
+    if names_by_kind["global"] & {"getattr", "hasattr", "AttributeError"}:
+        names_by_kind["attribute"] |= {
+            instruction for instruction in code.co_consts if isinstance(instruction, str)
+        }
+        names_by_kind["method"].add("hasattr")  # attributes may be missing
+    for inner in [
+        instruction for instruction in code.co_consts if isinstance(instruction, CodeType)
+    ]:
         for kind, names in loads_of(inner).items():
-            found[kind] |= names
-    return found
+            names_by_kind[kind] |= names
+    return names_by_kind
 
 
 def _package_of(one: Any) -> str:
     name = str(getattr(one, "__module__", ""))
-    spec = getattr(sys.modules.get(name), "__spec__", None)  # of a package that is run by -m
+    spec = getattr(sys.modules.get(name), "__spec__", None)  # for packages run with -m
     return str(spec.name if spec else name).partition(".")[0]
 
 
 class EveryCall:
-    """Detector of a name with another value in each of ``most`` + 1 consecutive recordings."""
+    """A detector of names whose value differs in each of ``most`` + 1 consecutive recordings."""
 
     def __init__(self, most: int) -> None:
         self._most, self._replays = most, 0
         self._values: list[dict[str, Any]] = []
 
     def reason(self, state: State, replays: int) -> str:
-        """Note the values before a recording, after ``replays``; return why to stop recording."""
+        """Store the values before a recording. Return a reason to stop recording, or ""."""
         self._values = self._values[-self._most :] if replays == self._replays else []
         self._replays = replays
         pairs = [
@@ -435,29 +443,29 @@ class EveryCall:
         pairs += [(path, repr(numbers)) for path, numbers in state.numbers]
         self._values.append({format_path(path): value for path, value in pairs})
         for name in self._values[-1] if len(self._values) > self._most else ():
-            if len({each.get(name) for each in self._values}) > self._most:
+            if len({values.get(name) for values in self._values}) > self._most:
                 return f"{name} has another value in every call; {INSTEAD}"
         return ""
 
 
 def is_value(value: Any) -> bool:
-    """Return whether replays compare ``value`` by its value: a number, a string, a set of them."""
+    """Return whether replays compare ``value`` by value: numbers, strings, and sets of them."""
     items = value if isinstance(value, tuple) else (value,)
     return all(isinstance(each, (*_SIMPLE, set)) for each in items)
 
 
 def _mark(value: Any) -> Any:
-    """Return what equals only that of the same object, or number."""
+    """Return a key that is equal only for the same object, or for equal numbers."""
     if isinstance(value, MethodType):
         return _mark(value.__func__), _mark(value.__self__)
     try:
         return weakref.ref(value)
-    except TypeError:  # one without a value is kept, or another could come to lie where it was
+    except TypeError:  # kept alive, so that its id stays unique
         return value if repr(value) == object.__repr__(value) else repr(value)
 
 
 def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the array that ``value`` is or stands for, or those in a tuple; also CuPy's."""
+    """Return the array that ``value`` represents, or the arrays in a tuple. CuPy's included."""
     kind = type(value)
     if kind is np.ndarray:
         return [value]
@@ -467,22 +475,26 @@ def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:
 
 
 def parts(one: Any) -> list[tuple[Any, Any, Any]]:
-    """Return the items of a container, or the attributes of an object: holder, key, value."""
+    """Return (holder, key, value) for the items of a container or the attributes of an object."""
     if isinstance(one, dict):
         return [(one, *item) for item in list(one.items())]
     if isinstance(one, _CONTAINERS):
         return [(one, *item) for item in enumerate(list(one))]
-    own = getattr(one, "__dict__", None)  # which holds attributes, so that no setter is called
+    attributes = getattr(one, "__dict__", None)  # avoids setters
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
     slots += ["cell_contents"] if isinstance(one, CellType) else []
     names: Any = chain(*([each] if isinstance(each, str) else each for each in slots))
     names = [name for name in names if name[:2] != "__" and hasattr(one, name)]
-    held = [(own, *item) for item in list(own.items())] if isinstance(own, dict) else []
+    held = (
+        [(attributes, *item) for item in list(attributes.items())]
+        if isinstance(attributes, dict)
+        else []
+    )
     return held + [(one, name, getattr(one, name)) for name in names]
 
 
 def _is_library(one: Any) -> bool:
-    """Return whether it, or its class, is of a library; namespaces, for example, are not."""
+    """Return whether the object or its class belongs to a library."""
     is_code = isinstance(one, (FunctionType, ModuleType, type))
     source: Any = one if is_code else type(one)
     name = source.__name__ if isinstance(one, ModuleType) else source.__module__
@@ -490,23 +502,27 @@ def _is_library(one: Any) -> bool:
     return package in _LIBRARIES or (is_code and package in sys.stdlib_module_names)
 
 
-def replace_all(found: Sequence[Any], change: Callable[[Any], Any], is_outer: bool = True) -> None:
-    """Put ``change`` of each of ``found`` in its place in all objects that refer to it."""
-    known = {id(each) for each in found}
-    holders = [each for each in gc.get_referrers(*found) if each is not found] if found else []
-    tuples = [each for each in holders if isinstance(each, tuple)]
+def replace_all(
+    objects: Sequence[Any], change: Callable[[Any], Any], is_outer: bool = True
+) -> None:
+    """Replace each of ``objects`` by ``change(object)`` in all objects that refer to it."""
+    ids = {id(item) for item in objects}
+    holders = (
+        [item for item in gc.get_referrers(*objects) if item is not objects] if objects else []
+    )
+    tuples = [item for item in holders if isinstance(item, tuple)]
     for holder, key, value in chain(*(parts(x) for x in holders if not isinstance(x, tuple))):
-        if id(value) in known and isinstance(holder, set):
+        if id(value) in ids and isinstance(holder, set):
             holder.discard(value)
             holder.add(change(value))
-        elif id(value) in known and not isinstance(holder, frozenset):  # which stays as it is
+        elif id(value) in ids and not isinstance(holder, frozenset):  # immutable
             Place(holder, key, "").set(change(value))
     if tuples and is_outer:
         replace_all(tuples, change, is_outer=False)
 
 
 def _bits_of(value: Any) -> Any:
-    """Return what is equal where all numbers have the same bits; other objects count as equal."""
+    """Return a value that is equal for equal bits. Other types than numbers are ignored."""
     value = value.data if isinstance(value, Variable) else value
     if isinstance(value, (np.ndarray, np.generic)) or is_cupy(value):
         return type(value), value.shape, value.dtype, value.tobytes()

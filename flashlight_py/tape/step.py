@@ -1,4 +1,4 @@
-"""A training step that is recorded by its first call and replayed natively by later ones."""
+"""A training step that is recorded by its first call and replayed natively by later calls."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from flashlight_py.tape.state import (
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
-_MOST_ANEW = 3  # recordings in turn that leave behind what the next one begins with
-_CHECKED = 3  # replays, with check=True
+_MOST_ANEW = 3  # consecutive recordings that change the initial state of the next
+_CHECKED = 3  # number of replays to compare, with check=True
 
 _tape = _native.load("tape")
 _slots = ("data", "grad", "node", "hook", "buffer", "placement", "changed", "_calc_grad")
@@ -55,21 +55,21 @@ _ARE_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.
 
 
 class Captured(_tape.Step):  # type: ignore[misc, name-defined]
-    """The result of :func:`capture`: called like the step."""
+    """The result of :func:`capture`. It is called like the step."""
 
-    programs: list[Any]  # those that are used, the last one first
+    programs: list[Any]  # programs in use, latest first
 
     def __init__(self, step: Any, state: Sequence[Any] = (), check: bool = False) -> None:
         functools.update_wrapper(self, step, updated=())
         self.check, self._state = check, state
         self._name = getattr(step, "__qualname__", "step")
         self.slow, self.left, self.programs = self._run, self._run_eagerly, list[Any]()
-        self.reason = ""  # why it stays eager; empty: it does not
+        self.reason = ""  # why the step stays eager, or empty
         self._tries = self._anew = 0
-        self._constants: list[Any] = []  # of the last recordings
+        self._constants: list[Any] = []  # constants of the last recordings
         self._changes = EveryCall(_MOST_PROGRAMS)
-        self._homes: Any = weakref.WeakValueDictionary()  # arrays that took the place of others
-        self._unchecked: list[Any] = []  # programs, with check: each as often as to compare it
+        self._homes: Any = weakref.WeakValueDictionary()  # arrays that replaced others
+        self._unchecked: list[Any] = []  # with check: each program as often as it is compared
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         is_method = instance is not None and not isinstance(self.__wrapped__, staticmethod)
@@ -79,27 +79,27 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         names, module = self._name.split("."), sys.modules.get(self.__module__)
         found = functools.reduce(lambda one, name: getattr(one, name, None), names, module)
         if found is self:
-            return self._name  # as a function, found by it
+            return self._name  # pickled by name, like a function
         return Captured, (self.__wrapped__, self._state, self.check)
 
     def _run_eagerly(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
         return self.__wrapped__(*args, **(options or {}))
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
-        stamp = int(count[0])  # before the lock: who has it changes the number first
+        stamp = int(count[0])  # before the lock, whose owner changes the number first
         if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
-        # On GPUs ranks vote before each call.
+        # On GPUs, ranks vote before each call.
         is_free = call.is_on_gpu or not StepRecording.only.locked()
         reason = call.why_not() if is_free else ""
         if reason or not is_free:
-            result = self._run_eagerly(args, options)  # which may refuse what is no such array
+            result = self._run_eagerly(args, options)  # may raise for invalid arguments
             if reason:
                 self._stay_eager(reason)
             return result
         if call.is_on_gpu:
-            from flashlight_py.tape.graphs import Graphs  # which imports the binding of NCCL
+            from flashlight_py.tape.graphs import Graphs  # imports the NCCL binding
 
             graphs = Graphs(self.__wrapped__, self._state)
             self.slow = functools.partial(self._run_on_gpu, graphs)
@@ -122,8 +122,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                             "of other forms, dtypes, values or memory; pass what changes as an "
                             "array"
                         )
-                    elif call.is_apart() and int(count[0]) == stamp:  # none has recorded meanwhile
-                        changed()  # so that no captured step that this one calls is replayed
+                    elif call.is_apart() and int(count[0]) == stamp:  # no recording meanwhile
+                        changed()  # disables replays of captured steps that this step calls
                         return self._record(call, ctrl_c)
                 finally:
                     StepRecording.only.release()
@@ -153,13 +153,13 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         recording = call.recording
         try:
             call.record(ctrl_c)
-            # Arrays that NumPy has made unseen count as constants if they were so twice.
-            found = recording.constants
-            if found and found not in self._constants:
-                before, lines = [*self._constants, []][0][: len(found)], recording.lines
-                pairs = zip(lines, zip_longest(found, before), strict=True)
+            # Arrays without inputs are constants if two recordings agree.
+            constants = recording.constants
+            if constants and constants not in self._constants:
+                before, lines = [*self._constants, []][0][: len(constants)], recording.lines
+                pairs = zip(lines, zip_longest(constants, before), strict=True)
                 line = next((line for line, (x, y) in pairs if x != y), lines[-1])
-                self._constants = [found, *self._constants][:_MOST_PROGRAMS]
+                self._constants = [constants, *self._constants][:_MOST_PROGRAMS]
                 if not recording.left:
                     call.is_to_be_continued = True
                     recording.left = (
@@ -186,12 +186,12 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return result
 
     def _forget(self, gone: weakref.ref[Any]) -> None:
-        """Drop the programs of an argument that is no more."""
+        """Delete the programs of an argument that was deleted."""
         both = self.programs, self._unchecked
         self.programs, self._unchecked = [[x for x in each if x.is_alive()] for each in both]
 
     def _try(self, program: Any, call: _Call) -> Any:
-        """Return what a replay returns; raise, as after the step itself, if that does otherwise."""
+        """Return the result of a replay. Raises if the step itself behaves differently."""
         replay = _tape.Step()
         replay.programs, replay.slow, replay.left = [program], self.left, self.left
         before = call.saved()
@@ -204,7 +204,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return result
 
     def _compare(self, call: _Call, before: State, result: Any) -> None:
-        """Raise if the step itself, from ``before``, does otherwise than the replay has done."""
+        """Raise unless the step itself, from state ``before``, behaves like the replay."""
         after = call.saved(result)
         before.restore()
         expected = call.saved(self._run_eagerly(call.args, call.options))
@@ -216,7 +216,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                 "passed and that it names; pass it, or name what holds it (state=)"
             )
             raise RuntimeError(self.reason)
-        after.restore()  # to which arrays have come to lie where replays look for them
+        after.restore()  # restores the arrays that replays use
 
     def _stay_eager(self, reason: str) -> None:
         self.reason, self.programs = reason, []
@@ -225,7 +225,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
 
 class _Call:
-    """A call of ``step``, and what is recorded of it; its state is found by ``roots`` as well."""
+    """A call of ``step`` and its recording. ``roots`` are further objects with state."""
 
     def __init__(
         self, step: Any, roots: Sequence[Any], args: Any, options: dict[str, Any], homes: Any
@@ -235,7 +235,7 @@ class _Call:
         data = [x.data if isinstance(x, Variable) else x for x in self.values]
         self.arrays = [x if type(x) is np.ndarray or is_cupy(x) else None for x in data]
         others = [x for x, array in zip(self.values, self.arrays, strict=True) if array is None]
-        self._roots = (*roots, *others)  # what an argument holds, such as a model, is state
+        self._roots = (*roots, *others)  # arguments such as a model have state
         self.state = State(step, self._roots)
         self._variables = [value for value in self.values if isinstance(value, Variable)]
         given = [(Place(x, "data", "argument"), x.data) for x in self._variables]
@@ -243,30 +243,31 @@ class _Call:
         self._grads = {variable: variable.grad for variable in self.state.variables}
         held = plain_arrays((*self.arrays, *[value for _, value in self._before]))
         self.is_on_gpu = any(map(is_cupy, held))
-        self._moved: dict[int, Any] = {}  # what took the place of arrays, and of tuples of them
-        self._known: dict[int, tuple[Any, Any]] = {}  # what stands for each, which it also keeps
-        self.is_to_be_continued = False  # it has made state, and another run would not
+        self._moved: dict[int, Any] = {}  # replacements of arrays, and of tuples of arrays
+        # stand-ins by id, with the objects, which are kept alive
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self.is_to_be_continued = False  # it created state, which another run does not
         self._result: Any = None
 
     @functools.cached_property
     def recording(self) -> StepRecording:
-        known = plain_arrays((*[value for _, value in self._before], *self.arrays))
+        existing = plain_arrays((*[value for _, value in self._before], *self.arrays))
         names = {id(value): format_path(place.path) for place, value in self._before}
-        return StepRecording(known, self._swap, [*self.state.variables, *self._variables], names)
+        return StepRecording(existing, self._swap, [*self.state.variables, *self._variables], names)
 
     def saved(self, result: Any = None) -> State:
         others = {"what it returns": result, "an argument": self.arrays}
         return State(self.step, self._roots).save(others)
 
     def is_apart(self) -> bool:
-        """Return whether no array that is passed has memory of another one, or of the state."""
-        given = plain_arrays((*self.arrays,))
-        known = plain_arrays(tuple([value for _, value in self.state.held]))
-        pairs = chain(combinations(given, 2), product(given, known))
+        """Return whether no argument array shares memory with another argument or the state."""
+        arguments = plain_arrays((*self.arrays,))
+        held = plain_arrays(tuple([value for _, value in self.state.held]))
+        pairs = chain(combinations(arguments, 2), product(arguments, held))
         return not any(starmap(np.may_share_memory, pairs))
 
     def why_not(self) -> str:
-        """Return what is wrong with an argument or with the step, if something is."""
+        """Return why an argument or the step is not supported, or ""."""
         if any(each(self.step) for each in _ARE_LATER):
             return "it runs when what it returns is asked for"
         if self.state.reason:
@@ -276,29 +277,29 @@ class _Call:
         for number, (value, array) in enumerate(zip(self.values, self.arrays, strict=True)):
             is_variable, kind = isinstance(value, Variable), cast(Any, type(value))
             if self.is_on_gpu and type(array) is np.ndarray:
-                what = "an array of the CPU, and others are on a GPU"
+                problem = "an array of the CPU, and others are on a GPU"
             elif array is not None and not self.is_on_gpu and not are_numbers(array):
-                what = f"an array of {array.dtype} that is no array of numbers, or not aligned"
+                problem = f"an array of {array.dtype} that is no array of numbers, or not aligned"
             elif is_variable and (value.calc_grad or value.node):
-                what = "a variable with a gradient"
+                problem = "a variable with a gradient"
             elif array is None and not _is_hashable(value):
-                what = f"an object of type {kind.__name__}"
+                problem = f"an object of type {kind.__name__}"
             elif (
                 array is None
                 and kind.__eq__ is not object.__eq__
                 and plain_arrays(tuple([part for *_, part in parts(value)]))
             ):
-                what = "compared by value, and has arrays that may be others"
+                problem = "compared by value, and has arrays that may be others"
             else:
                 continue
-            return f"argument {number} is {what}; pass arrays and what can be compared"
+            return f"argument {number} is {problem}; pass arrays and what can be compared"
         return ""
 
     def record(self, ctrl_c: CtrlC) -> None:
-        """Run the step, which Ctrl-C may interrupt, and note what it does."""
+        """Run the step, which Ctrl-C may interrupt, and record it."""
         recording = self.recording
-        given = list(map(self._stand_in, self.values))
-        args, named = given[: len(self.args)], given[len(self.args) :]
+        stand_ins = list(map(self._stand_in, self.values))
+        args, named = stand_ins[: len(self.args)], stand_ins[len(self.args) :]
         options = dict(zip(self.options, named, strict=True))
         with ExitStack() as stack:
             recording.begin(stack)
@@ -310,41 +311,41 @@ class _Call:
         for path in changed + self.state.changed():
             self._leave(f"it changes {format_path(path)}, which no replay does,", INSTEAD)
         after = State(self.step, self._roots) if self._moved else after
-        self.stamp = after.signature, int(count[0])  # what it belongs to, and when that was
+        self.stamp = after.signature, int(count[0])  # signature and structure number
 
     def _swap(self, on: bool) -> None:
-        """Put what stands for arrays in their places, or arrays in its place."""
+        """Replace arrays of the state by stand-ins, or stand-ins by arrays."""
         change = self._stand_in if on else self._stood_for
         for place, _ in self._before:
             value = place.get()
-            if value is not None and (instead := change(value)) is not value:
-                place.set(instead)
+            if value is not None and (replacement := change(value)) is not value:
+                place.set(replacement)
 
     def _stand_in(self, value: Any) -> Any:
-        known: Any = self._known.get(id(value))
-        if known is None and type(value) is np.ndarray:
-            known = self._known[id(value)] = value, Recorded(value)
-            self.recording.stand_ins.append(weakref.ref(known[1]))
-        elif known is None and isinstance(value, tuple):
+        entry: Any = self._known.get(id(value))
+        if entry is None and type(value) is np.ndarray:
+            entry = self._known[id(value)] = value, Recorded(value)
+            self.recording.stand_ins.append(weakref.ref(entry[1]))
+        elif entry is None and isinstance(value, tuple):
             made = map_items(value, self._stand_in, only_tuples=True)
-            known = self._known[id(value)] = value, made
-            self._known[id(known[1])] = known[::-1]
-        return known[1] if known else value
+            entry = self._known[id(value)] = value, made
+            self._known[id(entry[1])] = entry[::-1]
+        return entry[1] if entry else value
 
     def _stood_for(self, value: Any) -> Any:
         if isinstance(value, tuple):
-            known = self._known.get(id(value))
-            return known[1] if known else map_items(value, self._stood_for, only_tuples=True)
+            entry = self._known.get(id(value))
+            return entry[1] if entry else map_items(value, self._stood_for, only_tuples=True)
         return array_or_number(value)
 
     def _settle(self, after: State) -> None:
-        """Let replays copy what took the place of arrays to where they find it, always the same."""
+        """Let replays copy replaced arrays to fixed memory, where later replays find them."""
         recording, made = self.recording, []
         known = {(id(place.holder), place.key) for place, _ in self._before}
         for place, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in known]:
             place.set(self._stood_for(value))
             made += (arrays := plain_arrays(value))
-            # A list is Python's, as what it does.
+            # Lists belong to Python code.
             if any(map(recording.is_made, arrays)) and not isinstance(place.holder, list):
                 self._leave(
                     f"it puts a new array into {format_path(place.path)}",
@@ -376,7 +377,7 @@ class _Call:
             return
         homes: dict[int, Array] = {}
         for _, before, now in new:
-            # Nobody else has it, as who has returned the old one; all recordings have one.
+            # Fixed memory: the caller may have the returned array. All recordings share it.
             home = self._homes.get(id(before))
             if home is None:
                 home = empty_like(before)
@@ -391,34 +392,34 @@ class _Call:
             place.set(moved)
 
     def _leave(self, reason: str, instead: str = "") -> None:
-        """Leave for what another run may not do again."""
+        """Leave for a reason that another run may not have."""
         self.is_to_be_continued = True
         self.recording.leave(reason, instead)
 
     def released(self) -> Any:
-        """Return the step's result, with the arrays in place of their stand-ins."""
+        """Return the step's result with arrays instead of stand-ins."""
         result, self._result = unwrap_result(self._result), None
         self._known.clear()
-        found = [each for ref in self.recording.stand_ins if (each := ref()) is not None]
-        replace_all(found, self._stood_for)
+        stand_ins = [each for ref in self.recording.stand_ins if (each := ref()) is not None]
+        replace_all(stand_ins, self._stood_for)
         return result
 
     def description(self, forget: Callable[[Any], None]) -> tuple[Any, ...]:
-        """Return the program; ``forget`` is called when an argument is no more."""
+        """Return the program. ``forget`` is called when an argument is deleted."""
         recording, moved = self.recording, self._moved
         memory = Memory(recording, self.arrays)
         kept: list[Any] = []
         bindings, returned = [], arrays_of(self._result)
-        found = []  # gradients that the step looks at before it sets them
+        found = []  # gradients that the step reads before it sets them
         for variable, before in self._grads.items():
             home = now = variable.grad
             if variable in recording.grads_read:
                 found.append((variable, before))
             if now is not None and now is not before:
                 if any(np.may_share_memory(now, each) for each in returned):
-                    home = variable.grad = now.copy(order="K")  # replays write to it
+                    home = variable.grad = now.copy(order="K")  # replays overwrite it
                 stand_in = recording.noted(now)
-                if memory.of(stand_in).piece in memory.given.values():
+                if memory.of(stand_in).piece in memory.inputs.values():
                     raise CannotCapture("an argument becomes a gradient; copy it")
                 kept.append((stand_in, home))
             is_set = variable in recording.grads_set or now is not before
@@ -430,7 +431,7 @@ class _Call:
         names = [
             x.described(moved.get(id(value), value))
             for x, value in self.state.names
-            # Else it is the result of a call before, which somebody has kept there.
+            # Otherwise it is the result of an earlier call, which the user keeps there.
             if not (isinstance(value, Variable) and value.node)
             or overlaps(memory.touched, value.data)
         ]
@@ -438,7 +439,7 @@ class _Call:
         return builder.describe(tuple(self.options), state, bindings)
 
 
-def _is_hashable(value: Any) -> bool:  # a tuple of arrays is not
+def _is_hashable(value: Any) -> bool:  # False for a tuple of arrays
     try:
         return hash(value) is not None
     except TypeError:

@@ -1,7 +1,7 @@
-"""The backend ``"flashlight"`` of torch.distributed: its collectives on CPU tensors, by ours.
+"""The backend ``"flashlight"`` of torch.distributed, for collectives of CPU tensors.
 
-``torch.distributed.init_process_group("flashlight")`` needs no import of this: torch calls
-``register`` at its own import, by the entry point group ``torch.backends``. See docs/torch.md.
+``torch.distributed.init_process_group("flashlight")`` needs no import of this package. torch calls
+``register`` at its import, through the entry point group ``torch.backends``. See docs/torch.md.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ NAME = "flashlight"
 
 
 def register() -> None:
-    """Let torch.distributed know of the backend; nothing else is imported before it is used.
+    """Register the backend in torch.distributed. Other modules are imported at its first use.
 
-    ``import torch`` calls it, which must not fail because of us: an error of ours is a warning.
+    ``import torch`` calls this function and must not fail, so an error becomes a warning.
     """
     try:
         import torch.distributed as dist
@@ -26,16 +26,16 @@ def register() -> None:
         if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
             dist.register_rendezvous_handler(NAME, _meet)
-    except Exception as error:  # noqa: BLE001  (of a torch that nobody has seen yet)
+    except Exception as error:  # noqa: BLE001 (future versions of torch)
         why = f"{type(error).__name__}: {error}"
         warnings.warn(f"torch does not take the backend {NAME!r}: {why}", RuntimeWarning)
 
 
 def _create(options: Any, params: Any) -> Any:
-    """Return a process group of the backend, as torch asks for one."""
+    """Return a process group of the backend for torch."""
     from flashlight_py.torch import joining
 
-    return joining.join(options, params)
+    return joining.join_process_group(options, params)
 
 
 def _meet(*args: Any, **kwargs: Any) -> Any:
@@ -48,13 +48,13 @@ def _meet(*args: Any, **kwargs: Any) -> Any:
 def monitored_barrier(
     group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Block until every rank of ``group`` is here, as ``torch.distributed.monitored_barrier``.
+    """Block until all ranks of ``group`` call it, like ``torch.distributed.monitored_barrier``.
 
-    That one refuses every backend but gloo by name. ``timeout`` (seconds, or a timedelta) defaults
-    to the group's; ``wait_all_ranks`` changes nothing: the error names every rank that is missing.
+    torch's function accepts only gloo. ``timeout`` (seconds, or a timedelta) defaults to the
+    group's timeout. ``wait_all_ranks`` has no effect: the error always names all missing ranks.
 
     Raises:
-        DistBackendError: a rank (named) did not arrive in time, or is gone.
+        DistBackendError: If a rank does not call in time or is lost. The message names the rank.
     """
     import torch.distributed as dist
 

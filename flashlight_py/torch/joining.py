@@ -1,4 +1,4 @@
-"""From torch's store to a group of ranks, and the world that torch and we have in common."""
+"""Creation of process groups from torch's store, and the world that torch shares with us."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ from flashlight_py.torch.store import TorchStore
 
 OWNER = "torch.distributed"
 hide_folder(f"{Path(torch.__file__).parent}/")
-hide_folder(typing_extensions.__file__)  # what calls those of torch's functions that are deprecated
+hide_folder(typing_extensions.__file__)  # calls deprecated functions of torch
 
 
-def join(options: Any, params: Any) -> FlashlightGroup:
+def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     """Join the ranks of a process group. Collective, blocking.
 
-    ``options`` are torch's: store, rank, size, timeout and the ranks in the world, none for the
-    default group. ``params`` are those of ``distributed_init``, given as ``pg_options``.
-
-    The default group is our world too; one that ``distributed_init`` has begun is adopted.
+    ``options`` are torch's: store, rank, size, timeout and the ranks in the world (empty for the
+    default group). ``params`` are the ``params`` of ``distributed_init``, passed as ``pg_options``.
+    The default group becomes our world. An existing world of ``distributed_init`` is adopted.
 
     Raises:
-        ValueError: that one has another rank or size; or ``params`` are wrong.
-        RendezvousError, BackendUnavailableError: as ``distributed_init``.
+        ValueError: If the existing world has another rank or size, or if ``params`` are invalid.
+        RendezvousError, BackendUnavailableError: As in ``distributed_init``.
     """
     rank, size = options.group_rank, options.group_size
     usual = min(options.timeout.total_seconds(), MOST_SECONDS)
-    given = dict(params) if isinstance(params, Mapping) else {}
-    settings = Settings.from_params({"TIMEOUT": usual, **given})
+    options_of_user = dict(params) if isinstance(params, Mapping) else {}
+    settings = Settings.from_params({"TIMEOUT": usual, **options_of_user})
     ranks = list(options.global_ranks_in_group)
     store, ours = options.store, True
 
@@ -52,7 +51,7 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         return TorchStore(store, rank, size, settings.joining_seconds)
 
     if not ranks and is_distributed_init() and current_world().owner == OWNER:
-        initialize.leave()  # torch 2.6 does not tell a group that it destroys
+        initialize.leave()  # torch 2.6 destroys groups without notice
     if not ranks and is_distributed_init():
         group, ours = current_world().group, False
         if (group.rank, group.size) != (rank, size):
@@ -72,29 +71,31 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         members.close()
     else:
         group = initialize.create_world(meeting, settings).group
-    return FlashlightGroup(group, store, settings.timeout, _end(group, not ranks, ours), join)
+    return FlashlightGroup(
+        group, store, settings.timeout, _end(group, not ranks, ours), join_process_group
+    )
 
 
 def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
-    """Return what ends ``group`` when torch destroys it; a world that we have not begun goes on."""
+    """Return the function that ends ``group`` when torch destroys it. Adopted worlds continue."""
     if ours and not is_world:
         return group.close
     return lambda: initialize.leave() if ours and current_world().group is group else None
 
 
 def rendezvous() -> Iterator[tuple[Any, int, int]]:
-    """Yield a store for the ranks of our world, which is initialised first if it was not."""
+    """Yield a store for the ranks of our world, which is initialised first if necessary."""
     if not is_distributed_init():
         initialize.distributed_init()
     world = current_world()
     rank, size = world.group.rank, world.group.size
-    how = {"world_size": size, "wait_for_workers": False}
-    place, kept = None, None
+    store_options = {"world_size": size, "wait_for_workers": False}
+    address_and_port, own_store = None, None
     if rank == 0:
         address = "127.0.0.1" if world.local_size == size else own_addresses()[0]
-        kept = dist.TCPStore(address, 0, is_master=True, **how)
-        place = address, kept.port
-    host, port = broadcast_object(place)
-    store = kept or dist.TCPStore(host, port, is_master=False, **how)
-    world.group.barrier()  # rank 0 may end at once, and its store with it
+        own_store = dist.TCPStore(address, 0, is_master=True, **store_options)
+        address_and_port = address, own_store.port
+    host, port = broadcast_object(address_and_port)
+    store = own_store or dist.TCPStore(host, port, is_master=False, **store_options)
+    world.group.barrier()  # rank 0 may end immediately, with its store
     yield store, rank, size

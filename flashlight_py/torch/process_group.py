@@ -1,7 +1,7 @@
-"""A process group of torch.distributed, whose collectives are ours.
+"""A process group of torch.distributed that uses our collectives.
 
-Functions of torch, DDP and functional collectives call its methods. A contiguous tensor goes
-straight to native code; lists of tensors travel as one array.
+torch's functions, DDP and functional collectives call its methods. Native code reads contiguous
+tensors directly. Lists of tensors are sent as one array.
 """
 
 from __future__ import annotations
@@ -32,31 +32,38 @@ from flashlight_py.distributed.internal import (
 )
 from flashlight_py.distributed.internal import verbs as v
 from flashlight_py.errors import DistributedError
-from flashlight_py.torch.tensors import CODES, ElsewhereError, address, copied, joined, one_piece
+from flashlight_py.torch.tensors import (
+    CODES,
+    ElsewhereError,
+    copied,
+    join_tensors,
+    native_tensor,
+    one_piece,
+)
 from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs
 
-NAME = "flashlight"  # of the backend, as torch registers it
+NAME = "flashlight"  # backend name in torch
 _T = dist.ReduceOp.RedOpType
 _SUM = _T.SUM
-# By their numbers, which are their hashes: comparing what pybind11 makes takes a microsecond.
+# Keys are hashes, because comparing objects of pybind11 takes a microsecond.
 _PREMUL = hash(_T.PREMUL_SUM)
 _OPS = {
     **{hash(_SUM): "sum", hash(_T.AVG): "avg", hash(_T.PRODUCT): "prod", hash(_T.MIN): "min"},
     **{hash(_T.MAX): "max", hash(_T.BAND): "and", hash(_T.BOR): "or", hash(_T.BXOR): "xor"},
     _PREMUL: "sum",
 }
-# gloo adds truth values as bytes, of which those that are not 0 are true.
+# gloo adds Booleans as bytes, and every byte except 0 is True.
 _OF_BOOL = {"sum": "or", "prod": "and"}
 _ALL_REDUCE = v.ALL_REDUCE.code
-# Those of torch before 2.7 do not say who waits.
+# Before torch 2.7 the options do not state whether the call is asynchronous.
 _OPTIONS = dist.AllreduceOptions if hasattr(dist.AllreduceOptions, "asyncOp") else None
-_MOST_COMPARED = 60  # arrays have no more dimensions
-# These wait at once for what they have asked for: then no thread has to wake for it.
+_MOST_COMPARED = 60  # arrays have at most this many dimensions
+# These functions wait immediately, so that no thread has to wake up.
 _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 _BLOCKING = SimpleNamespace(asyncOp=False)
 Tensors = Sequence[torch.Tensor]
 
-# The names that torch had for them before 2.12, and has besides.
+# Method names before torch 2.12, which newer versions also have.
 _OLD_NAMES = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -70,7 +77,7 @@ Method = Callable[..., Any]
 
 
 def _in_torchs_terms(method: Method, name: str) -> Method:
-    """Return ``method`` with torch's errors, which leaves other devices to their backends."""
+    """Return ``method`` with torch's errors. Tensors on other devices go to their backends."""
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **how: Any) -> Any:
@@ -87,7 +94,7 @@ def _in_torchs_terms(method: Method, name: str) -> Method:
 
 
 def _of_torch(cls: type[Any]) -> type[Any]:
-    """Give ``cls`` its collectives in torch's terms, and by their old names."""
+    """Add torch's errors and old method names to the collectives of ``cls``."""
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and not name.startswith("_"):
             setattr(cls, name, _in_torchs_terms(method, name))
@@ -99,16 +106,16 @@ def _of_torch(cls: type[Any]) -> type[Any]:
 
 
 def _with_fast_path(method: Method) -> Method:
-    """Return ``method``, allreduce, which does plain blocking calls in half of the time."""
+    """Return the method allreduce with a fast path, which halves the time of blocking calls."""
 
     def allreduce(
         self: FlashlightGroup, tensors: Any, opts: Any = None, timeout: Any = None
     ) -> dist.Work:
         plain = type(opts) is _OPTIONS and not opts.asyncOp and len(tensors) == 1
-        if plain and (there := address(tensors[0])) is not None:
-            op, scale = _reduction(opts.reduceOp, there[3].dtype)
+        if plain and (x := native_tensor(tensors[0])) is not None:
+            op, scale = _reduction(opts.reduceOp, x[3].dtype)
             try:
-                done = self.ours.fast.collective(_ALL_REDUCE, there, None, op, scale, 0, 0, False)
+                done = self.ours.fast.collective(_ALL_REDUCE, x, None, op, scale, 0, 0, False)
             except DistributedError as error:
                 raise as_torchs(error) from None
             if done is not NotImplemented:
@@ -119,7 +126,7 @@ def _with_fast_path(method: Method) -> Method:
 
 
 def _only(tensors: Any) -> torch.Tensor:
-    """Return the tensor of a list of one, as which torch's functions pass it."""
+    """Return the tensor in a list of one tensor, which torch's functions pass."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     (tensor,) = tensors
@@ -127,7 +134,7 @@ def _only(tensors: Any) -> torch.Tensor:
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors of a list of one list."""
+    """Return the tensors in a list of one list."""
     inner = tensors and not isinstance(tensors[0], torch.Tensor)
     return list(tensors[0] if inner else tensors)
 
@@ -137,22 +144,22 @@ def _root(opts: Any) -> int:
 
 
 def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """Return how many elements each rank's part has; ``rows`` are empty where these are equal."""
+    """Return the number of elements per rank. Empty ``rows`` divide ``tensor`` equally."""
     length = len(tensor) if tensor.ndim else 1
     of_row = tensor.numel() // length if length else 0
     return [row * of_row for row in rows or [length // size] * size]
 
 
 def _options_of_message() -> Any:
-    """Return how a message is meant: torch has one method for ``send`` and for ``isend``."""
-    frame = sys._getframe(2).f_back  # who has called the method, through ``called``; C++ has none
+    """Return blocking options if torch's ``send`` or ``recv`` is the caller, else None."""
+    frame = sys._getframe(2).f_back  # the caller of the method, through ``called``; None for C++
     callers = frame, frame and frame.f_back
     waits = any(caller and caller.f_code in _WAIT_AT_ONCE for caller in callers)
     return _BLOCKING if waits else None
 
 
 def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
-    """Call ``finish`` once ``work`` has ended: now, or in the Work that is returned."""
+    """Call ``finish`` after ``work`` has ended: now, or in the returned Work."""
     if not is_async:
         return finish()
 
@@ -164,15 +171,19 @@ def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
     return then
 
 
-def _shapes(given: Any) -> Any:
-    """Return the shape of a tensor, or of each of a list."""
-    if isinstance(given, torch.Tensor):
-        return tuple(given.shape)
-    return [_shapes(each) for each in given or ()] if isinstance(given, list | tuple) else given
+def _shapes(tensors: Any) -> Any:
+    """Return the shape of a tensor, or the shapes of a list of tensors."""
+    if isinstance(tensors, torch.Tensor):
+        return tuple(tensors.shape)
+    return (
+        [_shapes(tensor) for tensor in tensors or ()]
+        if isinstance(tensors, list | tuple)
+        else tensors
+    )
 
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
-    """Return the operation that torch's ``op`` is, and its factor."""
+    """Return the name of torch's operation ``op``, and its factor."""
     number = hash(op)
     name = _OPS[number]
     scale = float(op.__getstate__()[1]) if number == _PREMUL else 1.0
@@ -181,9 +192,9 @@ def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
 
 @_of_torch
 class FlashlightGroup(dist.ProcessGroup):
-    """The ranks of ``group``, for torch; ``seconds`` is its timeout, ``end`` what ends it.
+    """The ranks of ``group`` as a process group of torch.
 
-    ``join`` makes other groups of its ranks, as joining.py does.
+    ``seconds`` is the timeout. ``end`` ends the group. ``join`` creates groups of its ranks.
     """
 
     supports_splitting, supports_coalescing, supports_time_estimate = True, False, False
@@ -197,7 +208,7 @@ class FlashlightGroup(dist.ProcessGroup):
         self._futures = Futures()
         self._done = Ended(Done(), (), self._futures)
         self._coalesced: list[Work] | None = None
-        self._others: dict[str, Any] = {}  # backends of other devices, by their type
+        self._others: dict[str, Any] = {}  # backends by device type
         self._name = self._description = ""
 
     # One tensor ---------------------------------------------------------------------------------
@@ -240,21 +251,21 @@ class FlashlightGroup(dist.ProcessGroup):
         counts = _split(input, sent, size), _split(output, received, size)
         fits = [sum(each) for each in counts] == [input.numel(), output.numel()]
         self._require(v.ALL_TO_ALL, fits, input, output, (sent, received))
-        before = self._told(opts, *counts)
+        before = self._check_counts(opts, *counts)
         shapes = (input.numel(),), (output.numel(),)
         return self._do(opts, v.ALL_TO_ALL, input, output, shapes, rows=counts[0], before=before)
 
-    def _told(self, opts: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
-        """Return a Work that raises unless each rank sends as many elements as are ``expected``."""
-        given = torch.tensor(sent, dtype=torch.int64, device="cpu")
-        arriving = torch.empty_like(given)
-        work = self._do(opts, v.ALL_TO_ALL, given, arriving).work
+    def _check_counts(self, opts: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
+        """Return a Work that raises unless the ranks send the ``expected`` numbers of elements."""
+        counts = torch.tensor(sent, dtype=torch.int64, device="cpu")
+        arriving = torch.empty_like(counts)
+        work = self._do(opts, v.ALL_TO_ALL, counts, arriving).work
 
         def compare() -> None:
-            if (found := arriving.tolist()) != list(expected):
+            if (received := arriving.tolist()) != list(expected):
                 raise ValueError(
                     f"all_to_all: rank {self.ours.rank} of {self.ours.size} expects "
-                    f"{list(expected)} elements of the ranks, and they send {found}"
+                    f"{list(expected)} elements of the ranks, and they send {received}"
                 )
 
         if getattr(opts, "asyncOp", True):
@@ -294,7 +305,7 @@ class FlashlightGroup(dist.ProcessGroup):
             self._require(verb, fits and (equal or verb is v.ALL_GATHER), x, parts)
             whole = self._joined(verb, [x, *parts], parts)
             if not equal:
-                # Any length goes with any: what each rank expects is compared first, as a shape.
+                # Lengths may differ, so the ranks first compare their expected lengths, as a shape.
                 compared = 0, *counts[:_MOST_COMPARED]
                 expected = torch.empty(compared, dtype=torch.uint8, device="cpu")
                 before = self._do(opts, v.BROADCAST, expected).work
@@ -335,7 +346,7 @@ class FlashlightGroup(dist.ProcessGroup):
         copied(whole, inputs, back=False)
         room = self._joined(v.ALL_TO_ALL, outputs, outputs)
         counts, expected = ([part.numel() for part in parts] for parts in (inputs, outputs))
-        before = self._told(opts, counts, expected)
+        before = self._check_counts(opts, counts, expected)
         return self._do(opts, v.ALL_TO_ALL, whole, room, rows=counts, parts=outputs, before=before)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -355,7 +366,7 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> dist.Work:
         return self._each(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts)
 
-    # What all of them come to ---------------------------------------------------------------------
+    # Common implementation ------------------------------------------------------------------------
 
     def _do(
         self,
@@ -372,17 +383,17 @@ class FlashlightGroup(dist.ProcessGroup):
         parts: Sequence[torch.Tensor] | None = None,
         before: Work | None = None,
     ) -> TensorWork:
-        """Do ``verb`` of ``x`` into ``out``, seen in ``shapes``, and copy that to ``parts``.
+        """Do ``verb`` from ``x`` to ``out``, with ``shapes``, and copy the result to ``parts``.
 
-        ``reduction`` is the operation unless ``opts`` name one. It fails where ``before`` does,
-        which was begun before it.
+        ``reduction`` is the operation if ``opts`` has none. The call fails if ``before``, an
+        earlier call, fails.
         """
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
         if verb.reduces and x is not None:
             op, scale = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
         how: Any = op if rows is None else rows
-        there = None if x is None else address(x, shapes[0])
-        room = None if out is None else address(out, shapes[1])
+        there = None if x is None else native_tensor(x, shapes[0])
+        room = None if out is None else native_tensor(out, shapes[1])
         work: Any = NotImplemented
         if (there is None) == (x is None) and (room is None) == (out is None):
             native = self.ours.fast.collective
@@ -412,7 +423,7 @@ class FlashlightGroup(dist.ProcessGroup):
         how: dict[str, Any],
         tag: int,
     ) -> Any:
-        """Do the same by copies in one piece, and in Python where native code does not."""
+        """Do the verb with contiguous copies, in Python if native code does not support it."""
         ours, peer, is_async = self.ours, how["root"], how["async_op"]
         for tensor in (x, out):
             if tensor is not None and self._backend_of(tensor.device) is not None:
@@ -430,11 +441,11 @@ class FlashlightGroup(dist.ProcessGroup):
         if source is not None and room is not None:
             storages = {each.untyped_storage().data_ptr() for each in (source, room)}
             if len(storages) == 1:
-                # As where FSDP gathers into the tensor of which this rank's part is one.
+                # For example, FSDP gathers into the tensor that contains this rank's part.
                 packed[0] = source = source.clone()
         work: Any = NotImplemented
         if how["rows"] is None or verb is v.ALL_TO_ALL:
-            there = [None if tensor is None else address(tensor) for tensor in packed]
+            there = [None if tensor is None else native_tensor(tensor) for tensor in packed]
             op = how["op"] if how["rows"] is None else how["rows"]
             work = ours.fast.collective(verb.code, *there, op, how["scale"], peer, tag, is_async)
         if work is NotImplemented:
@@ -462,23 +473,23 @@ class FlashlightGroup(dist.ProcessGroup):
         tensors = [tensor for work in works for tensor in work.tensors]
         return TensorWork(AllOf([work.work for work in works]), tensors, self._futures)
 
-    def _require(self, verb: v.Verb, fits: bool, *given: Any) -> None:
-        """Refuse what is ``given`` unless it ``fits``; the other ranks raise as well."""
+    def _require(self, verb: v.Verb, fits: bool, *tensors: Any) -> None:
+        """Raise ValueError unless the arguments fit. The other ranks raise as well."""
         if fits:
             return
         with reject_together(self.ours, verb):
             raise ValueError(
                 f"{verb}: these tensors do not go together, on {self.ours.size} ranks: "
-                f"{', '.join(str(_shapes(each)) for each in given)}"
+                f"{', '.join(str(_shapes(x)) for x in tensors)}"
             )
 
     def _joined(self, verb: v.Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
-        """Return the ``joined`` of ``tensors``; those ``alike`` must be of one dtype and device."""
+        """Return ``join_tensors``. The tensors ``alike`` must have one dtype and device."""
         for tensor in alike:
             if not tensor.is_cpu and self._backend_of(tensor.device) is not None:
                 raise ElsewhereError(tensor.device)
         with reject_together(self.ours, verb):
-            return joined(alike, tensors)
+            return join_tensors(alike, tensors)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -489,8 +500,8 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         is_async, native = getattr(opts, "asyncOp", True), self.ours.fast.collective
-        given = getattr(opts, "timeout", None) if timeout is None else timeout
-        seconds = given.total_seconds() if given and given > timedelta(0) else None
+        limit = getattr(opts, "timeout", None) if timeout is None else timeout
+        seconds = limit.total_seconds() if limit and limit > timedelta(0) else None
         work: Any = NotImplemented
         if seconds is None:
             work = native(v.BARRIER.code, None, None, None, None, 0, 0, is_async)
@@ -502,15 +513,15 @@ class FlashlightGroup(dist.ProcessGroup):
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         fl.barrier(seconds, group=self.ours)
 
-    # What torch asks a group ----------------------------------------------------------------------
+    # Properties for torch -------------------------------------------------------------------------
 
     def _get_backend(self, device: torch.device) -> Any:
         return self if device.type == "cpu" else self._backend_of(device)
 
     def _backend_of(self, device: torch.device) -> Any:
-        """Return torch's backend for another device than the CPU; None: it has none.
+        """Return torch's backend for another device, or None. NCCL starts at its first tensor.
 
-        A process group in Python replaces torch's, so it starts NCCL's at the first such tensor.
+        A Python process group replaces torch's group, so it has to create these backends itself.
         """
         kind = device.type
         if kind not in self._others:
@@ -543,7 +554,7 @@ class FlashlightGroup(dist.ProcessGroup):
         group_desc: str = "",
         device_types: Any = None,
     ) -> FlashlightGroup | None:
-        """Return the group of some of these ranks, collective among them; None: this is none."""
+        """Return the group of ``ranks``, collective among them. None if this rank is not in it."""
         if self.rank() not in ranks:
             return None
         child: FlashlightGroup = self._join(
@@ -562,7 +573,7 @@ class FlashlightGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         if sys._getframe(1).f_code.co_name == "_maybe_attach_flight_recorder":
-            return []  # of torch 2.15, which has to have a backend of torch's own
+            return []  # torch 2.15 requires a backend of torch here
         return [torch.device(kind) for kind in ("cpu", *self._others)]
 
     @property
@@ -594,10 +605,10 @@ class FlashlightGroup(dist.ProcessGroup):
         self._description = text
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: every call has its number."""
+        """Do nothing, since every call has a number."""
 
     def shutdown(self) -> None:
-        """End the group; not collective."""
+        """End the group. Not collective."""
         for other in filter(None, self._others.values()):
             other.shutdown()
         self._end()

@@ -1,4 +1,4 @@
-"""torch's store as the place where the ranks of a process group meet."""
+"""Rendezvous of the ranks of a process group in torch's store."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import Any
 from flashlight_py.distributed.internal import NEXT_SECONDS, Roster, Store, Waiting, missing_text
 from flashlight_py.errors import RendezvousError
 
-# A store has no wait for one of two things; of a wait that ends without a key it prints a warning.
+# Maximum pause between polls, in seconds. A store cannot wait for one of two keys, and prints a
+# warning if a wait times out.
 _MOST_PAUSE = 0.05
 _SECRET = "secret"
 _GIVEN, _ABORTED = b"+", b"!"
 
 
 class TorchStore(Store):
-    """The ranks that have ``store``, a ``torch.distributed.Store``, in common.
+    """The ranks that share ``store``, a ``torch.distributed.Store``.
 
-    ``timeout`` (seconds) bounds each exchange. Rank 0 stores the secret of the job: a process that
-    can read the store can join. The keys of one meeting are below its secret, because ranks from
+    ``timeout`` (seconds) limits each exchange. Rank 0 stores the secret of the job: a process that
+    can read the store can join. The keys of one rendezvous are below its secret, because ranks from
     before a restart by torchrun may have left keys.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self._store, self._timeout, self._count = store, timeout, 0
         self.rank, self.size = rank, size
-        waiting, mine = Waiting("they meet in torch's store"), secrets.token_hex(8)
+        waiting, nonce = Waiting("they meet in torch's store"), secrets.token_hex(8)
         if rank == 0:
             self.secret = secrets.token_hex(32).encode()
             self._do("set", _SECRET, self.secret)
@@ -40,8 +41,8 @@ class TorchStore(Store):
         while not (seen and self._do("check", [seen])):
             if self._do("check", [_SECRET]) and self._do("get", _SECRET) != self.secret:
                 self.secret = self._do("get", _SECRET)
-                seen = self._key("seen", mine)
-                self._do("set", self._key("here", rank), mine)
+                seen = self._key("seen", nonce)
+                self._do("set", self._key("here", rank), nonce)
             time.sleep(pause)
             pause = min(2 * pause, _MOST_PAUSE)
             if (now := time.monotonic()) > min(end, waiting.due):
@@ -58,22 +59,22 @@ class TorchStore(Store):
         return {rank: self._key(name, rank) for rank in range(first, self.size)}
 
     def exchange(self, payload: bytes) -> Roster:
-        """Pass ``payload`` and return that of every rank; see ``Store``."""
+        """Send ``payload`` to all ranks and return the payload of every rank; see ``Store``."""
         keys = self._keys(self._count)
         self._do("set", keys[self.rank], _GIVEN + payload)
-        found = self._read(keys, Waiting("they exchange in torch's store"))
-        for text in found:
+        texts = self._read(keys, Waiting("they exchange in torch's store"))
+        for text in texts:
             if text[:1] == _ABORTED:
                 raise self._error(text[1:].decode(errors="replace"))
-        if self._count:  # everybody has read what came before
+        if self._count:  # all ranks have read the previous exchange
             self._do("delete_key", self._keys(self._count - 1)[self.rank])
         self._count += 1
-        return Roster.of([text[1:] for text in found])
+        return Roster.of([text[1:] for text in texts])
 
     def close(self) -> None:
-        """Wait for all; little is left in the store, and no secret.
+        """Wait for all ranks. Removes the secret and most keys from the store.
 
-        Rank 0, whose process may keep the store, waits until the others need it no more.
+        Rank 0, whose process may host the store, waits until the other ranks have finished.
         """
         self.exchange(b"")
         if self.rank:
@@ -86,7 +87,7 @@ class TorchStore(Store):
             self._do("delete_key", key)
 
     def abort(self, reason: str) -> None:
-        """Have ranks that wait in the store raise because of ``reason``."""
+        """Make ranks that wait in the store raise an error with ``reason``."""
         text = f"rank {self.rank}: {reason}".encode()
         self._do("set", self._keys(self._count)[self.rank], _ABORTED + text)
 
@@ -97,7 +98,7 @@ class TorchStore(Store):
             if (left := end - time.monotonic()) <= 0:
                 raise self._late(missing)
             waiting.log_missing(missing)
-            with suppress(RuntimeError):  # the time is up, else what is asked next raises the same
+            with suppress(RuntimeError):  # timeout, or an error that the next call raises
                 self._store.wait(every, timedelta(seconds=min(left, NEXT_SECONDS)))
         return [bytes(self._do("get", key)) for key in every]
 

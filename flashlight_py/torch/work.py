@@ -1,4 +1,4 @@
-"""A pending operation, as torch.distributed waits for it."""
+"""Pending operations for torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from flashlight_py.distributed import Work
 from flashlight_py.distributed.internal import Then, leave_first_at_exit
 from flashlight_py.errors import DistributedError
 
-# How long who completes futures waits for the first of several before it looks at the others.
+# Seconds to wait for the first of several operations before checking the other ones.
 _LOOK_SECONDS = 0.005
-# A future of so few bytes is waited for so many seconds first, as a thread takes longer to wake.
+# Operations of at most _SMALL_BYTES are awaited for _MOMENT seconds before a thread is used.
 _SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
 _types: dict[type[DistributedError], Any] = {}
-# Waiters in C++ do not keep what a process group in Python has returned, before torch 2.7.
+# Before torch 2.7, waiters in C++ keep no reference to results of a Python process group.
 _kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
 
 
 def as_torchs(error: DistributedError) -> Exception:
-    """Return ``error`` as a DistBackendError, which it is besides what it was."""
+    """Return ``error`` as an instance of its class and of DistBackendError."""
     found: Exception = error
     if isinstance(error, dist.DistBackendError):
         return found
@@ -41,7 +41,7 @@ def as_torchs(error: DistributedError) -> Exception:
 
 
 class TensorWork(dist.Work):
-    """The operation ``work`` on ``tensors``, which hold its result."""
+    """The operation ``work``, whose result is stored in ``tensors``."""
 
     def __init__(self, work: Work, tensors: Sequence[torch.Tensor], futures: Futures) -> None:
         super().__init__()
@@ -51,10 +51,11 @@ class TensorWork(dist.Work):
             _kept.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it has ended, for ``timeout`` at most, unless that is 0; returns True.
+        """Block until the operation has ended, at most ``timeout`` unless 0. Returns True.
 
         Raises:
-            DistBackendError: it has failed; or it has not ended in time, and goes on.
+            DistBackendError: If the operation fails, or does not end in time. In this case it
+                continues.
         """
         if _kept is not None:
             _kept.discard(self)
@@ -65,57 +66,57 @@ class TensorWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Block until it has ended."""
+        """Block until the operation has ended."""
         self.wait()
 
     def __del__(self) -> None:
         """Copy the result to the tensors if no call waits for it, unless the process ends."""
         if isinstance(self.work, Then) and not self.work.is_settled and not is_finalizing():
-            with suppress(RuntimeError):  # no thread can start during the exit of Python 3.12
+            with suppress(RuntimeError):  # Python 3.12 starts no threads at exit
                 kept = TensorWork(self.work, self.tensors, self._futures)
                 self._futures.add(kept, torch.futures.Future())
 
     def ends_within(self, seconds: float | None) -> bool:
-        """Return whether it ends within so many seconds, None: wait for that."""
+        """Return whether the operation ends within ``seconds``, or without a limit if None."""
         try:
             self.work.wait(seconds)
         except DistributedError as error:
             return not error.goes_on
-        except Exception:  # noqa: BLE001  (of whoever waits)
+        except Exception:  # noqa: BLE001 (waiters get it)
             return True
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not; then the result is where it belongs."""
+        """Return whether the operation has ended, and its result or error is available."""
         return self.work.is_completed() and self.ends_within(0)
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
+        """Return whether the operation has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Return what it has failed with, if it has."""
+        """Return the exception of the operation, or None."""
         try:
             if self.is_completed():
                 self.wait()
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is the answer)
+        except Exception as error:  # noqa: BLE001 (any exception is the result)
             return error
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that hold the result; blocks until it is there."""
+        """Return the tensors with the result. Blocks until the operation has ended."""
         self.wait()
         return list(self.tensors)
 
     def source_rank(self) -> int:
-        """Return which rank of the group has sent, of a receive that has ended."""
+        """Return the rank that sent the message of a completed receive, or -1."""
         source = self.work.source
         return -1 if source is None else source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of the tensors, which completes whether or not anybody waits."""
+        """Return a future of the tensors, which completes even if no thread waits."""
         if self._future is None:
             is_small = sum(tensor.nbytes for tensor in self.tensors) <= _SMALL_BYTES
             has_ended = self.is_completed() or (is_small and self.ends_within(_MOMENT))
@@ -124,7 +125,7 @@ class TensorWork(dist.Work):
                 self._future = begun
                 begun.set_result(list(self.tensors))
                 return begun
-            # An exception there fails this future in C++, too, where DDP waits for it.
+            # An exception there also fails this future in C++, where DDP waits for it.
             self._future = begun.then(lambda _: self.result())
             if has_ended:
                 begun.set_result(None)
@@ -134,14 +135,14 @@ class TensorWork(dist.Work):
 
 
 class Ended(TensorWork):
-    """An operation that had ended before it was asked about."""
+    """An operation that has already ended."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
 
 class Futures:
-    """A thread that completes futures as their operations end; it begins with the first."""
+    """A thread that completes futures when operations end. The first future starts it."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -153,18 +154,18 @@ class Futures:
             how: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
             self._thread = threading.Thread(target=_complete, **how)
             self._thread.start()
-            # torch 2.6 drops groups without a word. At exit the world is left first, which ends
-            # every operation: a thread in C++ that waits for Python then would abort the process.
+            # torch 2.6 deletes groups without notice. The world is left first at exit, which ends
+            # all operations. Otherwise a C++ thread that waits for Python would abort the process.
             weakref.finalize(self, _finish, self._asked, self._thread)
             leave_first_at_exit()
-        if threading.current_thread() is self._thread:  # of a callback, which may wait for it
+        if threading.current_thread() is self._thread:  # a callback, which may wait for it
             work.ends_within(None)
             future.set_result(None)
         else:
             self._asked.put((work, future))
 
     def close(self) -> None:
-        """End the thread when all that was added has ended."""
+        """End the thread when all added operations have ended."""
         if self._thread is not None:
             _finish(self._asked, self._thread)
             self._thread = None
@@ -172,17 +173,17 @@ class Futures:
 
 def _finish(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     asked.put(None)
-    if thread is not threading.current_thread():  # it may drop the last reference
+    if thread is not threading.current_thread():  # it may release the last reference
         thread.join()
 
 
-def _complete(asked: queue.SimpleQueue[Any]) -> None:
-    """Complete what is ``asked`` for, until None is and all of it has ended."""
+def _complete(requests: queue.SimpleQueue[Any]) -> None:
+    """Complete the ``requests`` until None is received and all operations have ended."""
     pending: list[Any] = []
     is_open = True
     while is_open or pending:
-        while is_open and not (pending and asked.empty()):
-            if (pair := asked.get()) is None:
+        while is_open and not (pending and requests.empty()):
+            if (pair := requests.get()) is None:
                 is_open = False
             else:
                 pending.append(pair)

@@ -1,7 +1,7 @@
-"""The calls of the ranks and their times: profiles, flight records, and tools to read them.
+"""Calls of the ranks with their times: profiles, flight records, and tools to read them.
 
-``python -m flashlight_py.trace diff DIR`` compares the flight records of the ranks,
-``python -m flashlight_py.trace view trace.json`` makes a page of a profile.
+``python -m flashlight_py.trace diff DIR`` compares the flight records of the ranks. ``python -m
+flashlight_py.trace view trace.json`` converts a profile to an HTML page.
 """
 
 from flashlight_py.distributed.internal import dump

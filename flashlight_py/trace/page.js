@@ -1,5 +1,5 @@
 "use strict";
-// The timeline of a page: one band for each rank, in it the trace's threads.
+// Timeline of a page: one band per rank, with the threads of the trace.
 window.addEventListener("error", (event) => { document.body.dataset.error = event.message; });
 
 const COLOURS = ["#4c78dd", "#e8833a", "#3fa66b", "#b25fc9", "#d9517a", "#2fa7b8", "#b3912b", "#7a6bd8",
@@ -54,7 +54,7 @@ function read() {
   last = events.reduce((most, event) => Math.max(most, event.ts + event.dur), 1);
 }
 
-// Events of a thread come in the order of their starts; one within another lies a row lower.
+// Events of a thread are in the order of their starts; a nested event is one row lower.
 function place(thread, event) {
   while (thread.open.length && thread.open.at(-1).ts + thread.open.at(-1).dur <= event.ts) thread.open.pop();
   const parent = thread.open.at(-1);
@@ -159,7 +159,7 @@ function drawBand(pen, ink, band, index) {
 }
 
 function drawThread(pen, thread) {
-  const filled = new Map();  // how far each row is painted, so that crowds cost one stroke a pixel
+  const filled = new Map();  // painted width of each row; crowded events cost one stroke per pixel
   for (const event of thread.events) {
     const end = event.ts + event.dur;
     if (end < from || event.ts > to || hidden.has(kind(event.parent || event))) continue;
@@ -181,7 +181,7 @@ function drawEvent(pen, event, left, top, wide) {
   pen.fillStyle = colour(event);
   pen.globalAlpha = hasPointed(event) || !pointed ? 1 : 0.6;
   pen.fillRect(left, top, wide, ROW - 1);
-  if (event === pointed || isTogether(event)) {
+  if (event === pointed || isSameCall(event)) {
     pen.strokeStyle = css("--fore");
     pen.strokeRect(left + 0.5, top + 0.5, Math.max(1, wide - 1), ROW - 2);
   }
@@ -198,13 +198,13 @@ function drawEvent(pen, event, left, top, wide) {
   }
 }
 
-// The same call on other ranks.
-function isTogether(event) {
+// Whether an event is the pointed call on another rank.
+function isSameCall(event) {
   const one = pointed && pointed.args, other = event.args;
   return Boolean(one && one.number && event.cat === "collective" && one.number === other.number &&
                  one.group === other.group);
 }
-const hasPointed = (event) => event === pointed || isTogether(event) || event.cat === "span";
+const hasPointed = (event) => event === pointed || isSameCall(event) || event.cat === "span";
 
 // Pointing, zooming, panning -----------------------------------------------------------------
 
@@ -349,7 +349,7 @@ function makeTables() {
   table("Verbs, all ranks", ["", "calls", "bytes", "time", "waiting for a rank", "longest"], rows.map(([name, v]) => [
     verbs.get(name), name, v.calls, size(v.bytes), duration(v.us), duration(v.waited_us),
     duration(events.reduce((most, e) => e.name === name ? Math.max(most, e.dur) : most, 0))]));
-  table("Ranks", ["", "communication", "program blocked", "beside the program"], ranks.map((r) => [
+  table("Ranks", ["", "communication", "program blocked", "overlapped"], ranks.map((r) => [
     null, bands.find((band) => band.pid === r.rank).name, duration(r.communication_us), duration(r.blocked_us),
     `${duration(r.overlapped_us)} (${Math.round(100 * r.overlapped_us / (r.communication_us || 1))} %)`]));
 }

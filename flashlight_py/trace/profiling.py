@@ -1,8 +1,8 @@
-"""A profile: the calls of all ranks in one Chrome trace, which Perfetto reads too, and its page.
+"""Profiles: the calls of all ranks as a Chrome trace, which Perfetto reads as well, or as a page.
 
-The format is the JSON of Chrome's "Trace Event Format": complete events (``"ph": "X"``), times in
-microseconds. A process is a rank; its first thread is the program, with calls and waits that block
-it; other threads hold what runs beside it.
+The format is the JSON of Chrome's "Trace Event Format": complete events (``"ph": "X"``), with times
+in microseconds. Each rank is a process of the trace. Its first thread is the program, with calls
+and waits that block the program. Other threads contain operations that overlap with the program.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ from flashlight_py.distributed.internal import (
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline, call_text
 
-# The quickest of so many exchanges counts: it had the least to wait for.
+# Number of clock exchanges per rank. The fastest exchange counts, because it had the least delay.
 _ROUNDS = 16
-# Users' tags begin at 0, and new groups use -1.
+# Message tag. Tags of users are at least 0, and new groups use -1.
 _TAG = -2
 _log = logging.getLogger("flashlight_py")
 
 
 class Profile:
-    """Records the communication of all ranks into ``path``; see :func:`flashlight_py.profile`."""
+    """A recording of the communication of all ranks; see :func:`flashlight_py.profile`."""
 
     def __init__(
         self, path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
@@ -56,15 +56,15 @@ class Profile:
 
     @in_step()
     def start(self) -> None:
-        """Begin to record; collective, blocking.
+        """Start to record. Collective, blocking.
 
         Raises:
-            RuntimeError: a profile is being taken already.
-            ValueError: this process is not in the group.
-            DistributedError: as for :func:`flashlight_py.all_reduce`.
+            RuntimeError: If a profile is already being recorded.
+            ValueError: If this process is not in the group.
+            DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         if journal.listener is not None:
-            raise RuntimeError("profile: one is being taken already; stop it first")
+            raise RuntimeError("profile: another profile is active. Call its stop() first")
         self._records, self._spans = [], []
         self._offset = offset_to_rank_0(group_or_world(self._group).backend())
         journal.listener = self._records.append
@@ -72,26 +72,26 @@ class Profile:
 
     @in_step()
     def stop(self) -> None:
-        """End the recording and write the file on rank 0 of the group; collective, blocking.
+        """Stop recording, and write the file on rank 0 of the group. Collective, blocking.
 
-        If a rank is lost, each other one writes its own part, such as ``trace.rank1.json``.
+        If a rank is lost, each other rank writes its own part, for example ``trace.rank1.json``.
 
         Raises:
-            RuntimeError: nothing was started.
-            OSError: the file cannot be written.
+            RuntimeError: If no recording was started.
+            OSError: If the file cannot be written.
         """
         timeline = self._end()
         try:
-            everyone = group_or_world(self._group).gather_object(timeline)
+            timelines = group_or_world(self._group).gather_object(timeline)
         except DistributedError as error:
             self._write_alone(timeline, str(error))
             return
-        if everyone is not None:
-            self._write(self.path, everyone)
+        if timelines is not None:
+            self._write(self.path, timelines)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Mark what the body does as ``name`` on this rank's timeline; not collective."""
+        """Record the time of the body as ``name`` on this rank's timeline. Not collective."""
         started = time.monotonic_ns()
         try:
             yield
@@ -100,7 +100,7 @@ class Profile:
 
     def _end(self) -> RankTimeline:
         if journal.listener != self._records.append:
-            raise RuntimeError("profile: nothing was started that could be stopped")
+            raise RuntimeError("profile: expected an active profile, got none. Call start() first")
         journal.listener = None
         leave_to_python(-1)
         calls = [record.as_dict() for record in self._records]
@@ -114,7 +114,7 @@ class Profile:
     def _write_alone(self, timeline: RankTimeline, reason: str) -> None:
         path = self.path.with_suffix(f".rank{timeline.rank}{self.path.suffix}")
         self._write(path, [timeline])
-        _log.warning("rank %d alone: its profile is in %s (%s)", timeline.rank, path, reason)
+        _log.warning("the profile of rank %d only is in %s (%s)", timeline.rank, path, reason)
 
     def __enter__(self) -> "Profile":
         self.start()
@@ -123,23 +123,23 @@ class Profile:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.stop()
-        else:  # the others may be anywhere
+        else:  # the other ranks may be in any call
             self._write_alone(self._end(), f"{type(error).__name__}: {error}")
 
 
 def profile(
     path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
 ) -> Profile:
-    """Record every call of every verb, from entering the context to leaving it, into one file.
+    """Record the calls of all verbs, from the begin to the end of the context, in one file.
 
-    Collective and blocking at both ends; ``start()`` and ``stop()`` do the same. Rank 0 of the
-    group writes the file ``path``, in the place of an older one: a Chrome trace of the group's
-    ranks, numbered as in the world, with their calls in all groups, on rank 0's clock. Perfetto and
-    Chrome show it, and ``python -m flashlight_py.trace view trace.json`` makes a page. Each call
-    has its verb, bytes, dtype, shape, line of user code and the time it waited for other ranks.
-    ``span(name)`` marks a part of the program. Meanwhile a call takes some 10 us in place of 1 us:
-    it goes through Python. The host times work on a GPU, to within half a millisecond. The default
-    group is the world.
+    Both ends are collective and blocking; ``start()`` and ``stop()`` do the same. Rank 0 of the
+    group writes the file ``path`` and replaces an existing file. It is a Chrome trace of the
+    group's ranks, numbered as in the world, with their calls in all groups, in the time of rank 0's
+    clock. Perfetto and Chrome can display it, and ``python -m flashlight_py.trace view trace.json``
+    converts it to a page. Each call has its verb, bytes, dtype, shape, line of user code and the
+    time it waited for other ranks. ``span(name)`` marks a part of the program. During the recording
+    a call takes about 10 us instead of 1 us, because it runs through Python. GPU work is timed by
+    the host, with an error below half a millisecond. The default group is the world.
 
     Example:
         >>> with fl.profile(folder / "trace.json") as taken:
@@ -152,22 +152,22 @@ def profile(
 
 
 def offset_to_rank_0(backend: Backend) -> int:
-    """Return the nanoseconds to add to this rank's monotonic clock to get rank 0's. Collective.
+    """Return the nanoseconds from this rank's monotonic clock to rank 0's clock. Collective.
 
-    0 on rank 0's host. Else rank 0 is asked for its time, and taken to have answered halfway (F.
-    Cristian, 1989), which is wrong by at most half the time of the exchange.
+    0 on rank 0's host. On other hosts, the rank asks rank 0 for its time and assumes an answer
+    halfway (F. Cristian, 1989). The error is at most half the duration of the exchange.
     """
     identities = exchange_bytes(backend, host_identity().encode())
-    elsewhere = [rank for rank in range(backend.size) if identities[rank] != identities[0]]
-    if backend.rank in elsewhere:
-        return _ask(backend)
+    remote_ranks = [rank for rank in range(backend.size) if identities[rank] != identities[0]]
+    if backend.rank in remote_ranks:
+        return _measure_offset(backend)
     if backend.rank == 0:
-        for rank in elsewhere:
-            _answer(backend, rank)
+        for rank in remote_ranks:
+            _send_times(backend, rank)
     return 0
 
 
-def _ask(backend: Backend) -> int:
+def _measure_offset(backend: Backend) -> int:
     message, measured = np.zeros(1, np.int64), []
     for _ in range(_ROUNDS):
         asked = time.monotonic_ns()
@@ -178,7 +178,7 @@ def _ask(backend: Backend) -> int:
     return min(measured)[1]
 
 
-def _answer(backend: Backend, rank: int) -> None:
+def _send_times(backend: Backend, rank: int) -> None:
     message = np.zeros(1, np.int64)
     for _ in range(_ROUNDS):
         backend.start(Call(RECV, message, peer=rank, tag=_TAG)).wait()
@@ -187,26 +187,26 @@ def _answer(backend: Backend, rank: int) -> None:
 
 
 FORMAT = "flashlight_py trace 1"
-# Less than this is no waiting that anybody could see, or could do something about.
+# Shorter waits are not reported: too short to matter.
 _LATE_NANOSECONDS = 1000
-# What an event shows by its place and length, not as an argument.
+# Fields that an event shows by its position and length instead of an argument.
 _SHOWN = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
 
 
 @dataclass
 class _Event:
-    """Something on a timeline, in nanoseconds of the common clock."""
+    """An event of a timeline, with times in nanoseconds of the common clock."""
 
     name: str
-    kind: str  # collective, message, wait, span, or late: the part of a call that is waiting
+    kind: str  # collective, message, wait, span, or late: the waiting part of a call
     start: int
     end: int
     arguments: dict[str, Any] = field(default_factory=dict)
-    beside: bool = False  # the program goes on meanwhile
+    overlapped: bool = False  # the program continues during the event
 
 
 def chrome_trace(timelines: Sequence[RankTimeline]) -> dict[str, Any]:
-    """Return the trace of all ranks, the earliest event at 0."""
+    """Return the trace of all ranks, with the earliest event at time 0."""
     by_rank = {timeline.rank: list(_events(timeline)) for timeline in timelines}
     zero = min((event.start for events in by_rank.values() for event in events), default=0)
     _find_late_ranks(by_rank)
@@ -215,12 +215,12 @@ def chrome_trace(timelines: Sequence[RankTimeline]) -> dict[str, Any]:
         rank, name = timeline.rank, f"rank {timeline.rank} ({timeline.host}, pid {timeline.pid})"
         listed.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
         for thread, (name, events) in enumerate(_threads(by_rank[rank])):
-            place = {"pid": rank, "tid": thread}
-            listed.append({"name": "thread_name", "ph": "M", **place, "args": {"name": name}})
+            thread_id = {"pid": rank, "tid": thread}
+            listed.append({"name": "thread_name", "ph": "M", **thread_id, "args": {"name": name}})
             for event in events:
                 times = {"ts": (event.start - zero) / 1e3, "dur": (event.end - event.start) / 1e3}
-                what = {"name": event.name, "cat": event.kind, "ph": "X"}
-                listed.append({**what, **place, **times, "args": event.arguments})
+                kind = {"name": event.name, "cat": event.kind, "ph": "X"}
+                listed.append({**kind, **thread_id, **times, "args": event.arguments})
     summary = [{"rank": rank, **_summary(events)} for rank, events in by_rank.items()]
     data = {"format": FORMAT, "summary": summary}
     return {"traceEvents": listed, "displayTimeUnit": "ms", "otherData": data}
@@ -234,42 +234,42 @@ def _events(timeline: RankTimeline) -> Iterator[_Event]:
         arguments |= {name: value for name, value in call.items() if name not in _SHOWN}
         if "ended" not in call:
             arguments["running"] = True
-        kind, beside = "message" if "peer" in call else "collective", call.get("async", False)
-        yield _Event(verb, kind, start + offset, end + offset, arguments, beside)
-        which: dict[str, Any] = {k: call[k] for k in ("group", "number") if k in call}
+        kind, overlapped = "message" if "peer" in call else "collective", call.get("async", False)
+        yield _Event(verb, kind, start + offset, end + offset, arguments, overlapped)
+        call_id: dict[str, Any] = {k: call[k] for k in ("group", "number") if k in call}
         for start, end in call.get("waits", ()):
-            yield _Event(f"wait for {verb}", "wait", start + offset, end + offset, which)
+            yield _Event(f"wait for {verb}", "wait", start + offset, end + offset, call_id)
     for name, start, end in timeline.spans:
         yield _Event(name, "span", start + offset, end + offset)
 
 
 def _find_late_ranks(by_rank: dict[int, list[_Event]]) -> None:
-    """Note of each collective for which rank the others waited, and how long."""
-    together: dict[tuple[str, int], dict[int, _Event]] = {}
+    """Add to each collective the last rank and the time that the other ranks waited for it."""
+    calls: dict[tuple[str, int], dict[int, _Event]] = {}
     for rank, events in by_rank.items():
         for event in events:
             if event.kind == "collective" and "number" in event.arguments:
                 key = event.arguments["group"], event.arguments["number"]
-                together.setdefault(key, {})[rank] = event
-    for same in together.values():
-        last = max(same, key=lambda rank: same[rank].start)
-        for event in same.values():
-            waited = min(same[last].start, event.end) - event.start
+                calls.setdefault(key, {})[rank] = event
+    for by_rank_of_call in calls.values():
+        last = max(by_rank_of_call, key=lambda rank: by_rank_of_call[rank].start)
+        for event in by_rank_of_call.values():
+            waited = min(by_rank_of_call[last].start, event.end) - event.start
             if waited > _LATE_NANOSECONDS:
                 event.arguments |= {"waited_us": waited / 1e3, "waited_for_rank": last}
 
 
 def _threads(events: Sequence[_Event]) -> Iterator[tuple[str, Iterator[_Event]]]:
-    """Yield the threads of a rank: their names, and their events in the order of their starts."""
-    for name, beside in (("program", False), ("beside it", True)):
-        for own in _apart([e for e in events if e.beside == beside], nested=not beside):
-            yield name, _with_waiting(own)
+    """Yield the name of each thread of a rank, and its events in the order of their starts."""
+    for name, overlapped in (("program", False), ("overlapped", True)):
+        for thread in _separate([e for e in events if e.overlapped == overlapped], not overlapped):
+            yield name, _with_waiting(thread)
 
 
-def _apart(events: Iterable[_Event], nested: bool) -> list[list[_Event]]:
-    """Return threads whose events do not overlap; where ``nested``, one may lie within another."""
+def _separate(events: Iterable[_Event], nested: bool) -> list[list[_Event]]:
+    """Return threads whose events do not overlap; with ``nested``, an event may contain others."""
     threads: list[list[_Event]] = []
-    open_ends: list[list[int]] = []  # of each thread, the outermost first
+    open_ends: list[list[int]] = []  # per thread, the outermost event first
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         for thread, ends in zip(threads, open_ends, strict=True):
             while ends and ends[-1] <= event.start:
@@ -293,12 +293,12 @@ def _with_waiting(events: Iterable[_Event]) -> Iterator[_Event]:
 
 
 def _summary(events: Iterable[_Event]) -> dict[str, Any]:
-    """Return what each verb took, and microseconds of communication and of blocking.
+    """Return calls, bytes and time per verb, and total times of communication and blocking in us.
 
-    ``overlapped`` is communication during which the program went on.
+    ``overlapped_us`` is the time of communication during which the program continued.
     """
-    own = [event for event in events if event.kind != "span"]
-    calls = [event for event in own if event.kind != "wait"]
+    communication = [event for event in events if event.kind != "span"]
+    calls = [event for event in communication if event.kind != "wait"]
     verbs: dict[str, dict[str, float]] = {}
     for event in calls:
         verb = verbs.setdefault(event.name, {"calls": 0, "bytes": 0, "us": 0.0, "waited_us": 0.0})
@@ -307,7 +307,7 @@ def _summary(events: Iterable[_Event]) -> dict[str, Any]:
         verb["us"] += (event.end - event.start) / 1e3
         verb["waited_us"] += event.arguments.get("waited_us", 0.0)
     moving = [(event.start, event.end) for event in calls]
-    blocked = [(event.start, event.end) for event in own if not event.beside]
+    blocked = [(event.start, event.end) for event in communication if not event.overlapped]
     return {
         "verbs": verbs,
         "communication_us": covered(moving) / 1e3,
@@ -317,7 +317,7 @@ def _summary(events: Iterable[_Event]) -> dict[str, Any]:
 
 
 def covered(intervals: Iterable[tuple[int, int]]) -> int:
-    """Return how much time is in any of ``intervals``, each (from, to).
+    """Return the total length of the union of ``intervals``, each (start, end).
 
     Example:
         >>> covered([(5, 8), (0, 2), (1, 3)])
@@ -332,18 +332,18 @@ def covered(intervals: Iterable[tuple[int, int]]) -> int:
 
 
 def page(trace: dict[str, Any]) -> str:
-    """Return the HTML of ``trace``: one file that needs nothing else, and no network."""
+    """Return the HTML page of ``trace``: one file that needs no other file and no network."""
     files = resources.files("flashlight_py.trace")
     template, script = ((files / f"page.{kind}").read_text("utf-8") for kind in ("html", "js"))
-    # Nothing in the data may end the script that it stands in.
+    # Escape "<" so that no data can end the script element.
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace("/*SCRIPT*/", script).replace("/*TRACE*/", data)
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace of ``fl.profile`` or ``trace view``; anything else is a ValueError."""
+    """Read a trace of ``fl.profile`` or ``trace view``; raise ValueError for other files."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     data = trace.get("otherData", {}) if isinstance(trace, dict) else {}
     if data.get("format") != FORMAT:
-        raise ValueError(f"{path} was not written by fl.profile, or by another version of it")
+        raise ValueError(f"{path}: expected {FORMAT!r} of fl.profile, got {data.get('format')!r}")
     return dict(trace)

@@ -1,4 +1,4 @@
-"""The records of single ranks, of a profile or of a flight, and where the ranks parted."""
+"""Timelines of single ranks, from profiles or flight records, and a report on differing calls."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from flashlight_py.distributed.internal import read_fields
 
 @dataclass
 class RankTimeline:
-    """The calls and spans of one rank. Times are in nanoseconds of its own clock.
+    """Calls and spans of one rank. Times are in nanoseconds of the rank's clock.
 
-    ``offset`` added to them makes them those of a clock that all ranks have. ``calls`` are as
-    ``Record.as_dict`` returns them; calls that have not ended have lasted ``until`` then. ``spans``
-    are the program's own: (name, from, to).
+    ``offset`` is added to a time to convert it to the common clock of all ranks. ``calls`` have the
+    form of ``Record.as_dict``. Calls that have not ended were still running at ``until``. ``spans``
+    are marked by the program: (name, start, end).
     """
 
     rank: int
@@ -28,9 +28,9 @@ class RankTimeline:
 
 @dataclass(kw_only=True)
 class FlightRecord(RankTimeline):
-    """The record that one rank has left in its file; ``calls`` and ``groups`` are as there.
+    """Content of the file that one rank has written; ``calls`` and ``groups`` are unchanged.
 
-    The clock that all ranks have is that of their hosts, in nanoseconds since 1970.
+    The common clock is the clock of the hosts, in nanoseconds since 1970.
     """
 
     size: int
@@ -42,10 +42,10 @@ class FlightRecord(RankTimeline):
 
 
 def read_records(folder: Path) -> list[FlightRecord]:
-    """Return the records of the newest job in ``folder``, by rank; none is a ValueError."""
+    """Return the records of the newest job in ``folder``, by rank; raise ValueError without any."""
     records = [_read(path) for path in sorted(folder.glob("rank*.json"))]
     if not records:
-        raise ValueError(f"{folder} holds no flight records (rank0.json and so on)")
+        raise ValueError(f"{folder}: expected flight records (rank0.json, ...), got none")
     newest = max(records, key=lambda record: record.until + record.offset).job
     return sorted((r for r in records if r.job == newest), key=lambda record: record.rank)
 
@@ -58,11 +58,11 @@ def _read(path: Path) -> FlightRecord:
         clock = {"until": now, "offset": int(fields["wall"] * 1e9) - now}
         return FlightRecord(**clock, **{name: fields[name] for name in same})
     except KeyError as error:
-        raise ValueError(f"{path} is no flight record: it has no {error}") from error
+        raise ValueError(f"{path}: expected a flight record, got no field {error}") from error
 
 
 def call_text(call: dict[str, Any]) -> str:
-    """Write a call as a program would, such as ``all_reduce(float32 (4,), op=sum)``."""
+    """Return a call as code, for example ``all_reduce(float32 (4,), op=sum)``."""
     shape = call.get("shape")
     extents = "" if shape is None else f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
     array = f"{call.get('dtype', '')} {extents}".strip()
@@ -74,34 +74,34 @@ def call_text(call: dict[str, Any]) -> str:
     return f"{call['verb']}({', '.join(filter(None, words))})"
 
 
-# Verbs to which ranks may pass arrays of different first dimensions, or of no shape at all.
+# Verbs whose arrays may differ between ranks in their first dimension, or in the whole shape.
 _ROWS_DIFFER = ("all_gather", "gather", "all_to_all")
 _SHAPES_DIFFER = ("scatter",)
 
 
 def compare(records: Sequence[FlightRecord]) -> tuple[list[str], bool]:
-    """Return a report on the ranks' records, in lines, and whether all ranks agree."""
+    """Return a report on the ranks' records, in lines, and whether all calls agree."""
     first = records[0]
-    lines = [f"job {first.job}: {len(records)} of {first.size} ranks have left a record"]
+    lines = [f"job {first.job}: records of {len(records)} of {first.size} ranks"]
     lines += [f"  rank {r.rank} ({r.host}, pid {r.pid}) at {r.time}: {r.reason}" for r in records]
     missing = sorted(set(range(first.size)) - {record.rank for record in records})
     differences = []
     if missing:
         ranks = _ranks(missing)
-        differences = [f"{ranks} left none: killed, stopped, or on a host without the folder"]
+        differences = [f"{ranks}: no record (killed, stopped, or on a host without the folder)"]
     for name in dict.fromkeys(name for record in records for name in record.groups):
-        differences += _Group(name, records).parting()
+        differences += _Group(name, records).differences()
     differences += [
-        f"rank {record.rank}: {_called(call)}, {_state(call)}"
+        f"rank {record.rank}: {_call_and_line(call)}, {_state(call)}"
         for record in records
         for call in record.calls
         if "peer" in call and call["state"] != "ended"
     ]
-    return lines + (differences or ["all ranks have called the same"]), not differences
+    return lines + (differences or ["all ranks have made the same calls"]), not differences
 
 
 class _Group:
-    """One group's calls, by rank in the world and by number."""
+    """Calls of one group, by rank in the world and number of the call."""
 
     def __init__(self, name: str, records: Sequence[FlightRecord]) -> None:
         self.name = name
@@ -112,41 +112,41 @@ class _Group:
         }
         self._last = {rank: r.groups[name]["calls"] for rank, r in self._records.items()}
 
-    def parting(self) -> list[str]:
-        """Return where the ranks parted, in lines; none where they did not."""
+    def differences(self) -> list[str]:
+        """Return lines that describe where the calls of the ranks differ; empty if they agree."""
         if different := self._first_different(_signature, "the ranks made different calls"):
             return different
         behind = self._behind()
-        line = "the same call is made on different lines"
+        line = "the ranks make this call on different lines of code"
         return behind and self._first_different(lambda call: call.get("line"), line) + behind
 
-    def _first_different(self, key: Callable[[dict[str, Any]], Any], what: str) -> list[str]:
-        """Describe the first call of which ``key`` differs, where several ranks know it."""
+    def _first_different(self, key: Callable[[dict[str, Any]], Any], text: str) -> list[str]:
+        """Return lines on the first call for which ``key`` differs between ranks."""
         for number in sorted({number for calls in self._calls.values() for number in calls}):
-            known = {rank: calls.get(number) for rank, calls in self._calls.items()}
-            if len({key(call) for call in known.values() if call} - {None}) > 1:
+            by_rank = {rank: calls.get(number) for rank, calls in self._calls.items()}
+            if len({key(call) for call in by_rank.values() if call} - {None}) > 1:
                 by_text: dict[str, list[int]] = {}
-                for rank, call in known.items():
-                    text = _called(call) if call else "nothing that is still recorded"
-                    by_text.setdefault(text, []).append(rank)
-                ranks = [f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
-                return [f"group {self.name}, call {number}: {what}", *ranks]
+                for rank, call in by_rank.items():
+                    words = _call_and_line(call) if call else "call no longer recorded"
+                    by_text.setdefault(words, []).append(rank)
+                ranks = [f"  {_ranks(ranks)}: {words}" for words, ranks in by_text.items()]
+                return [f"group {self.name}, call {number}: {text}", *ranks]
         return []
 
     def _behind(self) -> list[str]:
-        """Report who has called less often than others, what those wait in, and where it stands."""
+        """Return lines on the ranks with fewer calls than others: last calls and lines of code."""
         most = max(self._last.values())
         late = [rank for rank, last in self._last.items() if last < most]
         ahead = [rank for rank in self._last if rank not in late]
-        lines = [f"group {self.name}: {_ranks(late)} behind {_ranks(ahead)}"]
+        lines = [f"group {self.name}: fewer calls by {_ranks(late)} than by {_ranks(ahead)}"]
         for rank in ahead + late:
             record, number = self._records[rank], self._last[rank]
             call = self._calls[rank].get(number)
-            where = f"  rank {rank} has called {number} times"
+            line = f"  rank {rank} has made {number} calls"
             if call is not None:
-                where = f"  rank {rank}, call {number}: {_called(call)}, {_state(call)}"
-            stands = f"; it stands at {record.stands_at}" if record.stands_at else ""
-            lines.append(where + stands)
+                line = f"  rank {rank}, call {number}: {_call_and_line(call)}, {_state(call)}"
+            position = f"; the program is at {record.stands_at}" if record.stands_at else ""
+            lines.append(line + position)
         return lines if late else []
 
 
@@ -156,13 +156,14 @@ def _signature(call: dict[str, Any]) -> tuple[Any, ...]:
         return verb, call.get("root")
     rows = 1 if verb in _ROWS_DIFFER and shape else 0
     same = None if shape is None else tuple(shape[rows:])
-    # The native all_reduce records three dimensions; what has more is recognised by its bytes.
+    # The native all_reduce records at most three dimensions; arrays with more are compared by
+    # bytes.
     size = call["bytes"] if verb == "all_reduce" else None
     dimensions = same if same is not None and len(same) <= 3 else None
     return verb, call.get("dtype"), call.get("op"), call.get("root"), dimensions, size
 
 
-def _called(call: dict[str, Any]) -> str:
+def _call_and_line(call: dict[str, Any]) -> str:
     at = f" at {call['line']}" if "line" in call else ""
     via = f" through {call['via']}" if "via" in call else ""
     return f"{call_text(call)}{at}{via}"

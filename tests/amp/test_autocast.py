@@ -61,7 +61,9 @@ def inputs(dtype: Any) -> tuple[fl.Variable, fl.Variable]:
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("given", ["half", "float32", "float64"])
 @pytest.mark.parametrize(("name", "function", "made"), POLICY, ids=[row[0] for row in POLICY])
-def test_the_policy(name: str, function: Any, made: str, given: str, half: str) -> None:
+def test_autocast_selects_the_documented_dtypes(
+    name: str, function: Any, made: str, given: str, half: str
+) -> None:
     given = {"half": half}.get(given, given)
     x, weight = inputs(F.astype(np.ones(1), given).dtype)
     with fl.amp.autocast(half):
@@ -73,7 +75,7 @@ def test_the_policy(name: str, function: Any, made: str, given: str, half: str) 
     assert function(x, weight).dtype.name == given  # outside
 
 
-def test_products_are_of_rounded_inputs() -> None:
+def test_products_round_their_inputs() -> None:
     x, weight = inputs(np.float32)
     a, w = (each.array.astype(np.float16).astype(np.float32) for each in (x, weight))
     with fl.amp.autocast():
@@ -91,7 +93,7 @@ def products(dtype: Any = np.float16) -> Any:
     return F.matmul(x, weight).dtype == dtype
 
 
-def test_regions_nest_and_end() -> None:
+def test_regions_can_be_nested() -> None:
     region = fl.amp.autocast()
     with region, region:
         with fl.amp.autocast(enabled=False):
@@ -108,7 +110,7 @@ def test_regions_nest_and_end() -> None:
     assert not fl.amp.autocast(enabled=False)(products)()
 
 
-def test_a_region_is_of_its_thread() -> None:
+def test_region_is_local_to_its_thread() -> None:
     found: list[bool] = []
     with fl.amp.autocast():
         thread = threading.Thread(target=lambda: found.append(products()))
@@ -117,13 +119,13 @@ def test_a_region_is_of_its_thread() -> None:
     assert found == [False]
 
 
-def test_other_dtypes_are_refused() -> None:
+def test_autocast_raises_for_other_dtypes() -> None:
     for wrong, error in (("float32", ValueError), ("int8", TypeError), ("what", TypeError)):
         with pytest.raises(error, match=f"autocast.*{wrong}"):
             fl.amp.autocast(wrong)
 
 
-def test_a_parameter_is_cast_once_until_it_changes() -> None:
+def test_parameter_is_cast_once_until_it_changes() -> None:
     x, weight = inputs(np.float32)
     optimizer = fl.optim.SGDOptimizer([weight], 0.5)
     with fl.amp.autocast():
@@ -138,7 +140,7 @@ def test_a_parameter_is_cast_once_until_it_changes() -> None:
             optimizer.step()
 
 
-def test_what_is_written_into_a_weight_counts_from_the_next_region() -> None:
+def test_weight_written_in_place_is_cast_in_the_next_region() -> None:
     x, weight = inputs(np.float32)
     with fl.amp.autocast():
         assert F.linear(x, weight).array.all()
@@ -182,7 +184,7 @@ def train(model: Any, half: str | None, captured: str = "", steps: int = 5) -> l
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_training(half: str) -> None:
+def test_training_under_autocast_reduces_the_loss(half: str) -> None:
     mixed, exact = train(model_of(), half), train(model_of(), None)
     assert mixed != exact
     np.testing.assert_allclose(mixed, exact, atol=0.02)
@@ -190,11 +192,11 @@ def test_training(half: str) -> None:
 
 @pytest.mark.parametrize("captured", ["inside", "around"])
 @pytest.mark.parametrize("half", HALVES)
-def test_capture(half: str, captured: str) -> None:
+def test_captured_step_may_enter_autocast(half: str, captured: str) -> None:
     assert train(model_of(), half, captured) == train(model_of(), half)
 
 
-def test_a_captured_step_in_and_out_of_a_region() -> None:
+def test_captured_step_is_recorded_per_region() -> None:
     weight = fl.param(np.full((1, 1), 1 / 3, np.float32))
     captured = fl.capture(lambda x: F.matmul(fl.input(x), weight))
     x, found = np.ones((1, 1), np.float32), []
@@ -205,7 +207,7 @@ def test_a_captured_step_in_and_out_of_a_region() -> None:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_recompute(half: str) -> None:
+def test_recompute_uses_the_dtype_of_the_region(half: str) -> None:
     one, other = model_of(), model_of(recomputed=True)
     assert train(one, half) == train(other, half)
     for a, b in zip(one.params(), other.params(), strict=True):
@@ -233,7 +235,7 @@ def on_ranks(rank: int, size: int, half: str, sharded: bool) -> Any:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("half", HALVES)
-def test_ranks(pool: Any, half: str, sharded: bool) -> None:
+def test_ranks_train_under_autocast(pool: Any, half: str, sharded: bool) -> None:
     first, second = pool(2).run(on_ranks, half, sharded)
     alone = on_ranks(0, 1, half, False)
     assert first[0] == second[0] == alone[0]

@@ -75,7 +75,7 @@ y = [run(*each) for each in runs]
 """
 
 
-def test_states_are_torch_s(oracle: Oracle) -> None:
+def test_state_dict_equals_torch(oracle: Oracle) -> None:
     assert oracle(TORCH, runs=RUNS)["y"] == [run(*each) for each in RUNS]
 
 
@@ -92,7 +92,7 @@ def run(steps: int, interval: int, share: float, _: bool) -> Any:
     return [scaler.state_dict(), optimizer.steps, digest.hexdigest()]
 
 
-def test_gradients_are_unscaled_once_and_the_step_is_skipped() -> None:
+def test_step_unscales_once_and_skips_infinite_gradients() -> None:
     leaf, other = param(8), param(16)
     optimizer, scaler = Bare(leaf, other), fl.amp.DynamicScaler(8)
     scaler.unscale(optimizer)
@@ -106,7 +106,7 @@ def test_gradients_are_unscaled_once_and_the_step_is_skipped() -> None:
     assert (optimizer.steps, scaler.get_scale()) == (1, 4)
 
 
-def test_losses_are_scaled() -> None:
+def test_scale_multiplies_losses() -> None:
     scaler, leaf = fl.amp.DynamicScaler(4), param()
     leaf.grad = None
     for loss in scaler.scale([leaf * 1.0, leaf * 2.0]):
@@ -132,7 +132,7 @@ OUT_OF_TURN: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", OUT_OF_TURN)
-def test_calls_out_of_turn_are_refused(name: str) -> None:
+def test_calls_out_of_order_raise_runtime_error(name: str) -> None:
     calls, message = OUT_OF_TURN[name]
     optimizer, scaler = Bare(param()), fl.amp.DynamicScaler()
     arguments: dict[str, Any] = {"update": ()}
@@ -142,7 +142,7 @@ def test_calls_out_of_turn_are_refused(name: str) -> None:
         getattr(scaler, calls[-1])(*arguments.get(calls[-1], (optimizer,)))
 
 
-def test_gradients_that_are_no_use_are_refused() -> None:
+def test_unscale_raises_for_invalid_gradients() -> None:
     scaler = fl.amp.DynamicScaler()
     with pytest.raises(ValueError, match="float16"):
         scaler.step(Bare(param(1, np.float16)))
@@ -157,12 +157,12 @@ WRONG: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize("options", WRONG, ids=str)
-def test_numbers_out_of_range_are_refused(options: Any) -> None:
+def test_scaler_raises_value_error_for_numbers_out_of_range(options: Any) -> None:
     with pytest.raises(ValueError, match=r"DynamicScaler: .* must be"):
         fl.amp.DynamicScaler(**options)
 
 
-def test_state_is_loaded() -> None:
+def test_load_state_dict_restores_the_state() -> None:
     one, other = fl.amp.DynamicScaler(4, 3, 0.25, 7), fl.amp.DynamicScaler()
     one.step(optimizer := Bare(param()))
     one.update()
@@ -181,7 +181,7 @@ def test_state_is_loaded() -> None:
             other.update(wrong)
 
 
-def test_a_scale_of_0_is_loaded() -> None:
+def test_load_state_dict_accepts_scale_zero() -> None:
     one, other = fl.amp.DynamicScaler(1e-45, backoff_factor=0.4), fl.amp.DynamicScaler()
     one.step(Bare(param(np.inf)))
     one.update()

@@ -47,7 +47,7 @@ def made() -> tuple[fl.nn.Module, Variable]:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_change_that_the_package_makes_is_noticed(name: str, change: Any) -> None:
+def test_backward_raises_if_the_package_changed_a_leaf(name: str, change: Any) -> None:
     model, x = made()
     loss = LOSSES[name](model, x).sum()
     change(model)
@@ -59,7 +59,7 @@ def test_a_change_that_the_package_makes_is_noticed(name: str, change: Any) -> N
 
 
 @pytest.mark.parametrize("function", [F.linear, F.linear_relu])
-def test_linear_is_named_whatever_learns(function: Any) -> None:
+def test_backward_names_linear_if_its_weight_or_input_changed(function: Any) -> None:
     x, weight, bias = np.ones((3, 2)), np.ones((2, 2)), np.ones(2)
     for learns in range(3):
         args = [fl.input(each) for each in (x, weight, bias)]
@@ -71,7 +71,7 @@ def test_linear_is_named_whatever_learns(function: Any) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_depend_on_the_change_goes_on(change: Any) -> None:
+def test_backward_works_if_the_graph_lacks_the_changed_leaf(change: Any) -> None:
     (model, x), (other, _) = made(), made()
     change(other)
     loss = model(x).sum()
@@ -81,7 +81,7 @@ def test_what_does_not_depend_on_the_change_goes_on(change: Any) -> None:
     np.testing.assert_array_equal(model.params()[1].grad, [6, 6])  # of both passes
 
 
-def test_a_second_pass_over_a_graph_that_was_kept_is_refused_after_a_step() -> None:
+def test_second_pass_of_a_retained_graph_raises_after_a_step() -> None:
     model, x = made()
     optimizer = fl.optim.AdamOptimizer(model.params(), lr=0.1)
     loss = model(x).sum()
@@ -91,7 +91,7 @@ def test_a_second_pass_over_a_graph_that_was_kept_is_refused_after_a_step() -> N
         loss.backward()
 
 
-def test_freezing_does_not_hide_a_change() -> None:
+def test_backward_raises_for_a_change_after_toggling_calc_grad() -> None:
     model, x = made()
     loss = model(x).sum()
     assign(model)
@@ -101,7 +101,7 @@ def test_freezing_does_not_hide_a_change() -> None:
         loss.backward()
 
 
-def test_a_parameter_that_was_the_result_of_an_operation_can_change_and_learn() -> None:
+def test_result_that_became_a_leaf_can_change_and_train() -> None:
     made_of_data = Variable(np.ones(2)) * 2.0
     made_of_data.calc_grad = True
     made_of_data.array = np.full(2, 3.0)
@@ -109,7 +109,7 @@ def test_a_parameter_that_was_the_result_of_an_operation_can_change_and_learn() 
     np.testing.assert_array_equal(made_of_data.grad, [6, 6])
 
 
-def test_a_parameter_without_gradient_is_not_stepped_and_counts_as_it_was() -> None:
+def test_parameter_without_gradient_is_not_marked_as_changed() -> None:
     model, x = made()
     loss = model(x).sum()
     fl.optim.SGDOptimizer(model.params(), lr=0.5).step()
@@ -139,9 +139,7 @@ TARGETS = np.array([[1, 2], [3, 1]])
 
 @pytest.mark.parametrize("value", [0, 2, 4, 10**7, -(10**7)])
 @pytest.mark.parametrize("name", INTEGERS)
-def test_gradients_use_the_integers_of_the_forward_pass_if_they_are_refilled(
-    name: str, value: int
-) -> None:
+def test_gradients_use_copies_of_integer_inputs(name: str, value: int) -> None:
     array, function, values = INTEGERS[name]
     gradients = []
     for is_refilled in (False, True):

@@ -18,7 +18,7 @@ from tests.autograd.cases import ones
 LONG = 10_000
 
 
-def test_chain_longer_than_the_recursion_limit() -> None:
+def test_backward_of_a_chain_exceeds_the_recursion_limit() -> None:
     assert sys.getrecursionlimit() < LONG
     x = param(ones(3))
     y: Variable = x
@@ -29,7 +29,7 @@ def test_chain_longer_than_the_recursion_limit() -> None:
 
 
 @pytest.mark.slow
-def test_dropping_a_very_long_graph_does_not_overflow_the_stack() -> None:
+def test_deleting_a_long_graph_does_not_overflow_the_stack() -> None:
     """A stack overflow kills the process, so it happens in one of its own, on a small stack."""
     program = (
         "import threading, numpy as np\n"
@@ -48,7 +48,7 @@ def test_dropping_a_very_long_graph_does_not_overflow_the_stack() -> None:
     assert done.stdout.strip() == "alive", done.stderr
 
 
-def test_diamond_visits_each_node_once() -> None:
+def test_backward_visits_each_node_of_a_diamond_once() -> None:
     """Without counting consumers, 30 stacked diamonds would be a billion paths."""
     x = param(ones(1, dtype="float64"))
     y: Variable = x
@@ -58,7 +58,7 @@ def test_diamond_visits_each_node_once() -> None:
     assert x.grad[0] == 2.0**30
 
 
-def test_consumer_outside_the_loss_does_not_hold_the_pass_up() -> None:
+def test_backward_ignores_consumers_outside_the_loss() -> None:
     x = param(ones(2))
     hidden = x * 3.0
     unused = hidden * 2.0
@@ -78,7 +78,7 @@ def noted(x: Variable, name: str, visits: list[str]) -> Variable:
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_ordered_operations_are_visited_in_reverse_whatever_the_graph(swapped: bool) -> None:
+def test_ordered_nodes_are_visited_in_reverse_order(swapped: bool) -> None:
     visits: list[str] = []
     x = param(ones(2))
     a = noted(x, "a", visits)
@@ -96,7 +96,7 @@ def test_ordered_operations_are_visited_in_reverse_whatever_the_graph(swapped: b
     np.testing.assert_array_equal(x.grad, [22, 22])  # 2 * (3 * 2 + 2 * 2) + 2
 
 
-def test_history_ends_with_the_pass_that_frees_it() -> None:
+def test_has_history_is_false_after_backward_frees_the_graph() -> None:
     x = param(ones(2))
     y = x * 2.0
     assert not x.has_history
@@ -129,7 +129,7 @@ def test_gradients_accumulate_over_passes() -> None:
         lambda a, b: F.linear(a, b, b[0]),
     ],
 )
-def test_gradients_of_several_operations_share_no_memory(operation: Any) -> None:
+def test_gradients_of_operations_share_no_memory(operation: Any) -> None:
     """Reducing one gradient in place must change no other array."""
     a, b = param(ones(2, 2)), param(ones(2, 2))
     result = operation(a, b)
@@ -141,7 +141,7 @@ def test_gradients_of_several_operations_share_no_memory(operation: Any) -> None
     assert a.grad.flags.writeable
 
 
-def test_one_row_through_linear_shares_no_memory() -> None:
+def test_bias_gradient_of_one_row_shares_no_memory() -> None:
     """With one row the bias gradient is a view of the incoming gradient, so it must be copied."""
     x, w, b = param(ones(1, 2)), param(ones(3, 2)), param(ones(3))
     other = param(ones(1, 3))
@@ -150,7 +150,7 @@ def test_one_row_through_linear_shares_no_memory() -> None:
     np.testing.assert_array_equal(b.grad, [1, 1, 1])
 
 
-def test_summing_into_one_gradient_leaves_its_twin_alone() -> None:
+def test_adding_to_a_gradient_keeps_equal_gradients() -> None:
     """An addition hands one array to both operands; adding in place must wait for a sum's own."""
     a, b = param(ones(2)), param(ones(2))
     one, twin = a * 1.0, b * 1.0
@@ -159,7 +159,7 @@ def test_summing_into_one_gradient_leaves_its_twin_alone() -> None:
     np.testing.assert_array_equal(b.grad, [1, 1])
 
 
-def test_seed_is_not_changed() -> None:
+def test_backward_does_not_modify_the_seed() -> None:
     x = param(ones(2))
     seed = np.array([1, 2], "float32")
     (x + x).backward(seed)
@@ -167,14 +167,14 @@ def test_seed_is_not_changed() -> None:
     np.testing.assert_array_equal(x.grad, [2, 4])
 
 
-def test_gradient_of_a_variable_without_dimensions_is_an_array() -> None:
+def test_gradient_without_dimensions_is_an_array() -> None:
     x = param(np.array(2.0))
     (x * x).backward()
     assert isinstance(x.grad, np.ndarray)
     assert x.grad == 4.0
 
 
-def test_second_backward_says_that_the_graph_was_freed() -> None:
+def test_second_backward_raises_runtime_error_if_freed() -> None:
     x = param(ones(1))
     y = x * 2.0
     y.backward()
@@ -183,7 +183,7 @@ def test_second_backward_says_that_the_graph_was_freed() -> None:
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_a_linear_map_with_a_relu_whose_pass_has_failed(retain_graph: bool) -> None:
+def test_linear_relu_can_be_used_after_a_failed_pass(retain_graph: bool) -> None:
     """The slope of the ReLU is not left out: it is freed with all the rest, or not at all."""
     weight, bias = param(np.array([[1.0], [-1.0]])), param(np.zeros(2))
     result, seed = F.linear_relu(input(np.array([[2.0]])), weight, bias), np.ones((1, 2))
@@ -204,7 +204,7 @@ def test_a_linear_map_with_a_relu_whose_pass_has_failed(retain_graph: bool) -> N
             result.backward(seed)
 
 
-def test_graph_is_freed_as_the_pass_goes() -> None:
+def test_backward_frees_the_graph_during_the_pass() -> None:
     """When the first layer's hook fires, what the last operation saved is gone already."""
     x, w = param(ones(2)), param(ones(2))
 
@@ -223,7 +223,7 @@ def test_graph_is_freed_as_the_pass_goes() -> None:
     assert seen == [True]
 
 
-def test_no_reference_cycles() -> None:
+def test_graphs_have_no_reference_cycles() -> None:
     """Graphs are freed by reference counts; arrays need not wait for the garbage collector."""
     gc.collect()
     gc.disable()
@@ -238,7 +238,7 @@ def test_no_reference_cycles() -> None:
         gc.enable()
 
 
-def test_inputs_without_gradient_cost_nothing() -> None:
+def test_inputs_without_gradient_are_not_differentiated() -> None:
     result = input(ones(2)) * input(ones(2))
     assert not result.calc_grad
     assert result.node is None

@@ -67,19 +67,19 @@ def like_torch(x: fl.Variable, w: Any) -> fl.Variable:
     return clipped_product(s, w, 1.0, scale=3.0) + clipped_product(s, s, 1.0) * s
 
 
-def test_it_is_differentiated_as_torch_s(oracle: Oracle) -> None:
+def test_function_has_the_derivative_of_torch(oracle: Oracle) -> None:
     x, w = fl.param(X), fl.param(W)
     compare_with_torch(oracle, TORCH, like_torch(x, w), {"x": x, "w": w}, 1e-12)
     assert softplus.__doc__ == "Return log(1 + exp(x))."
 
 
-def test_differences_agree() -> None:
+def test_gradcheck_accepts_functions() -> None:
     fl.gradcheck(softplus, [X])
     fl.gradcheck(lambda x, w: clipped_product(x, w, 1e9, scale=3.0), [X, W])
     fl.gradcheck(lambda x: clipped_product(x, W, 1e9), [X])
 
 
-def test_nothing_is_recorded_without_gradients() -> None:
+def test_function_records_nothing_without_gradients() -> None:
     for x in (fl.input(X), fl.no_grad(X), X):
         found = softplus(x)
         assert isinstance(found, fl.Variable)
@@ -87,7 +87,7 @@ def test_nothing_is_recorded_without_gradients() -> None:
         assert not found.has_history
 
 
-def test_gradients_lie_in_memory_of_their_own() -> None:
+def test_function_gradients_share_no_memory() -> None:
     x, seed = fl.param(X.copy()), np.ones_like(X)
     kept = np.full_like(X, 2)
     returning = fl.autograd.function(lambda x, w: (x + w, lambda grad: (kept, kept)))
@@ -98,7 +98,7 @@ def test_gradients_lie_in_memory_of_their_own() -> None:
     assert (seed.max(), kept.max(), x.grad.min(), x.grad.max()) == (1, 2, 10, 10)
 
 
-def test_it_is_captured() -> None:
+def test_capture_replays_functions() -> None:
     def make() -> Any:
         x = fl.param(X.copy())
         optimizer = fl.optim.SGDOptimizer([x], 0.1)
@@ -107,7 +107,7 @@ def test_it_is_captured() -> None:
     compare(make, [W * number for number in range(1, 6)])
 
 
-def test_it_is_computed_again() -> None:
+def test_recompute_repeats_functions() -> None:
     class Block(fl.nn.Module):
         def __init__(self) -> None:
             self.weight = fl.param(W.copy())
@@ -122,7 +122,7 @@ def test_it_is_computed_again() -> None:
     np.testing.assert_array_equal(*grads)
 
 
-def test_on_another_array_library(strict: StandInCupy) -> None:
+def test_function_works_with_another_array_library(strict: StandInCupy) -> None:
     x = fl.param(strict.asarray(X))  # type: ignore[arg-type]
     like_torch(x, strict.asarray(W)).sum().backward()  # type: ignore[arg-type]
     assert type(x.grad) is type(x.array)
@@ -133,7 +133,7 @@ def backward_of(gradients: Callable[[Any], Any]) -> Callable[[fl.Variable], Any]
     return lambda x: operation(x, W).backward(X)
 
 
-def test_none_is_no_gradient() -> None:
+def test_function_accepts_none_as_gradient() -> None:
     x, w = fl.param(X.copy()), fl.param(W.copy())
     of_second = fl.autograd.function(lambda x, w: (x * w, lambda grad: (None, grad * 3)))
     (of_second(x * 2, w) + x).sum().backward()
@@ -163,13 +163,13 @@ WRONG: dict[str, tuple[Callable[[fl.Variable], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_named(what: str) -> None:
+def test_function_raises_for_invalid_results(what: str) -> None:
     call, kind, words = WRONG[what]
     with pytest.raises(kind, match=words):
         call(fl.param(X))
 
 
-def test_a_variable_that_was_changed_is_named() -> None:
+def test_function_names_a_changed_variable() -> None:
     x = fl.param(X.copy())
     loss = softplus(x).sum()
     x.array = W

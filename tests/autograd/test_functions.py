@@ -22,7 +22,7 @@ def test_gradient_equals_central_differences(case: Case) -> None:
 
 @EVERY_CASE
 @pytest.mark.parametrize("size", [0, 1])
-def test_gradient_has_the_shape_of_its_input_if_sizes_are_small(case: Case, size: int) -> None:
+def test_gradient_has_the_input_shape_if_sizes_are_small(case: Case, size: int) -> None:
     sizes = {n for array in case.arrays for n in array.shape}
     for cut in (*({n} for n in sizes), sizes):
         kept = [tuple(slice(size if n in cut else n) for n in x.shape) for x in case.arrays]
@@ -97,29 +97,29 @@ def gradient(result: Variable, leaf: Variable) -> np.ndarray:
 class TestKinks:
     """Where a slope is a convention, it is the one that the docstring names."""
 
-    def test_relu_and_abs_are_flat_at_zero(self) -> None:
+    def test_slopes_of_relu_and_abs_are_zero_at_zero(self) -> None:
         for function in (F.relu, F.abs):
             x = param(np.array([-1.0, 0.0, 1.0]))
             assert gradient(function(x), x)[1] == 0
 
-    def test_clamp_passes_on_its_limits(self) -> None:
+    def test_clamp_has_slope_one_on_its_limits(self) -> None:
         x = param(np.array([-2.0, -1.0, 1.0, 2.0]))
         np.testing.assert_array_equal(gradient(F.clamp(x, -1, 1), x), [0, 1, 1, 0])
 
     @pytest.mark.parametrize("function", [F.maximum, F.minimum])
-    def test_equal_operands_share_in_halves(self, function: Any) -> None:
+    def test_maximum_and_minimum_halve_gradients_of_equal_operands(self, function: Any) -> None:
         x, y = param(np.array([1.0])), param(np.array([1.0]))
         assert gradient(function(x, y), x) == 0.5
         assert y.grad == 0.5
 
     @pytest.mark.parametrize("function", [F.max, F.min])
-    def test_equal_extremes_share_evenly(self, function: Any) -> None:
+    def test_max_and_min_share_gradients_of_equal_elements(self, function: Any) -> None:
         x = param(np.array([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 2.0, 2.0]]))
         grad = gradient(function(x, 1), x)
         np.testing.assert_array_equal(grad[0], [0.25] * 4)
         np.testing.assert_array_equal(np.sort(grad[1]), [0, 0, 0.5, 0.5])
 
-    def test_pow_at_base_zero(self) -> None:
+    def test_pow_gradient_is_finite_at_base_zero(self) -> None:
         x, y = param(np.zeros(3)), param(np.array([0.0, 1.0, 2.0]))
         np.testing.assert_array_equal(gradient(x**y, x), [0, 1, 0])
         np.testing.assert_array_equal(y.grad, [0, 0, 0])
@@ -139,15 +139,15 @@ class TestExtremes:
 
 
 class TestAstype:
-    def test_result_is_a_copy_even_in_the_same_dtype(self) -> None:
+    def test_astype_copies_if_the_dtype_is_the_same(self) -> None:
         x = param(np.ones(2, "float32"))
         assert not np.shares_memory(F.astype(x, "float32").array, x.array)
 
-    def test_integers_end_the_graph(self) -> None:
+    def test_astype_to_integers_ends_the_graph(self) -> None:
         assert not F.astype(param(np.ones(2)), "int64").calc_grad
 
 
-def test_dropout_ratios() -> None:
+def test_dropout_raises_value_error_for_invalid_ratios() -> None:
     x = param(np.ones(2))
     assert F.dropout(x, 0) is x
     for ratio in (-0.1, 1, 2.0, float("nan")):
@@ -156,21 +156,21 @@ def test_dropout_ratios() -> None:
 
 
 class TestCrossEntropy:
-    def test_no_sample_that_counts_is_a_loss_of_zero(self) -> None:
+    def test_cross_entropy_is_zero_if_all_samples_are_ignored(self) -> None:
         x = param(np.zeros((2, 3)))
         loss = F.categorical_cross_entropy(F.log_softmax(x), input(np.array([-1, -1])))
         assert loss.scalar() == 0
         loss.backward()
         np.testing.assert_array_equal(x.grad, np.zeros((2, 3)))
 
-    def test_ignored_sample_may_be_infinitely_improbable(self) -> None:
+    def test_cross_entropy_ignores_infinite_losses(self) -> None:
         logs = param(np.array([[-np.inf, 0.0], [-1.0, -1.0]]))
         loss = F.categorical_cross_entropy(logs, input(np.array([9, 1])), ignore_index=9)
         assert loss.scalar() == 1
         loss.backward()
         np.testing.assert_array_equal(logs.grad, [[0, 0], [0, -1]])
 
-    def test_several_batch_dimensions(self) -> None:
+    def test_cross_entropy_accepts_several_batch_dimensions(self) -> None:
         labels = np.array([[0, 1], [2, 3], [1, 1]])
         logs = param(np.log(np.full((3, 2, 4), 0.25)))
         loss = F.categorical_cross_entropy(logs, input(labels), "none")
@@ -186,7 +186,7 @@ class TestCrossEntropy:
             (np.array([0, 1]), "median", ValueError, "got 'median'"),
         ],
     )
-    def test_wrong_arguments(
+    def test_cross_entropy_raises_for_invalid_arguments(
         self, labels: np.ndarray, reduction: str, error: type[Exception], match: str
     ) -> None:
         with pytest.raises(error, match=match):
@@ -224,19 +224,19 @@ class TestCrossEntropy:
         (lambda x: x + np.ones(3), "broadcast"),
     ],
 )
-def test_shapes_that_do_not_fit(call: Any, match: str) -> None:
+def test_functions_raise_value_error_for_invalid_shapes(call: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call(param(np.ones((3, 4))))
 
 
-def test_index_takes_variables() -> None:
+def test_index_accepts_variables() -> None:
     x, where = param(np.arange(3.0)), input(np.array([2, 2]))
     np.testing.assert_array_equal(gradient(x[where], x), [0, 0, 2])
     with pytest.raises(IndexError):
         x[5]
 
 
-def test_topk_says_where_the_largest_are() -> None:
+def test_topk_returns_values_and_indices() -> None:
     x = np.array([[1.0, 3.0, 3.0], [np.nan, -1.0, 0.0]])
     values, indices = F.topk(x, 2)
     np.testing.assert_array_equal(values.array, [[3, 3], [0, -1]])
@@ -253,20 +253,20 @@ def test_topk_says_where_the_largest_are() -> None:
         (np.array([False, True, False]), [1, 0, 2]),
     ],
 )
-def test_topk_of_integers(x: np.ndarray, largest: list[int]) -> None:
+def test_topk_accepts_integers(x: np.ndarray, largest: list[int]) -> None:
     values, indices = F.topk(x, 3)
     assert indices.array.tolist() == largest
     np.testing.assert_array_equal(values.array, x[largest])
 
 
-def test_the_slope_of_a_norm_of_0_is_0() -> None:
+def test_norm_has_slope_zero_at_zero() -> None:
     for p in (1, 2, 3.5, np.inf):
         x = param(np.zeros((2, 3)))
         np.testing.assert_array_equal(gradient(F.norm(x, p, 1), x), np.zeros((2, 3)))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64"])
-def test_indices_of_any_integers(dtype: str) -> None:
+def test_indices_may_have_any_integer_dtype(dtype: str) -> None:
     """Places are counted in int64: 200 rows of 3 are more than a byte can count."""
     x, index = np.arange(600.0).reshape(200, 3), np.array([[0, 150, 199]]).astype(dtype)
     np.testing.assert_array_equal(F.gather(x, index, 0).array, [[0, 451, 599]])
@@ -277,7 +277,7 @@ def test_indices_of_any_integers(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
-def test_softmax_of_unsigned_numbers(function: Any) -> None:
+def test_softmax_accepts_unsigned_integers(function: Any) -> None:
     for dtype in (np.uint8, np.uint64, np.bool_):
         given = np.array([[3, 0, 1, 1]]).astype(dtype)
         expected = function(input(given.astype(np.float64))).array
@@ -285,14 +285,14 @@ def test_softmax_of_unsigned_numbers(function: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.bool_, np.int64])
-def test_the_mean_squared_error_of_integers_has_the_prediction_s_dtype(dtype: Any) -> None:
+def test_mean_squared_error_casts_integer_targets(dtype: Any) -> None:
     x = Variable(np.full(2, 0.5, np.float32), calc_grad=True)
     loss = F.mean_squared_error(x, input(np.array([1, 0]).astype(dtype)))
     assert (loss.dtype, loss.scalar()) == (np.float32, 0.25)
 
 
 @pytest.mark.parametrize(("function", "one"), [(F.softmax, 1), (F.log_softmax, 0)])
-def test_softmax_of_no_dimensions(function: Any, one: int) -> None:
+def test_softmax_accepts_zero_dimensions(function: Any, one: int) -> None:
     for axis in (-1, 0):
         x = param(np.array(3.0))
         result = function(x, axis)
@@ -301,7 +301,7 @@ def test_softmax_of_no_dimensions(function: Any, one: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (0, 2, 4)])
-def test_an_empty_batch_has_results_and_gradients(shape: tuple[int, ...]) -> None:
+def test_functions_accept_empty_batches(shape: tuple[int, ...]) -> None:
     x, w, b = param(np.ones(shape)), param(np.ones((3, 4))), param(np.ones(3))
     assert F.linear(x, w, b).shape == (*shape[:-1], 3)
     np.testing.assert_array_equal(gradient(F.linear(x, w, b), w), np.zeros((3, 4)))
@@ -320,7 +320,7 @@ def test_an_empty_batch_has_results_and_gradients(shape: tuple[int, ...]) -> Non
         (F.exp, [np.ones(2, "float32")], TypeError, "float64 arrays, got float32"),
     ],
 )
-def test_gradcheck_finds_what_is_wrong_and_leaves_arrays_alone(
+def test_gradcheck_raises_for_wrong_gradients_and_keeps_arrays(
     function: Any, arrays: list[np.ndarray], error: type[Exception], words: str
 ) -> None:
     before = np.copy(arrays)
@@ -333,7 +333,7 @@ OPERATORS = {"add", "sub", "mul", "div", "pow", "maximum", "minimum", "matmul", 
 
 
 @EVERY_CASE
-def test_arrays_are_taken_as_constants(case: Case) -> None:
+def test_functions_use_arrays_as_constants(case: Case) -> None:
     first, *others = case.arrays
     assert case.ours(param(first), *others).calc_grad
     name = case.name.partition("_")[0]
@@ -346,7 +346,7 @@ def test_arrays_are_taken_as_constants(case: Case) -> None:
         F.relu([1.0])
 
 
-def test_logsumexp_does_not_overflow_and_infinite_terms_have_no_slope() -> None:
+def test_logsumexp_handles_large_and_infinite_terms() -> None:
     x = param(np.array([[1e4, 0.0], [-np.inf, -np.inf], [3.0, -np.inf]]))
     out = F.logsumexp(x, 1)
     np.testing.assert_array_equal(out.array, [1e4, -np.inf, 3])
@@ -356,20 +356,20 @@ def test_logsumexp_does_not_overflow_and_infinite_terms_have_no_slope() -> None:
     np.testing.assert_allclose(F.logsumexp(small).array, np.log(np.exp(small.astype("f8")).sum()))
 
 
-def test_the_slope_of_a_deviation_of_0_is_0() -> None:
+def test_std_has_slope_zero_at_zero() -> None:
     x = param(np.full((2, 3), 0.5))
     np.testing.assert_array_equal(gradient(F.std(x, 1), x), np.zeros((2, 3)))
 
 
 @pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric", "wrap"])
 @pytest.mark.parametrize("width", [1, (2, 1), ((0, 1), (2, 0))])
-def test_pad_equals_numpy_and_its_gradient_differences(mode: str, width: Any) -> None:
+def test_pad_equals_numpy_and_central_differences(mode: str, width: Any) -> None:
     x = np.arange(12.0).reshape(3, 4)
     np.testing.assert_array_equal(F.pad(x, width, mode).array, np.pad(x, width, mode))
     gradcheck(lambda v: F.pad(v, width, mode), [x])
 
 
-def test_pad_takes_the_value_of_constant_elements() -> None:
+def test_pad_uses_constant_values() -> None:
     np.testing.assert_array_equal(F.pad(np.ones(1), 1, constant_values=7).array, [7, 1, 7])
 
 

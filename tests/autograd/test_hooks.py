@@ -13,7 +13,7 @@ from flashlight_py.optim import clip_grad_norm
 from tests.autograd.cases import ones
 
 
-def test_fires_once_with_the_whole_gradient() -> None:
+def test_hook_runs_once_with_the_complete_gradient() -> None:
     x = param(ones(2))
     seen: list[np.ndarray] = []
     x.register_grad_hook(lambda v: seen.append(np.array(v.grad)))
@@ -22,7 +22,7 @@ def test_fires_once_with_the_whole_gradient() -> None:
     np.testing.assert_array_equal(seen[0], [8, 8])
 
 
-def test_gets_the_leaf_and_may_replace_its_gradient() -> None:
+def test_hook_gets_the_leaf_and_can_replace_its_gradient() -> None:
     x = param(ones(2))
 
     def halve(variable: Variable) -> None:
@@ -34,7 +34,7 @@ def test_gets_the_leaf_and_may_replace_its_gradient() -> None:
     np.testing.assert_array_equal(x.grad, [0.5, 0.5])
 
 
-def test_a_gradient_that_became_a_scalar_is_added_to() -> None:
+def test_gradient_that_became_a_scalar_accumulates() -> None:
     """NumPy computes one from an array without dimensions, and += makes another one of it."""
     x = param(np.array(2.0))
 
@@ -49,7 +49,7 @@ def test_a_gradient_that_became_a_scalar_is_added_to() -> None:
     assert x.grad == 0.5
 
 
-def test_last_layer_fires_first_and_before_the_pass_reaches_the_first() -> None:
+def test_hooks_run_for_the_last_layer_first() -> None:
     order: list[str] = []
     first, last = param(ones(2)), param(ones(2))
     first.register_grad_hook(lambda _: order.append("first"))
@@ -58,7 +58,7 @@ def test_last_layer_fires_first_and_before_the_pass_reaches_the_first() -> None:
     assert order == ["last, first has None", "first"]
 
 
-def test_weight_and_bias_fire_before_the_gradient_of_the_layer_input() -> None:
+def test_hooks_of_parameters_run_before_the_input_gradient() -> None:
     order: list[str] = []
     x, w, b = param(ones(1, 2)), param(ones(3, 2)), param(ones(3))
     for name, variable in (("x", x), ("w", w), ("b", b)):
@@ -67,7 +67,7 @@ def test_weight_and_bias_fire_before_the_gradient_of_the_layer_input() -> None:
     assert order == ["w", "b", "x"]
 
 
-def test_registering_replaces_and_clearing_removes() -> None:
+def test_register_grad_hook_replaces_and_clear_grad_hook_removes() -> None:
     x = param(ones(1))
     calls: list[str] = []
     x.register_grad_hook(lambda _: calls.append("old"))
@@ -78,14 +78,14 @@ def test_registering_replaces_and_clearing_removes() -> None:
     assert calls == ["new"]
 
 
-def test_unused_variable_is_not_called() -> None:
+def test_hook_of_an_unused_variable_is_not_called() -> None:
     used, unused = param(ones(1)), param(ones(1))
     unused.register_grad_hook(lambda _: pytest.fail("took no part"))
     (used * 1.0).backward()
     assert unused.grad is None
 
 
-def test_backward_on_a_leaf_itself() -> None:
+def test_backward_on_a_leaf_calls_its_hook() -> None:
     x = param(ones(1))
     seen: list[Variable] = []
     x.register_grad_hook(seen.append)
@@ -95,7 +95,7 @@ def test_backward_on_a_leaf_itself() -> None:
 
 
 class TestBackwardEnd:
-    def test_runs_once_after_every_gradient(self) -> None:
+    def test_on_backward_end_runs_once_after_all_gradients(self) -> None:
         x, w = param(ones(1)), param(ones(1))
         calls: list[tuple[bool, bool]] = []
         hook = lambda _: on_backward_end(  # noqa: E731
@@ -108,7 +108,7 @@ class TestBackwardEnd:
         (x * w).backward()
         assert len(calls) == 1
 
-    def test_may_give_an_unused_parameter_zeros(self) -> None:
+    def test_on_backward_end_can_set_gradients_of_unused_parameters(self) -> None:
         used, unused = param(ones(1)), param(ones(2))
 
         def fill(completed: bool) -> None:
@@ -120,7 +120,7 @@ class TestBackwardEnd:
         (used * 1.0).backward()
         np.testing.assert_array_equal(unused.grad, [0, 0])
 
-    def test_is_notified_of_a_pass_that_raised_and_nothing_leaks_into_the_next(self) -> None:
+    def test_on_backward_end_reports_a_failed_pass(self) -> None:
         first, last = param(ones(1)), param(ones(1))
         ends: list[bool] = []
 
@@ -141,7 +141,7 @@ class TestBackwardEnd:
         assert ends == [False, True]
         np.testing.assert_array_equal(first.grad, [1])
 
-    def test_backward_inside_a_hook_is_a_pass_of_its_own(self) -> None:
+    def test_backward_inside_a_hook_has_its_own_callbacks(self) -> None:
         x, inner = param(ones(1)), param(ones(1))
         calls: list[str] = []
         inner.register_grad_hook(lambda _: on_backward_end(lambda _: calls.append("inner")))
@@ -155,7 +155,7 @@ class TestBackwardEnd:
         (x * 1.0).backward()
         assert calls == ["inner", "hook done", "outer"]
 
-    def test_other_threads_have_passes_of_their_own(self) -> None:
+    def test_on_backward_end_is_local_to_a_thread(self) -> None:
         x = param(ones(1))
         refused: list[str] = []
 
@@ -174,12 +174,12 @@ class TestBackwardEnd:
         (x * 1.0).backward()
         assert len(refused) == 1
 
-    def test_needs_a_callable(self) -> None:
+    def test_on_backward_end_raises_type_error_unless_callable(self) -> None:
         with pytest.raises(TypeError, match="callable, got int"):
             on_backward_end(3)  # type: ignore[arg-type]
 
 
-def test_all_of_many_callbacks_are_called_where_one_raises() -> None:
+def test_on_backward_end_calls_all_callbacks_if_one_raises() -> None:
     called = []
 
     def at_end(number: int, _: bool) -> None:
@@ -198,7 +198,7 @@ def test_all_of_many_callbacks_are_called_where_one_raises() -> None:
     assert called == [*range(2000)]
 
 
-def test_gradient_is_the_buffer_and_ends_up_in_the_larger_array() -> None:
+def test_grad_buffer_may_be_a_view_of_a_larger_array() -> None:
     bucket = np.full(9, np.nan, "float32")
     w, b = param(ones(3, 2)), param(ones(3))
     w.grad_buffer, b.grad_buffer = bucket[:6].reshape(3, 2), bucket[6:]
@@ -208,7 +208,7 @@ def test_gradient_is_the_buffer_and_ends_up_in_the_larger_array() -> None:
     np.testing.assert_array_equal(bucket, [2] * 9)
 
 
-def test_next_pass_overwrites_after_zero_grad_and_adds_without() -> None:
+def test_grad_buffer_is_overwritten_after_zero_grad() -> None:
     x = param(ones(2))
     buffer = x.grad_buffer = np.full(2, 7, "float32")
     for expected in (1, 2):
@@ -219,7 +219,7 @@ def test_next_pass_overwrites_after_zero_grad_and_adds_without() -> None:
     np.testing.assert_array_equal(buffer, [1, 1])
 
 
-def test_shared_weight_adds_in_place() -> None:
+def test_grad_buffer_accumulates_a_shared_weight_in_place() -> None:
     w, same = (param(np.array([[1.0, 2.0], [3.0, 5.0]])) for _ in range(2))
     w.grad_buffer = np.empty((2, 2))
     for weight in (w, same):
@@ -228,7 +228,7 @@ def test_shared_weight_adds_in_place() -> None:
     np.testing.assert_array_equal(w.grad, same.grad)
 
 
-def test_gradient_assigned_before_is_carried_into_the_buffer() -> None:
+def test_grad_buffer_includes_an_earlier_gradient() -> None:
     x = param(ones(2))
     x.grad_buffer = np.empty(2, "float32")
     held = x.grad = np.array([1, 2], "float32")
@@ -238,7 +238,7 @@ def test_gradient_assigned_before_is_carried_into_the_buffer() -> None:
     np.testing.assert_array_equal(held, [1, 2])
 
 
-def test_strided_buffer_and_other_dtypes_of_the_graph() -> None:
+def test_grad_buffer_may_be_strided_and_casts_gradients() -> None:
     w = param(ones(3, 2))
     w.grad_buffer = np.empty((2, 3), "float32").T
     F.sum(F.linear(input(ones(1, 2)), w)).backward()
@@ -249,7 +249,7 @@ def test_strided_buffer_and_other_dtypes_of_the_graph() -> None:
     np.testing.assert_array_equal(w.grad, ones(3, 2))
 
 
-def test_without_dimensions() -> None:
+def test_grad_buffer_may_have_no_dimensions() -> None:
     x = param(np.array(3.0))
     x.grad_buffer = np.empty(())
     (x * x * x).backward()
@@ -257,7 +257,7 @@ def test_without_dimensions() -> None:
     assert x.grad == 27.0
 
 
-def test_matrix_product_writes_into_it_without_a_temporary() -> None:
+def test_linear_writes_weight_gradients_into_grad_buffer() -> None:
     """The product's own output is the buffer: no second array of the weight's size exists."""
     w = param(ones(3, 2))
     buffer = w.grad_buffer = np.zeros((3, 2), "float32")
@@ -275,13 +275,13 @@ def test_matrix_product_writes_into_it_without_a_temporary() -> None:
         (np.broadcast_to(np.float32(0), 2), ValueError),
     ],
 )
-def test_wrong_buffer_is_refused(buffer: Any, error: type[Exception]) -> None:
+def test_grad_buffer_raises_for_invalid_arrays(buffer: Any, error: type[Exception]) -> None:
     x = param(ones(2))
     with pytest.raises(error):
         x.grad_buffer = buffer
     assert x.grad_buffer is None
 
 
-def test_results_have_none() -> None:
+def test_grad_buffer_raises_value_error_on_results() -> None:
     with pytest.raises(ValueError, match="leaf"):
         (param(ones(2)) * 2.0).grad_buffer = ones(2)

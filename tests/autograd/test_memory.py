@@ -36,7 +36,7 @@ print(resident() - before)
 """
 
 
-def test_memory_freed_after_an_import_of_all_names_returns_to_the_system() -> None:
+def test_import_does_not_activate_the_block_cache() -> None:
     command = [sys.executable, "-c", _IMPORTS_ALL]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     held, left = map(int, text.split())
@@ -65,7 +65,7 @@ def train(x: fl.Variable, count: int) -> None:
         x.zero_grad()
 
 
-def test_a_step_takes_no_new_pages_once_its_blocks_are_kept(kept_bytes: KeptBytes) -> None:
+def test_cached_blocks_avoid_new_pages(kept_bytes: KeptBytes) -> None:
     x = fl.param(np.ones((12, 64, 512), np.float32))  # 1.5 MB
     train(x, 4)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -74,7 +74,7 @@ def test_a_step_takes_no_new_pages_once_its_blocks_are_kept(kept_bytes: KeptByte
     assert pages < 20 * x.array.nbytes / os.sysconf("SC_PAGE_SIZE") / 10
 
 
-def test_freed_blocks_are_kept_up_to_32_megabytes_and_for_8_passes(kept_bytes: KeptBytes) -> None:
+def test_block_cache_is_limited_to_32_megabytes_and_8_passes(kept_bytes: KeptBytes) -> None:
     run_passes(1)
     arrays = [np.ones(3 * MB // 2, np.uint8) for _ in range(40)]
     assert kept_bytes() < MB
@@ -88,7 +88,7 @@ def test_freed_blocks_are_kept_up_to_32_megabytes_and_for_8_passes(kept_bytes: K
     assert kept_bytes() < MB
 
 
-def test_a_block_is_not_used_again_while_a_view_needs_it(kept_bytes: KeptBytes) -> None:
+def test_block_is_not_reused_while_a_view_exists(kept_bytes: KeptBytes) -> None:
     run_passes(1)
     view = np.full(2 * MB, 7, np.uint8)[::1000]
     gc.collect()
@@ -98,7 +98,7 @@ def test_a_block_is_not_used_again_while_a_view_needs_it(kept_bytes: KeptBytes) 
 
 
 @pytest.mark.parametrize("size", [100, 20_000, 200_000, 40 * MB])
-def test_arrays_of_kept_blocks_behave_like_other_arrays(kept_bytes: KeptBytes, size: int) -> None:
+def test_arrays_in_cached_blocks_behave_like_other_arrays(kept_bytes: KeptBytes, size: int) -> None:
     run_passes(1)
     for _ in range(2):  # the second time from blocks that hold other values
         array = np.full(size, 7, np.uint8)
@@ -113,7 +113,7 @@ def test_arrays_of_kept_blocks_behave_like_other_arrays(kept_bytes: KeptBytes, s
     assert np.fromiter(range(size // 100), np.int64).sum() == sum(range(size // 100))
 
 
-def test_many_arrays_leave_mappings_for_other_uses(kept_bytes: KeptBytes) -> None:
+def test_many_arrays_do_not_exhaust_memory_mappings(kept_bytes: KeptBytes) -> None:
     run_passes(1)
     arrays = [np.empty(40_000, np.uint8) for _ in range(40_000)]
     del arrays[::2]  # mappings beside each other count as one
@@ -121,7 +121,7 @@ def test_many_arrays_leave_mappings_for_other_uses(kept_bytes: KeptBytes) -> Non
         assert sum(1 for _ in file) < 12_000
 
 
-def test_a_forked_process_uses_its_own_copy_of_kept_blocks(kept_bytes: KeptBytes) -> None:
+def test_forked_process_has_its_own_block_cache(kept_bytes: KeptBytes) -> None:
     run_passes(1)
     np.ones(MB, np.uint8)
     pid = os.fork()

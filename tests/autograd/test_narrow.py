@@ -36,7 +36,7 @@ def check(leaf: Variable, expected: float) -> None:
 
 
 @pytest.mark.parametrize("axis", [None, 0])
-def test_the_gradient_of_a_mean(axis: int | None) -> None:
+def test_mean_gradient_is_computed_in_float32(axis: int | None) -> None:
     x = param(ones(COUNT))
     result = F.mean(x, axis)
     assert result.array == 1
@@ -44,7 +44,7 @@ def test_the_gradient_of_a_mean(axis: int | None) -> None:
     check(x, 1 / COUNT)
 
 
-def test_sums_over_a_dimension_and_over_broadcast_ones() -> None:
+def test_sums_are_computed_in_float32() -> None:
     x, bias = param(ones(MANY, 2)), param(ones(2))
     total = F.sum(x, 0)
     assert total.dtype == narrow
@@ -53,14 +53,14 @@ def test_sums_over_a_dimension_and_over_broadcast_ones() -> None:
     check(bias, MANY)
 
 
-def test_the_gradient_of_a_bias() -> None:
+def test_bias_gradient_is_summed_in_float32() -> None:
     weight, bias = param(ones(2, 1)), param(ones(2))
     F.linear(input(ones(MANY, 1)), weight, bias).backward(ones(MANY, 2))
     check(bias, MANY)
     check(weight, MANY)
 
 
-def test_the_mean_of_squared_differences() -> None:
+def test_mean_squared_error_is_computed_in_float32() -> None:
     prediction, target = param(2 * ones(COUNT)), param(ones(COUNT))
     loss = F.mean_squared_error(prediction, target)
     assert loss.dtype == narrow
@@ -70,7 +70,7 @@ def test_the_mean_of_squared_differences() -> None:
     check(target, -2 / COUNT)
 
 
-def test_the_mean_of_cross_entropies() -> None:
+def test_cross_entropy_is_computed_in_float32() -> None:
     logs = param(-2 * ones(COUNT, 1))
     loss = F.categorical_cross_entropy(logs, input(np.zeros(COUNT, np.int64)))
     assert loss.array == 2
@@ -78,7 +78,7 @@ def test_the_mean_of_cross_entropies() -> None:
     check(logs, -1 / COUNT)
 
 
-def test_the_variance() -> None:
+def test_variance_is_computed_in_float32() -> None:
     array = ones(COUNT)
     array[::2] = -1
     x = param(array)
@@ -88,14 +88,14 @@ def test_the_variance() -> None:
     np.testing.assert_allclose(x.grad, 2 / COUNT * array.astype(float), rtol=1e-2)
 
 
-def test_extrema_share_among_many() -> None:
+def test_extrema_share_gradients_in_float32() -> None:
     for function in (F.max, F.min):
         x = param(ones(COUNT))
         function(x).backward()
         check(x, 1 / COUNT)
 
 
-def test_softmax_over_many_classes() -> None:
+def test_softmax_is_computed_in_float32() -> None:
     x = param(0 * ones(MANY, 2))
     F.softmax(x, 0).backward(ones(MANY, 2))
     assert np.all(F.softmax(x, 0).array == narrow.type(1 / MANY))
@@ -104,7 +104,7 @@ def test_softmax_over_many_classes() -> None:
     assert np.abs(x.grad).max() < 1e-6
 
 
-def test_other_dtypes_are_numpy_s() -> None:
+def test_other_dtypes_behave_as_in_numpy() -> None:
     whole = np.array([1, 2], np.int8)
     for function, expected in (
         (F.sum, "int64"),
@@ -114,7 +114,7 @@ def test_other_dtypes_are_numpy_s() -> None:
         assert function(whole).dtype == expected
 
 
-def test_clipping_by_a_small_factor() -> None:
+def test_clip_grad_norm_applies_small_factors_to_float16() -> None:
     x = param(ones(4))
     x.grad = np.full(4, 32_768, narrow)
     assert clip_grad_norm([x], 1e-3) == 65_536
@@ -122,7 +122,7 @@ def test_clipping_by_a_small_factor() -> None:
 
 
 @pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((4,), (4, 2))], ids=str)
-def test_products_are_those_of_float32_rounded_once(shapes: Any) -> None:
+def test_products_are_computed_in_float32_and_rounded_once(shapes: Any) -> None:
     random = np.random.default_rng(0)
     a, b = (random.standard_normal(shape).astype(narrow) for shape in shapes)
     x, y = param(a), param(b)
@@ -143,7 +143,7 @@ def test_dropout_keeps_the_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_a_cast_names_its_dtype(dtype: str) -> None:
+def test_astype_accepts_the_name_bfloat16(dtype: str) -> None:
     x = param(np.ones(2, np.float32))
     result = F.astype(x, dtype)
     assert result.dtype.name == dtype

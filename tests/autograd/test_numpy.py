@@ -81,7 +81,7 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("torch", LIKE_TORCH)
-def test_they_are_differentiated(torch: str, oracle: Oracle) -> None:
+def test_numpy_functions_are_differentiated(torch: str, oracle: Oracle) -> None:
     x, w, b = fl.param(A), fl.param(B), B[::-1].copy()
     found = LIKE_TORCH[torch](x, w, b)
     assert isinstance(found, Variable)
@@ -89,7 +89,7 @@ def test_they_are_differentiated(torch: str, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("torch", LIKE_TORCH)
-def test_they_are_captured(torch: str) -> None:
+def test_numpy_functions_are_captured(torch: str) -> None:
     def make() -> Any:
         x, y = fl.param(A.copy()), fl.param(B.copy())
 
@@ -105,13 +105,13 @@ def test_they_are_captured(torch: str) -> None:
     compare(make, [A * number for number in range(1, 6)], eager=2)  # NumPy makes an array of 2
 
 
-def test_on_another_array_library(strict: StandInCupy) -> None:
+def test_numpy_functions_work_with_another_library(strict: StandInCupy) -> None:
     x = fl.param(strict.asarray(A))  # type: ignore[arg-type]
     for of in (np.exp, np.sum, lambda x: np.stack([x, x]), lambda x: x.reshape(4, 3)[x.T > 1]):
         assert type(of(x).array) is type(x.array)
 
 
-def test_the_page_lists_the_functions_that_are_differentiated() -> None:
+def test_docs_list_the_differentiated_numpy_functions() -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     names = {function.__name__ for function in (*_FUNCTIONS, *_UFUNCS)} - ARITHMETIC - SECOND_NAMES
     assert not [name for name in names if f"{name}`" not in page]
@@ -130,7 +130,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_derivative_is_refused_and_names_ours(name: str) -> None:
+def test_functions_without_derivative_raise_type_error(name: str) -> None:
     words = r".* of shape \(3, 4\) that needs a gradient.*fl\.autograd\.functions.*variable\.array"
     with pytest.raises(TypeError, match=name + words):
         REFUSED[name](fl.param(A))
@@ -139,7 +139,7 @@ def test_what_has_no_derivative_is_refused_and_names_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize("sections", [[1, 100], [-1], [], 2, np.int64(4)])
-def test_a_variable_is_split_as_an_array_is(sections: Any) -> None:
+def test_split_of_a_variable_equals_numpy(sections: Any) -> None:
     x = fl.param(A)
     for part, expected in zip(np.split(x, sections, 1), np.split(A, sections, 1), strict=True):
         np.testing.assert_array_equal(part.numpy(), expected)
@@ -147,15 +147,15 @@ def test_a_variable_is_split_as_an_array_is(sections: Any) -> None:
         np.take(x, [0], axis=5)
 
 
-def test_a_variable_is_no_output_and_a_product_has_no_more_dimensions() -> None:
+def test_out_and_dot_raise_type_error_for_variables() -> None:
     x = fl.param(np.ones((2, 2, 2)))
     with pytest.raises(TypeError, match="out must be an array, got a Variable"):
         np.add(A, A, out=x)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="second operand of at most 2 dimensions"):
+    with pytest.raises(TypeError, match="at most 2 dimensions"):
         np.dot(x, x)
 
 
-def test_truth_values_indices_and_shapes_need_no_derivative() -> None:
+def test_functions_without_derivative_return_arrays() -> None:
     x, y = fl.param(A), fl.param(B)
     for compared, expected in (
         *((x < y, A < B), (x <= 1, A <= 1), (x > B, A > B), (x >= y, A >= B)),
@@ -169,14 +169,14 @@ def test_truth_values_indices_and_shapes_need_no_derivative() -> None:
     np.testing.assert_array_equal(np.where(fl.input(A > 1), A, B), np.where(A > 1, A, B))
 
 
-def test_equality_is_that_of_objects() -> None:
+def test_equality_compares_objects() -> None:
     x, y = fl.param(A), fl.param(A)
     assert x != y
     assert [x, y].index(y) == 1
     assert len({x, y, x}) == 2
 
 
-def test_a_number_is_formatted_and_read() -> None:
+def test_variable_of_one_element_converts_to_a_number() -> None:
     loss = fl.param(np.full((1, 1), 1.2345)) * 2
     assert f"{loss:.3f} {loss:>8.1e}" == "2.469  2.5e+00"
     assert f"{loss}" == str(loss)

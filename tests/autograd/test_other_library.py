@@ -31,7 +31,7 @@ def plain(array: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", STRICT_CASES, ids=[case.name for case in STRICT_CASES])
-def test_value_and_gradients_equal_numpy_s(case: Case, strict: StandInCupy) -> None:
+def test_values_and_gradients_equal_numpy(case: Case, strict: StandInCupy) -> None:
     ours = [param(array.copy()) for array in case.arrays]
     theirs = [param(strict.asarray(array.copy())) for array in case.arrays]  # type: ignore[arg-type]
     expected, result = case.ours(*ours), case.ours(*theirs)
@@ -43,7 +43,7 @@ def test_value_and_gradients_equal_numpy_s(case: Case, strict: StandInCupy) -> N
 
 
 @pytest.mark.parametrize("rule", ["sgd", "nesterov", "adam_decoupled"])
-def test_training_equals_numpy_s(rule: str, strict: StandInCupy) -> None:
+def test_training_equals_numpy(rule: str, strict: StandInCupy) -> None:
     arrays, labels = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4), np.array([0, 1, -1])
     losses: list[list[float]] = [], []
     for convert, found in zip((np.asarray, strict.asarray), losses, strict=True):
@@ -76,7 +76,7 @@ def test_gradient_buffers_are_written_in_place(strict: StandInCupy) -> None:
         np.testing.assert_array_equal(plain(buffer), np.full((3, 2), expected))
 
 
-def test_the_stand_in_refuses_what_cupy_refuses(strict: StandInCupy) -> None:
+def test_stand_in_raises_like_cupy(strict: StandInCupy) -> None:
     """Else the tests above could not fail."""
     array = strict.asarray(np.ones(2))
     for mix in (
@@ -90,7 +90,7 @@ def test_the_stand_in_refuses_what_cupy_refuses(strict: StandInCupy) -> None:
             mix()
 
 
-def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StandInCupy) -> None:
+def test_linear_relu_needs_one_launch_per_direction(strict: StandInCupy) -> None:
     set_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
     model._replace_arrays(strict.asarray)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StandIn
 
 
 @pytest.mark.parametrize("size", [1 << 14, (1 << 14) + 1])
-def test_a_mean_of_many_squares_is_taken_by_many_blocks(
+def test_mean_square_error_uses_many_blocks_for_large_arrays(
     size: int, strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_BLOCKS", 3)  # of 256 threads, which are real ones here
@@ -113,7 +113,7 @@ def test_a_mean_of_many_squares_is_taken_by_many_blocks(
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 3), (9, 3), (8, 1), (2, 5, 3)])
-def test_a_bias_and_a_relu_of_any_shape(strict: StandInCupy, shape: tuple[int, ...]) -> None:
+def test_add_bias_relu_accepts_any_shape(strict: StandInCupy, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     product, bias = rng.standard_normal(shape), rng.standard_normal(shape[-1:])
     out: Any = strict.asarray(product)
@@ -121,7 +121,7 @@ def test_a_bias_and_a_relu_of_any_shape(strict: StandInCupy, shape: tuple[int, .
     np.testing.assert_array_equal(plain(out), np.maximum(product + bias, 0))
 
 
-def test_nan_passes_a_fused_relu(strict: StandInCupy) -> None:
+def test_add_bias_relu_keeps_nan(strict: StandInCupy) -> None:
     parts = [np.array([[np.nan], [1.0]]), np.ones((1, 1)), np.zeros(1)]
     out = F.linear_relu(*(input(strict.asarray(part)) for part in parts))  # type: ignore[arg-type]
     np.testing.assert_array_equal(plain(out.array), parts[0])

@@ -27,7 +27,7 @@ def test_constructors_share_the_array_and_set_calc_grad() -> None:
     assert Variable(array, calc_grad=True).calc_grad
 
 
-def test_properties_are_the_array_s() -> None:
+def test_properties_equal_those_of_the_array() -> None:
     x = input(np.zeros((2, 3), "int64"))
     assert (x.shape, x.ndim, x.size, x.dtype) == ((2, 3), 2, 6, np.dtype("int64"))
     assert x.numpy() is x.array
@@ -39,19 +39,19 @@ def test_numpy_scalar_becomes_an_array() -> None:
     assert x.dtype == "float32"
 
 
-def test_other_libraries_arrays_are_taken_without_a_copy() -> None:
+def test_variable_shares_dlpack_arrays() -> None:
     array = np.ones(3)
     assert np.shares_memory(input(Tensor(array)).array, array)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [[1.0, 2.0], 3.0, "text", None, object()])
-def test_what_is_no_array_is_refused(value: Any) -> None:
+def test_variable_raises_type_error_unless_an_array(value: Any) -> None:
     with pytest.raises(TypeError, match=type(value).__name__):
         Variable(value)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "U3", "datetime64[s]", "object"])
-def test_gradient_needs_a_floating_dtype(dtype: str) -> None:
+def test_param_raises_type_error_unless_floating(dtype: str) -> None:
     array = np.empty(2, dtype)
     with pytest.raises(TypeError, match="floating dtype"):
         param(array)
@@ -60,14 +60,14 @@ def test_gradient_needs_a_floating_dtype(dtype: str) -> None:
         variable.calc_grad = True
 
 
-def test_array_is_replaced_by_one_like_it_only() -> None:
+def test_array_setter_requires_equal_shape_and_dtype() -> None:
     x = param(np.zeros((2, 3), "float32"))
     new = np.ones((2, 3), "float32")
     x.array = new
     assert x.array is new
 
 
-def test_scalar() -> None:
+def test_scalar_returns_the_only_element() -> None:
     assert input(np.array([[2.5]])).scalar() == 2.5
     assert isinstance(input(np.array(1)).scalar(), int)
 
@@ -94,7 +94,7 @@ WRONG: list[tuple[Callable[[Any, Any], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), WRONG)
-def test_wrong_use_is_refused_and_changes_nothing(call: Any, error: Any, words: str) -> None:
+def test_invalid_calls_raise_and_change_nothing(call: Any, error: Any, words: str) -> None:
     x = param(np.ones(2))
     y = x * 2.0
     with pytest.raises(error, match=words):
@@ -103,13 +103,13 @@ def test_wrong_use_is_refused_and_changes_nothing(call: Any, error: Any, words: 
     assert (x.array.tolist(), x.grad.tolist()) == ([1, 1], [2, 2])
 
 
-def test_calc_grad_may_be_switched_off() -> None:
+def test_calc_grad_can_be_switched_off() -> None:
     x = param(np.ones(1))
     x.calc_grad = False
     assert not (x * 2.0).calc_grad
 
 
-def test_copies_have_their_own_array_and_no_graph_hook_or_gradient() -> None:
+def test_copies_have_new_arrays_without_graph_and_hook() -> None:
     x = param(np.ones(2))
     x.register_grad_hook(lambda _: pytest.fail("hooks are not copied"))
     y = x * 2.0
@@ -125,7 +125,7 @@ def test_repr_shows_the_value() -> None:
 
 
 @pytest.mark.parametrize("other", [2, 2.0, np.float64(2), np.full(3, 2, "float32")])
-def test_operators_take_numbers_and_arrays_on_both_sides(other: Any) -> None:
+def test_operators_accept_numbers_and_arrays_on_both_sides(other: Any) -> None:
     """And a number, NumPy's included, does not change the dtype."""
     array = np.array([1, 2, 4], "float32")
     x = param(array)
@@ -138,14 +138,14 @@ def test_operators_take_numbers_and_arrays_on_both_sides(other: Any) -> None:
         np.testing.assert_array_equal(result.array, expected)
 
 
-def test_integers_stay_integers_and_take_fractions_as_numpy_does() -> None:
+def test_integer_operators_promote_like_numpy() -> None:
     x = input(np.array([1, 2]))
     assert (x + 1).dtype == "int64"
     np.testing.assert_array_equal((x * 0.5).array, [0.5, 1.0])
 
 
 @pytest.mark.parametrize("narrow", ["float16", "float32"])
-def test_operators_promote_as_numpy_does_and_gradients_keep_their_dtypes(narrow: str) -> None:
+def test_operators_promote_like_numpy_and_gradients_keep_dtypes(narrow: str) -> None:
     wide = {"float16": "float32", "float32": "float64"}[narrow]
     a, b = param(np.full(3, 2, narrow)), param(np.full(3, 3, wide))
     product = a * b * 2.0  # a Python number takes the dtype
@@ -158,7 +158,7 @@ def test_operators_promote_as_numpy_does_and_gradients_keep_their_dtypes(narrow:
 class TestAsAnArray:
     """What NumPy's users do with arrays works with variables, or is refused; never wrong."""
 
-    def test_numpy_takes_the_array_of_one_without_gradient(self) -> None:
+    def test_asarray_returns_the_array_without_gradient(self) -> None:
         x = input(np.array([[1.0, 5.0], [3.0, 2.0]]))
         assert np.asarray(x) is x.array
         assert np.array(x).tolist() == x.array.tolist()
@@ -171,20 +171,20 @@ class TestAsAnArray:
         assert np.argmax(input(np.array([0, 1]))) == 1
 
     @pytest.mark.parametrize("function", [np.asarray, np.array, np.copy])
-    def test_numpy_is_refused_where_a_gradient_would_be_lost(self, function: Any) -> None:
+    def test_asarray_raises_type_error_with_gradient(self, function: Any) -> None:
         with pytest.raises(TypeError, match=r"shape \(2, 2\) that needs a gradient.*numpy\(\)"):
             function(param(np.ones((2, 2))))
         with pytest.raises(TypeError, match="needs a gradient"):
             function([param(np.ones((2, 2))) * 2])
 
-    def test_numbers(self) -> None:
+    def test_variable_converts_to_python_numbers(self) -> None:
         x = param(np.array([[2.5]]))
         assert (float(x), int(x), bool(x), bool(x * 0)) == (2.5, 2, True, False)
         for number in (float, int, bool):
             with pytest.raises(ValueError, match="exactly one element"):
                 number(param(np.ones(2)))
 
-    def test_length_and_rows(self) -> None:
+    def test_len_and_iter_use_the_first_dimension(self) -> None:
         x = param(np.arange(6.0).reshape(3, 2))
         assert len(x) == 3
         assert [row.array.tolist() for row in x] == [[0, 1], [2, 3], [4, 5]]
@@ -196,7 +196,7 @@ class TestAsAnArray:
                 ask(param(np.array(1.0)))
 
 
-def test_detach_shares_the_array_and_copy_does_not() -> None:
+def test_detach_shares_the_array_and_copy_copies() -> None:
     x = param(np.ones(2))
     assert x.detach().array is x.array
     assert not (x * 2).detach().calc_grad
@@ -207,7 +207,7 @@ def test_detach_shares_the_array_and_copy_does_not() -> None:
                                   "unsqueeze", "clone", "numel", "dim", "dot", "to", "cpu",
                                   "tolist", "argmax", "cumsum", "expand", "half",
                                   "contiguous"])  # fmt: skip
-def test_an_attribute_error_names_an_expression_that_works(name: str) -> None:
+def test_attribute_error_names_a_valid_replacement(name: str) -> None:
     x, y = param(np.ones((2, 2))), param(np.ones((2, 2)))
     with pytest.raises(AttributeError, match=f"a Variable x has no attribute '{name}'. Use") as e:
         getattr(x, name)
@@ -220,7 +220,7 @@ def test_an_attribute_error_names_an_expression_that_works(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nonsense", "__len_hint__", "_private", "__array_interface__"])
-def test_an_attribute_error_without_a_replacement_names_the_attribute(name: str) -> None:
+def test_attribute_error_without_replacement_names_the_attribute(name: str) -> None:
     with pytest.raises(AttributeError, match=f"^a Variable x has no attribute '{name}'$"):
         getattr(input(np.ones(2)), name)
 
@@ -234,7 +234,7 @@ def test_seed_restarts_the_generator() -> None:
     assert (draws[0] != draws[2]).all()
 
 
-def test_generator_goes_on_between_calls() -> None:
+def test_generator_continues_between_calls() -> None:
     set_seed(3)
     assert generator() is generator(np)
     assert generator().random() != generator().random()
@@ -243,6 +243,6 @@ def test_generator_goes_on_between_calls() -> None:
 @pytest.mark.parametrize(
     ("seed", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)]
 )
-def test_wrong_seed(seed: Any, error: type[Exception]) -> None:
+def test_set_seed_raises_for_invalid_seeds(seed: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="set_seed"):
         set_seed(seed)

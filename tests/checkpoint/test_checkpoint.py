@@ -75,7 +75,7 @@ def test_parts_may_be_several(tmp_path: Path, kind: Any) -> None:
     assert states(again[1]) != states(first[1])
     assert fl.load(tmp_path, **loaded) is not None
     assert list(map(states, again)) == list(map(states, first))
-    with pytest.raises(ValueError, match=r"the optimizer of .*: expected \['x'\], it has \['"):
+    with pytest.raises(ValueError, match=r"the optimizer of .*: expected \['x'\], got \['"):
         fl.load(tmp_path, optimizer={"x": fl.optim.SGDOptimizer([fl.param(np.ones(2))], 0.1)})
 
 
@@ -86,7 +86,7 @@ def test_what_is_wrong_in_one_of_several_is_named(tmp_path: Path) -> None:
     fl.save(tmp_path, make(2))
     with pytest.raises(ValueError, match=r"the module of .*: '0': .*'weight' has shape"):
         fl.load(tmp_path, make(4))
-    with pytest.raises(TypeError, match=r"save: module '1', a int, has no state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"save: module '1' must have state_dict\(\), got a int"):
         fl.save(tmp_path, [fl.nn.ReLU(), 3])  # type: ignore[list-item]
 
 
@@ -198,13 +198,13 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
         fl.save(folder, step=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         fl.save(folder, keep=0)
-    with pytest.raises(TypeError, match="module, a dict, has no state_dict"):
+    with pytest.raises(TypeError, match=r"module must have state_dict\(\), got a dict"):
         fl.save(folder, module={})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"rng: expected a numpy\.random\.Generator"):
         fl.save(folder, rng=[generator, 3])
-    with pytest.raises(TypeError, match=r"cannot hold extra\.a\.0, a set"):
+    with pytest.raises(TypeError, match=r"extra\.a\.0 must consist of .* got a set"):
         fl.save(folder, extra={"a": [set()]})
-    with pytest.raises(TypeError, match="of dtype object"):
+    with pytest.raises(TypeError, match=r"must be one of .* got object"):
         fl.save(folder, extra=np.array([None]))
     assert not folder.exists() or names(folder) == []
 
@@ -212,7 +212,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
 def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
     run = Run()
     fl.save(tmp_path, module=run.model)
-    with pytest.raises(ValueError, match="saved with module, so it has no optimizer and no rng"):
+    with pytest.raises(ValueError, match=r"expected optimizer and rng in .* with module\."):
         fl.load(tmp_path, module=run.model, optimizer=run.optimizer, rng=True)
     with pytest.raises(ValueError, match="with shape"):
         fl.load(tmp_path, module=Run(width=6).model)
@@ -220,7 +220,7 @@ def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_other_generators_than_those_saved_are_refused(tmp_path: Path) -> None:
     fl.save(tmp_path, rng=np.random.default_rng(0))
-    with pytest.raises(ValueError, match="pass the same"):
+    with pytest.raises(ValueError, match="Pass the same generators"):
         fl.load(tmp_path, rng=True)
     with pytest.raises(ValueError, match="is of a PCG64 generator, this one is a Philox"):
         fl.load(tmp_path, rng=np.random.Generator(np.random.Philox()))
@@ -315,6 +315,6 @@ def test_skipping_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         found = run.load(tmp_path)
     assert found.step == 1
     size = os.path.getsize(tmp_path / "000001-step-1" / "state.safetensors")
-    reason = f"000002-step-2: state.safetensors has 100 bytes, {size} were written"
+    reason = f"000002-step-2: state.safetensors: expected {size} bytes, got 100"
     assert found.skipped == (reason,)
-    assert f"{reason}. It is skipped; 000001-step-1 is used instead" in caplog.text
+    assert f"{reason}. 000001-step-1 is used instead" in caplog.text

@@ -114,7 +114,7 @@ def fail_on_one(rank: int, size: int, folder: Path) -> None:
     fl.save(folder, module=Run().model)
     with pytest.raises(ValueError, match="not this one"):
         fl.load(folder, module=module)
-    with pytest.raises(ValueError, match=r"cannot hold|has no optimizer"):
+    with pytest.raises(ValueError, match="expected optimizer in"):
         fl.load(folder, optimizer=Run().optimizer)
     file = folder.parent / "file"
     file.touch()

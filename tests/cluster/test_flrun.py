@@ -150,5 +150,5 @@ def test_trace_diff_compares_flight_records_of_all_hosts(
     folder = Path(told[0].rpartition(" ")[2])
     compare = cluster[0].run([*LAUNCH[:2], "flashlight_py.trace", "diff", folder])
     assert compare.returncode == 1
-    assert "4 of 4 ranks have left a record" in compare.stdout
+    assert "records of 4 of 4 ranks" in compare.stdout
     assert "call 2: the ranks made different calls" in compare.stdout

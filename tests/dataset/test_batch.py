@@ -56,7 +56,7 @@ def test_batches_cut_the_samples_in_order(dataset: Dataset, batch_size: int, pol
 @DATASETS
 def test_divisible_only_refuses_a_rest(dataset: Dataset) -> None:
     assert len(BatchDataset(dataset, 7, "divisible_only")) == 1
-    with pytest.raises(ValueError, match="7 samples do not divide into batches of 2: 1 remain"):
+    with pytest.raises(ValueError, match="multiple of 2 samples, got 7"):
         BatchDataset(dataset, 2, "divisible_only")
 
 
@@ -71,7 +71,7 @@ def test_batches_of_arrays_are_views(batch_size: int) -> None:
 def test_negative_index_and_index_error() -> None:
     batches = BatchDataset(TensorDataset([X]), 3)
     np.testing.assert_array_equal(batches[-1][0], X[6:])
-    with pytest.raises(IndexError, match="3 sample"):
+    with pytest.raises(IndexError, match=r"must be in \[-3, 3\), got 3"):
         batches[3]
 
 
@@ -92,7 +92,7 @@ def test_a_batch_function_serves_its_field() -> None:
     np.testing.assert_array_equal(y, [0, 1, 2])
     with pytest.raises(ValueError, match=r"field 0.*shapes"):
         BatchDataset(rows, 3)[0]
-    with pytest.raises(ValueError, match=r"batch_functions has 1 entries.*2 fields"):
+    with pytest.raises(ValueError, match=r"expected 2 batch_functions.* got 1"):
         BatchDataset(rows, 3, batch_functions=[ragged])[0]
 
 
@@ -154,7 +154,7 @@ def test_wrong_indices_are_refused(indices: list[int]) -> None:
 
 
 def test_n_belongs_to_a_function() -> None:
-    with pytest.raises(ValueError, match="n goes with a function"):
+    with pytest.raises(ValueError, match="expected no n with a sequence"):
         ResampleDataset(BASE, [1], n=1)
 
 

@@ -43,7 +43,7 @@ def test_a_negative_index_counts_from_the_end() -> None:
 
 @pytest.mark.parametrize("index", [4, -5, 100])
 def test_an_index_out_of_range_is_an_index_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"4 sample.*index {index}"):
+    with pytest.raises(IndexError, match=rf"must be in \[-4, 4\), got {index}"):
         TensorDataset([X])[index]
 
 
@@ -64,9 +64,9 @@ def test_no_samples_are_a_dataset_too() -> None:
 
 
 def test_one_array_is_not_taken_for_a_list_of_its_rows() -> None:
-    with pytest.raises(TypeError, match=r"of shape \(4, .*write TensorDataset\(\[array\]\)"):
+    with pytest.raises(TypeError, match=r"of shape \(4, .*Pass TensorDataset\(\[array\]\)"):
         TensorDataset(X)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got list among them; make one by numpy.asarray"):
+    with pytest.raises(TypeError, match=r"got list in the list. Pass numpy.asarray"):
         TensorDataset([X, [1, 2, 3, 4]])  # type: ignore[list-item]
 
 

@@ -94,9 +94,9 @@ def on_ranks(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that runs ``test(rank, size, *fixtures)`` on each rank.
 
-    The ranks are the fixture ``ranks``, or those of ``worlds`` and ``slow`` with more ``params`` or
-    ``env``. ``fresh``: use new ranks, which the test may end. ``lost``: use new ranks, of which the
-    test kills this one (-1: the last rank).
+    The ranks are the fixture ``ranks``, or worlds in ``worlds`` and ``slow``, with more ``params``
+    or ``env``. ``fresh``: new ranks, which the test may end. ``lost``: new ranks; the test kills
+    this rank (-1: the last one).
     """
     marked = [(world, ()) for world in worlds] + [(world, pytest.mark.slow) for world in slow]
 
@@ -360,7 +360,7 @@ def check_pending_works(rank: int, size: int) -> None:
     assert all(work.is_completed() for work in works)
     assert all(work.wait() is array for work, array in zip(works, arrays, strict=True))
     for i, array in enumerate(arrays):
-        count = verbs[i // 6][1]  # number of ranks whose arrays were added
+        count = verbs[i // 6][1]  # number of added arrays
         assert np.all(array == i * count + sum(range(count)))
 
 
@@ -379,7 +379,7 @@ def check_message_ring(rank: int, size: int, count: int) -> None:
     assert_equal(y, values((rank - 1) % size, (count,), "float32"), f"{count} from before")
 
 
-Started = tuple[Any, Callable[[], Any], Array]  # a work, what gives its result, the expected
+Started = tuple[Any, Callable[[], Any], Array]  # work, getter of its result, expected result
 
 
 def numbers(rank: int, step: int, count: int) -> Array:
@@ -422,7 +422,7 @@ class RandomOperations:
         return True
 
     def reduce(self, step: int, count: int) -> list[Started]:
-        """Run a blocking reduction while others are pending."""
+        """Run a blocking reduction while other operations are pending."""
         x = fl.all_reduce(numbers(self.rank, step, count))
         np.testing.assert_array_equal(x, sum(numbers(r, step, count) for r in range(self.size)))
         return []

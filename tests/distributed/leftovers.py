@@ -8,9 +8,9 @@ from tests.distributed import processes
 from tests.distributed.harness import living_processes
 
 MARK = "FLASHLIGHT_TEST_SESSION"
-# Seconds for processes that are ending, such as those of a launcher that has returned.
+# Seconds for processes that are ending, such as ranks of a launcher that has returned.
 ENDING_SECONDS = 2.0
-# Seconds for the files with which ranks detect whether they share memory.
+# Seconds until ranks remove their files that test for shared memory.
 JOINING_SECONDS = 5.0
 # Processes that serve several tests.
 helpers: set[int] = set()

@@ -43,7 +43,7 @@ TRAINJOB = variables(
     "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=train-node-0-0.train "
     "PET_MASTER_PORT=29400 JOB_COMPLETION_INDEX=1"
 )
-# Hydra starts its proxies by srun, so Slurm's numbers are those of the nodes.
+# Hydra starts its proxies by srun, so Slurm numbers the nodes.
 HYDRA_BY_SRUN = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **HYDRA}
 FLUX = variables("FLUX_TASK_RANK=3 FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID=1")
 JSM = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}

@@ -32,7 +32,7 @@ if {rank} < 0:
     fl.distributed_init(fl.DistributedInit.MPI, params={params})
 else:
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, {rank}, {size}, params={params})
-if "ERRORS" in os.environ:  # what mpirun forwards may be mixed
+if "ERRORS" in os.environ:  # mpirun may mix the outputs of ranks
     sys.stderr = open(os.environ["ERRORS"] + str(fl.get_world_rank()), "w")
 fl.barrier()
 train()

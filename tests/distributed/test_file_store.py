@@ -324,7 +324,7 @@ def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, server: socket.
         server.accept()
 
 
-# File operations: rank 0 makes four before its announcement exists, and others until it removes it.
+# Numbers of the file operations before which a rank is killed: about 20 of rank 0, 8 of rank 1.
 MOMENTS = [(0, first) for first in range(0, 20, 2)] + [(1, first) for first in range(0, 8, 2)]
 
 

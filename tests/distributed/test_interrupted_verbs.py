@@ -146,7 +146,7 @@ FORMS: dict[str, Verb] = {
     ),
 }
 
-# Operations that rank 0 started, and in whose wait it is interrupted. They continue.
+# Operations that rank 0 started. Ctrl-C interrupts its wait, and the operations continue.
 GOES_ON: dict[str, Verb] = {
     "isend": pair(lambda g: g.isend(ones(MANY), partner(g)), lambda g: g.irecv(ones(MANY), 0)),
     "irecv": pair(lambda g: g.irecv(ones(), partner(g)), lambda g: g.isend(ones(), 0)),

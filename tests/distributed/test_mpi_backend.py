@@ -33,7 +33,7 @@ from flashlight_py.errors import (
     UnavailableEverywhereError,
 )
 from tests.distributed import conformance
-from tests.distributed.conformance import dtype_of, in_places, on_ranks, ranks_in, two_hosts
+from tests.distributed.conformance import dtype_of, hosts_by_letter, on_ranks, ranks_in, two_hosts
 from tests.distributed.harness import run_ranks
 from tests.distributed.mismatch_errors import first_error, mismatch_now_or_later
 from tests.distributed.programs import every_verb, run_program
@@ -44,7 +44,7 @@ pytest.importorskip("mpi4py")
 ranks = ranks_in(("mpi", 2), ("mpi", 3))
 TIMEOUT = 20.0
 # With Gloo as the CPU backend, and with shared memory inside hosts and Gloo between them.
-APART: dict[str, Any] = {"env": in_places("abc")}
+APART: dict[str, Any] = {"env": hosts_by_letter("abc")}
 HOSTS: dict[str, Any] = {"env": two_hosts}
 UNCHECKED = {"FLASHLIGHT_CHECKS": "0"}
 

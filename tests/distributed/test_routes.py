@@ -89,13 +89,13 @@ def test_choose_addresses_uses_one_version_of_ip() -> None:
 
 
 def test_choose_addresses_uses_the_interface_of_the_user() -> None:
-    asked = card("b", f"{NAT} {B}", asked="eth1", wanted=["10.9.0.2"])
+    asked = card("b", f"{NAT} {B}", interface="eth1", interface_addresses=["10.9.0.2"])
     assert choose_addresses(joined([card("a", f"{NAT} {A}"), asked], (B, A))) == [A, "10.9.0.2"]
-    both = [card(host, NAT, asked="eth0", wanted=[NAT]) for host in "ab"]
+    both = [card(host, NAT, interface="eth0", interface_addresses=[NAT]) for host in "ab"]
     with pytest.raises(ValueError, match=r"'eth0' is 10.0.2.15 on both a and b, so these hosts"):
         choose_addresses(both)
     with pytest.raises(ValueError, match=r"b \(rank 1\) has no 'eth9'; its interfaces: 10.1.0.2"):
-        choose_addresses([card("a", A), card("b", B, asked="eth9")])
+        choose_addresses([card("a", A), card("b", B, interface="eth9")])
 
 
 def test_choose_addresses_error_gives_the_reason() -> None:

@@ -55,7 +55,7 @@ def test_top_k_favours_ties_and_never_nan() -> None:
 )
 def test_top_k_refuses_what_does_not_fit(output: np.ndarray, target: np.ndarray) -> None:
     meter = TopKMeter(2)
-    with pytest.raises(ValueError, match=r"got|asked"):
+    with pytest.raises(ValueError, match="got"):
         meter.add(output, target)
     assert math.isnan(meter.value())
 
@@ -77,7 +77,7 @@ def test_squared_error_is_summed_per_call_and_averaged_over_calls() -> None:
     assert meter.value() == 27
     meter.add(np.array([1.0]), np.array([0.0]))
     assert meter.value() == 14
-    with pytest.raises(ValueError, match=r"\(2,\) and \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"got \(2,\) and \(1, 2\)"):
         meter.add(np.ones(2), np.ones((1, 2)))
 
 
@@ -284,7 +284,7 @@ def test_what_is_undefined_is_nan() -> None:
 def test_a_weight_of_zero_adds_nothing_and_a_negative_one_is_refused() -> None:
     meter = meter_of([1.0, 99.0], [1, 0])
     assert meter.value()[0] == 1
-    with pytest.raises(ValueError, match="must not be negative, got -1"):
+    with pytest.raises(ValueError, match="weight must be at least 0, got -1"):
         meter.add(1.0, -1)
 
 

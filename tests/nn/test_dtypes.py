@@ -44,7 +44,7 @@ def train(model: Any, optimizer: Any, steps: int = 10, rows: slice = slice(16)) 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_training(dtype: str, optimizer: str) -> None:
+def test_training_reduces_the_loss_in_every_dtype(dtype: str, optimizer: str) -> None:
     model, exact = model_of(dtype), model_of("float64")
     mine = train(model, OPTIMIZERS[optimizer](model.params()))
     other = train(exact, OPTIMIZERS[optimizer](exact.params()))
@@ -56,7 +56,7 @@ def test_training(dtype: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_state_goes_from_dtype_to_dtype(dtype: str) -> None:
+def test_load_state_dict_casts_between_dtypes(dtype: str) -> None:
     model, wide = model_of(dtype), model_of("float64")
     wide.load_state_dict(model.state_dict())
     before = {name: array.copy() for name, array in model.state_dict().items()}
@@ -69,7 +69,7 @@ def test_state_goes_from_dtype_to_dtype(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_checkpoint_goes_on_to_the_bit(dtype: str, tmp_path: Any) -> None:
+def test_checkpoint_resumes_bit_for_bit_in_every_dtype(dtype: str, tmp_path: Any) -> None:
     model = model_of(dtype)
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.05)
     train(model, optimizer, 3)
@@ -81,7 +81,7 @@ def test_a_checkpoint_goes_on_to_the_bit(dtype: str, tmp_path: Any) -> None:
     assert train(other, resumed, 3) == expected
 
 
-def test_names_of_dtypes() -> None:
+def test_modules_accept_dtype_names() -> None:
     assert fl.nn.Linear(2, 2, dtype="bfloat16").weight.dtype.name == "bfloat16"
     assert copy.deepcopy(model_of("bfloat16")).params()[0].dtype.name == "bfloat16"
     for wrong in ("int32", "complex64"):
@@ -90,7 +90,7 @@ def test_names_of_dtypes() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_captured_step(dtype: str) -> None:
+def test_captured_step_equals_eager_in_every_dtype(dtype: str) -> None:
     def make() -> Any:
         model = model_of(dtype)
         optimizer = fl.optim.AdamOptimizer(model.params(), 0.05)

@@ -138,7 +138,7 @@ def test_gradients_of_pooling_equal_central_differences(options: Options, theirs
 
 
 @NATIVE_AND_NOT
-def test_the_first_of_equal_elements_and_what_is_no_number_are_the_largest(way: str) -> None:
+def test_max_pooling_prefers_nan_and_the_first_of_equal_elements(way: str) -> None:
     x = param(np.array([1.0, 1.0, np.nan, 2.0]).repeat(9).reshape(1, 4, 3, 3))
     x.array[0, 3, 1, 0] = np.nan
     result = F.pool2d(x, 3)
@@ -178,7 +178,7 @@ def test_dtypes_are_promoted_and_gradients_keep_their_own() -> None:
     assert narrow.grad.dtype == "float32"
 
 
-def test_a_chain_keeps_channels_last_and_converts_nothing() -> None:
+def test_layer_chain_keeps_channels_last() -> None:
     x = param(arrays_of(CONVOLUTIONS[2], "float32")[0])
     first = F.relu(F.conv2d(x, param(np.ones((16, 16, 3, 3), "float32")), padding=1))
     result = F.pool2d(first, 2)
@@ -186,7 +186,7 @@ def test_a_chain_keeps_channels_last_and_converts_nothing() -> None:
         assert array.transpose(0, 2, 3, 1).flags.c_contiguous
 
 
-def test_what_needs_no_gradient_gets_none_and_what_is_sharded_is_read_again() -> None:
+def test_convolution_skips_unneeded_gradients_and_rereads_shards() -> None:
     x, weight, _ = arrays_of(CONVOLUTIONS[0])
     filters = param(weight)
     F.sum(F.conv2d(fl.input(x), filters)).backward()
@@ -212,7 +212,7 @@ def network() -> Module:
 
 
 @NATIVE_AND_NOT
-def test_a_captured_step_has_the_same_bits(way: str) -> None:
+def test_captured_step_has_the_same_bits(way: str) -> None:
     def make() -> Any:
         model = network()
         optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
@@ -221,7 +221,7 @@ def test_a_captured_step_has_the_same_bits(way: str) -> None:
     compare(make, np.random.default_rng(0).normal(size=(5, 4, 1, 12, 12)).astype("float32"))
 
 
-def test_layers_begin_with_the_values_that_they_name() -> None:
+def test_layers_have_the_documented_initial_values() -> None:
     layer = Conv2D(8, 6, (3, 5), stride=2, padding=1, groups=2)
     fan_in = 4 * 3 * 5
     assert layer.weight.shape == (6, 4, 3, 5)
@@ -310,7 +310,7 @@ def test_gradients_of_a_transposed_convolution_equal_central_differences(way: st
     gradcheck(lambda *variables: convolution.conv_transpose2d(*variables, *options), arrays)
 
 
-def test_an_infinite_pixel_changes_its_neighbours_only_in_bilinear_upsampling() -> None:
+def test_infinite_pixel_affects_neighbours_only_in_bilinear_mode() -> None:
     x = np.zeros((4, 4))
     x[0, 0] = np.inf
     result = Upsample(2, "bilinear")(fl.input(x)).array

@@ -81,7 +81,7 @@ def found(name: str, convert: Convert) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @BY_NAME
-def test_kernels_do_what_array_operations_do(
+def test_kernels_equal_array_operations(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_kernels = found(name, lambda x: x.astype(dtype))
@@ -104,7 +104,7 @@ STRANGE: dict[str, Convert] = {
 
 @pytest.mark.parametrize("way", STRANGE)
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
-def test_arrays_may_be_unaligned_or_of_another_byte_order(name: str, way: str) -> None:
+def test_kernels_accept_unaligned_and_swapped_arrays(name: str, way: str) -> None:
     strange = found(name, STRANGE[way])
     if name != "dropout" or way == "unaligned":  # without a kernel it draws other numbers
         for one, other in zip(strange, found(name, lambda x: x), strict=True):
@@ -112,7 +112,7 @@ def test_arrays_may_be_unaligned_or_of_another_byte_order(name: str, way: str) -
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
-def test_results_and_gradients_lie_as_the_input(name: str) -> None:
+def test_results_and_gradients_keep_the_memory_layout(name: str) -> None:
     result, gradient = found(name, lambda x: x.astype("float32"))[:2]
     strides = FUNCTIONS[name][1][0].astype("float32").strides
     assert result.strides == strides
@@ -120,7 +120,7 @@ def test_results_and_gradients_lie_as_the_input(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "batch_norm_last", "group_norm"])
-def test_statistics_of_large_means_keep_their_digits(name: str) -> None:
+def test_variance_is_accurate_for_large_means(name: str) -> None:
     function, (x, *rest) = FUNCTIONS[name]
     exact, single = (
         function(*[fl.input((each + 5000 * (each is x)).astype("float32").astype(dtype))
@@ -131,7 +131,7 @@ def test_statistics_of_large_means_keep_their_digits(name: str) -> None:
 
 
 @pytest.mark.parametrize("function", [F.gelu, F.silu, F.sigmoid, lambda x: F.gelu(x, True)])
-def test_float32_functions_keep_their_digits(function: Callable[..., Any]) -> None:
+def test_float32_functions_are_accurate(function: Callable[..., Any]) -> None:
     """Relative to the value, also in tails."""
     x = np.concatenate([np.linspace(-9, 9, 5001), np.geomspace(1e-30, 80, 500)]).astype("float32")
     both = [function(fl.input(x.astype(dtype))).array for dtype in ("float32", "float64")]
@@ -139,7 +139,7 @@ def test_float32_functions_keep_their_digits(function: Callable[..., Any]) -> No
     np.testing.assert_allclose(*both, rtol=1e-6, atol=2e-7)
 
 
-def test_nan_stays() -> None:
+def test_kernels_propagate_nan() -> None:
     rows = np.ones((3, 40), "float32")
     rows[1, 7] = np.nan
     for function in (F.softmax, F.log_softmax, F.layer_norm, F.rms_norm):
@@ -151,7 +151,7 @@ def test_nan_stays() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_mask_beside_torch(causal: bool, oracle: Oracle) -> None:
+def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
     """A query that may attend to nothing gets 0, where torch has nan."""
     may = MAY.copy()
     may[..., 0] = True
@@ -166,7 +166,7 @@ def test_a_mask_beside_torch(causal: bool, oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("least", [0, -1e6, -1e9, -1e38])
-def test_scores_beside_which_a_logarithm_is_nothing(least: float, dtype: str) -> None:
+def test_attention_is_accurate_for_large_scores(least: float, dtype: str) -> None:
     """A row of one score each has the weights 1 / n, forward and backward."""
     q, k = (fl.param(np.zeros((1, 1, 8, 4), dtype)) for _ in range(2))
     v = fl.param(RANDOM.standard_normal((1, 1, 8, 4)).astype(dtype))
@@ -174,7 +174,7 @@ def test_scores_beside_which_a_logarithm_is_nothing(least: float, dtype: str) ->
     np.testing.assert_allclose(v.grad, np.ones_like(v.array), rtol=1e-6)
 
 
-def test_scores_are_never_kept_whole() -> None:
+def test_attention_does_not_store_all_scores() -> None:
     """At 1,024 positions one head's scores in float32 take 4 MiB."""
     x = fl.param(RANDOM.standard_normal((1, 1024, 48)).astype("float32"))
     F.sum(F.self_attention(x, 1)).backward()
@@ -186,7 +186,7 @@ def test_scores_are_never_kept_whole() -> None:
 
 
 @pytest.mark.parametrize("shape", [(100_000,), (50, 20, 10, 10)])
-def test_dropout_draws_as_often_as_it_should(shape: tuple[int, ...]) -> None:
+def test_dropout_zeroes_the_expected_share(shape: tuple[int, ...]) -> None:
     fl.set_seed(0)
     x = fl.param(np.ones(shape, "float32"))
     results = [F.dropout(x, 0.3) for _ in range(2)]
@@ -202,14 +202,14 @@ def test_dropout_draws_as_often_as_it_should(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("axes", [(0, 3, 1, 2), (0, 2, 1, 3), (3, 2, 1, 0)])
-def test_dropout_s_gradient_may_lie_otherwise_than_its_input(axes: tuple[int, ...]) -> None:
+def test_dropout_gradient_may_have_another_layout(axes: tuple[int, ...]) -> None:
     x = fl.param(np.ones((2, 5, 4, 3), "float32").transpose(axes))
     result = F.dropout(x, 0.5)
     result.backward(np.ones(x.shape, "float32"))
     np.testing.assert_array_equal(x.grad, result.array)
 
 
-def test_attention_s_dropout_keeps_the_mean() -> None:
+def test_attention_dropout_keeps_the_mean() -> None:
     fl.set_seed(0)
     q, v = np.zeros((4, 4, 200, 8), "float32"), np.ones((4, 4, 200, 8), "float32")
     result = F.attention(q, q, v, dropout=0.4).array
@@ -233,7 +233,7 @@ def test_attention_s_dropout_keeps_the_mean() -> None:
         lambda x: F.categorical_cross_entropy(x, np.zeros((3, 6, 9), int)),
     ],
 )
-def test_integers_count_as_float64(
+def test_norms_convert_integers_to_float64(
     function: Any, dtype: str, native_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native_too:
@@ -297,7 +297,7 @@ def test_errors_name_the_layer_and_shapes(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("function", [F.sigmoid, F.gelu, F.silu, lambda x: F.dropout(x, 0.5)])
-def test_the_gradient_of_no_dimensions_may_be_a_number_of_numpy(function: Any) -> None:
+def test_backward_accepts_numpy_scalars_as_gradients(function: Any) -> None:
     x = fl.param(np.ones((), np.float32))
     (function(x) * fl.input(np.ones(3, np.float32))).sum().backward()
     assert x.grad.shape == ()
@@ -325,7 +325,7 @@ for limited in (step, lambda a, b: conv2d(a, b, padding=1)):
 """
 
 
-def test_a_kernel_without_memory_raises() -> None:
+def test_kernel_raises_memory_error_without_memory() -> None:
     """Eagerly and captured; a limit of memory is the only way to it."""
     command = [sys.executable, "-c", TOO_LARGE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)

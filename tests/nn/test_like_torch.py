@@ -195,7 +195,7 @@ def made(row: Row, dtype: Any) -> fl.nn.Module:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @ROWS_BY_NAME
-def test_values_and_gradients(row: Row, dtype: str, oracle: Oracle) -> None:
+def test_layers_have_values_and_gradients_of_torch(row: Row, dtype: str, oracle: Oracle) -> None:
     module, inputs = made(row, dtype), variables_of(row, dtype)
     result = call(row, module, inputs)
     named = dict(zip("abcd", inputs, strict=False))
@@ -237,7 +237,7 @@ def test_float16_is_computed_in_float32(row: Row) -> None:
 
 
 @ROWS_BY_NAME
-def test_a_captured_step_has_the_bits_of_the_eager_one(row: Row) -> None:
+def test_captured_step_has_the_bits_of_an_eager_step(row: Row) -> None:
     def make() -> Any:
         module, variables = made(row, "float32"), variables_of(row, "float32")
         params = [*module.params(), *(v for v in variables if v.calc_grad)]
@@ -252,12 +252,12 @@ def test_a_captured_step_has_the_bits_of_the_eager_one(row: Row) -> None:
 
 
 @ROWS_BY_NAME
-def test_a_layer_is_shown_with_its_arguments(row: Row) -> None:
+def test_repr_shows_the_arguments_of_layers(row: Row) -> None:
     module = row.make()
     assert repr(module).startswith(f"{type(module).__name__}(")
 
 
-def test_a_residual_adds_its_input_or_a_shortcut() -> None:
+def test_residual_adds_the_input_or_a_shortcut() -> None:
     body, past = fl.nn.Linear(6, 6), fl.nn.Linear(6, 6)
     x = fl.input(X.astype("float32"))
     np.testing.assert_array_equal(fl.nn.Residual(body)(x).array, body(x).array + x.array)
@@ -267,7 +267,7 @@ def test_a_residual_adds_its_input_or_a_shortcut() -> None:
     assert fl.nn.Identity()(x) is x
 
 
-def test_a_state_goes_on_where_it_was_returned() -> None:
+def test_rnn_continues_from_a_returned_state() -> None:
     for kind in ("lstm", "gru", "tanh"):
         module = fl.nn.RNN(kind, 4, 3, layers=2).astype("f8")
         whole, state = module(fl.input(SEQUENCES))
@@ -279,7 +279,7 @@ def test_a_state_goes_on_where_it_was_returned() -> None:
             np.testing.assert_allclose(one.array, other.array, rtol=1e-12)
 
 
-def test_dropout_between_layers_acts_while_training_only() -> None:
+def test_rnn_dropout_acts_only_in_training() -> None:
     fl.set_seed(0)
     module = fl.nn.RNN("gru", 4, 3, layers=2, dropout=0.5).astype("f8")
     x = fl.input(SEQUENCES)
@@ -289,7 +289,7 @@ def test_dropout_between_layers_acts_while_training_only() -> None:
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_target_that_no_alignment_has(zero: bool, oracle: Oracle) -> None:
+def test_ctc_loss_is_infinite_without_an_alignment(zero: bool, oracle: Oracle) -> None:
     logs = fl.param(np.log(np.full((2, 3, 4), 0.25)))
     said = np.array([[1, 1], [1, 2]])  # the first needs a blank between, which 2 steps lack
     times = np.array([2, 3])
@@ -303,7 +303,7 @@ def test_a_target_that_no_alignment_has(zero: bool, oracle: Oracle) -> None:
     assert logs.grad[1].any()
 
 
-def test_probabilities_of_0_and_1_have_a_loss_of_100_where_they_are_wrong(oracle: Oracle) -> None:
+def test_binary_cross_entropy_limits_logarithms_to_100(oracle: Oracle) -> None:
     p, target = fl.param(np.array([0.0, 1, 0, 1, 0.3])), np.array([0.0, 1, 1, 0, 0.5])
     loss = F.binary_cross_entropy(p, target, "none")
     code = "y = F.binary_cross_entropy(a, t, reduction='none')"
@@ -311,7 +311,9 @@ def test_probabilities_of_0_and_1_have_a_loss_of_100_where_they_are_wrong(oracle
 
 
 @pytest.mark.parametrize("function", [F.erf, F.gelu, F.silu, F.elu, F.log1p])
-def test_the_ends_of_the_number_line(function: Callable[..., Any], oracle: Oracle) -> None:
+def test_activations_are_finite_at_extreme_inputs(
+    function: Callable[..., Any], oracle: Oracle
+) -> None:
     ends = np.array([0.0, -0.0, 1e-30, 30.0, 700.0])
     ends = ends if function is F.log1p else np.concatenate([ends, -ends])
     name = function.__name__
@@ -436,7 +438,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         fl.nn.View((-1,)), fl.nn.Sequential(fl.nn.Linear(2, 2), fl.nn.Dropout()),
     ],
 )  # fmt: skip
-def test_lists_are_rejected_and_arrays_taken(layer: Any) -> None:
+def test_layers_accept_arrays_and_reject_lists(layer: Any) -> None:
     with pytest.raises(TypeError, match=r"got list. Convert it with numpy.asarray"):
         layer([[[1.0, 2.0]]])
     x = np.ones((2, 2, 2, 2) if type(layer) is fl.nn.Conv2D else (2, 2, 2), "float32")
@@ -444,7 +446,7 @@ def test_lists_are_rejected_and_arrays_taken(layer: Any) -> None:
     layer.eval()(x)
 
 
-def test_losses_take_arrays() -> None:
+def test_losses_accept_arrays() -> None:
     x, labels = F.log_softmax(fl.param(X)), np.arange(4)
     for found, given in ((fl.nn.CategoricalCrossEntropy(), labels), (fl.nn.MeanSquaredError(), Y)):
         np.testing.assert_array_equal(found(x, given).array, found(x, fl.input(given)).array)
@@ -476,7 +478,7 @@ EMPTY: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("words", EMPTY)
-def test_an_empty_batch_is_an_error_with_its_shape(
+def test_layers_raise_value_error_for_empty_batches(
     words: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:

@@ -70,14 +70,14 @@ def check(module: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_dicts(kind: str) -> None:
+def test_load_torch_copies_state_dicts(kind: str) -> None:
     module, make = Tied(), KINDS[kind]
     assert fl.nn.load_torch(module, {n: make(x) for n, x in ARRAYS.items()}) == ([], [])
     check(module)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_files_of_safetensors(dtype: str, tmp_path: Any) -> None:
+def test_load_torch_reads_safetensors_files(dtype: str, tmp_path: Any) -> None:
     arrays = {name: x.astype(floating(dtype, "")) for name, x in ARRAYS.items()}
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"".join(bytes(each) for each in pieces(arrays)))
@@ -86,18 +86,18 @@ def test_files_of_safetensors(dtype: str, tmp_path: Any) -> None:
         fl.nn.load_torch(module, given)
         check(module)
     path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="not a safetensors file"):
+    with pytest.raises(ValueError, match="expected a safetensors file"):
         fl.nn.load_torch(module, path)
 
 
-def test_prefixes() -> None:
+def test_load_torch_renames_entries() -> None:
     module = Tied()
     state = {f"model.{name}": x for name, x in ARRAYS.items()}
     fl.nn.load_torch(module, state, rename=lambda name: name.removeprefix("model."))
     check(module)
 
 
-def test_a_shared_parameter_has_any_of_its_names() -> None:
+def test_load_torch_accepts_any_name_of_a_shared_parameter() -> None:
     module, state = Tied(), {n: x for n, x in ARRAYS.items() if n != "one.weight"}
     assert fl.nn.load_torch(module, state) == ([], [])
     check(module)
@@ -105,7 +105,7 @@ def test_a_shared_parameter_has_any_of_its_names() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_two_values_for_one_entry_are_refused(strict: bool) -> None:
+def test_load_torch_raises_for_two_values_of_an_entry(strict: bool) -> None:
     module, other = Tied(), {**ARRAYS, "other.weight": np.zeros((2, 2))}
     before = module.one.weight.array.copy()
     with pytest.raises(ValueError, match=r"equal values for 'one.weight', got 'other.weight'"):
@@ -121,7 +121,7 @@ def test_two_values_for_one_entry_are_refused(strict: bool) -> None:
     assert fl.nn.load_torch(layer, unused, False, **last) == ([], ["more"])
 
 
-def test_what_is_missing_or_unexpected() -> None:
+def test_load_torch_returns_missing_and_unexpected_names() -> None:
     module = Tied()
     state = {"one.bias": np.ones(2), "two.bias": np.ones(2)}
     before = module.one.weight.array.copy()
@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_states_are_refused(name: str, strict: bool) -> None:
+def test_load_torch_raises_for_invalid_states(name: str, strict: bool) -> None:
     state, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         fl.nn.load_torch(Tied(), state, strict)
@@ -155,7 +155,7 @@ def test_wrong_states_are_refused(name: str, strict: bool) -> None:
         fl.nn.load_torch(state, Tied())
 
 
-def test_a_clone_has_arrays_of_its_own() -> None:
+def test_clone_copies_arrays() -> None:
     module = fl.recompute(Tied())
     module.one.weight.register_grad_hook(lambda v: None)
     module.before_forward = lambda module: None
@@ -175,7 +175,7 @@ def test_a_clone_has_arrays_of_its_own() -> None:
     assert copy.copy(module).one is module.one
 
 
-def test_the_table_counts_what_is_shared_once() -> None:
+def test_summary_counts_shared_parameters_once() -> None:
     lines = Tied().summary().splitlines()
     assert [line.split() for line in lines[2:-1]] == [
         ["Tied", "mean", "[3]", "0"],

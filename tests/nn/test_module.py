@@ -34,7 +34,7 @@ class Scale(Module):
         return self.inner(x) * self.factor
 
 
-def test_parameters_are_found_in_order_and_named() -> None:
+def test_named_params_returns_parameters_in_order() -> None:
     model = Sequential(Scale(), Linear(3, 2, bias=False))
     names = ["0.factor", "0.frozen", "0.inner.weight", "0.inner.bias", "1.weight"]
     assert list(model.named_params()) == names
@@ -42,7 +42,7 @@ def test_parameters_are_found_in_order_and_named() -> None:
     assert list(model.buffers) == ["0.count", "0.total"]
 
 
-def test_shared_parameter_is_named_once() -> None:
+def test_named_params_lists_shared_parameters_once() -> None:
     first, second = Linear(2, 2), Linear(2, 2)
     second.weight = first.weight
     model = Sequential(first, second, first)
@@ -55,7 +55,7 @@ def test_calling_a_module_calls_forward() -> None:
     np.testing.assert_array_equal(scale(x).array, scale.inner(x).array * 2)
 
 
-def test_module_without_forward_cannot_be_made() -> None:
+def test_module_without_forward_raises_type_error() -> None:
     class Empty(Module):
         pass
 
@@ -72,7 +72,7 @@ def test_zero_grad_drops_every_gradient() -> None:
 
 
 class TestModes:
-    def test_eval_records_nothing_and_train_undoes_it(self) -> None:
+    def test_eval_disables_recording_and_train_enables_it(self) -> None:
         model = Sequential(Linear(2, 2), Dropout(0.5))
         x = input(np.ones((1, 2), "float32"))
         assert model.eval() is model
@@ -82,7 +82,7 @@ class TestModes:
         assert all(module.training for _, module in model.children())
         assert model(x).calc_grad
 
-    def test_hooks_gradients_and_frozen_parameters_stay(self) -> None:
+    def test_eval_keeps_hooks_gradients_and_frozen_parameters(self) -> None:
         scale = Scale()
         calls: list[Variable] = []
         scale.factor.register_grad_hook(calls.append)
@@ -94,21 +94,21 @@ class TestModes:
         F.sum(scale(input(np.ones((1, 3), "float32")))).backward()
         assert calls == [scale.factor]
 
-    def test_eval_of_a_part_is_undone_by_train_of_the_whole(self) -> None:
+    def test_train_undoes_eval_of_a_submodule(self) -> None:
         model = Sequential(Linear(2, 2), Linear(2, 2))
         model[0].eval()
         assert [p.calc_grad for p in model.params()] == [False, False, True, True]
         model.train()
         assert all(p.calc_grad for p in model.params())
 
-    def test_backward_after_eval_says_what_to_do(self) -> None:
+    def test_backward_after_eval_names_the_remedy(self) -> None:
         model = Linear(2, 1).eval()
         with pytest.raises(RuntimeError, match=r"call train\(\)"):
             model(input(np.ones((1, 2), "float32"))).backward()
 
 
 class TestState:
-    def test_shares_and_loads_in_place(self) -> None:
+    def test_state_dict_shares_and_load_state_dict_copies(self) -> None:
         model, other = Scale(), Scale()
         before = model.state_dict()
         assert before["factor"] is model.factor.array
@@ -119,13 +119,13 @@ class TestState:
             assert array is before[name]
             np.testing.assert_array_equal(array, other.state_dict()[name])
 
-    def test_floats_are_cast(self) -> None:
+    def test_load_state_dict_casts_floats(self) -> None:
         model = Linear(2, 2)
         state = {name: array.astype("float64") for name, array in model.state_dict().items()}
         model.load_state_dict(state)
         assert model.weight.dtype == "float32"
 
-    def test_all_that_is_wrong_is_named_and_nothing_changes(self) -> None:
+    def test_load_state_dict_names_all_problems_and_changes_nothing(self) -> None:
         model = Linear(2, 3)
         before = {name: array.copy() for name, array in model.state_dict().items()}
         with pytest.raises(ValueError, match="nothing was loaded") as raised:
@@ -152,7 +152,7 @@ def test_astype_casts_parameters_and_floating_buffers() -> None:
         scale.astype("int32")
 
 
-def test_to_the_device_where_it_is_changes_nothing() -> None:
+def test_to_keeps_arrays_on_the_same_device() -> None:
     scale = Scale()
     array = scale.factor.array
     assert scale.to("cpu") is scale
@@ -199,7 +199,7 @@ def names_of(model: Module) -> list[str]:
 
 
 class TestContainers:
-    def test_what_is_in_them_is_named_as_in_torch(self, oracle: Oracle) -> None:
+    def test_modules_in_containers_are_named_as_in_torch(self, oracle: Oracle) -> None:
         model = Held()
         names = oracle(
             """
@@ -220,7 +220,7 @@ y = list(dict(Held().named_parameters()))
         ]
         assert "layers.1.1   Linear(3, 3, bias=False)" in model.summary()
 
-    def test_inputs_and_results_are_no_parameters(self) -> None:
+    def test_variables_in_containers_are_not_parameters(self) -> None:
         model, x = Keeping(), input(np.ones((2, 3), "float32"))
         names = list(model.named_params())
         for each in (model, model.eval(), model.train()):
@@ -229,7 +229,7 @@ y = list(dict(Held().named_parameters()))
                 assert list(one.named_params()) == names
                 one.load_state_dict(model.state_dict())
 
-    def test_a_name_in_an_attribute_comes_first(self) -> None:
+    def test_attribute_names_precede_container_names(self) -> None:
         one, two = Linear(1, 1), Linear(1, 1)
         assert names_of(Free(all=[one, two], l0=one, l1=two)) == ["l0", "l1"]
         assert names_of(Free(all=[one, two, one], l1=two)) == ["l1", "all.0"]
@@ -237,7 +237,7 @@ y = list(dict(Held().named_parameters()))
         assert names_of(Free(a=first, b=two)) == ["a", "a.inner", "b"]
         assert names_of(Sequential(one, one)) == ["0", "1"]
 
-    def test_what_leads_back_is_visited_once(self) -> None:
+    def test_cyclic_containers_are_visited_once(self) -> None:
         child, tree = Free(leaf=Linear(1, 1)), {"children": [{"leaf": ReLU()}]}
         tree["children"][0]["parent"] = tree  # type: ignore[assignment]
         parent = Free(child=child, tree=tree)
@@ -247,7 +247,7 @@ y = list(dict(Held().named_parameters()))
         endless.append(endless)
         assert names_of(Free(endless=endless)) == []
 
-    def test_modules_are_found_behind_any_number_of_other_items(self) -> None:
+    def test_modules_are_found_in_large_containers(self) -> None:
         words: dict[str, Any] = {f"w{n}": [n] for n in range(1000)}
         layers = [("one", ReLU()), None, ("two", ReLU())]
         model = Free(words=words, names=[*words], layers=layers, late=[*range(100), ReLU()])
@@ -258,9 +258,7 @@ y = list(dict(Held().named_parameters()))
         assert names_of(model) == expected
 
     @pytest.mark.parametrize("made_again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-    def test_modules_are_found_in_copies_in_the_memory_of_another_list(
-        self, made_again: Any
-    ) -> None:
+    def test_module_search_cache_survives_reused_ids(self, made_again: Any) -> None:
         original = Free(items=[ReLU() for _ in range(101)])
         for _ in range(200):
             assert names_of(Free(items=["word"] * 101)) == []
@@ -275,12 +273,12 @@ y = list(dict(Held().named_parameters()))
             ({"a": Free(b=ReLU()), "a.b": ReLU()}, "of.a.b"),
         ],
     )
-    def test_a_name_of_two_is_refused(self, items: Any, name: str) -> None:
+    def test_duplicate_module_names_raise_value_error(self, items: Any, name: str) -> None:
         for call in (Module.params, Module.named_params, Module.state_dict):
             with pytest.raises(ValueError, match=f"Free: two modules have the name '{name}'"):
                 call(Free(of=items))
 
-    def test_modes_state_and_dtype_reach_them(self) -> None:
+    def test_modes_state_and_dtype_reach_modules_in_containers(self) -> None:
         model, other = Held(), Held()
         assert not any(p.calc_grad for p in model.eval().params())
         assert all(p.calc_grad for p in model.train().params())
@@ -293,7 +291,7 @@ y = list(dict(Held().named_parameters()))
                 assert not np.shares_memory(array, model.state_dict()[name])
         assert {p.dtype.name for p in model.astype("float64").params()} == {"float64"}
 
-    def test_what_is_appended_later_counts(self) -> None:
+    def test_modules_appended_later_are_found(self) -> None:
         model = Held()
         model.layers.append(Scale())
         assert "layers.2.inner.weight" in model.named_params()
@@ -301,7 +299,7 @@ y = list(dict(Held().named_parameters()))
         put_buffer(model, "layers.2.count", np.ones(1, "int64"))
         assert model.buffers["layers.2.count"] == 1
 
-    def test_a_captured_step_sees_another_one(self) -> None:
+    def test_captured_step_notices_appended_modules(self) -> None:
         def make() -> Any:
             set_seed(0)
             model = Held()
@@ -317,7 +315,7 @@ y = list(dict(Held().named_parameters()))
         compare(make, [np.full((2, 3), n, "float32") for n in range(6)], change, eager=3)
 
 
-def test_options_reach_forward() -> None:
+def test_call_passes_options_to_forward() -> None:
     model, x = Held(), input(np.ones((2, 3), "float32"))
     calls: list[Module] = []
     model.before_forward = calls.append
@@ -329,7 +327,7 @@ def test_options_reach_forward() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_linear_map_and_a_relu_are_one_operation_with_the_same_bits(bias: bool) -> None:
+def test_sequential_fuses_linear_and_relu_with_the_same_bits(bias: bool) -> None:
     set_seed(0)
     model = Sequential(ReLU(), Linear(3, 4, bias), ReLU(), ReLU(), Linear(4, 4), Linear(4, 2, bias))
     model.add(ReLU())
@@ -354,9 +352,7 @@ def test_a_linear_map_and_a_relu_are_one_operation_with_the_same_bits(bias: bool
 
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("way", ["before_forward", "recompute", "forward"])
-def test_a_linear_map_and_a_relu_are_called_one_by_one_where_calls_do_more(
-    position: int, way: str
-) -> None:
+def test_sequential_does_not_fuse_overridden_layers(position: int, way: str) -> None:
     model, called = Sequential(Linear(2, 2), ReLU()), []
     module = model[position]
     if way == "before_forward":
@@ -381,7 +377,7 @@ def test_empty_sequential_is_the_identity() -> None:
     assert Sequential()(x) is x
 
 
-def test_container_finds_members_and_attributes() -> None:
+def test_container_lists_members_and_attributes() -> None:
     class Residual(Container):
         def __init__(self) -> None:
             super().__init__(Linear(2, 2))
@@ -397,7 +393,7 @@ def test_container_finds_members_and_attributes() -> None:
 
 
 @pytest.mark.parametrize("member", [Linear, "Linear", None, np.ones(1)])
-def test_only_modules_can_be_added(member: Any) -> None:
+def test_add_raises_type_error_unless_a_module(member: Any) -> None:
     with pytest.raises(TypeError, match="Sequential: expected a Module"):
         Sequential(member)
 
@@ -408,7 +404,7 @@ def test_repr_shows_the_structure() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_members_may_be_passed_as_a_list(kind: Any) -> None:
+def test_container_accepts_lists_of_modules(kind: Any) -> None:
     members = Linear(2, 3), ReLU()
     model = Sequential(kind(members))
     assert tuple(model) == members
@@ -417,7 +413,7 @@ def test_members_may_be_passed_as_a_list(kind: Any) -> None:
         Sequential([Linear(2, 3), 3])  # type: ignore[list-item]
 
 
-def test_a_moving_average_follows_the_parameters_and_copies_buffers(tmp_path: Path) -> None:
+def test_moving_average_follows_parameters_and_copies_buffers(tmp_path: Path) -> None:
     model = fl.nn.Sequential(fl.nn.Linear(3, 2), fl.nn.BatchNorm(2))
     average = fl.nn.ExponentialMovingAverage(model, 0.75)
     first, x = model.params()[0].array.copy(), fl.input(np.ones((4, 3), "float32"))
@@ -444,7 +440,7 @@ def test_a_moving_average_follows_the_parameters_and_copies_buffers(tmp_path: Pa
         fl.nn.ExponentialMovingAverage(model, 2)
 
 
-def test_a_moving_average_of_half_precision_is_float32() -> None:
+def test_moving_average_of_half_precision_is_float32() -> None:
     model = fl.nn.Linear(1, 1).astype("float16")
     average = fl.nn.ExponentialMovingAverage(model, 0.999)
     begin = average.module.weight.array.copy()
@@ -455,7 +451,7 @@ def test_a_moving_average_of_half_precision_is_float32() -> None:
     np.testing.assert_allclose(average.module.weight.array, expected, rtol=1e-5)
 
 
-def test_a_moving_average_is_captured() -> None:
+def test_moving_average_is_captured() -> None:
     def make() -> Any:
         fl.set_seed(0)
         model = fl.nn.Linear(3, 2)

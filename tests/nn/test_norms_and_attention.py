@@ -18,7 +18,7 @@ BATCHES = RANDOM.standard_normal((3, 5, 4, 3, 2)) * 2 + 3
 X, MEMORY = RANDOM.standard_normal((2, 6, 8)), RANDOM.standard_normal((2, 9, 8))
 
 
-def test_running_statistics_are_torch_s(oracle: Oracle) -> None:
+def test_running_statistics_equal_torch(oracle: Oracle) -> None:
     layer = fl.nn.BatchNorm(4, 0.2).astype("float64")
     buffers = layer.buffers
     for batch in BATCHES:
@@ -37,7 +37,7 @@ def test_running_statistics_are_torch_s(oracle: Oracle) -> None:
     np.testing.assert_array_equal(layer.running_mean, before)
 
 
-def test_a_layer_without_statistics_evaluates_by_the_batch_s() -> None:
+def test_batch_norm_without_statistics_uses_the_batch() -> None:
     layer = fl.nn.BatchNorm(4, affine=False, track_statistics=False)
     assert not layer.state_dict()
     x = fl.input(BATCHES[0])
@@ -45,7 +45,7 @@ def test_a_layer_without_statistics_evaluates_by_the_batch_s() -> None:
 
 
 @pytest.mark.parametrize("kind", ["self", "masked", "cross", "cross_masked", "memory"])
-def test_multihead_attention_beside_torch(kind: str, oracle: Oracle) -> None:
+def test_multihead_attention_equals_torch(kind: str, oracle: Oracle) -> None:
     fl.set_seed(1)
     layer = fl.nn.MultiheadAttention(8, 2).astype("float64")
     layer.in_proj_bias.data[:] = RANDOM.standard_normal(24)
@@ -64,7 +64,7 @@ def test_multihead_attention_beside_torch(kind: str, oracle: Oracle) -> None:
     compare_with_torch(oracle, code, result, leaves, 1e-9, 1e-11, may=may)
 
 
-def test_states_of_torch_load_by_name(oracle: Oracle) -> None:
+def test_torch_states_load_by_name(oracle: Oracle) -> None:
     code = """
 torch.manual_seed(0)
 one = nn.TransformerEncoderLayer(8, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True)
@@ -78,7 +78,7 @@ y = net(a, mask=nn.Transformer.generate_square_subsequent_mask(6).double(), is_c
     np.testing.assert_allclose(net(fl.input(X)).array, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_attention_looks_back_only_if_causal() -> None:
+def test_causal_attention_ignores_later_positions() -> None:
     net = fl.nn.Transformer(8, 2, layers=2, causal=True).eval()
     changed = X.copy()
     changed[:, 4:] += 1
@@ -119,7 +119,7 @@ def test_captured_and_recomputed_steps_have_the_same_bits(name: str) -> None:
         np.testing.assert_array_equal(array, found[1][-1][name_])
 
 
-def test_sines_are_added_to_positions() -> None:
+def test_sinusoidal_embedding_adds_sines() -> None:
     layer = fl.nn.SinusoidalPositionEmbedding(7, 8)
     added = layer(fl.input(np.zeros((1, 7, 8), "float32"))).array[0]
     angles = np.arange(7)[:, None] / 10_000 ** (np.arange(4) / 4)
@@ -128,7 +128,7 @@ def test_sines_are_added_to_positions() -> None:
 
 
 @on_ranks(("shm", 2))
-def test_one_value_of_all_ranks_is_refused(rank: int, size: int) -> None:
+def test_batch_norm_raises_value_error_for_one_value_over_ranks(rank: int, size: int) -> None:
     """The other ranks have none: all raise, and nothing is tracked."""
     layer = fl.nn.BatchNorm(4, sync=True)
     with pytest.raises(ValueError, match="expected more than one value per channel"):
@@ -138,7 +138,7 @@ def test_one_value_of_all_ranks_is_refused(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 @on_ranks(("shm", 2))
-def test_ranks_have_a_batch_together(rank: int, size: int, first: int) -> None:
+def test_batch_norm_uses_the_global_batch(rank: int, size: int, first: int) -> None:
     """Also of different sizes: as one process with the whole batch."""
     rows, found = slice(first, 5) if rank else slice(0, first), []
     for sync in (False, True):

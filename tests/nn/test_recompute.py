@@ -96,7 +96,7 @@ def as_bits(found: Any) -> Any:
     return {k: as_bits(v) for k, v in found.items()} if isinstance(found, dict) else found
 
 
-def test_training_leaves_the_same_bits() -> None:
+def test_recompute_training_has_the_same_bits() -> None:
     plain, again = trained(lambda module: module), trained(fl.recompute)
     assert [name for name, _ in again["grads"]] == [name for name, _ in plain["grads"]]  # hooks
     assert plain.pop("calls") * 2 == again.pop("calls")
@@ -104,7 +104,7 @@ def test_training_leaves_the_same_bits() -> None:
     assert plain["state"]["twice.seen"] == [12]
 
 
-def test_nothing_is_computed_twice_without_gradients() -> None:
+def test_recompute_computes_once_without_gradients() -> None:
     block = fl.recompute(Block()).eval()
     x = fl.input(np.ones((2, WIDTH), np.float32))
     assert not block(x).calc_grad
@@ -115,7 +115,7 @@ def test_nothing_is_computed_twice_without_gradients() -> None:
     assert all(param.grad is None for param in block.train().params())
 
 
-def test_a_graph_that_is_kept_is_walked_again() -> None:
+def test_recompute_supports_retain_graph() -> None:
     def gradient(again: Callable[[Any], Any]) -> Any:
         fl.set_seed(1)
         x = fl.param(np.ones((2, WIDTH), np.float32))
@@ -137,7 +137,7 @@ class Reused(nn.Module):
         return [h, F.exp(h), F.sin(h), h]
 
 
-def test_results_that_are_used_inside_as_well_have_the_same_sums() -> None:
+def test_recompute_sums_results_used_inside_in_order() -> None:
     """Of three addends and more, in float32: the order in which they are added is seen."""
 
     def gradient(again: Callable[[Any], Any], order: list[int]) -> Any:
@@ -170,7 +170,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_result_is_used_by_another_recomputed_module_beside_its_sibling(order: int) -> None:
+def test_recompute_supports_results_of_recomputed_modules(order: int) -> None:
     """The first walk into one replaces what the second, found later, contributes to."""
     found = []
     for wrap in (lambda module: module, nn.recompute):
@@ -183,7 +183,7 @@ def test_a_result_is_used_by_another_recomputed_module_beside_its_sibling(order:
     np.testing.assert_allclose(found[1], found[0], rtol=1e-14)
 
 
-def test_results_may_be_left_out() -> None:
+def test_recompute_supports_unused_results() -> None:
     def gradients(again: Callable[[Any], Any]) -> list[Any]:
         fl.set_seed(3)
         x, y = (fl.param(np.full((2, WIDTH), k, np.float32)) for k in (1, 2))
@@ -201,7 +201,7 @@ def test_results_may_be_left_out() -> None:
     assert as_bits(gradients(fl.recompute)) == as_bits(gradients(lambda module: module))
 
 
-def test_names_copies_and_pickles() -> None:
+def test_recompute_keeps_names_copies_and_pickles() -> None:
     plain, block = Block(), fl.recompute(Block())
     assert list(block.state_dict()) == list(plain.state_dict())
     block.load_state_dict(plain.state_dict())
@@ -234,13 +234,13 @@ class WithLeaf(nn.Module):
         return y * y
 
 
-def test_a_leaf_may_be_made_on_the_way() -> None:
+def test_recompute_supports_leaves_created_in_forward() -> None:
     x = fl.param(np.ones(2))
     fl.recompute(WithLeaf())(x).sum().backward()
     assert x.grad.tolist() == [18, 18]
 
 
-def test_what_cannot_be_is_an_error() -> None:
+def test_recompute_raises_for_unsupported_modules() -> None:
     x = fl.param(np.ones(2))
     keeper = fl.recompute(Keeper())
     keeper(x)
@@ -258,7 +258,7 @@ def test_what_cannot_be_is_an_error() -> None:
         loss.backward()
 
 
-def test_on_another_array_library(strict: Any) -> None:
+def test_recompute_works_with_another_array_library(strict: Any) -> None:
     def gradients(again: Callable[[Any], Any]) -> list[Any]:
         fl.set_seed(5)
         block = nn.Sequential(
@@ -273,7 +273,7 @@ def test_on_another_array_library(strict: Any) -> None:
     assert as_bits(gradients(fl.recompute)) == as_bits(gradients(lambda module: module))
 
 
-def test_memory_of_a_deep_network_is_that_of_its_inputs() -> None:
+def test_recompute_stores_only_inputs_of_blocks() -> None:
     def peak(again: Callable[[Any], Any]) -> int:
         blocks = [
             again(nn.Sequential(*[layer for _ in range(8) for layer in (nn.Tanh(), nn.Sigmoid())]))

@@ -41,7 +41,7 @@ OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8])
 @pytest.mark.parametrize("name", OF_SIZES)
-def test_sizes_are_integers_of_any_kind(name: str, kind: Any) -> None:
+def test_layers_accept_any_integer_type_as_size(name: str, kind: Any) -> None:
     make, shape = OF_SIZES[name]
     x, found = fl.input(np.linspace(-1, 1, math.prod(shape)).reshape(shape)), []
     for each in (int, kind):
@@ -60,7 +60,7 @@ NOT_OF_ONE = {"Pool2D": "padding exceeds the window", "SinusoidalPositionEmbeddi
 
 
 @pytest.mark.parametrize("name", [name for name in OF_SIZES if name not in NOT_OF_ONE])
-def test_layers_have_gradients_of_their_shapes_if_all_sizes_are_one(name: str) -> None:
+def test_layers_have_correct_gradient_shapes_if_sizes_are_one(name: str) -> None:
     make, shape = OF_SIZES[name]
     module = make(lambda _: 1)
     y = module(fl.param(np.ones((2, *[1] * (len(shape) - 1)), np.float32)))
@@ -68,7 +68,7 @@ def test_layers_have_gradients_of_their_shapes_if_all_sizes_are_one(name: str) -
     assert [p.grad.shape for p in module.params()] == [p.shape for p in module.params()]
 
 
-def test_functions_take_integers_of_numpy() -> None:
+def test_functions_accept_numpy_integers() -> None:
     x, weight = np.ones((1, 4, 5, 5), np.float32), np.ones((4, 2, 3, 3), np.float32)
     two, one = np.int64(2), np.uint8(1)
     options = (two, (one, np.int32(0)), one, two)
@@ -80,7 +80,7 @@ def test_functions_take_integers_of_numpy() -> None:
             F.conv2d(x, weight, groups=wrong)  # type: ignore[arg-type]
 
 
-def test_initial_values_of_linear_are_flashlight_s() -> None:
+def test_linear_has_the_initial_values_of_flashlight() -> None:
     set_seed(0)
     layer = nn.Linear(50, 400)
     assert nn.Linear(3, 2, bias=False).bias is None
@@ -102,7 +102,7 @@ def test_initial_values_of_linear_are_flashlight_s() -> None:
         (lambda n: init.glorot_normal(n, 20, 30), 0.2),
     ],
 )
-def test_initial_values_have_the_promised_spread(draw: Any, std: float) -> None:
+def test_initial_values_have_the_documented_spread(draw: Any, std: float) -> None:
     set_seed(0)
     array = draw((100, 200))
     assert array.dtype == "float32"
@@ -111,14 +111,14 @@ def test_initial_values_have_the_promised_spread(draw: Any, std: float) -> None:
     assert array.mean() == pytest.approx(0, abs=std / 20)
 
 
-def test_dropout_acts_while_training_only() -> None:
+def test_dropout_acts_only_in_training() -> None:
     set_seed(0)
     x, layer = input(np.ones(1000, "float32")), nn.Dropout(0.5)
     assert set(layer(x).array.tolist()) == {0.0, 2.0}
     assert layer.eval()(x) is x
 
 
-def test_all_layers_are_listed_also_before_they_are_imported() -> None:
+def test_dir_lists_layers_before_their_import() -> None:
     code = "from flashlight_py import nn; names = dir(nn)\n"
     code += "assert {*nn.__all__} <= {*names} and len({*names}) == len(names)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -32,7 +32,7 @@ def test_clip_grad_norm_scales_all_gradients_in_place(
     assert [a.grad is grads[0], b.grad is grads[1], without.grad] == [True, True, None]
 
 
-def test_clip_grad_norm_without_gradients_and_with_wrong_arguments() -> None:
+def test_clip_grad_norm_handles_missing_gradients_and_bad_arguments() -> None:
     variables = [param(np.zeros(1))]
     assert clip_grad_norm(variables, 1) == 0
     with pytest.raises(ValueError, match="max_norm must be at least 0"):
@@ -55,7 +55,7 @@ def test_clip_grad_value_limits_each_element_in_place(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_limits_outside_the_range_of_the_dtype_are_silent_if_numpy_raises(dtype: str) -> None:
+def test_clipping_ignores_numpy_errstate(dtype: str) -> None:
     a = param(np.zeros(5, dtype))
     a.grad = np.array([-3, 1e-7, 0.5, math.inf, math.nan], dtype)
     expected = a.grad.copy()

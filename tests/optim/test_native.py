@@ -91,9 +91,7 @@ def in_pieces(make: Make, dtype: str) -> list[Any]:
 
 
 @EVERY_RULE
-def test_all_instruction_sets_have_the_bits_of_numpy_rules(
-    make: Make, use: Any, without: Any
-) -> None:
+def test_instruction_sets_have_the_bits_of_numpy(make: Make, use: Any, without: Any) -> None:
     found = {}
     for name in ("baseline", "avx2", "avx512"):
         try:
@@ -142,7 +140,7 @@ def unusual() -> dict[str, tuple[Any, Any]]:
 
 @pytest.mark.parametrize("what", unusual())
 @pytest.mark.parametrize("make", [RULES["adam"], RULES["novograd"]])
-def test_unusual_arrays_are_stepped_by_numpy_rules(make: Make, what: str, without: Any) -> None:
+def test_unsupported_arrays_use_numpy_rules(make: Make, what: str, without: Any) -> None:
     """Beside one that does."""
 
     def run() -> list[Any]:
@@ -159,13 +157,13 @@ def test_unusual_arrays_are_stepped_by_numpy_rules(make: Make, what: str, withou
     assert with_native == run()
 
 
-def test_plain_arrays_are_stepped_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_arrays_use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cpu, "change")
     for make in RULES.values():
         stepped(make, "float32", [3, 100])
 
 
-def test_a_read_only_parameter_is_an_error() -> None:
+def test_step_raises_value_error_for_read_only_parameters() -> None:
     variable = param(np.ones(3))
     variable.grad = np.ones(3)
     variable.data.setflags(write=False)
@@ -173,7 +171,7 @@ def test_a_read_only_parameter_is_an_error() -> None:
         optim.SGDOptimizer([variable], 0.1).step()
 
 
-def test_infinite_parameters_stay_without_decay(without: Any) -> None:
+def test_infinite_parameters_are_kept_without_decay(without: Any) -> None:
     for _ in range(2):
         variable = param(np.array([np.inf, 1.0]))
         variable.grad = np.zeros(2)
@@ -182,7 +180,7 @@ def test_infinite_parameters_stay_without_decay(without: Any) -> None:
         without()
 
 
-def test_settings_may_change_between_steps() -> None:
+def test_options_can_change_between_steps() -> None:
     variable = param(np.ones(1))
     variable.grad = np.ones(1)
     optimizer = optim.SGDOptimizer([variable], 1.0)
@@ -201,9 +199,7 @@ def test_settings_may_change_between_steps() -> None:
         ((("sgd",), (np.ones(1), np.ones(1)), 1.0), IndexError, "range"),
     ],
 )
-def test_the_module_checks_what_it_is_called_with(
-    arguments: Any, error: type[Exception], match: str
-) -> None:
+def test_native_module_checks_arguments(arguments: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         MODULE.change(*arguments)
 
@@ -231,7 +227,7 @@ SGD = "sgd", ((LR,), 0.0)
         (([],), (*MEMORY, ("momentum", ((LR,), 0.9, 0.0, 0.0))), IndexError, "range"),
     ],
 )
-def test_it_checks_what_a_step_is_called_with(
+def test_native_step_checks_arguments(
     states: Any, source: Any, error: type[Exception], match: str
 ) -> None:
     variable = param(np.ones(1))
@@ -246,7 +242,7 @@ def test_it_checks_what_a_step_is_called_with(
 
 
 @pytest.mark.parametrize("has_native", [True, False])
-def test_a_decay_of_one_is_an_error_before_anything_changes(has_native: bool, without: Any) -> None:
+def test_decay_of_one_raises_before_any_change(has_native: bool, without: Any) -> None:
     variable = param(np.ones(1))
     variable.grad = np.ones(1)
     optimizer = optim.AdamOptimizer([variable], 0.1)
@@ -280,7 +276,7 @@ def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("what", unusual())
-def test_steps_of_what_does_not_fit_are_prepared_in_python(what: str) -> None:
+def test_prepared_uses_python_for_unsupported_arrays(what: str) -> None:
     def make() -> Any:
         array, grad = unusual()[what]
         optimizer = RULES["adam"]([param(np.ones(3)), param(np.ones(array.shape, array.dtype))])
@@ -309,7 +305,7 @@ def test_prepared_steps_keep_their_arrays() -> None:
         cpu.native().Steps([])  # type: ignore[union-attr]
 
 
-def test_without_it_a_warning_says_so_once(
+def test_missing_native_module_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "flashlight_py._native._optim", None)
@@ -347,7 +343,7 @@ def steps(optimizer: Any, convert: Any, dtype: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_launch_gives_the_bits_of_the_cpu(
+def test_cuda_step_has_the_bits_of_the_cpu_in_one_launch(
     rule: str, strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The one number that CuPy computes in another order.
@@ -361,7 +357,7 @@ def test_one_launch_gives_the_bits_of_the_cpu(
 
 
 @pytest.mark.parametrize("count", [20, 60])
-def test_tables_of_any_length(strict: StandInCupy, count: int) -> None:
+def test_cuda_tables_may_have_any_length(strict: StandInCupy, count: int) -> None:
     """A short one is an argument of the kernel, and a long one lies on the GPU."""
     arrays = np.random.default_rng(0).standard_normal((2, count, 7)).astype("float32")
     results = []
@@ -376,7 +372,7 @@ def test_tables_of_any_length(strict: StandInCupy, count: int) -> None:
     assert [kernel.launches() for kernel in strict.kernels] == [1]
 
 
-def test_two_dtypes_and_two_rates_are_two_launches(strict: StandInCupy) -> None:
+def test_cuda_step_launches_once_per_dtype_and_rule(strict: StandInCupy) -> None:
     """Parameters that are not at the same step share one; those of another dtype have another."""
     variables = [
         param(strict.asarray(np.ones(3, dtype)))  # type: ignore[arg-type]
@@ -390,7 +386,7 @@ def test_two_dtypes_and_two_rates_are_two_launches(strict: StandInCupy) -> None:
     assert [kernel.launches() for kernel in strict.kernels] == [2, 1]
 
 
-def test_strides_are_stepped_by_the_reference(strict: StandInCupy) -> None:
+def test_strided_cuda_arrays_use_array_rules(strict: StandInCupy) -> None:
     whole = strict.asarray(np.ones((3, 4), "float32"))
     variable = param(whole[:, ::2])
     variable.grad = strict.asarray(np.ones((3, 2), "float32"))  # type: ignore[assignment]

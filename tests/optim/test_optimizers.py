@@ -95,7 +95,7 @@ def test_steps_equal_torch(make: Make, name: str, options: Any, oracle: Oracle) 
     np.testing.assert_allclose(ours, theirs, rtol=1e-12)
 
 
-def test_amsgrad_rule() -> None:
+def test_amsgrad_step_equals_its_formula() -> None:
     (variable, _) = run(DECAYING["amsgrad_decay"], 4)
     mean, square, largest = np.zeros((3, 2, 3))
     expected = parameters()[0].array
@@ -108,7 +108,7 @@ def test_amsgrad_rule() -> None:
     np.testing.assert_allclose(variable.array, expected, rtol=1e-13)
 
 
-def test_novograd_rule() -> None:
+def test_novograd_step_equals_its_formula() -> None:
     (variable, _), (mean, norm) = run(OTHERS["novograd"], 4), (np.zeros((2, 3)), 0.0)
     expected = parameters()[0].array
     for number in range(4):
@@ -119,7 +119,7 @@ def test_novograd_rule() -> None:
     np.testing.assert_allclose(variable.array, expected, rtol=1e-13)
 
 
-def test_rounding_makes_no_nan_of_a_variance() -> None:
+def test_centered_rmsprop_avoids_nan_by_rounding() -> None:
     """The mean of squares of a constant is the square of its mean, less what rounding takes off."""
     variable = param(np.ones(3, "float32"))
     optimizer = optim.RMSPropOptimizer([variable], 1e-3, 0.5, use_first=True)
@@ -129,7 +129,7 @@ def test_rounding_makes_no_nan_of_a_variance() -> None:
     assert np.isfinite(variable.array).all()
 
 
-def test_novograd_without_eps_takes_a_gradient_of_zeros_as_0() -> None:
+def test_novograd_without_eps_accepts_zero_gradients() -> None:
     variable = param(np.ones(3))
     variable.grad = np.zeros(3)
     optim.NovogradOptimizer([variable], 0.1, eps=0).step()
@@ -137,7 +137,7 @@ def test_novograd_without_eps_takes_a_gradient_of_zeros_as_0() -> None:
 
 
 @MAKES
-def test_steps_are_in_place_and_keep_dtype_and_gradient(make: Make) -> None:
+def test_step_works_in_place_and_keeps_dtype_and_gradient(make: Make) -> None:
     variables = parameters("float32")
     arrays = [v.array for v in variables]
     step(make(variables), 0)
@@ -158,7 +158,7 @@ def test_parameter_without_gradient_is_skipped(make: Make) -> None:
 
 
 @MAKES
-def test_array_assigned_between_steps_is_the_one_that_changes(make: Make) -> None:
+def test_step_updates_an_array_assigned_between_steps(make: Make) -> None:
     variables = parameters()
     optimizer = make(variables)
     old, new = variables[1].array, np.array([5.0])
@@ -170,7 +170,7 @@ def test_array_assigned_between_steps_is_the_one_that_changes(make: Make) -> Non
 
 
 @MAKES
-def test_state_moves_to_another_optimizer(make: Make) -> None:
+def test_state_dict_resumes_in_another_optimizer(make: Make) -> None:
     straight = run(make, 4)
     variables = run(make, 0)
     first = make(variables)
@@ -184,7 +184,7 @@ def test_state_moves_to_another_optimizer(make: Make) -> None:
         np.testing.assert_array_equal(ours.array, expected.array)
 
 
-def test_loaded_state_is_copied() -> None:
+def test_load_state_dict_copies_arrays() -> None:
     variables = parameters()
     first, second = (optim.SGDOptimizer(variables, 0.1, 0.9) for _ in range(2))
     second.load_state_dict(first.state_dict())
@@ -192,7 +192,7 @@ def test_loaded_state_is_copied() -> None:
     assert not np.shares_memory(*velocities)
 
 
-def test_the_numbers_of_a_state_are_python_s() -> None:
+def test_state_dict_has_python_numbers() -> None:
     variables = run(OTHERS["novograd"], 0)
     for make, name, kind in (
         (optim.AdamOptimizer, "steps", int),
@@ -222,7 +222,7 @@ class Own(optim.FirstOrderOptimizer):
         self._steps["all"] += 1
 
 
-def test_an_optimizer_of_a_users_keeps_its_attributes() -> None:
+def test_user_defined_optimizer_keeps_its_attributes() -> None:
     optimizer = Own(parameters())
     optimizer.step()
     for each in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
@@ -232,7 +232,7 @@ def test_an_optimizer_of_a_users_keeps_its_attributes() -> None:
 
 
 @MAKES
-def test_copies_and_pickles_go_on_as_the_original(make: Make) -> None:
+def test_copies_and_pickles_resume_like_the_original(make: Make) -> None:
     optimizer = make(parameters())
     for number in range(3):
         copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
@@ -245,7 +245,7 @@ def test_copies_and_pickles_go_on_as_the_original(make: Make) -> None:
                 np.testing.assert_array_equal(ours.array, theirs.array)
 
 
-def test_a_shallow_copy_has_a_rate_of_its_own() -> None:
+def test_shallow_copy_has_its_own_rate() -> None:
     optimizer = optim.SGDOptimizer(parameters(), 0.1)
     copied = copy.copy(optimizer)
     copied.lr = 0.2
@@ -254,7 +254,7 @@ def test_a_shallow_copy_has_a_rate_of_its_own() -> None:
 
 
 @MAKES
-def test_steps_and_rates_change_nothing_of_the_structure(
+def test_steps_and_rates_are_no_structural_changes(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer, names = make(parameters()), []
@@ -283,7 +283,7 @@ def test_steps_and_rates_change_nothing_of_the_structure(
         ({"lr": -1.0, "velocity": [np.ones((2, 3)), np.ones(1)]}, "lr must be at least 0"),
     ],
 )
-def test_state_that_does_not_fit_changes_nothing(state: dict[str, Any], match: str) -> None:
+def test_load_state_dict_changes_nothing_if_invalid(state: dict[str, Any], match: str) -> None:
     optimizer = optim.SGDOptimizer(parameters(), 0.1, 0.9)
     with pytest.raises(ValueError, match=match):
         optimizer.load_state_dict(state)
@@ -320,7 +320,7 @@ def test_lr_can_be_changed(make: Make) -> None:
         ([param(np.ones(1))], None, TypeError, "got NoneType"),
     ],
 )
-def test_wrong_arguments(
+def test_optimizers_raise_for_invalid_arguments(
     make: Any, params: Any, lr: Any, error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
@@ -341,12 +341,12 @@ def test_wrong_arguments(
         (lambda p: optim.RMSPropOptimizer(p, 0.1, rho=1), "rho must be below 1"),
     ],
 )
-def test_settings_out_of_range(make: Make, match: str) -> None:
+def test_optimizers_raise_value_error_for_options_out_of_range(make: Make, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make(parameters())
 
 
-def test_adam_keeps_the_means_of_float16_in_float32() -> None:
+def test_adam_stores_means_of_float16_in_float32() -> None:
     """Squares of small gradients are 0 in float16, as is eps: steps would be infinite, or nan."""
     results = []
     for dtype in ("float16", "float64"):

@@ -70,7 +70,7 @@ def rates(schedule: Any, of: Callable[[], float], steps: int) -> list[float]:
 
 
 @EACH
-def test_rates_are_those_of_the_published_formulas(name: str) -> None:
+def test_rates_equal_the_published_formulas(name: str) -> None:
     expected, optimizer = SCHEDULES[name][1], optimizer_of_rate()
     schedule = made(name, optimizer)
     found = rates(schedule, lambda: optimizer.lr, STEPS)
@@ -80,13 +80,13 @@ def test_rates_are_those_of_the_published_formulas(name: str) -> None:
 
 
 @EACH
-def test_rates_are_those_of_torch(name: str, oracle: Oracle) -> None:
+def test_rates_equal_torch(name: str, oracle: Oracle) -> None:
     code, expected = SCHEDULES[name]
     np.testing.assert_allclose(oracle(TORCH.replace("MAKE", code))["y"], expected, rtol=1e-12)
 
 
 @EACH
-def test_a_run_goes_on_from_any_step_with_the_same_rates(name: str) -> None:
+def test_schedule_resumes_at_any_step(name: str) -> None:
     first, again = optimizer_of_rate(), optimizer_of_rate(0.3)
     one, other = made(name, first), made(name, again)
     rates(one, lambda: first.lr, 6)
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_any_step_with_the_same_rates(name: str) -> None:
     assert rates(other, lambda: again.lr, 8) == rates(one, lambda: first.lr, 8)
 
 
-def test_a_second_schedule_starts_from_the_first_rate() -> None:
+def test_second_schedule_starts_from_the_first_base_rate() -> None:
     optimizer = fl.DistributedOptimizer(optimizer_of_rate(0.1))
     first = optim.ExponentialLR(optimizer, 0.5)
     first.step()
@@ -110,7 +110,7 @@ def test_a_second_schedule_starts_from_the_first_rate() -> None:
     assert optimizer.lr == 0.025
 
 
-def test_a_second_schedule_starts_where_torch_s_does(oracle: Oracle) -> None:
+def test_second_schedule_starts_like_in_torch(oracle: Oracle) -> None:
     code = """
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
 lr = torch.optim.lr_scheduler
@@ -134,7 +134,7 @@ for make in (lambda o: lr.CosineAnnealingLR(o, 9), lambda o: lr.LambdaLR(o, lamb
     np.testing.assert_allclose(found, oracle(code)["y"])
 
 
-def test_a_captured_step_is_not_recorded_again_for_a_schedule() -> None:
+def test_schedule_does_not_invalidate_a_captured_step() -> None:
     weight = fl.param(np.ones(3))
     optimizer = optim.SGDOptimizer([weight], 0.1)
 
@@ -152,7 +152,7 @@ def test_a_captured_step_is_not_recorded_again_for_a_schedule() -> None:
     np.testing.assert_allclose(weight.array, 1 - 0.1 * (2 - 0.125))
 
 
-def test_a_checkpoint_and_synchronize_take_a_schedule(tmp_path: Path) -> None:
+def test_checkpoint_and_synchronize_accept_schedules(tmp_path: Path) -> None:
     optimizer = fl.DistributedOptimizer(optimizer_of_rate())
     schedule = optim.StepLR(optimizer, 2, gamma=0.5)
     for _ in range(5):
@@ -166,7 +166,7 @@ def test_a_checkpoint_and_synchronize_take_a_schedule(tmp_path: Path) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_ranks_get_the_schedule_of_the_root(rank: int, size: int) -> None:
+def test_synchronize_copies_the_schedule_of_the_root(rank: int, size: int) -> None:
     optimizer = optimizer_of_rate(rank + 1.0)
     schedule = optim.ExponentialLR(optimizer, 0.5)
     for _ in range(rank + 1):
@@ -175,7 +175,7 @@ def test_ranks_get_the_schedule_of_the_root(rank: int, size: int) -> None:
     assert (schedule.base_lr, optimizer.lr, schedule.last_step) == (1.0, 0.5, 1)
 
 
-def test_what_cannot_be_a_schedule_is_refused() -> None:
+def test_schedules_raise_for_invalid_arguments() -> None:
     optimizer, other = optimizer_of_rate(), optim.StepLR(optimizer_of_rate(), 3)
     plateau = optim.ReduceLROnPlateau(optimizer)
     refused: list[tuple[Callable[[], object], type[Exception], str]] = [
@@ -208,7 +208,7 @@ def test_what_cannot_be_a_schedule_is_refused() -> None:
     assert optimizer.lr == BASE
 
 
-def test_a_cycle_that_is_over_and_a_state_that_does_not_fit_change_nothing() -> None:
+def test_failed_step_and_load_change_nothing() -> None:
     optimizer = optimizer_of_rate()
     schedule = optim.OneCycleLR(optimizer, 1.0, total_steps=5)
     for _ in range(5):  # a loop steps once after each of 5 steps
@@ -223,7 +223,7 @@ def test_a_cycle_that_is_over_and_a_state_that_does_not_fit_change_nothing() -> 
     assert (schedule.last_step, schedule.base_lr, optimizer.lr) == (5, BASE, last)
 
 
-def test_any_schedule_can_be_made_of_a_formula() -> None:
+def test_schedule_accepts_any_formula() -> None:
     schedule = optim.LearningRateSchedule(
         optimizer_of_rate(), lambda base, t: base / (t + 1) ** 0.5
     )
@@ -232,7 +232,7 @@ def test_any_schedule_can_be_made_of_a_formula() -> None:
     assert repr(schedule) == f"LearningRateSchedule(step 1, lr {schedule.last_lr:g})"
 
 
-def test_a_state_with_which_a_formula_raises_changes_nothing() -> None:
+def test_load_state_dict_changes_nothing_if_the_formula_raises() -> None:
     optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(1))], 1.0)
     schedule = fl.optim.LambdaLR(optimizer, lambda step: [1.0, 0.5][step])
     with pytest.raises(IndexError):
@@ -252,7 +252,7 @@ METRICS = [5.0, 4, 4, 4, 3.999, 4, 3, 3, 3, 3, 3, float("nan"), 2.9, 3, 3, 3, 3,
         {"patience": 0, "mode": "max", "threshold": 0.1},
     ],
 )
-def test_a_rate_on_a_plateau_is_torch_s(options: dict[str, Any], oracle: Oracle) -> None:
+def test_plateau_rates_equal_torch(options: dict[str, Any], oracle: Oracle) -> None:
     code = """
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.8)
 schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, eps=0, **options)
@@ -273,7 +273,7 @@ for metric in metrics:
     np.testing.assert_allclose(found, oracle(code, metrics=METRICS, options=options)["y"])
 
 
-def test_a_rate_below_the_lowest_one_stays() -> None:
+def test_plateau_keeps_rates_below_the_minimum() -> None:
     optimizer = optimizer_of_rate(0.1)
     schedule = optim.ReduceLROnPlateau(optimizer, patience=0, min_lr=0.5)
     for _ in range(3):
@@ -281,7 +281,7 @@ def test_a_rate_below_the_lowest_one_stays() -> None:
     assert optimizer.lr == 0.1
 
 
-def test_a_checkpoint_and_synchronize_take_a_plateau(tmp_path: Path) -> None:
+def test_checkpoint_and_synchronize_accept_a_plateau(tmp_path: Path) -> None:
     optimizer = optimizer_of_rate()
     schedule, other = (optim.ReduceLROnPlateau(optimizer, patience=1) for _ in range(2))
     fl.save(tmp_path, schedule=schedule)  # before it has a best metric

@@ -97,7 +97,7 @@ def test_modules_that_differ_are_refused_on_every_rank(
     model = fl.nn.Sequential(*layers)
     if what == "dtype" and rank == 1:
         model.astype(np.float64)
-    words = rf"rank {rank} of 2: .* differ in parameter {number} \(rank\(s\) 0: .*; rank\(s\) 1: "
+    words = rf"rank {rank} of 2: .* in parameter {number} \(rank\(s\) 0: .*; rank\(s\) 1: "
     with pytest.raises(fl.errors.MismatchError, match=words):
         fl.distribute_module_grads(model)
 
@@ -108,22 +108,22 @@ def test_arguments() -> None:
         fl.distribute_module_grads("model")  # type: ignore[arg-type]
     reducer = fl.InlineReducer(1.0)
     for name, value in (("scale", 1.0), ("group", fl.split(0)), ("bucket_bytes", 10)):
-        with pytest.raises(ValueError, match=f"pass {name} to the reducer"):
+        with pytest.raises(ValueError, match=f"Pass {name} to the constructor of the reducer"):
             fl.distribute_module_grads(model, reducer=reducer, **{name: value})
     with pytest.raises(ValueError, match="bucket_bytes must be positive"):
         fl.distribute_module_grads(model, bucket_bytes=0)
-    with pytest.raises(ValueError, match=r"ignore has '0.wait', .* it has 0.bias, 0.weight"):
+    with pytest.raises(ValueError, match=r"ignore .*, got '0.wait'. Use: 0.bias, 0.weight"):
         fl.distribute_module_grads(model, ignore=["0.wait"])
-    with pytest.raises(ValueError, match="no parameter or buffer of this module"):
+    with pytest.raises(ValueError, match="must contain parameters or buffers of this module"):
         fl.distribute_module_grads(model, ignore=build().params()[:1])
-    with pytest.raises(TypeError, match="ignore takes names and Variables, got int"):
+    with pytest.raises(TypeError, match="ignore must contain names and Variables, got int"):
         fl.distribute_module_grads(model, ignore=[3])  # type: ignore[list-item]
     with (
         pytest.raises(ValueError, match="distribute_module_grads or fully_shard on this module"),
         fl.no_sync(build()),
     ):
         pass
-    with pytest.raises(ValueError, match="no parameter"):
+    with pytest.raises(ValueError, match="expected a parameter with calc_grad"):
         fl.distribute_module_grads(fl.nn.Sequential(fl.nn.ReLU()))
 
 
@@ -150,8 +150,9 @@ def test_a_gradient_that_is_not_finite_is_named(rank: int, size: int, how: dict[
             assert all(param.grad is None for param in model.params())
             said.append(str(error))
     assert said[0] == said[3] == ""
-    assert f"rank {rank} of 2: gradients are not finite (rank 1: 2.bias" in said[1]
-    assert "their sums are too large" in said[2] or "hook" in how
+    words = "expected finite gradients, got NaN or infinity"
+    assert f"rank {rank} of 2: {words} (rank 1: 2.bias" in said[1]
+    assert "only in the sums over ranks" in said[2] or "hook" in how
 
 
 @on_ranks(("shm", 2))
@@ -209,7 +210,7 @@ def test_a_new_parameter_is_refused_until_the_module_is_distributed_again(
     CHANGES[change](model)
     name = "'scale'.*" * (change == "unfrozen")
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"{name}would not be reduced"):
+        with pytest.raises(ValueError, match=f"{name}assigned, added or unfrozen"):
             backward(model)
     fl.distribute_module_grads(model)
     backward(model)
@@ -225,7 +226,7 @@ def test_a_new_parameter_of_a_sharded_module_is_refused(rank: int, size: int) ->
     fl.fully_shard(model, across_hosts=True)
     backward(model)
     CHANGES["in a list"](model)
-    with pytest.raises(ValueError, match="would not be reduced"):
+    with pytest.raises(ValueError, match="assigned, added or unfrozen"):
         backward(model)
 
 
@@ -235,7 +236,7 @@ def test_all_ranks_know_of_a_new_parameter_on_one(rank: int, size: int) -> None:
     fl.distribute_module_grads(model)
     if rank == 0:
         replace_all(model)
-    words = "parameter 'first.weight' was assigned"
+    words = "got 'first.weight', which was assigned"
     with pytest.raises(ValueError if rank == 0 else DistributedError, match=words):
         backward(model)
     fl.barrier()
@@ -297,11 +298,12 @@ def test_parameters_and_updates_that_differ_are_refused(rank: int, size: int) ->
     updates = [np.full(2, rank, np.float64)] * 1 + [np.zeros(1)] * rank
     where = f"rank {rank} of 2: DistributedOptimizer"
     kinds = "(rank(s) 0: float64 (2, 3); rank(s) 1: float64 (3, 2))"
-    words = re.escape(f"{where}: parameters differ in number 1 {kinds}")
+    difference = "expected the same shapes and dtypes on every rank, got a difference at index 1"
+    words = re.escape(f"{where}: parameters: {difference} {kinds}")
     with pytest.raises(fl.errors.MismatchError, match=words):
         optimizer.step()
     kinds = "(rank(s) 0: nothing; rank(s) 1: float64 (1,))"
-    words = re.escape(f"{where}.reduce: updates differ in number 1 {kinds}")
+    words = re.escape(f"{where}.reduce: updates: {difference} {kinds}")
     with pytest.raises(fl.errors.MismatchError, match=words):
         optimizer.reduce(updates)
     assert (updates[0] == rank).all()
@@ -343,7 +345,7 @@ def test_updates_that_cannot_be_reduced() -> None:
         optimizer.reduce([same, same])
     with pytest.raises(TypeError, match="got float"):
         optimizer.reduce([1.5])
-    with pytest.raises(TypeError, match=r"DistributedOptimizer\.reduce: the average of int64"):
+    with pytest.raises(TypeError, match=r"DistributedOptimizer\.reduce: .*got int64"):
         optimizer.reduce([np.zeros(2, np.int64)])
 
 
@@ -359,7 +361,7 @@ def test_gradients_are_not_reduced_twice(first: str) -> None:
     outer = fl.DistributedOptimizer(inner)
     outer.step()
     fl.distribute_module_grads(model)
-    with pytest.raises(ValueError, match=r"parameter 0 \(shape \(1, 2\)\) is of a module under"):
+    with pytest.raises(ValueError, match=r"parameter 0 \(shape \(1, 2\)\) of a module under"):
         outer.step()
     model.params()[0].clear_grad_hook()
     with pytest.raises(ValueError, match="parameter 1 "):

@@ -172,7 +172,7 @@ def test_ranks_may_run_out_of_batches(rank: int, size: int, name: str) -> None:
 
 def test_arguments() -> None:
     model = build()
-    with pytest.raises(ValueError, match="pass hook to the reducer"):
+    with pytest.raises(ValueError, match="Pass hook to the constructor of the reducer"):
         fl.distribute_module_grads(
             model, reducer=fl.InlineReducer(1.0), hook=fl.Float16Compression()
         )

@@ -163,10 +163,10 @@ def test_keys_in_another_order_make_no_difference_where_they_are_sorted() -> Non
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        (np.array([None]), TypeError, "holds Python objects"),
-        (np.broadcast_to(np.zeros(1), 3), ValueError, "is read-only"),
-        (Tensor(np.broadcast_to(np.zeros(1), 3)), ValueError, "is read-only"),
-        (fl.param(np.zeros(2)) * 2, ValueError, "was computed from others"),
+        (np.array([None]), TypeError, "with Python objects"),
+        (np.broadcast_to(np.zeros(1), 3), ValueError, "got a read-only array"),
+        (Tensor(np.broadcast_to(np.zeros(1), 3)), ValueError, "got a read-only"),
+        (fl.param(np.zeros(2)) * 2, ValueError, "got the result of a computation"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_with_its_path(
@@ -222,7 +222,9 @@ def test_a_tree_that_is_immutable_itself_is_made_anew(tree: Any) -> None:
 
 @pytest.mark.parametrize("value", [Pair(1, 2), Seeded(1)], ids=lambda v: type(v).__name__)
 def test_what_cannot_be_made_anew_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"tree\[0\]: \w+ is immutable and cannot be made anew"):
+    with pytest.raises(
+        TypeError, match=r"tree\[0\]: expected immutable objects that can be created again"
+    ):
         plan_of([value])
 
 
@@ -230,7 +232,7 @@ def test_an_immutable_object_that_contains_itself_is_refused() -> None:
     knot = Frozen([1])
     assert put_numbers(plan_of(knot), [2]) == Frozen([2])  # through a list it is none
     object.__setattr__(knot, "other", (knot,))
-    with pytest.raises(TypeError, match=r"tree\.other\[0\]: this Frozen .* contains itself"):
+    with pytest.raises(TypeError, match=r"tree\.other\[0\]: .* got Frozen.* contains itself"):
         plan_of(knot)
 
 

@@ -249,7 +249,7 @@ def test_nested_values_and_several_results(nprocs: int) -> None:
         agree(one.grad, other.grad)
     with pytest.raises(ValueError, match=r"the batch as their first dimension.*\(3, 2\), \(5,\)"):
         wrapped({"x": x, "y": [x]}, labels, 0)
-    with pytest.raises(ValueError, match="a result has no dimensions"):
+    with pytest.raises(ValueError, match="a result without dimensions"):
         wrapped({"x": x, "y": [x]}, labels[:3], "mean")
     wrapped.close()
 
@@ -303,7 +303,7 @@ def test_sharded_parameters_are_refused_before_workers_are_started() -> None:
     placement: Any = types.SimpleNamespace(is_cut=False)
     model.params()[0].placement = placement
     before = model.params()[0].data
-    with pytest.raises(ValueError, match="DataParallel: parameter 0 "):
+    with pytest.raises(ValueError, match=r"DataParallel: .* got sharded parameter 0 "):
         model(fl.input(np.ones((4, 6))))
     assert model.params()[0].data is before
     assert not worker_pids(model)
@@ -392,24 +392,24 @@ def test_ranks_of_a_world_have_workers_of_their_own(rank: int, size: int) -> Non
 
 
 def test_what_cannot_be_wrapped_or_computed_is_refused(strict: Any) -> None:
-    with pytest.raises(TypeError, match=r"takes a flashlight_py.nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"expected a fl.nn.Module, got function"):
         fl.DataParallel(agree)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):
         fl.DataParallel(Net(), nprocs=0)
     with pytest.raises(ValueError, match=r"processes on this host, which has .*, got 1000000"):
         fl.DataParallel(Net(), nprocs=10**6)
-    with pytest.raises(ValueError, match="contains a DataParallel already"):
+    with pytest.raises(ValueError, match="the module contains a DataParallel"):
         fl.DataParallel(fl.nn.Sequential(fl.DataParallel(Net())))
     model = fl.DataParallel(Net(), nprocs=2)
-    with pytest.raises(TypeError, match="an input is a CuPy array"):
+    with pytest.raises(TypeError, match="got an array of CuPy"):
         model(fl.input(strict.asarray(np.ones((4, 6)))))
-    with pytest.raises(TypeError, match="an input holds Python objects"):
+    with pytest.raises(TypeError, match="got an array with Python objects"):
         model(np.array([None] * 4))
     model.module.lock = threading.Lock()
     with pytest.raises(TypeError, match=r"DataParallel: the module cannot be pickled.*lock"):
         model(rows(0, 0))
     del model.module.lock
     model.module.out.weight.data = strict.asarray(model.module.out.weight.data)
-    with pytest.raises(TypeError, match=r"parameter \d \(shape \(3, 8\)\) is on a GPU"):
+    with pytest.raises(TypeError, match=r"CuPy array as parameter \d \(shape \(3, 8\)\)"):
         model(fl.input(np.ones((4, 6))))
     assert model._team is None

@@ -42,7 +42,7 @@ FORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(form: str) -> None:
+def test_capture_supports_argument_forms(form: str) -> None:
     compare(lambda: several, map(FORMS[form], X[:8]))
 
 
@@ -53,7 +53,7 @@ ALIASES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("step", ALIASES.values(), ids=ALIASES)
-def test_two_arguments_may_have_memory_in_common(step: Callable[..., Any]) -> None:
+def test_arguments_may_share_memory(step: Callable[..., Any]) -> None:
     apart = [(X[i][:-1].copy(), X[i + 5][1:].copy()) for i in range(5)]
     same = [(each, each) for each in X[10:15, :5].copy()]
     overlapping = [(each[:-1], each[1:]) for each in map(np.copy, X[10:15])]
@@ -62,7 +62,7 @@ def test_two_arguments_may_have_memory_in_common(step: Callable[..., Any]) -> No
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_an_argument_may_be_a_parameter(is_first: bool) -> None:
+def test_argument_may_be_a_parameter(is_first: bool) -> None:
     def make() -> Any:
         weight = fl.param(np.arange(4.0))
 
@@ -87,7 +87,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_an_argument_may_be_what_the_step_changes(change: Callable[[Any, Any], Any]) -> None:
+def test_argument_may_be_modified_state(change: Callable[[Any, Any], Any]) -> None:
     def make() -> Any:
         state = np.arange(6.0)
 
@@ -159,11 +159,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any], int]] = {
 
 
 @pytest.mark.parametrize(("step", "calls", "eager"), CALLS.values(), ids=CALLS)
-def test_calls(step: Callable[..., Any], calls: list[Any], eager: int) -> None:
+def test_capture_supports_ways_to_pass_arguments(
+    step: Callable[..., Any], calls: list[Any], eager: int
+) -> None:
     compare(lambda: step, calls, eager=eager)
 
 
-def test_whether_an_argument_can_be_written_to() -> None:
+def test_replay_distinguishes_read_only_arguments() -> None:
     step = fl.capture(lambda x: (x.flags.writeable, x * 1))
     for number, x in enumerate(X.copy()[:10]):
         x.flags.writeable = number < 5
@@ -191,7 +193,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_arguments_that_are_refused(name: str) -> None:
+def test_unsupported_arguments_stay_eager(name: str) -> None:
     step, argument, told = REFUSED[name]
     compare(lambda: step, [(argument,)] * 4, told=f"argument 0 {told}")
 
@@ -208,7 +210,7 @@ class Trained:
 @pytest.mark.parametrize(
     "kind", [lambda *parts: parts, lambda *parts: Trained(model=parts[0], optimizer=parts[1])]
 )
-def test_what_an_argument_holds_is_state(kind: Callable[..., Any]) -> None:
+def test_objects_in_arguments_are_state(kind: Callable[..., Any]) -> None:
     def make() -> Any:
         _, model, optimizer = trained()
 
@@ -225,7 +227,7 @@ def test_what_an_argument_holds_is_state(kind: Callable[..., Any]) -> None:
     compare(make, [(kind, x) for x in X[..., :3].astype("f8")], change, eager=2)
 
 
-def test_a_tuple_that_cannot_be_made_from_a_list_is_an_argument() -> None:
+def test_argument_may_be_an_unusual_tuple_type() -> None:
     step = compare(lambda: lambda x: np.multiply(x.sum(), sys.int_info), [(x,) for x in X[:4]])
     with pytest.raises(TypeError, match="not initialized"):
         object.__new__(type(step))()

@@ -30,7 +30,7 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 @DTYPES
 @pytest.mark.parametrize("case", CAPTURED, ids=[case.name for case in CAPTURED])
-def test_function(case: Case, dtype: str) -> None:
+def test_replay_of_functions_equals_eager(case: Case, dtype: str) -> None:
     def make() -> Any:
         params = [fl.param(array.astype(dtype)) for array in case.arrays]
 
@@ -50,7 +50,7 @@ def test_function(case: Case, dtype: str) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("make_optimizer", RULES.values(), ids=RULES)
-def test_optimizer(make_optimizer: Make, dtype: str) -> None:
+def test_replay_of_optimizers_equals_eager(make_optimizer: Make, dtype: str) -> None:
     def make() -> Any:
         fl.set_seed(3)
         model = fl.nn.Sequential(fl.nn.Linear(5, 7), fl.nn.Tanh(), fl.nn.Linear(7, 3)).astype(dtype)
@@ -70,7 +70,7 @@ def test_optimizer(make_optimizer: Make, dtype: str) -> None:
 
 
 @DTYPES
-def test_a_norm_is_computed_by_each_replay(dtype: str) -> None:
+def test_each_replay_computes_a_norm(dtype: str) -> None:
     def make() -> Any:
         fl.set_seed(1)
         model = fl.nn.Sequential(fl.nn.Linear(3, 5), fl.nn.Linear(5, 1)).astype(dtype)
@@ -158,7 +158,7 @@ CALLS: dict[str, Callable[[Array], Any]] = {
 
 @pytest.mark.parametrize("action", ["ignore", "error"])
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
-def test_calls(case: Callable[[Array], Any], action: Any) -> None:
+def test_replay_of_calls_equals_eager(case: Callable[[Array], Any], action: Any) -> None:
     def step(x: Array) -> Any:
         try:
             return case(x)
@@ -173,12 +173,12 @@ def test_calls(case: Callable[[Array], Any], action: Any) -> None:
 LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (1 << 34, 1 << 34))
-from tests.tape.test_functions import CALLS, test_calls
-test_calls(CALLS["sum with list of sums"], "ignore")
+from tests.tape.test_functions import CALLS, test_replay_of_calls_equals_eager
+test_replay_of_calls_equals_eager(CALLS["sum with list of sums"], "ignore")
 """
 
 
-def test_a_limit_of_addresses() -> None:
+def test_replay_handles_high_addresses() -> None:
     """Those that stand for arrays were not to be read where a terabyte could not be reserved."""
     subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=60)
 
@@ -241,12 +241,12 @@ VALUES: dict[Callable[..., Any], list[Any]] = {
 
 
 @pytest.mark.parametrize("step", VALUES)
-def test_values(step: Callable[..., Any]) -> None:
+def test_replay_of_values_equals_eager(step: Callable[..., Any]) -> None:
     for calls in VALUES[step]:
         compare(lambda: step, calls)
 
 
-def test_errors_of_numbers_that_arrays_have_no_room_for() -> None:
+def test_overflowing_numbers_raise_like_numpy() -> None:
     def step(x: Array) -> Any:
         whole = np.zeros_like(x, np.int8)
         whole[1:] = x.max()
@@ -271,7 +271,7 @@ UNUSED: dict[str, tuple[Callable[[Array, Array], Any], Array, str]] = {
 
 
 @pytest.mark.parametrize("name", UNUSED)
-def test_errors_of_what_nobody_uses(name: str) -> None:
+def test_unused_calls_raise_in_replays(name: str) -> None:
     call, refused, error = UNUSED[name]
 
     def step(x: Array, y: Array) -> Any:
@@ -299,7 +299,7 @@ UFUNCS = {each for each in vars(np).values() if isinstance(each, np.ufunc) and e
 
 
 @pytest.mark.parametrize("dtype", "?bBhHiIqQefdFD")
-def test_layouts(dtype: str) -> None:
+def test_replay_of_layouts_equals_eager(dtype: str) -> None:
     """NumPy's loops differ in their bits with the steps that they are called with."""
     random = np.random.default_rng(0)
     with np.errstate(all="ignore"):
@@ -321,7 +321,7 @@ def test_layouts(dtype: str) -> None:
 
 
 @DTYPES
-def test_sums_after_other_operations(dtype: str) -> None:
+def test_replay_of_sums_after_operations_equals_eager(dtype: str) -> None:
     """NumPy adds halves; replays do all other operations a strip at a time."""
 
     def step(x: Array) -> Any:
@@ -337,7 +337,7 @@ def test_sums_after_other_operations(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", "iefdFD")
 @pytest.mark.parametrize("shape", [(3, 9001), (9001, 3), (7, 10, 3)])
-def test_sums_of_rows_and_columns(dtype: str, shape: tuple[int, ...]) -> None:
+def test_replay_of_row_and_column_sums_equals_eager(dtype: str, shape: tuple[int, ...]) -> None:
     def step(x: Array) -> Any:
         y = x * x.dtype.type(3)
         return [part.sum(axis) for part in (y, y.T, y + y) for axis in (0, -1, None)]
@@ -345,7 +345,7 @@ def test_sums_of_rows_and_columns(dtype: str, shape: tuple[int, ...]) -> None:
     compare(lambda: step, np.random.default_rng(0).normal(0, 9, (4, *shape)).astype(dtype))
 
 
-def test_sums_stay_calls_if_numpy_adds_in_an_unknown_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_remain_calls_if_the_order_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def more_digits(x: Array, axis: int | None) -> Any:
         return np.sum(x, axis, dtype="f8").astype(x.dtype)
 
@@ -391,12 +391,14 @@ def rows_of_every_second_element(x: Array, y: Array) -> Any:
     "step", [memory_of_what_ends, beside_a_view_of_an_argument, rows_of_every_second_element]
 )
 @pytest.mark.parametrize("shape", [(300, 70), (3, 5000), (5000, 3), (128, 128), (64, 64)])
-def test_memory(step: Callable[..., Any], shape: tuple[int, int]) -> None:
+def test_replay_of_shared_memory_equals_eager(
+    step: Callable[..., Any], shape: tuple[int, int]
+) -> None:
     random = np.random.default_rng(0)
     compare(lambda: step, [tuple(random.standard_normal((2, *shape))) for _ in range(5)])
 
 
-def test_products_of_nothing_into_another_dtype() -> None:
+def test_empty_products_cast_to_another_dtype() -> None:
     """There is nothing to compare, by which ``dot`` could stand for ``matmul`` and its casts."""
 
     def step(x: Array, y: Array) -> Array:

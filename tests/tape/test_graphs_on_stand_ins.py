@@ -71,7 +71,7 @@ def stays_eager(step: Callable[[Any], Any], results: list[float], reason: str) -
     assert reason in captured.reason
 
 
-def test_an_argument_with_strides_is_copied_by_its_elements(driver: StandInDriver) -> None:
+def test_strided_argument_is_copied_elementwise(driver: StandInDriver) -> None:
     captured: Any = fl.capture(lambda x: x * 1)
     every_second = gpu(np.arange(8.0))[::2]
     captured(every_second)
@@ -83,7 +83,7 @@ def test_an_argument_with_strides_is_copied_by_its_elements(driver: StandInDrive
     assert every_second.get().tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_a_step_that_puts_another_array_into_a_variable_stays_eager(driver: StandInDriver) -> None:
+def test_step_that_replaces_an_array_stays_eager(driver: StandInDriver) -> None:
     weight = fl.Variable(gpu([1.0]), calc_grad=False)
 
     def step(x: Any) -> Any:
@@ -94,7 +94,7 @@ def test_a_step_that_puts_another_array_into_a_variable_stays_eager(driver: Stan
 
 
 @pytest.mark.parametrize("holds", ["object", "list", "dict"])
-def test_an_attempt_to_capture_changes_no_state(driver: StandInDriver, holds: str) -> None:
+def test_failed_capture_changes_no_state(driver: StandInDriver, holds: str) -> None:
     """A step whose hidden state is another variable, list item or entry after each call."""
     holder: Any = SimpleNamespace(hidden=fl.Variable(gpu([1.0])), items=[gpu([1.0]), gpu([2.0])])
     named = {"grad": gpu([1.0])}
@@ -115,7 +115,7 @@ def test_an_attempt_to_capture_changes_no_state(driver: StandInDriver, holds: st
     assert captured.reason
 
 
-def test_an_array_in_the_memory_of_an_old_gradient_is_no_state(driver: StandInDriver) -> None:
+def test_memory_of_an_old_gradient_is_not_state(driver: StandInDriver) -> None:
     weight = fl.param(gpu([1.0, 2.0]))
     weight.grad = None
 
@@ -132,7 +132,7 @@ def test_an_array_in_the_memory_of_an_old_gradient_is_no_state(driver: StandInDr
     assert (captured.replays, captured.reason) == (2, "")
 
 
-def test_a_call_whose_argument_is_state_runs_eagerly(driver: StandInDriver) -> None:
+def test_call_with_state_as_argument_runs_eagerly(driver: StandInDriver) -> None:
     weight = fl.Variable(gpu([1.0, 2.0]), calc_grad=False)
 
     def step(x: Any) -> Any:
@@ -159,14 +159,14 @@ def test_results_in_named_tuples_are_copies(driver: StandInDriver) -> None:
     assert captured.replays == 3
 
 
-def test_a_result_of_another_class_is_the_reason_to_stay_eager(driver: StandInDriver) -> None:
+def test_unsupported_result_type_stays_eager(driver: StandInDriver) -> None:
     captured: Any = fl.capture(lambda x: SimpleNamespace(value=x * 1))
     for _ in range(3):
         captured(gpu([1.0]))
     assert "an object of SimpleNamespace" in captured.reason
 
 
-def test_draws_of_the_cpu_are_the_reason_to_stay_eager(driver: StandInDriver) -> None:
+def test_random_draws_on_the_cpu_stay_eager(driver: StandInDriver) -> None:
     """The attempt to capture draws nothing."""
     fl.set_seed(7)
     expected = [fl.random.generator().random() for _ in range(4)]
@@ -175,7 +175,7 @@ def test_draws_of_the_cpu_are_the_reason_to_stay_eager(driver: StandInDriver) ->
     stays_eager(step, expected, "random numbers are drawn on the CPU")
 
 
-def test_a_step_stays_eager_if_the_memory_does_not_suffice_for_two(driver: StandInDriver) -> None:
+def test_step_stays_eager_without_memory_for_two(driver: StandInDriver) -> None:
     def step(x: Any) -> Any:
         if driver.is_capturing:
             raise MemoryError("out of memory allocating 512 bytes")
@@ -185,7 +185,7 @@ def test_a_step_stays_eager_if_the_memory_does_not_suffice_for_two(driver: Stand
 
 
 @pytest.mark.parametrize("calls", [2, 4])
-def test_a_step_stays_eager_if_most_calls_are_captures(driver: StandInDriver, calls: int) -> None:
+def test_step_stays_eager_if_most_calls_are_captures(driver: StandInDriver, calls: int) -> None:
     captured: Any = fl.capture(lambda x: x * 1)
     for length in range(1, 40):
         for _ in range(calls):
@@ -195,7 +195,7 @@ def test_a_step_stays_eager_if_most_calls_are_captures(driver: StandInDriver, ca
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-def test_another_number_is_another_graph(driver: StandInDriver, calls: int) -> None:
+def test_changed_number_needs_another_graph(driver: StandInDriver, calls: int) -> None:
     """If it changes in every call, the step stays eager."""
     config = SimpleNamespace(beta=0.0)
     captured: Any = fl.capture(lambda x: x * config.beta)
@@ -207,7 +207,7 @@ def test_another_number_is_another_graph(driver: StandInDriver, calls: int) -> N
     assert captured.reason.startswith(every_call) if calls == 1 else captured.reason == ""
 
 
-def test_the_scale_of_losses_on_a_gpu_follows_updates(driver: StandInDriver) -> None:
+def test_loss_scale_on_a_gpu_follows_updates(driver: StandInDriver) -> None:
     scaler, loss = fl.amp.DynamicScaler(4.0), fl.param(gpu(1.0))
     first = scaler.scale(loss).data.get()
     in_place = scaler._scales["cuda:0"]
@@ -228,13 +228,13 @@ def agree(rank: int, size: int) -> tuple[int, str]:
     return graphs._agreed({0: 5, 1: 0, 2: 5}[rank]), graphs.reason
 
 
-def test_ranks_stay_eager_if_no_group_contains_all_others() -> None:
+def test_ranks_stay_eager_without_a_containing_group() -> None:
     for agreed, reason in run_ranks(agree, 3):
         assert agreed == 0
         assert "no group contains the ranks of all" in reason
 
 
-def test_ranks_agree_in_the_group_that_contains_all_others() -> None:
+def test_ranks_agree_in_the_containing_group() -> None:
     one, two, all_ranks, again = (
         SimpleNamespace(ranks=ranks) for ranks in ((0, 1), (0, 2), (0, 1, 2), (2, 1, 0))
     )
@@ -270,7 +270,7 @@ def capture_on_one(rank: int, size: int, how: str) -> tuple[list[Any], str, int]
 
 
 @pytest.mark.parametrize("how", ["reads", "differs", "alike"])
-def test_all_ranks_stay_eager_if_one_captures_nothing_or_other_calls(how: str) -> None:
+def test_ranks_stay_eager_if_captures_differ(how: str) -> None:
     for rank, (results, reason, replays) in enumerate(run_ranks(capture_on_one, 2, how)):
         if how == "alike":
             assert (reason, replays) == ("", 2)

@@ -35,12 +35,12 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_value_that_is_read_ends_the_capture_with_the_line(read: str) -> None:
+def test_reading_a_value_stays_eager_and_names_the_line(read: str) -> None:
     told = rf'test_leaving\.py:\d+ \("{read}": lambda loss, x:'
     compare(partial(trained, READS[read]), X[:6], told=told)
 
 
-def test_a_number_that_is_only_returned_is_read_at_the_end() -> None:
+def test_returned_number_does_not_stop_the_capture() -> None:
     compare(partial(trained, lambda loss, x: loss.scalar()), X)
 
 
@@ -159,7 +159,7 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REASONS)
-def test_reasons(what: str) -> None:
+def test_capture_reports_the_reason_to_stay_eager(what: str) -> None:
     make, told = REASONS[what]
     compare(make, X[:10], told=told)
 
@@ -194,7 +194,7 @@ ALONE: dict[str, tuple[Callable[..., Any], list[Any], str]] = {
 
 
 @pytest.mark.parametrize(("step", "calls", "told"), ALONE.values(), ids=ALONE)
-def test_reasons_of_steps_that_differ(step: Any, calls: list[Any], told: str) -> None:
+def test_varying_steps_report_the_reason(step: Any, calls: list[Any], told: str) -> None:
     captured = fl.capture(step)
     with pytest.warns(RuntimeWarning, match=told):
         results = [captured(*args) for args in calls]
@@ -206,7 +206,7 @@ def test_reasons_of_steps_that_differ(step: Any, calls: list[Any], told: str) ->
 
 
 @pytest.mark.parametrize("layers", [(), (fl.nn.Dropout(0.5),)])
-def test_what_is_checked_of_values_raises_from_a_replay(layers: tuple[Any, ...]) -> None:
+def test_value_checks_raise_in_replays(layers: tuple[Any, ...]) -> None:
     """Also after dropout, whose draws are those of the step."""
     criterion = fl.nn.CategoricalCrossEntropy()
 
@@ -237,7 +237,7 @@ DRAWN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", DRAWN)
-def test_checks_of_drawn_values_raise_from_a_replay(what: str) -> None:
+def test_checks_of_random_values_raise_in_replays(what: str) -> None:
     """A generator has changed before: such a replay cannot begin again."""
     function, raised = DRAWN[what]
 
@@ -258,7 +258,7 @@ def test_checks_of_drawn_values_raise_from_a_replay(what: str) -> None:
     compare(make, calls, raises=raised, eager=3)
 
 
-def test_an_exception_in_the_middle_of_a_recording_leaves_nothing_behind() -> None:
+def test_exception_in_a_recording_restores_the_state() -> None:
     stop = {"now": True}
 
     def read(loss: fl.Variable, x: np.ndarray) -> None:
@@ -271,7 +271,7 @@ def test_an_exception_in_the_middle_of_a_recording_leaves_nothing_behind() -> No
 
 @pytest.mark.parametrize("is_checked", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_gradients_after_a_replay_that_raises(is_late: bool, is_checked: bool) -> None:
+def test_failed_replay_keeps_gradients(is_late: bool, is_checked: bool) -> None:
     """None where they are not computed yet, though what replays lend their memory to was there."""
 
     def make() -> Any:
@@ -311,6 +311,6 @@ def on_a_gpu(gpu: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 @pytest.mark.parametrize("what", ["argument", "parameters", "buffer", "tuple"])
-def test_a_step_on_a_gpu_stays_eager_and_says_so_once(what: str, strict: Any) -> None:
+def test_gpu_step_stays_eager_and_warns_once(what: str, strict: Any) -> None:
     calls = map(strict.asarray, X[:5]) if what == "argument" else [2.0] * 5
     compare(lambda: on_a_gpu(strict)[what], calls, told="the stand-in captures nothing")

@@ -162,7 +162,7 @@ CONTAINERS = "last item", "length", "set", "replaced method", "missing attribute
 
 
 @pytest.mark.parametrize("where", [x for x in read_and_write() if x not in CONTAINERS])
-def test_another_number_is_another_recording(where: str) -> None:
+def test_changed_number_is_recorded_again(where: str) -> None:
     """Each time another object: after a turn of all values, none is recorded again."""
 
     def make() -> Any:
@@ -176,7 +176,7 @@ def test_another_number_is_another_recording(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", CONTAINERS)
-def test_another_container_is_another_recording(where: str) -> None:
+def test_changed_container_is_recorded_again(where: str) -> None:
     def make() -> Any:
         read, write = read_and_write()[where]
         return lambda x: x * read(), write
@@ -189,7 +189,7 @@ def test_another_container_is_another_recording(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", read_and_write())
-def test_a_value_that_changes_in_every_call_ends_the_recordings(where: str) -> None:
+def test_value_that_changes_in_every_call_stays_eager(where: str) -> None:
     def make() -> Any:
         read, write = read_and_write()[where]
         return lambda x: x * len(repr(read())), write
@@ -199,7 +199,7 @@ def test_a_value_that_changes_in_every_call_ends_the_recordings(where: str) -> N
     compare(make, X, change, told=f"{named}; keep it in an array, or pass it as an argument")
 
 
-def test_what_a_name_does_not_lead_to_is_not_compared() -> None:
+def test_values_without_a_name_are_not_compared() -> None:
     """A global with the name of an attribute, and objects that each read makes."""
 
     def make() -> Any:
@@ -209,7 +209,7 @@ def test_what_a_name_does_not_lead_to_is_not_compared() -> None:
     compare(make, X, lambda number: globals().update(step=lambda: number))
 
 
-def test_state_that_is_named_has_numbers() -> None:
+def test_numbers_of_named_state_are_compared() -> None:
     """In an object that no name of the function leads to."""
     vars(fl)["_elsewhere"] = holder = SimpleNamespace(beta=1.0, inner={"gamma": 1.0})
 
@@ -224,7 +224,7 @@ def test_state_that_is_named_has_numbers() -> None:
     del vars(fl)["_elsewhere"]
 
 
-def test_a_number_that_a_hook_reads() -> None:
+def test_number_read_by_a_hook_is_compared() -> None:
     def make() -> Any:
         weight, holder = fl.param(np.ones(3)), SimpleNamespace(factor=1.0)
 
@@ -266,7 +266,7 @@ class Trainer:
         return loss
 
 
-def test_alternating_steps_and_counts_that_are_not_read() -> None:
+def test_unread_counts_are_not_compared() -> None:
     def make() -> Any:
         trainer = Trainer()
         return trainer.train, trainer, trainer.weight
@@ -346,7 +346,7 @@ PACKAGE = {"scaler": 1, "scaler that is not enabled": 2, "autocast": 2, "autocas
 
 
 @pytest.mark.parametrize("what", PACKAGE)
-def test_what_objects_of_the_package_read(what: str) -> None:
+def test_numbers_of_package_objects_are_compared(what: str) -> None:
     def make() -> Any:
         return read_by_the_package()[what]
 

@@ -285,7 +285,7 @@ def run(drawn: tuple[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("examples", [FEW, MANY])
-def test_programs(examples: int) -> None:
+def test_programs_equal_eager_steps(examples: int) -> None:
     ways = {"replayed": 0, "eager": 0, "neither": 0}
 
     @hypothesis.settings(

@@ -344,7 +344,7 @@ def alike(rank: int, size: int, name: str) -> None:
         for size in case.sizes
     ],
 )
-def test_a_step(name: str, size: int, pool: Any) -> None:
+def test_captured_step_of_ranks_equals_eager(name: str, size: int, pool: Any) -> None:
     pool(size, params={"BACKEND": CASES[name].backend}).run(alike, name)
 
 
@@ -396,7 +396,7 @@ def one_rank_stays_eager(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("program", [all_verbs, joined, one_row_per_rank, one_rank_stays_eager])
-def test_two_ranks(program: Callable[..., None]) -> None:
+def test_captured_step_of_two_ranks_equals_eager(program: Callable[..., None]) -> None:
     run_ranks(program, 2)
 
 
@@ -413,7 +413,7 @@ def lose_a_peer(rank: int, size: int) -> str:
     return "nobody was lost"
 
 
-def test_a_killed_peer_is_reported_by_a_replay() -> None:
+def test_replay_reports_a_killed_peer() -> None:
     assert "rank 1" in str(run_outcomes(lose_a_peer, 2)[0])
 
 
@@ -438,12 +438,12 @@ def replay_after_shutdown(rank: int, size: int, folder: str) -> None:
     assert (results, step.replays) == ([4, 4, 2, 2], 3)
 
 
-def test_a_replay_reduces_over_the_present_world(tmp_path: Path) -> None:
+def test_replay_reduces_over_the_current_world(tmp_path: Path) -> None:
     run_ranks(replay_after_shutdown, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("run", [partial(profile_replays, 0), partial(run_ranks, profile_replays)])
-def test_the_profile_of_a_replay_has_its_collectives(run: Any, tmp_path: Path) -> None:
+def test_profile_of_a_replay_has_its_collectives(run: Any, tmp_path: Path) -> None:
     run(1 + (run.func is run_ranks), str(tmp_path / "trace.json"))
     assert "all_reduce" in (tmp_path / "trace.json").read_text(encoding="utf-8")
 
@@ -489,7 +489,7 @@ if fl.get_world_rank() == 0:
 """
 
 
-def test_a_job_started_again_captures_again(tmp_path: Path) -> None:
+def test_restarted_job_captures_again(tmp_path: Path) -> None:
     script = write(tmp_path, PROGRAM)
     found = []
     for way in ("eager", "captured"):

@@ -26,7 +26,7 @@ from tests.tape.steps import assert_same_bits, compare, trained
 X = np.random.default_rng(0).random((30, 4, 3))
 
 
-def test_what_python_does_happens_once() -> None:
+def test_python_code_runs_only_in_the_recording() -> None:
     calls, history = itertools.count(1), list[Any]()
 
     @fl.capture
@@ -40,7 +40,7 @@ def test_what_python_does_happens_once() -> None:
     assert step.replays == len(X) - 1
 
 
-def test_a_step_that_only_evaluates() -> None:
+def test_evaluation_step_is_captured() -> None:
     model = fl.nn.Linear(3, 2).astype("f8")
     parts = {"out": model, "shape": np.shape, "itself": lambda x: x}
     step = lambda x: {name: of(x) for name, of in parts.items()}  # noqa: E731
@@ -51,14 +51,14 @@ def test_a_step_that_only_evaluates() -> None:
     assert captured(x := X[0])["itself"] is x
 
 
-def test_a_recording_while_an_exception_is_handled() -> None:
+def test_recording_works_during_exception_handling() -> None:
     try:
         raise KeyError
     except KeyError:
         compare(lambda: lambda x: x * 2, X[:2])
 
 
-def test_arguments_are_checked() -> None:
+def test_capture_raises_type_error_for_invalid_arguments() -> None:
     with pytest.raises(TypeError, match="capture needs a function"):
         fl.capture(3)
     with pytest.raises(TypeError, match="takes what holds arrays"):
@@ -70,7 +70,7 @@ def test_arguments_are_checked() -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_what_is_left_elsewhere_are_arrays_and_numbers(raises: bool) -> None:
+def test_stand_ins_are_replaced_after_the_recording(raises: bool) -> None:
     history: Any = deque()
     weight = fl.param(np.ones(3))
 
@@ -97,7 +97,7 @@ def test_what_is_left_elsewhere_are_arrays_and_numbers(raises: bool) -> None:
 # Checks -------------------------------------------------------------------------------------------
 
 
-def test_a_check_finds_what_a_recording_cannot_see(tmp_path: Path) -> None:
+def test_check_detects_hidden_dependencies(tmp_path: Path) -> None:
     hidden = tmp_path / "factor"
     hidden.write_text("2.0")
     weight = fl.param(np.ones(3))
@@ -154,7 +154,7 @@ class Trainer:
         return loss, x
 
 
-def test_methods_of_all_kinds() -> None:
+def test_capture_supports_all_kinds_of_methods() -> None:
     one, two = Trainer(), Trainer(2.0)
     for x in X[:9]:
         for trainer in (one, two):
@@ -166,7 +166,7 @@ def test_methods_of_all_kinds() -> None:
     assert [Trainer.plain.replays, Trainer.checked.replays, Trainer.static.replays] == [16, 10, 17]
 
 
-def test_results_that_are_kept_in_attributes() -> None:
+def test_results_stored_in_attributes_are_kept() -> None:
     trainer, before = Trainer(), Trainer.plain.replays
     for x in X[:9]:
         trainer.loss = trainer.plain(x)
@@ -175,7 +175,7 @@ def test_results_that_are_kept_in_attributes() -> None:
     assert Trainer.plain.replays == before + 7
 
 
-def test_methods_keep_no_instance_alive() -> None:
+def test_captured_methods_keep_no_instance_alive() -> None:
     gc.collect()
     trainers, before = [Trainer() for _ in range(5)], Trainer.plain.replays
     for x in X[:4]:
@@ -191,7 +191,7 @@ def test_methods_keep_no_instance_alive() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_a_captured_step_that_its_model_refers_to_is_collected(check: bool) -> None:
+def test_cyclic_captured_step_is_collected(check: bool) -> None:
     trainer = Trainer()
     trainer.bound = fl.capture(trainer.one_step, check=check)
     for x in X[:10]:
@@ -213,7 +213,7 @@ def plain(x: np.ndarray) -> Any:
     return x * 3
 
 
-def test_captured_steps_are_copied_and_pickled() -> None:
+def test_captured_steps_support_copy_and_pickle() -> None:
     tripled, bound = fl.capture(plain, check=False), fl.capture(functools.partial(plain))
     for step, factor in ((doubled, 2), (tripled, 3), (bound, 3)):
         for x in X[:3]:
@@ -225,7 +225,7 @@ def test_captured_steps_are_copied_and_pickled() -> None:
     assert doubled.__doc__ == "Return twice as much."
 
 
-def test_a_captured_step_in_another_is_part_of_it() -> None:
+def test_nested_captured_step_is_part_of_the_outer() -> None:
     def make(wrap: Callable[[Any], Any]) -> tuple[Any, ...]:
         weight = fl.param(np.ones(3))
         total = np.zeros(3)
@@ -258,7 +258,7 @@ def test_a_captured_step_in_another_is_part_of_it() -> None:
 # Threads, and memory ------------------------------------------------------------------------------
 
 
-def test_a_recording_sees_its_own_thread_alone() -> None:
+def test_recording_is_local_to_its_thread() -> None:
     weight, inside, done = fl.param(np.ones(3)), threading.Event(), threading.Event()
 
     @fl.capture
@@ -284,7 +284,7 @@ def test_a_recording_sees_its_own_thread_alone() -> None:
     assert step.replays == 1
 
 
-def test_a_variable_of_a_subclass_is_itself_again_after_its_recording() -> None:
+def test_variable_subclass_is_restored_after_recording() -> None:
     subclasses = []
 
     class Named(fl.Variable):
@@ -352,7 +352,7 @@ def press_ctrl_c_in_each_line() -> None:
         assert captured.replays == 2, (at, captured.reason)
 
 
-def test_ctrl_c_while_a_recording_begins_or_ends_leaves_nothing_behind() -> None:
+def test_ctrl_c_does_not_interrupt_recording_setup() -> None:
     # A new process: Python 3.11 cannot trace one that keeps an exception for an ended thread.
     program = "from tests.tape import test_recordings as t; t.press_ctrl_c_in_each_line()"
     command = [sys.executable, "-W", "error", "-c", program]
@@ -372,7 +372,7 @@ def test_threads_share_a_captured_step() -> None:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow() -> None:
+def test_replays_do_not_leak_memory() -> None:
     captured = fl.capture(trained()[0])
     for number in range(100_000):
         captured(X[number % 30])

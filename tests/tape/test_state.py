@@ -258,11 +258,11 @@ FOUND: dict[Callable[[], Any], int] = {
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("make", FOUND)
-def test_state_is_found(make: Callable[[], Any], check: bool) -> None:
+def test_state_is_found_through_names(make: Callable[[], Any], check: bool) -> None:
     compare(make, X.copy(), eager=FOUND[make] + 3 * check, check=check)
 
 
-def test_meters_are_state() -> None:
+def test_meters_are_part_of_the_state() -> None:
     def change(number: int, model: Any, *meters: Any) -> None:
         for meter in meters if number == 20 else ():
             meter.reset()
@@ -271,13 +271,13 @@ def test_meters_are_state() -> None:
 
 
 @pytest.mark.parametrize("make", [returned_gradients, of_any_object_that_is_named])
-def test_what_was_returned_is_not_overwritten(make: Callable[[], Any]) -> None:
+def test_returned_arrays_are_not_overwritten(make: Callable[[], Any]) -> None:
     calls = [x if number % 7 < 5 else x[:, :1] for number, x in enumerate(X)]
     captured = compare(make, calls, named=True, eager=None, stays=True)
     assert captured.replays >= 10
 
 
-def test_globals_are_state() -> None:
+def test_globals_are_part_of_the_state() -> None:
     @fl.capture
     def step(x: np.ndarray) -> Any:
         global TOTAL  # noqa: PLW0603
@@ -289,7 +289,7 @@ def test_globals_are_state() -> None:
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_an_array_from_elsewhere_ends_the_recording_with_its_line(is_named: bool) -> None:
+def test_unknown_array_stays_eager_and_names_the_line(is_named: bool) -> None:
     elsewhere = SimpleNamespace(hidden=np.full((4, 3), 2.0))
     vars(fl)["_elsewhere"] = elsewhere
 
@@ -321,7 +321,7 @@ NAMES = "function tuple item object attribute array none length variable module 
 
 
 @pytest.mark.parametrize("what", NAMES.split())
-def test_what_is_found_by_a_name(what: str) -> None:
+def test_names_lead_to_objects(what: str) -> None:
     three, other = np.full(3, 3.0), fl.param(np.full(3, 3.0))
 
     def make() -> Any:
@@ -392,7 +392,7 @@ STRUCTURE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
 
 
 @pytest.mark.parametrize("what", STRUCTURE)
-def test_structure(what: str) -> None:
+def test_structural_change_is_recorded_again(what: str) -> None:
     def change(number: int, model: Any, optimizer: Any) -> None:
         HISTORY.append(number)
         if number in (10, 15, 20, 25):
@@ -401,7 +401,7 @@ def test_structure(what: str) -> None:
     compare(trained, X, change, eager=STRUCTURE[what][1])
 
 
-def test_memory_that_has_moved_is_not_used() -> None:
+def test_moved_memory_is_not_used() -> None:
     def make() -> Any:
         state = np.arange(3.0)
         return lambda x: x + state, state
@@ -452,7 +452,7 @@ GRADIENTS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("step", GRADIENTS.values(), ids=GRADIENTS)
-def test_gradients_that_are_set(step: Callable[..., Any]) -> None:
+def test_replaced_gradients_are_replayed(step: Callable[..., Any]) -> None:
     kept: list[Any] = []  # alive, so that each has an address of its own
 
     def make() -> Any:
@@ -467,7 +467,7 @@ def test_gradients_that_are_set(step: Callable[..., Any]) -> None:
     assert compare(make, X[:12], change, eager=None).replays >= 3
 
 
-def test_a_parameter_that_is_unused_now_and_then() -> None:
+def test_parameter_may_be_unused_sometimes() -> None:
     def make() -> Any:
         params = [fl.param(np.ones(3)), fl.param(np.ones(3))]
         optimizer = fl.optim.AdamOptimizer(params, 0.1)

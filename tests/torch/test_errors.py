@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 
-def test_what_does_not_go_together_raises_on_every_rank(torch_ranks: Any) -> None:
+def test_mismatched_tensors_raise_on_every_rank(torch_ranks: Any) -> None:
     first, *others = torch_ranks("errors.mismatches", 3)
     for name in first:
         for found in others:
@@ -19,7 +19,7 @@ WAYS = ("all_reduce", "wait", "future", "then", "recv", "barrier", "backward")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_killed_rank_is_named(torch_ranks: Any, way: str) -> None:
+def test_killed_rank_is_named(torch_ranks: Any, way: str) -> None:
     outcomes = torch_ranks.outcomes("errors.one_ends", 3, way, False)
     assert outcomes.pop(1)["exitcode"] == -9
     for outcome in outcomes:
@@ -30,7 +30,7 @@ def test_a_killed_rank_is_named(torch_ranks: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["all_reduce", "backward"])
-def test_the_others_have_the_traceback_of_one_that_raises(torch_ranks: Any, way: str) -> None:
+def test_other_ranks_get_the_traceback_of_a_failed_rank(torch_ranks: Any, way: str) -> None:
     outcomes = torch_ranks.outcomes("errors.one_ends", 3, way, True)
     assert "LookupError" in outcomes.pop(1)["raised"]
     for outcome in outcomes:
@@ -39,7 +39,7 @@ def test_the_others_have_the_traceback_of_one_that_raises(torch_ranks: Any, way:
         assert 'raise LookupError("the sum is gone")' in words
 
 
-def test_each_group_has_its_timeout(torch_ranks: Any) -> None:
+def test_groups_have_their_own_timeouts(torch_ranks: Any) -> None:
     of_wait, *of_groups = torch_ranks("errors.timeouts", 2)[0]
     assert "CollectiveTimeoutError" in of_wait[0]
     for kinds, words, seconds in (of_wait, *of_groups[::2]):

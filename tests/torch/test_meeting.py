@@ -19,27 +19,27 @@ DONE = [
 
 
 @pytest.mark.parametrize(("what", "size", "args", "result"), DONE)
-def test_ranks_meet(
+def test_ranks_join_a_process_group(
     torch_ranks: Any, tmp_path: Path, what: str, size: int, args: list[str], result: Any
 ) -> None:
     given = [*args[:-1], f"{tmp_path}/f"] if "file" in args[-1:] else args
     assert torch_ranks(f"meeting.{what}", size, *given) == [result] * size
 
 
-def test_both_must_count_ranks_alike(torch_ranks: Any, tmp_path: Path) -> None:
+def test_init_raises_value_error_for_another_rank_or_size(torch_ranks: Any, tmp_path: Path) -> None:
     words = torch_ranks("meeting.in_another_world", 2, f"{tmp_path}/f")
     assert ["give both the same" in each for each in words] == [True, True]
 
 
 @slow
-def test_nothing_is_left_of_fifty_worlds(torch_ranks: Any, tmp_path: Path) -> None:
+def test_fifty_worlds_leak_nothing(torch_ranks: Any, tmp_path: Path) -> None:
     place = f"{tmp_path}/f"
     for held in torch_ranks("meeting.again_and_again", 3, place, 50, seconds=300):
         for first, last in held.values():
             assert last <= first + 2
 
 
-def test_ranks_may_just_end(torch_ranks: Any) -> None:
+def test_ranks_may_exit_without_destroy(torch_ranks: Any) -> None:
     outcomes = torch_ranks.outcomes("meeting.just_ends", 3)
     for outcome in outcomes:
         assert (outcome["returned"], outcome["exitcode"], outcome["output"]) == (3.0, 0, "")
@@ -52,12 +52,12 @@ LAST = ["differentiated", "pipeline"]
 
 
 @pytest.mark.parametrize("names", [DDP, SHARDED, pytest.param([*SLOW, *LAST], marks=slow)], ids=str)
-def test_results_are_those_of_gloo(torch_ranks: Any, tmp_path: Path, names: list[str]) -> None:
+def test_results_equal_gloo(torch_ranks: Any, tmp_path: Path, names: list[str]) -> None:
     places = [f"{tmp_path}/flashlight", f"{tmp_path}/gloo"]
     assert torch_ranks("training.beside_gloo", 4, places, names, seconds=100) == [{}] * 4
 
 
 @pytest.mark.parametrize(("backend", "hosts"), [("shm", 1), ("gloo", 1), (None, 2)])
-def test_bfloat16_moves_without_ml_dtypes(torch_ranks: Any, backend: str, hosts: int) -> None:
+def test_bfloat16_is_sent_without_ml_dtypes(torch_ranks: Any, backend: str, hosts: int) -> None:
     errors = torch_ranks("training.bfloat16_moves", 4, backend, hosts)
     assert all("pip install 'flashlight-py[bfloat16]'" in error for error in errors)

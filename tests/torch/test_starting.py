@@ -81,20 +81,20 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_torch_finds_the_backend_and_imports_no_more(installed: Path) -> None:
+def test_torch_loads_the_backend_lazily(installed: Path) -> None:
     found, modules = ran("-c", LOADED, folder=installed).splitlines()
     assert found == "True"
     assert modules.split() == ["flashlight_py", "flashlight_py._version", "flashlight_py.torch"]
 
 
-def test_torch_need_not_look_for_it(installed: Path) -> None:
+def test_backend_registers_without_entry_points(installed: Path) -> None:
     found, *modules = ran(
         "-c", LOADED, folder=installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     ).splitlines()
     assert (found, modules) == ("False", [""])
 
 
-def test_a_torch_that_does_not_take_it_goes_on(tmp_path: Path) -> None:
+def test_import_torch_warns_if_registration_fails(tmp_path: Path) -> None:
     program = """
 import warnings
 import torch.distributed as dist
@@ -145,7 +145,7 @@ def test_torchrun_starts_programs_without_torch(tmp_path: Path, how: str) -> Non
 
 
 @slow
-def test_torchrun_starts_them_on_several_nodes(tmp_path: Path) -> None:
+def test_torchrun_starts_programs_on_several_nodes(tmp_path: Path) -> None:
     option = "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=run"
     command = TORCHRUN, OURS, *option, f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(2) as nodes:
@@ -172,7 +172,7 @@ print(f"sum {x[0]:g} {total[0]:g}")
 
 
 @slow
-def test_flrun_starts_programs_that_meet_by_torchs_variables(tmp_path: Path) -> None:
+def test_flrun_sets_the_variables_of_torch(tmp_path: Path) -> None:
     said = started(FLRUN, ENVIRONMENT, "-n", 2, folder=tmp_path)
     assert said.count("sum 2 2") == 2
     ssh = tmp_path / "ssh"
@@ -210,7 +210,7 @@ SLOW_OPERATIONS = [pytest.param(each, marks=slow) for each in ("whole", "list", 
 
 @pytest.mark.parametrize("end", [pytest.param("left", marks=slow), "destroyed"])
 @pytest.mark.parametrize("operation", ["gaps", *SLOW_OPERATIONS])
-def test_a_program_ends_with_an_open_operation(tmp_path: Path, operation: str, end: str) -> None:
+def test_program_exits_with_a_pending_operation(tmp_path: Path, operation: str, end: str) -> None:
     started(FLRUN, OPEN, "-n", 2, folder=tmp_path, args=(operation, end))
 
 
@@ -236,13 +236,13 @@ sys.exit(0)
 
 
 @pytest.mark.parametrize("when", [pytest.param("at once", marks=slow), "begun"])
-def test_a_callback_ends_before_the_program(tmp_path: Path, when: str) -> None:
+def test_callback_ends_before_the_program(tmp_path: Path, when: str) -> None:
     said = started(FLRUN, CALLING_BACK, "-n", 2, folder=tmp_path, args=(when,))
     assert when == "at once" or said.count("called back") == 2
 
 
 @slow
-def test_ranks_join_and_leave_at_once(tmp_path: Path) -> None:
+def test_ranks_can_join_and_leave_immediately(tmp_path: Path) -> None:
     """Rank 0, whose process keeps torch's store, ends when no other rank needs the store."""
     program = (
         "import torch.distributed as dist, flashlight_py.torch\n"

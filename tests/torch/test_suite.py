@@ -56,7 +56,7 @@ def unexpected(failed: dict[str, str]) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("every", "least"), [(9, 10), pytest.param(3, 30, marks=pytest.mark.slow)])
-def test_a_part_passes(tmp_path: Path, every: int, least: int) -> None:
+def test_part_of_the_torch_suite_passes(tmp_path: Path, every: int, least: int) -> None:
     found = ended(tmp_path, "flashlight", 2, "--every", str(every))
     assert not unexpected(found["failed"])
     assert len(found["passed"]) >= least
@@ -65,7 +65,7 @@ def test_a_part_passes(tmp_path: Path, every: int, least: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])  # torch leaves out some with less than 8
-def test_all_that_gloo_runs_passes(tmp_path: Path, ranks: int) -> None:
+def test_torch_suite_of_gloo_passes(tmp_path: Path, ranks: int) -> None:
     ours, gloos = (ended(tmp_path, backend, ranks) for backend in ("flashlight", "gloo"))
     assert not unexpected(ours["failed"])
     lost = ours["skipped"].keys() - gloos["skipped"].keys()

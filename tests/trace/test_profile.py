@@ -38,7 +38,7 @@ def profiled(rank: int, size: int, path: str) -> bool:
             else:
                 fl.sendrecv(x, 0, out=x.copy(), src=0)
             work.wait()
-        with pytest.raises(RuntimeError, match="being taken already"):
+        with pytest.raises(RuntimeError, match="another profile is active"):
             fl.profile(path).start()
     assert journal.listener is None
     gc.collect()
@@ -117,7 +117,7 @@ def test_a_profile_in_a_forked_child_records_the_calls_of_the_child(tmp_path: Pa
 
 
 def test_what_was_not_started_cannot_be_stopped(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="nothing was started"):
+    with pytest.raises(RuntimeError, match="expected an active profile"):
         fl.profile(tmp_path / "trace.json").stop()
 
 
@@ -126,12 +126,12 @@ def ask_for_the_time(rank: int, size: int) -> int:
     backend = current_world().group.backend()
     assert profiling.offset_to_rank_0(backend) == 0  # one host, one clock
     if rank == 0:
-        profiling._answer(backend, 1)
+        profiling._send_times(backend, 1)
         return 0
     real = profiling.time
     profiling.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + 3_600 * 10**9)  # type: ignore[assignment]
     try:
-        return profiling._ask(backend)
+        return profiling._measure_offset(backend)
     finally:
         profiling.time = real
 

@@ -199,7 +199,7 @@ class Card(NamedTuple):
     """The addresses that a rank reports.
 
     ``host`` identifies the host, and messages show ``name``. ``has`` lists its interfaces as text,
-    and ``own`` its addresses. The user chose the interface ``asked`` with the addresses ``wanted``.
+    and ``own`` its addresses. The user chose the ``interface`` with ``interface_addresses``.
     Packets to other hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
     """
 
@@ -207,8 +207,8 @@ class Card(NamedTuple):
     name: str
     has: str
     own: Sequence[str]
-    asked: str = ""
-    wanted: Sequence[str] = ()
+    interface: str = ""
+    interface_addresses: Sequence[str] = ()
     sources: Sequence[str] = ()
     ends: Mapping[str, Sequence[Any]] = {}
 
@@ -236,8 +236,8 @@ def address_between_hosts(
         name=system.gethostname(),
         has=", ".join(map(" ".join, interfaces())),
         own=own[store.rank],
-        asked=interface,
-        wanted=addresses_of(interface) if interface else (),
+        interface=interface,
+        interface_addresses=addresses_of(interface) if interface else (),
         sources=[source for source in map(source_address, targets) if source],
         ends={str(rank): ends for rank, ends in store.ends.items()},
     )
@@ -281,14 +281,14 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
     """
     shared = shared_addresses((card.host, card.own) for card in cards)
     by_host, translated = _connections(cards)
-    proven = [card.wanted or by_host[card.host] for card in cards]
+    proven = [card.interface_addresses or by_host[card.host] for card in cards]
     bad = {host: shared | seen.keys() if seen else shared for host, seen in translated.items()}
     usable = [
-        card.wanted or _usable(card, addresses, bad[card.host])
+        card.interface_addresses or _usable(card, addresses, bad[card.host])
         for card, addresses in zip(cards, proven, strict=True)
     ]
     for rank, card in enumerate(cards):
-        if not usable[rank] or bool(card.asked) != bool(card.wanted):
+        if not usable[rank] or bool(card.interface) != bool(card.interface_addresses):
             raise ValueError(_address_problem(cards, rank, shared, translated[card.host]))
     for candidates in (proven, usable):  # proven addresses first: they have carried a connection
         for family in _FAMILIES:
@@ -358,12 +358,12 @@ def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
     for card, address in zip(cards, chosen, strict=True):
         cards_by_address.setdefault(address, []).append(card)
     for address, same in cards_by_address.items():
-        asking = next((card for card in same if card.asked), None)
+        asking = next((card for card in same if card.interface), None)
         other = next((card for card in same if asking and card.host != asking.host), None)
         if asking and other:
             raise ValueError(
-                f"{asking.asked!r} is {address} on both {asking.name} and {other.name}, so these "
-                "hosts cannot reach each other by this address"
+                f"{asking.interface!r} is {address} on both {asking.name} and {other.name}, so "
+                "these hosts cannot reach each other by this address"
             )
 
 
@@ -372,8 +372,8 @@ def _address_problem(
 ) -> str:
     """Return why other hosts cannot reach any address of the host of ``rank``."""
     card, why = cards[rank], "has no route to the others"
-    if card.asked:
-        why = f"has no {card.asked!r}"
+    if card.interface:
+        why = f"has no {card.interface!r}"
     elif translated:
         own, seen = next(iter(translated.items()))
         why = (

@@ -196,8 +196,8 @@ def _read_problem(error: OSError | ValueError) -> str:
 class FileStore(TreeStore):
     """A store at ``path``, which every rank must see; ``timeout`` is in seconds per exchange.
 
-    ``path`` is that of a ``SharedDirectory``. The user prepares and removes nothing, even after a
-    killed run. Files of other users are ignored. Raises ValueError like ``check_member``, and
+    For ``path`` see ``SharedDirectory``. The user prepares and removes nothing, even after a killed
+    run. Files of other users are ignored. Raises ValueError like ``check_member``, and
     RendezvousError like ``SharedDirectory`` or if there is no loopback network.
     """
 

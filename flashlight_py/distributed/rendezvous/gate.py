@@ -125,9 +125,9 @@ class Gate(abc.ABC):
     connection is a candidate until it has proven to be a rank and has a position.
     """
 
-    def __init__(self, place: MeetingPoint) -> None:
-        self._place, self._size = place, place.size
-        self._secret: Secret = place.job_secret  # of ranks that connect to this rank
+    def __init__(self, point: MeetingPoint) -> None:
+        self._point, self._size = point, point.size
+        self._secret: Secret = point.job_secret  # of ranks that connect to this rank
         self.selector = system.Selector()
         self._listeners: list[system.Socket] = []
         self._backlog = self._size + _SPARE_CANDIDATES
@@ -139,7 +139,7 @@ class Gate(abc.ABC):
         self._notified: set[int] = set()  # ranks that know this reason
         self._up: Connection | None = None  # connection to the parent
         self._process = this_process()
-        self._position = Position(place.rank, 0, 0, str(self._process))
+        self._position = Position(point.rank, 0, 0, str(self._process))
         self._lost_parent = ANY_RANK  # rank of the lost parent
         self._loss = ""  # why that parent is lost, or ""
         self._problem = ""  # why the assigned parent was not reached, or ""
@@ -166,7 +166,7 @@ class Gate(abc.ABC):
     def _serve(self, deadline: float) -> bool:
         """Handle events until ``deadline``; return whether there were any."""
         seconds = max(0.0, deadline - system.monotonic())
-        if self._place.is_tree:
+        if self._point.is_tree:
             seconds = min(seconds, self._open_or_close())
         ready = self.selector.select(seconds)
         for key, mask in ready:
@@ -194,7 +194,7 @@ class Gate(abc.ABC):
         return left if left > 0.0 else 1e9
 
     def _accept(self, listener: system.Socket) -> None:
-        limit = _TREE_CANDIDATES if self._place.is_tree else self._backlog
+        limit = _TREE_CANDIDATES if self._point.is_tree else self._backlog
         try:
             connection = Connection(listener.accept()[0])
         except OSError as error:
@@ -223,7 +223,7 @@ class Gate(abc.ABC):
 
     def _handle_invalid(self, connection: Connection, error: WireError) -> None:
         """Drop a connection that sent an invalid message."""
-        who = f"rendezvous at {self._place.name}: dropped a connection of"
+        who = f"rendezvous at {self._point.name}: dropped a connection of"
         _log.info("%s %s: %s", who, connection.address[0], error)
         self._drop(connection)
 
@@ -257,8 +257,8 @@ class Gate(abc.ABC):
             self._reject_secret(candidate, greeting)
 
     def _reject_secret(self, candidate: Connection, greeting: Greeting) -> None:
-        """Reject a process without the secret. One of the same user makes the run fail."""
-        if not self._place.is_common:  # a client of another run that listened here before
+        """Reject a process without the secret. If the same user owns it, the run fails as well."""
+        if not self._point.is_common:  # a client of another run that listened here before
             self._reject(candidate, Kind.SECRET, "")
             return
         # before the client hangs up
@@ -272,8 +272,8 @@ class Gate(abc.ABC):
             raise self._disagreement(f"{reason}; {REMEDY}", greeting.rank, candidate)
         if host not in self._rejected_hosts and len(self._rejected_hosts) < _MAX_NAMED:
             self._rejected_hosts.add(host)
-            place = self._place.name
-            _log.warning("rendezvous at %s: %s. It was rejected", place, reason)
+            point = self._point.name
+            _log.warning("rendezvous at %s: %s. It was rejected", point, reason)
 
     def _reject(self, candidate: Connection, kind: Kind, text: str) -> None:
         """Send the last message. The client reads it and then hangs up."""
@@ -295,18 +295,18 @@ class Gate(abc.ABC):
 
         If the speaker of this host does not appear in time, this rank becomes a speaker.
         """
-        place, pause, problem = self._place, FIRST_PAUSE, ""
+        point, pause, problem = self._point, FIRST_PAUSE, ""
         is_first = self._round == 0  # later rank 0 is known
-        waiting = Waiting(f"rendezvous at {place.name}")
+        waiting = Waiting(f"rendezvous at {point.name}")
         speaks_from = system.monotonic()
-        has_speaker = place.is_tree and bool(place.local_rank)
+        has_speaker = point.is_tree and bool(point.local_rank)
         if has_speaker and not self._loss:
-            speaks_from += min(FIRST_SECONDS, place.timeout / 8)
+            speaks_from += min(FIRST_SECONDS, point.timeout / 8)
         try:
             while (now := system.monotonic()) < self._deadline:
                 goes_inside = has_speaker and not self._is_speaker
                 inside_first = [True] if now < speaks_from else [False, True][: 1 + goes_inside]
-                offers = place.offers() if is_first else [self._offer]
+                offers = point.offers() if is_first else [self._offer]
                 for offer, is_inside in itertools.product(offers, inside_first):
                     try:
                         if self._reach(offer, max(speaks_from, now + 1.0) if is_inside else 0.0):
@@ -315,12 +315,12 @@ class Gate(abc.ABC):
                         if is_inside:
                             continue
                         problem = f": {offer.source}{error}"
-                        if isinstance(error, WrongServerError) and not place.can_move:
+                        if isinstance(error, WrongServerError) and not point.can_move:
                             raise self._failure(str(error)) from error
                         if is_first:
-                            place.failed(offer)
+                            point.failed(offer)
                         had_parent = self._loss or self._problem
-                        if had_parent and is_first and not place.can_move:  # the run has failed
+                        if had_parent and is_first and not point.can_move:  # the run has failed
                             if not isinstance(error, SilentError):
                                 self._problem = "the run has failed, and other ranks report why"
                                 self._deadline = now
@@ -330,9 +330,9 @@ class Gate(abc.ABC):
                 system.sleep(max(0.0, min(pause, self._deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
-            place.clear()
-        missing = self._loss or self._problem or missing_text([0], self._size, place.timeout)
-        raise self._failure(f"{missing}{problem}; {place.remedy()}", joining=True)
+            point.clear()
+        missing = self._loss or self._problem or missing_text([0], self._size, point.timeout)
+        raise self._failure(f"{missing}{problem}; {point.remedy()}", joining=True)
 
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
         """Greet rank 0 and connect to the parent that it assigns; return whether that answered.
@@ -340,19 +340,19 @@ class Gate(abc.ABC):
         With ``patience`` (seconds), ``offer`` is that parent. With ``inside`` (a time), connect to
         the speaker of this host. Raises NoServerError if no process with the secret answers.
         """
-        place, is_asking = self._place, not (inside or patience)
+        point, is_asking = self._point, not (inside or patience)
         if inside:
             offer = offer._replace(addresses=[(self._local_socket_name(offer.secret), 0)])
-        busy = self._size * _BUSY_SECONDS if place.is_tree else 0.0
-        until = system.monotonic() + (patience or place.patience) + busy
+        busy = self._size * _BUSY_SECONDS if point.is_tree else 0.0
+        until = system.monotonic() + (patience or point.patience) + busy
         until = min(self._deadline, inside or until)
-        if is_asking and offer.secret is place.job_secret:  # local ranks can wait for this rank
+        if is_asking and offer.secret is point.job_secret:  # local ranks can wait for this rank
             self._become_speaker(offer.secret)
         connection = greet(offer, partial(self._make_greeting, is_asking=is_asking), until)
-        place.secret = offer.secret.common
-        connection.trust(place.host_timeout)
+        point.secret = offer.secret.common
+        connection.trust(point.host_timeout)
         if is_asking:
-            place.ends, self._offer = {0: connection.ends}, offer
+            point.ends, self._offer = {0: connection.ends}, offer
             self._become_speaker(offer.secret)
         try:
             message = connection.take(until)
@@ -387,9 +387,9 @@ class Gate(abc.ABC):
     def _make_greeting(self, connection: Connection, is_asking: bool) -> Greeting:
         """Return the greeting, with an address for other ranks if it is sent to rank 0."""
         listens_at = ""
-        if self._place.is_tree:
+        if self._point.is_tree:
             listens_at = self._listen_at(connection.local_address) if is_asking else LEAF
-        return Greeting(self._place.rank, self._size, self._process, listens_at, self._lost_parent)
+        return Greeting(self._point.rank, self._size, self._process, listens_at, self._lost_parent)
 
     def _listen_at(self, local_address: tuple[str, int]) -> str:
         """Listen at the local address that reached rank 0; return this address and the port."""
@@ -400,7 +400,7 @@ class Gate(abc.ABC):
         try:
             listener = system.create_server(address, family=family, backlog=self._backlog)
         except OSError as error:
-            raise self._place.error(f"cannot listen at {host} for other hosts: {error}") from error
+            raise self._point.error(f"cannot listen at {host} for other hosts: {error}") from error
         self._listen(listener)
         self._host = f"{host} {listener.getsockname()[1]}"
         return self._host
@@ -408,7 +408,7 @@ class Gate(abc.ABC):
     def _become_speaker(self, secret: Secret) -> None:
         """Listen for other ranks of this host, unless another rank does so already."""
         self._secret = secret
-        if self._is_speaker or not self._place.is_tree or self._place.local_rank is None:
+        if self._is_speaker or not self._point.is_tree or self._point.local_rank is None:
             return
         listener = system.Socket(AF_UNIX, SOCK_STREAM)
         try:
@@ -417,12 +417,12 @@ class Gate(abc.ABC):
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRINUSE:
-                raise self._place.error(f"cannot listen for ranks of this host: {error}") from error
+                raise self._point.error(f"cannot listen for ranks of this host: {error}") from error
             return
         self._listen(listener)
         self._is_speaker = True
 
     def _local_socket_name(self, secret: Secret) -> str:
         """Return the socket name for the ranks of this run on this host (unix(7), abstract)."""
-        facts = b"inside", self._place.name.encode(), str(self._size).encode()
+        facts = b"inside", self._point.name.encode(), str(self._size).encode()
         return f"\0flashlight-{proof(secret.from_job or secret.of_user, *facts).hex()}"

@@ -132,9 +132,9 @@ class TreeRecord:
         return self._parents.get(rank) == parent
 
     def missing(self, size: int) -> list[int]:
-        """Return the ranks without a payload, or an ancestor that does not pass a payload on.
+        """Return the ranks without a payload, or their ancestors that do not pass a payload on.
 
-        A live rank answers when asked. An ancestor that has not answered is therefore named.
+        Live ranks answer when asked. An ancestor that has not answered is therefore named.
         """
         named, silent = set(), set(range(size)) - self.payloads.keys()
         silent_parents = set[int]()

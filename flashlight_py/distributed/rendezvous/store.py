@@ -23,7 +23,7 @@ _Made = TypeVar("_Made")
 
 
 class Store(abc.ABC):
-    """Exchange of payloads between ``size`` processes; ``rank`` is that of this process.
+    """A means to exchange payloads between ``size`` processes. This process has rank ``rank``.
 
     A backend uses a store to exchange addresses, host identities and NCCL's unique id.
     """

@@ -54,14 +54,14 @@ _log = logging.getLogger("flashlight_py")
 class TreeNode(Gate):
     """This rank in the tree, with its parent (except for rank 0) and its children.
 
-    Raises RendezvousError if this is rank 0 and cannot listen at ``place``.
+    Raises RendezvousError if this is rank 0 and cannot listen at ``point``.
     """
 
-    def __init__(self, place: MeetingPoint) -> None:
-        super().__init__(place)
+    def __init__(self, point: MeetingPoint) -> None:
+        super().__init__(point)
         self.members: dict[int, Connection] = {}  # children
-        self._is_root = place.rank == 0
-        self._processes = {place.rank: self._process}
+        self._is_root = point.rank == 0
+        self._processes = {point.rank: self._process}
         self._record = TreeRecord(self._process)  # used by rank 0
         self._payload, self._roster = b"", b""
         self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
@@ -73,28 +73,28 @@ class TreeNode(Gate):
         # On rank 0: connection ends by rank, and ranks that joined without a secret.
         self._ends: dict[int, tuple[Any, Any]] = {}
         self._unproven: set[int] = set()
-        if self._is_root and place.size > 1:
+        if self._is_root and point.size > 1:
             try:
-                for listener in place.listen(self._backlog):
+                for listener in point.listen(self._backlog):
                     self._listen(listener)
             except OSError as error:
-                raise place.error(str(error)) from error
+                raise point.error(str(error)) from error
 
     def exchange(self, payload: bytes) -> Roster:
         """Send ``payload``, and return the payloads of all ranks."""
-        place = self._place
-        self._deadline = system.monotonic() + place.timeout
+        point = self._point
+        self._deadline = system.monotonic() + point.timeout
         self._payload, self._roster, self._complete = payload, b"", set()
         self._sends_partial, self._is_late = self._round == 0, False
         self._pending = [(Kind.PART, self._entry())] if self._round else []
         self._record.begin(payload, self._round == 0)
         if self._is_root:
-            self._become_speaker(place.job_secret)
-        waiting = Waiting(f"rendezvous at {place.name}{place.note}")
+            self._become_speaker(point.job_secret)
+        waiting = Waiting(f"rendezvous at {point.name}{point.note}")
         self._send_up()
         while not self._roster:
             is_over = system.monotonic() >= self._deadline
-            due = min(waiting.due, place.next_poll) if self._is_root else math.inf
+            due = min(waiting.due, point.next_poll) if self._is_root else math.inf
             self._serve(min(self._deadline, due))
             if not self._roster:  # the roster is the last message of a round
                 self._send_up()
@@ -131,9 +131,9 @@ class TreeNode(Gate):
 
     def _poll(self, waiting: Waiting) -> None:
         """Do the periodic work of rank 0 during a rendezvous."""
-        if system.monotonic() >= self._place.next_poll:
+        if system.monotonic() >= self._point.next_poll:
             try:
-                listener = self._place.poll()
+                listener = self._point.poll()
             except RendezvousError as error:
                 self._failure(str(error))
                 raise
@@ -146,13 +146,13 @@ class TreeNode(Gate):
         """Send the roster down. A rank that does not read for a while gets it later."""
         self._round += 1
         if self._round == 1 and self._is_root:
-            self._place.next_poll, self._place.ends = math.inf, self._ends
+            self._point.next_poll, self._point.ends = math.inf, self._ends
             if self._unproven:  # no secret protects the job
                 _log.warning(
                     "%s joined from another host, and this job has no secret: any process that can "
                     "reach %s could have joined, and could run code in this program; %s",
                     name_ranks(self._unproven),
-                    self._place.name,
+                    self._point.name,
                     REMEDY,
                 )
         self._log.clear()
@@ -185,7 +185,7 @@ class TreeNode(Gate):
                 self._handle_child(connection.rank or 0, kind, body)
         messages.clear()
         if (is_up or is_member) and connection.is_unreachable and not self._verdict:
-            seconds = self._place.host_timeout
+            seconds = self._point.host_timeout
             raise self._failure(unreachable_text(self._describe(connection), seconds), joining=True)
         if connection.has_ended:
             self._handle_end(connection, is_up, is_member)
@@ -203,7 +203,7 @@ class TreeNode(Gate):
                 self._handle_lost(body)
             elif claim := self._record.add_entries(body):
                 advice = "give every process its own rank, and every run its own"
-                raise self._failure(f"{claim}; {advice} {self._place.run_option}", joining=True)
+                raise self._failure(f"{claim}; {advice} {self._point.run_option}", joining=True)
         else:
             self._pending.append((Kind.LOST if kind is Kind.LOST else Kind.PART, body))
             if self._round == 0:
@@ -249,7 +249,7 @@ class TreeNode(Gate):
             del self.members[rank]
         if is_member and self._round > 0 and self._up is not None:
             self._up.send(*lost, self._deadline)
-        elif self._round > 0 or (is_up and rank == 0 and not self._place.can_move):
+        elif self._round > 0 or (is_up and rank == 0 and not self._point.can_move):
             raise self._failure(died)
         elif self._is_root:
             self._record.remove(rank, 0)
@@ -269,14 +269,14 @@ class TreeNode(Gate):
 
         Raises RendezvousError once the missing ranks are known, or if the parent does not answer.
         """
-        place, now = self._place, system.monotonic()
+        point, now = self._point, system.monotonic()
         if not self._is_root:
             if self._is_late or self._up is None:
                 parent = self._position.parent
-                raise self._failure(missing_text([parent], self._size, place.timeout))
+                raise self._failure(missing_text([parent], self._size, point.timeout))
             self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER_SECONDS)
             self._deadline = now + _ANSWER_SECONDS + _LEVEL_SECONDS * (self._position.depth - 1)
-        elif self._is_late or not place.is_tree:
+        elif self._is_late or not point.is_tree:
             missing = self._record.missing(self._size) or [0]
             raise self._failure(self._missing_error(missing))
         else:
@@ -296,10 +296,10 @@ class TreeNode(Gate):
             f"; rank {rank} ({departed[rank]}) had joined and died or left"
             for rank in [rank for rank in missing if rank in departed][:8]
         )
-        sentence = missing_text(missing, self._size, self._place.timeout)
+        sentence = missing_text(missing, self._size, self._point.timeout)
         hosts = ", ".join(sorted(self._rejected_hosts))
         strangers = f"processes on {hosts} were rejected, as they have another secret: {REMEDY}"
-        return f"{sentence}{left}; {self._place.remedy()}{f'; {strangers}' if hosts else ''}"
+        return f"{sentence}{left}; {self._point.remedy()}{f'; {strangers}' if hosts else ''}"
 
     # Admission -----------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class TreeNode(Gate):
         rank, size, peer, listens_at, _ = greeting
         if self._round == 0 and rank in self.members and self._processes[rank] == peer:
             self._handle_end(self.members[rank], False, True)  # its end is detected later
-        reason, own_rank = "", self._place.rank
+        reason, own_rank = "", self._point.rank
         own_text = f"rank {own_rank}: {self._processes[own_rank]}"
         if rank in self.members or rank == own_rank:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
@@ -321,8 +321,8 @@ class TreeNode(Gate):
             self._reject(candidate, Kind.FAILURE, self._verdict)
             self._notified.add(rank)
         elif self._round > 0:
-            reason += f"another run has started at this {self._place.kind} (its {own_text})"
-            advice = f"wait for its end, or give every run its own {self._place.run_option}"
+            reason += f"another run has started at this {self._point.kind} (its {own_text})"
+            advice = f"wait for its end, or give every run its own {self._point.run_option}"
             self._reject(candidate, Kind.FAILURE, f"{reason}; {advice}")
         elif size != self._size:
             other = f"rank {own_rank} ({self._processes[own_rank]}) has {self._size}"
@@ -330,9 +330,9 @@ class TreeNode(Gate):
             advice = "give every rank the same world size"
             raise self._disagreement(f"{reason}; {advice}", rank, candidate)
         elif reason:
-            advice = f"its own rank, and every run its own {self._place.run_option}"
+            advice = f"its own rank, and every run its own {self._point.run_option}"
             raise self._disagreement(f"{reason}give every process {advice}", rank, candidate)
-        elif bool(listens_at) != self._place.is_tree:
+        elif bool(listens_at) != self._point.is_tree:
             reason = f"rank {rank} ({peer}) and rank {own_rank} have different FLASHLIGHT_TREE_FROM"
             raise self._disagreement(f"{reason}; set the same on every rank", rank, candidate)
         else:
@@ -340,9 +340,9 @@ class TreeNode(Gate):
 
     def _assign_position(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Send a process its position; it becomes a child of this rank if that is here."""
-        place, own = self._place, self._position
-        position = Position(rank, own.rank, own.depth + 1, str(self._processes[place.rank]))
-        if self._is_root and place.is_tree and greeting.listens_at != LEAF:
+        point, own = self._point, self._position
+        position = Position(rank, own.rank, own.depth + 1, str(self._processes[point.rank]))
+        if self._is_root and point.is_tree and greeting.listens_at != LEAF:
             position = self._record.assign(rank, candidate, greeting)
         elif self._is_root:
             self._record.admit(rank, greeting.peer)
@@ -351,7 +351,7 @@ class TreeNode(Gate):
             self._ends[rank] = candidate.ends
             if candidate.handshake and not candidate.handshake.key:
                 self._unproven.add(rank)
-        candidate.trust(place.host_timeout)
+        candidate.trust(point.host_timeout)
         if not position.host:
             self._candidates.remove(candidate)
             self.members[rank] = candidate
@@ -367,9 +367,9 @@ class TreeNode(Gate):
 
     def leave(self) -> None:
         """Wait until all children have left, say goodbye, stop listening. Only rank 0 raises."""
-        self._is_leaving, self._place.next_poll = True, math.inf
-        self._deadline = system.monotonic() + self._place.timeout
-        has_asked = not self._place.is_tree
+        self._is_leaving, self._point.next_poll = True, math.inf
+        self._deadline = system.monotonic() + self._point.timeout
+        has_asked = not self._point.is_tree
         try:
             while self.members.keys() - self._departed:
                 is_over = system.monotonic() >= self._deadline
@@ -410,7 +410,7 @@ class TreeNode(Gate):
 
         If ranks are ``joining``, ranks that connect within two seconds are notified as well.
         """
-        error = self._place.error(reason)
+        error = self._point.error(reason)
         if self._verdict:
             return error
         self._verdict = reason
@@ -419,7 +419,7 @@ class TreeNode(Gate):
             neighbour.send(Kind.FAILURE, reason.encode())
         self._notified |= self.members.keys()
         if joining and self._round == 0 and self._listeners:
-            expected = set(range(self._size)) - {self._place.rank} - self._record.payloads.keys()
+            expected = set(range(self._size)) - {self._point.rank} - self._record.payloads.keys()
             while expected - self._notified and system.monotonic() < deadline:
                 self._serve(deadline)
         refused = (candidate for candidate in self._candidates if candidate.is_rejected)
@@ -441,7 +441,7 @@ class TreeNode(Gate):
         wires = (connection.wire for connection in (*self._neighbours(), *self._candidates))
         for end in (*self._listeners, *wires):
             end.close()
-        self._place.clear()
+        self._point.clear()
 
 
 class TreeStore(MeetingPoint):

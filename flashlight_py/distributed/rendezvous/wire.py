@@ -109,7 +109,8 @@ class Greeting(NamedTuple):
 class Position(NamedTuple):
     """The position of ``rank`` in the tree: below ``parent``, ``depth`` levels below rank 0.
 
-    ``peer`` is the process of ``parent``, which listens at ``host`` and ``port``; "": the sender.
+    ``peer`` is the process of ``parent``, which listens at ``host`` and ``port``. If ``host`` is
+    "", the parent itself has sent the position.
     """
 
     rank: int
