@@ -43,11 +43,11 @@ def test_missing_extensions_name_an_existing_remedy(name: str, absent: Path) -> 
 
 def test_doctor_distinguishes_missing_and_broken_extensions(absent: Path) -> None:
     (absent / "gloo.missing.txt").write_text("it could not be compiled. Install a compiler")
-    found = {each.what: each for each in doctor.built()}
-    assert found["gloo"].state is doctor.MISSING
-    assert found["gloo"].detail.endswith("Why: it could not be compiled. Install a compiler")
-    assert found["shm"].state is doctor.FAILED
-    assert "100 times slower" in found["shm"].detail
+    findings = {finding.subject: finding for finding in doctor.built()}
+    assert findings["gloo"].state is doctor.MISSING
+    assert findings["gloo"].detail.endswith("Why: it could not be compiled. Install a compiler")
+    assert findings["shm"].state is doctor.FAILED
+    assert "100 times slower" in findings["shm"].detail
 
 
 def test_texts_name_existing_debian_packages() -> None:
@@ -112,5 +112,5 @@ def test_one_private_header_includes_the_internal_classes_of_gloo() -> None:
 
 
 def test_codes_and_limits_equal_their_table() -> None:
-    written = dict(runpy.run_path(str(ROOT / "scripts/codes"))["written"]())
-    assert {path: path.read_text() for path in written} == written, "run scripts/codes"
+    generated = dict(runpy.run_path(str(ROOT / "scripts/codes"))["generated_files"]())
+    assert {path: path.read_text() for path in generated} == generated, "run scripts/codes"

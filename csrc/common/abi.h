@@ -1,4 +1,4 @@
-// The shared part of the C ABI, as C++ sees it.
+// The part of the C ABI that both native libraries share, for C++.
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// Calls from which a rank may return before others have made them: see shm/entering.cc.
+// Comparison of collectives from which a rank may return before the other ranks call: see shm/entering.cc.
 #pragma once
 
 #include <optional>
@@ -8,14 +8,14 @@
 
 namespace fl {
 
-// From one to before another.
+// The ranks in [first, last).
 struct Ranks {
   int first = 0, last = 0;
   int count() const { return last - first; }
   bool has(int rank) const { return first <= rank && rank < last; }
 };
 
-// The ranks whose calls bring something for `rank` of `size`, which calls that, if all of it goes with them.
+// Return the ranks from which `rank` needs data in `call`, if all data travels with the calls.
 inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   const bool is_root = rank == call.root;
   switch (call.verb) {
@@ -33,25 +33,25 @@ inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   }
 }
 
-// Whether `rank` does not know how much comes: it may go with the root's call.
+// True if `rank` does not know how many bytes it receives: the data may be inside the root's call.
 inline bool may_be_small(int rank, const fl_signature& call) {
   return root_must_know(call.verb) && call.ndim == FL_ANY && rank != call.root;
 }
 
-// Of two numbers of calls, which wrap.
+// Compare two call numbers, which wrap around.
 inline bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
-// Whether `rank`, which needs the calls of `needed`, finds among these one that differs from its own.
+// True if `rank` finds a call that differs from its own among the calls of the ranks `needed`.
 inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
   for (int r = needed.first; r < needed.last; ++r) {
-    const fl_signature both[] = {calls[rank], calls[r]};
-    if (!all_same(both, 2) || (root_must_know(calls[rank].verb) && calls[r].ndim == FL_ANY)) return true;
+    const fl_signature pair[] = {calls[rank], calls[r]};
+    if (!all_same(pair, 2) || (root_must_know(calls[rank].verb) && calls[r].ndim == FL_ANY)) return true;
   }
   return false;
 }
 
-// Up to which call those of `needed` have compared that have withdrawn their calls; nothing: none has. Who needs
-// such a call raises the earlier mismatch as well.
+// Return the highest call number that a withdrawn call among `needed` gives as compared; nothing without such
+// a call. A rank that needs a withdrawn call raises the earlier mismatch as well.
 inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks needed) {
   std::optional<uint32_t> last;
   for (int r = needed.first; r < needed.last; ++r) {
@@ -61,8 +61,8 @@ inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks 
   return last;
 }
 
-// The ranks for whose calls `rank` waits, which needs those of `needed`: all if one of these waits for all. That
-// one may raise the mismatch of an earlier call, and then `rank` must do so, too.
+// Return the ranks whose calls `rank` awaits, if it needs the calls of `needed`. The result is all ranks if a
+// needed rank awaits all ranks: that rank may raise an earlier mismatch, and then `rank` must raise it too.
 template <typename WaitsForAll>
 Ranks awaited(const fl_signature* calls, int size, int rank, Ranks needed, WaitsForAll waits_for_all) {
   if (sees_difference(calls, rank, needed)) return needed;
@@ -72,57 +72,58 @@ Ranks awaited(const fl_signature* calls, int size, int rank, Ranks needed, Waits
   return needed;
 }
 
-// Earlier calls in which the ranks differ, as far as not every rank has raised since. All ranks find the same,
-// from what they have called.
-class Differing {
+// Earlier mismatches that some ranks have not raised yet. Every rank computes the same list from the calls.
+class Mismatches {
  public:
   struct Call {
     uint32_t number;
-    Seen seen;
-    std::vector<bool> told;  // which ranks have raised in it, or since
-    bool is_raised = false;  // by this rank, maybe in a call that was not compared yet
+    CallReport report;
+    std::vector<bool> raised;  // by rank: it raised in this call or a later one
+    bool is_raised = false;    // by this rank, possibly in a call not compared yet
   };
-  // A rank may be so many calls ahead.
-  Differing(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
+  // `most_ahead`: number of calls by which a rank may be ahead of another rank.
+  Mismatches(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
 
-  bool none() const { return calls_.empty(); }
+  bool empty() const { return calls_.empty(); }
 
   void forget_old(uint32_t number) {
     forget([&](const Call& call) { return number - call.number > most_ahead_; });
   }
 
-  // What the ranks have called in `number`, the next to be compared. `needed(r)` are those for whose calls r
-  // waits in it: all, if it can raise an earlier one.
+  // Record that call `number`, the next in order, was compared. `needed(r)` returns the ranks whose calls
+  // rank r awaits in it: all ranks, if r can raise an earlier mismatch.
   template <typename Needed>
-  void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed, Seen seen) {
+  void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed,
+                CallReport report) {
     forget_old(number);
     const int size = static_cast<int>(calls.size());
-    std::vector<bool> told(size);
+    std::vector<bool> raised(size);
     for (int r = 0; r < size; ++r) {
       const bool is_withdrawn = calls[r].ndim == FL_WITHDRAWN;
-      const Ranks others = is_withdrawn ? Ranks{r, r + 1} : needed(r);
-      const bool waits = others.count() == size;
-      const auto known = withdrawn_after(calls.data(), others);
+      const Ranks wanted = is_withdrawn ? Ranks{r, r + 1} : needed(r);
+      const bool waits = wanted.count() == size;
+      const auto until = withdrawn_after(calls.data(), wanted);
       for (Call& call : calls_) {
-        call.told[r] = call.told[r] || waits || (known && !is_before(*known, call.number));
+        call.raised[r] = call.raised[r] || waits || (until && !is_before(*until, call.number));
       }
-      told[r] = waits || is_withdrawn || calls[r].ndim == FL_REFUSED || sees_difference(calls.data(), r, others);
+      raised[r] = waits || is_withdrawn || calls[r].ndim == FL_REFUSED || sees_difference(calls.data(), r, wanted);
     }
-    if (!same && !only_withdrawn(calls)) calls_.push_back({number, std::move(seen), std::move(told)});
-    forget([](const Call& call) { return std::find(call.told.begin(), call.told.end(), false) == call.told.end(); });
+    if (!same && !only_withdrawn(calls)) calls_.push_back({number, std::move(report), std::move(raised)});
+    forget([](const Call& c) { return std::find(c.raised.begin(), c.raised.end(), false) == c.raised.end(); });
   }
 
-  // What is to be raised in call `number`: one of which this rank has not been told, or else, unless `only_news`,
-  // the last. Where all calls before it were compared, forget_old() comes first; others may not forget it before.
+  // Return the mismatch to raise in call `number`: the first that this rank has not raised. Without such a
+  // mismatch return the last one, or nothing if `only_news`. If all earlier calls were compared, call
+  // forget_old() first; other callers must not forget before.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     const auto is_news = [&](const Call& call) {
-      return !call.told[rank_] && !call.is_raised && number - call.number <= most_ahead_;
+      return !call.raised[rank_] && !call.is_raised && number - call.number <= most_ahead_;
     };
     const auto news = std::find_if(calls_.begin(), calls_.end(), is_news);
-    if (none() || (only_news && news == calls_.end())) return std::nullopt;
-    const Call found = news == calls_.end() ? calls_.back() : *news;
+    if (empty() || (only_news && news == calls_.end())) return std::nullopt;
+    const Call result = news == calls_.end() ? calls_.back() : *news;
     for (Call& call : calls_) call.is_raised = true;
-    return found;
+    return result;
   }
 
  private:
@@ -131,7 +132,7 @@ class Differing {
     calls_.erase(std::remove_if(calls_.begin(), calls_.end(), is_done), calls_.end());
   }
 
-  // Whether the ranks call the same but for those that have withdrawn their calls.
+  // True if the calls are equal apart from withdrawn calls.
   static bool only_withdrawn(std::vector<fl_signature> calls) {
     const auto is_withdrawn = [](const fl_signature& call) { return call.ndim == FL_WITHDRAWN; };
     const auto end = std::remove_if(calls.begin(), calls.end(), is_withdrawn);

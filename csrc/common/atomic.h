@@ -1,8 +1,8 @@
-// All that ranks and threads need of the system to wait for each other and to see each other's memory.
+// Atomics, futexes, clocks and process functions with which ranks and threads synchronize.
 //
-// The model checker (tests/native/model) runs the same sources with FL_MODEL: it defines what is only declared then.
-// Atomics and plain accesses it takes from the compiler; mutexes, conditions, threads and the clock's time, files and
-// mappings from calls of the C library. So nothing else may call the kernel to wait.
+// The model checker (tests/native/model) compiles the same sources with FL_MODEL and defines the functions
+// that are only declared in that case. It intercepts atomics and plain accesses in the compiler; mutexes,
+// conditions, threads, clocks, files and mappings at the C library. No other file may wait in the kernel.
 #pragma once
 
 #include <linux/futex.h>
@@ -23,23 +23,23 @@ namespace fl {
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
 
-// Whose threads share a futex.
-enum class Among { kProcesses, kThreads };
+// Whether a futex is shared by processes or by the threads of one process.
+enum class FutexScope { kProcesses, kThreads };
 constexpr uint32_t kAllBits = ~0u;
 
-// In place of a descriptor of a process: none can be had, it had ended before.
+// Values in place of a process descriptor: it is unavailable; the process had already ended.
 constexpr int kNoProcess = -1, kEndedProcess = -2;
 
 #ifdef FL_MODEL
 
-// A size or a number of tries: the model's is small, so that few accesses reach every part of the code.
+// A size or a number of tries. The model uses a small one, so that few accesses reach every branch.
 template <typename T>
 constexpr T sized(T, T model) {
   return model;
 }
 
-void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among among);
-void futex_wake(const void* word, uint32_t bits, Among among);
+void futex_wait(const void* word, uint32_t expected, int64_t nanoseconds, uint32_t bits, FutexScope scope);
+void futex_wake(const void* word, uint32_t bits, FutexScope scope);
 void full_fence();
 void pause_briefly();
 void yield_processor();
@@ -48,13 +48,13 @@ int32_t process_id();
 int open_process(int32_t pid);
 bool process_has_ended(int process);
 ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes);
-void* of_this_process(const void* type, void* (*make)());
+void* process_object(const void* type, void* (*make)());
 
-// The one object of this type that a process has.
+// The only object of this type in a process.
 template <typename T>
-T& one_per_process() {
+T& process_singleton() {
   static const char type = 0;
-  return *static_cast<T*>(of_this_process(&type, [] { return static_cast<void*>(new T()); }));
+  return *static_cast<T*>(process_object(&type, [] { return static_cast<void*>(new T()); }));
 }
 
 #else
@@ -64,24 +64,24 @@ constexpr T sized(T real, T) {
   return real;
 }
 
-// Sleep while `word` is `seen`, until a wake that has one of the bits, or so long, or without a reason.
-inline void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among among) {
+// Sleep while `word` equals `expected`: until a wake with a matching bit, the timeout, or a spurious wake-up.
+inline void futex_wait(const void* word, uint32_t expected, int64_t nanoseconds, uint32_t bits, FutexScope scope) {
   timespec end;
   clock_gettime(CLOCK_MONOTONIC, &end);
   const int64_t fraction = end.tv_nsec + nanoseconds % 1000000000;
   end.tv_sec += nanoseconds / 1000000000 + fraction / 1000000000;
   end.tv_nsec = fraction % 1000000000;
-  const int operation = FUTEX_WAIT_BITSET | (among == Among::kThreads ? FUTEX_PRIVATE_FLAG : 0);
-  syscall(SYS_futex, word, operation, seen, &end, nullptr, bits);
+  const int operation = FUTEX_WAIT_BITSET | (scope == FutexScope::kThreads ? FUTEX_PRIVATE_FLAG : 0);
+  syscall(SYS_futex, word, operation, expected, &end, nullptr, bits);
 }
 
-inline void futex_wake(const void* word, uint32_t bits, Among among) {
-  const int operation = FUTEX_WAKE_BITSET | (among == Among::kThreads ? FUTEX_PRIVATE_FLAG : 0);
+inline void futex_wake(const void* word, uint32_t bits, FutexScope scope) {
+  const int operation = FUTEX_WAKE_BITSET | (scope == FutexScope::kThreads ? FUTEX_PRIVATE_FLAG : 0);
   syscall(SYS_futex, word, operation, INT_MAX, nullptr, nullptr, bits);
 }
 
-// Between accesses that C++ cannot order: of memory that the kernel reads for another process. ThreadSanitizer
-// refuses std::atomic_thread_fence, and x86 needs no instruction for two stores, or for two loads.
+// Order accesses to memory that the kernel reads for another process, which C++ fences do not cover.
+// ThreadSanitizer rejects std::atomic_thread_fence. x86 orders two stores, or two loads, by itself.
 inline void full_fence() {
 #if defined(__x86_64__) || defined(__i386__)
   asm volatile("" ::: "memory");
@@ -102,7 +102,7 @@ inline void pause_briefly() {
 
 inline void yield_processor() { sched_yield(); }
 
-// That this process may use.
+// Number of processors that this process may use.
 inline int processors() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
@@ -110,7 +110,7 @@ inline int processors() {
 
 inline int32_t process_id() { return getpid(); }
 
-// A descriptor by which the end of a process is seen, or what stands in its place.
+// Return a descriptor that becomes readable when the process ends, or kEndedProcess or kNoProcess.
 inline int open_process(int32_t pid) {
   const int process = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (process >= 0) return process;
@@ -122,16 +122,16 @@ inline bool process_has_ended(int process) {
   return process == kEndedProcess || (process >= 0 && poll(&end, 1, 0) == 1);
 }
 
-// Out of another process; returns how many bytes were read, or -1.
+// Read memory of another process. Return the number of bytes read, or -1.
 inline ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes) {
-  const iovec here{into, bytes}, there{reinterpret_cast<void*>(from), bytes};
-  return process_vm_readv(pid, &here, 1, &there, 1, 0);
+  const iovec local{into, bytes}, remote{reinterpret_cast<void*>(from), bytes};
+  return process_vm_readv(pid, &local, 1, &remote, 1, 0);
 }
 
 template <typename T>
-T& one_per_process() {
-  static T one;
-  return one;
+T& process_singleton() {
+  static T singleton;
+  return singleton;
 }
 
 #endif

@@ -1,4 +1,4 @@
-// The shared part of the C ABI.
+// The part of the C ABI that both native libraries share.
 #include "capi.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kNoMemory = "out of memory";
 thread_local char last_error[1024];
 
-// An operation that could not be started, where there is no memory to describe another one.
+// A handle for failures to start an operation without memory for another handle.
 struct OutOfMemory final : Started {
   using Started::Started;
   void release() noexcept override {}
@@ -50,7 +50,7 @@ extern "C" {
 
 const char* fl_error(void) { return fl::last_error; }
 
-// Without memory for what this thread would do for it, it has not ended.
+// FL_PENDING if this thread lacks the memory to drive the operation.
 fl_status fl_op_wait(fl_op* op, double seconds) {
   return fl::guarded(FL_PENDING, [&] { return op->wait(seconds); });
 }
@@ -68,17 +68,17 @@ int fl_op_missing(fl_op* op, int* ranks, int capacity) {
   return count;
 }
 
-const fl_signature* fl_op_signatures(fl_op* op) { return op->outcome().seen.calls.data(); }
+const fl_signature* fl_op_signatures(fl_op* op) { return op->outcome().report.calls.data(); }
 
 const char* fl_op_site(fl_op* op, int rank) {
-  const auto& sites = op->outcome().seen.sites;
+  const auto& sites = op->outcome().report.sites;
   return static_cast<size_t>(rank) < sites.size() ? sites[rank].text : "";
 }
 
-int fl_op_calls_ago(fl_op* op) { return static_cast<int>(op->outcome().seen.ago); }
+int fl_op_calls_ago(fl_op* op) { return static_cast<int>(op->outcome().report.ago); }
 
 double fl_op_age(fl_op* op, int rank) {
-  const auto& ages = op->outcome().seen.ages;
+  const auto& ages = op->outcome().report.ages;
   return static_cast<size_t>(rank) < ages.size() ? ages[rank] : -1;
 }
 
@@ -93,7 +93,7 @@ int fl_op_cancel(fl_op* op) {
 }
 
 void fl_claim_wait(int32_t* claim, double seconds) {
-  fl::futex_wait(claim, 0, static_cast<int64_t>(seconds * 1e9), fl::kAllBits, fl::Among::kThreads);
+  fl::futex_wait(claim, 0, static_cast<int64_t>(seconds * 1e9), fl::kAllBits, fl::FutexScope::kThreads);
 }
 
 void fl_op_free(fl_op* op) {

@@ -1,17 +1,17 @@
-// Helpers of the C ABIs: an exception becomes the result that stands for a failure, and a message.
+// Helpers of the C ABIs that convert an exception into an error result and a message.
 #pragma once
 
 #include "operation.h"
 
 namespace fl {
 
-// Inside a handler: keep what was thrown for fl_error().
+// Inside a handler: store the message of the current exception for fl_error().
 void keep_error() noexcept;
 
-// Inside a handler: the handle of an operation that could not be started.
+// Inside a handler: return the handle of an operation that failed to start.
 fl_op* failed_to_start() noexcept;
 
-// The result of `run`, or `otherwise` where it throws.
+// Return the result of `run`, or `otherwise` if `run` throws.
 template <typename Result, typename Run>
 Result guarded(Result otherwise, Run run) noexcept {
   try {
@@ -22,7 +22,7 @@ Result guarded(Result otherwise, Run run) noexcept {
   }
 }
 
-// 0, or -1 where `run` throws.
+// Return 0, or -1 if `run` throws.
 template <typename Run>
 int done(Run run) noexcept {
   return guarded(-1, [&] { return run(), 0; });
@@ -31,7 +31,7 @@ int done(Run run) noexcept {
 inline Handle as_handle(Handle handle) { return handle; }
 inline Handle as_handle(std::shared_ptr<Operation> operation) { return handle_of(std::move(operation)); }
 
-// What `run` returns, a Handle or an operation; null where there is nothing to fetch.
+// Return the Handle or operation that `run` returns; null if there is no result to fetch.
 template <typename Run>
 fl_op* handle(Run run) noexcept {
   try {
@@ -41,7 +41,7 @@ fl_op* handle(Run run) noexcept {
   }
 }
 
-// The same of several.
+// Like handle(), for several results.
 template <typename Run>
 void handles(fl_op** results, int count, Run run) noexcept {
   try {

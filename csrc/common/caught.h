@@ -1,4 +1,4 @@
-// Functions of Python's tables that may run out of memory. Include Python.h before.
+// Wrapper for functions in Python method tables that may run out of memory. Include Python.h first.
 #pragma once
 
 #include <new>
@@ -18,7 +18,7 @@ struct Caught<function> {
   }
 };
 
-// `function`, but for what it throws: a MemoryError. It must hold the interpreter where it throws.
+// `function`, with std::bad_alloc converted to MemoryError. `function` must hold the GIL when it throws.
 template <auto function>
 constexpr auto caught = &Caught<function>::call;
 

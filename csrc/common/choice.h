@@ -1,4 +1,4 @@
-// How bytes go from rank to rank: which way is the fastest here and now.
+// Selection of the fastest copy path between ranks, by measurement.
 #pragma once
 
 #include <algorithm>
@@ -11,125 +11,126 @@
 
 namespace fl {
 
-enum Way {
-  kThroughCaches,  // into shared memory by ordinary stores, and out of it
-  kPastCaches,     // into it by streamed stores
-  kDirectly,       // out of the other's own memory, by the kernel
-  kWays,
+enum CopyPath {
+  kThroughCaches,  // ordinary stores into shared memory, then a copy out of it
+  kPastCaches,     // streamed stores into shared memory
+  kDirectly,       // the kernel reads the other process's memory
+  kPaths,
 };
 
-// What each way has cost a rank, in picoseconds per byte; 0: not known.
+// Measured cost of each path for one rank, in picoseconds per byte; 0: not measured.
 struct Costs {
-  std::array<uint16_t, kWays> of;
+  std::array<uint16_t, kPaths> of;
 };
 
-// Where cores are near each other and chunks many, ordinary stores are up to twice as fast; where
-// they are far apart, or lines still lie in the reader's cache, streaming is up to ten times as
-// fast. Reading directly saves one of two copies, but waits for each line that the other has just
-// written. The best one depends on where the scheduler, and a hypervisor, has put the ranks, on the size, and
-// on who wrote the array when. So it is measured: for every size class each rank keeps what the ways have
-// cost, and announces it with its calls; all go by the cost of the slowest rank. Now and then a few calls try
-// another way.
+// Choice of a copy path for each verb and size class.
+//
+// With cores close together and many chunks, ordinary stores are up to twice as fast. With distant cores, or
+// lines still in the reader's cache, streamed stores are up to ten times as fast. Direct reads save one of
+// two copies, but wait for each line that the other core has just written. The fastest path depends on the
+// placement of the ranks by scheduler and hypervisor, on the size, and on which core wrote the array.
+// Therefore each rank measures the cost of every path and announces it with its calls. All ranks use the path
+// with the lowest cost for the slowest rank. From time to time a few calls try another path.
 class Choice {
-  struct Kind;
+  struct History;
 
  public:
-  // Of each way, what it costs the slowest rank: one that only writes has left before the others end.
+  // Cost of each path for the slowest rank. A rank that only writes returns before the other ranks finish.
   class Slowest {
    public:
     void add(const Costs& costs) {
-      for (int way = 0; way < kWays; ++way) of_[way] = std::max(of_[way], costs.of[way]);
+      for (int path = 0; path < kPaths; ++path) costs_[path] = std::max(costs_[path], costs.of[path]);
     }
-    int operator[](int way) const { return of_[way]; }
+    int operator[](int path) const { return costs_[path]; }
 
    private:
-    std::array<uint16_t, kWays> of_{};
+    std::array<uint16_t, kPaths> costs_{};
   };
 
-  // Verbs are numbered from 0; `calls`: as if there had been so many of each kind.
-  explicit Choice(int verbs, uint32_t calls = 0) : kinds_(verbs) {
-    for (auto& sizes : kinds_) sizes.fill(Kind{calls, kWays, {}});
+  // Verbs are numbered from 0. `calls`: initial number of calls for every verb and size class.
+  explicit Choice(int verbs, uint32_t calls = 0) : histories_(verbs) {
+    for (auto& sizes : histories_) sizes.fill(History{calls, kPaths, {}});
   }
 
-  // A call that goes one way, and is timed.
+  // One call on a chosen path, with its start time.
   struct Trial {
-    Way way = kPastCaches;
+    CopyPath path = kPastCaches;
     bool counts = false;
-    Kind* kind = nullptr;
+    History* history = nullptr;
     size_t bytes = 1;
     std::chrono::steady_clock::time_point started{};
   };
 
-  // What this rank announces with a call of `verb`.
+  // Return the costs that this rank announces with a call of `verb`.
   Costs costs(int verb, size_t bytes) const {
-    const Kind& kind = kinds_[verb][size_class(bytes)];
+    const History& history = histories_[verb][size_class(bytes)];
     Costs costs;
-    for (int way = 0; way < kWays; ++way) {
-      costs.of[way] = static_cast<uint16_t>(std::min(65535.0, 1e12 * kind.cost[way]));
+    for (int path = 0; path < kPaths; ++path) {
+      costs.of[path] = static_cast<uint16_t>(std::min(65535.0, 1e12 * history.cost[path]));
     }
     return costs;
   }
 
-  // Choose among the first `ways` for a call whose size is the same on every rank; `slowest` is made
-  // of all costs announced with it.
-  Trial begin(int verb, size_t bytes, int ways, const Slowest& slowest) {
-    Kind& kind = kinds_[verb][size_class(bytes)];
-    const uint32_t call = kind.calls++;
-    const int best = best_of(ways, slowest);
-    int next = next_of(best, call, ways);
+  // Choose among the first `paths` paths. `bytes` is equal on all ranks; `slowest` combines the costs that all
+  // ranks announced with the call.
+  Trial begin(int verb, size_t bytes, int paths, const Slowest& slowest) {
+    History& history = histories_[verb][size_class(bytes)];
+    const uint32_t call = history.calls++;
+    const int best = best_path(paths, slowest);
+    int next = next_path(best, call, paths);
     const bool is_hopeless = call >= kFirst && slowest[next] > kHopeless * slowest[best];
     if (is_hopeless && call / kTryEvery % kTryHopeless != 0) next = best;
-    // The first call after another way finds the caches as that has left them.
-    const bool counts = std::exchange(kind.last, next) == next;
-    return {static_cast<Way>(next), counts, &kind, bytes, Clock::now()};
+    // After a change of path the first call runs with the caches of the previous path and is not counted.
+    const bool counts = std::exchange(history.last, next) == next;
+    return {static_cast<CopyPath>(next), counts, &history, bytes, Clock::now()};
   }
 
   void end(const Trial& trial) {
     if (!trial.counts) return;
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
-    double& cost = trial.kind->cost[trial.way];
+    double& cost = trial.history->cost[trial.path];
     const double now = seconds / static_cast<double>(trial.bytes);
-    // A call that took less time than before was not disturbed, and counts more. One that took much more
-    // probably was: by itself it must not make another way the best, which would be gone for many calls.
+    // A faster call was not disturbed and gets a larger weight. A much slower call was probably disturbed:
+    // alone it must not make another path the best, because this path would then be unused for many calls.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr uint32_t kFirst = 9;  // calls that take turns, to begin with
-  static constexpr uint32_t kRun = 3;    // calls in a row that go a way which is tried
+  static constexpr uint32_t kFirst = 9;  // initial calls, which try the paths in turn
+  static constexpr uint32_t kRun = 3;    // consecutive calls on a path under trial
   static constexpr uint32_t kTryEvery = 256;
-  // A way that takes so many times as long is tried again only now and then.
+  // A path slower by this factor is tried less often.
   static constexpr int kHopeless = 3;
-  static constexpr uint32_t kTryHopeless = 9;  // odd: each in its turn
+  static constexpr uint32_t kTryHopeless = 9;  // odd, so that each path gets a trial
 
-  struct Kind {
+  struct History {
     uint32_t calls;
-    int last;  // the way of the last one; kWays: none
-    std::array<double, kWays> cost;  // seconds per byte; 0: not known
+    int last;                         // path of the last call; kPaths: no call yet
+    std::array<double, kPaths> cost;  // seconds per byte; 0: not measured
   };
 
   static size_t size_class(size_t bytes) {
     return bytes == 0 ? 0 : 63 - static_cast<size_t>(__builtin_clzll(bytes));
   }
 
-  static int best_of(int ways, const Slowest& slowest) {
+  static int best_path(int paths, const Slowest& slowest) {
     int best = kPastCaches;
-    for (int way = 0; way < ways; ++way) {
-      if (slowest[way] != 0 && (slowest[best] == 0 || slowest[way] < slowest[best])) best = way;
+    for (int path = 0; path < paths; ++path) {
+      if (slowest[path] != 0 && (slowest[best] == 0 || slowest[path] < slowest[best])) best = path;
     }
     return best;
   }
 
-  // The best way, or the one whose turn it is to be tried.
-  static int next_of(int best, uint32_t call, int ways) {
-    if (call < kFirst) return static_cast<int>((call / kRun + kPastCaches) % ways);
+  // Return the best path, or the path that is due for a trial.
+  static int next_path(int best, uint32_t call, int paths) {
+    if (call < kFirst) return static_cast<int>((call / kRun + kPastCaches) % paths);
     if (call % kTryEvery >= kRun) return best;
-    return static_cast<int>((best + 1 + call / kTryEvery % (ways - 1)) % ways);
+    return static_cast<int>((best + 1 + call / kTryEvery % (paths - 1)) % paths);
   }
 
-  std::vector<std::array<Kind, 64>> kinds_;
+  std::vector<std::array<History, 64>> histories_;
 };
 
 }  // namespace fl

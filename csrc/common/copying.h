@@ -1,11 +1,11 @@
-// Copying much, into memory that another core has read, or out of it.
+// Copies of large blocks into or out of memory that another core has read.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// ThreadSanitizer does not see streamed stores.
+// ThreadSanitizer does not detect streamed stores.
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
 #define FL_HAS_SSE2 1
 #include <emmintrin.h>
@@ -13,7 +13,7 @@
 
 namespace fl {
 
-// Have a cache line here that this core is about to write and another one has: the two wait less.
+// Prefetch, for writing, a cache line that another core holds. Shortens the wait of both cores.
 inline void expect_to_write(const volatile void* line) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const volatile char*>(line)));
@@ -22,19 +22,18 @@ inline void expect_to_write(const volatile void* line) {
 #endif
 }
 
-// An ordinary store to a line that lies in a peer's cache first has to fetch and invalidate it: up
-// to 29 us for 64 KB where the cores are far apart (measured: docs/shared-memory.md). Stores past the
-// caches do not: 1.7 us. Below this size the way through memory costs more than it saves.
+// Bytes from which streamed stores are used. An ordinary store to a line in another core's cache must first
+// fetch and invalidate it: up to 29 us for 64 KB between distant cores, against 1.7 us for streamed stores
+// (docs/shared-memory.md). For fewer bytes the access to memory costs more than it saves.
 constexpr size_t kStreamBytes = 2048;
 
-// From here on the C library moves bytes by one instruction (rep movsb), which takes two to five
-// times as long where source and destination begin at different places of a line, as arrays and
-// slots do (measured: docs/shared-memory.md). Below it is as good as anything.
+// Bytes from which the C library copies with rep movsb. That takes two to five times as long if source and
+// destination have different offsets in a cache line, as arrays and slots do (docs/shared-memory.md).
 constexpr size_t kLongBytes = 2048;
 
 #ifdef FL_HAS_SSE2
 
-// Whole lines of the destination, by `store`; what is before and behind them by the C library.
+// Copy whole cache lines of the destination with `store`, and the bytes before and after them with memcpy.
 template <typename Store>
 void copy_lines(void* to, const void* from, size_t bytes, Store store) {
   char* target = static_cast<char*>(to);

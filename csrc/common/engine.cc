@@ -5,9 +5,9 @@
 namespace fl {
 namespace {
 
-constexpr long kSliceMilliseconds = 20;  // a sleep, before somebody looks around
-constexpr uint32_t kLongWait = 100;  // milliseconds until a sender is told what a receive waits for
-constexpr int kSpinsALook = 4;  // a look at all that may have come takes so much longer than one at a counter
+constexpr long kSliceMilliseconds = 20;  // maximum sleep before failures are checked
+constexpr uint32_t kLongWait = 100;  // milliseconds of waiting after which a receive notifies its sender
+constexpr int kSpinsALook = 4;  // a poll of all queues costs as much as this many polls of one counter
 constexpr int kTokenBits = 20;
 constexpr uint32_t kTokens = (1u << kTokenBits) - 1;
 
@@ -20,7 +20,7 @@ bool must_check_at_once() {
 
 Engine::Engine(Wire& wire, int size)
     : wire_(wire), size_(size), checks_at_once_(must_check_at_once()), peers_(size) {
-  sites_.emplace_back();  // not known
+  sites_.emplace_back();  // number 0: unknown site
 }
 
 Engine::~Engine() {
@@ -32,19 +32,19 @@ Engine::~Engine() {
 
 void Engine::stop() {
   {
-    const Lock lock(mutex_);  // the thread has seen it, or is seen to be about to sleep
+    const Lock lock(mutex_);  // the thread reads the flag, or has not begun its sleep yet
     stopping_.store(true, std::memory_order_relaxed);
   }
   wire_.wake(false);
   ticker_.stop();
 }
 
-// Callers keep their sites where they are, as a rule.
-uint16_t Engine::number_of(const fl_site& site) {
+// Return the number of `site`. The cache expects that callers pass the same address for the same site.
+uint16_t Engine::site_number(const fl_site& site) {
   auto& [known, number] = last_sites_[reinterpret_cast<uintptr_t>(&site) / sizeof site % 16];
   if (known == &site && std::strcmp(site.text, sites_[number].text) == 0) return number;
   const auto [found, is_new] = site_numbers_.try_emplace(site.text, static_cast<uint16_t>(sites_.size()));
-  if (is_new && sites_.size() > UINT16_MAX) {  // refusals say why, each in its own words
+  if (is_new && sites_.size() > UINT16_MAX) {  // rejected calls have sites with messages
     site_numbers_.erase(found);
     return 0;
   }
@@ -53,7 +53,7 @@ uint16_t Engine::number_of(const fl_site& site) {
   return number = found->second;
 }
 
-// Ends ----------------------------------------------------------------------------------------
+// Completion ----------------------------------------------------------------------------------
 
 uint32_t Engine::token_for(Message& message) {
   if (free_tokens_.empty()) {
@@ -61,32 +61,32 @@ uint32_t Engine::token_for(Message& message) {
     tokens_.emplace_back(0, nullptr);
     free_tokens_.push_back(static_cast<uint32_t>(tokens_.size()) - 1);
   }
-  const uint32_t place = free_tokens_.back();
+  const uint32_t index = free_tokens_.back();
   free_tokens_.pop_back();
-  auto& [uses, holder] = tokens_[place];
+  auto& [uses, holder] = tokens_[index];
   holder = &message;
-  // Never 0, and another one for each use: late answers to a message that has failed find nobody.
-  return (++uses << kTokenBits | place) + 1;
+  // Never 0, and new for each use: late answers to a failed message match no message.
+  return (++uses << kTokenBits | index) + 1;
 }
 
 Message* Engine::by_token(uint32_t token) {
-  const uint32_t place = (token - 1) & kTokens;
-  if (token == 0 || place >= tokens_.size()) return nullptr;
-  const auto& [uses, message] = tokens_[place];
-  return (uses << kTokenBits | place) + 1 == token ? message : nullptr;
+  const uint32_t index = (token - 1) & kTokens;
+  if (token == 0 || index >= tokens_.size()) return nullptr;
+  const auto& [uses, message] = tokens_[index];
+  return (uses << kTokenBits | index) + 1 == token ? message : nullptr;
 }
 
 void Engine::free_token(uint32_t token) {
-  const uint32_t place = (token - 1) & kTokens;
-  tokens_[place].second = nullptr;
-  free_tokens_.push_back(place);
+  const uint32_t index = (token - 1) & kTokens;
+  tokens_[index].second = nullptr;
+  free_tokens_.push_back(index);
 }
 
 void Engine::drop_moving(Message& message) {
   moving_.erase(std::remove(moving_.begin(), moving_.end(), &message), moving_.end());
 }
 
-// It is in no table or queue any more, but may move. The last thing that is done with it.
+// Complete a message that is in no table or queue but may be transferring data. `message` is then invalid.
 void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   if (message.state_ == Message::kOffered) free_token(message.token_);
   if (message.is_moving()) {
@@ -100,7 +100,7 @@ void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> ou
     message.outcome_ = outcome.release();
     message.flags_ |= Message::kHasOutcome;
   }
-  const bool is_timed = (message.flags_ & Message::kTimed) != 0;  // the clock takes a while
+  const bool is_timed = (message.flags_ & Message::kTimed) != 0;  // reading the clock takes time
   message.ended_ = is_timed ? std::chrono::duration<double>(Clock::now().time_since_epoch()).count() : 0;
   if (message.stamp_ != nullptr) {
     const int64_t running = __atomic_load_n(message.stamp_, __ATOMIC_RELAXED);
@@ -113,16 +113,16 @@ void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> ou
   message.release();
 }
 
-// All that is open in `port`: take each message out of where it waits, and visit it.
+// Remove each open message of `port` from its table or queue and visit it.
 template <typename Visit>
 void Engine::take_all(Port& port, Visit visit) {
   port.posted_.clear(visit);
   for (Peer& peer : peers_) {
     Message* message = std::exchange(peer.waiting, nullptr);
     while (message != nullptr) {
-      Message& one = *std::exchange(message, message->next);
-      one.next = nullptr;
-      one.port_ == &port ? visit(one) : queue(peer, one);
+      Message& open = *std::exchange(message, message->next);
+      open.next = nullptr;
+      open.port_ == &port ? visit(open) : queue(peer, open);
     }
   }
   for (auto& [uses, holder] : tokens_) {
@@ -130,26 +130,26 @@ void Engine::take_all(Port& port, Visit visit) {
   }
   const auto moving = moving_;
   for (Message* message : moving) {
-    // A thread that reads finds out when it has done so.
+    // A thread that reads without the lock detects the end itself.
     if (message->port_ == &port && !message->movement_->is_busy) visit(*message);
   }
 }
 
 template <typename Visit>
 void Engine::for_each(const Port& port, Visit visit) const {
-  const auto visit_own = [&](Message* message) {
+  const auto visit_own_message = [&](Message* message) {
     if (message != nullptr && message->port_ == &port) visit(*message);
   };
   port.posted_.for_each(visit);
   for (const Peer& peer : peers_) {
-    for (Message* message = peer.waiting; message != nullptr; message = message->next) visit_own(message);
+    for (Message* message = peer.waiting; message != nullptr; message = message->next) visit_own_message(message);
   }
-  for (const auto& [uses, message] : tokens_) visit_own(message);
-  for (Message* message : moving_) visit_own(message);
+  for (const auto& [uses, message] : tokens_) visit_own_message(message);
+  for (Message* message : moving_) visit_own_message(message);
 }
 
-// End all that is open in a group, which has ended: `about` it was found, and what waits for the ranks that
-// are missing says the same.
+// End all open messages of a group that has ended. `about` and the messages that wait for the missing ranks
+// get the failure `found`; other messages get `why`.
 void Engine::end_all(Port& port, const Failure& why, const Failure* found, const Message* about) {
   take_all(port, [&](Message& message) {
     const auto waits_for = [&](int rank) { return rank == message.peer_ || message.peer_ < 0; };
@@ -162,7 +162,7 @@ void Engine::end_all(Port& port, const Failure& why, const Failure* found, const
   });
 }
 
-// A receive that nothing has come for in time: all is well, and its source is nobody.
+// End an open receive successfully, without a source.
 void Engine::cancel(Message& message) {
   const Lock lock(mutex_);
   if (message.state_ != Message::kPosted) return;
@@ -175,7 +175,8 @@ const fl_site& Engine::site_of(int from, uint16_t number) const {
   return found == peers_[from].sites.end() ? sites_[0] : found->second;
 }
 
-// Others learn of what this rank has received, also where it leaves at once; unless they do not look.
+// Wait until answers about received messages have been sent, because this rank may leave at once. Peers that
+// have given up are not awaited.
 void Engine::send_answers(Port& port) {
   const auto is_waited_for = [&](const Control& control) {
     return control.group == port.group_ && control.kind != kCredit && control.kind != kWanted;
@@ -193,7 +194,7 @@ void Engine::send_answers(Port& port) {
   while (Clock::now() < end) {
     {
       Lock lock(mutex_);
-      progress(lock, kNobody);
+      progress(lock, kNoPeer);
       if (port.is_closed_ || port.transport_.is_broken() || is_done()) return;
     }
     sleep(true, kSliceMilliseconds, {});
@@ -202,37 +203,37 @@ void Engine::send_answers(Port& port) {
 
 // Waiting -------------------------------------------------------------------------------------
 
-// Without going to sleep; whether it is done.
-bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
+// Poll without sleeping; return whether a message has ended.
+bool Engine::poll(const Awaited& awaited, Patience patience, int hint) {
   patience.spins /= kSpinsALook;
-  struct Looking {
+  struct Polling {
     Wire& wire;
     const int peer;
     bool has_begun = false, in_vain = false;
-    ~Looking() {
-      if (has_begun) wire.end_looking(peer, in_vain);
+    ~Polling() {
+      if (has_begun) wire.end_polling(peer, in_vain);
     }
-  } looking{wire_, hot};
-  for (int look = 0; look <= patience.spins + patience.yields; ++look) {
+  } polling{wire_, hint};
+  for (int poll_count = 0; poll_count <= patience.spins + patience.yields; ++poll_count) {
     bool moved = false;
     {
       Lock lock(mutex_, std::try_to_lock);
-      if (lock.owns_lock()) moved = progress(lock, hot);
+      if (lock.owns_lock()) moved = progress(lock, hint);
     }
     if (awaited.has_ended()) return true;
-    if (moved) look = -1;
-    if (!looking.has_begun && patience.spins + patience.yields > 0) {
-      wire_.begin_looking(hot);
-      looking.has_begun = true;
+    if (moved) poll_count = -1;
+    if (!polling.has_begun && patience.spins + patience.yields > 0) {
+      wire_.begin_polling(hint);
+      polling.has_begun = true;
     }
-    look < patience.spins ? pause_after(look) : yield_processor();
+    poll_count < patience.spins ? pause_after(poll_count) : yield_processor();
   }
-  looking.in_vain = true;
+  polling.in_vain = true;
   return false;
 }
 
-// Until it is done, or `until`. A failure ends the messages of its group.
-void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, InterruptCheck interrupt) {
+// Wait until a message has ended, or `until`. A failure ends all messages of the group.
+void Engine::wait(Port& port, const Awaited& awaited, int hint, Clock::time_point until, InterruptCheck interrupt) {
   const struct Caller {
     Engine& engine;
     explicit Caller(Engine& engine) : engine(engine) {
@@ -240,15 +241,15 @@ void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point
     }
     ~Caller() {
       const bool is_last = engine.callers_.fetch_sub(1, std::memory_order_relaxed) == 1;
-      if (is_last && engine.open_.load(std::memory_order_relaxed) > 0) engine.ticker_.wind();
+      if (is_last && engine.open_.load(std::memory_order_relaxed) > 0) engine.ticker_.activate();
     }
   } caller{*this};
-  const bool soon = burn(awaited, port.transport_.patience(), hot);
-  port.transport_.waited(!soon);
-  if (soon) return;
+  const bool ended = poll(awaited, port.transport_.patience(), hint);
+  port.transport_.waited(!ended);
+  if (ended) return;
   do {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
-    if (left < 0 || sleep(true, std::min<long>(kSliceMilliseconds, left + 1), awaited)) continue;
+    const auto remaining = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
+    if (remaining < 0 || sleep(true, std::min<long>(kSliceMilliseconds, remaining + 1), awaited)) continue;
     if (interrupt != nullptr && interrupt() != 0) {
       {
         const Lock lock(mutex_);
@@ -256,17 +257,17 @@ void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point
       }
       fail(port, {FL_CLOSED, {}, kInterrupted}, nullptr);
     }
-    look_around();
-  } while (!burn(awaited, port.transport_.patience(), hot) && Clock::now() < until);
+    check_waits();
+  } while (!poll(awaited, port.transport_.patience(), hint) && Clock::now() < until);
 }
 
-// Until something has come, or for a while; whether anything went on.
+// Sleep until a record arrives or the time is over; return whether anything progressed.
 bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   const uint32_t since = wire_.begin_wait();
   bool moved, stops;
   {
     Lock lock(mutex_);
-    moved = progress(lock, kNobody);
+    moved = progress(lock, kNoPeer);
     stops = !as_caller && stopping_.load(std::memory_order_relaxed);
   }
   if (!moved && !stops && !awaited.has_ended()) wire_.wait(since, as_caller, milliseconds);
@@ -274,10 +275,10 @@ bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   return moved;
 }
 
-// The thread's part. Callers see themselves to messages that they come for again and again.
+// Run on the engine's thread while no caller makes new calls or waits. Callers advance messages themselves.
 void Engine::tick() {
   if (open_.load(std::memory_order_relaxed) == 0) return;
-  ticker_.wind();
+  ticker_.activate();
   const auto is_relieved = [this] {
     const uint32_t calls = calls_.load(std::memory_order_relaxed);
     const bool are_new = std::exchange(calls_seen_, calls) != calls;
@@ -285,12 +286,12 @@ void Engine::tick() {
     return are_new || stopping_.load(order) || callers_.load(order) > 0 || open_.load(order) == 0;
   };
   while (!is_relieved()) {
-    if (!sleep(false, kSliceMilliseconds, {})) look_around();
+    if (!sleep(false, kSliceMilliseconds, {})) check_waits();
   }
 }
 
-// Find what will never end, and end it. News that has come until now counts more.
-void Engine::look_around() {
+// Detect messages that can never end, and end them after handling the records that have arrived meanwhile.
+void Engine::check_waits() {
   std::vector<Verdict> found;
   {
     Lock lock(mutex_);
@@ -298,11 +299,12 @@ void Engine::look_around() {
       if (port->open_ > 0 && port->failing_ == 0) find_failures(*port, found);
     }
     if (found.empty()) return;
-    progress(lock, kNobody);
+    progress(lock, kNoPeer);
     const auto is_over = [](const Verdict& verdict) {
       return verdict.message != nullptr && verdict.message->state_ != verdict.state;
     };
-    const auto rest = std::stable_partition(found.begin(), found.end(), [&](const Verdict& v) { return !is_over(v); });
+    const auto rest = std::stable_partition(found.begin(), found.end(),
+                                            [&](const Verdict& v) { return !is_over(v); });
     for (auto over = rest; over != found.end(); ++over) over->message->release();
     found.erase(rest, found.end());
     for (const Verdict& verdict : found) {
@@ -318,10 +320,10 @@ void Engine::look_around() {
   }
 }
 
-// Of a port that nobody else makes fail meanwhile: others would only find that it has.
+// End the group of `port` with `found`. The caller has raised failing_, which excludes other threads.
 void Engine::fail(Port& port, const Failure& found, const Message* about) {
-  const Failure failure = port.transport_.in_full(found);
-  port.transport_.fail(failure);  // it may take its time to tell others
+  const Failure failure = port.transport_.with_details(found);
+  port.transport_.fail(failure);  // may block while it notifies other ranks
   const Lock lock(mutex_);
   --port.failing_;
   end_all(port, port.transport_.why_broken(), &failure, about);
@@ -364,31 +366,31 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
     }
     const bool is_first = !is_posted || port.posted_.first(message.key()) == &message;
     if (is_first && waited >= 1000.0 * message.seconds_) {
-      return report({FL_TIMEOUT, peers, what_keeps(message)});
+      return report({FL_TIMEOUT, peers, describe_wait(message)});
     }
     if (is_posted && is_first && message.peer_ >= 0 && waited > kLongWait) announce(message);
   });
 }
 
-// Whether another receive has the message that this one shares the claim of.
+// True if another receive with the same claim has its message.
 bool Engine::is_claimed(const Message& message) {
   return message.match_ != nullptr && message.match_->claim != nullptr &&
          __atomic_load_n(message.match_->claim, __ATOMIC_RELAXED) != 0;
 }
 
-// Let the sender know what this rank waits for.
+// Tell the sender which tag this rank waits for.
 void Engine::announce(Message& message) {
   if ((message.flags_ & Message::kAnnounced) != 0) return;
   message.flags_ |= Message::kAnnounced;
-  control(message.hot(), {kWanted, message.port_->group_, message.mine_.root});
+  control(message.hint(), {kWanted, message.port_->group_, message.call_.root});
 }
 
-std::string Engine::what_keeps(const Message& message) const {
+std::string Engine::describe_wait(const Message& message) const {
   constexpr size_t kShown = 4;
   const Port& port = *message.port_;
-  const std::string here = std::string("this rank ") + (message.sends() ? "sends" : "receives") +
-                           " with tag " + std::to_string(message.mine_.root);
-  if (message.is_moving()) return "the message stopped half way, " + here;
+  const std::string own_state = std::string("this rank ") + (message.sends() ? "sends" : "receives") +
+                           " with tag " + std::to_string(message.call_.root);
+  if (message.is_moving()) return "the message stopped during its transfer, " + own_state;
   std::string text;
   for (int rank = 0; rank < static_cast<int>(port.ranks_.size()); ++rank) {
     const bool is_any = message.peer_ < 0;
@@ -408,7 +410,7 @@ std::string Engine::what_keeps(const Message& message) const {
     }
     text += std::string(tags.size() > kShown ? " and more" : "") + ", ";
   }
-  return text + here;
+  return text + own_state;
 }
 
 }  // namespace fl

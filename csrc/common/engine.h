@@ -1,20 +1,19 @@
-// The progress engine of a family of groups: messages from one rank to another, matched by source and
-// tag in the order in which they were posted, as in MPI.
+// Progress engine of a group and its subgroups: messages between ranks, matched by source and tag as in MPI.
 //
-// An open message is an entry, a Message: 192 bytes, in a table by (source, tag). Entries are advanced by
-// whoever waits for one, by the next call, and where nobody does by one thread that sleeps until something
-// comes. A transport carries records between ranks (Wire); all else is here, once.
+// An open message is a Message of 192 bytes in a table by (source, tag). A waiting caller or the next call
+// advances the messages. If no thread calls, one background thread does so and sleeps until data arrives. A
+// Wire transports records between ranks.
 //
 //   sender                                  receiver
-//   kMessage: tag, call, data         ->    copied to where the receive wants it, or kept until there is one
-//   kOffer: tag, call, address        ->    matched: reads the data out of the sender's memory -> kTaken
-//                                           or, where that cannot be, asks for it             -> kAccepted
+//   kMessage: tag, call, data         ->    copied into the receive's array, or kept for a later receive
+//   kOffer: tag, call, address        ->    matched: reads the data from the sender's memory  -> kTaken
+//                                           or, if it cannot read there, requests the data    -> kAccepted
 //   kData, kData, ...                 ->
-//                                     <-    kRefused: the receiver calls something else; nothing has moved
+//                                     <-    kRefused: the receiver posted a different call; no data has moved
 //
-// A send of little data ends when that was copied out, as long as what the receiver has not taken stays
-// below its credit; a receiver that calls something else raises, and the sender's next call of the group
-// does (FLASHLIGHT_CHECKS=sync: a send waits until it was received). All others end when they are taken.
+// A send of little data ends after the copy if the receiver has credit for it. If the receiver's call
+// differs, the receiver raises, and the sender's next call of the group raises. With FLASHLIGHT_CHECKS=sync
+// such a send waits until it is received. Other sends end when they are taken.
 #pragma once
 
 #include <cstring>
@@ -34,65 +33,65 @@ namespace fl {
 
 enum Kind : uint8_t { kMessage, kOffer, kTaken, kAccepted, kData, kRefused, kLateRefusal, kCredit, kSite, kWanted };
 
-constexpr size_t kTinyMessage = 32;  // bytes that travel in the line which announces them
+constexpr size_t kTinyMessage = 32;  // bytes that fit into the cache line of the announcement
 
-// What goes from rank to rank. The receiver of a tiny message that it expects reads the first line alone.
+// A message between ranks. The receiver of an expected tiny message reads only the first cache line.
 struct Record {
   Record() = default;
   Record(const Record& other) { std::memcpy(static_cast<void*>(this), &other, sizeof other); }
 
-  std::atomic<uint32_t> number;  // the transport's
+  std::atomic<uint32_t> number;  // used by the transport
   Kind kind;
-  uint8_t way;
-  uint16_t site;    // where the sender has called, as a kSite of it says
+  uint8_t path;
+  uint16_t site;  // number of the sender's call site, defined by a kSite record
   int32_t tag;
-  uint32_t bytes;   // of the data that comes with it
-  uint32_t token;   // of the Message that is meant, at whoever has made that; 0: none
-  uint32_t group;   // the transport's
-  uint64_t digest;  // of what the sender calls
+  uint32_t bytes;   // of the data sent with this record
+  uint32_t token;   // of the addressed Message, on the rank that created it; 0: no message
+  uint32_t group;   // used by the transport
+  uint64_t digest;  // of the sender's signature
   union {
-    char tiny[kTinyMessage];  // the data, if it is not more
+    char tiny[kTinyMessage];  // the data, if it fits
     struct {
-      uint32_t at;      // the transport's: where it lies
-      uint32_t theirs;  // kAccepted: the token of who accepts
+      uint32_t at;              // used by the transport: location of the data
+      uint32_t receiver_token;  // kAccepted: token of the receiver's message
     };
   };
-  // Read where the digests differ, or where there is more than comes with it.
+  // Read if the digests differ, or if the record does not contain all data.
   fl_signature call;
-  uint64_t address;  // of all the data in the sender's process; 0: do not read there
+  uint64_t address;  // of the data in the sender's process; 0: not readable
 };
 static_assert(sizeof(Record) == 192, "three cache lines");
 
-// What carries records; called under the engine's lock, but for the waits. Ranks are those of the engine.
+// Transport of records. All functions except the waits are called under the engine's lock, with engine ranks.
 class Wire {
  public:
   struct Room {
-    Record* record = nullptr;  // null: there is none
-    char* data = nullptr;      // for more than fits into the record
-    uint64_t group = 0;        // whose it is
+    Record* record = nullptr;  // null: no record
+    char* data = nullptr;      // for data that does not fit into the record
+    uint64_t group = 0;        // group of the record
   };
-  // Of what comes for a group that this rank has left.
+  // Group number in records for a group that this rank has left.
   static constexpr uint64_t kLeft = ~uint64_t{0};
   virtual ~Wire() = default;
 
-  // The most that comes with a message, in bytes.
+  // Maximum number of data bytes in one record.
   virtual size_t eager_bytes() const = 0;
-  // Room for a record to `peer` with so many bytes, to be filled in and sent; none: not now.
+  // Reserve a record to `peer` with `bytes` data bytes, to be filled in and sent. Null record: no space now.
   virtual Room reserve(int peer, size_t bytes) = 0;
   virtual void send(int peer, const Room& room) = 0;
-  // Whether all that was sent gets there, also where this rank leaves now.
+  // True if everything sent will arrive even if this rank leaves now.
   virtual bool has_sent(int) { return true; }
-  // The next record of `peer`, which stays until it is dropped.
+  // Return the next record from `peer`. It stays valid until drop().
   virtual Room next(int peer) = 0;
   virtual void drop(int peer) = 0;
-  // Records that come for that group from now on are for one that was left.
+  // From now on treat records for this group as records for a group that was left.
   virtual void forget(uint64_t /* group */) {}
 
-  // Data that moves from memory to memory in pieces, of which the wire has some on their way. Each one that has
-  // moved comes as a kData of that peer, with `token`, which has its bytes as its digest: then it may go on.
+  // A transfer from memory to memory in chunks, with several in flight. Each finished chunk appears as a
+  // kData record of the peer with `token`, and its size as the digest; the engine then calls go_on().
   class Flow {
    public:
-    virtual ~Flow() = default;  // what is on its way touches the memory no more
+    virtual ~Flow() = default;  // after it no transfer accesses the memory
     virtual void go_on() = 0;
   };
   struct Moves {
@@ -101,23 +100,22 @@ class Wire {
     int peer;
     uint64_t group;
     uint32_t token;
-    uint32_t receiver;  // its token
+    uint32_t receiver;  // token of the receiver
     bool out;
   };
-  // Null: it is sent with records, of which each should have `most_bytes` at most, one of the ways of `choice`.
+  // Null: the data travels in records of at most `most_bytes`, on a path selected with choice().
   virtual std::unique_ptr<Flow> flow(const Moves&) { return nullptr; }
   virtual size_t most_bytes() const { return 0; }
-  virtual Choice* choice(int) { return nullptr; }  // null: that is never so
+  virtual Choice* choice(int) { return nullptr; }  // null: flow() is used
 
-  // Whether the memory of `peer` can be read, and reading it, without the lock; returns how many bytes were.
+  // Whether this process can read `peer`'s memory; the read, without the lock, returns the number of bytes.
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
-  // A thread looks again and again for what comes from `peer`, kNobody: from any; until then.
-  virtual void begin_looking(int) {}
-  virtual void end_looking(int, bool /* in_vain */) {}
-  // Sleep, as one who called or as the engine's thread, until something may have come that was not there
-  // when begin_wait() returned.
+  // Bracket a polling wait for records from `peer` (kNoPeer: any rank).
+  virtual void begin_polling(int) {}
+  virtual void end_polling(int, bool /* in_vain */) {}
+  // Sleep, as a caller or as the engine's thread, until a record may have arrived since begin_wait().
   virtual uint32_t begin_wait() = 0;
   virtual void wait(uint32_t since, bool as_caller, long milliseconds) = 0;
   virtual void end_wait() = 0;
@@ -128,23 +126,23 @@ class Engine;
 class Message;
 class Port;
 
-constexpr int kNobody = -1;
+constexpr int kNoPeer = -1;
 
-// By which a receive finds what was sent: whose it is, or kNobody for any, and its tag.
+// Key that matches receives and messages: source rank (kNoPeer: any) and tag.
 inline uint64_t key_of(int peer, int32_t tag) {
   return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 32 | static_cast<uint32_t>(tag);
 }
 
-// The output of a receive may be its match.
+// The output of a receive may be an fl_match.
 inline fl_message message_by(const Request& call, const fl_site& site) {
   fl_match* const match = call.signature.verb == FL_RECV ? static_cast<fl_match*>(call.output) : nullptr;
   return {call.signature, call.data, call.peer, site, match};
 }
 
-// One send or receive that is open, or a handle of one that has ended.
+// One open send or receive, or the handle of a finished one.
 class Message final : public fl_op {
  public:
-  Message(Port& port, const fl_message& given, double seconds, uint16_t site);
+  Message(Port& port, const fl_message& request, double seconds, uint16_t site);
   ~Message() override;
   Message(const Message&) = delete;
 
@@ -159,60 +157,60 @@ class Message final : public fl_op {
   bool is_open() const { return status() == FL_PENDING; }
   uint64_t key() const;
 
-  Message* next = nullptr;  // in its table or queue
+  Message* next = nullptr;  // link in its table or queue
 
  private:
   friend class Engine;
   friend class Port;
-  // Of data that does not come with its offer.
+  // Transfer of the data that did not travel in the offer.
   struct Movement {
     Movement(const Record& offer, int from) : offer(offer), from(from) {}
 
     const Record offer;
-    const int from;       // in the engine
-    size_t done = 0;      // bytes
-    uint32_t token = 0;   // of this message, where others have to name it
-    Choice::Trial trial;  // of the receiver
-    bool is_busy = false; // a thread reads, without the lock
+    const int from;        // engine rank
+    size_t done = 0;       // bytes transferred
+    uint32_t token = 0;    // of this message, if peers must address it
+    Choice::Trial trial;   // receiver only
+    bool is_busy = false;  // a thread reads without the lock
     std::unique_ptr<Wire::Flow> flow;
   };
   enum State : uint8_t { kNew, kWaitsForRoom, kOffered, kFlowsOut, kPosted, kReads, kFlowsIn, kOver };
   enum Flag : uint8_t { kAny = 1, kAwaited = 2, kAnnounced = 4, kHasOutcome = 8, kTimed = 16 };
 
-  bool sends() const { return mine_.verb == FL_SEND; }
-  size_t bytes() const { return static_cast<size_t>(mine_.count) * mine_.itemsize; }
+  bool sends() const { return call_.verb == FL_SEND; }
+  size_t bytes() const { return static_cast<size_t>(call_.count) * call_.itemsize; }
   bool is_moving() const { return state_ == kFlowsOut || state_ == kReads || state_ == kFlowsIn; }
-  bool is_well() const { return status() == FL_OK && (flags_ & kHasOutcome) == 0; }
-  int hot() const;
+  bool is_plain_success() const { return status() == FL_OK && (flags_ & kHasOutcome) == 0; }
+  int hint() const;
 
   std::atomic<uint8_t> refs_{1};
   std::atomic<uint8_t> status_{FL_PENDING};
   State state_ = kNew;
   uint8_t flags_ = 0;
-  uint32_t running_ = 0;       // what stands at stamp_ while it runs, its low bits
+  uint32_t running_ = 0;  // low bits of the value at stamp_ while the message is open
   int64_t* stamp_ = nullptr;
   Port* port_;
   union {
-    fl_match* match_;    // of a receive until it is matched
-    uint32_t token_;     // of an offer
+    fl_match* match_;  // of an unmatched receive
+    uint32_t token_;   // of an offer
     Movement* movement_;
-    Outcome* outcome_;   // kHasOutcome
+    Outcome* outcome_;  // kHasOutcome
   };
   char* data_;
-  fl_signature mine_;  // its sequence: the place among the receives of the group until it is matched
-  int32_t peer_;       // in the group
+  fl_signature call_;  // sequence: posting number in the group, until matched
+  int32_t peer_;       // group rank
   uint16_t site_;
   union {
     struct {
       float seconds_;
-      uint32_t since_;  // milliseconds: when nothing more went on
+      uint32_t since_;  // milliseconds: time of the last progress
     };
     double ended_;
   };
 };
 static_assert(sizeof(Message) <= 200, "there may be many of them");
 
-// What somebody waits for; where there is none, it has not ended. Null: it has ended.
+// Messages that a caller waits for. A null entry has ended; an empty list counts as not ended.
 struct Awaited {
   Message* const* messages = nullptr;
   size_t count = 0;
@@ -226,35 +224,35 @@ struct Awaited {
 // The messages of one group.
 class Port {
  public:
-  // `ranks`: those of the group, as the engine knows them; `transport` knows what has become of them.
+  // `ranks`: engine ranks of the group members; `transport` reports failures of the ranks.
   Port(Engine& engine, uint64_t group, int rank, std::vector<int> ranks, Transport& transport);
   ~Port();
   Port(const Port&) = delete;
-  // End what is open, with FL_CLOSED.
+  // End open messages with FL_CLOSED.
   void close();
 
-  // On the caller's thread, to its end. Null: it has ended well, and there is nothing to fetch.
-  Handle run(const fl_message& given, double seconds, InterruptCheck interrupt);
-  Handle start(const fl_message& given, double seconds);
+  // run() blocks until the message has ended. Null: success without a result to fetch.
+  Handle run(const fl_message& request, double seconds, InterruptCheck interrupt);
+  Handle start(const fl_message& request, double seconds);
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt);
   std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds);
-  // exchange() in two steps: post() never sleeps; it is empty where all have ended well within so many
-  // looks in a row without any progress, none if `spins` is negative.
+  // exchange() in two steps. post() does not sleep. Its result is empty if all messages ended well within
+  // `spins` consecutive polls without progress; a negative `spins` means no polling.
   using Posted = std::vector<Message*>;
   Posted post(const fl_message* messages, int count, double seconds, int spins);
   std::vector<Handle> finish(const Posted& posted, InterruptCheck interrupt, Clock::time_point until = kNever);
 
-  // What an earlier send of this rank met after it had returned, once; null: nothing.
+  // Return the next mismatch of a send that had already returned, once; null without one.
   Handle refused();
   bool has_refusal() const { return has_refusal_.load(std::memory_order_relaxed); }
 
  private:
   friend class Engine;
   friend class Message;
-  // A message that nobody has received yet.
+  // A message without a matching receive.
   struct Arrival {
     Arrival* next;
-    Record record;  // its number: who sends
+    Record record;  // number: source rank
     char data[];
 
     static Arrival* make(int from, const Record& record, const char* data) {
@@ -271,31 +269,32 @@ class Port {
   };
 
   std::optional<Failure> why_ended() const;
-  Message* begin(const fl_message& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal);
+  Message* begin(const fl_message& request, double seconds, bool is_awaited,
+                 const std::optional<CallReport>& refusal);
   Posted begin_all(const fl_message* messages, int count, double seconds, bool is_awaited);
-  std::optional<Seen> take_refusal();
-  static Message* unless_well(Message* message);
+  std::optional<CallReport> take_refusal();
+  static Message* release_if_ok(Message* message);
 
   Engine& engine_;
   const uint64_t group_;
   const int rank_;
-  const std::vector<int> ranks_;  // in the engine
-  std::vector<int> numbers_;      // by rank of the engine: in the group; -1: not in it
+  const std::vector<int> ranks_;  // engine ranks
+  std::vector<int> numbers_;      // by engine rank: group rank; -1: not a member
   Transport& transport_;
   // Guarded by the engine's lock.
   bool is_closed_ = false;
-  int busy_ = 0;             // threads that use it without the lock
-  size_t open_ = 0;          // messages that have not ended
-  int failing_ = 0;          // threads that are about to end all of them
+  int busy_ = 0;     // threads that use the port without the lock
+  size_t open_ = 0;  // messages that have not ended
+  int failing_ = 0;  // threads that are about to end all messages
   uint64_t posted_count_ = 0;
   uint32_t searches_ = 0;
-  std::vector<uint32_t> sent_;                // by rank: messages so far
-  std::vector<uint32_t> answered_at_;         // by rank: when an offer was last, in milliseconds
-  Table<Message> posted_;                     // receives that wait
-  Table<Arrival> arrivals_;                   // messages that nobody has received yet
-  std::vector<int> arrived_;                  // by rank: how many of them
-  std::vector<std::vector<int32_t>> wanted_;  // by rank: tags that it has long waited for
-  std::deque<Seen> refusals_;
+  std::vector<uint32_t> sent_;                // by rank: messages sent
+  std::vector<uint32_t> answered_at_;         // by rank: time of the last answer to an offer, in milliseconds
+  Table<Message> posted_;                     // open receives
+  Table<Arrival> arrivals_;                   // messages without a receive
+  std::vector<int> arrived_;                  // by rank: number of entries in arrivals_
+  std::vector<std::vector<int32_t>> wanted_;  // by rank: tags of its long-waiting receives
+  std::deque<CallReport> refusals_;
   std::atomic<bool> has_refusal_{false};
 };
 
@@ -304,77 +303,77 @@ class Engine {
   Engine(Wire& wire, int size);
   ~Engine();
   Engine(const Engine&) = delete;
-  // From the beginning: have every send wait until it was received, or refused.
+  // Call before the first message: every send waits until it is received or rejected.
   void check_at_once() { checks_at_once_ = true; }
   bool checks_at_once() const { return checks_at_once_; }
-  // The thread has ended on return.
+  // Stop the thread and wait for its end.
   void stop();
-  // The group is over, also for the wire: nothing comes for it any more.
+  // Drop records for `group`, which has ended; the wire discards later records.
   void forget(uint64_t group);
 
  private:
   friend class Port;
   friend class Message;
-  // A record that is not about the data of a message, and waits for room.
+  // A record without message data that waits for space.
   struct Control {
     Kind kind;
     uint64_t group = 0;
     int32_t tag = 0;
     uint32_t token = 0;
-    uint32_t theirs = 0;
-    uint64_t amount = 0;  // kCredit: in bytes
+    uint32_t receiver_token = 0;
+    uint64_t amount = 0;  // kCredit: bytes
     uint16_t site = 0;
-    uint8_t way = 0;
+    uint8_t path = 0;
     fl_signature call{};
     std::string data{};
   };
 
   struct Peer {
-    std::list<Control> controls;      // that wait for room; most peers never have one
-    Message* waiting = nullptr;       // sends that do, oldest first
+    std::list<Control> controls;  // waiting for space; empty for most peers
+    Message* waiting = nullptr;   // sends that wait for space, oldest first
     Message* last_waiting = nullptr;
-    size_t charged = 0;               // bytes of ours that it may still keep
-    size_t owed = 0;                  // bytes of its that we do not keep any more, and have not said so
-    std::vector<bool> told;           // sites of ours that it knows, by number
+    size_t charged = 0;            // bytes of our messages that the peer may hold
+    size_t owed = 0;               // bytes of its messages that we released and have not reported
+    std::vector<bool> sent_sites;  // by site number: whether the peer has our text
     std::unordered_map<uint16_t, fl_site> sites;
   };
 
   struct Verdict {
     Port* port;
     Message* message;
-    Message::State state;  // when it was found
+    Message::State state;  // when the failure was detected
     Failure failure;
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  // All of these under the lock.
-  uint16_t number_of(const fl_site& site);
-  bool send_now(Port& port, const fl_message& given);
+  // The following functions require the lock.
+  uint16_t site_number(const fl_site& site);
+  bool send_now(Port& port, const fl_message& request);
   void begin(Message& message, fl_status status = FL_OK, std::unique_ptr<Outcome> outcome = nullptr);
   static void queue(Peer& peer, Message& message);
   enum class Sent { kNot, kGone, kOffered };
   Sent put(Port& port, const fl_signature& call, int peer, const void* data, uint16_t site, Message* message);
-  bool tell_site(int to, uint16_t site);
+  bool send_site(int to, uint16_t site);
   void control(int to, Control control);
   bool put_control(int to, const Control& control);
   bool flush(int to);
   bool flow_out(Message& message);
-  bool progress(Lock& lock, int hot);
+  bool progress(Lock& lock, int hint);
   bool read_records(int from);
   void handle(int from, const Wire::Room& room);
   void arrive(int from, const Wire::Room& room);
   void arrive(Port& port, int from, const Record& record, const char* data);
-  void give_back(int from, Port::Arrival& arrival);
-  Message* first_for(Port& port, int peer, int32_t tag);
+  void return_credit(int from, Port::Arrival& arrival);
+  Message* take_receive(Port& port, int peer, int32_t tag);
   static bool claim(const Message& message);
   void credit(int from, size_t bytes);
   void deliver(Message& message, int from, const Record& record, const char* data);
   void refuse(Message& message, int from, const Record& record);
-  void end_compared(Message& message, fl_status status, int from, const fl_signature& theirs, uint16_t site);
-  void take_rest(Message& message);
-  void read_on(Message& message, Lock& lock);
+  void end_compared(Message& message, fl_status status, int from, const fl_signature& peer_call, uint16_t site);
+  void receive_rest(Message& message);
+  void read_chunk(Message& message, Lock& lock);
   void receive_data(const Record& record, const char* data);
-  void answered(int from, const Record& record);
+  void handle_answer(int from, const Record& record);
   uint32_t token_for(Message& message);
   Message* by_token(uint32_t token);
   void free_token(uint32_t token);
@@ -389,15 +388,15 @@ class Engine {
   void find_failures(Port& port, std::vector<Verdict>& found);
   void announce(Message& message);
   static bool is_claimed(const Message& message);
-  std::string what_keeps(const Message& message) const;
+  std::string describe_wait(const Message& message) const;
 
-  // Without it.
+  // The following functions take the lock themselves.
   void cancel(Message& message);
   void send_answers(Port& port);
-  bool burn(const Awaited& awaited, Patience patience, int hot);
-  void wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, InterruptCheck interrupt);
+  bool poll(const Awaited& awaited, Patience patience, int hint);
+  void wait(Port& port, const Awaited& awaited, int hint, Clock::time_point until, InterruptCheck interrupt);
   bool sleep(bool as_caller, long milliseconds, const Awaited& awaited);
-  void look_around();
+  void check_waits();
   void fail(Port& port, const Failure& failure, const Message* about);
   void tick();
   uint32_t now() const { return static_cast<uint32_t>((coarse_now() - began_) / 1000000); }
@@ -407,22 +406,22 @@ class Engine {
   bool checks_at_once_;
   const int64_t began_ = coarse_now();
   std::mutex mutex_;
-  std::condition_variable idle_;  // a port is used by nobody without the lock
+  std::condition_variable idle_;  // notified when no thread uses a port without the lock
   std::unordered_map<uint64_t, Port*> ports_;
-  // What has come for groups that this rank is about to make.
+  // Records for groups that this rank has not created yet.
   std::unordered_map<uint64_t, std::vector<Port::Arrival*>> early_;
   std::vector<Peer> peers_;
   std::vector<Message*> moving_;
-  std::vector<std::pair<uint32_t, Message*>> tokens_;  // with how often each was used
+  std::vector<std::pair<uint32_t, Message*>> tokens_;  // with the number of uses of each
   std::vector<uint32_t> free_tokens_;
   std::vector<fl_site> sites_;
   std::unordered_map<std::string, uint16_t> site_numbers_;
   std::pair<const fl_site*, uint16_t> last_sites_[16] = {};
-  // These counts are guarded by the lock, or looked at again with the next tick.
-  std::atomic<size_t> open_{0};       // messages that have not ended, and answers that wait for room
-  std::atomic<int> callers_{0};       // threads that wait
-  std::atomic<uint32_t> calls_{0};    // so far
-  uint32_t calls_seen_ = 0;           // by the last tick
+  // The lock guards these counts, or the next tick reads them again.
+  std::atomic<size_t> open_{0};     // open messages and queued answers
+  std::atomic<int> callers_{0};     // waiting threads
+  std::atomic<uint32_t> calls_{0};  // calls so far
+  uint32_t calls_seen_ = 0;         // at the last tick
   uint32_t passes_ = 0;
   std::atomic<bool> stopping_{false};
   Ticker ticker_{[this] { tick(); }};

@@ -1,4 +1,4 @@
-// Why an operation ended, and which ranks it is about.
+// Failures of an operation: the reason and the ranks concerned.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 
 namespace fl {
 
-// What ranks are known to have called, by rank: where, and how many seconds ago (-1: not known).
-struct Seen {
+// The calls of the ranks as far as known, by rank: signature, site, and age in seconds (-1: unknown).
+struct CallReport {
   std::vector<fl_signature> calls;
   std::vector<fl_site> sites;
   std::vector<double> ages;
-  uint32_t ago = 0;  // of a mismatch: so many calls before this one
+  uint32_t ago = 0;  // mismatch: number of calls since the compared one
 
-  // Nothing yet, of any rank.
+  // Clear the entries of all ranks.
   void reset(int ranks) {
     calls.assign(ranks, fl_signature{});
     sites.assign(ranks, fl_site{});
@@ -34,45 +34,45 @@ struct Failure : std::runtime_error {
       : std::runtime_error(message), status(status), missing(std::move(missing)) {}
   fl_status status;
   std::vector<int> missing;
-  Seen seen;  // of a timeout or a lost rank: the last calls
-  std::shared_ptr<const Failure> for_others;  // what they are told in its place
+  CallReport report;                            // timeout or lost rank: the last known calls
+  std::shared_ptr<const Failure> peer_failure;  // failure to report to the other ranks instead
 };
 
-// Of a rank that has closed its group, as at the normal end of its program.
+// Reason for a rank that closed its group, as at the normal end of a program.
 constexpr const char* kHasLeft = "it has left the group";
 
-// What a rank has said of others, with who that was; it may have heard it itself.
-inline std::string as_told(const std::string& message, const std::string& who) {
+// Append the source of `message` to it, unless `message` already names a source.
+inline std::string with_source(const std::string& message, const std::string& name) {
   const std::string end = " says";
-  const bool is_told = message.size() >= end.size() &&
+  const bool has_source = message.size() >= end.size() &&
                        message.compare(message.size() - end.size(), end.size(), end) == 0;
-  return is_told ? message : message + ", as " + who + end;
+  return has_source ? message : message + ", as " + name + end;
 }
 
-// What it means for rank `self` that `rank`, who is `who`, gave up: `theirs` says why.
-inline Failure given_up_by(int rank, const std::string& who, int self, const Failure& theirs) {
-  Failure told(theirs.status, theirs.missing, as_told(theirs.what(), who));
-  if (std::find(theirs.missing.begin(), theirs.missing.end(), self) != theirs.missing.end()) {
-    // This rank is late and not lost; the others hear the reason from both.
-    Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + theirs.what());
-    failure.for_others = std::make_shared<const Failure>(std::move(told));
+// Return the failure of rank `self` after `rank`, named `name`, gave up with the failure `reason`.
+inline Failure given_up_by(int rank, const std::string& name, int self, const Failure& reason) {
+  Failure forwarded(reason.status, reason.missing, with_source(reason.what(), name));
+  if (std::find(reason.missing.begin(), reason.missing.end(), self) != reason.missing.end()) {
+    // This rank is late, not lost. Other ranks get the reason from both ranks.
+    Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + reason.what());
+    failure.peer_failure = std::make_shared<const Failure>(std::move(forwarded));
     return failure;
   }
-  switch (theirs.status) {
+  switch (reason.status) {
     case FL_RAISED:
-    case FL_HOST_LOST: return theirs;
+    case FL_HOST_LOST: return reason;
     case FL_PEER_LOST:
     case FL_TIMEOUT:
-    case FL_LEAVING: return told;
-    default: return {FL_PEER_LOST, {rank}, std::string("it gave up: ") + theirs.what()};
+    case FL_LEAVING: return forwarded;
+    default: return {FL_PEER_LOST, {rank}, std::string("it gave up: ") + reason.what()};
   }
 }
 
-// The ranks called different things; `seen` says what. The group lives on.
+// The calls of the ranks differ; `report` has them. The group remains usable.
 struct Mismatch : std::exception {
-  explicit Mismatch(Seen seen = {}) : seen(std::move(seen)) {}
-  const char* what() const noexcept override { return "the ranks called different things"; }
-  Seen seen;
+  explicit Mismatch(CallReport report = {}) : report(std::move(report)) {}
+  const char* what() const noexcept override { return "the calls of the ranks differ"; }
+  CallReport report;
 };
 
 }  // namespace fl

@@ -1,4 +1,4 @@
-// How messages go from rank to rank.
+// Sending and receiving of messages between ranks.
 
 #include "copying.h"
 #include "engine.h"
@@ -6,15 +6,15 @@
 namespace fl {
 namespace {
 
-// What a rank may have sent to another that this has not received yet, in bytes: it keeps as much.
+// Maximum number of bytes sent to a peer that has not taken them. The peer buffers them.
 constexpr size_t kMostCredit = sized(1 << 20, 512);
 constexpr size_t kReadAtOnce = sized(4 << 20, 128), kLeastPiece = sized(8 << 10, 64);
 constexpr size_t kMostWanted = 16;
 
 size_t bytes_of(const fl_signature& call) { return static_cast<size_t>(call.count) * call.itemsize; }
 
-// Of all that same_call() compares but the tag: equal for two calls that same_message() finds the same,
-// different (by 64 bits) for others.
+// Return a digest of all that same_call() compares except the tag. Equal for signatures that same_message()
+// accepts; different, with 64 bits, otherwise.
 uint64_t digest_of(const fl_signature& s) {
   uint64_t scale, digest = 0x9e3779b97f4a7c15u;
   std::memcpy(&scale, &s.scale, sizeof scale);
@@ -31,8 +31,8 @@ uint64_t digest_of(const fl_signature& s) {
   return digest;
 }
 
-// Bytes that a receiver keeps until the message is received count; offers without data are counted by their
-// sender, which waits for each.
+// Return the bytes charged to the credit: data that the receiver buffers. Offers without data are free,
+// because their sender waits.
 size_t charge_of(Kind kind, size_t bytes) {
   return kind == kMessage || bytes > kTinyMessage ? bytes + 64 : 0;
 }
@@ -45,14 +45,14 @@ const char* data_of(const Record& record, const char* data) {
 
 // Sending -------------------------------------------------------------------------------------
 
-// A send that need not be waited for, without an entry; false: it has to be.
-bool Engine::send_now(Port& port, const fl_message& given) {
-  const Peer& peer = peers_[port.ranks_[given.peer]];
+// Send a message that need not be waited for, without an entry. False: it needs an entry.
+bool Engine::send_now(Port& port, const fl_message& request) {
+  const Peer& peer = peers_[port.ranks_[request.peer]];
   if (peer.waiting != nullptr || !peer.controls.empty()) return false;
-  return put(port, given.signature, given.peer, given.data, number_of(given.site), nullptr) == Sent::kGone;
+  return put(port, request.signature, request.peer, request.data, site_number(request.site), nullptr) == Sent::kGone;
 }
 
-// `outcome`, if there is one, of a message that has ended before it began.
+// With an `outcome`, end the message at once.
 void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   message.refs_.fetch_add(1, std::memory_order_relaxed);
   open_.fetch_add(1, std::memory_order_relaxed);
@@ -62,21 +62,21 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port& port = *message.port_;
   if (message.sends()) {
     message.state_ = Message::kWaitsForRoom;
-    queue(peers_[message.hot()], message);
-    flush(message.hot());
+    queue(peers_[message.hint()], message);
+    flush(message.hint());
     return;
   }
   message.state_ = Message::kPosted;
-  message.mine_.sequence = ++port.posted_count_;
+  message.call_.sequence = ++port.posted_count_;
   Port::Arrival* found = nullptr;
   if ((message.flags_ & Message::kAny) == 0) {
     if (port.arrived_[message.peer_] > 0) found = port.arrivals_.first(message.key());
-  } else {  // of all ranks in turn, from another one each time
+  } else {  // take turns between the ranks
     const int size = static_cast<int>(port.ranks_.size());
     const uint32_t first = port.searches_++;
     for (int i = 0; i < size && found == nullptr; ++i) {
       const int from = static_cast<int>((first + i) % size);
-      if (port.arrived_[from] > 0) found = port.arrivals_.first(key_of(from, message.mine_.root));
+      if (port.arrived_[from] > 0) found = port.arrivals_.first(key_of(from, message.call_.root));
     }
   }
   if (found == nullptr) return port.posted_.append(message);
@@ -87,27 +87,27 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port::Arrival::free(found);
 }
 
-// Behind those that wait for room.
+// Append to the queue of sends that wait for space.
 void Engine::queue(Peer& peer, Message& message) {
   (peer.waiting == nullptr ? peer.waiting : peer.last_waiting->next) = &message;
   peer.last_waiting = &message;
 }
 
-// `message` may be null: then only what need not be waited for is sent.
+// With a null `message`, send only if no wait is needed.
 Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const void* data, uint16_t site,
                          Message* message) {
   const int to = port.ranks_[peer];
-  Peer& known = peers_[to];
+  Peer& state = peers_[to];
   const size_t all = bytes_of(call);
-  const bool has_credit = known.charged + all + 64 <= kMostCredit;
+  const bool has_credit = state.charged + all + 64 <= kMostCredit;
   const bool is_whole = all <= kTinyMessage || (all <= wire_.eager_bytes() && has_credit);
   const bool waits = !is_whole || !has_credit || checks_at_once_ || is_compared(call) ||
-                     port.transport_.has_given_up(peer);  // whoever waits finds out
+                     port.transport_.has_given_up(peer);  // the wait then detects the failure
   if (waits && message == nullptr) return Sent::kNot;
   const bool is_read = !is_whole && wire_.can_read(to);
   const size_t part = has_credit && !is_read ? std::min(all, wire_.eager_bytes()) : 0;
   const size_t bytes = is_whole ? all : part;
-  if (!tell_site(to, site)) return Sent::kNot;
+  if (!send_site(to, site)) return Sent::kNot;
   Wire::Room room = wire_.reserve(to, bytes > kTinyMessage ? bytes : 0);
   if (room.record == nullptr) return Sent::kNot;
   Record& record = *room.record;
@@ -122,22 +122,22 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   const uint64_t sequence = record.call.sequence = sequence_of(++port.sent_[peer]);
   record.address = is_read ? reinterpret_cast<uintptr_t>(data) : 0;
   if (bytes > 0) stream_copy(bytes > kTinyMessage ? room.data : record.tiny, data, bytes);
-  known.charged += charge_of(record.kind, bytes);
-  wire_.send(to, room);  // the record is the receiver's now
+  state.charged += charge_of(record.kind, bytes);
+  wire_.send(to, room);  // the receiver owns the record from here on
   if (!waits) return Sent::kGone;
-  message->mine_.sequence = sequence;
+  message->call_.sequence = sequence;
   return Sent::kOffered;
 }
 
-bool Engine::tell_site(int to, uint16_t site) {
-  auto& told = peers_[to].told;
-  if (site < told.size() && told[site]) return true;
+bool Engine::send_site(int to, uint16_t site) {
+  auto& sent_sites = peers_[to].sent_sites;
+  if (site < sent_sites.size() && sent_sites[site]) return true;
   Control says{kSite};
   says.site = site;
   says.data = sites_[site].text;
   if (!put_control(to, says)) return false;
-  if (told.size() <= site) told.resize(sites_.size());
-  told[site] = true;
+  if (sent_sites.size() <= site) sent_sites.resize(sites_.size());
+  sent_sites[site] = true;
   return true;
 }
 
@@ -146,26 +146,26 @@ void Engine::control(int to, Control control) {
   if (controls.empty() && put_control(to, control)) return;
   controls.push_back(std::move(control));
   open_.fetch_add(1, std::memory_order_relaxed);
-  ticker_.wind();  // others may wait for it while nobody here waits for anything
+  ticker_.activate();  // peers may need it although no thread here waits
 }
 
 bool Engine::put_control(int to, const Control& control) {
   const bool refuses = control.kind == kRefused || control.kind == kLateRefusal;
-  if (refuses && !tell_site(to, control.site)) return false;
+  if (refuses && !send_site(to, control.site)) return false;
   const size_t bytes = control.data.size();
   Wire::Room room = wire_.reserve(to, bytes > kTinyMessage ? bytes : 0);
   if (room.record == nullptr) return false;
   Record& record = *room.record;
   room.group = control.group;
   record.kind = control.kind;
-  record.way = control.way;
+  record.path = control.path;
   record.site = control.site;
   record.tag = control.tag;
   record.bytes = static_cast<uint32_t>(bytes);
   record.token = control.token;
   record.digest = control.amount;
   if (control.kind == kAccepted) {
-    record.theirs = control.theirs;
+    record.receiver_token = control.receiver_token;
   } else if (bytes > 0) {
     std::memcpy(bytes > kTinyMessage ? room.data : record.tiny, control.data.data(), bytes);
   }
@@ -174,7 +174,7 @@ bool Engine::put_control(int to, const Control& control) {
   return true;
 }
 
-// Send what waits for room; whether anything went.
+// Send queued controls and messages while there is space; return whether anything was sent.
 bool Engine::flush(int to) {
   Peer& peer = peers_[to];
   bool moved = false;
@@ -185,7 +185,7 @@ bool Engine::flush(int to) {
   }
   while (peer.waiting != nullptr && peer.controls.empty()) {
     Message& message = *peer.waiting;
-    const Sent sent = put(*message.port_, message.mine_, message.peer_, message.data_, message.site_, &message);
+    const Sent sent = put(*message.port_, message.call_, message.peer_, message.data_, message.site_, &message);
     if (sent == Sent::kNot) break;
     peer.waiting = std::exchange(message.next, nullptr);
     moved = true;
@@ -198,13 +198,13 @@ bool Engine::flush(int to) {
   return moved;
 }
 
-// Of an accepted message as much as there is room for.
+// Send as much of an accepted message as there is space for.
 bool Engine::flow_out(Message& message) {
   Message::Movement& movement = *message.movement_;
   const size_t all = message.bytes();
   bool moved = false;
   while (movement.done < all) {
-    // Several pieces even of what would fit one, so that filling and draining overlap.
+    // At least four chunks, so that filling and draining overlap.
     const size_t part = std::min(std::max(kLeastPiece, all / 4), wire_.most_bytes());
     const size_t piece = std::min(part, all - movement.done);
     Wire::Room room = wire_.reserve(movement.from, piece > kTinyMessage ? piece : 0);
@@ -213,9 +213,9 @@ bool Engine::flow_out(Message& message) {
     room.group = message.port_->group_;
     record.kind = kData;
     record.bytes = static_cast<uint32_t>(piece);
-    record.token = movement.offer.theirs;
+    record.token = movement.offer.receiver_token;
     char* const into = piece > kTinyMessage ? room.data : record.tiny;
-    (movement.offer.way == kThroughCaches ? copy : stream_copy)(into, message.data_ + movement.done, piece);
+    (movement.offer.path == kThroughCaches ? copy : stream_copy)(into, message.data_ + movement.done, piece);
     wire_.send(movement.from, room);
     movement.done += piece;
     message.since_ = now();
@@ -227,14 +227,14 @@ bool Engine::flow_out(Message& message) {
 
 // Receiving -----------------------------------------------------------------------------------
 
-// Do what can be done; from rank `hot`, if there is one, most often. Whether anything was.
-bool Engine::progress(Lock& lock, int hot) {
-  bool moved = hot != kNobody && read_records(hot);
-  if (hot == kNobody || moved || ++passes_ % 8 == 0) {
+// Handle arrived records, usually of rank `hint` only, and continue transfers. Return true after progress.
+bool Engine::progress(Lock& lock, int hint) {
+  bool moved = hint != kNoPeer && read_records(hint);
+  if (hint == kNoPeer || moved || ++passes_ % 8 == 0) {
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != hot && read_records(peer)) moved = true;
-      Peer& known = peers_[peer];
-      if ((known.waiting != nullptr || !known.controls.empty()) && flush(peer)) moved = true;
+      if (peer != hint && read_records(peer)) moved = true;
+      Peer& state = peers_[peer];
+      if ((state.waiting != nullptr || !state.controls.empty()) && flush(peer)) moved = true;
     }
   }
   for (size_t i = 0; i < moving_.size(); ++i) {
@@ -245,8 +245,8 @@ bool Engine::progress(Lock& lock, int hot) {
       if (flow_out(message)) moved = true;
       if (moving_.size() < before) --i;
     } else {
-      read_on(message, lock);
-      return true;  // the list may be another by now
+      read_chunk(message, lock);
+      return true;  // the list may have changed
     }
   }
   return moved;
@@ -270,7 +270,7 @@ void Engine::handle(int from, const Wire::Room& room) {
     case kOffer: return arrive(from, room);
     case kTaken:
     case kAccepted:
-    case kRefused: return answered(from, record);
+    case kRefused: return handle_answer(from, record);
     case kData: return receive_data(record, data_of(record, data));
     case kCredit: peers_[from].charged -= record.digest; return;
     case kSite: {
@@ -291,18 +291,18 @@ void Engine::handle(int from, const Wire::Room& room) {
     if (wanted.size() < kMostWanted) wanted.push_back(record.tag);
     return;
   }
-  // The credit of what this rank has sent comes back with it.
-  Seen seen;
-  seen.reset(static_cast<int>(port.ranks_.size()));
-  seen.ago = 1;
+  // The record also returns the credit of the rejected message.
+  CallReport report;
+  report.reset(static_cast<int>(port.ranks_.size()));
+  report.ago = 1;
   const int peer = port.numbers_[from];
-  seen.calls[peer] = record.call;
-  seen.sites[peer] = site_of(from, record.site);
-  std::memcpy(&seen.calls[port.rank_], data, sizeof(fl_signature));
-  const size_t mine = std::min<size_t>(static_cast<uint16_t>(record.token), sites_.size() - 1);
-  seen.sites[port.rank_] = sites_[mine];
-  if (seen.calls[port.rank_].ndim == FL_REFUSED) return;  // this rank has raised, and knows why
-  port.refusals_.push_back(std::move(seen));
+  report.calls[peer] = record.call;
+  report.sites[peer] = site_of(from, record.site);
+  std::memcpy(&report.calls[port.rank_], data, sizeof(fl_signature));
+  const size_t own_site = std::min<size_t>(static_cast<uint16_t>(record.token), sites_.size() - 1);
+  report.sites[port.rank_] = sites_[own_site];
+  if (report.calls[port.rank_].ndim == FL_REFUSED) return;  // this rank has raised already
+  port.refusals_.push_back(std::move(report));
   port.has_refusal_.store(true, std::memory_order_relaxed);
 }
 
@@ -310,13 +310,13 @@ void Engine::arrive(int from, const Wire::Room& room) {
   const auto found = ports_.find(room.group);
   if (found != ports_.end()) return arrive(*found->second, from, *room.record, room.data);
   Port::Arrival* const arrival = Port::Arrival::make(from, *room.record, room.data);
-  room.group == Wire::kLeft ? give_back(from, *arrival) : early_[room.group].push_back(arrival);
+  room.group == Wire::kLeft ? return_credit(from, *arrival) : early_[room.group].push_back(arrival);
 }
 
-// A message for whoever has first posted a receive of it, or to be kept.
+// Deliver a message to the oldest matching receive, or keep it.
 void Engine::arrive(Port& port, int from, const Record& record, const char* data) {
   const int peer = port.numbers_[from];
-  Message* const first = first_for(port, peer, record.tag);
+  Message* const first = take_receive(port, peer, record.tag);
   if (first == nullptr) {
     port.arrivals_.append(*Port::Arrival::make(peer, record, data));
     ++port.arrived_[peer];
@@ -325,12 +325,12 @@ void Engine::arrive(Port& port, int from, const Record& record, const char* data
   deliver(*first, peer, record, data);
 }
 
-// Whoever has first posted a receive of such a message, no more among those that wait.
-Message* Engine::first_for(Port& port, int peer, int32_t tag) {
+// Remove and return the oldest receive that matches.
+Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
   for (;;) {
     Message* const named = port.posted_.first(key_of(peer, tag));
-    Message* const any = port.posted_.first(key_of(kNobody, tag));
-    const bool is_any = named == nullptr || (any != nullptr && any->mine_.sequence < named->mine_.sequence);
+    Message* const any = port.posted_.first(key_of(kNoPeer, tag));
+    const bool is_any = named == nullptr || (any != nullptr && any->call_.sequence < named->call_.sequence);
     Message* const first = is_any ? any : named;
     if (first == nullptr) return nullptr;
     port.posted_.remove(*first);
@@ -340,12 +340,12 @@ Message* Engine::first_for(Port& port, int peer, int32_t tag) {
   }
 }
 
-// False: another one that shares its claim has a message.
+// False: another receive with the same claim has a message.
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
-  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // it publishes nothing
-  futex_wake(shared, kAllBits, Among::kThreads);
+  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // no memory is published by it
+  futex_wake(shared, kAllBits, FutexScope::kThreads);
   return true;
 }
 
@@ -358,76 +358,77 @@ void Engine::credit(int from, size_t bytes) {
   control(from, says);
 }
 
-// One that nobody will receive, of that rank.
-void Engine::give_back(int from, Port::Arrival& arrival) {
+// Free a message that no rank will receive, and return its credit.
+void Engine::return_credit(int from, Port::Arrival& arrival) {
   credit(from, charge_of(arrival.record.kind, arrival.record.bytes));
   Port::Arrival::free(&arrival);
 }
 
 void Engine::forget(uint64_t group) {
   Lock lock(mutex_);
-  progress(lock, kNobody);
+  progress(lock, kNoPeer);
   wire_.forget(group);
   const auto early = early_.find(group);
   if (early == early_.end()) return;
-  for (Port::Arrival* arrival : early->second) give_back(arrival->from(), *arrival);
+  for (Port::Arrival* arrival : early->second) return_credit(arrival->from(), *arrival);
   early_.erase(early);
 }
 
-// `from` is its rank in the group. The data of the record, or all there is to know, is here.
+// Match `message` with a record of group rank `from`, and copy the data that it contains.
 void Engine::deliver(Message& message, int from, const Record& record, const char* data) {
   Port& port = *message.port_;
   const int source = port.ranks_[from];
   fl_match* const match = std::exchange(message.match_, nullptr);
   message.peer_ = from;
-  if (match != nullptr && match->partial != 0) message.mine_ = fitted(message.mine_, record.call);
+  if (match != nullptr && match->partial != 0) message.call_ = fitted(message.call_, record.call);
   if (match != nullptr) {
     match->source = from;
-    match->rows = message.mine_.ndim > 0 ? message.mine_.shape[0] : 1;
+    match->rows = message.call_.ndim > 0 ? message.call_.shape[0] : 1;
   }
   const bool is_offer = record.kind == kOffer;
   credit(source, charge_of(record.kind, record.bytes));
-  if (record.digest != digest_of(message.mine_) && !same_message(message.mine_, record.call)) {
+  if (record.digest != digest_of(message.call_) && !same_message(message.call_, record.call)) {
     return refuse(message, from, record);
   }
   const size_t all = message.bytes();
   if (record.bytes > 0) copy(message.data_, data_of(record, data), record.bytes);
   if (record.bytes < all) {
     message.movement_ = new Message::Movement(record, source);
-    return take_rest(message);
+    return receive_rest(message);
   }
   if (is_offer) control(source, {kTaken, port.group_, 0, record.token});
-  if (!is_compared(message.mine_)) return end(message, FL_OK);
-  message.mine_.sequence = record.call.sequence;
+  if (!is_compared(message.call_)) return end(message, FL_OK);
+  message.call_.sequence = record.call.sequence;
   end_compared(message, FL_OK, from, record.call, record.site);
 }
 
-// The ends have called different things: tell the other one.
+// Notify the sender of a mismatch, and end the receive.
 void Engine::refuse(Message& message, int from, const Record& record) {
   Port& port = *message.port_;
   Control says{record.kind == kOffer ? kRefused : kLateRefusal, port.group_, record.tag};
   says.token = record.kind == kOffer ? record.token : record.site;
-  says.call = message.mine_;
+  says.call = message.call_;
   says.call.sequence = record.call.sequence;
   says.site = message.site_;
   if (record.kind != kOffer) {
     says.data.assign(reinterpret_cast<const char*>(&record.call), sizeof record.call);
   }
-  message.mine_.sequence = record.call.sequence;
+  message.call_.sequence = record.call.sequence;
   control(port.ranks_[from], std::move(says));
   end_compared(message, FL_MISMATCH, from, record.call, record.site);
 }
 
-// What both ends have called is the outcome: it is the same, or a mismatch.
-void Engine::end_compared(Message& message, fl_status status, int from, const fl_signature& theirs, uint16_t site) {
+// End a message with the signatures and sites of both ends as its outcome.
+void Engine::end_compared(Message& message, fl_status status, int from, const fl_signature& peer_call,
+                          uint16_t site) {
   const Port& port = *message.port_;
   auto outcome = std::make_unique<Outcome>();
-  Seen& seen = outcome->seen;
-  seen.reset(static_cast<int>(port.ranks_.size()));
-  seen.calls[port.rank_] = message.mine_;
-  seen.sites[port.rank_] = sites_[message.site_];
-  seen.calls[from] = theirs;
-  seen.sites[from] = site_of(port.ranks_[from], site);
+  CallReport& report = outcome->report;
+  report.reset(static_cast<int>(port.ranks_.size()));
+  report.calls[port.rank_] = message.call_;
+  report.sites[port.rank_] = sites_[message.site_];
+  report.calls[from] = peer_call;
+  report.sites[from] = site_of(port.ranks_[from], site);
   if (status == FL_OK) {
     outcome->output = make_bytes(0);
   } else {
@@ -436,12 +437,12 @@ void Engine::end_compared(Message& message, fl_status status, int from, const fl
   end(message, status, std::move(outcome));
 }
 
-// Read what did not come with the offer, or let it flow.
-void Engine::take_rest(Message& message) {
+// Receive the data that was not in the offer: read it from the sender's memory, or request it.
+void Engine::receive_rest(Message& message) {
   Message::Movement& movement = *message.movement_;
   const int from = movement.from;
   movement.done = movement.offer.bytes;
-  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy is less than two, whoever is how far
+  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy beats two at any distance
     message.state_ = Message::kReads;
     moving_.push_back(&message);
     return;
@@ -454,17 +455,17 @@ void Engine::take_rest(Message& message) {
   message.state_ = Message::kFlowsIn;
   Control accepted{kAccepted, message.port_->group_};
   accepted.token = movement.offer.token;
-  accepted.theirs = token_for(message);
+  accepted.receiver_token = token_for(message);
   accepted.amount = movement.done;
-  accepted.way = static_cast<uint8_t>(movement.trial.way);
-  movement.token = accepted.theirs;
+  accepted.path = static_cast<uint8_t>(movement.trial.path);
+  movement.token = accepted.receiver_token;
   movement.flow = wire_.flow({message.data_ + movement.done, message.bytes() - movement.done, from,
                               message.port_->group_, movement.token, movement.token, false});
   control(from, accepted);
 }
 
-// The lock is let go meanwhile.
-void Engine::read_on(Message& message, Lock& lock) {
+// Read the next part. The lock is released during the read.
+void Engine::read_chunk(Message& message, Lock& lock) {
   Message::Movement& movement = *message.movement_;
   Port& port = *message.port_;
   const size_t all = message.bytes(), size = std::min(kReadAtOnce, all - movement.done);
@@ -472,33 +473,33 @@ void Engine::read_on(Message& message, Lock& lock) {
   ++port.busy_;
   lock.unlock();
   const uint64_t address = movement.offer.address + movement.done;
-  const size_t got = wire_.read(movement.from, address, message.data_ + movement.done, size);
-  const bool is_void = port.transport_.has_given_up(port.numbers_[movement.from]);
+  const size_t bytes_read = wire_.read(movement.from, address, message.data_ + movement.done, size);
+  const bool is_invalid = port.transport_.has_given_up(port.numbers_[movement.from]);
   lock.lock();
   movement.is_busy = false;
   if (--port.busy_ == 0 && port.is_closed_) idle_.notify_all();
-  movement.done += got;
+  movement.done += bytes_read;
   message.since_ = now();
   if (const auto why = port.why_ended()) {
     end(message, why->status, outcome_of(*why));
-  } else if (is_void) {  // what was read may be anything; whoever looks around finds it by its token, and why
+  } else if (is_invalid) {  // the data may be invalid; a later check of waits fails the message
     drop_moving(message);
     message.state_ = Message::kFlowsIn;
     movement.token = token_for(message);
-  } else if (got < size) {  // the system does not let it be read, after all
+  } else if (bytes_read < size) {  // the system does not permit the read after all
     drop_moving(message);
-    take_rest(message);
+    receive_rest(message);
   } else if (movement.done == all) {
     control(movement.from, {kTaken, port.group_, 0, movement.offer.token});
     end(message, FL_OK);
   } else if (callers_.load(std::memory_order_relaxed) > 0) {
-    wire_.wake(true);  // whoever saw it busy and sleeps reads on where this thread goes
+    wire_.wake(true);  // a waiter that saw it busy continues the read if this thread leaves
   }
 }
 
 void Engine::receive_data(const Record& record, const char* data) {
   Message* const message = by_token(record.token);
-  if (message == nullptr) return;  // it has failed meanwhile
+  if (message == nullptr) return;  // it has failed
   Message::Movement& movement = *message->movement_;
   const size_t all = message->bytes();
   if (movement.flow != nullptr) {
@@ -516,8 +517,8 @@ void Engine::receive_data(const Record& record, const char* data) {
   end(*message, FL_OK);
 }
 
-// An offer of this rank.
-void Engine::answered(int from, const Record& record) {
+// Handle the answer to an offer of this rank.
+void Engine::handle_answer(int from, const Record& record) {
   Message* const message = by_token(record.token);
   if (message == nullptr) return;
   message->port_->answered_at_[message->peer_] = message->since_ = now();
@@ -525,18 +526,18 @@ void Engine::answered(int from, const Record& record) {
     free_token(record.token);
     message->state_ = Message::kFlowsOut;
     auto& movement = *(message->movement_ = new Message::Movement(record, from));
-    movement.done = record.digest;  // came with the offer
+    movement.done = record.digest;  // data that came with the offer
     if (wire_.choice(from) != nullptr) return moving_.push_back(message);
     movement.token = token_for(*message);
     movement.flow = wire_.flow({message->data_ + movement.done, message->bytes() - movement.done, from,
-                                message->port_->group_, movement.token, record.theirs, true});
+                                message->port_->group_, movement.token, record.receiver_token, true});
     return;
   }
   const bool is_refused = record.kind == kRefused;
-  if (!is_refused && !is_compared(message->mine_)) return end(*message, FL_OK);
-  const fl_signature& theirs = is_refused ? record.call : message->mine_;
+  if (!is_refused && !is_compared(message->call_)) return end(*message, FL_OK);
+  const fl_signature& peer_call = is_refused ? record.call : message->call_;
   const int rank = message->port_->numbers_[from];
-  end_compared(*message, is_refused ? FL_MISMATCH : FL_OK, rank, theirs, record.site);
+  end_compared(*message, is_refused ? FL_MISMATCH : FL_OK, rank, peer_call, record.site);
 }
 
 }  // namespace fl

@@ -9,14 +9,14 @@ void Transport::fail(const Failure& failure) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_broken_.load(std::memory_order_relaxed)) return;
     try {
-      // Words of a rank's own name it.
+      // A rank's own message names the rank already.
       const bool names_itself = failure.status == FL_RAISED;
       why_ = Failure(FL_CLOSED, names_itself ? std::vector<int>{} : failure.missing, failure.what());
-    } catch (const std::bad_alloc&) {  // `why_` says so
+    } catch (const std::bad_alloc&) {  // `why_` has a fallback text
     }
     is_broken_.store(true, std::memory_order_relaxed);
   }
-  give_up(failure.for_others != nullptr ? *failure.for_others : failure);
+  give_up(failure.peer_failure != nullptr ? *failure.peer_failure : failure);
 }
 
 Failure Transport::why_broken() const {
@@ -27,7 +27,7 @@ Failure Transport::why_broken() const {
 Bytes make_bytes(size_t size) { return {std::unique_ptr<char[]>(new char[size + 1]), size}; }
 
 Clock::time_point deadline_after(double seconds) {
-  constexpr double kLongest = 1e9;  // more would not fit the clock
+  constexpr double kLongest = 1e9;  // limit of the clock's range, in seconds
   const auto limit = std::chrono::duration<double>(std::min(seconds, kLongest));
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(limit);
 }
@@ -43,14 +43,14 @@ void execute(Transport& transport, Operation& operation) noexcept {
     operation.run(operation);
     return finish(operation, FL_OK);
   } catch (const Mismatch& mismatch) {
-    operation.seen = mismatch.seen;
+    operation.report = mismatch.report;
     return finish(operation, FL_MISMATCH, mismatch.what());
   } catch (const Failure& caught) {
     failure = caught;
   } catch (const std::exception& error) {
     failure = transport.explain(error.what());
   }
-  operation.seen = failure.seen;
+  operation.report = failure.report;
   transport.fail(failure);
   finish(operation, failure.status, failure.what(), failure.missing);
 }
@@ -77,7 +77,7 @@ fl_status Started::wait(double seconds) {
     operation.helper->help(operation, seconds > 0);
     lock.lock();
   }
-  // A wait of no time at all would take 60 us: the kernel wakes sleepers late.
+  // A wait for 0 seconds would take 60 us, because the kernel wakes sleepers late.
   const std::chrono::duration<double> time(seconds);
   if (seconds > 0 ? shared.done.wait_for(lock, time, ended) : ended()) return operation.status;
   if (shared.transport != nullptr) shared.transport->enforce_deadline();

@@ -1,4 +1,4 @@
-// Operations: what was started and can be waited for, and how it ends.
+// Operations: started calls that can be waited for, and their results.
 #pragma once
 
 #include <chrono>
@@ -22,80 +22,80 @@ inline std::vector<int> all_ranks(int size) {
   return ranks;
 }
 
-// Nanoseconds of a clock that all processes of a host share, some milliseconds behind and quick to read.
+// Nanoseconds of a fast clock that all processes of a host share; it lags by some milliseconds.
 inline int64_t coarse_now() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
   return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
 }
 
-// So long after a rank has said that it shuts down, what it has begun before may still arrive: one that has
-// waited as long for another message of it, in vain and unmatched until then, ends. It begins those that are
-// queued behind others when these have ended.
+// Time in which messages that a rank began before its shutdown may still arrive. A wait for a further,
+// unmatched message of that rank fails after this time without progress. The rank still begins queued
+// messages when earlier ones end.
 constexpr std::chrono::milliseconds kLastMessages{500};
 constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has not begun this message";
 
-// No clock comes near it, nor overflows where it is waited for.
+// A time point that no clock reaches and that does not overflow in waits.
 constexpr Clock::time_point kNever{std::chrono::hours{1000000}};
 
-// Called now and then while a caller's own thread waits; not 0: give up (a signal handler said so).
+// Called periodically while a caller's thread waits. A nonzero result (from a signal handler) ends the wait.
 using InterruptCheck = int (*)();
 constexpr const char* kInterrupted = "a signal handler interrupted the operation";
 constexpr const char* kWasClosed = "the group was closed";
 
-// A call as a group is given it: see fl_run.
+// The arguments of a call: see fl_run.
 struct Request {
   fl_signature signature;
   void* data;
   void* output;
   int peer;
   double seconds;
-  const fl_site* site = nullptr;  // null: not known
+  const fl_site* site = nullptr;  // null: unknown
   bool is_ahead = false;
 };
 
-// What moves the bytes of a group, and whether it still can.
+// The transport of a group and its state.
 class Transport {
  public:
   virtual ~Transport() = default;
 
   // From any thread: end the running waits whose deadline has passed.
   virtual void enforce_deadline() = 0;
-  // From any thread: end all running waits and all later ones.
+  // From any thread: end all running and later waits.
   virtual void stop() = 0;
-  // What an unexpected error of a running operation means.
+  // Return the failure for an unexpected error `what` of a running operation.
   virtual Failure explain(const std::string& what) = 0;
-  // Tell every peer why this rank gives up. fail() calls it, once.
+  // Tell every peer why this rank gives up. fail() calls it once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
-  // Of messages, by any thread: why one with `rank` waits in vain, if it does; whether it begins no more, and
-  // those that it has begun are here; whether it may have changed or freed what it gave. How to wait.
+  // For messages, from any thread: why a wait for `rank` cannot succeed, if so; whether `rank` begins no more
+  // messages and all of them have arrived; whether its data may be changed or freed; the patience of a wait.
   virtual std::optional<Failure> loss_of(int) { return std::nullopt; }
   virtual bool has_left(int) { return false; }
   virtual bool has_given_up(int) { return false; }
   virtual Patience patience() const { return {0, 200}; }
-  // Whether a wait of that patience has seen what it waited for: the next ones are the less patient.
+  // Record the result of a wait with this patience. Waits without success reduce the patience of later waits.
   virtual void waited(bool /* in_vain */) {}
-  // What was found of them, as it is to be said; without a lock, as it may have to be asked for.
-  virtual Failure in_full(const Failure& found) { return found; }
+  // Return `found` with its details. Called without a lock, because it may have to request them.
+  virtual Failure with_details(const Failure& found) { return found; }
 
-  // What users call the ranks of this group, where it is part of a larger one; once, at first.
+  // Set the user-visible numbers of the ranks of a subgroup. Call it once, before the first operation.
   void call_ranks(std::vector<int> numbers) { numbers_ = std::move(numbers); }
   std::string name(int rank) const {
     return "rank " + std::to_string(numbers_.empty() ? rank : numbers_[rank]);
   }
 
-  // From any thread: this failure ends the group; the first one counts. Operations that still run,
-  // on whatever thread, must end soon, those that come later with FL_CLOSED at once.
+  // From any thread: end the group with this failure; the first failure counts. Running operations, on any
+  // thread, must end soon; later operations end at once with FL_CLOSED.
   void fail(const Failure& failure) noexcept;
   bool is_broken() const { return is_broken_.load(std::memory_order_relaxed); }
-  // Why, and because of whom, as operations that come later are to say it.
+  // Return the failure that later operations report.
   Failure why_broken() const;
 
  private:
   mutable std::mutex mutex_;
-  std::atomic<bool> is_broken_{false};  // why, the mutex guards
-  Failure why_{FL_CLOSED, {}, "out of memory"};  // there may be no room for the reason
+  std::atomic<bool> is_broken_{false};           // the mutex guards the reason
+  Failure why_{FL_CLOSED, {}, "out of memory"};  // fallback if the reason cannot be stored
   std::vector<int> numbers_;
 };
 
@@ -104,28 +104,28 @@ struct Bytes {
   size_t size = 0;
 };
 
-// Room for `size` bytes, not initialised; never a null pointer.
+// Return `size` uninitialised bytes. The pointer is never null.
 Bytes make_bytes(size_t size);
 
-// What became of a call, where there is more to say than that all went well.
+// The details of a call's result, apart from success.
 struct Outcome {
   std::string message;
   std::vector<int> missing;
-  Seen seen;
+  CallReport report;
   Bytes output;
 };
 
 std::unique_ptr<Outcome> outcome_of(const Failure& failure);
 
-// What those who run operations and those who hold them share; it outlives the group.
+// State that threads running operations share with holders of handles. It may outlive the group.
 struct Shared {
   std::mutex mutex;
-  std::condition_variable work;    // a thread of the group's has returned from an operation
+  std::condition_variable work;    // a thread of the group has returned from an operation
   std::condition_variable done;    // an operation has ended
   Transport* transport = nullptr;  // null once the group is closed
 };
 
-// Where the end of an operation is recorded; see fl_op_stamp.
+// Address of an operation's end time; see fl_op_stamp.
 struct Stamp {
   int64_t* ended = nullptr;
   int64_t running = 0;
@@ -137,10 +137,10 @@ struct Stamp {
 
 struct Operation;
 
-// Who can end an operation on the thread of whoever asks for it.
+// An object that can complete an operation on the waiting thread.
 class Helper {
  public:
-  // Do so if nothing has to be waited for; `waits`: the thread is about to.
+  // Complete `operation` if that needs no waiting; `waits`: the thread is about to wait.
   virtual void help(const Operation& operation, bool waits) = 0;
 
  protected:
@@ -149,11 +149,11 @@ class Helper {
 
 struct Operation : Outcome {
   std::shared_ptr<Shared> shared;
-  Helper* helper = nullptr;  // of one that no thread has; lives while it is pending and waited for
+  Helper* helper = nullptr;  // of an operation without a thread; valid while it is pending
   double seconds = 0;
-  Clock::time_point deadline = Clock::time_point::max();  // of its waits, from when it begins to run
+  Clock::time_point deadline = Clock::time_point::max();  // of its waits, set when it begins to run
   std::function<void(Operation&)> run;
-  // Results; readable once status is no longer FL_PENDING.
+  // Results; readable once status is not FL_PENDING.
   fl_status status = FL_PENDING;
   Clock::time_point ended;
   Stamp stamp;
@@ -161,13 +161,13 @@ struct Operation : Outcome {
 
 }  // namespace fl
 
-// What callers hold of something that was started; see types.cdef.h.
+// Handle of a started operation; see types.cdef.h.
 struct fl_op {
   virtual ~fl_op() = default;
   virtual void release() noexcept { delete this; }
   virtual fl_status wait(double seconds) = 0;
   virtual const fl::Outcome& outcome() const = 0;
-  virtual double ended_at() const = 0;  // seconds; 0: it runs
+  virtual double ended_at() const = 0;  // seconds; 0: still running
   virtual void stamp(int64_t* ended, int64_t running) = 0;
   virtual void cancel() {}
 };
@@ -177,10 +177,10 @@ namespace fl {
 struct Release {
   void operator()(fl_op* op) const noexcept { op->release(); }
 };
-// Null: all went well, and there is nothing to fetch.
+// Null: success without a result to fetch.
 using Handle = std::unique_ptr<fl_op, Release>;
 
-// A handle of an operation, which goes on without it.
+// Handle of an Operation. The operation continues if the handle is freed.
 class Started : public fl_op {
  public:
   explicit Started(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
@@ -197,14 +197,14 @@ inline Handle handle_of(std::shared_ptr<Operation> operation) {
   return Handle(operation == nullptr ? nullptr : new Started(std::move(operation)));
 }
 
-// `seconds` from now, or the end of time where that is nearer.
+// Return the time `seconds` from now, capped at 1e9 seconds.
 Clock::time_point deadline_after(double seconds);
 
-// Run `operation` on this thread to its end, unless the transport is broken. An exception of it becomes its
-// status; anything but Mismatch breaks the transport.
+// Run `operation` on this thread to its end, unless the transport is broken. An exception sets its status;
+// any exception but Mismatch breaks the transport.
 void execute(Transport& transport, Operation& operation) noexcept;
 
-// One that has ended before it began.
+// Return an operation that ended before it began.
 std::shared_ptr<Operation> ended_with(fl_status status, Outcome outcome = {});
 
 // End `operation` without running it.

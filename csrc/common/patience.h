@@ -1,22 +1,22 @@
-// How threads wait for what is likely to come soon.
+// Durations of polling waits before a thread sleeps.
 #pragma once
 
 #include "atomic.h"
 
 namespace fl {
 
-// How long a wait burns the processor before it gives it away, and then before it sleeps.
+// Number of polls that burn the processor, and then of polls that yield it, before a wait sleeps.
 struct Patience {
   int spins;
   int yields;
 };
 
-// How long to look for what is waited for: half as long after a wait for which that was in vain, and so on, so that
-// nobody burns what others need where hosts are far, or threads more than processors. Every so many waits the whole
-// time is tried again, as waits in which nobody looks are longer.
+// Adapts the polling time: each wait that polled in vain halves the time of the next, so that distant hosts
+// or more threads than processors do not waste processor time. Every kTryEvery-th wait tries the full time,
+// because a wait without polling takes longer.
 class Persistence {
  public:
-  // How often the time of the next wait is halved.
+  // Number of halvings of the next wait's polling time.
   int halvings() const {
     const bool tries = waits_.load(std::memory_order_relaxed) % kTryEvery == 0;
     return tries ? 0 : vain_.load(std::memory_order_relaxed);
@@ -34,11 +34,11 @@ class Persistence {
   std::atomic<unsigned> waits_{0};
 };
 
-// After look number `look` of a wait, from 0: an answer is most often some 100 ns away, and one pause
-// can take half of that.
-inline void pause_after(int look) {
+// Pause after poll number `count` of a wait, counted from 0. Answers usually arrive within some 100 ns, and
+// one pause can take half of that time.
+inline void pause_after(int count) {
   constexpr int kAtOnce = 32;
-  if (look >= kAtOnce) pause_briefly();
+  if (count >= kAtOnce) pause_briefly();
 }
 
 }  // namespace fl

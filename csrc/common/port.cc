@@ -1,4 +1,4 @@
-// Messages as callers see them, and the groups that have them.
+// Messages and ports: the interface of the engine for callers.
 
 #include "engine.h"
 
@@ -13,16 +13,16 @@ Failure closed_by_this_rank() { return {FL_CLOSED, {}, kWasClosed}; }
 
 // Messages ------------------------------------------------------------------------------------
 
-Message::Message(Port& port, const fl_message& given, double seconds, uint16_t site)
+Message::Message(Port& port, const fl_message& request, double seconds, uint16_t site)
     : port_(&port),
-      match_(given.match),
-      data_(static_cast<char*>(given.data)),
-      mine_(given.signature),
-      peer_(given.peer),
+      match_(request.match),
+      data_(static_cast<char*>(request.data)),
+      call_(request.signature),
+      peer_(request.peer),
       site_(site),
       seconds_(static_cast<float>(seconds)),
       since_(port.engine_.now()) {
-  if (given.peer < 0) flags_ |= kAny;
+  if (request.peer < 0) flags_ |= kAny;
 }
 
 Message::~Message() {
@@ -33,7 +33,7 @@ void Message::release() noexcept {
   if (refs_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
 }
 
-uint64_t Message::key() const { return key_of((flags_ & kAny) != 0 ? kNobody : peer_, mine_.root); }
+uint64_t Message::key() const { return key_of((flags_ & kAny) != 0 ? kNoPeer : peer_, call_.root); }
 
 const Outcome& Message::outcome() const {
   return is_open() || (flags_ & kHasOutcome) == 0 ? kNothing : *outcome_;
@@ -43,8 +43,8 @@ void Message::cancel() {
   if (is_open()) port_->engine_.cancel(*this);
 }
 
-// Whom it is likely to hear of next, as the engine knows it; under its lock, as whoever delivers says who sends.
-int Message::hot() const { return peer_ < 0 ? kNobody : port_->ranks_[peer_]; }
+// The engine rank that probably sends this message's next record. Requires the lock: delivery sets peer_.
+int Message::hint() const { return peer_ < 0 ? kNoPeer : port_->ranks_[peer_]; }
 
 double Message::ended_at() const { return is_open() ? 0 : ended_; }
 
@@ -53,17 +53,17 @@ fl_status Message::wait(double seconds) {
   Engine& engine = port_->engine_;
   if (seconds <= 0) {
     Engine::Lock lock(engine.mutex_, std::try_to_lock);
-    if (lock.owns_lock()) engine.progress(lock, kNobody);
+    if (lock.owns_lock()) engine.progress(lock, kNoPeer);
     return status();
   }
-  int hot;
+  int hint;
   {
     const Engine::Lock lock(engine.mutex_);
     flags_ |= kAwaited;
-    hot = this->hot();
+    hint = this->hint();
   }
   Message* const self = this;
-  engine.wait(*port_, {&self, 1}, hot, deadline_after(seconds), nullptr);
+  engine.wait(*port_, {&self, 1}, hint, deadline_after(seconds), nullptr);
   return status();
 }
 
@@ -113,24 +113,25 @@ void Port::close() {
   is_closed_ = true;
   engine_.ports_.erase(group_);
   engine_.end_all(*this, closed_by_this_rank(), nullptr, nullptr);
-  arrivals_.clear([this](Arrival& arrival) { engine_.give_back(ranks_[arrival.from()], arrival); });
+  arrivals_.clear([this](Arrival& arrival) { engine_.return_credit(ranks_[arrival.from()], arrival); });
   engine_.idle_.wait(lock, [this] { return busy_ == 0; });
 }
 
-// Why the group takes no more messages; under the engine's lock.
+// Return the reason why the group accepts no messages. Requires the engine's lock.
 std::optional<Failure> Port::why_ended() const {
   if (transport_.is_broken()) return transport_.why_broken();
   if (is_closed_) return closed_by_this_rank();
   return std::nullopt;
 }
 
-// The entry of a message that has begun, and may have ended; null: it has ended well. Where a `refusal` is to be
-// told of, no message of the call begins.
-Message* Port::begin(const fl_message& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal) {
+// Begin a message and return its entry; null: it has ended well. With a `refusal`, no message of the call
+// begins and the entry reports the mismatch.
+Message* Port::begin(const fl_message& request, double seconds, bool is_awaited,
+                     const std::optional<CallReport>& refusal) {
   const auto why = why_ended();
   const bool begins = !why && !refusal;
-  if (begins && given.signature.verb == FL_SEND && engine_.send_now(*this, given)) return nullptr;
-  auto* message = new Message(*this, given, seconds, engine_.number_of(given.site));
+  if (begins && request.signature.verb == FL_SEND && engine_.send_now(*this, request)) return nullptr;
+  auto* message = new Message(*this, request, seconds, engine_.site_number(request.site));
   message->flags_ |= is_awaited ? Message::kAwaited : Message::kTimed;
   if (why) {
     engine_.begin(*message, why->status, outcome_of(*why));
@@ -139,7 +140,7 @@ Message* Port::begin(const fl_message& given, double seconds, bool is_awaited, c
   } else {
     engine_.begin(*message);
   }
-  return unless_well(message);
+  return release_if_ok(message);
 }
 
 Port::Posted Port::begin_all(const fl_message* messages, int count, double seconds, bool is_awaited) {
@@ -149,23 +150,23 @@ Port::Posted Port::begin_all(const fl_message* messages, int count, double secon
   return begun;
 }
 
-// A message that has ended, if there is anything to fetch.
-Message* Port::unless_well(Message* message) {
-  if (message != nullptr && message->is_well()) std::exchange(message, nullptr)->release();
+// Release a message that ended well and return null; return any other message.
+Message* Port::release_if_ok(Message* message) {
+  if (message != nullptr && message->is_plain_success()) std::exchange(message, nullptr)->release();
   return message;
 }
 
-Handle Port::run(const fl_message& given, double seconds, InterruptCheck interrupt) {
-  const bool has_limit = given.match != nullptr && given.match->patience >= 0;
-  const auto until = has_limit ? deadline_after(given.match->patience) : kNever;
-  const Posted posted = post(&given, 1, seconds, -1);
+Handle Port::run(const fl_message& request, double seconds, InterruptCheck interrupt) {
+  const bool has_limit = request.match != nullptr && request.match->patience >= 0;
+  const auto until = has_limit ? deadline_after(request.match->patience) : kNever;
+  const Posted posted = post(&request, 1, seconds, -1);
   return posted.empty() ? nullptr : std::move(finish(posted, interrupt, until)[0]);
 }
 
-Handle Port::start(const fl_message& given, double seconds) {
+Handle Port::start(const fl_message& request, double seconds) {
   const Engine::Lock lock(engine_.mutex_);
-  Message* const message = begin(given, seconds, false, take_refusal());
-  if (message != nullptr && message->is_open()) engine_.ticker_.wind();
+  Message* const message = begin(request, seconds, false, take_refusal());
+  if (message != nullptr && message->is_open()) engine_.ticker_.activate();
   return Handle(message);
 }
 
@@ -176,28 +177,28 @@ Port::Posted Port::post(const fl_message* messages, int count, double seconds, i
     posted = begin_all(messages, count, seconds, true);
   }
   const Patience patience{transport_.patience().spins > 0 ? std::max(spins, 0) : 0, 0};
-  const int hot = count == 1 && messages[0].peer >= 0 ? ranks_[messages[0].peer] : kNobody;
+  const int hint = count == 1 && messages[0].peer >= 0 ? ranks_[messages[0].peer] : kNoPeer;
   const Awaited awaited{posted.data(), posted.size()};
   if (!awaited.has_ended()) {
-    if (spins < 0 || !engine_.burn(awaited, patience, hot)) return posted;
+    if (spins < 0 || !engine_.poll(awaited, patience, hint)) return posted;
     transport_.waited(false);
   }
-  for (Message*& message : posted) message = unless_well(message);
-  const auto is_nothing = [](const Message* message) { return message == nullptr; };
-  return std::all_of(posted.begin(), posted.end(), is_nothing) ? Posted() : posted;
+  for (Message*& message : posted) message = release_if_ok(message);
+  const auto is_null = [](const Message* message) { return message == nullptr; };
+  return std::all_of(posted.begin(), posted.end(), is_null) ? Posted() : posted;
 }
 
 std::vector<Handle> Port::finish(const Posted& posted, InterruptCheck interrupt, Clock::time_point until) {
-  int hot = kNobody;
+  int hint = kNoPeer;
   if (posted.size() == 1) {
     const Engine::Lock lock(engine_.mutex_);
-    hot = posted[0]->hot();
+    hint = posted[0]->hint();
   }
-  engine_.wait(*this, {posted.data(), posted.size()}, hot, until, interrupt);
+  engine_.wait(*this, {posted.data(), posted.size()}, hint, until, interrupt);
   std::vector<Handle> handles;
   for (Message* message : posted) {
     if (message != nullptr && message->is_open()) engine_.cancel(*message);
-    handles.emplace_back(unless_well(message));
+    handles.emplace_back(release_if_ok(message));
   }
   return handles;
 }
@@ -211,7 +212,7 @@ std::vector<Handle> Port::start_exchange(const fl_message* messages, int count, 
   std::vector<Handle> handles;
   const Engine::Lock lock(engine_.mutex_);
   for (Message* message : begin_all(messages, count, seconds, false)) handles.emplace_back(message);
-  if (engine_.open_.load(std::memory_order_relaxed) > 0) engine_.ticker_.wind();
+  if (engine_.open_.load(std::memory_order_relaxed) > 0) engine_.ticker_.activate();
   return handles;
 }
 
@@ -223,9 +224,9 @@ Handle Port::refused() {
   return handle_of(ended_with(FL_MISMATCH, {Mismatch().what(), {}, std::move(*refusal), {}}));
 }
 
-std::optional<Seen> Port::take_refusal() {
+std::optional<CallReport> Port::take_refusal() {
   if (refusals_.empty()) return std::nullopt;
-  std::optional<Seen> refusal(std::move(refusals_.front()));
+  std::optional<CallReport> refusal(std::move(refusals_.front()));
   refusals_.pop_front();
   has_refusal_.store(!refusals_.empty(), std::memory_order_relaxed);
   return refusal;

@@ -4,7 +4,7 @@
 
 namespace fl {
 
-Crew::~Crew() {
+ThreadPool::~ThreadPool() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
@@ -13,10 +13,10 @@ Crew::~Crew() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-bool Crew::run(std::function<void()> task) noexcept {
+bool ThreadPool::run(std::function<void()> task) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   try {
-    if (idle_ <= ready_.size()) threads_.emplace_back(&Crew::work, this);
+    if (idle_ <= ready_.size()) threads_.emplace_back(&ThreadPool::work, this);
     ready_.push_back(std::move(task));
   } catch (const std::exception&) {
     return false;
@@ -25,7 +25,7 @@ bool Crew::run(std::function<void()> task) noexcept {
   return true;
 }
 
-void Crew::work() {
+void ThreadPool::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     ++idle_;
@@ -41,7 +41,7 @@ void Crew::work() {
   }
 }
 
-Queue::Queue(Transport& transport, std::shared_ptr<Crew> crew)
+Queue::Queue(Transport& transport, std::shared_ptr<ThreadPool> crew)
     : transport_(transport), crew_(std::move(crew)) {
   shared_->transport = &transport;
 }
@@ -105,7 +105,7 @@ Queue::Pending Queue::make(double seconds, std::function<void(Operation&)> run) 
   return operation;
 }
 
-// What comes next when the head has ended; null: the queue is idle now.
+// Return the next operation after the head has ended; null: the queue is idle.
 Queue::Pending Queue::next() {
   is_busy_ = !waiting_.empty();
   if (!is_busy_) return nullptr;
@@ -114,8 +114,8 @@ Queue::Pending Queue::next() {
   return operation;
 }
 
-// Let a thread run the head. Where none can be had this fails, as if it had run: the others
-// wait for it, and what comes next would be out of turn.
+// Run the head on a thread. If no thread can be created, the head fails and breaks the transport: other ranks
+// wait for it, and a later operation would be out of order.
 void Queue::begin(Pending operation) noexcept {
   while (operation != nullptr) {
     bool closing;
@@ -126,7 +126,7 @@ void Queue::begin(Pending operation) noexcept {
     }
     operation->run = [closing](Operation&) {
       if (closing) throw Failure(FL_CLOSED, {}, kWasClosed);
-      throw Failure(FL_FAILED, {}, "no thread can be had for another operation");
+      throw Failure(FL_FAILED, {}, "the system cannot start a thread for another operation");
     };
     execute(transport_, *operation);
     const std::lock_guard<std::mutex> lock(shared_->mutex);
@@ -142,7 +142,7 @@ bool Queue::hand_over(const Pending& operation) noexcept {
 }
 
 void Queue::work() noexcept {
-  const auto shared = shared_;  // this queue may go as soon as nothing runs
+  const auto shared = shared_;  // the queue may be destroyed as soon as no operation runs
   std::unique_lock<std::mutex> lock(shared->mutex);
   while (running_ != nullptr) {
     const bool closing = closing_;

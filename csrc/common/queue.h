@@ -1,19 +1,19 @@
 // Operations that run one after the other: the collectives of a group.
 //
-// The head of a queue runs on a thread of its own; threads are made when all others are busy, and kept. Groups may
-// share them: there may be as many as groups that have something to do, since each may wait for what a peer only
-// does when another one of its own has ended. A caller that wants to wait anyway can run an operation on its own
-// thread, when the queue is idle: no change of threads, a tenth of the time.
+// The head of a queue runs on a thread. Threads are created when all others are busy, and are kept. Groups
+// may share threads: there may be as many threads as groups with work, because an operation may wait for a
+// peer's other group. If the queue is idle, a blocking caller runs the operation on its own thread, which
+// avoids a thread switch and takes a tenth of the time.
 //
-// How a group uses it:
+// Use by a group:
 //
 //   blocking:  if (queue.enter()) { run it here; queue.leave(); }
 //              else wait for queue.submit(seconds, run)
 //   else:      queue.submit(seconds, run)
 //
-// `run` gets its Operation, whose deadline bounds its waits. It throws Mismatch, after which all goes on, or
-// anything else, which breaks the transport: Transport::fail. Then the other operations must end
-// too, so their waits look at Transport::is_broken now and then, or are ended by give_up.
+// `run` gets its Operation, whose deadline bounds its waits. If it throws Mismatch, the queue continues. Any
+// other exception breaks the transport: Transport::fail. The other operations must then end too: their waits
+// check Transport::is_broken regularly, or give_up ends them.
 #pragma once
 
 #include <list>
@@ -23,49 +23,48 @@
 
 namespace fl {
 
-// Threads, as many as have something to do at a time.
-class Crew {
+// A pool with as many threads as there are tasks at a time.
+class ThreadPool {
  public:
-  Crew() = default;
-  ~Crew();  // when nothing runs
-  Crew(const Crew&) = delete;
+  ThreadPool() = default;
+  ~ThreadPool();  // call when no task runs
+  ThreadPool(const ThreadPool&) = delete;
 
-  // Run `task` at once; false: no thread can be had.
+  // Run `task` at once. False: no thread can be created.
   bool run(std::function<void()> task) noexcept;
 
  private:
   void work();
 
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::list<std::function<void()>> ready_;
   std::vector<std::thread> threads_;
-  size_t idle_ = 0;  // threads that wait for something to do
+  size_t idle_ = 0;  // threads without a task
   bool closing_ = false;
 };
 
 class Queue {
  public:
-  explicit Queue(Transport& transport, std::shared_ptr<Crew> crew = std::make_shared<Crew>());
+  explicit Queue(Transport& transport, std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>());
   ~Queue();
   Queue(const Queue&) = delete;
 
-  // Stop the transport, end what is queued with FL_CLOSED, and return when nothing runs on a thread of
-  // the queue any more. An operation that callers run on theirs ends soon; it is not waited for, as it may be
-  // the caller's own: a signal handler interrupts an operation, and closes the group.
+  // Stop the transport, end queued operations with FL_CLOSED, and wait until no thread of the queue runs an
+  // operation. Operations on callers' threads end soon and are not awaited: a signal handler that closes the
+  // group may have interrupted one on the same thread.
   void close();
-  // Whether nothing runs, on whatever thread.
+  // True if no operation runs on any thread.
   bool is_idle();
 
-  // Run `run` on a thread, after all that was submitted before. An operation for which no thread can be had has
-  // failed.
+  // Run `run` on a thread after all earlier operations. It fails if no thread can be created.
   std::shared_ptr<Operation> submit(double seconds, std::function<void(Operation&)> run);
   // The same in two steps.
   std::shared_ptr<Operation> make(double seconds, std::function<void(Operation&)> run) const;
   void submit(std::shared_ptr<Operation> operation);
 
-  // True where nothing runs or waits: it is the caller's then, until leave(). An operation that has ended does
-  // not run: its thread is waited for until it has returned.
+  // Return true if the queue is idle; the caller then owns it until leave(). enter() waits for the thread of
+  // an operation that has ended to return from it.
   bool enter();
   void leave() noexcept;
 
@@ -78,11 +77,11 @@ class Queue {
   void work() noexcept;
 
   Transport& transport_;
-  const std::shared_ptr<Crew> crew_;
+  const std::shared_ptr<ThreadPool> crew_;
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards what follows
-  std::list<Pending> waiting_;  // behind what runs, or is about to
-  Pending running_;             // on a thread; null: nothing does
-  bool is_busy_ = false;        // something runs
+  std::list<Pending> waiting_;                                         // queued behind the running operation
+  Pending running_;                                                    // on a thread; null: no operation
+  bool is_busy_ = false;                                               // an operation runs
   bool closing_ = false;
 };
 

@@ -1,4 +1,4 @@
-// What a rank calls, and whether two ranks call the same.
+// Comparison of the calls of two or more ranks.
 #pragma once
 
 #include <algorithm>
@@ -7,23 +7,23 @@
 
 namespace fl {
 
-// The sequence of call `number`, a counter that wraps. It is never 0, which says that there is none.
+// Sequence number of call `number`, a counter that wraps. 0 is reserved for "no call".
 inline uint64_t sequence_of(uint32_t number) { return number != 0 ? number : uint64_t{1} << 32; }
 
 inline bool is_message(const fl_signature& call) { return call.verb == FL_SEND || call.verb == FL_RECV; }
 
-// The ranks may differ in the first dimension of what they give.
+// True if the first dimension may differ between ranks.
 inline bool first_dimension_is_free(int verb) {
   return verb == FL_ALL_GATHER || verb == FL_GATHER || verb == FL_ALL_TO_ALL_UNEVEN;
 }
 
-// Only the root need know what moves: see FL_ANY.
+// True if only the root must know the data's type and shape: see FL_ANY.
 inline bool root_must_know(int verb) { return verb == FL_SCATTER || verb == FL_BROADCAST; }
 
-// Nothing moves: see FL_COMPARED.
+// True if no data moves: see FL_COMPARED.
 inline bool is_compared(const fl_signature& call) { return (call.dtype & FL_COMPARED) != 0; }
 
-// Whether those who have called want to know of each other's shapes.
+// True if the ranks need each other's shapes in the result.
 inline bool shapes_are_wanted(int verb) { return first_dimension_is_free(verb) || verb == FL_SCATTER; }
 
 inline bool same_call(const fl_signature& a, const fl_signature& b) {
@@ -41,13 +41,13 @@ inline bool same_call(const fl_signature& a, const fl_signature& b) {
   return true;
 }
 
-// Whether a send and a receive go together.
+// True if a send and a receive match.
 inline bool same_message(fl_signature a, const fl_signature& b) {
   a.verb = b.verb;
   return same_call(a, b);
 }
 
-// The receive that takes `sent` into `room`, which may have more rows; `room` where it does not fit.
+// Return the receive that stores `sent` in `room`, which may have more rows; `room` if `sent` does not fit.
 inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
   fl_signature part = room;
   if (room.ndim <= 0 || sent.shape[0] > room.shape[0] || sent.count > room.count) return room;
@@ -56,8 +56,8 @@ inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
   return same_message(sent, part) ? part : room;
 }
 
-// Whether all ranks call the same, which all of them answer alike: two that leave out what they
-// expect are measured by one that does not.
+// True if the calls of all ranks agree. Every rank gets the same answer: calls with FL_ANY are compared with
+// a call that has a full signature.
 inline bool all_same(const fl_signature* calls, int ranks) {
   const auto* full = std::find_if(calls, calls + ranks, [](const fl_signature& call) { return call.ndim != FL_ANY; });
   const fl_signature& measure = full == calls + ranks ? *calls : *full;
@@ -65,12 +65,12 @@ inline bool all_same(const fl_signature* calls, int ranks) {
                      [&](const fl_signature& call) { return same_call(measure, call); });
 }
 
-// Whether it can be done, too: a root that knows nothing is as wrong as one that calls something else.
+// Like all_same, and also require that the root of a broadcast or scatter has a full signature.
 inline bool are_one_call(const fl_signature* calls, int ranks) {
   return all_same(calls, ranks) && (!root_must_know(calls->verb) || calls[calls->root].ndim != FL_ANY);
 }
 
-// In place of a call whose rank raises the mismatch of an earlier one; it has compared all up to `compared`.
+// Return the replacement for a call if its rank raises an earlier mismatch. `compared`: last compared call.
 inline fl_signature withdrawn(const fl_signature& call, uint32_t compared) {
   fl_signature instead{};
   instead.verb = FL_BARRIER;

@@ -1,4 +1,4 @@
-// A hash table of queues: what has one key keeps its order.
+// A hash table of queues. Items with equal keys keep their order.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 
 namespace fl {
 
-// Of `T` with `uint64_t key() const` and `T* next`, the table's own. Each bucket is a queue, in which
-// whatever has other keys lies between: it takes constant time as long as keys differ or are taken in order.
+// `T` needs `uint64_t key() const` and `T* next`, which the table uses. Each bucket is one queue that mixes
+// keys. Operations take constant time if keys differ or items are taken in order.
 template <typename T>
 class Table {
  public:
@@ -19,9 +19,9 @@ class Table {
     ++size_;
   }
 
-  // The oldest with that key; null: there is none.
+  // Return the oldest item with this key, or null.
   T* first(uint64_t key) const {
-    T* const tail = size_ == 0 ? nullptr : tails_[place_of(key)];
+    T* const tail = size_ == 0 ? nullptr : tails_[bucket_of(key)];
     if (tail == nullptr) return nullptr;
     for (T* item = tail->next;; item = item->next) {
       if (item->key() == key) return item;
@@ -30,7 +30,7 @@ class Table {
   }
 
   void remove(T& item) {
-    T*& tail = tails_[place_of(item.key())];
+    T*& tail = tails_[bucket_of(item.key())];
     T* before = tail;
     while (before->next != &item) before = before->next;
     before->next = item.next;
@@ -39,7 +39,7 @@ class Table {
     --size_;
   }
 
-  // Take all of them out.
+  // Remove all items and visit each.
   template <typename Visit>
   void clear(Visit visit) {
     size_ = 0;
@@ -60,14 +60,14 @@ class Table {
   }
 
  private:
-  static constexpr size_t kLoad = 2;  // items for each bucket, at most
+  static constexpr size_t kLoad = 2;  // maximum number of items per bucket
 
-  size_t place_of(uint64_t key) const {
+  size_t bucket_of(uint64_t key) const {
     return (key * 0x9e3779b97f4a7c15u >> 32) & (tails_.size() - 1);
   }
 
   void put(T& item) {
-    T*& tail = tails_[place_of(item.key())];
+    T*& tail = tails_[bucket_of(item.key())];
     item.next = tail == nullptr ? &item : std::exchange(tail->next, &item);
     tail = &item;
   }
@@ -79,11 +79,11 @@ class Table {
     }
   }
 
-  // The first of a ring, whose last has no next any more.
+  // Turn a ring into a list: return its first item and clear the last item's link.
   static T* opened(T* tail) { return tail == nullptr ? nullptr : std::exchange(tail->next, nullptr); }
   static T* take_next(T& item) { return std::exchange(item.next, nullptr); }
 
-  std::vector<T*> tails_;  // of each bucket, a ring, the last; null: it is empty. A power of two
+  std::vector<T*> tails_;  // by bucket: last item of its ring, or null. The size is a power of two
   size_t size_ = 0;
 };
 

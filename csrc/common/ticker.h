@@ -1,4 +1,4 @@
-// A thread that looks after something every millisecond, while there is anything to look after.
+// A thread that runs a function every millisecond while there is work.
 #pragma once
 
 #include <chrono>
@@ -18,22 +18,22 @@ class Ticker {
   ~Ticker() { stop(); }
   Ticker(const Ticker&) = delete;
 
-  // Tick from now on, for a while: between two that are near each other nobody has to be woken. Not
-  // called by two threads at once; throws where no thread can be had.
-  void wind() {
-    left_.store(kTicks);
+  // Keep ticking for the next kTicks milliseconds; calls close together need no wake-up. Not thread-safe.
+  // Throws if no thread can be created.
+  void activate() {
+    remaining_ticks_.store(kTicks);
     if (is_awake_.load()) return;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!thread_.joinable() && !stopping_) thread_ = std::thread(&Ticker::work, this);
-    wound_.notify_one();
+    activated_.notify_one();
   }
 
-  // When it returns no tick runs, nor will.
+  // Stop: after the return no tick runs.
   void stop() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
-      wound_.notify_one();
+      activated_.notify_one();
     }
     if (thread_.joinable()) thread_.join();
   }
@@ -44,12 +44,12 @@ class Ticker {
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
-      // A thread that winds meanwhile sees this one asleep, or is seen here (seq_cst).
+      // A concurrent activate() sees this thread asleep, or this thread sees the new count (seq_cst).
       is_awake_.store(false);
-      wound_.wait(lock, [this] { return stopping_ || left_.load() > 0; });
-      is_awake_.store(true, std::memory_order_relaxed);  // seen late it costs a wake
-      while (!stopping_ && left_.fetch_sub(1, std::memory_order_acquire) > 0) {
-        wound_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
+      activated_.wait(lock, [this] { return stopping_ || remaining_ticks_.load() > 0; });
+      is_awake_.store(true, std::memory_order_relaxed);  // a stale value costs one wake-up
+      while (!stopping_ && remaining_ticks_.fetch_sub(1, std::memory_order_acquire) > 0) {
+        activated_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
         if (stopping_) break;
         lock.unlock();
         tick_();
@@ -59,10 +59,10 @@ class Ticker {
   }
 
   const std::function<void()> tick_;
-  std::atomic<int> left_{0};
+  std::atomic<int> remaining_ticks_{0};
   std::atomic<bool> is_awake_{false};
   std::mutex mutex_;
-  std::condition_variable wound_;
+  std::condition_variable activated_;
   bool stopping_ = false;
   std::thread thread_;
 };

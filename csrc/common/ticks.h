@@ -1,4 +1,4 @@
-/* The clock of the flight record, the quickest there is; C and C++. */
+/* The clock of the flight record, the fastest one available; for C and C++. */
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +15,7 @@ static inline int64_t fl_nanoseconds(void) {
   return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* The processor's own counter where there is one: the system's clock takes 25 ns. */
+/* Ticks of the processor's counter if it has one, because the system clock takes 25 ns. */
 static inline int64_t fl_ticks(void) {
 #if defined(__x86_64__)
   return (int64_t)__rdtsc();
@@ -28,8 +28,8 @@ static inline int64_t fl_ticks(void) {
 #endif
 }
 
-/* Write the time into `*ended`, where `running` stands while the call runs: not where another call has
-   taken that place of the record meanwhile. Any thread may. */
+/* Write the time into `*ended` if it still contains `running`, that is, if no other call has taken the
+   entry of the record. Thread-safe. */
 static inline void fl_stamp(int64_t *ended, int64_t running) {
   const int64_t now = fl_ticks();
   __atomic_compare_exchange_n(ended, &running, now, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

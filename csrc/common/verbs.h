@@ -1,11 +1,11 @@
-// Which function of a library's collectives does which verb.
+// Selection of the collective that implements a verb.
 #pragma once
 
 #include "operation.h"
 
 namespace fl {
 
-// `call` is what the functions of `Group` take first; `data` and `output` are those of fl_run.
+// `call` is the first argument of the functions of `Group`; `data` and `output` are the arguments of fl_run.
 template <typename Group, typename Call>
 Bytes do_verb(Group& group, Call& call, int verb, void* data, void* output) {
   const auto sections = [&]() -> const fl_sections& { return *static_cast<const fl_sections*>(data); };

@@ -1,4 +1,4 @@
-/* Several messages of plain arrays, begun at once. */
+/* Several messages with plain arrays, begun together. */
 
 #include <limits.h>
 #include <string.h>
@@ -13,38 +13,37 @@ int batch_names(void) {
 }
 
 typedef struct {
-  PyObject *arrays; /* a list: the array of each P2POp */
-  PyObject *matches; /* bytes: the fl_match of each, of those that need one; or NULL */
-  started_op *ops;   /* of each; without a peer where that is nobody */
+  PyObject *arrays;  /* list: array of each P2POp */
+  PyObject *matches; /* bytes: fl_match per message if any needs it; or NULL */
+  started_op *ops;   /* per P2POp; peer -1 if its peer is None */
   fl_message *messages;
   plain_span *spans;
   fl_op **results;
-  int count, sent; /* P2POps, and those of them that are messages */
+  int count, sent; /* number of P2POps, and of messages among them */
 } batch;
 
-/* Give the message of the last op a copy of `match`, which lives as long as its operation; 0 with an
-   exception. */
+/* Give the message of the last op a copy of `match` that lives as long as its operation; 0: exception. */
 static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   if (all->matches == NULL) {
     all->matches = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof *match);
     if (all->matches == NULL) return 0;
     memset(PyBytes_AsString(all->matches), 0, (size_t)count * sizeof *match);
   }
-  fl_match *own = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count - 1;
-  *own = *match;
-  all->messages[all->sent].match = own;
+  fl_match *copy = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count - 1;
+  *copy = *match;
+  all->messages[all->sent].match = copy;
   return 1;
 }
 
-/* What a P2POp (calls/call.py) says, one of `count`: 1, or 0 with or without an exception. It is a tuple. */
+/* Read one of `count` P2POps (calls/call.py), a tuple: 1, or 0 with or without an exception. */
 static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssize_t count) {
   enum { KIND, ARRAY, PEER, TAG, PARTIAL, FIELDS };
   if (!PyTuple_Check(op) || PyTuple_CheckExact(op) || PyTuple_Size(op) != FIELDS) return 0;
   PyObject *kind = PyTuple_GetItem(op, KIND), *x = PyTuple_GetItem(op, ARRAY), *peer = PyTuple_GetItem(op, PEER);
-  started_op *one = &all->ops[all->count++];
-  *one = (started_op){.verb = FL_SEND, .peer = -1};
+  started_op *started = &all->ops[all->count++];
+  *started = (started_op){.verb = FL_SEND, .peer = -1};
   if (PyList_Append(all->arrays, x) != 0) return 0;
-  if (peer == Py_None) return 1; /* nobody */
+  if (peer == Py_None) return 1; /* no peer */
   const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
   plain_call call;
   if (!plain_message(sends ? FL_SEND : FL_RECV, x, peer, PyTuple_GetItem(op, TAG), PyTuple_GetItem(op, PARTIAL),
@@ -56,13 +55,13 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
   const char *data = call.data;
   fill_message(&all->messages[all->sent], &call, &not_known);
   all->spans[all->sent] = (plain_span){data, data + s->count * s->itemsize, !sends};
-  *one = (started_op){.verb = s->verb, .root = s->root, .peer = call.peer};
+  *started = (started_op){.verb = s->verb, .root = s->root, .peer = call.peer};
   if (call.output != NULL && !add_match(all, &call.match, count)) return 0;
   ++all->sent;
   return 1;
 }
 
-/* Room for `count` messages; 0: there is none. */
+/* Allocate memory for `count` messages; 0 on failure. */
 static int allocate(batch *all, Py_ssize_t count) {
   all->arrays = PyList_New(0);
   all->messages = PyMem_Malloc((size_t)count * sizeof *all->messages);
@@ -87,27 +86,27 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
   if (!place_and_site(binding, &place, &site)) return NULL;
   fl_message *message = all->messages;
   for (int i = 0; i < all->count; ++i) {
-    started_op *one = &all->ops[i];
-    if (one->peer < 0) continue;
+    started_op *started = &all->ops[i];
+    if (started->peer < 0) continue;
     message->site = *site;
-    one->id = record(binding, &message++->signature, one->peer, FL_RECORDED_ASYNC, place).id;
-    one->number = binding->calls->number;
+    started->id = record(binding, &message++->signature, started->peer, FL_RECORDED_ASYNC, place).id;
+    started->number = binding->calls->number;
   }
-  if (all->sent > 0) { /* else a refusal would be told of in nobody's message */
+  if (all->sent > 0) { /* without a message an earlier mismatch could not be reported */
     Py_BEGIN_ALLOW_THREADS;
     binding->library.exchange(binding->group, all->messages, all->sent, binding->seconds, 1, all->results);
     Py_END_ALLOW_THREADS;
   }
   fl_op **result = all->results;
   for (int i = 0; i < all->count; ++i) {
-    started_op *one = &all->ops[i];
-    if (one->peer < 0) continue;
-    ring_call *row = &binding->calls->calls[(one->id - 1) % FL_RECORDED_CALLS];
-    one->op = *result++;
-    if (one->op == NULL) {
-      ring_end(row, one->id, 0);
+    started_op *started = &all->ops[i];
+    if (started->peer < 0) continue;
+    ring_call *row = &binding->calls->calls[(started->id - 1) % FL_RECORDED_CALLS];
+    started->op = *result++;
+    if (started->op == NULL) {
+      ring_end(row, started->id, 0);
     } else {
-      binding->library.stamp(one->op, &row->ended, -(int64_t)one->id);
+      binding->library.stamp(started->op, &row->ended, -(int64_t)started->id);
     }
   }
   PyObject *work = make_work(self, all->ops, all->count, all->arrays, all->matches);
@@ -127,7 +126,7 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   if (plain && !plain_mixed_up(all.spans, all.sent)) {
     work = begin_all(self, binding, &all);
   } else {
-    PyErr_Clear(); /* which Python raises again, in its words */
+    PyErr_Clear(); /* Python raises it again with its message */
     Py_INCREF(Py_NotImplemented);
     work = Py_NotImplemented;
   }

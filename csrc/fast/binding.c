@@ -1,7 +1,7 @@
-/* The flight record's calls with the line of user code: the innermost frame outside this package and what calls it.
+/* Flight records with the line of user code: the innermost frame outside this package and its callers.
 
-   Runs no Python code, so that no signal handler can raise in the middle of a collective; but to put a
-   new line into words, before one begins. */
+   It runs no Python code, so that no signal handler can raise inside a collective. Exception: a new line is
+   looked up in Python before a call begins. */
 
 #include "binding.h"
 
@@ -19,115 +19,114 @@ int binding_names(void) {
   return name_back && name_file && name_function && name_instruction;
 }
 
-enum { NAMELESS = 2 }; /* code of contextlib, the second of the folders */
+enum { NAMELESS = 2 }; /* contextlib, the second of the folders */
 
-/* In which of the folders of the package and of libraries that call it `code` lies, from 1 on; 0: in none. */
+/* Return the number, from 1, of the package or library folder that contains `code`; 0: it is user code. */
 static int is_ours(Binding *binding, PyObject *code) {
-  known_code *known = &binding->codes[(uintptr_t)code / 64 % CODES];
-  if (known->code == code) return known->is_ours;
-  PyObject *file = PyObject_GetAttr(code, name_file), *before = known->code;
+  cached_code *cached = &binding->codes[(uintptr_t)code / 64 % CODES];
+  if (cached->code == code) return cached->is_ours;
+  PyObject *file = PyObject_GetAttr(code, name_file), *previous = cached->code;
   if (file == NULL) return 0;
-  known->is_ours = 0;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(binding->folders) && !known->is_ours; ++i) {
+  cached->is_ours = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(binding->folders) && !cached->is_ours; ++i) {
     PyObject *folder = PyTuple_GetItem(binding->folders, i);
-    if (PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) > 0) known->is_ours = (int)i + 1;
+    if (PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) > 0) cached->is_ours = (int)i + 1;
   }
   Py_INCREF(code);
-  known->code = code;
-  Py_XDECREF(before);
+  cached->code = code;
+  Py_XDECREF(previous);
   Py_DECREF(file);
-  return known->is_ours;
+  return cached->is_ours;
 }
 
-/* The place of a call of this package: the user's code and instruction, and the code of ours that it called. */
+/* The caller of this package: code and instruction of the user, and the package code that was called. */
 typedef struct {
   PyObject *code, *instruction, *via; /* references; `via` may be NULL */
 } caller;
 
-static void release(caller *one) {
-  Py_CLEAR(one->code);
-  Py_CLEAR(one->instruction);
-  Py_CLEAR(one->via);
+static void release(caller *site_caller) {
+  Py_CLEAR(site_caller->code);
+  Py_CLEAR(site_caller->instruction);
+  Py_CLEAR(site_caller->via);
 }
 
-/* 0 with an exception. A thread of a library may have called, in which no code is the user's: then it is the
-   outermost frame. */
-static int find_caller(Binding *binding, caller *found) {
+/* Find the caller; 0 with an exception. Without user code, as on a library's thread: the outermost frame. */
+static int find_caller(Binding *binding, caller *result) {
   PyObject *frame = (PyObject *)PyEval_GetFrame();
-  *found = (caller){NULL, NULL, NULL};
-  if (frame == NULL) { /* C has called, such as atexit */
-    found->code = PyObject_GetAttrString(binding->here, "__code__");
-    found->instruction = found->code == NULL ? NULL : PyLong_FromLong(0);
+  *result = (caller){NULL, NULL, NULL};
+  if (frame == NULL) { /* called from C, such as atexit */
+    result->code = PyObject_GetAttrString(binding->here, "__code__");
+    result->instruction = result->code == NULL ? NULL : PyLong_FromLong(0);
   }
   Py_XINCREF(frame);
   while (frame != NULL) {
-    found->code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-    const int ours = is_ours(binding, found->code);
+    result->code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+    const int ours = is_ours(binding, result->code);
     PyObject *back = ours ? PyObject_GetAttr(frame, name_back) : NULL;
     if (back == Py_None) Py_CLEAR(back);
     if (back == NULL) {
-      if (!PyErr_Occurred()) found->instruction = PyObject_GetAttr(frame, name_instruction);
+      if (!PyErr_Occurred()) result->instruction = PyObject_GetAttr(frame, name_instruction);
       break;
     }
     if (ours == NAMELESS) {
-      Py_DECREF(found->code);
+      Py_DECREF(result->code);
     } else {
-      Py_XDECREF(found->via);
-      found->via = found->code;
+      Py_XDECREF(result->via);
+      result->via = result->code;
     }
-    found->code = NULL;
+    result->code = NULL;
     Py_DECREF(frame);
     frame = back;
   }
   Py_XDECREF(frame);
-  if (found->instruction != NULL) return 1;
-  release(found);
+  if (result->instruction != NULL) return 1;
+  release(result);
   return 0;
 }
 
-static PyObject *make_place(const caller *one) {
+static PyObject *make_place(const caller *site_caller) {
   PyObject *name = called_verb == NULL ? Py_None : called_verb;
-  if (one->via == NULL) {
+  if (site_caller->via == NULL) {
     Py_INCREF(name);
   } else {
-    name = PyObject_GetAttr(one->via, name_function);
+    name = PyObject_GetAttr(site_caller->via, name_function);
   }
-  PyObject *place = name == NULL ? NULL : PyTuple_Pack(3, one->code, one->instruction, name);
+  PyObject *place = name == NULL ? NULL : PyTuple_Pack(3, site_caller->code, site_caller->instruction, name);
   Py_XDECREF(name);
   return place;
 }
 
-static int look_up(Binding *binding, known_site *known, const caller *one) {
-  PyObject *place = make_place(one);
+static int look_up(Binding *binding, cached_site *cached, const caller *site_caller) {
+  PyObject *place = make_place(site_caller);
   PyObject *address = place == NULL ? NULL : PyObject_CallFunction(binding->here, NULL);
   if (address == NULL) {
     Py_XDECREF(place);
     return 0;
   }
-  known->site = PyLong_AsVoidPtr(address);
+  cached->site = PyLong_AsVoidPtr(address);
   Py_DECREF(address);
-  PyObject *before = known->place;
-  known->place = place;
-  known->code = one->code; /* which the place keeps */
-  known->instruction = PyLong_AsLong(one->instruction);
-  Py_XDECREF(before);
-  return known->site != NULL;
+  PyObject *previous = cached->place;
+  cached->place = place;
+  cached->code = site_caller->code; /* kept alive by the place */
+  cached->instruction = PyLong_AsLong(site_caller->instruction);
+  Py_XDECREF(previous);
+  return cached->site != NULL;
 }
 
 int place_and_site(Binding *binding, PyObject **place, const fl_site **site) {
-  caller one;
-  if (!find_caller(binding, &one)) return 0;
-  const long number = PyLong_AsLong(one.instruction);
-  known_site *known = &binding->sites[((uintptr_t)one.code / 64 + (uintptr_t)number / 2) % SITES];
-  const int is_known = known->place != NULL && known->code == one.code && known->instruction == number;
-  const int is_found = is_known || look_up(binding, known, &one);
-  *place = known->place;
-  *site = known->site;
-  release(&one);
-  return is_found;
+  caller site_caller;
+  if (!find_caller(binding, &site_caller)) return 0;
+  const long number = PyLong_AsLong(site_caller.instruction);
+  cached_site *cached = &binding->sites[((uintptr_t)site_caller.code / 64 + (uintptr_t)number / 2) % SITES];
+  const int is_known = cached->place != NULL && cached->code == site_caller.code && cached->instruction == number;
+  const int is_available = is_known || look_up(binding, cached, &site_caller);
+  *place = cached->place;
+  *site = cached->site;
+  release(&site_caller);
+  return is_available;
 }
 
-/* Note the line of a call, a reference of its own, or NULL with an exception. */
+/* Store the line of a call. `place` is an owned reference, or NULL with an exception. */
 static void set_place(const Binding *binding, ring_call *row, PyObject *place) {
   if (place != NULL && PyList_SetItem(binding->notes, row - binding->calls->calls, place) == 0) {
     row->flags |= FL_RECORDED_PLACED;
@@ -147,9 +146,9 @@ recorded record(const Binding *binding, const fl_signature *signature, int peer,
 }
 
 void note_place(Binding *binding, ring_call *row) {
-  caller one;
-  set_place(binding, row, find_caller(binding, &one) ? make_place(&one) : NULL);
-  release(&one);
+  caller site_caller;
+  set_place(binding, row, find_caller(binding, &site_caller) ? make_place(&site_caller) : NULL);
+  release(&site_caller);
 }
 
 int is_left_to_python(const Binding *binding) {
@@ -165,10 +164,10 @@ int is_left_to_python(const Binding *binding) {
   return is_inside;
 }
 
-int is_hurried(const Binding *binding, uint64_t before, int64_t now) {
+int is_hurried(const Binding *binding, uint64_t previous, int64_t now) {
   enum { FIRST_CALLS = 2000, SOON_TICKS = 50000 };
   const ring *calls = binding->calls;
-  return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % FL_RECORDED_CALLS].started < SOON_TICKS;
+  return calls->number >= FIRST_CALLS && now - calls->calls[(previous - 1) % FL_RECORDED_CALLS].started < SOON_TICKS;
 }
 
 recorded record_alone(Binding *binding, const fl_signature *shown) {

@@ -1,6 +1,6 @@
-/* The public verbs: a plain call goes from here to native_call, any other one to the verb's function in Python.
+/* The public verbs. A plain call goes directly to native_call, any other call to the verb's Python function.
 
-   CPython 3.11 takes 80 ns to begin a function in Python that has keyword-only arguments. */
+   CPython 3.11 takes 80 ns to enter a Python function with keyword-only arguments. */
 
 #include <stddef.h>
 #include <string.h>
@@ -8,15 +8,15 @@
 #include "verbs.h"
 #include <structmember.h>
 
-/* What the limited API has from Python 3.12 on. It is the same in the versions before, which do not change. */
+/* Parts of the limited API from Python 3.12 on. Earlier versions have the same values. */
 enum { HAVE_VECTORCALL = 1 << 11 };
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
 typedef PyObject *(*vectorcall)(PyObject *self, PyObject *const *args, size_t count, PyObject *keywords);
 
-/* Places of what a call is given: those of native_call, or from 1 on PAIR for native_sendrecv, then the group. */
+/* Argument slots of native_call; or, from slot 1, of native_sendrecv (PAIR slots); then the group. */
 enum { ONLY_IN_PYTHON, PAIR = 6, GROUP = 8, PLACES, MOST_PARAMETERS = 8 };
 
-/* A parameter. Of one that is ONLY_IN_PYTHON native code knows nothing but the default. */
+/* A parameter. Native code only knows the default of an ONLY_IN_PYTHON parameter. */
 typedef struct {
   PyObject *name, *fallback;
   int place;
@@ -27,50 +27,50 @@ typedef struct {
   PyObject *attributes, *references; /* __dict__ and __weakref__ */
   vectorcall call;
   PyObject *(*native)(PyObject *, PyObject *const *, Py_ssize_t); /* native_call or native_sendrecv */
-  PyObject *kept;           /* a tuple that has the objects below */
+  PyObject *kept; /* tuple that keeps the objects below alive */
   PyObject *function, *name;
-  PyObject *points, *world, *groups; /* a name, the EntryPoints of the world, and the class of groups */
-  PyObject *given[PLACES];  /* for arguments that are left out */
+  PyObject *points, *world, *groups; /* attribute name; the EntryPoints of the world; the class of groups */
+  PyObject *arguments[PLACES];       /* values of omitted arguments */
   parameter parameters[MOST_PARAMETERS];
   Py_ssize_t count, positional; /* parameters */
 } entry;
 
 static PyObject *name_fast;
 
-/* Put the arguments in their places; 0: the function must do the call, or says what is wrong with it. */
-static int read_arguments(const entry *one, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                          PyObject **given) {
+/* Store the arguments in their slots; 0: the Python function must handle the call or raise the error. */
+static int read_arguments(const entry *verb, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                          PyObject **arguments) {
   const Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
-  memcpy(given, one->given, sizeof one->given);
-  if (count > one->positional) return 0;
+  memcpy(arguments, verb->arguments, sizeof verb->arguments);
+  if (count > verb->positional) return 0;
   for (Py_ssize_t i = 0; i < count + named; ++i) {
     Py_ssize_t at = i;
-    if (i >= count) { /* names are compared by identity, as those in programs are interned */
+    if (i >= count) { /* names are compared by identity, because names in programs are interned */
       PyObject *name = PyTuple_GetItem(keywords, i - count);
-      for (at = count; at < one->count && one->parameters[at].name != name;) ++at;
-      if (at == one->count) return 0;
+      for (at = count; at < verb->count && verb->parameters[at].name != name;) ++at;
+      if (at == verb->count) return 0;
     }
-    const parameter *to = &one->parameters[at];
-    if (to->place == ONLY_IN_PYTHON && args[i] != to->fallback) return 0;
-    if (to->place != ONLY_IN_PYTHON) given[to->place] = args[i];
+    const parameter *target = &verb->parameters[at];
+    if (target->place == ONLY_IN_PYTHON && args[i] != target->fallback) return 0;
+    if (target->place != ONLY_IN_PYTHON) arguments[target->place] = args[i];
   }
   return 1;
 }
 
-/* The native function of the group, a new reference; NULL where there is none, or with an exception. */
-static PyObject *native_of(const entry *one, PyObject *group) {
+/* Return the native function of the group, a new reference; NULL if it has none, or with an exception. */
+static PyObject *native_of(const entry *verb, PyObject *group) {
   const int is_world = group == Py_None;
-  if (!is_world && !PyType_IsSubtype(Py_TYPE(group), (PyTypeObject *)one->groups)) return NULL;
-  PyObject *fast = is_world ? one->world : PyObject_GetAttr(group, name_fast);
-  PyObject *native = fast == NULL ? NULL : PyObject_GetAttr(fast, one->points);
+  if (!is_world && !PyType_IsSubtype(Py_TYPE(group), (PyTypeObject *)verb->groups)) return NULL;
+  PyObject *fast = is_world ? verb->world : PyObject_GetAttr(group, name_fast);
+  PyObject *native = fast == NULL ? NULL : PyObject_GetAttr(fast, verb->points);
   if (!is_world) Py_XDECREF(fast);
   const int is_native = native != NULL && PyCFunction_CheckExact(native) &&
-                        PyCFunction_GetFunction(native) == (PyCFunction)(void (*)(void))one->native;
+                        PyCFunction_GetFunction(native) == (PyCFunction)(void (*)(void))verb->native;
   if (!is_native) Py_CLEAR(native);
   return native;
 }
 
-static PyObject *call_function(const entry *one, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *call_function(const entry *verb, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
   const Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
   PyObject *all = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
   int is_good = all != NULL && options != NULL;
@@ -81,33 +81,33 @@ static PyObject *call_function(const entry *one, PyObject *const *args, Py_ssize
   for (Py_ssize_t i = 0; is_good && i < named; ++i) {
     is_good = PyDict_SetItem(options, PyTuple_GetItem(keywords, i), args[count + i]) == 0;
   }
-  if (is_good) result = PyObject_Call(one->function, all, options);
+  if (is_good) result = PyObject_Call(verb->function, all, options);
   Py_XDECREF(all);
   Py_XDECREF(options);
   return result;
 }
 
 static PyObject *call_entry(PyObject *self, PyObject *const *args, size_t flags, PyObject *keywords) {
-  const entry *one = (const entry *)self;
+  const entry *verb = (const entry *)self;
   const Py_ssize_t count = (Py_ssize_t)(flags & ~ARGUMENTS_OFFSET);
-  PyObject *given[PLACES], *native = NULL, *result = Py_NotImplemented;
-  if (read_arguments(one, args, count, keywords, given)) native = native_of(one, given[GROUP]);
+  PyObject *arguments[PLACES], *native = NULL, *result = Py_NotImplemented;
+  if (read_arguments(verb, args, count, keywords, arguments)) native = native_of(verb, arguments[GROUP]);
   if (native != NULL) {
     PyObject *const before = called_verb;
-    called_verb = one->name;
-    const int is_pair = one->native == native_sendrecv;
-    result = one->native(PyCFunction_GetSelf(native), given + is_pair, is_pair ? PAIR : GROUP);
+    called_verb = verb->name;
+    const int is_pair = verb->native == native_sendrecv;
+    result = verb->native(PyCFunction_GetSelf(native), arguments + is_pair, is_pair ? PAIR : GROUP);
     called_verb = before;
     Py_DECREF(native);
-    if (result != NULL && PyTuple_CheckExact(result)) { /* of native_several: what is to be done at the end */
+    if (result != NULL && PyTuple_CheckExact(result)) { /* from native_several: work to do at the end */
       PyObject *const started = result;
-      result = PyObject_CallMethod(self, "finish", "OOO", started, given[1], given[GROUP]);
+      result = PyObject_CallMethod(self, "finish", "OOO", started, arguments[1], arguments[GROUP]);
       Py_DECREF(started);
     }
     if (result != Py_NotImplemented) return result;
     Py_DECREF(result);
   }
-  return PyErr_Occurred() ? NULL : call_function(one, args, count, keywords);
+  return PyErr_Occurred() ? NULL : call_function(verb, args, count, keywords);
 }
 
 static PyObject *call(PyObject *self, PyObject *args, PyObject *options) {
@@ -126,24 +126,25 @@ static void free_entry(PyObject *self) {
 /* verb(function, name, name in EntryPoints, world, groups, given, ((name, place, default), ...), positional) */
 static PyObject *make_entry(PyTypeObject *type, PyObject *args, PyObject *options) {
   (void)options;
-  entry *one = (entry *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-  if (one == NULL) return NULL;
-  PyObject *given, *parameters, **g = one->given;
-  one->call = call_entry;
-  one->kept = args;
+  entry *verb = (entry *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  if (verb == NULL) return NULL;
+  PyObject *arguments, *parameters, **g = verb->arguments;
+  verb->call = call_entry;
+  verb->kept = args;
   Py_INCREF(args);
-  int is_good = PyArg_ParseTuple(args, "OOOOO!O!O!n", &one->function, &one->name, &one->points, &one->world,
-                                 &PyType_Type, &one->groups, &PyTuple_Type, &given, &PyTuple_Type, &parameters,
-                                 &one->positional) &&
-                PyArg_ParseTuple(given, "OOOOOOOOO", g, g + 1, g + 2, g + 3, g + 4, g + 5, g + 6, g + 7, g + 8);
-  for (; is_good && one->count < PyTuple_Size(parameters); ++one->count) {
-    parameter *to = &one->parameters[one->count];
-    PyObject *each = PyTuple_GetItem(parameters, one->count);
-    is_good = one->count < MOST_PARAMETERS && PyArg_ParseTuple(each, "OiO", &to->name, &to->place, &to->fallback);
+  int is_good = PyArg_ParseTuple(args, "OOOOO!O!O!n", &verb->function, &verb->name, &verb->points, &verb->world,
+                                 &PyType_Type, &verb->groups, &PyTuple_Type, &arguments, &PyTuple_Type, &parameters,
+                                 &verb->positional) &&
+                PyArg_ParseTuple(arguments, "OOOOOOOOO", g, g + 1, g + 2, g + 3, g + 4, g + 5, g + 6, g + 7, g + 8);
+  for (; is_good && verb->count < PyTuple_Size(parameters); ++verb->count) {
+    parameter *target = &verb->parameters[verb->count];
+    PyObject *described = PyTuple_GetItem(parameters, verb->count);
+    is_good = verb->count < MOST_PARAMETERS && PyArg_ParseTuple(described, "OiO", &target->name, &target->place,
+                                                                &target->fallback);
   }
-  one->native = is_good && PyLong_AsLong(g[0]) == FL_SENDRECV ? native_sendrecv : native_call;
-  if (!is_good) Py_CLEAR(one);
-  return (PyObject *)one;
+  verb->native = is_good && PyLong_AsLong(g[0]) == FL_SENDRECV ? native_sendrecv : native_call;
+  if (!is_good) Py_CLEAR(verb);
+  return (PyObject *)verb;
 }
 
 PyObject *entry_type(void) {

@@ -1,8 +1,8 @@
-/* The module: every verb of plain NumPy arrays, without a detour through Python.
+/* The module: all verbs with plain NumPy arrays, without Python code.
 
-   In shared memory a small collective takes some 200 ns; to look at an array from Python, to
-   describe it and to call a library takes 5 us. This reads the array itself (NumPy's C API) and calls
-   the library. Whatever is not plain is left to Python, which also words the errors. */
+   A small collective in shared memory takes some 200 ns. Inspecting an array in Python, describing it and
+   calling a library takes 5 us. This module reads the array with NumPy's C API and calls the library. Python
+   handles other calls and raises the errors. */
 
 #define FAST_IMPORTS_NUMPY
 #include <stdint.h>
@@ -11,7 +11,7 @@
 
 #include "verbs.h"
 
-/* What the library reads or writes later, as an object; None where there is nothing. */
+/* Return an object with memory that the library reads or writes later, or None. */
 static PyObject *kept_room(plain_call *call) {
   const size_t bytes = call->output == &call->room    ? sizeof call->room
                        : call->output == &call->match ? sizeof call->match
@@ -22,7 +22,7 @@ static PyObject *kept_room(plain_call *call) {
   return room;
 }
 
-/* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
+/* Start a call and return a Work that keeps all objects that the operation uses. */
 static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
   Binding *binding = binding_of(self);
   const fl_signature *s = &call->signature;
@@ -33,14 +33,14 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
     Py_XDECREF(room);
     return NULL;
   }
-  started_op one = start_one(binding, call, place, site);
+  started_op started_operation = start_one(binding, call, place, site);
   PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
   const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
-  if (one.op != NULL && makes_result) {
-    work = work_for(binding, one.op, &one, x, out, result, room);
+  if (started_operation.op != NULL && makes_result) {
+    work = work_for(binding, started_operation.op, &started_operation, x, out, result, room);
   } else {
     PyObject *kept = PyTuple_Pack(3, x, out, room);
-    if (kept != NULL) work = make_work(self, &one, 0, result, kept);
+    if (kept != NULL) work = make_work(self, &started_operation, 0, result, kept);
     Py_XDECREF(kept);
   }
   Py_XDECREF(call->result);
@@ -48,7 +48,7 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
   return work;
 }
 
-/* Whether it is an all_to_all of unequal parts: there are other verbs of rows, which Python does. */
+/* Return 1 for an all_to_all with a list or tuple of rows; Python handles other verbs with rows. */
 static int has_rows(PyObject *const *args) {
   int overflow;
   return (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3])) && PyLong_Check(args[0]) &&
@@ -57,7 +57,7 @@ static int has_rows(PyObject *const *args) {
 
 enum { MOST_ARGUMENTS = 9 };
 
-/* As native_call, of what is neither left to Python nor a number. */
+/* Like native_call, for arrays that Python need not handle. */
 static PyObject *call_arrays(PyObject *self, PyObject *const *args, double seconds) {
   Binding *binding = binding_of(self);
   PyObject *x = args[1], *out = args[2];
@@ -86,13 +86,13 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args, double secon
   return run_collective(binding, x, out, &call);
 }
 
-/* A call of a number: the result is one of its kind. */
+/* A call with a number; the result is a number of the same kind. */
 static PyObject *call_number(PyObject *self, PyObject *const *args, double seconds) {
-  PyObject *given[MOST_ARGUMENTS - 1], *array = plain_of_number(args[1]);
+  PyObject *call_args[MOST_ARGUMENTS - 1], *array = plain_of_number(args[1]);
   if (array == NULL) return NULL;
-  memcpy(given, args, sizeof given);
-  given[1] = array;
-  PyObject *result = call_arrays(self, given, seconds);
+  memcpy(call_args, args, sizeof call_args);
+  call_args[1] = array;
+  PyObject *result = call_arrays(self, call_args, seconds);
   if (result == array) {
     Py_DECREF(result);
     result = plain_number_of((PyArrayObject *)array, args[1]);
@@ -101,11 +101,10 @@ static PyObject *call_number(PyObject *self, PyObject *const *args, double secon
   return result;
 }
 
-/* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
-   and nothing has happened, where Python must do it. A ninth argument, `seconds`, is what a collective
-   that blocks may take. In the place of `op` an all_to_all may have `rows`, a
-   list or a tuple, which no operation is, and a receive `partial`. In the place of `out` an all_reduce of
-   a list has a bool: see native_several. */
+/* native(verb, x, out, op, scale, root or peer, tag, async_op): return the result or a Work; NotImplemented,
+   without effect, if Python must handle the call. A ninth argument is the timeout in seconds of a blocking
+   collective. In place of `op`, all_to_all may have `rows` (a list or tuple) and a receive `partial`. In
+   place of `out`, an all_reduce of a list has a bool: see native_several. */
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const Binding *binding = binding_of(self);
   if (binding == NULL) return NULL;
@@ -123,8 +122,8 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   return is_number ? call_number(self, args, seconds) : call_arrays(self, args, seconds);
 }
 
-/* native_sendrecv(x, dst, out, src, tag, recv_tag or None): out, or NotImplemented. A rank that is None is nobody.
-   native_sendrecv(ops): the Work of all of them. */
+/* native_sendrecv(x, dst, out, src, tag, recv_tag or None): return out, or NotImplemented. A rank of None is
+   no rank. native_sendrecv(ops): return the Work of the batch. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
@@ -153,16 +152,16 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   PyObject *place;
   const fl_site *site;
   if (!place_and_site(binding, &place, &site)) return NULL;
-  const plain_call *first = sends ? &sent : &received; /* as somebody waits for it */
+  const plain_call *first = sends ? &sent : &received; /* send first, because a peer may wait for it */
   fl_signature shown = first->signature;
   if (is_pair) shown.verb = FL_SENDRECV;
-  const recorded made = record(binding, &shown, first->peer, 0, place);
+  const recorded entry = record(binding, &shown, first->peer, 0, place);
   fl_message messages[2];
   fl_op *ops[2] = {NULL, NULL};
   fill_message(&messages[0], first, site);
   if (is_pair) fill_message(&messages[1], &received, site);
   if (!exchange(binding, messages, sends + receives, ops)) {
-    ring_end(made.row, made.id, 1);
+    ring_end(entry.row, entry.id, 1);
     return NULL;
   }
   PyObject *result = args[2];
@@ -174,10 +173,10 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     result = handles == NULL ? NULL
                              : PyObject_CallFunction(binding->ended, "OiOOOiKd", handles, FL_SENDRECV,
                                                      args[0], args[2], args[2], 0,
-                                                     (unsigned long long)made.id, binding->seconds);
+                                                     (unsigned long long)entry.id, binding->seconds);
     Py_XDECREF(handles);
   }
-  ring_end(made.row, made.id, result == NULL);
+  ring_end(entry.row, entry.id, result == NULL);
   return result;
 }
 
@@ -196,12 +195,12 @@ static void free_binding(PyObject *capsule) {
   free(binding);
 }
 
-/* Check what ring.h takes for granted. */
+/* Check the layout that ring.h assumes. */
 static int check(Binding *binding) {
   PyArrayObject *memory = (PyArrayObject *)binding->memory;
   if (PyArray_NBYTES(memory) != sizeof(ring) || !PyArray_ISCARRAY(memory) ||
       PyList_Size(binding->notes) != FL_RECORDED_CALLS) {
-    PyErr_SetString(PyExc_ValueError, "the memory of the ring has another layout");
+    PyErr_SetString(PyExc_ValueError, "the memory of the ring has an unexpected layout");
     return 0;
   }
   binding->calls = PyArray_DATA(memory);
@@ -220,7 +219,7 @@ static int parse(PyObject *args, Binding *b) {
   size_t library[sizeof b->library / sizeof(size_t)];
   const Py_ssize_t count = sizeof library / sizeof *library;
   if (PyTuple_Size(addresses) != count) {
-    PyErr_Format(PyExc_ValueError, "expected the addresses of %zd functions", count);
+    PyErr_Format(PyExc_ValueError, "expected addresses of %zd functions, got %zd", count, PyTuple_Size(addresses));
     return 0;
   }
   for (Py_ssize_t i = 0; i < count; ++i) library[i] = PyLong_AsSize_t(PyTuple_GetItem(addresses, i));
@@ -230,11 +229,11 @@ static int parse(PyObject *args, Binding *b) {
 }
 
 /* bind(group, owner, rank, size, seconds, packed_bytes,
-   (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
-   (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
-   (first, dropped)):
-   (native, native_sendrecv, native_object). The group and the library's functions are addresses;
-   `owner` keeps the group. */
+     (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
+     (ended, started, here), (together, forked, work, running), memory, notes, folders, inside,
+     (first, dropped)):
+   return (native, native_sendrecv, native_object). The group and the library's functions are addresses;
+   `owner` keeps the group alive. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
   Binding *binding = calloc(1, sizeof *binding);
@@ -257,7 +256,7 @@ static PyObject *bind(PyObject *module, PyObject *args) {
   return all;
 }
 
-/* The clock of the ring beside time.monotonic_ns(). */
+/* The ring's clock together with time.monotonic_ns(). */
 static PyObject *clocks(PyObject *module, PyObject *args) {
   (void)module;
   (void)args;
@@ -265,14 +264,14 @@ static PyObject *clocks(PyObject *module, PyObject *args) {
   return Py_BuildValue("LL", ticks, nanoseconds);
 }
 
-/* bounds(array): (start, end), the addresses between which its elements lie. */
-static PyObject *bounds(PyObject *module, PyObject *given) {
+/* bounds(array): return (start, end), the address range of its elements. */
+static PyObject *bounds(PyObject *module, PyObject *argument) {
   (void)module;
-  if (!PyArray_Check(given)) {
+  if (!PyArray_Check(argument)) {
     PyErr_SetString(PyExc_TypeError, "expected an array");
     return NULL;
   }
-  PyArrayObject *array = (PyArrayObject *)given;
+  PyArrayObject *array = (PyArrayObject *)argument;
   char *start = PyArray_BYTES(array), *end = start + PyArray_ITEMSIZE(array);
   if (PyArray_SIZE(array) == 0) end = start;
   for (int d = 0; start != end && d < PyArray_NDIM(array); ++d) {

@@ -1,19 +1,19 @@
-/* Objects between ranks: pickled into memory that travels in one collective, and made of what came.
+/* Objects between ranks: pickled into memory that one collective sends, and unpickled.
 
-   Frames are those of backends/exchange.py, which makes and reads them where this does not. */
+   backends/exchange.py defines the frames, and handles the calls that this file does not. */
 
 #include <string.h>
 
 #include "verbs.h"
 
-/* As in exchange.py and api/objects.py. */
+/* Same values as in exchange.py and api/objects.py. */
 enum { ALIGNED = 16, APART_BYTES = 4096, SHORT_BYTES = 1024, MOST_PADDING = 65536 };
 enum { CONTENT, PROBLEM, LATER };
-enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 does not name */
+enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 does not define */
 
-/* A frame: this, the lengths of the buffers, the buffers, and the content, each padded. */
+/* A frame: this header, the lengths of the buffers, the buffers, and the content, each padded. */
 typedef struct {
-  int64_t bytes; /* of the content: what was pickled, but for buffers; or another frame's length, or words */
+  int64_t bytes; /* of the content: pickle data without buffers, the length of another frame, or a message */
   int32_t kind, buffers;
 } frame_head;
 
@@ -41,7 +41,7 @@ static PyObject *new_bytes(int64_t bytes) {
 static char *data_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)array); }
 static int64_t bytes_of(PyObject *array) { return PyArray_NBYTES((PyArrayObject *)array); }
 
-/* What pickle asks of each buffer: whether it goes with the pickle; else it is kept in the list `self`. */
+/* Callback of pickle for each buffer. True: pickle it in-band; else it is appended to the list `self`. */
 static PyObject *keep_large(PyObject *self, PyObject *buffer) {
   PyObject *raw = PyObject_CallMethod(buffer, "raw", NULL);
   if (raw == NULL) return NULL;
@@ -60,11 +60,11 @@ static PyMethodDef keep_def = {"keep_large", keep_large, METH_O, NULL};
 
 static PyObject *pickled(PyObject *object, PyObject *buffers) {
   PyObject *keep = PyCFunction_New(&keep_def, buffers);
-  PyObject *given = PyTuple_Pack(2, object, protocol);
+  PyObject *call_args = PyTuple_Pack(2, object, protocol);
   PyObject *options = keep == NULL ? NULL : Py_BuildValue("{OO}", name_callback, keep);
-  PyObject *bytes = given && options ? PyObject_Call(dumps, given, options) : NULL;
+  PyObject *bytes = call_args && options ? PyObject_Call(dumps, call_args, options) : NULL;
   Py_XDECREF(keep);
-  Py_XDECREF(given);
+  Py_XDECREF(call_args);
   Py_XDECREF(options);
   return bytes;
 }
@@ -75,7 +75,7 @@ static char *append(char *at, const void *data, int64_t bytes) {
   return at + padded(bytes);
 }
 
-/* An array with the frame of an object; NULL with an exception. */
+/* Return an array with the frame of an object; NULL with an exception. */
 static PyObject *frame_of(PyObject *object) {
   PyObject *buffers = PyList_New(0), *frame = NULL;
   PyObject *pickle = buffers == NULL ? NULL : pickled(object, buffers);
@@ -103,11 +103,11 @@ static PyObject *frame_of(PyObject *object) {
   return frame;
 }
 
-/* The frames of a scatter, one for each rank and all of one length; NULL with an exception, or without one for
-   Python: of unequal ones too much would be padding. */
+/* Return the frames of a scatter, one per rank and of equal length; NULL with an exception. NULL without one:
+   Python must handle it, because unequal frames would need too much padding. */
 static PyObject *frames_of(PyObject *objects, int size) {
   if (!PyList_CheckExact(objects) || PyList_Size(objects) != size) return NULL;
-  PyObject *frames = PyList_New(0), *whole = NULL;
+  PyObject *frames = PyList_New(0), *joined = NULL;
   int64_t longest = 0, total = 0;
   for (int r = 0; frames != NULL && r < size && r < PyList_Size(objects); ++r) {
     PyObject *object = PyList_GetItem(objects, r);
@@ -120,38 +120,38 @@ static PyObject *frames_of(PyObject *objects, int size) {
     Py_XDECREF(frame);
   }
   if (frames != NULL && PyList_Size(frames) == size && longest * size <= 2 * total + MOST_PADDING) {
-    whole = new_bytes(longest * size);
+    joined = new_bytes(longest * size);
   }
-  for (int r = 0; whole != NULL && r < size; ++r) {
+  for (int r = 0; joined != NULL && r < size; ++r) {
     PyObject *frame = PyList_GetItem(frames, r);
-    memcpy(data_of(whole) + r * longest, data_of(frame), (size_t)bytes_of(frame));
+    memcpy(data_of(joined) + r * longest, data_of(frame), (size_t)bytes_of(frame));
   }
   Py_XDECREF(frames);
-  return whole;
+  return joined;
 }
 
-/* The frame that says how long the one is that comes later. */
+/* Return a frame with the length of the frame that follows later. */
 static PyObject *short_frame(PyObject *frame) {
   const frame_head head = {sizeof(int64_t), LATER, 0};
   const int64_t bytes = bytes_of(frame);
-  PyObject *made = new_bytes(sizeof head + padded(head.bytes));
-  if (made != NULL) append(append(data_of(made), &head, sizeof head), &bytes, head.bytes);
-  return made;
+  PyObject *length_frame = new_bytes(sizeof head + padded(head.bytes));
+  if (length_frame != NULL) append(append(data_of(length_frame), &head, sizeof head), &bytes, head.bytes);
+  return length_frame;
 }
 
-/* A call of a verb of objects. */
+/* A call of an object verb. */
 typedef struct {
   Binding *binding;
   int32_t verb, root;
-  PyObject *object; /* borrowed */
-  PyObject *frame;  /* all that this rank has for others, or None */
-  PyObject *given;  /* what of it is in the collective */
+  PyObject *object;        /* borrowed */
+  PyObject *frame;         /* all data of this rank for other ranks, or None */
+  PyObject *sent; /* the data of it that is in the collective */
 } object_call;
 
 static int gathers(const object_call *call) { return call->verb == FL_ALL_GATHER_OBJECT || call->verb == FL_GATHER_OBJECT; }
 static int is_root(const object_call *call) { return call->binding->rank == call->root; }
 
-/* What has come: memory that `op` has, or `owner`. */
+/* Received data: memory of `op` or of `owner`. */
 typedef struct {
   const Binding *binding;
   fl_op *op;       /* or NULL */
@@ -177,7 +177,7 @@ static void free_op(PyObject *capsule) {
   function(PyCapsule_GetPointer(capsule, NULL));
 }
 
-/* An array of a part of it, which keeps it; NULL with an exception. */
+/* Return an array over part of the data that keeps the data alive; NULL with an exception. */
 static PyObject *part_of(received *all, char *data, int64_t bytes) {
   if (all->owner == NULL) {
     all->owner = PyCapsule_New(all->op, NULL, free_op);
@@ -205,21 +205,20 @@ static PyObject *unpickled(received *all, const frame_head *head, char *at) {
     at += padded(lengths[i]);
   }
   PyObject *content = PyMemoryView_FromMemory(at, (Py_ssize_t)head->bytes, READ_ONLY);
-  PyObject *given = content == NULL ? NULL : PyTuple_Pack(1, content);
+  PyObject *call_args = content == NULL ? NULL : PyTuple_Pack(1, content);
   if (views != NULL) options = Py_BuildValue("{OO}", name_buffers, views);
-  if (given && (options || head->buffers == 0)) object = PyObject_Call(loads, given, options);
+  if (call_args && (options || head->buffers == 0)) object = PyObject_Call(loads, call_args, options);
   Py_XDECREF(content);
-  Py_XDECREF(given);
+  Py_XDECREF(call_args);
   Py_XDECREF(options);
   Py_XDECREF(views);
   return object;
 }
 
-/* The list of what has come, in the order of ranks, with the rank's own object in its place, or of the one
-   object; None where that is for others alone; NULL with an exception, or without one where not all has
-   come, or one rank had nothing. */
+/* Return the list of received objects in rank order, with this rank's own object, or with the one received
+   object. None if only other ranks receive. NULL: exception, or, without one, missing data. */
 static PyObject *objects_of(const object_call *call, received *all) {
-  const int several = gathers(call), wanted = call->verb != FL_GATHER_OBJECT || is_root(call);
+  const int several = gathers(call), receives = call->verb != FL_GATHER_OBJECT || is_root(call);
   char *at = all->data, *end = several ? at + all->bytes : at + 1;
   PyObject *list = PyList_New(0);
   for (int r = 0; list != NULL && at < end; ++r) {
@@ -230,7 +229,7 @@ static PyObject *objects_of(const object_call *call, received *all) {
     for (int i = 0; i < head->buffers; ++i) at += padded(lengths[i]);
     if (head->kind != CONTENT) {
       Py_CLEAR(list);
-    } else if (wanted) {
+    } else if (receives) {
       PyObject *object = call->object;
       if (several && r == call->binding->rank) {
         Py_INCREF(object);
@@ -241,14 +240,13 @@ static PyObject *objects_of(const object_call *call, received *all) {
       Py_XDECREF(object);
     }
   }
-  if (list == NULL || wanted) return list;
+  if (list == NULL || receives) return list;
   Py_DECREF(list);
   Py_RETURN_NONE;
 }
 
-/* All of what has come, for Python, the number of the call and this rank's frame; after an exception the
-   same: it raises another one, in its words. */
-static PyObject *left_over(const object_call *call, received *all, uint64_t id) {
+/* Return (received data, number of the call, this rank's frame) for Python, which raises its own errors. */
+static PyObject *remaining_data(const object_call *call, received *all, uint64_t id) {
   if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
   PyErr_Clear();
   PyObject *array = part_of(all, all->data, (int64_t)all->bytes);
@@ -256,7 +254,7 @@ static PyObject *left_over(const object_call *call, received *all, uint64_t id) 
   return Py_BuildValue("(NKO)", array, (unsigned long long)id, call->frame);
 }
 
-/* What the library runs: of this rank's frame, or of FL_ANY where that is None. */
+/* Return the library's call: with this rank's frame, or with FL_ANY if the frame is None. */
 static plain_call call_of(const object_call *call) {
   static const int verbs[] = {FL_BROADCAST, FL_ALL_GATHER, FL_ALL_GATHER, FL_SCATTER};
   plain_call step;
@@ -266,12 +264,12 @@ static plain_call call_of(const object_call *call) {
   s->root = call->root;
   s->ndim = FL_ANY;
   step.seconds = call->binding->seconds;
-  if (call->given == Py_None) return step;
+  if (call->sent == Py_None) return step;
   s->dtype = FL_UINT8;
   s->itemsize = 1;
   s->ndim = 1;
-  s->count = s->shape[0] = bytes_of(call->given) / (call->verb == FL_SCATTER_OBJECT ? call->binding->size : 1);
-  step.data = data_of(call->given);
+  s->count = s->shape[0] = bytes_of(call->sent) / (call->verb == FL_SCATTER_OBJECT ? call->binding->size : 1);
+  step.data = data_of(call->sent);
   return step;
 }
 
@@ -280,29 +278,28 @@ static fl_signature shown_of(const object_call *call) {
   return (fl_signature){.verb = call->verb, .root = call->root, .ndim = FL_ANY, .count = bytes, .itemsize = 1};
 }
 
-/* The array that is filled where all ranks give as much as this one, as they often do; NULL with an
-   exception. */
+/* Return the array for the received data if all ranks send as many bytes as this rank; NULL: exception. */
 static PyObject *room_for(const object_call *call, plain_call *step) {
-  PyObject *room = new_bytes(call->binding->size * bytes_of(call->given));
+  PyObject *room = new_bytes(call->binding->size * bytes_of(call->sent));
   if (room == NULL) return NULL;
   step->room = (fl_room){data_of(room), (size_t)bytes_of(room)};
   step->output = &step->room;
   return room;
 }
 
-/* Do it, and find what has come: of the root's own nothing. 0 with an exception. */
-static int run(const object_call *call, received *all, recorded *made) {
+/* Run the call and locate the received data; the root of a broadcast receives none. 0 with an exception. */
+static int run(const object_call *call, received *all, recorded *entry) {
   Binding *binding = call->binding;
   plain_call step = call_of(call);
   const fl_signature shown = shown_of(call);
   PyObject *room = gathers(call) ? room_for(call, &step) : NULL;
   if (room == NULL && PyErr_Occurred() != NULL) return 0;
   fl_op *op;
-  int has_run = run_in_steps(binding, &step, &shown, &op, made);
+  int has_run = run_in_steps(binding, &step, &shown, &op, entry);
   if (!has_run && PyErr_Occurred() == NULL) {
-    step.output = NULL; /* which the library may read later */
+    step.output = NULL; /* the library may write to it later */
     Py_CLEAR(room);
-    has_run = run_at_once(binding, &step, &shown, &op, made);
+    has_run = run_at_once(binding, &step, &shown, &op, entry);
   }
   if (!has_run) {
     Py_XDECREF(room);
@@ -319,40 +316,40 @@ static int run(const object_call *call, received *all, recorded *made) {
     return 1;
   }
   step.signature.verb = call->verb;
-  if (!gathers(call) && is_root(call)) step.result = call->given;
-  PyObject *array = fetch(binding, op, call->given, Py_None, &step, *made);
+  if (!gathers(call) && is_root(call)) step.result = call->sent;
+  PyObject *array = fetch(binding, op, call->sent, Py_None, &step, *entry);
   if (array != NULL) own_array(all, array);
   return array != NULL;
 }
 
 static PyObject *result_of(const object_call *call) {
   received all = {.binding = call->binding};
-  recorded made = {NULL, 0};
+  recorded entry = {NULL, 0};
   PyObject *result = NULL;
   const int alone = is_alone(call->binding);
   const fl_signature shown = shown_of(call);
-  if (alone) made = record_alone(call->binding, &shown);
-  if (alone || run(call, &all, &made)) {
+  if (alone) entry = record_alone(call->binding, &shown);
+  if (alone || run(call, &all, &entry)) {
     if (alone || (!gathers(call) && is_root(call))) {
-      PyObject *own = call->object;
-      if (call->verb == FL_SCATTER_OBJECT) own = PyList_GetItem(own, call->binding->rank);
-      result = own == NULL ? NULL : PyList_New(1);
+      PyObject *own_object = call->object;
+      if (call->verb == FL_SCATTER_OBJECT) own_object = PyList_GetItem(own_object, call->binding->rank);
+      result = own_object == NULL ? NULL : PyList_New(1);
       if (result != NULL) {
-        Py_INCREF(own);
-        PyList_SetItem(result, 0, own);
+        Py_INCREF(own_object);
+        PyList_SetItem(result, 0, own_object);
       }
     } else {
-      if (call->verb == FL_BROADCAST_OBJECT && made.row->id == made.id) made.row->bytes = (int64_t)all.bytes;
+      if (call->verb == FL_BROADCAST_OBJECT && entry.row->id == entry.id) entry.row->bytes = (int64_t)all.bytes;
       result = objects_of(call, &all);
-      if (result == NULL) result = left_over(call, &all, made.id);
+      if (result == NULL) result = remaining_data(call, &all, entry.id);
     }
   }
   release(&all);
-  if (made.row != NULL) ring_end(made.row, made.id, result == NULL);
+  if (entry.row != NULL) ring_end(entry.row, entry.id, result == NULL);
   return result;
 }
 
-/* Pickle what this rank has for others. 0: it cannot be, or Python must do it. */
+/* Pickle this rank's data. 0: pickling failed, or Python must handle it. */
 static int pickle_own(object_call *call) {
   if (!gathers(call) && !is_root(call)) {
     Py_INCREF(Py_None);
@@ -363,9 +360,9 @@ static int pickle_own(object_call *call) {
   }
   if (call->frame == NULL) return 0;
   const int is_long = call->verb == FL_GATHER_OBJECT && bytes_of(call->frame) > SHORT_BYTES;
-  call->given = is_long ? short_frame(call->frame) : call->frame;
-  if (!is_long) Py_INCREF(call->given);
-  return call->given != NULL;
+  call->sent = is_long ? short_frame(call->frame) : call->frame;
+  if (!is_long) Py_INCREF(call->sent);
+  return call->sent != NULL;
 }
 
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -391,6 +388,6 @@ PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count)
     result = Py_NotImplemented;
   }
   Py_XDECREF(call.frame);
-  Py_XDECREF(call.given);
+  Py_XDECREF(call.sent);
   return result;
 }

@@ -1,5 +1,4 @@
-/* Which calls are plain: exact NumPy arrays in one piece, or memory by its address, and arguments that need
-   no conversion. */
+/* Plain calls: contiguous, exact NumPy arrays or memory by address, and arguments without conversion. */
 
 #include <limits.h>
 #include <stdlib.h>
@@ -10,7 +9,7 @@
 /* Codes of csrc/reduce/reduce.h. */
 enum { OPS = FL_XOR + 1 };
 
-/* As arrays.py says, by kind of dtype: a bit for each operation. */
+/* Operations of each kind of dtype, as bits, like arrays.py. */
 enum {
   BITS = 1 << FL_AND | 1 << FL_OR | 1 << FL_XOR,
   EXTREMES = 1 << FL_MIN | 1 << FL_MAX,
@@ -20,14 +19,14 @@ enum {
   OF_COMPLEX = 1 << FL_SUM | 1 << FL_PROD | 1 << FL_AVG,
 };
 
-/* NumPy's number of each code's dtype. It has no bfloat16: an array of that has the same bytes. */
+/* NumPy's type number of each dtype code. NumPy has no bfloat16; a uint16 array has the same size. */
 static const int types[FL_MOVED] = {
     NPY_BOOL,   NPY_INT8,       NPY_INT16,  NPY_INT32,   NPY_INT64,  NPY_UINT8,
     NPY_UINT16, NPY_UINT32,     NPY_UINT64, NPY_HALF,    NPY_UINT16, NPY_FLOAT,
     NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
 };
 
-static signed char codes[NPY_HALF + 1]; /* by NumPy's number: the code of csrc/reduce/reduce.h, or -1 */
+static signed char codes[NPY_HALF + 1]; /* by NumPy's number: code of csrc/reduce/reduce.h, or -1 */
 static PyObject *names[OPS];
 static unsigned char verbs[FL_VERBS];
 
@@ -79,7 +78,7 @@ int plain_names(void) {
   return 1;
 }
 
-/* Whether `descr`, of a user's dtype, is ml_dtypes' bfloat16. NumPy numbers such dtypes as they are registered. */
+/* Return 1 if the user-defined dtype `descr` is bfloat16 of ml_dtypes (its number varies). */
 static int is_bfloat16(const PyArray_Descr *descr) {
   static int number = NPY_NOTYPE;
   if (number == NPY_NOTYPE) {
@@ -91,31 +90,30 @@ static int is_bfloat16(const PyArray_Descr *descr) {
   return number == descr->type_num;
 }
 
-/* The code of a dtype, or -1 for what is left to Python. */
+/* The code of a dtype; -1: Python must handle it. */
 static int dtype_code(const PyArray_Descr *descr) {
   if (descr->type_num < (int)sizeof codes) return codes[descr->type_num];
   return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? FL_BFLOAT16 : -1;
 }
 
-int plain_int(PyObject *given, int limit, int32_t *out) {
-  if (!PyLong_CheckExact(given)) return 0;
+int plain_int(PyObject *value, int limit, int32_t *out) {
+  if (!PyLong_CheckExact(value)) return 0;
   int overflow = 0;
-  const long number = PyLong_AsLongAndOverflow(given, &overflow);
+  const long number = PyLong_AsLongAndOverflow(value, &overflow);
   if (overflow != 0 || number < 0 || number > limit) return 0;
   *out = (int32_t)number;
   return 1;
 }
 
-/* Memory by its address. None lies in the first page: that is a mistake, or where there are no elements
-   no address. */
-static void *read_address(PyObject *given, fl_signature *out) {
+/* Read memory by its address. An address in the first page is a mistake, unless there are no elements. */
+static void *read_address(PyObject *value, fl_signature *out) {
   static const int32_t sizes[FL_MOVED] = {
       1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, sizeof(long double), 8, 16, 2 * sizeof(long double)};
   static char nothing;
   enum { PAGE = 4096 };
-  if (!PyTuple_CheckExact(given) || PyTuple_Size(given) != 4) return NULL;
-  PyObject *place = PyTuple_GetItem(given, 0), *shape = PyTuple_GetItem(given, 2);
-  if (!PyLong_CheckExact(place) || !plain_int(PyTuple_GetItem(given, 1), FL_MOVED - 1, &out->dtype) ||
+  if (!PyTuple_CheckExact(value) || PyTuple_Size(value) != 4) return NULL;
+  PyObject *place = PyTuple_GetItem(value, 0), *shape = PyTuple_GetItem(value, 2);
+  if (!PyLong_CheckExact(place) || !plain_int(PyTuple_GetItem(value, 1), FL_MOVED - 1, &out->dtype) ||
       !PyTuple_Check(shape) || PyTuple_Size(shape) > SHAPE) {
     return NULL;
   }
@@ -146,7 +144,7 @@ static void *describe(PyArrayObject *array, fl_signature *out) {
   return PyArray_DATA(array);
 }
 
-/* Describe an array, or memory by its address: where its elements are; NULL: Python must do it. */
+/* Describe an array or memory by its address, and return its data; NULL: Python must handle it. */
 static void *read_memory(PyObject *x, int writes, fl_signature *out) {
   if (!PyArray_CheckExact(x)) return read_address(x, out);
   PyArrayObject *array = (PyArrayObject *)x;
@@ -154,30 +152,29 @@ static void *read_memory(PyObject *x, int writes, fl_signature *out) {
   return describe(array, out);
 }
 
-/* Names of operations are literals, so that they differ by identity; members of ReduceOp are
-   numbers. */
-static int read_op(PyObject *given) {
+/* Names of operations are literals, so they are compared by identity. Members of ReduceOp are ints. */
+static int read_op(PyObject *value) {
   for (int op = 0; op < OPS; ++op) {
-    if (given == names[op]) return op;
+    if (value == names[op]) return op;
   }
-  if (!PyLong_Check(given)) return -1;
+  if (!PyLong_Check(value)) return -1;
   int overflow = 0;
-  const long op = PyLong_AsLongAndOverflow(given, &overflow);
+  const long op = PyLong_AsLongAndOverflow(value, &overflow);
   return overflow == 0 && op >= 0 && op < OPS ? (int)op : -1;
 }
 
-static int read_scale(PyObject *given, double *out) {
-  if (PyFloat_CheckExact(given)) {
-    *out = PyFloat_AsDouble(given);
+static int read_scale(PyObject *value, double *out) {
+  if (PyFloat_CheckExact(value)) {
+    *out = PyFloat_AsDouble(value);
     return *out - *out == 0; /* finite */
   }
   int32_t small;
-  if (!plain_int(given, INT_MAX, &small)) return 0;
+  if (!plain_int(value, INT_MAX, &small)) return 0;
   *out = small;
   return 1;
 }
 
-/* An average is a sum with another scale, but of a prefix: there it depends on the rank. */
+/* An average becomes a sum with another scale, except in scans, where the divisor depends on the rank. */
 static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, fl_signature *out) {
   const int code = out->dtype, op = read_op(given_op);
   if (op < 0 || !read_scale(given_scale, &out->scale)) return 0;
@@ -195,7 +192,7 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
   return 1;
 }
 
-/* A new array of `shape`, and of the dtype of `like` where that is an array. */
+/* Return a new array of `shape`, with the dtype of `like` if that is an array. */
 static PyObject *new_array(PyObject *like, const fl_signature *shape) {
   npy_intp dims[SHAPE];
   for (int d = 0; d < shape->ndim; ++d) dims[d] = (npy_intp)shape->shape[d];
@@ -221,18 +218,18 @@ PyObject *plain_received(const fl_signature *described, const void *data) {
   return array;
 }
 
-static int overlap(const void *one, int64_t bytes, const void *other, int64_t other_bytes) {
-  const char *a = one, *b = other;
-  return a < b + other_bytes && b < a + bytes;
+static int overlap(const void *first, int64_t bytes, const void *second, int64_t second_bytes) {
+  const char *a = first, *b = second;
+  return a < b + second_bytes && b < a + bytes;
 }
 
-int plain_overlap(const plain_call *one, const plain_call *other) {
-  const fl_signature *a = &one->signature, *b = &other->signature;
-  return overlap(one->data, a->count * a->itemsize, other->data, b->count * b->itemsize);
+int plain_overlap(const plain_call *first, const plain_call *second) {
+  const fl_signature *a = &first->signature, *b = &second->signature;
+  return overlap(first->data, a->count * a->itemsize, second->data, b->count * b->itemsize);
 }
 
-static int by_address(const void *one, const void *other) {
-  const char *a = ((const plain_span *)one)->begin, *b = ((const plain_span *)other)->begin;
+static int by_address(const void *first, const void *second) {
+  const char *a = ((const plain_span *)first)->begin, *b = ((const plain_span *)second)->begin;
   return (a > b) - (a < b);
 }
 
@@ -241,11 +238,11 @@ int plain_mixed_up(plain_span *spans, int count) {
   for (int i = 1; i < count; ++i) is_in_order &= spans[i - 1].begin <= spans[i].begin;
   if (!is_in_order) qsort(spans, (size_t)count, sizeof *spans, by_address);
   const char *end = NULL, *end_written = NULL;
-  for (const plain_span *one = spans; one < spans + count; ++one) {
-    if (one->begin == one->end) continue;
-    if (one->begin < end_written || (one->is_written && one->begin < end)) return 1;
-    if (end == NULL || one->end > end) end = one->end;
-    if (one->is_written && (end_written == NULL || one->end > end_written)) end_written = one->end;
+  for (const plain_span *span = spans; span < spans + count; ++span) {
+    if (span->begin == span->end) continue;
+    if (span->begin < end_written || (span->is_written && span->begin < end)) return 1;
+    if (end == NULL || span->end > end) end = span->end;
+    if (span->is_written && (end_written == NULL || span->end > end_written)) end_written = span->end;
   }
   return 0;
 }
@@ -256,21 +253,21 @@ PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows) {
   return new_array(x, &all);
 }
 
-/* Read where the result goes: memory like `wanted` from dimension `first` on, apart from what is given,
-   unless that is row `own` of it, which nobody writes to then; -1: no row may be. */
-static int read_output(PyObject *out, const fl_signature *wanted, int first, int own, plain_call *call) {
+/* Read `out`: memory like `expected` from dimension `first` on. It must not overlap the input, unless the input
+   is row `own_row` of it, which is then not written; -1: no row may be. */
+static int read_output(PyObject *out, const fl_signature *expected, int first, int own_row, plain_call *call) {
   const fl_signature *s = &call->signature;
   fl_signature room;
   call->output = read_memory(out, 1, &room);
-  if (call->output == NULL || room.dtype != s->dtype || room.ndim != wanted->ndim) return 0;
+  if (call->output == NULL || room.dtype != s->dtype || room.ndim != expected->ndim) return 0;
   for (int d = first; d < room.ndim; ++d) {
-    if (room.shape[d] != wanted->shape[d]) return 0;
+    if (room.shape[d] != expected->shape[d]) return 0;
   }
   call->rows = room.shape[0];
   call->room = (fl_room){call->output, (size_t)(room.count * room.itemsize)};
-  const int64_t given = s->count * s->itemsize;
-  if (own >= 0 && room.count == wanted->count && call->data == (char *)call->output + own * given) return 1;
-  return !overlap(call->data, given, call->output, room.count * room.itemsize);
+  const int64_t input_bytes = s->count * s->itemsize;
+  if (own_row >= 0 && room.count == expected->count && call->data == (char *)call->output + own_row * input_bytes) return 1;
+  return !overlap(call->data, input_bytes, call->output, room.count * room.itemsize);
 }
 
 int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
@@ -281,35 +278,35 @@ int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
   return out == Py_None ? PyArray_CheckExact(x) : read_output(out, s, 1, -1, call);
 }
 
-/* `out` as the result, like `wanted`; or a new array where `x` is one. The first dimension of a gather's
-   `out` is for the library to compare; who gives memory of one row says that all ranks do. */
-static int make_result(PyObject *x, PyObject *out, const fl_signature *wanted, int rank, plain_call *call) {
+/* Set the result: `out`, like `expected`; or a new array if `x` is an array. The library checks the first
+   dimension of a gather's `out`. If the input is memory of one row, all ranks send one row. */
+static int make_result(PyObject *x, PyObject *out, const fl_signature *expected, int rank, plain_call *call) {
   const fl_signature *s = &call->signature;
   const int gathers = s->verb == FL_ALL_GATHER || s->verb == FL_GATHER;
   if (out != Py_None) {
     const int is_row = s->verb == FL_ALL_GATHER && s->ndim == 2 && s->shape[0] == 1 && PyTuple_Check(x);
-    if (!read_output(out, wanted, gathers, is_row ? rank : -1, call)) return 0;
+    if (!read_output(out, expected, gathers, is_row ? rank : -1, call)) return 0;
     Py_INCREF(out);
     call->result = out;
   } else {
     if (!PyArray_CheckExact(x)) return 0;
-    call->result = new_array(x, wanted);
+    call->result = new_array(x, expected);
     if (call->result == NULL) return -1;
     call->output = PyArray_DATA((PyArrayObject *)call->result);
-    call->room = (fl_room){call->output, (size_t)(wanted->count * wanted->itemsize)};
+    call->room = (fl_room){call->output, (size_t)(expected->count * expected->itemsize)};
   }
-  /* A gather without bytes has no room: rows are counted at the end. */
+  /* A gather without bytes has no room; its rows are counted at the end. */
   if (gathers) call->output = call->room.bytes != 0 ? &call->room : NULL;
   return 1;
 }
 
-/* The verbs whose result is an array of its own. */
+/* Read the arguments of verbs whose result is a separate array. */
 static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call *call) {
   fl_signature *s = &call->signature;
   const int is_root = rank == s->root;
   if (s->verb == FL_SCATTER && !is_root) {
     if (out == Py_None) {
-      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* it may tell the kind of the result */
+      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* it may determine the type of the result */
       s->ndim = FL_ANY;
       return !PyTuple_Check(x);
     }
@@ -326,28 +323,28 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
     s->ndim = 1;
     s->shape[0] = 1;
   }
-  fl_signature wanted = *s;
+  fl_signature expected = *s;
   if (gathers) {
     if (s->verb == FL_GATHER && !is_root) {
       Py_INCREF(Py_None);
       call->result = Py_None;
       return 1;
     }
-    wanted.shape[0] *= size;
-    wanted.count *= size;
+    expected.shape[0] *= size;
+    expected.count *= size;
   } else {
     if (s->ndim == 0 || s->shape[0] % size != 0) return 0;
     if (s->verb != FL_ALL_TO_ALL) {
-      wanted.shape[0] /= size;
-      wanted.count /= size;
+      expected.shape[0] /= size;
+      expected.count /= size;
     }
   }
-  const int made = make_result(x, out, &wanted, rank, call);
-  if (s->verb == FL_SCATTER) *s = wanted;
-  return made;
+  const int status = make_result(x, out, &expected, rank, call);
+  if (s->verb == FL_SCATTER) *s = expected;
+  return status;
 }
 
-/* The result of a large int could pass 64 bits, also of a product of small ones: that is Python's. */
+/* Reductions of large ints, and products, could overflow 64 bits; Python handles these. */
 static int is_small(PyObject *x, PyObject *op) {
   int overflow = 0;
   const long number = PyLong_CheckExact(x) ? PyLong_AsLongAndOverflow(x, &overflow) : LONG_MAX;
@@ -421,14 +418,14 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   }
   if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
   plain_begin(call, verb);
-  const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* a digest of packed arrays; or the root */
+  const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* digest of packed arrays, or the root */
   if ((verb == FL_ALL_REDUCE || (flags & FL_VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;
   if (verb == FL_BARRIER) {
     x = Py_None;
   } else if ((flags & FL_VERB_IN_PLACE) != 0) {
     call->data = read_memory(x, 1, s);
     if (call->data == NULL && size == 1 && PyArray_CheckExact(x) && PyArray_ISWRITEABLE((PyArrayObject *)x)) {
-      call->data = describe((PyArrayObject *)x, s); /* nobody reads it */
+      call->data = describe((PyArrayObject *)x, s); /* no rank reads it */
       call->is_scattered = 1;
     }
     if (call->data == NULL) return 0;

@@ -1,6 +1,5 @@
-/* A call of a verb with plain arrays, as a native library takes it: NumPy's, or memory of whatever library
-   by its address: (address, code of the dtype, shape, owner) of what lies in one piece, and can be written
-   to for as long as the owner lives. */
+/* A call of a verb with plain arrays in the form that a native library takes: NumPy arrays, or memory as
+   (address, dtype code, shape, owner). Memory must be contiguous, and writable while the owner lives. */
 #pragma once
 
 #include <stdint.h>
@@ -21,62 +20,62 @@ enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
 
 typedef struct {
   fl_signature signature;
-  void *data, *output; /* as fl_..._run takes them */
-  fl_room room;        /* of the gathers */
-  fl_match match;      /* of a receive from any rank, or of fewer rows: `output` is this then */
-  int64_t rows;        /* for which there is room, of an all_to_all of unequal parts */
-  int peer;            /* of a message, -1: any; else -1 */
-  int is_scattered;    /* `data` lies not in one piece: of a group of one rank */
-  double seconds;      /* that the call may take */
-  PyObject *result;    /* what the call returns where all goes well; a reference of its own, or NULL */
+  void *data, *output; /* arguments of fl_..._run */
+  fl_room room;        /* of gathers */
+  fl_match match;      /* of a receive from any rank or of fewer rows: then `output` points here */
+  int64_t rows;        /* rows of `out` in an uneven all_to_all */
+  int peer;            /* of a message, -1: any; -1 for other calls */
+  int is_scattered;    /* `data` is not contiguous: only in a group of one rank */
+  double seconds;      /* timeout of the call */
+  PyObject *result;    /* return value on success; an owned reference, or NULL */
 } plain_call;
 
-/* Read (verb, x, out, op, scale, root or peer, tag) of rank `rank` of `size`: 1, or 0 for what is not
-   plain, of which Python says what is wrong with it if anything is; -1: an exception. */
+/* Read (verb, x, out, op, scale, root or peer, tag) for rank `rank` of `size`. Return 1, or 0 if the call is
+   not plain; Python then raises the error if there is one. -1: an exception. */
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
-/* A call of `verb` without arguments yet. */
+/* Initialise a call of `verb` without arguments. */
 void plain_begin(plain_call *call, int verb);
 
-/* One end of a message: `array` of which `verb` is FL_SEND or FL_RECV, and whether fewer rows may come
-   (False or None: no); 1 or 0. */
+/* Read one end of a message: `array`, with FL_SEND or FL_RECV as `verb`. `partial` (True, False or None):
+   fewer rows may arrive. Return 1 or 0. */
 int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, PyObject *partial, int rank,
                   int size, plain_call *call);
-/* What a receive with a match returns: `array`, or the rows of it that have come. A new reference. */
+/* Return the result of a receive with a match: `array`, or its received rows. A new reference. */
 PyObject *plain_matched(PyObject *array, const fl_match *match);
 
-/* What an all_to_all of unequal parts is given; 1 or 0. */
+/* Read the arguments of an uneven all_to_all; return 1 or 0. */
 int plain_uneven(PyObject *x, PyObject *out, plain_call *call);
-/* A new array like the call's `x` but for the first dimension; NULL with an exception. */
+/* Return a new array like the call's `x` with `rows` rows; NULL with an exception. */
 PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows);
 
-/* A new array of what a rank has received that did not know its shape: `described` describes it; NULL with an
-   exception, or without one where Python must do it. */
+/* Return a new array with received data, whose shape `described` gives. NULL with an exception, or without
+   one if Python must handle it. */
 PyObject *plain_received(const fl_signature *described, const void *data);
 
-/* Whether a verb is given a number in place of an array: a float, a small int, or one of NumPy's. */
+/* Return 1 if a number takes the place of the array: a float, a small int, or a NumPy scalar. */
 int plain_has_number(PyObject *const *args);
-/* The array that travels for it, NULL with an exception; and the number like `like` that it has afterwards. */
+/* Return the array that replaces the number (NULL: exception); and the result as a number like `like`. */
 PyObject *plain_of_number(PyObject *x);
 PyObject *plain_number_of(PyArrayObject *array, PyObject *like);
 
-/* A number from 0 to `limit`: 0 where it is another, or none. */
+/* Convert an int from 0 to `limit`; return 0 for other values and types. */
 int plain_int(PyObject *given, int limit, int32_t *out);
 
-/* Whether a rank may be done with the call without a look at the others': see csrc/shm/entering.cc. */
+/* Return 1 if this rank may finish the call without calls of other ranks: see csrc/shm/entering.cc. */
 int plain_needs_nobody(const plain_call *call, int rank);
 
-int plain_overlap(const plain_call *one, const plain_call *other);
+int plain_overlap(const plain_call *first, const plain_call *second);
 
-/* The memory of an array, and whether it is written to. */
+/* The memory of an array, and whether the call writes to it. */
 typedef struct {
   const char *begin, *end;
   int is_written;
 } plain_span;
 
-/* Whether one that is written to shares memory with another one, which is an error that Python words; sorts them. */
+/* Return 1 if a written span overlaps another span; Python then raises the error. Sorts `spans`. */
 int plain_mixed_up(plain_span *spans, int count);
 
-/* plain_verbs(bytes): the flags of each code, from 0 on. */
+/* verbs(bytes): set the flags of the verbs, by code from 0. */
 PyObject *plain_verbs(PyObject *module, PyObject *flags);
 
 int plain_names(void);

@@ -1,17 +1,16 @@
-/* The flight record of a group: its last calls, in memory that Python has made and reads: see
-   flashlight_py/distributed/calls/journal.py. Writing one takes some 25 ns; the caller holds the
-   GIL. Needs csrc/common/types.cdef.h. */
+/* The flight record of a group: its last calls, in memory that Python allocates and reads (journal.py). An
+   entry takes some 25 ns. The caller holds the GIL. Needs csrc/common/types.cdef.h. */
 #pragma once
 
 #include <stdint.h>
 
 #include "../common/ticks.h"
 
-/* Times are those of fl_ticks(). */
+/* Times are in ticks of fl_ticks(). */
 typedef struct {
-  uint64_t number;  /* of the group's collectives; 0: a message */
+  uint64_t number; /* number among the group's collectives; 0: a message */
   int64_t started;
-  int64_t ended;    /* the negative id while the call runs: see fl_stamp */
+  int64_t ended; /* the negative id while the call runs: see fl_stamp */
   int64_t bytes;
   int64_t shape[3]; /* the first three dimensions */
   int8_t verb;      /* fl_verb, or FL_SENDRECV */
@@ -19,16 +18,16 @@ typedef struct {
   int8_t op;
   int8_t ndim;
   int32_t flags;
-  int32_t peer;     /* -1: any; or the root */
+  int32_t peer; /* -1: any; or the root */
   int32_t tag;
-  uint64_t id;      /* of this process's calls in the group, from 1; 0: empty */
+  uint64_t id; /* number of this process's call in the group, from 1; 0: empty */
 } ring_call;
 
 typedef struct {
-  uint64_t number;  /* collectives of the group so far */
-  uint64_t written; /* calls so far: the last one's id */
-  uint64_t off;     /* not 0: leave every call to Python */
-  uint64_t callers[5]; /* threads that are in a call here, as Python knows them, or 0; of a collective the first */
+  uint64_t number;     /* collectives of the group so far */
+  uint64_t written;    /* calls so far; id of the last call */
+  uint64_t off;        /* nonzero: Python handles every call */
+  uint64_t callers[5]; /* Python's ids of threads inside a call, or 0; first: collectives */
   ring_call calls[FL_RECORDED_CALLS];
 } ring;
 
@@ -53,7 +52,7 @@ static inline ring_call *ring_begin(ring *r, const fl_signature *signature, int 
   return call;
 }
 
-/* Threads that call one group at once may have overwritten the entry by now. */
+/* Concurrent calls of one group may have overwritten the entry. */
 static inline void ring_end(ring_call *call, uint64_t id, int failed) {
   if (failed && call->id == id) call->flags |= FL_RECORDED_FAILED;
   fl_stamp(&call->ended, -(int64_t)id);

@@ -1,4 +1,4 @@
-/* Collectives and messages of plain arrays; of a group of one rank a call is its record, a copy and a scale. */
+/* Collectives and messages with plain arrays. In a group of one rank: a record, a copy and a scaling. */
 
 #include <string.h>
 
@@ -6,8 +6,8 @@
 
 #include "../shm/shm.cdef.h"
 
-/* How many looks at what has come it takes (about 3 us) until the GIL is let go. To let it go takes so long that
-   the peer, which waits for this rank meanwhile, would do so too from then on: it must be rare. */
+/* Polls (about 3 us) before the GIL is released. Releasing it takes so long that the peer, which waits for
+   this rank, would release its GIL too from then on, so it must be rare. */
 enum { SPINS_WITH_GIL = 100, SPINS_FOR_MESSAGES = 400 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 
@@ -35,22 +35,22 @@ void run_alone(const plain_call *call) {
   const fl_signature *s = &call->signature;
   void *to = is_gather(s) ? call->room.data : call->output;
   const size_t bytes = (size_t)(s->count * s->itemsize);
-  PyThreadState *others = bytes >= LARGE_BYTES ? PyEval_SaveThread() : NULL;
-  if (to != NULL && bytes != 0) memmove(to, call->data, bytes); /* `out` may be what is given */
+  PyThreadState *thread_state = bytes >= LARGE_BYTES ? PyEval_SaveThread() : NULL;
+  if (to != NULL && bytes != 0) memmove(to, call->data, bytes); /* `out` may be the input */
   if (s->scale != 1.0 && s->verb != FL_EXSCAN) scale(s, to == NULL ? call->data : to);
-  if (others != NULL) PyEval_RestoreThread(others);
+  if (thread_state != NULL) PyEval_RestoreThread(thread_state);
 }
 
 PyObject *fetch(Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
-                recorded made) {
+                recorded entry) {
   const fl_signature *s = &call->signature;
-  if (made.row->id == made.id && (made.row->flags & FL_RECORDED_PLACED) == 0) note_place(binding, made.row);
+  if (entry.row->id == entry.id && (entry.row->flags & FL_RECORDED_PLACED) == 0) note_place(binding, entry.row);
   return PyObject_CallFunction(binding->ended, "KiOOOiKd", (unsigned long long)(uintptr_t)op,
                                (int)s->verb, x, out, call->result == NULL ? Py_None : call->result,
-                               (int)s->root, (unsigned long long)made.id, call->seconds);
+                               (int)s->root, (unsigned long long)entry.id, call->seconds);
 }
 
-/* What a rank receives that has called scatter without a place for it: a copy, where it is small. */
+/* Return the part that scatter received without `out`: a copy, if it is small. */
 static PyObject *received_part(const Binding *binding, fl_op *op, int root) {
   size_t bytes;
   if (binding->library.wait(op, 0) != FL_OK) return NULL;
@@ -61,21 +61,21 @@ static PyObject *received_part(const Binding *binding, fl_op *op, int root) {
   return array;
 }
 
-/* The result of a call that has ended, or that `op` describes; takes over call->result. */
+/* Return the result of a call that has ended, or that `op` describes; takes over call->result. */
 static PyObject *end(Binding *binding, fl_op *op, PyObject *x, PyObject *out, plain_call *call,
-                     recorded made) {
+                     recorded entry) {
   PyObject *result = call->result;
   if (op != NULL) {
     const fl_signature *s = &call->signature;
     result = s->ndim == FL_ANY ? received_part(binding, op, s->root) : NULL;
-    if (result == NULL && !PyErr_Occurred()) result = fetch(binding, op, x, out, call, made);
+    if (result == NULL && !PyErr_Occurred()) result = fetch(binding, op, x, out, call, entry);
     Py_XDECREF(call->result);
   }
-  ring_end(made.row, made.id, result == NULL);
+  ring_end(entry.row, entry.id, result == NULL);
   return result;
 }
 
-/* A call notes its line if it has to wait anyway, or if it takes so long that nobody will notice. */
+/* A call records its line if it must wait anyway, or if it is long compared with that. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row) {
   const int64_t bytes = call->signature.count * call->signature.itemsize;
   const int is_small = bytes <= SMALL_BYTES;
@@ -97,9 +97,9 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
-/* A rank that needs nobody's call cannot be asked later where it was, as it has gone on by then. */
+/* A rank that needs no other call may be gone when its site is requested, so it passes the site now. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
-                 recorded *made) {
+                 recorded *entry) {
   static const fl_site not_known = {""};
   PyObject *place = NULL;
   const fl_site *site = NULL;
@@ -110,20 +110,20 @@ int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *s
     if (!is_soon && !place_and_site(binding, &place, &site)) return 0;
   }
   if (!binding->library.begin(binding->group, &call->signature, call->data, call->seconds, site)) return 0;
-  *made = record(binding, shown, -1, 0, place);
+  *entry = record(binding, shown, -1, 0, place);
   binding->calls->callers[0] = PyThread_get_thread_ident();
-  *op = finish_collective(binding, call, made->row);
+  *op = finish_collective(binding, call, entry->row);
   binding->calls->callers[0] = 0;
   return 1;
 }
 
 int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
-                recorded *made) {
+                recorded *entry) {
   PyObject *place;
   const fl_site *site;
   const int entered = place_and_site(binding, &place, &site) ? enter(binding) : -1;
   if (entered < 0) return 0;
-  *made = record(binding, shown, call->peer, 0, place);
+  *entry = record(binding, shown, call->peer, 0, place);
   Py_BEGIN_ALLOW_THREADS;
   *op = binding->library.run(binding->group, &call->signature, call->data, call->output, call->peer, call->seconds, 0,
                      site);
@@ -134,19 +134,19 @@ int run_at_once(Binding *binding, const plain_call *call, const fl_signature *sh
 
 PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
   fl_op *op;
-  recorded made;
+  recorded entry;
   if (is_alone(binding)) {
-    made = record_alone(binding, &call->signature);
+    entry = record_alone(binding, &call->signature);
     run_alone(call);
-    return end(binding, NULL, x, out, call, made);
+    return end(binding, NULL, x, out, call, entry);
   }
-  int has_run = run_in_steps(binding, call, &call->signature, &op, &made);
-  /* What is behind other calls may go on after Ctrl-C, when the room of a gather is gone. */
+  int has_run = run_in_steps(binding, call, &call->signature, &op, &entry);
+  /* A call behind other calls may continue after Ctrl-C, when the buffer of a gather is already freed. */
   const int may_wait = binding->library.begin == NULL || call->output != &call->room;
   if (!has_run && may_wait && PyErr_Occurred() == NULL) {
-    has_run = run_at_once(binding, call, &call->signature, &op, &made);
+    has_run = run_at_once(binding, call, &call->signature, &op, &entry);
   }
-  if (has_run) return end(binding, op, x, out, call, made);
+  if (has_run) return end(binding, op, x, out, call, entry);
   Py_XDECREF(call->result);
   if (PyErr_Occurred() != NULL) return NULL;
   Py_RETURN_NOTIMPLEMENTED;
@@ -195,41 +195,41 @@ PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain_call *
     Py_XDECREF(call->result);
     return NULL;
   }
-  const recorded made = record(binding, &call->signature, call->peer, 0, place);
+  const recorded entry = record(binding, &call->signature, call->peer, 0, place);
   fl_message message;
   fl_op *op;
   fill_message(&message, call, site);
   message.match = call->output;
   if (!exchange(binding, &message, 1, &op)) {
     Py_XDECREF(call->result);
-    ring_end(made.row, made.id, 1);
+    ring_end(entry.row, entry.id, 1);
     return NULL;
   }
-  PyObject *y = end(binding, op, x, out, call, made);
+  PyObject *y = end(binding, op, x, out, call, entry);
   if (y == NULL || call->output == NULL) return y;
-  PyObject *found = plain_matched(y, &call->match);
+  PyObject *matched_rows = plain_matched(y, &call->match);
   Py_DECREF(y);
-  return found;
+  return matched_rows;
 }
 
 started_op start_one(Binding *binding, const plain_call *call, PyObject *place, const fl_site *site) {
   const fl_signature *s = &call->signature;
-  recorded made;
+  recorded entry;
   fl_op *op = NULL;
   if (is_alone(binding)) {
-    made = record_alone(binding, s);
-    made.row->flags |= FL_RECORDED_ASYNC;
+    entry = record_alone(binding, s);
+    entry.row->flags |= FL_RECORDED_ASYNC;
     run_alone(call);
   } else {
-    made = record(binding, s, call->peer, FL_RECORDED_ASYNC, place);
+    entry = record(binding, s, call->peer, FL_RECORDED_ASYNC, place);
     Py_BEGIN_ALLOW_THREADS;
     op = binding->library.run(binding->group, s, call->data, call->output, call->peer, binding->seconds, 1, site);
     Py_END_ALLOW_THREADS;
   }
   if (op == NULL) {
-    ring_end(made.row, made.id, 0);
+    ring_end(entry.row, entry.id, 0);
   } else {
-    binding->library.stamp(op, &made.row->ended, -(int64_t)made.id);
+    binding->library.stamp(op, &entry.row->ended, -(int64_t)entry.id);
   }
-  return (started_op){op, made.id, binding->calls->number, s->verb, s->root, call->peer};
+  return (started_op){op, entry.id, binding->calls->number, s->verb, s->root, call->peer};
 }

@@ -1,4 +1,4 @@
-/* all_reduce of several plain arrays: one after another, or small ones of one dtype in one message. */
+/* all_reduce of several plain arrays: one by one, or small arrays of one dtype packed into one message. */
 
 #include <limits.h>
 #include <stdlib.h>
@@ -8,38 +8,38 @@
 
 typedef struct {
   plain_call call;
-  PyObject *x; /* a reference */
+  PyObject *x;           /* a reference */
   int is_done, is_first; /* of its message */
 } item;
 
 typedef struct {
   item *items;
   Py_ssize_t count;
-  const item **message; /* room for all: those of one message */
-  plain_span *spans;    /* of each */
-  int64_t limit;        /* bytes of an array that travels with others */
+  const item **message; /* space for all: the items of one message */
+  plain_span *spans;    /* one per item */
+  int64_t limit;        /* maximum bytes of an array that is packed with others */
 } list;
 
-static int64_t bytes_of(const item *one) {
-  return one->call.signature.count * one->call.signature.itemsize;
+static int64_t bytes_of(const item *entry) {
+  return entry->call.signature.count * entry->call.signature.itemsize;
 }
 
-/* 1, or 0 if one of the arrays is not plain. */
+/* Read all arrays: 1, or 0 if one is not plain. */
 static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args, list *all) {
-  PyObject *given[] = {args[0], NULL, Py_None, args[3], args[4], args[5], args[6], args[7]};
+  PyObject *item_args[] = {args[0], NULL, Py_None, args[3], args[4], args[5], args[6], args[7]};
   const int is_list = PyList_CheckExact(xs);
   for (Py_ssize_t i = 0; i < all->count; ++i) {
-    item *one = &all->items[i];
-    plain_call *call = &one->call;
-    given[1] = is_list ? PyList_GetItem(xs, i) : PyTuple_GetItem(xs, i);
-    if (!PyArray_CheckExact(given[1]) || plain_read(given, binding->rank, binding->size, call) != 1) {
+    item *entry = &all->items[i];
+    plain_call *call = &entry->call;
+    item_args[1] = is_list ? PyList_GetItem(xs, i) : PyTuple_GetItem(xs, i);
+    if (!PyArray_CheckExact(item_args[1]) || plain_read(item_args, binding->rank, binding->size, call) != 1) {
       all->count = i;
       return 0;
     }
     const char *data = call->data;
-    one->x = call->result;
-    one->is_done = one->is_first = 0;
-    all->spans[i] = (plain_span){data, data + bytes_of(one), 1};
+    entry->x = call->result;
+    entry->is_done = entry->is_first = 0;
+    all->spans[i] = (plain_span){data, data + bytes_of(entry), 1};
     call->seconds = binding->seconds;
     if (call->is_scattered || (is_alone(binding) && !can_run_alone(call, Py_None))) {
       all->count = i + 1;
@@ -49,7 +49,7 @@ static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args,
   return 1;
 }
 
-/* Choose what travels with the first one, in the order of the list, by the plan of `plan_messages` in
+/* Choose the arrays that travel with `first`, in list order, like plan_messages in
    flashlight_py/distributed/api/reductions.py. */
 static int choose(const list *all, const item *first) {
   enum { MOST_PACKED = 64 };
@@ -57,17 +57,17 @@ static int choose(const list *all, const item *first) {
   int64_t bytes = bytes_of(first);
   all->message[number++] = first;
   if (bytes > all->limit) return number;
-  for (const item *one = first + 1; one < all->items + all->count; ++one) {
-    const int64_t more = bytes_of(one);
-    if (one->is_done || one->call.signature.dtype != first->call.signature.dtype || more > all->limit) continue;
+  for (const item *entry = first + 1; entry < all->items + all->count; ++entry) {
+    const int64_t more = bytes_of(entry);
+    if (entry->is_done || entry->call.signature.dtype != first->call.signature.dtype || more > all->limit) continue;
     bytes += more;
     if (bytes > MOST_PACKED * all->limit) break;
-    all->message[number++] = one;
+    all->message[number++] = entry;
   }
   return number;
 }
 
-/* Describe them as one array; the root is a digest of their shapes, which ranks compare. */
+/* Describe the arrays as one. The root is a digest of their shapes, which the ranks compare. */
 static plain_call packed_call(const item *const *message, int number) {
   plain_call call = message[0]->call;
   fl_signature *s = &call.signature;
@@ -85,7 +85,7 @@ static plain_call packed_call(const item *const *message, int number) {
   return call;
 }
 
-/* Copy them into one piece of memory, or back. */
+/* Copy the arrays into contiguous memory, or back. */
 static void copy_parts(const item *const *message, int number, char *flat, int is_back) {
   for (int i = 0; i < number; ++i) {
     const size_t bytes = (size_t)bytes_of(message[i]);
@@ -95,7 +95,7 @@ static void copy_parts(const item *const *message, int number, char *flat, int i
   }
 }
 
-/* Describe a message: returns its array, the one or a new one with the elements of all; or NULL with an exception. */
+/* Describe a message and return its array: the only one, or a new packed one; NULL with an exception. */
 static PyObject *describe(const item *const *message, int number, plain_call *call) {
   PyObject *x = message[0]->x;
   *call = message[0]->call;
@@ -140,8 +140,8 @@ static PyObject *run_all(Binding *binding, PyObject *xs, const list *all) {
   return xs;
 }
 
-/* Note as done what travels with `first`: adds its array to `arrays`, and if that is packed a tuple of it and the
-   arrays to `packs`; 0 with an exception. */
+/* Mark the arrays that travel with `first` as done. Append the message's array to `arrays`, and if it is
+   packed a tuple (packed array, its arrays ...) to `packs`; 0 with an exception. */
 static int pack_message(const list *all, item *first, PyObject *arrays, PyObject *packs) {
   const int number = choose(all, first);
   plain_call call;
@@ -166,7 +166,7 @@ static int pack_message(const list *all, item *first, PyObject *arrays, PyObject
   return is_good;
 }
 
-/* Begin all messages: their Work; or (it, a list of the packed messages). */
+/* Start all messages: return their Work, or (Work, list of packed messages). */
 static PyObject *start_all(PyObject *self, const list *all) {
   Binding *binding = binding_of(self);
   PyObject *place = NULL, *arrays = PyList_New(0), *packs = PyList_New(0), *result = NULL;
@@ -175,13 +175,13 @@ static PyObject *start_all(PyObject *self, const list *all) {
   int is_good = arrays != NULL && packs != NULL && ops != NULL;
   is_good = is_good && (is_alone(binding) || place_and_site(binding, &place, &site));
   item *const end = all->items + all->count;
-  for (item *one = all->items; is_good && one < end; ++one) {
-    if (!one->is_done) is_good = pack_message(all, one, arrays, packs);
+  for (item *entry = all->items; is_good && entry < end; ++entry) {
+    if (!entry->is_done) is_good = pack_message(all, entry, arrays, packs);
   }
   if (is_good) {
     int number = 0;
-    for (item *one = all->items; one < end; ++one) {
-      if (one->is_first) ops[number++] = start_one(binding, &one->call, place, site);
+    for (item *entry = all->items; entry < end; ++entry) {
+      if (entry->is_first) ops[number++] = start_one(binding, &entry->call, place, site);
     }
     PyObject *work = make_work(self, ops, number, arrays, NULL);
     result = work;
@@ -216,7 +216,7 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
     all.message = (const item **)(void *)(all.spans + count);
   }
   if (!read_all(binding, xs, args, &all) || plain_mixed_up(all.spans, (int)count)) {
-    PyErr_Clear(); /* which Python raises again, in its words */
+    PyErr_Clear(); /* Python raises it again with its message */
     Py_INCREF(result);
   } else {
     result = is_async ? start_all(self, &all) : run_all(binding, xs, &all);

@@ -1,29 +1,29 @@
-/* An all_to_all of unequal parts of plain arrays: the ranks let each other know how many rows they have for
-   each, and then move them. Both steps are what Python does (backends/native.py), call by call. */
+/* all_to_all with uneven parts of plain arrays: the ranks exchange their row counts and then move the rows.
+   Both steps are the same calls as in Python (backends/native.py). */
 
 #include "verbs.h"
 
 #include "../shm/shm.cdef.h"
 
-enum { MOST_RANKS = 16 }; /* with more, moving takes longer than Python does */
-enum { PART_OF_ROWS = 8 }; /* of call.py, COMPOSED: the place of all_to_all(rows=...), from 1 */
+enum { MOST_RANKS = 16 };  /* with more ranks, moving takes longer than Python's overhead */
+enum { PART_OF_ROWS = 8 }; /* index, from 1, of all_to_all(rows=...) in COMPOSED of call.py */
 
-/* `rows`, a list or a tuple, has how many of the `have` rows each of `size` ranks gets; 0: it has not. */
+/* Read `rows`, a list or tuple of row counts for `size` ranks; return 0 unless they sum to `have`. */
 static int read_rows(PyObject *rows, int size, int64_t have, int64_t *counts) {
   const int is_list = PyList_CheckExact(rows);
   if ((is_list ? PyList_Size(rows) : PyTuple_Size(rows)) != size) return 0;
   for (int r = 0; r < size; ++r) {
-    PyObject *given = is_list ? PyList_GetItem(rows, r) : PyTuple_GetItem(rows, r);
-    if (!PyLong_CheckExact(given)) return 0;
+    PyObject *item = is_list ? PyList_GetItem(rows, r) : PyTuple_GetItem(rows, r);
+    if (!PyLong_CheckExact(item)) return 0;
     int overflow = 0;
-    counts[r] = PyLong_AsLongAndOverflow(given, &overflow);
+    counts[r] = PyLong_AsLongAndOverflow(item, &overflow);
     if (overflow != 0 || counts[r] < 0 || counts[r] > have) return 0;
     have -= counts[r];
   }
   return have == 0;
 }
 
-/* How many rows each rank has for each. */
+/* The call that exchanges the row counts of all ranks. */
 static plain_call table_of(int size, int64_t *counts, int64_t *table) {
   plain_call call;
   plain_begin(&call, FL_ALL_GATHER);
@@ -38,7 +38,7 @@ static plain_call table_of(int size, int64_t *counts, int64_t *table) {
   return call;
 }
 
-/* A step that must follow, of which no other thread may be in the way. */
+/* Run a step that must directly follow, with no call of another thread in between. */
 static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row) {
   if (binding->library.begin(binding->group, &call->signature, call->data, binding->seconds, NULL)) {
     return finish_collective(binding, call, row);
@@ -51,7 +51,7 @@ static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row)
   return op;
 }
 
-/* Join the others in what they wait for, as this rank cannot: there is no memory for its result. */
+/* Join the call of the other ranks with a rejected call, as there is no memory for this rank's result. */
 static void refuse(Binding *binding, ring_call *row) {
   plain_call call;
   plain_begin(&call, FL_BARRIER);
@@ -63,12 +63,12 @@ static void refuse(Binding *binding, ring_call *row) {
   PyErr_Restore(type, value, trace);
 }
 
-/* The second step; the result is a new reference in call->result, NULL with an exception. */
+/* Run the second step. call->result receives the result, a new reference, or NULL with an exception. */
 static fl_op *move(Binding *binding, PyObject *x, PyObject *out, const int64_t *table, plain_call *call,
                    ring_call *row) {
   const int size = binding->size;
   const fl_signature *s = &call->signature;
-  int64_t row_bytes = s->itemsize; /* also where this rank has no rows, and others have some for it */
+  int64_t row_bytes = s->itemsize; /* nonzero even if this rank has no rows */
   for (int d = 1; d < s->ndim; ++d) row_bytes *= s->shape[d];
   int64_t arrive = 0, bytes[MOST_RANKS * MOST_RANKS];
   for (int r = 0; r < size; ++r) arrive += table[r * size + binding->rank];
@@ -103,16 +103,16 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
   step.seconds = call.seconds = binding->seconds;
   step.output = &step.room;
   fl_op *op;
-  recorded made;
-  if (!run_in_steps(binding, &step, &call.signature, &op, &made)) Py_RETURN_NOTIMPLEMENTED;
+  recorded entry;
+  if (!run_in_steps(binding, &step, &call.signature, &op, &entry)) Py_RETURN_NOTIMPLEMENTED;
   binding->calls->callers[0] = PyThread_get_thread_ident();
-  if (op == NULL) op = move(binding, x, out, table, &call, made.row);
+  if (op == NULL) op = move(binding, x, out, table, &call, entry.row);
   binding->calls->callers[0] = 0;
   PyObject *result = call.result;
   if (op != NULL) {
-    result = fetch(binding, op, x, out, &call, made);
+    result = fetch(binding, op, x, out, &call, entry);
     Py_XDECREF(call.result);
   }
-  ring_end(made.row, made.id, result == NULL);
+  ring_end(entry.row, entry.id, result == NULL);
   return result;
 }

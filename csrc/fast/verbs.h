@@ -1,4 +1,4 @@
-/* Calls that are more than one plain array: lists of arrays, unequal parts, batches of messages, objects. */
+/* Calls other than one plain array: lists of arrays, uneven parts, batches of messages, objects. */
 #pragma once
 
 #include "running.h"
@@ -6,34 +6,34 @@
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
-/* The type of what stands for a public verb: see entry.c. */
+/* The type of the public verbs: see entry.c. */
 PyObject *entry_type(void);
 
-/* all_to_all with `rows`; NotImplemented where Python must do it, and nothing has happened. Where `out` has not
-   as many rows as arrive, the result is another array. */
+/* Run all_to_all with `rows`. NotImplemented, without effect, if Python must handle it. If `out` has the
+   wrong number of rows, the result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
-/* all_reduce of the arrays of a list: the list; or NotImplemented as native_uneven. Asynchronous: a Work; or a
-   tuple of that and a list, of each packed message (its array, the arrays that are in it). Small arrays are
-   packed if True is in the place of `out`. */
+/* Run all_reduce on a list of arrays; return the list, or NotImplemented like native_uneven. Asynchronous:
+   return a Work, or (Work, list with a tuple (packed array, its arrays ...) per packed message). Small arrays
+   are packed if `out` is True. */
 PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
-/* Begin the messages of `ops`, a list of P2POp: their Work; NotImplemented as native_uneven. */
+/* Begin the messages of `ops`, a list of P2POp, and return their Work; NotImplemented like native_uneven. */
 PyObject *native_batch(PyObject *self, PyObject *ops);
 int batch_names(void);
 
-/* native_object(verb, object, root): the list of the objects that have come; None where they are the root's;
-   (array of frames, number of the call, this rank's frame or None) where Python must go on; NotImplemented,
-   and nothing has happened, where it must do all of it. */
+/* native_object(verb, object, root): return the list of received objects, or None if only the root receives.
+   If Python must continue: (array of frames, number of the call, this rank's frame or None). If Python must
+   handle the whole call: NotImplemented, without effect. */
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count);
 int object_names(void);
 
-/* The Work of one that Python is to look after, with all that it uses. Where a signal handler raises
-   meanwhile, nobody may have what the operation still writes to: that stays for ever. */
+/* Return the Python Work of one operation with all objects that it uses. If a signal handler raises
+   meanwhile, these objects are leaked, because the operation still writes to them. */
 PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
                    PyObject *result, PyObject *room);
-/* A light Work: of one operation (`count` is 0) with its `result`, `kept` a tuple of its array, its `out` and
-   its room, of a receive the bytes of its fl_match or None; or of `count` messages, `result` the list of their
-   arrays, `kept` the bytes of as many fl_match or NULL: then it takes over `ops`, which PyMem_Free frees. */
+/* Return a light Work. With `count` 0 it has one operation and its `result`; `kept` is (array, out, room),
+   room being the bytes of a receive's fl_match or None. Otherwise it has `count` messages, `result` lists
+   their arrays, `kept` is the bytes of as many fl_match or NULL, and it frees `ops` with PyMem_Free. */
 PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *result, PyObject *kept);
 PyObject *work_type(void);

@@ -1,39 +1,39 @@
-/* Works of messages and other operations that were started: light to make and to wait for.
+/* Light Works of started messages and other operations.
 
-   A failure, or a wait of limited time, is Python's: then Works of backends/native_work.py take over. */
+   Python handles failures and waits with a timeout: Works of backends/native_work.py take over. */
 
 #include <pthread.h>
 #include <stdlib.h>
 
 #include "verbs.h"
 
-enum { LEAST_RUNNING = 8 }; /* before it is looked which have ended */
+enum { LEAST_RUNNING = 8 }; /* minimum size of `running` before it is cleaned */
 
-/* How long a wait stays inside the library: signal handlers (Ctrl-C) run in between. */
+/* Seconds that a wait stays inside the library; signal handlers (Ctrl-C) run in between. */
 static const double SLICE_SECONDS = 0.1;
 
-static int forks; /* between the first process and this one */
+static int forks; /* number of forks between the first process and this one */
 
 typedef struct {
   PyObject_HEAD
-  PyObject *owner;  /* of the binding, and so of the group; NULL once all has ended well */
+  PyObject *owner; /* of the binding and the group; NULL after success */
   Binding *binding;
-  PyObject *result; /* of one: what it returns; of several: the list of their arrays */
-  PyObject *kept;   /* as make_work() was given it */
-  PyObject *python; /* the Work that has taken over; or NULL */
-  int count;        /* 0: one by itself */
-  int source;       /* of a receive; else -1 */
-  int forks;        /* when it was made */
-  int waiting;      /* threads that are in the library for it */
-  int is_lost;      /* a signal handler has raised while Python took over: nobody knows of all of it */
-  started_op one, *ops; /* `ops` is that one, or an array */
+  PyObject *result;     /* return value; with several messages: list of their arrays */
+  PyObject *kept;       /* argument of make_work() */
+  PyObject *python;     /* the Work that has taken over; or NULL */
+  int count;            /* 0: a single operation */
+  int source;           /* of a receive; else -1 */
+  int forks;            /* at creation */
+  int waiting;          /* threads inside the library for this Work */
+  int is_lost;          /* a signal handler raised during hand_over(); the operations are inaccessible */
+  started_op one, *ops; /* `ops` is &one, or an array */
 } work_object;
 
 static int ops_of(const work_object *work) { return work->count == 0 ? 1 : work->count; }
 
 static void count_fork(void) { ++forks; }
 
-/* All has ended well, and nobody needs anything but the result any more. */
+/* Free everything except the result after all operations have ended well. */
 static void release(work_object *work) {
   for (int i = 0; i < ops_of(work); ++i) {
     if (work->ops[i].op != NULL) work->binding->library.free(work->ops[i].op);
@@ -54,9 +54,8 @@ static void free_work(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* Keep `work`: the library writes into its arrays whether or not anybody else does. Those that have ended well
-   are let go of when there are twice as many as there were; a failure is kept for sync_distributed(). 0 with an
-   exception. */
+/* Keep `work` alive, because the library writes into its arrays. When the number has doubled, Works that
+   ended well are released; failures stay for sync_distributed(). 0 with an exception. */
 static int track(Binding *binding, PyObject *work) {
   PyObject *running = binding->running;
   if (PyDict_SetItem(running, work, Py_None) < 0) return 0;
@@ -68,13 +67,13 @@ static int track(Binding *binding, PyObject *work) {
     Py_XDECREF(ended);
   }
   Py_XDECREF(all);
-  const Py_ssize_t left = 2 * PyDict_Size(running);
-  binding->most_running = left < LEAST_RUNNING ? LEAST_RUNNING : left;
+  const Py_ssize_t limit = 2 * PyDict_Size(running);
+  binding->most_running = limit < LEAST_RUNNING ? LEAST_RUNNING : limit;
   return all != NULL;
 }
 
-/* What receives have found that have ended well, which may be asked again: notes who has sent, and returns
-   `result` with the parts that have come; a new reference, or NULL with an exception. */
+/* Evaluate the matches of receives that ended well; may be repeated. Sets the source and returns `result`
+   with partial arrays cut to the received rows: a new reference, or NULL with an exception. */
 static PyObject *matched(work_object *work, PyObject *result) {
   const int is_one = work->count == 0, receives = !is_one || work->ops->verb == FL_RECV;
   PyObject *room = is_one && work->kept != NULL ? PyTuple_GetItem(work->kept, 2) : work->kept;
@@ -94,12 +93,12 @@ static PyObject *matched(work_object *work, PyObject *result) {
   return result;
 }
 
-/* All has ended well; 0 with an exception. */
+/* Finish the Work after all operations ended well; 0 with an exception. */
 static int settle(work_object *work) {
-  PyObject *given = work->result, *result = matched(work, given);
+  PyObject *previous = work->result, *result = matched(work, previous);
   if (result == NULL) return 0;
   work->result = result;
-  Py_DECREF(given);
+  Py_DECREF(previous);
   release(work);
   return 1;
 }
@@ -121,7 +120,7 @@ PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *resul
   Binding *binding = binding_of(owner);
   PyTypeObject *type = (PyTypeObject *)binding->work;
   work_object *work = (work_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-  if (work == NULL) { /* the library may still use all of it: that stays for ever */
+  if (work == NULL) { /* leak the objects, because the library may still use them */
     Py_INCREF(result);
     Py_XINCREF(kept);
     return NULL;
@@ -152,7 +151,7 @@ PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *resul
   return (PyObject *)work;
 }
 
-/* The Work of one operation, which Python makes. */
+/* Return the Python Work of one operation. */
 static PyObject *handed_over(work_object *work, int i) {
   started_op *one = &work->ops[i];
   fl_op *op = one->op;
@@ -165,7 +164,7 @@ static PyObject *handed_over(work_object *work, int i) {
   return x == NULL ? NULL : work_for(work->binding, op, one, x, out, result, room);
 }
 
-/* Have Python's Work take over; 0 with an exception. */
+/* Let Python's Work take over; 0 with an exception. */
 static int hand_over(work_object *work) {
   if (work->python != NULL) return 1;
   if (work->is_lost) {
@@ -191,23 +190,23 @@ static int hand_over(work_object *work) {
   return work->python != NULL;
 }
 
-/* How all of them stand, after up to `seconds` for each: FL_OK or FL_PENDING, or the first that is another. */
+/* Return the joint status after waiting up to `seconds` for each: FL_OK, FL_PENDING, or the first failure. */
 static fl_status status_of(work_object *work, double seconds) {
-  fl_status found = FL_OK;
+  fl_status first_failure = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {
     fl_op *op = work->ops[i].op;
     const fl_status status = op == NULL ? FL_OK : work->binding->library.wait(op, seconds);
     if (status == FL_PENDING) return FL_PENDING;
-    if (found == FL_OK) found = status;
+    if (first_failure == FL_OK) first_failure = status;
   }
-  return found;
+  return first_failure;
 }
 
 static int has_ended(const work_object *work) { return work->owner == NULL; }
 
-/* Wait for the end: FL_OK; or what else Python is to look into; -1 with an exception. */
+/* Wait for the end and return FL_OK, or the status that Python must handle; -1 with an exception. */
 static int wait_for(work_object *work) {
-  PyObject *owner = work->owner; /* a wait may do the operation */
+  PyObject *owner = work->owner; /* the wait may complete and release the operation */
   Py_INCREF(owner);
   fl_status status;
   do {
@@ -252,9 +251,9 @@ static PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t count, P
     if (status != FL_OK || work->python != NULL) {
       PyObject *result = hand_over(work) ? PyObject_CallMethod(work->python, "wait", "O", timeout) : NULL;
       if (result == NULL) return NULL;
-      PyObject *home = matched(work, result);
+      PyObject *matched_result = matched(work, result);
       Py_DECREF(result);
-      return home;
+      return matched_result;
     }
   }
   return matched(work, work->result);
@@ -268,7 +267,7 @@ static PyObject *is_completed(PyObject *self, PyObject *args) {
   return PyBool_FromLong(status_of(work, 0) != FL_PENDING);
 }
 
-/* Whether it has ended without an error that wait() would raise. */
+/* Return True if it has ended without an error that wait() would raise. */
 static PyObject *has_ended_well(PyObject *self, PyObject *args) {
   (void)args;
   work_object *work = (work_object *)self;

@@ -1,4 +1,4 @@
-// The C ABI; see ../common/capi.h for what becomes of exceptions.
+// The C ABI; ../common/capi.h handles exceptions.
 #include "../common/capi.h"
 
 #include "group.h"

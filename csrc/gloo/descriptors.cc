@@ -19,14 +19,14 @@ void Descriptor::close_if_same() const noexcept {
 
 void Descriptors::add(int descriptor) {
   const size_t count = count_;
-  const Descriptor found = Descriptor::of(descriptor);
-  if (count == most_ || found.number < 0) return;
-  found_[count] = found;
+  const Descriptor identity = Descriptor::of(descriptor);
+  if (count == capacity_ || identity.number < 0) return;
+  descriptors_[count] = identity;
   count_ = count + 1;
 }
 
 void Descriptors::close_all() const noexcept {
-  for (size_t i = 0; i < count_; ++i) found_[i].close_if_same();
+  for (size_t i = 0; i < count_; ++i) descriptors_[i].close_if_same();
 }
 
 }  // namespace fl

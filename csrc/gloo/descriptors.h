@@ -1,5 +1,5 @@
-// The descriptors of a group's sockets. In a child that was forked a connection lives on as long as the
-// child: peers would not notice that a rank was killed.
+// Descriptors of a group's sockets. A forked child must close them: its copies keep connections open, and
+// peers would not notice that a rank was killed.
 #pragma once
 
 #include <sys/types.h>
@@ -12,33 +12,33 @@
 
 namespace fl {
 
-// A call of the system has failed.
+// Throw the errno of a failed system call.
 [[noreturn]] inline void fail_in(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
 
-// One, and what it is: its number may come to mean something else.
+// A descriptor with the identity of its file, because the number may be reused.
 struct Descriptor {
-  int number = -1;  // none
+  int number = -1;  // no descriptor
   dev_t device = 0;
   ino_t inode = 0;
 
   static Descriptor of(int number) noexcept;
-  // In a forked child: whatever has used its number meanwhile stays open.
+  // In a forked child: close the descriptor unless its number was reused.
   void close_if_same() const noexcept;
 };
 
 class Descriptors {
  public:
-  explicit Descriptors(size_t most) : found_(new Descriptor[most]), most_(most) {}
+  explicit Descriptors(size_t capacity) : descriptors_(new Descriptor[capacity]), capacity_(capacity) {}
 
-  // One thread at a time. Beyond so many as were announced they are not remembered.
+  // Not thread-safe. Descriptors beyond the announced maximum are ignored.
   void add(int descriptor);
 
-  // Close those that are still the same, in a forked child: whatever other threads did just then.
+  // In a forked child: close all descriptors that were not reused, whatever other threads were doing.
   void close_all() const noexcept;
 
  private:
-  const std::unique_ptr<Descriptor[]> found_;
-  const size_t most_;
+  const std::unique_ptr<Descriptor[]> descriptors_;
+  const size_t capacity_;
   std::atomic<size_t> count_{0};
 };
 

@@ -7,13 +7,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// News that cannot be delivered in this time is not worth waiting for; and how often that is looked at.
+// Maximum time to wait for the delivery of notifications, and the interval of checks.
 constexpr milliseconds kGoodbye{500}, kDeliveryTick{2};
 
-// A rank that has gone needs to be told nothing.
-void tell_one(Pair& pair, uint64_t group, const std::string& text) noexcept {
+// A rank that has left needs no notification.
+void notify_peer(Pair& pair, uint64_t group, const std::string& text) noexcept {
   try {
-    pair.tell(group, text, Mesh::is_last(text));
+    pair.send_note(group, text, Mesh::is_last(text));
   } catch (const std::exception&) {
   }
 }
@@ -37,7 +37,7 @@ Family::~Family() {
 void Family::open(const char* addresses, size_t bytes, const char* key) {
   links->open(
       addresses, bytes, key, [this](int peer, Pair& pair) { connected(peer, pair); },
-      [this](int peer, uint64_t group, const std::string& text) { told(peer, group, text); },
+      [this](int peer, uint64_t group, const std::string& text) { handle_note(peer, group, text); },
       [this](uint64_t group) { return calls_of(group); }, wire);
 }
 
@@ -46,13 +46,13 @@ void Family::add(Mesh& group) {
   groups_.emplace(group.group, &group);
   const auto early = early_.find(group.group);
   if (early == early_.end()) return;
-  for (const auto& [peer, text] : early->second) group.hear(group.place_of(peer), text);
+  for (const auto& [peer, text] : early->second) group.receive_note(group.index_of(peer), text);
   early_.erase(early);
 }
 
 void Family::remove(Mesh& group) noexcept {
   const std::lock_guard<std::mutex> losing(losing_);
-  tell(group, Mesh::kClosed);
+  notify(group, Mesh::kClosed);
   engine.forget(group.group);
   bool has_ended;
   {
@@ -60,7 +60,7 @@ void Family::remove(Mesh& group) noexcept {
     groups_.erase(group.group);
     has_ended = this->has_ended();
     for (int peer : group.members()) {
-      if (connections_[peer] == nullptr) last_words_[peer].emplace_back(group.group, group.told);
+      if (connections_[peer] == nullptr) late_notes_[peer].emplace_back(group.group, group.notes);
     }
   }
   if (has_ended) links->close();
@@ -76,23 +76,23 @@ void Family::end(Mesh& group) noexcept {
 }
 
 bool Family::has_ended() const {
-  return std::all_of(groups_.begin(), groups_.end(), [](const auto& each) { return each.second->has_ended; });
+  return std::all_of(groups_.begin(), groups_.end(), [](const auto& entry) { return entry.second->has_ended; });
 }
 
-// A rank that connects just now is told by this or by connected().
-void Family::tell(Mesh& group, const std::string& text) noexcept {
+// A rank that is connecting gets the text here or in connected().
+void Family::notify(Mesh& group, const std::string& text) noexcept {
   std::vector<Pair*> connections;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    group.told.push_back(text);
+    group.notes.push_back(text);
     for (int peer : group.members()) connections.push_back(connections_[peer]);
   }
   for (Pair* pair : connections) {
-    if (pair != nullptr) tell_one(*pair, group.group, text);
+    if (pair != nullptr) notify_peer(*pair, group.group, text);
   }
 }
 
-void Family::soon_pass_on(const Mesh& group, std::string text) {
+void Family::forward_later(const Mesh& group, std::string text) {
   watch.soon([this, number = group.group, text = std::move(text)] {
     const std::lock_guard<std::mutex> losing(losing_);
     Mesh* group;
@@ -101,11 +101,11 @@ void Family::soon_pass_on(const Mesh& group, std::string text) {
       const auto found = groups_.find(number);
       group = found == groups_.end() ? nullptr : found->second;
     }
-    if (group != nullptr) group->pass_on(text);
+    if (group != nullptr) group->forward(text);
   });
 }
 
-// A connection that is closed while something comes from the other end drops what is on its way there.
+// Closing a connection while data arrives from the peer would drop data on its way there.
 void Family::deliver() const noexcept {
   const auto is_delivered = [&] {
     for (int peer = 0; peer < links->size; ++peer) {
@@ -119,28 +119,28 @@ void Family::deliver() const noexcept {
   }
 }
 
-// On Gloo's thread: before anything else is sent or received there.
+// On Gloo's thread, before any other message on this connection.
 void Family::connected(int peer, Pair& pair) {
-  std::vector<std::pair<uint64_t, Told>> words;
+  std::vector<std::pair<uint64_t, Notes>> unsent;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     connections_[peer] = &pair;
-    std::swap(words, last_words_[peer]);
+    std::swap(unsent, late_notes_[peer]);
     for (const auto& [number, group] : groups_) {
-      if (group->place_of(peer) >= 0) words.emplace_back(number, group->told);
+      if (group->index_of(peer) >= 0) unsent.emplace_back(number, group->notes);
     }
   }
-  for (const auto& [group, told] : words) {
-    for (const std::string& text : told) tell_one(pair, group, text);
+  for (const auto& [group, notes] : unsent) {
+    for (const std::string& text : notes) notify_peer(pair, group, text);
   }
 }
 
-// One that is not here is about to be made.
-void Family::told(int peer, uint64_t group, const std::string& text) {
+// An unknown group is about to be created by this rank.
+void Family::handle_note(int peer, uint64_t group, const std::string& text) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = groups_.find(group);
   if (found == groups_.end()) return early_[group].emplace_back(peer, text), void();
-  found->second->hear(found->second->place_of(peer), text);
+  found->second->receive_note(found->second->index_of(peer), text);
 }
 
 int64_t Family::calls_of(uint64_t group) {
@@ -156,18 +156,18 @@ void Family::abandon() const noexcept {
 
 // Hosts -----------------------------------------------------------------------------------------
 
-std::shared_ptr<const Hosts> read_hosts(const fl_hosts& given, int size, const char* addresses,
+std::shared_ptr<const Hosts> read_hosts(const fl_hosts& description, int size, const char* addresses,
                                         size_t bytes, const char* key) {
-  std::vector<sockaddr_in6> places(size);
+  std::vector<sockaddr_in6> rank_addresses(size);
   for (int r = 0; r < size; ++r) {
     sockaddr_storage address = read_address(addresses + r * bytes, bytes);
-    set_port(address, given.ports[r]);
-    std::memcpy(&places[r], &address, sizeof places[r]);
+    set_port(address, description.ports[r]);
+    std::memcpy(&rank_addresses[r], &address, sizeof rank_addresses[r]);
   }
   return std::make_shared<const Hosts>(
-      std::vector<int>(given.numbers, given.numbers + size),
-      std::vector<std::string>(given.names, given.names + given.count), std::move(places),
-      std::string(key, FL_KEY_BYTES), given.seconds);
+      std::vector<int>(description.numbers, description.numbers + size),
+      std::vector<std::string>(description.names, description.names + description.count), std::move(rank_addresses),
+      std::string(key, FL_KEY_BYTES), description.seconds);
 }
 
 int Family::listen_for_hosts() {
@@ -179,34 +179,34 @@ int Family::listen_for_hosts() {
 void Family::watch_hosts(std::shared_ptr<const Hosts> hosts) {
   if (!(hosts->seconds > 0)) return heartbeat_.reset();
   links->keep_alive_for(patience_ = hosts->seconds);
-  if (heartbeat_ == nullptr) return;  // another group watches, and takes this one along
+  if (heartbeat_ == nullptr) return;  // another group monitors hosts and ends this one too
   heartbeat_->begin(std::move(hosts));
   beats_ = std::thread(&Family::beat, this);
 }
 
-// On a thread of its own: news are passed on at once, whatever ends here because of them.
+// On a separate thread, so that news is forwarded at once, whatever it ends on this rank.
 void Family::beat() {
   while (!is_going_) {
-    if (const auto lost = heartbeat_->look()) watch.soon([this, lost] { lose(*lost); });
+    if (const auto lost = heartbeat_->update()) watch.soon([this, lost] { lose(*lost); });
     heartbeat_->await();
   }
 }
 
-// Of each group that has ranks there. To notify others takes time, in which a connection may break.
+// End each group with ranks on lost hosts. While other ranks are notified, connections may break.
 void Family::lose(const Failure& failure) {
   const std::lock_guard<std::mutex> losing(losing_);
   std::vector<std::pair<Mesh*, Failure>> lost;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& each : groups_) {
-      const Failure theirs = each.second->as_its_own(failure);
-      if (!theirs.missing.empty() && !each.second->reason()) lost.emplace_back(each.second, theirs);
+    for (const auto& entry : groups_) {
+      const Failure part_failure = entry.second->for_members(failure);
+      if (!part_failure.missing.empty() && !entry.second->reason()) lost.emplace_back(entry.second, part_failure);
     }
   }
-  for (const auto& [group, theirs] : lost) group->foretell(theirs);
-  for (const auto& [group, theirs] : lost) group->report_to_others(theirs);
+  for (const auto& [group, part_failure] : lost) group->set_reason(part_failure);
+  for (const auto& [group, part_failure] : lost) group->report_to_others(part_failure);
   deliver();
-  for (const auto& [group, theirs] : lost) group->lose(theirs);
+  for (const auto& [group, part_failure] : lost) group->lose(part_failure);
 }
 
 }  // namespace fl

@@ -8,9 +8,9 @@ namespace {
 
 fl_site site_of(const Request& call) { return call.site != nullptr ? *call.site : fl_site{}; }
 
-// Whether the one rank that is missing has begun the same call: what is it waiting for?
+// True if the only missing rank has begun the same call and therefore waits itself.
 bool waits_in(const Failure& timeout, const fl_signature& call) {
-  return timeout.missing.size() == 1 && timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
+  return timeout.missing.size() == 1 && timeout.report.calls[timeout.missing[0]].sequence == call.sequence;
 }
 
 }  // namespace
@@ -47,13 +47,13 @@ bool Group::is_ahead(int rank, fl_signature& call) {
 std::shared_ptr<Operation> Group::lost() {
   const auto reason = mesh_->reason();
   if (!mesh_->is_broken() && !mesh_->has_farewell() && !reason) return nullptr;
-  // That hosts are lost concerns groups beside this one, whichever operation noticed it.
+  // A lost host concerns other groups too, whichever operation detected it.
   const bool concerns_others = reason && reason->status == FL_HOST_LOST;
   const bool was_raised = mesh_->is_broken() && !concerns_others;
   const Failure found = was_raised ? mesh_->why_broken() : mesh_->explain(-1, "it gave up");
   auto operation = ended_with(found.status, {found.what(), found.missing, {}, {}});
   operation->ended = Clock::now();
-  return operation;  // it ends nothing: whoever asks decides
+  return operation;  // it ends nothing; the caller decides
 }
 
 void Group::give_up(const std::string& why) {
@@ -85,14 +85,13 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
   return nothing_to_fetch ? nullptr : operation;
 }
 
-// Where a caller is still inside, the sockets cannot be freed yet, and the others must not wait for
-// that.
+// The sockets stay open while a caller is inside. Report the end, so that other ranks do not wait for them.
 void Group::close() {
   if (queue_.enter()) {
     collectives_.flush(Clock::now() + kLastMessages);
     queue_.leave();
   }
-  mesh_->leave();  // and is not the rank that was lost where another one is
+  mesh_->leave();  // so that it is not reported as lost
   port_->close();
   queue_.close();
   if (!queue_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, kWasClosed));
@@ -104,29 +103,29 @@ Group::Task Group::collective(const Request& request, InterruptCheck interrupt) 
   return [this, request = request, site = site_of(request), interrupt](Operation& operation) mutable {
     request.signature.sequence = sequence_of(++calls_);
     Waiter waiter(*mesh_, operation.deadline, interrupt);
-    Call call{request.signature, site, operation.seen, waiter};
+    Call call{request.signature, site, operation.report, waiter};
     try {
       operation.output = dispatch(call, request.data, request.output);
     } catch (Failure& failure) {
       const bool is_late = failure.status == FL_TIMEOUT;
       if (is_late || failure.status == FL_PEER_LOST) {
-        failure.seen = collectives_.last_calls();
-        failure.seen.calls[mesh_->rank] = request.signature;
+        failure.report = collectives_.last_calls();
+        failure.report.calls[mesh_->rank] = request.signature;
       }
       if (is_late && waits_in(failure, request.signature)) failure.missing = mesh_->cause_of(failure);
       throw;
     } catch (const Mismatch&) {
       throw;
     } catch (const std::exception& error) {
-      throw mesh_->explain(-1, error.what());  // while there is a waiter, which says how long that may take
+      throw mesh_->explain(-1, error.what());  // while a waiter with a deadline exists
     }
   };
 }
 
 Bytes Group::dispatch(Call& call, void* data, void* output) {
-  if (!is_compared(call.mine)) return do_verb(collectives_, call, call.mine.verb, data, output);
+  if (!is_compared(call.signature)) return do_verb(collectives_, call, call.signature.verb, data, output);
   collectives_.barrier(call);
-  return shapes_are_wanted(call.mine.verb) ? make_bytes(0) : Bytes{};
+  return shapes_are_wanted(call.signature.verb) ? make_bytes(0) : Bytes{};
 }
 
 }  // namespace fl

@@ -1,4 +1,4 @@
-// A group of processes joined by Gloo: a mesh, what runs on it, and on which threads.
+// A process group over Gloo: its mesh, its collectives, its messages and its queue.
 #pragma once
 
 #include "../common/queue.h"
@@ -10,39 +10,39 @@ namespace fl {
 class Group {
  public:
   Group(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
-  // One of `ranks` of another; see Mesh.
+  // A subgroup with `ranks` of another group; see Mesh.
   Group(const Group& whole, const std::vector<int>& ranks, uint64_t number);
 
   Mesh& mesh() { return *mesh_; }
   int size() const { return mesh_->size; }
   void call_ranks(std::vector<int> numbers) { mesh_->call_ranks(std::move(numbers)); }
   void compare_at_once() { mesh_->compare_at_once(); }
-  // Before the first run().
+  // Call before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes,
                                      std::string key, bool lazily, double seconds);
-  // Whether `rank` has begun a collective that nobody has called here, and which.
+  // True if `rank` has begun a collective that this rank has not called; `call` receives it.
   bool is_ahead(int rank, fl_signature& call);
-  // Null while the group can be used; else why it cannot, because of another rank for example.
+  // Null while the group is usable; otherwise an operation with the reason.
   std::shared_ptr<Operation> lost();
-  // Let the others know that this rank begins no more messages.
+  // Announce that this rank begins no more messages.
   void leave() { mesh_->leave(); }
-  // End, and report to the others why.
+  // End the group and report the reason to the other ranks.
   void give_up(const std::string& why);
-  // End what runs and what is queued; the destructor closes the sockets. An operation on the calling thread
-  // itself (a signal handler has interrupted it) ends when that goes on.
+  // End running and queued operations; the destructor closes the sockets. An operation on the calling thread,
+  // which a signal handler has interrupted, ends when it continues.
   void close();
 
-  // In a forked child: close the descriptors, without any lock.
+  // In a forked child: close the descriptors, without locks.
   void abandon() noexcept { mesh_->close_descriptors(); }
 
-  // Start an operation; collectives run on a thread, in turn.
+  // Start an operation; collectives run on a thread, in order.
   Handle start(const Request& call);
-  // Run an operation on the caller's thread, unless others must come first: then it is started.
-  // Null where it has ended well and there is nothing to fetch.
+  // Run an operation on the caller's thread; if earlier operations are pending, start it instead. Null:
+  // success without a result to fetch.
   Handle run(const Request& call);
-  // Several messages at once; see Port.
+  // Run several messages; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
     return async ? port_->start_exchange(messages, count, seconds)
                  : port_->exchange(messages, count, seconds, interrupt_);
@@ -61,7 +61,7 @@ class Group {
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
   std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();  // of operations that run() has ended
-  Queue queue_;  // last: it ends before what it works on
+  Queue queue_;  // last: destroyed before the objects that its operations use
 };
 
 }  // namespace fl

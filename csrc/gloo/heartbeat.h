@@ -1,16 +1,16 @@
-// Whether the other hosts of a group are still there.
+// Detection of lost hosts and dead processes.
 //
-// Each rank asks one rank of the next host now and then, which answers: a byte each way. And of each host one
-// rank asks one of the host that is 2, 4, 8, ... hosts further: so each host is asked from near and from far,
-// and one whose neighbours are gone as well is missed all the same. Where none answers for a while, the other
-// ranks of that host are asked, by connections of their own: one that is stopped, or busy, does not stand for
-// its host. And some other hosts are asked too: where nobody answers, this host is the one that is cut off.
+// Each rank regularly asks one rank of the next host, which answers: one byte each way. In addition, one rank
+// of each host asks a rank of the hosts at distances 2, 4, 8, ... Each host is therefore asked from near and
+// far, and its loss is detected even if its neighbours are lost too. If a host stays silent, this rank asks
+// the other ranks of that host over new connections, because one rank may be stopped or busy. It also asks
+// witnesses on other hosts: if no witness answers, this host itself is cut off.
 //
-// And a connection that ends, of a rank that has not said that it leaves, says that its process has ended.
+// If a connection ends and its rank has not announced that it leaves, its process has died.
 //
-// News goes at once to all that are connected, and to the ranks of this host: they pass it on, and as hosts
-// know others that are 1, 2, 4, ... hosts away it is everywhere in as many steps as their number has bits.
-// Each rank reports it a little later: hosts that are lost together are reported together.
+// News is sent at once to all connected ranks and to the ranks of this host, which forward it. Since hosts
+// are connected at distances 1, 2, 4, ..., news reaches all hosts in as many steps as the host count has
+// bits. Each rank reports a loss a little later, so that hosts that are lost together are reported together.
 #pragma once
 
 #include <netinet/in.h>
@@ -26,120 +26,120 @@
 
 namespace fl {
 
-// The hosts of a group's ranks: the same on all of them.
+// The hosts of a group's ranks, equal on all ranks.
 struct Hosts {
   Hosts(std::vector<int> numbers, std::vector<std::string> names, std::vector<sockaddr_in6> addresses,
         std::string key, double seconds);
   int count() const { return static_cast<int>(names.size()); }
 
-  const std::vector<int> numbers;             // by rank: which host it is on, from 0 without gaps
+  const std::vector<int> numbers;             // by rank: host number, from 0 without gaps
   const std::vector<std::string> names;       // by host
-  const std::vector<sockaddr_in6> addresses;  // by rank: where its Heartbeat listens, with IPv4 too
-  const std::string key;                      // of proofs
-  const double seconds;                       // who is silent for so long is lost
+  const std::vector<sockaddr_in6> addresses;  // by rank: address of its Heartbeat, IPv4 or IPv6
+  const std::string key;                      // of the proofs
+  const double seconds;                       // silence after which a host is lost
   std::vector<std::vector<int>> ranks;        // by host
-  size_t most = 0;                            // of one host
+  size_t most = 0;                            // maximum number of ranks on one host
 };
 
-// Connections of its own: a byte behind 64 MB on a slow link would come too late. All pairs would cost what a
-// few do not, and any rank of a host answers for it. All runs on one thread, and nothing blocks. Beats wake
-// nobody, as they are read each 0.25 s; all else is an event.
+// The heartbeat of one rank. It uses separate connections, because a byte queued behind 64 MB on a slow link
+// would be late; a few suffice, because any rank can answer for its host. Everything runs on one thread
+// without blocking. Beats cause no wake-up, because they are read every 0.25 s; other data does.
 class Heartbeat {
  public:
-  // Listens at `here`, at a port of its own. Throws.
-  Heartbeat(int rank, sockaddr_storage here) : rank_(rank), listener_(here) {}
+  // Listen at `local` on a free port. Throws.
+  Heartbeat(int rank, sockaddr_storage local) : rank_(rank), listener_(local) {}
   Heartbeat(const Heartbeat&) = delete;
 
   int port() const { return listener_.port(); }
-  // How long it may take until a beat is read.
+  // Maximum time until a beat is read.
   static constexpr std::chrono::milliseconds kLongestInterval{250};
-  // Before the first look.
+  // Call before the first update().
   void begin(std::shared_ptr<const Hosts> hosts);
 
-  // Ask, answer, and judge. The ranks whose hosts are lost (FL_HOST_LOST), or whose processes have ended
-  // (FL_PEER_LOST), and why: each once.
-  std::optional<Failure> look();
-  // When to look again, at the latest.
+  // Ask, answer and decide. Return a new loss with its reason: all ranks of lost hosts (FL_HOST_LOST), or
+  // ranks whose processes have died (FL_PEER_LOST). Each loss is returned once.
+  std::optional<Failure> update();
+  // Latest time of the next update().
   Clock::time_point due() const { return due_; }
-  // Return when it is time for that, or something has come.
+  // Wait until due() or until data arrives.
   void await();
-  // From any thread: this rank may go from now on, and is not lost then.
+  // From any thread: announce that this rank may leave without being reported as lost.
   void leave();
-  // From any thread, for good: do not wait any more.
+  // From any thread: make all further await() calls return at once.
   void ring() noexcept { listener_.ring(); }
 
-  // In a forked child.
+  // In a forked child: close the sockets.
   void abandon() const noexcept;
 
  private:
-  struct Talk {  // with one rank
+  struct Link {  // a connection with one rank
     Line line;
     Clock::time_point since;
-    bool is_ours;           // we ask
-    int peer = -1;          // one that asks says so at first
-    bool is_fresh = false;  // since a host is silent
+    bool is_ours;           // this rank asks
+    int peer = -1;          // an asking rank sends its number first
+    bool is_fresh = false;  // made after the host became silent
     bool has_shown = false, is_proven = false;
-    bool is_leaving = false;  // as it says
-    size_t told = 0;  // bytes of the news
+    bool is_leaving = false;  // the peer announced it
+    size_t news_sent = 0;     // bytes of news sent
   };
-  struct Watched {  // a host that is asked
-    int distance;   // from this one; further, for 1, where nobody is there
+  struct Watched {  // a host that this rank asks
+    int distance;  // from this host; for 1: to the next host with present ranks
     int host;
-    Clock::time_point heard;  // when it has answered last
+    Clock::time_point heard;  // time of the last answer
   };
-  struct Doubt {  // about a host
+  struct Doubt {  // a host under suspicion
     Clock::time_point since;
-    bool has_answered = false;  // its kernel
+    bool has_answered = false;  // by its kernel
   };
   struct Loss {
     char kind;
     Clock::time_point since;
   };
-  using Losses = std::map<int, Loss>;  // by host; and behind all hosts by rank
+  using Losses = std::map<int, Loss>;  // by host; ranks follow, offset by the number of hosts
 
   int host(int rank) const { return hosts_->numbers[rank]; }
-  std::vector<int> present(int host) const;  // of its ranks, those that have not left
-  std::vector<int> near() const;             // on this host, those who are told the news
+  std::vector<int> present(int host) const;  // ranks of the host that have not left
+  std::vector<int> local_receivers() const;  // ranks of this host that get the news
   std::vector<int> witnesses() const;        // other hosts
   Watched* watched(int host);
-  bool is_silent(const Watched& each, Clock::duration time) const { return looked_ - each.heard >= time; }
+  bool is_silent(const Watched& entry, Clock::duration time) const { return looked_ - entry.heard >= time; }
 
   void accept_guests();
   void listen();
-  void listen_to(Talk& talk);
-  bool meets(Talk& talk);
-  bool has_beaten(Talk& talk);
-  void trust(Talk& answers);
+  void listen_to(Link& link);
+  bool is_proven_now(Link& link);
+  bool has_beaten(Link& link);
+  void handle_answer(Link& answers);
 
-  void ask_around();
-  bool choose(Watched& each);
+  void ask_hosts();
+  bool choose(Watched& entry);
   void ask(int peer, bool is_fresh);
   void ask_again(int peer);
 
   void judge();
-  void learn(int host, const Loss& loss);
-  void hear(const std::string& text);
-  void tell();
+  void add_loss(int host, const Loss& loss);
+  void read_news(const std::string& text);
+  void send_news();
   std::optional<Failure> report();
-  std::string in_words(const Losses& lost) const;
+  std::string describe(const Losses& lost) const;
 
   const int rank_;
   Listener listener_;
-  std::mutex mutex_;  // of all that changes
+  std::mutex mutex_;  // guards the mutable members
   bool is_leaving_ = false;
   std::shared_ptr<const Hosts> hosts_;
   Prover prover_;
-  int own_ = 0, place_ = 0;  // this host, and which of its ranks this is
+  int own_host_ = 0, host_index_ = 0;  // this host; index of this rank in it
   Clock::duration interval_{}, doubt_{}, limit_{}, settling_{};
-  Clock::time_point looked_, beats_, due_;  // the last look, the next beats and look
-  Clock::time_point visited_;               // when another host has asked last
-  std::list<Talk> talks_;
+  Clock::time_point looked_, beats_, due_;  // last look, next beats, next look
+  Clock::time_point visited_;               // last question from another host
+  std::list<Link> links_;
   std::list<Watched> watched_;
-  std::map<int, Doubt> doubts_;  // by host: those asked anew, while one is silent
-  std::set<int> left_;           // ranks that have left the group, or whose process has ended
-  Losses lost_, untold_, unreported_;
-  Clock::time_point tells_, reports_ = kNever;
-  std::string news_;  // all that there have been, as they travel
+  std::map<int, Doubt> doubts_;  // by host: asked over new connections while a host is silent
+  std::set<int> left_;           // ranks that have left the group or have died
+  Losses lost_, unsent_, unreported_;
+  Clock::time_point sends_at_, reports_ = kNever;
+  std::string news_;  // all news so far, as sent
 };
 
 }  // namespace fl

@@ -11,9 +11,9 @@ namespace fl {
 namespace {
 
 constexpr size_t kMostWaiting = 16384;
-constexpr int kProbes = 3, kMostIdle = 32767;  // more seconds the kernel refuses
+constexpr int kProbes = 3, kMostIdle = 32767;  // maximum seconds that the kernel accepts
 
-// Nothing is wrong, it only cannot be done now.
+// True if the call failed only for now.
 bool is_later(int error) { return error == EAGAIN || error == EINTR || error == EINPROGRESS; }
 
 void set(int socket, int level, int option, int value) {
@@ -29,21 +29,21 @@ socklen_t size_of(int family) {
 Clock::time_point time_now() { return Clock::now(); }
 
 Line::Line(int socket)
-    : socket_(socket), known_(Descriptor::of(socket)), is_connected_(true) {
+    : socket_(socket), descriptor_(Descriptor::of(socket)), is_connected_(true) {
   set(socket_, IPPROTO_TCP, TCP_NODELAY, 1);
 }
 
 Line::Line(const sockaddr_in6& address)
     : socket_(socket(address.sin6_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)),
-      known_(Descriptor::of(socket_)),
+      descriptor_(Descriptor::of(socket_)),
       is_connected_(false) {
   if (socket_ < 0) {
     fail(errno);
     return;
   }
   set(socket_, IPPROTO_TCP, TCP_NODELAY, 1);
-  const auto* where = reinterpret_cast<const sockaddr*>(&address);
-  if (connect(socket_, where, size_of(address.sin6_family)) != 0) fail(errno);
+  const auto* target = reinterpret_cast<const sockaddr*>(&address);
+  if (connect(socket_, target, size_of(address.sin6_family)) != 0) fail(errno);
 }
 
 Line::~Line() {
@@ -52,22 +52,22 @@ Line::~Line() {
 
 Line::Line(Line&& other) noexcept
     : socket_(std::exchange(other.socket_, -1)),
-      known_(other.known_),
+      descriptor_(other.descriptor_),
       is_connected_(other.is_connected_),
       has_left_(other.has_left_),
       is_broken_(other.is_broken_),
-      come_(std::move(other.come_)) {}
+      received_(std::move(other.received_)) {}
 
 void Line::fail(int error) {
   if (is_later(error)) return;
   (error == ECONNREFUSED || error == ECONNRESET || error == EPIPE ? has_left_ : is_broken_) = true;
 }
 
-void Line::look() {
+void Line::update() {
   if (has_left_ || is_broken_) return;
   if (!is_connected_) {
-    pollfd made{socket_, POLLOUT, 0};
-    if (poll(&made, 1, 0) != 1) return;
+    pollfd socket_number{socket_, POLLOUT, 0};
+    if (poll(&socket_number, 1, 0) != 1) return;
     int error = 0;
     socklen_t size = sizeof error;
     getsockopt(socket_, SOL_SOCKET, SO_ERROR, &error, &size);
@@ -75,20 +75,20 @@ void Line::look() {
     is_connected_ = true;
   }
   char room[1024];
-  while (come_.size() < kMostWaiting) {
+  while (received_.size() < kMostWaiting) {
     const ssize_t count = recv(socket_, room, sizeof room, 0);
     if (count < 0) return fail(errno);
     if (count == 0) {
       has_left_ = true;
       return;
     }
-    come_.append(room, count);
+    received_.append(room, count);
   }
 }
 
 std::string Line::take(size_t bytes) {
-  std::string taken = come_.substr(0, bytes);
-  come_.erase(0, bytes);
+  std::string taken = received_.substr(0, bytes);
+  received_.erase(0, bytes);
   return taken;
 }
 
@@ -105,25 +105,25 @@ pollfd Line::awaited() const {
   return {socket_, static_cast<short>(is_connected_ ? POLLIN : POLLOUT), 0};
 }
 
-Listener::Listener(sockaddr_storage here) {
-  set_port(here, 0);
-  const auto address = reinterpret_cast<sockaddr*>(&here);
-  socklen_t size = size_of(here.ss_family);
-  socket_ = socket(here.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+Listener::Listener(sockaddr_storage address_to_use) {
+  set_port(address_to_use, 0);
+  const auto address = reinterpret_cast<sockaddr*>(&address_to_use);
+  socklen_t size = size_of(address_to_use.ss_family);
+  socket_ = socket(address_to_use.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   const bool listens = bell_ >= 0 && socket_ >= 0 && bind(socket_, address, size) == 0 &&
                        listen(socket_, SOMAXCONN) == 0 &&
                        getsockname(socket_, address, &size) == 0;
   if (!listens) {
     const std::string reason = std::strerror(errno);
-    for (int each : {socket_, bell_}) {
-      if (each >= 0) close(each);
+    for (int descriptor : {socket_, bell_}) {
+      if (descriptor >= 0) close(descriptor);
     }
     throw std::runtime_error("cannot listen for heartbeats: " + reason);
   }
-  known_ = Descriptor::of(socket_);
-  port_ = ntohs(here.ss_family == AF_INET ? reinterpret_cast<sockaddr_in&>(here).sin_port
-                                          : reinterpret_cast<sockaddr_in6&>(here).sin6_port);
+  descriptor_ = Descriptor::of(socket_);
+  port_ = ntohs(address_to_use.ss_family == AF_INET ? reinterpret_cast<sockaddr_in&>(address_to_use).sin_port
+                                          : reinterpret_cast<sockaddr_in6&>(address_to_use).sin6_port);
 }
 
 Listener::~Listener() {
@@ -132,17 +132,17 @@ Listener::~Listener() {
 }
 
 std::optional<Line> Listener::accept() {
-  const int made = accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  has_room_ = made >= 0 || is_later(errno);
-  return made < 0 ? std::nullopt : std::make_optional<Line>(made);
+  const int socket_number = accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  has_room_ = socket_number >= 0 || is_later(errno);
+  return socket_number < 0 ? std::nullopt : std::make_optional<Line>(socket_number);
 }
 
-// A waiter that is left would be an event that does not end.
+// A pending connection that cannot be accepted would wake the poll forever.
 void Listener::await(const std::vector<const Line*>& lines, Clock::time_point end) {
   std::vector<pollfd> events{{bell_, POLLIN, 0}, {has_room_ ? socket_ : -1, POLLIN, 0}};
   for (const Line* line : lines) events.push_back(line->awaited());
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
-  poll(events.data(), events.size(), static_cast<int>(std::clamp<int64_t>(left, 0, 1000)));
+  const auto remaining = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
+  poll(events.data(), events.size(), static_cast<int>(std::clamp<int64_t>(remaining, 0, 1000)));
 }
 
 void Listener::ring() noexcept { eventfd_write(bell_, 1); }
@@ -156,9 +156,8 @@ void set_port(sockaddr_storage& address, int port) {
 
 void keep_alive(int socket, double seconds) noexcept {
   const int idle = static_cast<int>(seconds);
-  // No TCP_USER_TIMEOUT: the kernel counts the time of a full window too, also while the other
-  // end answers, so a rank in a debugger would be lost. Connections of the rendezvous have it, as
-  // nobody else watches over them.
+  // No TCP_USER_TIMEOUT: the kernel also counts time with a full window while the peer answers, so a rank in
+  // a debugger would be lost. Rendezvous connections use it, because nothing else monitors them.
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, std::clamp(idle, 1, kMostIdle));
   const int interval = (idle + kProbes - 1) / kProbes;

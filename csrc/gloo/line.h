@@ -1,5 +1,4 @@
-// What heartbeats need of the system: connections, where others connect to, and the time. A simulation has a
-// line.cc of its own.
+// Sockets and time for the heartbeats. The simulation replaces line.cc.
 #pragma once
 
 #include <netinet/in.h>
@@ -10,83 +9,82 @@
 
 namespace fl {
 
-// What the time is for them.
+// Return the current time of the heartbeats.
 Clock::time_point time_now();
 
-// One connection. Nothing here blocks.
+// One connection. No function blocks.
 class Line {
  public:
-  // A connection that was accepted; it is closed with the line.
+  // Take over an accepted connection, closed by the destructor.
   explicit Line(int socket);
-  // A connection to `address`, of IPv4 too, which is being made.
+  // Begin to connect to `address` (IPv4 or IPv6).
   explicit Line(const sockaddr_in6& address);
   ~Line();
   Line(Line&& other) noexcept;
   Line& operator=(Line&&) = delete;
 
-  // Find out how it stands, and read what has come.
-  void look();
+  // Update the state and read what has arrived.
+  void update();
   bool is_connected() const { return is_connected_; }
-  // The other end has closed it, or nobody listens there: a kernel says so, hence that host is there.
+  // The peer has closed the connection or does not listen. Its kernel said so, therefore its host is alive.
   bool has_left() const { return has_left_; }
-  // So it has, or it is of no use.
+  // True if has_left(), or if the connection is broken.
   bool has_ended() const { return has_left_ || is_broken_; }
 
-  // What has come and was not taken, at most some kilobytes.
-  const std::string& come() const { return come_; }
+  // Received bytes that were not taken, at most some kilobytes.
+  const std::string& received() const { return received_; }
   std::string take(size_t bytes);
-  // How many bytes the kernel has taken.
+  // Return the number of bytes that the kernel accepted.
   size_t send(const std::string& bytes);
 
-  // From now on less than `bytes` bytes are no event: they are there at the next look.
+  // Do not wake for fewer than `bytes` bytes; the next update() reads them.
   void await_at_least(int bytes);
-  // The event that it waits for.
+  // The event to wait for.
   pollfd awaited() const;
 
-  // It is of no use.
+  // Mark the connection as broken.
   void give_up() { is_broken_ = true; }
-  // In a forked child: close it.
-  void abandon() const noexcept { known_.close_if_same(); }
+  // In a forked child: close the socket.
+  void abandon() const noexcept { descriptor_.close_if_same(); }
 
  private:
   void fail(int error);
 
   int socket_;
-  Descriptor known_;
+  Descriptor descriptor_;
   bool is_connected_, has_left_ = false, is_broken_ = false;
-  std::string come_;
+  std::string received_;
 };
 
-// Where others connect to.
+// A listening socket.
 class Listener {
  public:
-  // At `here`, at a port of its own. Throws.
-  explicit Listener(sockaddr_storage here);
+  // Listen at `address_to_use` on a free port. Throws.
+  explicit Listener(sockaddr_storage address_to_use);
   ~Listener();
   Listener(const Listener&) = delete;
 
   int port() const { return port_; }
-  // Who has come; none: nobody, or there is no room.
+  // Return a new connection; nothing if there is no connection or no descriptor.
   std::optional<Line> accept();
 
-  // Wait until somebody comes, one of `lines` has an event, it is `end`, or it was rung.
+  // Wait for a new connection, an event of `lines`, `end`, or ring().
   void await(const std::vector<const Line*>& lines, Clock::time_point end);
-  // From any thread; for good.
+  // From any thread: wake await(), now and in the future.
   void ring() noexcept;
-  // In a forked child: close it. What is rung harms nobody there.
-  void abandon() const noexcept { known_.close_if_same(); }
+  // In a forked child: close the socket. A later ring() there has no effect here.
+  void abandon() const noexcept { descriptor_.close_if_same(); }
 
  private:
   int socket_ = -1, bell_ = -1, port_ = 0;
-  bool has_room_ = true;  // nobody was left waiting for want of a descriptor
-  Descriptor known_;
+  bool has_room_ = true;  // false: descriptors ran out, and a connection may be pending
+  Descriptor descriptor_;
 };
 
 void set_port(sockaddr_storage& address, int port);
 
-// Have the kernel ask the other end whether it is there when it has said nothing for `seconds`, and break
-// the connection when that was in vain for as long again: after about twice `seconds`. It does not ask
-// while something is to be sent.
+// Make the kernel probe a peer that has been silent for `seconds`, and break the connection after another
+// `seconds` without an answer. The kernel does not probe while data waits to be sent.
 void keep_alive(int socket, double seconds) noexcept;
 
 }  // namespace fl

@@ -15,15 +15,14 @@
 namespace fl {
 namespace {
 
-// Connections that have proven nothing yet, beyond one for each rank; more are a flood.
+// Maximum number of unproven connections beyond one per rank.
 constexpr size_t kSpareAttempts = 64;
 
-// How long a wait reads the connection itself: a few times what it takes to have Gloo's thread
-// scheduled, and then the one that waits.
+// Maximum time in which a wait reads the connection itself: a few times the time to schedule Gloo's thread
+// and then the waiting thread.
 constexpr std::chrono::microseconds kBrief{600};
 
-// The other end has closed the connection, or does not belong to this group: one that belongs to it may
-// come.
+// The peer closed the connection or is not in this group. The right peer may still connect.
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -32,13 +31,13 @@ struct Refused : std::runtime_error {
 
 class Links::Listener : public Handler {
  public:
-  // Of a socket that listens, or another descriptor, on which nothing happens.
+  // `descriptor`: a listening socket, or a descriptor without events.
   Listener(Links& links, int descriptor) : links_(links), socket(descriptor) {
     if (socket < 0) fail_in("eventfd");
   }
   ~Listener() override { close(); }
 
-  // Nobody can come any more.
+  // Close the socket.
   void close() noexcept {
     if (socket >= 0) ::close(socket);
     socket = -1;
@@ -53,13 +52,13 @@ class Links::Listener : public Handler {
   int socket;
 };
 
-// A connection that is being made, until both ends have proven who they are. Events come on Gloo's thread.
+// A connection until both ends have exchanged proofs. Events arrive on Gloo's thread.
 class Links::Attempt : public Handler {
  public:
-  static constexpr char kStranger[] = "who connected in its place does not know the secret of this job";
+  static constexpr char kStranger[] = "the process that connected as this rank does not know the secret of this job";
 
-  // To `peer`, by a socket that is connecting, maybe only to ask what it has called in a group; or by one
-  // that was accepted, of whoever it is (-1).
+  // A connecting socket to `peer`, perhaps only to ask for its number of calls in a group; or an accepted
+  // socket of an unknown peer (-1).
   Attempt(Links& links, int socket, int peer, std::optional<uint64_t> asks_of = {})
       : socket(socket),
         is_ours(peer >= 0),
@@ -85,28 +84,28 @@ class Links::Attempt : public Handler {
     }
   }
 
-  // Have it end itself; from any thread.
+  // From any thread: make it end itself.
   void cancel() noexcept { shutdown(socket, SHUT_RDWR); }
 
   const int socket;
   const bool is_ours;
   int peer;
   std::optional<uint64_t> asks_of;
-  int64_t calls = 0;  // the answer
-  bool has_place = false;  // of one that was accepted: it is the one for this peer
-  bool is_taken = false;   // the socket is Gloo's
+  int64_t calls = 0;      // the answer
+  bool has_slot = false;  // accepted, and selected as the connection of this peer
+  bool is_taken = false;  // Gloo owns the socket
 
  private:
-  // What each end sends: first the one that connects, then, where that is in order, the other.
+  // The message of each end: first the connecting end, then, after a valid proof, the other end.
   struct Greeting {
     int32_t rank;
-    int32_t asks;    // not to be connected, but how many collectives the other has begun
-    uint64_t group;  // in this one
+    int32_t asks;    // asks only for the number of begun collectives
+    uint64_t group;  // of this group
     int64_t calls;   // the answer
     char proof[FL_PROOF_BYTES];
   };
 
-  // After ended() it is not there any more.
+  // ended() destroys this object.
   void serve() {
     if (!is_connected_) {
       int error = 0;
@@ -119,17 +118,17 @@ class Links::Attempt : public Handler {
     }
     if (!receive()) return;
     if (is_ours) {
-      if (!links_.prover_.is_shown_by(peer, theirs_.proof)) throw std::runtime_error(kStranger);
-      calls = theirs_.calls;
+      if (!links_.prover_.is_shown_by(peer, peer_greeting_.proof)) throw std::runtime_error(kStranger);
+      calls = peer_greeting_.calls;
     } else {
-      peer = theirs_.rank;
-      if (theirs_.asks != 0) asks_of = theirs_.group;
-      if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("no rank");
-      if (!links_.prover_.is_shown_by(peer, theirs_.proof)) {
-        answer(Greeting{});  // who is mistaken finds no proof in it, and a stranger learns nothing
+      peer = peer_greeting_.rank;
+      if (peer_greeting_.asks != 0) asks_of = peer_greeting_.group;
+      if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("the rank is invalid");
+      if (!links_.prover_.is_shown_by(peer, peer_greeting_.proof)) {
+        answer(Greeting{});  // informs a mistaken peer and reveals nothing
         throw Refused(kStranger);
       }
-      if (!asks_of && !links_.has_place(*this)) throw Refused("there is one");
+      if (!asks_of && !links_.has_slot(*this)) throw Refused("the connection exists already");
       greet();
     }
     if (!asks_of) links_.adopt(*this);
@@ -137,30 +136,30 @@ class Links::Attempt : public Handler {
   }
 
   void greet() {
-    Greeting mine{links_.rank, asks_of ? 1 : 0, asks_of.value_or(0), 0, {}};
-    if (!is_ours && asks_of) mine.calls = links_.calls_(*asks_of);
-    std::memcpy(mine.proof, links_.prover_.shown_to(peer).data(), sizeof mine.proof);
-    answer(mine);
+    Greeting own_greeting{links_.rank, asks_of ? 1 : 0, asks_of.value_or(0), 0, {}};
+    if (!is_ours && asks_of) own_greeting.calls = links_.calls_(*asks_of);
+    std::memcpy(own_greeting.proof, links_.prover_.shown_to(peer).data(), sizeof own_greeting.proof);
+    answer(own_greeting);
   }
 
   void answer(const Greeting& greeting) {
-    const ssize_t sent = send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL);  // a new socket has room
+    const ssize_t sent = send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL);  // fits into the buffer
     if (sent != sizeof greeting) throw Refused("the connection broke");
   }
 
-  // Not a byte more: what follows is for Gloo.
+  // Read exactly one greeting; the following bytes belong to Gloo.
   bool receive() {
-    char* const into = reinterpret_cast<char*>(&theirs_) + received_;
-    const ssize_t count = recv(socket, into, sizeof theirs_ - received_, 0);
+    char* const into = reinterpret_cast<char*>(&peer_greeting_) + received_;
+    const ssize_t count = recv(socket, into, sizeof peer_greeting_ - received_, 0);
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) return false;
     if (count <= 0) throw Refused("the connection was closed");
     received_ += count;
-    return received_ == sizeof theirs_;
+    return received_ == sizeof peer_greeting_;
   }
 
   Links& links_;
   bool is_connected_;
-  Greeting theirs_{};
+  Greeting peer_greeting_{};
   size_t received_ = 0;
 };
 
@@ -181,12 +180,13 @@ Links::Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on
 
 Links::~Links() { close(); }
 
-void Links::open(const char* addresses, size_t bytes, const char* key, Made made, Pair::Told told,
+void Links::open(const char* addresses, size_t bytes, const char* key, ConnectedHandler on_connected,
+                 Pair::NoteHandler note_handler,
                  Calls calls, Parcels& parcels) {
   addresses_.assign(addresses, bytes * size);
   prover_ = {rank, std::string(key, FL_KEY_BYTES)};
-  made_ = std::move(made);
-  told_ = std::move(told);
+  on_connected_ = std::move(on_connected);
+  note_handler_ = std::move(note_handler);
   calls_ = std::move(calls);
   parcels_ = &parcels;
   const std::lock_guard<std::mutex> lock(lock_);
@@ -204,8 +204,8 @@ void Links::close() noexcept {
     listener = std::move(listener_);
     was_open = std::exchange(is_open_, false);
     if (was_open) remove(listener->socket);
-    for (const auto& each : attempts_) {
-      if (!each.first->is_taken) remove(each.first->socket);  // Gloo's is removed where it is closed
+    for (const auto& entry : attempts_) {
+      if (!entry.first->is_taken) remove(entry.first->socket);  // Gloo's socket is removed when it is closed
     }
   }
   changed_.notify_all();
@@ -216,7 +216,7 @@ void Links::close() noexcept {
   }
 }
 
-// Return when Gloo's thread does nothing here any more: it takes nothing from what it serves before.
+// Wait until Gloo's thread has left this object: it processes registrations in order.
 void Links::settle() const {
   device_->registerDescriptor(settles_->socket, EPOLLIN, settles_.get());
   device_->unregisterDescriptor(settles_->socket, settles_.get());
@@ -227,18 +227,18 @@ void Links::remove(int socket) const noexcept {
 }
 
 void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
-  auto& wanted = static_cast<Receiver&>(buffer);
-  if (wanted.received() > 0 || !is_connected(peer)) return;
+  auto& receiver = static_cast<Receiver&>(buffer);
+  if (receiver.received() > 0 || !is_connected(peer)) return;
   Pair& pair = *this->pair(peer);
   const auto end = Clock::now() + kBrief / (1 << reading_.halvings());
-  pair.is_served(false);
+  pair.set_served(false);
   for (;;) {
-    pair.read_what_has_arrived();
-    if (wanted.received() > 0 || Clock::now() >= end) break;
+    pair.read_available();
+    if (receiver.received() > 0 || Clock::now() >= end) break;
     sched_yield();
   }
-  pair.is_served(true);
-  reading_.has_waited(wanted.received() == 0);
+  pair.set_served(true);
+  reading_.has_waited(receiver.received() == 0);
 }
 
 // Connecting -----------------------------------------------------------------------------------
@@ -277,14 +277,14 @@ std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, uint64_t g
   return answers;
 }
 
-// The lock is held.
+// Requires the lock.
 void Links::begin(int peer, std::optional<uint64_t> asks_of) {
-  const sockaddr_storage where = read_address(&addresses_[address_.size() * peer], address_.size());
-  const int made = socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (made < 0) fail_in("socket");
-  auto attempt = std::make_unique<Attempt>(*this, made, peer, asks_of);
-  const socklen_t bytes = where.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-  if (connect(made, reinterpret_cast<const sockaddr*>(&where), bytes) != 0 && errno != EINPROGRESS) {
+  const sockaddr_storage address = read_address(&addresses_[address_.size() * peer], address_.size());
+  const int connection = socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (connection < 0) fail_in("socket");
+  auto attempt = std::make_unique<Attempt>(*this, connection, peer, asks_of);
+  const socklen_t bytes = address.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+  if (connect(connection, reinterpret_cast<const sockaddr*>(&address), bytes) != 0 && errno != EINPROGRESS) {
     explain(peer, std::generic_category().message(errno));
     if (asks_of) answers_[peer] = kAbsent;
     if (!asks_of) states_[peer] = kFailed;
@@ -293,10 +293,10 @@ void Links::begin(int peer, std::optional<uint64_t> asks_of) {
   if (!asks_of) states_[peer] = kConnecting;
   Attempt* const begun = attempt.get();
   attempts_.emplace(begun, std::move(attempt));
-  device_->registerDescriptor(made, EPOLLOUT, begun);
+  device_->registerDescriptor(connection, EPOLLOUT, begun);
 }
 
-// A peer that has not proven itself here gives up and goes: that it has gone is not the reason.
+// Keep the reason kStranger: a peer that failed its proof then closes, and the close is not the reason.
 void Links::explain(int peer, const std::string& problem) {
   if (problems_[peer] != Attempt::kStranger) problems_[peer] = problem;
 }
@@ -306,41 +306,42 @@ void Links::explain(int peer, const std::string& problem) {
 void Links::accept() {
   const std::lock_guard<std::mutex> lock(lock_);
   if (!is_open_) return;
-  const int made = accept4(listener_->socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (made < 0) return;  // the other end has closed it again
-  auto attempt = std::make_unique<Attempt>(*this, made, -1);
+  const int connection = accept4(listener_->socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  if (connection < 0) return;  // the peer has closed it already
+  auto attempt = std::make_unique<Attempt>(*this, connection, -1);
   Attempt* const begun = attempt.get();
   const auto other = std::find_if(attempts_.begin(), attempts_.end(),
-                                  [](const auto& each) { return !each.first->is_ours; });
+                                  [](const auto& entry) { return !entry.first->is_ours; });
   if (attempts_.size() >= 2 * size + kSpareAttempts && other != attempts_.end()) other->first->cancel();
   attempts_.emplace(begun, std::move(attempt));
-  device_->registerDescriptor(made, EPOLLIN, begun);
+  device_->registerDescriptor(connection, EPOLLIN, begun);
 }
 
-// Where both ends have begun, the one of the lower rank stays.
-bool Links::has_place(Attempt& attempt) {
+// If both ends have begun, the connection of the lower rank is kept.
+bool Links::has_slot(Attempt& attempt) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;
   if (!is_open_ || states_[peer] == kConnected) return false;
   if (states_[peer] == kConnecting && rank < peer) return false;
-  for (const auto& each : attempts_) {
-    if (each.first->is_ours && each.first->peer == peer && !each.first->asks_of) each.first->cancel();
+  for (const auto& entry : attempts_) {
+    if (entry.first->is_ours && entry.first->peer == peer && !entry.first->asks_of) entry.first->cancel();
   }
   states_[peer] = kConnecting;
-  return attempt.has_place = true;
+  return attempt.has_slot = true;
 }
 
 void Links::adopt(Attempt& attempt) {
   const std::lock_guard<std::mutex> lock(lock_);
   if (!is_open_ || states_[attempt.peer] == kConnected) return;
   remove(attempt.socket);
-  pairs_[attempt.peer] = std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket, told_, *parcels_);
+  pairs_[attempt.peer] = std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket, note_handler_,
+                                                *parcels_);
   attempt.is_taken = true;
   descriptors_.add(attempt.socket);
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
-  made_(attempt.peer, static_cast<Pair&>(*pairs_[attempt.peer]));
+  on_connected_(attempt.peer, static_cast<Pair&>(*pairs_[attempt.peer]));
   states_[attempt.peer].store(kConnected, std::memory_order_release);
-  // Nothing listens where all are connected, and nobody is asked: see calls_of.
+  // After all peers are connected the listener closes, unless ranks may ask: see calls_of.
   for (int peer = 0; peer < size; ++peer) {
     if (listens_on_ || (peer != rank && !is_connected(peer))) return;
   }
@@ -348,13 +349,13 @@ void Links::adopt(Attempt& attempt) {
   listener_->close();
 }
 
-// Refused: the other end has gone, or its own attempt stays: whoever waits tries again.
+// Refused: the peer has closed, or keeps its own attempt. The waiting thread tries again.
 void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;
   if (attempt.is_ours && attempt.asks_of) {
     answers_[peer] = problem.empty() ? attempt.calls : kAbsent;
-  } else if (attempt.has_place && states_[peer] == kConnecting) {
+  } else if (attempt.has_slot && states_[peer] == kConnecting) {
     states_[peer] = kNone;
   } else if (attempt.is_ours && states_[peer] == kConnecting) {
     states_[peer] = is_refused ? kNone : kFailed;
@@ -365,7 +366,7 @@ void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused)
   if (!attempt.is_taken) remove(attempt.socket);
   attempts_.erase(&attempt);
   changed_.notify_all();
-  if (peer >= 0) parcels_->ended(peer);  // whoever wants to send looks again
+  if (peer >= 0) parcels_->ended(peer);  // senders check the connection again
 }
 
 }  // namespace fl

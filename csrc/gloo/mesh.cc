@@ -8,27 +8,26 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// An answer that does not come in this time is not worth waiting for.
+// Maximum time to wait for an answer of a peer.
 constexpr milliseconds kGoodbye{500};
 
-// So long after another rank at most this one reports that a host is lost: news come at once, but whoever hears
-// of a loss waits a little for others.
+// Maximum delay between reports of a lost host on two ranks: each rank waits a little for more losses.
 constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
 
-// Errors of the kernel about hosts, where of a process that has ended another kernel says so.
+// Errors that mean a host does not answer. If only a process has ended, its kernel answers.
 constexpr int kSilence[] = {ETIMEDOUT, EHOSTUNREACH, EHOSTDOWN, ENETUNREACH, ENETDOWN};
 
-// Whether `what`, all that Gloo keeps of an error, is that.
+// True if `what`, the text that Gloo keeps of an error, is such an error.
 bool is_silence(const std::string& what) {
   return std::any_of(std::begin(kSilence), std::end(kSilence), [&](int error) {
     return what.find(std::generic_category().message(error)) != std::string::npos;
   });
 }
 
-// How far apart the ranks' ends of one wait may lie, and how often who is to blame is looked at.
+// Maximum time between the ends of one wait on different ranks, and the interval of checks for the culprit.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
 
-std::string in_words_for_others(std::string message, const std::string& name) {
+std::string text_for_peers(std::string message, const std::string& name) {
   const std::string self = "this rank";
   for (size_t at; (at = message.find(self)) != std::string::npos;) {
     message.replace(at, self.size(), name);
@@ -38,10 +37,10 @@ std::string in_words_for_others(std::string message, const std::string& name) {
 
 }  // namespace
 
-// Why a rank gave up; as it travels: its first letter, the status, how many ranks and which, the words.
+// The reason why a rank gave up. Wire format: kMark, status, number of missing ranks, these ranks, text.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
-  static constexpr size_t kMostBytes = 4000;  // of words
+  static constexpr size_t kMostBytes = 4000;  // of text
 
   int status = 0;
   std::vector<int> missing;
@@ -56,70 +55,70 @@ struct Mesh::Farewell {
   }
 
   static Farewell of(const std::string& text) {
-    std::istringstream given(text.substr(1));
-    Farewell found;
+    std::istringstream stream(text.substr(1));
+    Farewell result;
     size_t count = 0;
-    given >> found.status >> count;
-    for (int r; found.missing.size() < count && given >> r;) found.missing.push_back(r);
-    given.ignore();
-    std::getline(given, found.words, '\0');
-    return found;
+    stream >> result.status >> count;
+    for (int r; result.missing.size() < count && stream >> r;) result.missing.push_back(r);
+    stream.ignore();
+    std::getline(stream, result.words, '\0');
+    return result;
   }
 };
 
 namespace {
 
-int place_in(const std::vector<int>& ranks, int rank) {
-  const auto found = std::find(ranks.begin(), ranks.end(), rank);
-  return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
+int index_in(const std::vector<int>& ranks, int rank) {
+  const auto result = std::find(ranks.begin(), ranks.end(), rank);
+  return result == ranks.end() ? -1 : static_cast<int>(result - ranks.begin());
 }
 
 }  // namespace
 
-// The watch belongs to the family, which is a member: a base needs it before.
+// The watch belongs to the family, a member, but the base class needs it first.
 Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
            double connect_seconds)
     : Mesh(std::make_shared<Family>(rank, size, host, interface, size > kDirect), all_ranks(size), 0,
            connect_seconds) {}
 
 Mesh::Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number)
-    : Mesh(whole.family_, whole.in_whole(ranks), number, whole.connect_seconds_) {}
+    : Mesh(whole.family_, whole.to_whole(ranks), number, whole.connect_seconds_) {}
 
 Mesh::Mesh(std::shared_ptr<Family> family, std::vector<int> ranks, uint64_t number,
            double connect_seconds)
     : Connections(family->watch),
       Route(number),
-      rank(place_in(ranks, family->links->rank)),
+      rank(index_in(ranks, family->links->rank)),
       size(static_cast<int>(ranks.size())),
       family_(std::move(family)),
       ranks_(std::move(ranks)),
       connect_seconds_(connect_seconds),
-      known_(size) {
+      peer_states_(size) {
   family_->add(*this);
 }
 
 Mesh::~Mesh() { family_->remove(*this); }
 
-std::vector<int> Mesh::in_whole(const std::vector<int>& ranks) const {
+std::vector<int> Mesh::to_whole(const std::vector<int>& ranks) const {
   std::vector<int> members;
   for (int r : ranks) members.push_back(ranks_[r]);
   return members;
 }
 
-int Mesh::place_of(int member) const { return place_in(ranks_, member); }
+int Mesh::index_of(int member) const { return index_in(ranks_, member); }
 
 std::vector<int> Mesh::neighbours() const {
-  std::set<int> found;
+  std::set<int> result;
   if (size > kDirect) {
     for (int step = 1; step < size; step *= 2) {
-      found.insert((rank + step) % size);
-      found.insert((rank - step + size) % size);
+      result.insert((rank + step) % size);
+      result.insert((rank - step + size) % size);
     }
   } else {
-    for (int peer = 0; peer < size; ++peer) found.insert(peer);
+    for (int peer = 0; peer < size; ++peer) result.insert(peer);
   }
-  found.erase(rank);
-  return {found.begin(), found.end()};
+  result.erase(rank);
+  return {result.begin(), result.end()};
 }
 
 void Mesh::connect(const char* addresses, size_t bytes, const char* key, bool lazily, Clock::time_point deadline) {
@@ -144,7 +143,7 @@ void Mesh::require(int peer) {
   const auto end = deadline_after(connect_seconds_);
   try {
     while (!links_.await(ranks_[peer], Clock::now() + kTick)) {
-      if (waiter != nullptr) waiter->look_around(peer);
+      if (waiter != nullptr) waiter->check(peer);
       if (waiter == nullptr && Clock::now() >= end) throw TimedOut(peer);
     }
   } catch (const Failure& failure) {
@@ -154,7 +153,7 @@ void Mesh::require(int peer) {
   }
 }
 
-// What it means that there can be no connection.
+// Return the failure for a connection that cannot be made.
 Failure Mesh::not_connected(int peer, const std::string& problem) {
   await_reason(is_silence(problem));
   if (const auto why = reason()) return *why;
@@ -163,16 +162,16 @@ Failure Mesh::not_connected(int peer, const std::string& problem) {
 
 Pair& Mesh::pair_with(int peer) {
   if (!is_connected(peer)) require(peer);
-  if (has_news_ && has_said_all(peer)) throw std::runtime_error(kHasLeft);  // or given up: see explain
+  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or has given up: see explain
   return *links_.pair(ranks_[peer]);
 }
 
-void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes) {
-  if (!is_connected(peer)) require(peer);  // one that is not made is no connection that broke
+void Mesh::request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes) {
+  if (!is_connected(peer)) require(peer);  // a missing connection is not a broken one
   try {
     buffer.recv(peer, slot, offset, bytes);
   } catch (const std::exception&) {
-    // Anything that is sent there says so.
+    // A later send to the peer reports it.
   }
 }
 
@@ -180,14 +179,14 @@ void Mesh::expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size
   try {
     pair_with(peer).expect(buffer, group, slot, offset, bytes, tells);
   } catch (const std::exception&) {
-    // As above.
+    // A later send to the peer reports it.
   }
 }
 
 std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) {
   std::vector<int> behind, absent;
-  for (const auto& [member, answer] : links_.calls_of(in_whole(ranks), group, Clock::now() + kGoodbye)) {
-    const int peer = place_of(member);
+  for (const auto& [member, answer] : links_.calls_of(to_whole(ranks), group, Clock::now() + kGoodbye)) {
+    const int peer = index_of(member);
     const bool has_answered = answer != Links::kSilent && answer != Links::kAbsent;
     if (!has_answered ? answer == Links::kSilent : answer < calls) behind.push_back(peer);
     if (answer == Links::kAbsent) absent.push_back(peer);
@@ -195,80 +194,80 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
   return behind.empty() ? absent : behind;
 }
 
-// What the members tell each other ---------------------------------------------------------------
+// Notifications between members ---------------------------------------------------------------
 
-// On Gloo's thread, or one that reads, with a pair locked: others are told by another thread.
-void Mesh::hear(int peer, const std::string& text) {
+// Called on Gloo's or a reading thread with a pair locked, so another thread notifies the other ranks.
+void Mesh::receive_note(int peer, const std::string& text) {
   const bool is_hearsay = text[0] == kHearsay;
   bool is_first = false;
   const std::string hearsay = is_hearsay ? text : kHearsay + std::to_string(peer) + ' ' + text;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Known& known = known_[peer];
-    if (text == kLeaving) known.left_at = Clock::now();
-    if (text == kClosed) known.closed_at = Clock::now();
-    if (text[0] == Farewell::kMark) known.farewell = std::make_shared<Farewell>(Farewell::of(text));
+    PeerState& state = peer_states_[peer];
+    if (text == kLeaving) state.left_at = Clock::now();
+    if (text == kClosed) state.closed_at = Clock::now();
+    if (text[0] == Farewell::kMark) state.farewell = std::make_shared<Farewell>(Farewell::of(text));
     if (text != kLeaving && !is_hearsay) has_news_ = true;
-    is_first = first_.second == nullptr && (is_hearsay || text[0] == Farewell::kMark);
+    is_first = first_farewell_.second == nullptr && (is_hearsay || text[0] == Farewell::kMark);
     if (is_first) {
       const size_t words = hearsay.find(Farewell::kMark);
-      first_ = {std::stoi(hearsay.substr(1)), std::make_shared<Farewell>(Farewell::of(hearsay.substr(words)))};
+      first_farewell_ = {std::stoi(hearsay.substr(1)), std::make_shared<Farewell>(Farewell::of(hearsay.substr(words)))};
       has_farewell_ = true;
     }
   }
-  if (is_first && size > kDirect) family_->soon_pass_on(*this, hearsay);
-  if (text != kLeaving) wake_those_who_should_know();
+  if (is_first && size > kDirect) family_->forward_later(*this, hearsay);
+  if (text != kLeaving) wake_concerned();
 }
 
-void Mesh::pass_on(const std::string& text) noexcept {
+void Mesh::forward(const std::string& text) noexcept {
   if (has_reported_) return;
-  family_->tell(*this, text);
-  connect_neighbours(all_ranks(size));  // they are told where they are connected
+  family_->notify(*this, text);
+  connect_neighbours(all_ranks(size));  // a new connection gets the text
 }
 
-Mesh::Known Mesh::known(int peer) const {
+Mesh::PeerState Mesh::state_of(int peer) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return known_[peer];
+  return peer_states_[peer];
 }
 
-// Later ones may be of ranks that found nobody any more.
-Mesh::Said Mesh::first_farewell() const {
+// Later reasons may come from ranks that found other ranks gone.
+Mesh::PeerFarewell Mesh::first_farewell() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return first_;
+  return first_farewell_;
 }
 
 void Mesh::leave() {
   if (is_leaving_.exchange(true)) return;
-  family_->tell(*this, kLeaving);
+  family_->notify(*this, kLeaving);
   if (group == 0) family_->leave();
 }
 
 bool Mesh::has_left(int peer) {
-  const auto left_at = known(peer).left_at;
+  const auto left_at = state_of(peer).left_at;
   return left_at != kNever && Clock::now() - left_at > kLastMessages;
 }
 
-bool Mesh::has_said_all(int peer) {
-  const Known found = known(peer);
-  return found.farewell != nullptr || found.closed_at != kNever;
+bool Mesh::has_ended_sending(int peer) {
+  const PeerState state = state_of(peer);
+  return state.farewell != nullptr || state.closed_at != kNever;
 }
 
 bool Mesh::has_closed(int peer) const {
-  const Known found = known(peer);
-  return found.farewell == nullptr && found.closed_at != kNever;
+  const PeerState state = state_of(peer);
+  return state.farewell == nullptr && state.closed_at != kNever;
 }
 
 bool Mesh::is_lost(int peer) {
   const Pair* const pair = links_.pair(ranks_[peer]);
   if (links_.has_failed(ranks_[peer]) || (pair != nullptr && pair->ended_at() != kNever)) return true;
-  return has_news_ && has_said_all(peer);
+  return has_news_ && has_ended_sending(peer);
 }
 
 std::unique_ptr<Port> Mesh::port() {
   return std::make_unique<Port>(family_->engine, group, rank, ranks_, *this);
 }
 
-// One that is not connected could go unnoticed.
+// Connect first, because the loss of an unconnected rank could go undetected.
 std::optional<Failure> Mesh::loss_of(int peer) {
   if (const auto why = reason()) return why;
   try {
@@ -280,24 +279,23 @@ std::optional<Failure> Mesh::loss_of(int peer) {
   return Failure(FL_PEER_LOST, {peer}, "the connection broke");
 }
 
-Failure Mesh::in_full(const Failure& found) {
-  if (found.status != FL_PEER_LOST) return found;
-  const int peer = found.missing[0];
+Failure Mesh::with_details(const Failure& failure) {
+  if (failure.status != FL_PEER_LOST) return failure;
+  const int peer = failure.missing[0];
   const Waiter waiter(*this, deadline_after(family_->patience()), nullptr);
   const bool has_failed = links_.has_failed(ranks_[peer]);
-  return has_failed ? not_connected(peer, links_.problem(ranks_[peer])) : explain(peer, found.what());
+  return has_failed ? not_connected(peer, links_.problem(ranks_[peer])) : explain(peer, failure.what());
 }
 
 Clock::time_point Mesh::end_of(int peer) const {
   const Pair* const pair = links_.pair(ranks_[peer]);
-  return std::min(pair != nullptr ? pair->ended_at() : kNever, known(peer).closed_at);
+  return std::min(pair != nullptr ? pair->ended_at() : kNever, state_of(peer).closed_at);
 }
 
 void Mesh::stop() { end(Failure(FL_CLOSED, {}, kWasClosed)); }
 
-// A peer may have closed a connection because it has found out that a host is lost: then news of that
-// are on their way. Where nobody answers, the heartbeats are about to say which host that is, and since
-// when. That may take longer, so there must be somebody who can say that it takes too long.
+// A peer may close a connection because it has detected a lost host; news of the host then arrives soon. If a
+// host does not answer, the heartbeats report it later, so a waiter with a deadline must exist.
 void Mesh::await_reason(bool is_silent) {
   const Waiter* const waiter = Waiter::current();
   auto end = Clock::now();
@@ -312,15 +310,15 @@ void Mesh::await_reason(bool is_silent) {
   }
 }
 
-// A connection broke. A peer that gave up has said why before it closed, and that reason is the
-// true one; otherwise the connections that are broken by now show who is gone.
+// Explain a broken connection. A peer that gave up has sent the true reason before it closed. Without a
+// reason, the connections broken so far show which ranks are gone.
 Failure Mesh::explain(int peer, const std::string& what) {
   std::map<int, std::string> broken;
   std::vector<int> missing;
   if (!is_explained()) {
     bool is_silent = is_silence(what);
     broken = broken_peers();
-    for (const auto& each : broken) is_silent |= is_silence(each.second);
+    for (const auto& entry : broken) is_silent |= is_silence(entry.second);
     missing = first_of(broken, peer);
     await_reason(is_silent);
   }
@@ -328,12 +326,12 @@ Failure Mesh::explain(int peer, const std::string& what) {
   if (has_farewell()) {
     const auto [r, farewell] = first_farewell();
     const auto status = static_cast<fl_status>(farewell->status);
-    if (place_in(farewell->missing, rank) >= 0 && status == FL_HOST_LOST) {
-      return {status, {r}, "it has given up the host of this rank: " + farewell->words};
+    if (index_in(farewell->missing, rank) >= 0 && status == FL_HOST_LOST) {
+      return {status, {r}, "it has reported the loss of this host: " + farewell->words};
     }
-    Failure found = given_up_by(r, name(r), rank, {status, farewell->missing, farewell->words});
-    if (found.status == FL_TIMEOUT) found.missing = await_cause(found.missing);
-    return found;
+    Failure result = given_up_by(r, name(r), rank, {status, farewell->missing, farewell->words});
+    if (result.status == FL_TIMEOUT) result.missing = await_cause(result.missing);
+    return result;
   }
   if (missing.empty() && peer >= 0) missing.push_back(peer);
   const bool has_closed = !missing.empty() && broken[missing[0]] == kHasLeft;
@@ -344,28 +342,28 @@ std::map<int, std::string> Mesh::broken_peers() {
   std::map<int, std::string> broken;
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank || end_of(peer) == kNever) continue;
-    const bool has_closed = known(peer).closed_at != kNever;
+    const bool has_closed = state_of(peer).closed_at != kNever;
     broken.emplace(peer, has_closed ? kHasLeft : links_.pair(ranks_[peer])->problem());
   }
   return broken;
 }
 
-// A rank that gives up because of another closes later: when the reason has come through, or not for so long.
-// One that has left as planned is no cause, unless it is waited for or nobody else has gone.
+// Return the peers that ended first. A rank that gives up because of another rank closes later, after its
+// reason was delivered or kGoodbye has passed. A planned exit is only a cause if awaited or the only one.
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
-  std::vector<int> suspects, found;
-  for (const auto& each : broken) {
-    if (known(each.first).left_at == kNever || each.first == peer) suspects.push_back(each.first);
+  std::vector<int> suspects, result;
+  for (const auto& entry : broken) {
+    if (state_of(entry.first).left_at == kNever || entry.first == peer) suspects.push_back(entry.first);
   }
   if (suspects.empty()) {
-    for (const auto& each : broken) suspects.push_back(each.first);
+    for (const auto& entry : broken) suspects.push_back(entry.first);
   }
   auto first = kNever;
-  for (int each : suspects) first = std::min(first, end_of(each));
-  for (int each : suspects) {
-    if (end_of(each) <= first + kGoodbye / 2) found.push_back(each);
+  for (int suspect : suspects) first = std::min(first, end_of(suspect));
+  for (int suspect : suspects) {
+    if (end_of(suspect) <= first + kGoodbye / 2) result.push_back(suspect);
   }
-  return found;
+  return result;
 }
 
 std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
@@ -373,15 +371,14 @@ std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
   return await_cause(timeout.missing);
 }
 
-// Follow who waited for whom, from `missing` on, to the rank that has not said that it waited.
-// No event says that none will come.
+// Follow the reported waits from `missing` to a rank that has not reported a wait until the time is over.
 std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   const auto end = Clock::now() + kSettling;
   for (int steps = 0; steps < size && missing.size() == 1 && missing[0] != rank; ++steps) {
-    auto farewell = known(missing[0]).farewell;
+    auto farewell = state_of(missing[0]).farewell;
     while (farewell == nullptr && Clock::now() < end) {
       std::this_thread::sleep_for(kSettlingTick);
-      farewell = known(missing[0]).farewell;
+      farewell = state_of(missing[0]).farewell;
     }
     if (farewell == nullptr || farewell->status != FL_TIMEOUT) break;
     const std::vector<int>& next = farewell->missing;
@@ -391,7 +388,7 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   return missing;
 }
 
-// Of a loss that the heartbeats have found all know.
+// All ranks learn of a loss that the heartbeats detected, so no connections are needed for it.
 void Mesh::give_up(const Failure& failure) noexcept {
   report_to_others(failure);
   if (!reason()) connect_neighbours(failure.missing);
@@ -400,49 +397,49 @@ void Mesh::give_up(const Failure& failure) noexcept {
   family_->end(*this);
 }
 
-// A rank that wants to connect to this one later would find nobody, and call it lost. `missing` are not
-// waited for.
+// Connect to the neighbours, so that a later connection from them does not find this rank gone and report it
+// lost. `missing` ranks are not awaited.
 void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   const auto end = Clock::now() + kGoodbye;
   const std::vector<int> peers = neighbours();
-  const auto each = [&](const auto& connect) {
+  const auto for_each_peer = [&](const auto& connect) {
     for (int peer : peers) {
       try {
         connect(peer);
       } catch (const std::exception&) {
-        // It has gone, or all has ended here.
+        // It has left, or the group has ended here.
       }
     }
   };
-  each([&](int peer) { reach({peer}); });
-  each([&](int peer) {
-    if (place_in(missing, peer) < 0) links_.await(ranks_[peer], end);
+  for_each_peer([&](int peer) { reach({peer}); });
+  for_each_peer([&](int peer) {
+    if (index_in(missing, peer) < 0) links_.await(ranks_[peer], end);
   });
 }
 
-// Once: others ask for no second reason.
+// Only once: peers use the first reason.
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
-  const Farewell farewell{failure.status, failure.missing, in_words_for_others(failure.what(), name(rank))};
-  family_->tell(*this, farewell.text());
+  const Farewell farewell{failure.status, failure.missing, text_for_peers(failure.what(), name(rank))};
+  family_->notify(*this, farewell.text());
 }
 
-// Hosts that are lost ----------------------------------------------------------------------------
+// Lost hosts ----------------------------------------------------------------------------
 
 void Mesh::take_along(Companion companion) {
   const std::lock_guard<std::mutex> lock(mutex_);
   companions_.push_back(std::move(companion));
 }
 
-Failure Mesh::as_its_own(const Failure& failure) const {
+Failure Mesh::for_members(const Failure& failure) const {
   std::vector<int> missing;
   for (int member : failure.missing) {
-    if (const int place = place_of(member); place >= 0) missing.push_back(place);
+    if (const int index = index_of(member); index >= 0) missing.push_back(index);
   }
   return {failure.status, missing, failure.what()};
 }
 
-// The next operation raises what has happened, as do those that wait.
+// The next operation and waiting operations raise `failure`.
 void Mesh::lose(const Failure& failure) noexcept {
   end(failure);
   family_->end(*this);
@@ -452,12 +449,12 @@ void Mesh::lose(const Failure& failure) noexcept {
     companions = companions_;
   }
   for (const Companion& companion : companions) {
-    companion.give_up(companion.other, (words_of(failure) + companion.advice).c_str());
+    companion.give_up(companion.other, (loss_text(failure) + companion.advice).c_str());
   }
 }
 
-// As this rank's Python code says it of an error that ends another group: see native_errors.py.
-std::string Mesh::words_of(const Failure& failure) const {
+// Return the text that Python uses for an error that ends another group: see native_errors.py.
+std::string Mesh::loss_text(const Failure& failure) const {
   std::string names;
   for (int r : failure.missing) {
     names += (names.empty() ? "" : ", ") + name(r).substr(std::strlen("rank "));

@@ -1,41 +1,40 @@
-// The collectives that move data without combining it.
+// Collectives that move data without reducing it.
 
 #include "collectives.h"
 
 namespace fl {
 namespace {
 
-// Call `visit(offset, bytes)` for each piece.
+// Call `visit(offset, bytes)` for each chunk.
 template <typename Visit>
 void for_each_piece(size_t bytes, Visit visit) {
   for (size_t at = 0; at < bytes; at += kChunkBytes) visit(at, std::min(kChunkBytes, bytes - at));
 }
 
-// The root's array in a part for each other rank.
+// Divide the root's array into a part for each other rank.
 Parts parts_for_others(size_t bytes, int ranks, int root) {
-  const size_t others = ranks - 1;
+  const size_t receivers = ranks - 1;
   const int last = root == ranks - 1 ? ranks - 2 : ranks - 1;
-  return in_a_row(ranks, [&](int r) {
-    return r == root ? 0 : bytes / others + (r == last ? bytes % others : 0);
+  return adjacent_parts(ranks, [&](int r) {
+    return r == root ? 0 : bytes / receivers + (r == last ? bytes % receivers : 0);
   });
 }
 
 }  // namespace
 
-// Take what came with the headers, then move the rest.
+// Copy payloads that arrived with the headers, then move large ones.
 void Collectives::deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take) {
-  char* const place = static_cast<char*>(into);
+  char* const target = static_cast<char*>(into);
   fetch(take);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || take[r].bytes == 0 || take[r].bytes > kInlineBytes) continue;
-    std::memcpy(place + take[r].begin, payload(r), take[r].bytes);
+    std::memcpy(target + take[r].begin, payload(r), take[r].bytes);
   }
-  await_given();
-  move_large(call, from, give, place, take);
+  await_pending();
+  move_large(call, from, give, target, take);
 }
 
-// Send give[r] of `from` to every rank r and receive take[r] of `into` from it, all at once, except
-// what was small.
+// Send give[r] of `from` to every rank r and receive take[r] of `into`, all at once, except small parts.
 void Collectives::move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take) {
   const char* const source = static_cast<const char*>(from);
   std::vector<Buffer> sends(size_), receives(size_);
@@ -52,8 +51,8 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
                      [&](size_t at, size_t n) { sends[r]->send(r, kPartSlot, at, n); });
     }
   }
-  const Part& own = give[rank_];
-  if (take[rank_].bytes > 0) std::memcpy(into + take[rank_].begin, source + own.begin, own.bytes);
+  const Part& own_part = give[rank_];
+  if (take[rank_].bytes > 0) std::memcpy(into + take[rank_].begin, source + own_part.begin, own_part.bytes);
   for (int r = 0; r < size_; ++r) {
     if (!receives[r]) continue;
     for_each_piece(take[r].bytes, [&](size_t, size_t) { call.waiter.received(*receives[r], r); });
@@ -64,36 +63,35 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
   }
 }
 
-// Large: every other rank gets a part of its own from the root and passes it on, so that the
-// root's link carries the array once instead of n-1 times. Only the root need know its size before the
-// headers have come.
+// A large array is divided into a part for each other rank. These ranks forward their parts, so that the
+// root's link carries the array once instead of n-1 times. Only the root must know the size at the start.
 Bytes Collectives::broadcast(Call& call, void* data) {
-  const int root = call.mine.root;
+  const int root = call.signature.root;
   const auto in_one_piece = [&](size_t bytes) { return bytes <= kInlineBytes || size_ == 2; };
   Parts give(size_), take(size_);
   if (rank_ == root && in_one_piece(call.bytes())) give = same_for_all(call.bytes());
-  meet(call, data, give);
-  const fl_signature& given = call.seen.calls[root];
-  const size_t bytes = static_cast<size_t>(given.count) * given.itemsize;
-  Bytes made;
-  if (call.mine.ndim == FL_ANY) made = make_bytes(bytes);
-  char* const array = made.data != nullptr ? made.data.get() : static_cast<char*>(data);
+  exchange_calls(call, data, give);
+  const fl_signature& root_call = call.report.calls[root];
+  const size_t bytes = static_cast<size_t>(root_call.count) * root_call.itemsize;
+  Bytes output_bytes;
+  if (call.signature.ndim == FL_ANY) output_bytes = make_bytes(bytes);
+  char* const array = output_bytes.data != nullptr ? output_bytes.data.get() : static_cast<char*>(data);
   if (in_one_piece(bytes)) {
     if (rank_ != root) take[root] = {0, bytes};
     deliver(call, data, give, array, take);
-    return made;
+    return output_bytes;
   }
-  await_given();
+  await_pending();
   const Parts parts = parts_for_others(bytes, size_, root);
   if (rank_ == root) {
-    give_parts(call, array, bytes, parts);
+    send_parts(call, array, bytes, parts);
   } else {
-    pass_on_part(call, array, parts);
+    forward_part(call, array, parts);
   }
-  return made;
+  return output_bytes;
 }
 
-void Collectives::give_parts(Call& call, const void* data, size_t bytes, const Parts& parts) {
+void Collectives::send_parts(Call& call, const void* data, size_t bytes, const Parts& parts) {
   const Buffer whole = mesh_.buffer(data, bytes);
   std::vector<int> sent;
   for_each_piece(longest(parts), [&](size_t at, size_t) {
@@ -106,25 +104,25 @@ void Collectives::give_parts(Call& call, const void* data, size_t bytes, const P
   for (int r : sent) call.waiter.sent(*whole, r);
 }
 
-void Collectives::pass_on_part(Call& call, char* data, const Parts& parts) {
-  const int root = call.mine.root;
-  const Part& own = parts[rank_];
-  const Buffer passed_on = mesh_.buffer(data + own.begin, own.bytes);
+void Collectives::forward_part(Call& call, char* data, const Parts& parts) {
+  const int root = call.signature.root;
+  const Part& own_part = parts[rank_];
+  const Buffer forwarded = mesh_.buffer(data + own_part.begin, own_part.bytes);
   std::vector<Buffer> arrivals(size_);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    const Part& part = r == root ? own : parts[r];
+    const Part& part = r == root ? own_part : parts[r];
     arrivals[r] = mesh_.buffer(data + part.begin, part.bytes);
     for_each_piece(part.bytes,
                    [&](size_t at, size_t n) { arrivals[r]->recv(r, kPartSlot, at, n); });
   }
   std::vector<int> sent;
-  for_each_piece(own.bytes, [&](size_t at, size_t n) {
+  for_each_piece(own_part.bytes, [&](size_t at, size_t n) {
     call.waiter.received(*arrivals[root], root);
     for (int step = 1; step < size_; ++step) {
       const int r = (rank_ + step) % size_;
       if (r == root) continue;
-      passed_on->send(r, kPartSlot, at, n);
+      forwarded->send(r, kPartSlot, at, n);
       sent.push_back(r);
     }
   });
@@ -132,7 +130,7 @@ void Collectives::pass_on_part(Call& call, char* data, const Parts& parts) {
     if (r == rank_ || r == root) continue;
     for_each_piece(parts[r].bytes, [&](size_t, size_t) { call.waiter.received(*arrivals[r], r); });
   }
-  for (int r : sent) call.waiter.sent(*passed_on, r);
+  for (int r : sent) call.waiter.sent(*forwarded, r);
 }
 
 Bytes Collectives::all_gather(Call& call, const void* data, const fl_room* room) {
@@ -141,14 +139,14 @@ Bytes Collectives::all_gather(Call& call, const void* data, const fl_room* room)
 
 Bytes Collectives::gather(Call& call, const void* data, const fl_room* room) {
   Parts give(size_);
-  give[call.mine.root] = {0, call.bytes()};
-  return gather_to(call, data, rank_ == call.mine.root, give, room);
+  give[call.signature.root] = {0, call.bytes()};
+  return gather_to(call, data, rank_ == call.signature.root, give, room);
 }
 
 Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Parts& give, const fl_room* room) {
-  meet(call, data, give);
-  const Parts take = in_a_row(size_, [&](int r) {
-    return wanted ? static_cast<size_t>(call.seen.calls[r].count) * call.mine.itemsize : 0;
+  exchange_calls(call, data, give);
+  const Parts take = adjacent_parts(size_, [&](int r) {
+    return wanted ? static_cast<size_t>(call.report.calls[r].count) * call.signature.itemsize : 0;
   });
   const size_t total = take.back().begin + take.back().bytes;
   Bytes output;
@@ -158,14 +156,14 @@ Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Pa
   return output;
 }
 
-// Only the root need know the size of a part before the headers have come.
+// Only the root must know the size of a part before the headers arrive.
 Bytes Collectives::scatter(Call& call, const void* data, void* output) {
-  const int root = call.mine.root;
+  const int root = call.signature.root;
   Parts give(size_), take(size_);
   if (rank_ == root) give = equal_sections(call.bytes());
-  meet(call, data, give);
-  const fl_signature& given = call.seen.calls[root];
-  take[root] = {0, static_cast<size_t>(given.count) * given.itemsize};
+  exchange_calls(call, data, give);
+  const fl_signature& root_call = call.report.calls[root];
+  take[root] = {0, static_cast<size_t>(root_call.count) * root_call.itemsize};
   Bytes part;
   if (output == nullptr) part = make_bytes(take[root].bytes);
   deliver(call, data, give, output != nullptr ? output : part.data.get(), take);
@@ -174,14 +172,14 @@ Bytes Collectives::scatter(Call& call, const void* data, void* output) {
 
 void Collectives::all_to_all(Call& call, const void* data, void* output) {
   const Parts sections = equal_sections(call.bytes() / size_);
-  meet(call, data, sections);
+  exchange_calls(call, data, sections);
   deliver(call, data, sections, output, sections);
 }
 
 void Collectives::all_to_all_uneven(Call& call, const fl_sections& sections, void* output) {
-  const Parts give = in_a_row(size_, [&](int r) { return sections.bytes[rank_ * size_ + r]; });
-  const Parts take = in_a_row(size_, [&](int r) { return sections.bytes[r * size_ + rank_]; });
-  meet(call, sections.data, give);
+  const Parts give = adjacent_parts(size_, [&](int r) { return sections.bytes[rank_ * size_ + r]; });
+  const Parts take = adjacent_parts(size_, [&](int r) { return sections.bytes[r * size_ + rank_]; });
+  exchange_calls(call, sections.data, give);
   deliver(call, sections.data, give, output, take);
 }
 

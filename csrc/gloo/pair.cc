@@ -19,8 +19,7 @@ namespace tcp = gloo::transport::tcp;
 
 namespace {
 
-// Private members are named in explicit instantiations, where access is not checked: a Gloo that
-// has others does not compile.
+// Private members are named in explicit instantiations, which skip access checks and fail on other versions.
 template <typename Of, typename Of::Member member>
 struct Reveal {
   friend typename Of::Member reveal(Of) { return member; }
@@ -57,14 +56,14 @@ int descriptor_of(const Device& device) {
 }
 
 int listening_socket(const Device& device) {
-  const tcp::attr& where = device.*reveal(DeviceAttributes{});
-  const int made = socket(where.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (made < 0) fail_in("socket");
-  const auto* address = reinterpret_cast<const sockaddr*>(&where.ai_addr);
-  const bool is_bound = bind(made, address, where.ai_addrlen) == 0;
-  if (is_bound && listen(made, SOMAXCONN) == 0) return made;
+  const tcp::attr& device_attributes = device.*reveal(DeviceAttributes{});
+  const int descriptor = socket(device_attributes.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (descriptor < 0) fail_in("socket");
+  const auto* address = reinterpret_cast<const sockaddr*>(&device_attributes.ai_addr);
+  const bool is_bound = bind(descriptor, address, device_attributes.ai_addrlen) == 0;
+  if (is_bound && listen(descriptor, SOMAXCONN) == 0) return descriptor;
   const int error = errno;
-  ::close(made);
+  ::close(descriptor);
   errno = error;
   fail_in(is_bound ? "listen" : "bind");
 }
@@ -77,18 +76,18 @@ sockaddr_storage read_address(const char* address, size_t bytes) {
 
 namespace {
 
-// Words about a group, and parcels, which Gloo has no opcodes for.
+// Opcodes of notes and parcels, which Gloo does not define.
 constexpr size_t kNote = 16, kParcel = 17;
 constexpr size_t kMostInParcel = 1 << 24;
 constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_RECV_READY;
 
 constexpr size_t kHead = sizeof(tcp::Op::preamble);
-constexpr size_t kWasteBytes = 64 << 10;
+constexpr size_t kDiscardBytes = 64 << 10;
 constexpr size_t kBeyondBytes = 32 << 10;
-// Of a receiver that is ready for all that comes.
+// Offset that marks permission for any number of sends.
 constexpr size_t kForEver = 1;
 
-// As a base, which is there before the others.
+// A base class, so that it is initialised first.
 struct Memory {
   Parcel parcel;
 };
@@ -101,34 +100,35 @@ Parcel copied(const char* bytes, size_t size) {
 
 }  // namespace
 
-// A buffer of its own bytes.
-class Pair::Kept : private Memory, public Buffer {
+// A buffer that owns its bytes.
+class Pair::OwnedBuffer : private Memory, public Buffer {
  public:
-  explicit Kept(Parcel given)
-      : Memory{std::move(given)}, Buffer(nullptr, parcel.memory.get(), parcel.bytes) {}
+  explicit OwnedBuffer(Parcel contents)
+      : Memory{std::move(contents)}, Buffer(nullptr, parcel.memory.get(), parcel.bytes) {}
 
   Weak weak() const { return getWeakNonOwningPtr(); }
 };
 
-// It is made to listen, at an address that no rank knows.
-Pair::Pair(Context* context, Device* device, int peer, int socket, Told told, Parcels& parcels)
-    : tcp::Pair(context, device, peer, std::chrono::hours(24)), told_(std::move(told)), parcels_(parcels) {
+// Gloo's base class listens at an address that no rank knows; replace its socket.
+Pair::Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels)
+    : tcp::Pair(context, device, peer,
+                std::chrono::hours(24)), note_handler_(std::move(note_handler)), parcels_(parcels) {
   const std::lock_guard<std::mutex> lock(m_);
-  if (state_ != LISTENING) throw std::runtime_error("a stranger has connected");
+  if (state_ != LISTENING) throw std::runtime_error("an unknown process has connected");
   epoll_ctl(descriptor_of(*device), EPOLL_CTL_DEL, fd_, nullptr);
   ::close(fd_);
   fd_ = socket;
   try {
     handleConnected();
   } catch (const std::exception&) {
-    state_ = CLOSED;  // with nothing to close: Gloo's loop does not serve it
+    state_ = CLOSED;  // Gloo's loop does not serve it
     throw;
   }
 }
 
 Pair::~Pair() = default;
 
-void Pair::is_served(bool served) {
+void Pair::set_served(bool served) {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ != CONNECTED) return;
   epoll_event event{};
@@ -137,14 +137,14 @@ void Pair::is_served(bool served) {
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo would try to add it first
 }
 
-// Gloo's thread does not wait for the lock, as who has it may wait for that thread, but comes again at once.
+// Gloo's thread must not wait for the lock, as the holder may wait for that thread. The event repeats.
 void Pair::handleEvents(int events) {
   if (!m_.try_lock()) return void(sched_yield());
   m_.unlock();
   tcp::Pair::handleEvents(events);
 }
 
-void Pair::read_what_has_arrived() {
+void Pair::read_available() {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ == CONNECTED) handleReadWrite(EPOLLIN);
 }
@@ -176,24 +176,24 @@ std::string Pair::problem() {
   return "the connection was closed";
 }
 
-// What is sent ---------------------------------------------------------------------------------
+// Sending ---------------------------------------------------------------------------------
 
 void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
-  Lines& lines = talks_[group].lines;
-  Line& line = lines[slot];
+  Queues& slots = group_states_[group].slots;
+  SlotQueues& line = slots[slot];
   const Part part{buffer.getWeakNonOwningPtr(), offset, bytes};
   buffer.begin(*this);
   if (!line.is_open && line.ready == 0) return line.sends.push_back(part);
   if (!line.is_open) --line.ready;
-  tidy(lines, slot);
+  erase_if_idle(slots, slot);
   is_at_leisure_ = at_leisure;
   put(kSend, group, slot, part);
   is_at_leisure_ = false;
 }
 
-// To set the option again sends what the kernel holds back.
+// Setting the option again sends data that the kernel holds back.
 void Pair::hurry() {
   const std::lock_guard<std::mutex> lock(m_);
   const int on = 1;
@@ -204,36 +204,36 @@ void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offse
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
   buffer.begin(*this);
-  talks_[group].lines[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
+  group_states_[group].slots[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
   put(kReady, group, slot, {});
 }
 
-void Pair::expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool tells) {
+void Pair::expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
   buffer.begin(*this);
-  talks_[group].lines[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
-  if (tells) put(kReady, group, slot, {{}, kForEver, 0});
+  group_states_[group].slots[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
+  if (grants) put(kReady, group, slot, {{}, kForEver, 0});
 }
 
-void Pair::tell(uint64_t group, const std::string& text, bool is_last) {
+void Pair::send_note(uint64_t group, const std::string& text, bool is_last) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
-  kept_.emplace_back(copied(text.data(), text.size()));
-  put(kNote, group, is_last ? 1 : 0, {kept_.back().weak(), 0, text.size()});
+  owned_.emplace_back(copied(text.data(), text.size()));
+  put(kNote, group, is_last ? 1 : 0, {owned_.back().weak(), 0, text.size()});
   if (!is_last) return;
-  Talk& talk = talks_[group];
-  talk.lines.clear();
-  talk.is_over_here = true;
-  if (talk.is_over_there) talks_.erase(group);
+  GroupState& group_state = group_states_[group];
+  group_state.slots.clear();
+  group_state.is_over_here = true;
+  if (group_state.is_over_there) group_states_.erase(group);
 }
 
 void Pair::post(uint64_t group, Parcel parcel) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
   const size_t bytes = parcel.bytes;
-  kept_.emplace_back(std::move(parcel));
-  put(kParcel, group, 0, {kept_.back().weak(), 0, bytes});
+  owned_.emplace_back(std::move(parcel));
+  put(kParcel, group, 0, {owned_.back().weak(), 0, bytes});
 }
 
 void Pair::require_connected() {
@@ -255,52 +255,51 @@ void Pair::put(size_t code, uint64_t group, uint64_t slot, const Part& part) {
   sendAsyncMode(op);
 }
 
-void Pair::tidy(Lines& lines, uint64_t slot) {
-  const auto line = lines.find(slot);
-  const Line& found = line->second;
-  if (!found.is_open && found.ready == 0 && found.sends.empty() && found.receives.empty()) lines.erase(line);
+void Pair::erase_if_idle(Queues& slots, uint64_t slot) {
+  const auto line = slots.find(slot);
+  const SlotQueues& queues = line->second;
+  if (!queues.is_open && queues.ready == 0 && queues.sends.empty() && queues.receives.empty()) slots.erase(line);
 }
 
-// Of what has begun to go out the other end gets all, as it cannot be told from its first bytes that the
-// rest is none; what has not begun is not sent.
+// Messages that have begun are completed with a copy, as the peer cannot skip the rest. Others are not sent.
 void Pair::forget(const Receiver& buffer, uint64_t group) {
   const std::lock_guard<std::mutex> lock(m_);
-  let_go(buffer, group);
+  drop_sends(buffer, group);
   const auto forget = [&](Weak& weak) {
-    if (is_of(weak, buffer)) weak = {};
+    if (is_buffer(weak, buffer)) weak = {};
   };
   forget(rx_.ubuf);
-  const auto talk = talks_.find(group);
-  if (talk == talks_.end()) return;
-  for (auto& [slot, line] : talk->second.lines) {
+  const auto group_state = group_states_.find(group);
+  if (group_state == group_states_.end()) return;
+  for (auto& [slot, line] : group_state->second.slots) {
     for (Part& part : line.receives) forget(part.buffer);
   }
 }
 
-bool Pair::is_of(const Weak& weak, const Receiver& buffer) {
+bool Pair::is_buffer(const Weak& weak, const Receiver& buffer) {
   const Alive alive(weak);
   return alive.operator->() == &buffer;
 }
 
-void Pair::let_go(const Receiver& buffer, uint64_t group) {
-  const auto talk = talks_.find(group);
-  if (talk != talks_.end()) {
-    for (auto& [slot, line] : talk->second.lines) {
-      line.sends.remove_if([&](const Part& part) { return is_of(part.buffer, buffer); });
+void Pair::drop_sends(const Receiver& buffer, uint64_t group) {
+  const auto group_state = group_states_.find(group);
+  if (group_state != group_states_.end()) {
+    for (auto& [slot, line] : group_state->second.slots) {
+      line.sends.remove_if([&](const Part& part) { return is_buffer(part.buffer, buffer); });
     }
   }
   for (tcp::Op& op : tx_) {
-    if (!is_of(op.ubuf, buffer)) continue;
+    if (!is_buffer(op.ubuf, buffer)) continue;
     op.ubuf = {};
     if (op.nwritten == 0) continue;
     const size_t sent = std::max(op.nwritten, kHead) - kHead;
-    kept_.emplace_back(copied(static_cast<const char*>(buffer.ptr) + op.offset + sent, op.nbytes - sent));
-    op.ubuf = kept_.back().weak();
-    op.offset = -sent;  // what was sent is not there
+    owned_.emplace_back(copied(static_cast<const char*>(buffer.ptr) + op.offset + sent, op.nbytes - sent));
+    op.ubuf = owned_.back().weak();
+    op.offset = -sent;  // the copy lacks the sent bytes
   }
 }
 
-// On the thread that sends, or Gloo's. An op that was released before it began is done.
+// On the sending thread or Gloo's. Ops released before they began count as done.
 bool Pair::write(tcp::Op& op) {
   if (state_ == CLOSED) return false;
   const bool notifies = op.preamble.opcode == kReady;
@@ -323,18 +322,18 @@ bool Pair::write(tcp::Op& op) {
       op.nwritten += count;
     } else if (errno != EINTR) {
       const int error = errno;
-      buffer = Alive();  // it may be one of those that go when the connection ends
-      // A reset is found where the other end's last words have been read.
+      buffer = Alive();  // the end of the connection may destroy it
+      // A reset is reported after the last data of the peer has been read.
       if (error != EAGAIN && error != ECONNRESET && error != EPIPE) fail("write", error);
       return false;
     }
   }
   if (notifies) return true;
   Buffer* const sent = buffer.operator->();
-  const auto kept = std::find_if(kept_.begin(), kept_.end(), [&](Kept& each) { return &each == sent; });
-  if (kept != kept_.end()) {
-    buffer = Alive();  // else it would wait for this thread
-    kept_.erase(kept);
+  const auto owned = std::find_if(owned_.begin(), owned_.end(), [&](OwnedBuffer& entry) { return &entry == sent; });
+  if (owned != owned_.end()) {
+    buffer = Alive();  // otherwise its destructor would wait for this thread
+    owned_.erase(owned);
     if (op.preamble.opcode == kParcel) parcels_.sent(rank_, op.nbytes);
   } else {
     auto& receiver = static_cast<Receiver&>(*sent);
@@ -349,7 +348,7 @@ void Pair::fail(const char* doing, int error) {
   signalException(std::string(doing) + " " + peer_.str() + ": " + std::strerror(error));
 }
 
-// What arrives ---------------------------------------------------------------------------------
+// Receiving ---------------------------------------------------------------------------------
 
 bool Pair::read() {
   Alive buffer;
@@ -372,7 +371,7 @@ bool Pair::read() {
   return true;
 }
 
-// As far as something has come; as recv(2). Bytes that come after it are read in the same call.
+// Read available bytes into `room`, like recv(2), and further bytes into beyond_ in the same call.
 ssize_t Pair::fill(const iovec& room) {
   if (beyond_begin_ < beyond_end_) {
     const size_t bytes = std::min(room.iov_len, beyond_end_ - beyond_begin_);
@@ -391,43 +390,43 @@ ssize_t Pair::fill(const iovec& room) {
   message.msg_iovlen = 2;
   const ssize_t count = recvmsg(fd_, &message, MSG_DONTWAIT);
   if (count <= 0) return count;
-  const size_t come = count;
-  is_drained_ = come < room.iov_len + kBeyondBytes;
+  const size_t arrived = count;
+  is_drained_ = arrived < room.iov_len + kBeyondBytes;
   beyond_begin_ = 0;
-  beyond_end_ = std::max(come, room.iov_len) - room.iov_len;
-  return std::min(come, room.iov_len);
+  beyond_end_ = std::max(arrived, room.iov_len) - room.iov_len;
+  return std::min(arrived, room.iov_len);
 }
 
-// Where the next bytes of a message go, and for what is for a buffer, that; no room: that was all.
+// Return the memory for the next bytes of the message, and its buffer if any. Empty: the message is complete.
 iovec Pair::next_room(Alive& buffer) {
   if (state_ == CLOSED) return {};
   if (rx_.nread < kHead) {
     return {reinterpret_cast<char*>(&rx_.preamble) + rx_.nread, kHead - rx_.nread};
   }
-  const size_t code = rx_.preamble.opcode, come = rx_.nread - kHead;
-  const size_t left = rx_.preamble.length - come;
+  const size_t code = rx_.preamble.opcode, arrived = rx_.nread - kHead;
+  const size_t remaining = rx_.preamble.length - arrived;
   if (code == kNote) {
     note_.resize(rx_.preamble.length);
-    return {note_.data() + come, left};
+    return {note_.data() + arrived, remaining};
   }
   if (code == kParcel) {
-    if (!parcel_ && rx_.preamble.length > kMostInParcel) signalException("a message came that is too long");
+    if (!parcel_ && rx_.preamble.length > kMostInParcel) signalException("a received message is too long");
     if (state_ == CLOSED) return {};
     if (!parcel_) parcel_.emplace(rx_.preamble.length);
-    return {parcel_->memory.get() + come, left};
+    return {parcel_->memory.get() + arrived, remaining};
   }
   if (code != kSend) return {};
-  if (!std::exchange(is_placed_, true)) find_place();
+  if (!std::exchange(is_matched_, true)) match_buffer();
   if (!buffer) buffer = Alive(rx_.ubuf);
-  if (buffer) return {static_cast<char*>(buffer->ptr) + rx_.offset + come, left};
-  if (waste_ == nullptr) waste_.reset(new char[kWasteBytes]);
-  return {waste_.get(), std::min(left, kWasteBytes)};
+  if (buffer) return {static_cast<char*>(buffer->ptr) + rx_.offset + arrived, remaining};
+  if (discarded_ == nullptr) discarded_.reset(new char[kDiscardBytes]);
+  return {discarded_.get(), std::min(remaining, kDiscardBytes)};
 }
 
-// Of the receives that wait in its slot a message takes the first. There is none where its group is over.
-void Pair::find_place() {
-  Talk& talk = talks_[rx_.preamble.roffset];
-  Line& line = talk.lines[rx_.preamble.slot];
+// Match the message with the first waiting receive of its slot. There is no receive if the group has ended.
+void Pair::match_buffer() {
+  GroupState& group_state = group_states_[rx_.preamble.roffset];
+  SlotQueues& line = group_state.slots[rx_.preamble.slot];
   const bool is_wanted = !line.receives.empty();
   if (is_wanted) {
     const Part part = line.receives.front();
@@ -436,16 +435,16 @@ void Pair::find_place() {
     rx_.offset = part.offset;
     rx_.nbytes = part.bytes;
   }
-  tidy(talk.lines, rx_.preamble.slot);
-  if (rx_.preamble.length > rx_.nbytes && (is_wanted || !talk.is_over_here)) {
-    signalException("a message came that nobody has asked for");
+  erase_if_idle(group_state.slots, rx_.preamble.slot);
+  if (rx_.preamble.length > rx_.nbytes && (is_wanted || !group_state.is_over_here)) {
+    signalException("received a message that no operation has requested");
   }
 }
 
 void Pair::take_message(const Alive& buffer) {
   const auto [bytes, code, slot, offset, length, group] = rx_.preamble;
   rx_ = {};
-  is_placed_ = false;
+  is_matched_ = false;
   if (code == kSend && buffer) {
     auto& receiver = static_cast<Receiver&>(*buffer.operator->());
     if (receiver.mover_ != nullptr) receiver.mover_->moved(rank_, length);
@@ -454,54 +453,54 @@ void Pair::take_message(const Alive& buffer) {
   }
   if (code == kSend) return;
   if (code == kParcel) {
-    const auto talk = talks_.find(group);
-    const bool is_over = talk != talks_.end() && talk->second.is_over_here;
+    const auto group_state = group_states_.find(group);
+    const bool is_over = group_state != group_states_.end() && group_state->second.is_over_here;
     parcels_.received(rank_, group, is_over, std::move(*parcel_));
     return parcel_.reset();
   }
-  Talk& talk = talks_[group];
+  GroupState& group_state = group_states_[group];
   if (code == kNote) {
-    if (!talk.is_over_here) told_(rank_, group, note_);
-    talk.is_over_there = slot != 0;
-    if (talk.is_over_here && talk.is_over_there) talks_.erase(group);
+    if (!group_state.is_over_here) note_handler_(rank_, group, note_);
+    group_state.is_over_there = slot != 0;
+    if (group_state.is_over_here && group_state.is_over_there) group_states_.erase(group);
     return;
   }
-  if (talk.is_over_here) return;
-  Line& line = talk.lines[slot];
+  if (group_state.is_over_here) return;
+  SlotQueues& line = group_state.slots[slot];
   line.is_open = line.is_open || offset == kForEver;
   std::list<Part> parts;
   if (line.is_open) parts.swap(line.sends);
   else if (line.sends.empty()) ++line.ready;
   else parts.splice(parts.end(), line.sends, line.sends.begin());
-  tidy(talk.lines, slot);
+  erase_if_idle(group_state.slots, slot);
   try {
     for (const Part& part : parts) put(kSend, group, slot, part);
   } catch (const std::exception&) {
-    // The connection has ended, and all have been notified.
+    // The connection has ended, and the buffers were notified.
   }
 }
 
-// The end ------------------------------------------------------------------------------------------
+// Closing ------------------------------------------------------------------------------------------
 
 void Pair::changeState(state next) noexcept {
   if (next == CLOSED && state_ == CONNECTED) {
     ended_at_ = Clock::now();
     if (ex_ != nullptr) signal_all();
     for (tcp::Op& op : tx_) op.ubuf = {};
-    kept_.clear();
+    owned_.clear();
     parcels_.ended(rank_);
   }
   tcp::Pair::changeState(next);
 }
 
-// All that still wait to send or to receive; see also Waiter::look_around.
+// Notify all waiting sends and receives.
 void Pair::signal_all() noexcept {
   const auto signal = [&](const Weak& weak) {
     const Alive buffer(weak);
     if (buffer) static_cast<Receiver*>(buffer.operator->())->signalException(ex_);
   };
-  for (const auto& [group, talk] : talks_) {
-    for (const auto& [slot, line] : talk.lines) {
+  for (const auto& [group, group_state] : group_states_) {
+    for (const auto& [slot, line] : group_state.slots) {
       for (const Part& part : line.sends) signal(part.buffer);
       for (const Part& part : line.receives) signal(part.buffer);
     }
@@ -513,7 +512,7 @@ void Pair::signal_all() noexcept {
 Receiver::Receiver(std::shared_ptr<Context> context, Route& route, void* data, size_t bytes, Mover* mover)
     : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
-// Gloo's destructor waits until no thread uses the buffer, but this part of it is destroyed by then.
+// Gloo's destructor waits until no thread uses the buffer, but this subclass is already destroyed by then.
 Receiver::~Receiver() {
   if (unfinished_ == 0) return;
   for (Pair* pair : pairs_) pair->forget(*this, group_);

@@ -1,9 +1,9 @@
-// A connection of Gloo's, with what Gloo has no name for, and with messages of many groups.
+// A Gloo connection extended by notes, parcels and messages of several groups.
 //
-// Gloo has the socket, its thread and the queue of what is to be sent. The protocol is our own: a receiver
-// says that it is ready, and the sender sends; Gloo's sender says before that it will, which is of use only
-// to who receives from any rank, and it searches all slots with every message. And what was begun in a group
-// that has ended must not stand in the way of others: see forget.
+// Gloo owns the socket, its thread and the send queue. The protocol is our own: a receiver announces that it
+// is ready, then the sender sends. Gloo's protocol also announces each send, which only helps receives from
+// any rank, and searches all slots for every message. In addition, messages of a group that has ended must
+// not block other groups: see forget.
 #pragma once
 
 #include <gloo/transport/tcp/address.h>
@@ -21,25 +21,24 @@
 
 namespace fl {
 
-// No other file includes Gloo's internal headers. Connections of a group; Gloo's thread, which serves their
-// sockets; and what it calls with the events of a socket.
+// Only this header includes Gloo's internal headers. Context holds a group's connections, Device owns the
+// socket thread, and Handler receives socket events.
 using Context = gloo::transport::tcp::Context;
 using Device = gloo::transport::tcp::Device;
 using Handler = gloo::transport::tcp::Handler;
 
 std::shared_ptr<Device> create_device(const std::string& host, const std::string& interface);
-// Its epoll, which Gloo does not expose, and leaves open on exec and in forked children, where it would hide that
-// a rank was killed.
+// The device's epoll descriptor. Gloo leaves it open in forked children, which would hide a rank's death.
 int descriptor_of(const Device& device);
-// A socket that listens where the device is. Throws.
+// Return a socket that listens at the device's address. Throws.
 int listening_socket(const Device& device);
-// Addresses as Gloo writes them.
+// Addresses in Gloo's format.
 std::vector<char> address_of(int socket);
 sockaddr_storage read_address(const char* address, size_t bytes);
 
 class Receiver;
 
-// Bytes that travel as one. Room for more is left as it is.
+// Bytes sent as one message. A buffer for more bytes is not initialised.
 struct Parcel {
   explicit Parcel(size_t bytes) : memory(new char[bytes]), bytes(bytes) {}
 
@@ -47,15 +46,15 @@ struct Parcel {
   size_t bytes;
 };
 
-// Who sends and receives parcels. All is called with a pair locked: no other lock may be waited for that somebody
-// holds who needs a pair.
+// Sender and receiver of parcels. Functions are called with a pair locked. They must not wait for a lock
+// whose holder may need a pair.
 class Parcels {
  public:
   virtual ~Parcels() = default;
 
-  // `is_over`: the group is, here.
+  // `is_over`: this rank has left the group.
   virtual void received(int peer, uint64_t group, bool is_over, Parcel parcel) = 0;
-  // So many bytes are in the kernel's hands.
+  // The kernel has accepted `bytes` bytes.
   virtual void sent(int peer, size_t bytes) = 0;
   // The connection has ended.
   virtual void ended(int peer) noexcept = 0;
@@ -63,47 +62,43 @@ class Parcels {
 
 class Pair : public gloo::transport::tcp::Pair {
  public:
-  // The other end, rank `peer`, tells `text` of a group that is not over here: on Gloo's thread or one that
-  // reads, with the pair locked.
-  using Told = std::function<void(int peer, uint64_t group, const std::string& text)>;
+  // Handler for a note `text` of rank `peer` about a group that has not ended here. Called on Gloo's thread
+  // or a reading thread, with the pair locked.
+  using NoteHandler = std::function<void(int peer, uint64_t group, const std::string& text)>;
 
-  // `socket` is connected. Throws if the other end has closed it; then `socket` stays open.
-  Pair(Context* context, Device* device, int peer, int socket, Told told, Parcels& parcels);
+  // `socket` is connected. Throws if the peer has closed it; then `socket` stays open.
+  Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels);
   ~Pair() override;
 
-  // Whether Gloo's thread reads what arrives; it does from the beginning.
-  void is_served(bool served);
+  // Set whether Gloo's thread reads what arrives. Initially it does.
+  void set_served(bool served);
   // Read what has arrived, on this thread.
-  void read_what_has_arrived();
+  void read_available();
 
-  // Within a slot of a group messages arrive in the order in which they were sent. Throws where the
-  // connection is broken.
-  // Sent at leisure, it goes in one packet with what is sent next, at the latest when TCP's timer fires: after
-  // 200 ms, or what a way there and back takes.
+  // Send. Messages of a slot of a group keep their order. Throws if the connection is broken. `at_leisure`:
+  // send in one packet with the next message, or when TCP's timer fires after 200 ms or one round trip.
   void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void hurry();
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
-  // The same, of a slot in which the peer sends without being asked, once it is told that here it may: with
-  // `tells`, once all is there that it may fill.
-  void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool tells);
-  // Sends `text` behind all that was sent before. `is_last`: this rank has left the group, and messages that
-  // arrive for the group are dropped.
-  void tell(uint64_t group, const std::string& text, bool is_last);
-  // Send it, behind all else that was sent. Throws where the connection is broken.
+  // Receive in a slot whose peer sends without requests after one permission. `grants`: grant it now; all
+  // initial buffers must have been posted.
+  void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
+  // Send `text` after all else. `is_last`: this rank leaves the group and drops its later messages.
+  void send_note(uint64_t group, const std::string& text, bool is_last);
+  // Send a parcel after everything sent before. Throws if the connection is broken.
   void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
 
-  // Before `buffer` is destroyed. Messages of which a part was sent are completed, others are not sent; data that
-  // arrives for it is dropped.
+  // Call before `buffer` is destroyed. Partly sent messages are completed and others are not sent. Data that
+  // arrives for the buffer is dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
-  // When the connection ended; kNever: it has not. And why, as Gloo says it.
+  // Time at which the connection ended, or kNever; and Gloo's reason.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
-  // Whether the kernel has all that was sent; also where the connection has ended.
+  // True if the kernel has accepted everything sent, or if the connection has ended.
   bool has_written();
-  // Whether the peer's kernel has all that was sent, or has said nothing for as long as `silence`. The peer
-  // gets what it has, also where this end closes now.
+  // True if the peer's kernel has acknowledged all data, or was silent for `silence`. Then close safely.
   bool has_delivered(std::chrono::milliseconds silence);
 
  private:
@@ -114,17 +109,17 @@ class Pair : public gloo::transport::tcp::Pair {
     Weak buffer;
     size_t offset, bytes;
   };
-  struct Line {
-    std::list<Part> sends, receives;  // that wait
-    int ready = 0;                    // receives of the other end that wait
-    bool is_open = false;             // it takes all that comes
+  struct SlotQueues {
+    std::list<Part> sends, receives;  // waiting
+    int ready = 0;                    // number of waiting receives of the peer
+    bool is_open = false;             // the peer accepts messages without requests
   };
-  struct Talk {
-    std::unordered_map<uint64_t, Line> lines;  // by slot
+  struct GroupState {
+    std::unordered_map<uint64_t, SlotQueues> slots;  // by slot
     bool is_over_here = false, is_over_there = false;
   };
-  using Lines = std::unordered_map<uint64_t, Line>;
-  class Kept;
+  using Queues = std::unordered_map<uint64_t, SlotQueues>;
+  class OwnedBuffer;
 
   void handleEvents(int events) override;
   bool read() override;
@@ -132,53 +127,53 @@ class Pair : public gloo::transport::tcp::Pair {
   void changeState(state next) noexcept override;
 
   void require_connected();
-  static bool is_of(const Weak& weak, const Receiver& buffer);
-  void let_go(const Receiver& buffer, uint64_t group);
+  static bool is_buffer(const Weak& weak, const Receiver& buffer);
+  void drop_sends(const Receiver& buffer, uint64_t group);
   void put(size_t code, uint64_t group, uint64_t slot, const Part& part);
   void fail(const char* doing, int error);
   iovec next_room(Alive& buffer);
   ssize_t fill(const iovec& room);
-  void find_place();
+  void match_buffer();
   void take_message(const Alive& buffer);
   void signal_all() noexcept;
-  static void tidy(Lines& lines, uint64_t slot);
+  static void erase_if_idle(Queues& slots, uint64_t slot);
 
-  const Told told_;
+  const NoteHandler note_handler_;
   Parcels& parcels_;
   std::atomic<Clock::time_point> ended_at_{kNever};
-  // Under its mutex, like all else.
-  std::unordered_map<uint64_t, Talk> talks_;  // by group
-  std::list<Kept> kept_;                      // what goes out and is nobody else's
-  bool is_placed_ = false;                    // what arrives just now has its buffer, if it has one
+  // Guarded by the pair's mutex.
+  std::unordered_map<uint64_t, GroupState> group_states_;  // by group
+  std::list<OwnedBuffer> owned_;  // outgoing data that the pair owns
+  bool is_matched_ = false;  // the arriving message has been matched with a buffer
   std::string note_;
   std::optional<Parcel> parcel_;
-  std::unique_ptr<char[]> waste_;  // for what nobody has a buffer for any more
-  // What was read beyond its room; and whether the kernel has no more.
+  std::unique_ptr<char[]> discarded_;  // for arriving data without a buffer
+  // Bytes read beyond the current buffer, and whether the kernel has no more.
   std::unique_ptr<char[]> beyond_;
   size_t beyond_begin_ = 0, beyond_end_ = 0;
   bool is_drained_ = false;
-  bool is_at_leisure_ = false;  // what is written just now
+  bool is_at_leisure_ = false;  // of the message being written
 };
 
-// A group as connections know it.
+// A group's access to its connections.
 class Route {
  public:
   explicit Route(uint64_t group) : group(group) {}
   virtual ~Route() = default;
 
-  // That with a rank of the group; it is made where there is none. Throws Failure.
+  // Return the connection with a rank of the group, made if necessary. Throws Failure.
   virtual Pair& pair_with(int peer) = 0;
 
-  const uint64_t group;  // a number that no other has: that of a group that is no part of another is 0
+  const uint64_t group;  // unique number; 0 for a group that is not a subgroup
 };
 
-// What all buffers of a group are: `context` has its connections.
+// Base of all buffers of a group; `context` owns the connections.
 class Receiver : public gloo::transport::tcp::UnboundBuffer {
  public:
-  // Who wants to know what has moved, before it is seen here; who lives as long as `data` is used.
+  // Observer of transfers, called before the buffer counts them. It must live as long as `data` is used.
   class Mover {
    public:
-    // So many bytes were sent, or received; with the pair locked.
+    // Called with the pair locked after `bytes` bytes were sent or received.
     virtual void moved(int peer, size_t bytes) = 0;
 
    protected:
@@ -193,13 +188,13 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   void recv(int peer, uint64_t slot, size_t offset, size_t bytes) override;
   using UnboundBuffer::recv;
 
-  // How many waits for what it receives, or sends, would return at once.
+  // Number of finished receives, or sends, that no wait has consumed.
   uint32_t received() { return now(recvCompletions_); }
   uint32_t sent() { return now(sendCompletions_); }
 
  private:
   friend class Pair;
-  // One part is to be sent or received.
+  // Count a part that is to be sent or received.
   void begin(Pair& pair);
   uint32_t now(int& count) {
     const std::lock_guard<std::mutex> lock(m_);
@@ -209,8 +204,8 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   Route& route_;
   Mover* const mover_;
   const uint64_t group_ = route_.group;
-  std::vector<Pair*> pairs_;        // that have sent or received parts of it
-  std::atomic<int> unfinished_{0};  // parts that they may still use
+  std::vector<Pair*> pairs_;        // pairs that sent or received parts
+  std::atomic<int> unfinished_{0};  // parts that pairs may still use
 };
 
 }  // namespace fl

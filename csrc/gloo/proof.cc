@@ -7,7 +7,7 @@
 namespace fl {
 namespace {
 
-// SHA-256, as FIPS 180-4 has it.
+// SHA-256 (FIPS 180-4).
 constexpr size_t kBlock = 64;
 using Words = std::array<uint32_t, 8>;
 
@@ -35,16 +35,16 @@ void mix(Words& state, const char* block) {
   uint32_t w[64];
   for (int i = 0; i < 16; ++i) w[i] = word_at(block + 4 * i);
   for (int i = 16; i < 64; ++i) {
-    const uint32_t near = turned(w[i - 15], 7) ^ turned(w[i - 15], 18) ^ w[i - 15] >> 3;
-    const uint32_t far = turned(w[i - 2], 17) ^ turned(w[i - 2], 19) ^ w[i - 2] >> 10;
-    w[i] = w[i - 16] + near + w[i - 7] + far;
+    const uint32_t first_mix = turned(w[i - 15], 7) ^ turned(w[i - 15], 18) ^ w[i - 15] >> 3;
+    const uint32_t second_mix = turned(w[i - 2], 17) ^ turned(w[i - 2], 19) ^ w[i - 2] >> 10;
+    w[i] = w[i - 16] + first_mix + w[i - 7] + second_mix;
   }
   auto [a, b, c, d, e, f, g, h] = state;
   for (int i = 0; i < 64; ++i) {
-    const uint32_t one = turned(e, 6) ^ turned(e, 11) ^ turned(e, 25);
-    const uint32_t first = h + one + ((e & f) ^ (~e & g)) + kRounds[i] + w[i];
-    const uint32_t zero = turned(a, 2) ^ turned(a, 13) ^ turned(a, 22);
-    const uint32_t second = zero + ((a & b) ^ (a & c) ^ (b & c));
+    const uint32_t first_sum = turned(e, 6) ^ turned(e, 11) ^ turned(e, 25);
+    const uint32_t first = h + first_sum + ((e & f) ^ (~e & g)) + kRounds[i] + w[i];
+    const uint32_t second_sum = turned(a, 2) ^ turned(a, 13) ^ turned(a, 22);
+    const uint32_t second = second_sum + ((a & b) ^ (a & c) ^ (b & c));
     h = g, g = f, f = e, e = d + first, d = c, c = b, b = a, a = first + second;
   }
   const Words mixed = {a, b, c, d, e, f, g, h};

@@ -1,4 +1,4 @@
-// The collectives that combine the ranks' arrays.
+// Collectives that reduce arrays.
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
@@ -6,40 +6,39 @@
 namespace fl {
 namespace {
 
-// A part has so many pieces at least, if they are not too small: what is combined is sent on while the
-// rest is on the wire.
+// Minimum number of chunks of a part, and minimum chunk size in bytes: reductions overlap with transfers.
 constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
-// So many pieces of each rank can arrive unasked, if they fit in the memory for those of all.
-constexpr size_t kMostPlaces = 8, kOfAll = 8 << 20;
+// Maximum number of chunks per rank that can arrive without a request, and bytes for the chunks of all ranks.
+constexpr size_t kMostSlots = 8, kAllBytes = 8 << 20;
 
-// Two ranks exchange so much in one step, and reduce it twice; of more, half the additions count more than
-// a step.
+// Maximum size, in bytes, that two ranks exchange in one step and both reduce. Above it, half the additions
+// save more than a step costs.
 constexpr size_t kInOneStep = 4 << 20;
 
-// Who gets the reduced parts, where it is not one rank.
-constexpr int kEverybody = -2;
+// Collector value: all ranks get the reduced parts.
+constexpr int kAllRanks = -2;
 
-// Memory for a piece of one rank.
-size_t place_bytes(int ranks) {
-  return std::max(kOfAll / ranks / kMostPlaces / kLeastPiece * kLeastPiece, kLeastPiece);
+// Bytes reserved for a chunk of one rank.
+size_t slot_bytes(int ranks) {
+  return std::max(kAllBytes / ranks / kMostSlots / kLeastPiece * kLeastPiece, kLeastPiece);
 }
 
-size_t places(int ranks) {
-  return std::clamp<size_t>(kOfAll / ranks / place_bytes(ranks), 2, kMostPlaces);
+size_t slot_count(int ranks) {
+  return std::clamp<size_t>(kAllBytes / ranks / slot_bytes(ranks), 2, kMostSlots);
 }
 
-size_t piece_bytes(const Parts& parts, const fl_signature& mine) {
-  const size_t most = place_bytes(static_cast<int>(parts.size()));
-  return std::clamp(longest(parts) / kPieces, kLeastPiece, most) / mine.itemsize * mine.itemsize;
+size_t piece_bytes(const Parts& parts, const fl_signature& signature) {
+  const size_t most = slot_bytes(static_cast<int>(parts.size()));
+  return std::clamp(longest(parts) / kPieces, kLeastPiece, most) / signature.itemsize * signature.itemsize;
 }
 
-// A part for each rank but `without`.
-Parts even_parts(const fl_signature& mine, int ranks, int without = -1) {
-  const size_t count = static_cast<size_t>(mine.count), item = mine.itemsize;
+// Divide the array into a part for each rank except `without`.
+Parts even_parts(const fl_signature& signature, int ranks, int without = -1) {
+  const size_t count = static_cast<size_t>(signature.count), item = signature.itemsize;
   const size_t among = without < 0 ? ranks : ranks - 1;
   size_t i = 0;
-  return in_a_row(ranks, [&](int r) {
+  return adjacent_parts(ranks, [&](int r) {
     if (r == without) return size_t{0};
     return (count / among + (i++ < count % among ? 1 : 0)) * item;
   });
@@ -47,28 +46,26 @@ Parts even_parts(const fl_signature& mine, int ranks, int without = -1) {
 
 }  // namespace
 
-// A direct reduce-scatter (rank p gets part p of every rank and reduces in rank order), after
-// which every part goes to those who want it.
+// A direct reduce-scatter: rank p receives part p of every rank and reduces in rank order. Each reduced part
+// is then sent to the collecting ranks.
 //
-// The next pieces of every part are on the wire while one is being reduced. A collecting rank gets a reduced
-// piece into the place it came from: its owner can only send it after it has received that place's old
-// contents from everybody, so nothing unsent is lost.
+// The next chunks of every part are in transit while one is reduced. A collecting rank receives a reduced
+// chunk into its own data. This is safe: the owner sends it only after receiving that data from all ranks.
 class Collectives::ReductionInParts {
  public:
-  // `output` takes this rank's reduced part; null: it only passes through, on its way to the
-  // collector.
+  // `output` receives this rank's reduced part. Null: the part is only forwarded to the collector.
   ReductionInParts(Collectives& group, Call& call, const void* data, char* output, Parts parts, int collector)
       : group_(group),
         waiter_(call.waiter),
-        mine_(call.mine),
+        signature_(call.signature),
         rank_(group.rank_),
         size_(group.size_),
         collector_(collector),
         parts_(std::move(parts)),
-        piece_bytes_(piece_bytes(parts_, mine_)),
-        depth_(places(size_)),
+        piece_bytes_(piece_bytes(parts_, signature_)),
+        depth_(slot_count(size_)),
         first_(group.taken_),
-        in_place_(output == data && collector == kNobody),
+        in_place_(output == data && collector == kNoPeer),
         data_(static_cast<char*>(const_cast<void*>(data))),
         output_(output),
         sends_(group.mesh_.buffer(data, call.bytes())),
@@ -92,52 +89,53 @@ class Collectives::ReductionInParts {
   }
 
  private:
-  // Bytes of piece `c` of rank r's part; none where the part has ended.
+  // Chunk `c` of rank r's part; empty behind the part's end.
   Part piece(int r, size_t c) const {
     const size_t begin = std::min(c * piece_bytes_, parts_[r].bytes);
     return {parts_[r].begin + begin, std::min(piece_bytes_, parts_[r].bytes - begin)};
   }
-  size_t place(size_t c) const { return (first_ + c) % depth_ * place_bytes(size_); }
-  bool collects(int r) const { return collector_ == kEverybody || collector_ == r; }
+  size_t slot_offset(size_t c) const { return (first_ + c) % depth_ * slot_bytes(size_); }
+  bool collects(int r) const { return collector_ == kAllRanks || collector_ == r; }
   int peer(int step) const { return (rank_ + step) % size_; }
 
   void start(size_t c) {
     for (int step = 1; step < size_; ++step) {
       const int r = peer(step);
-      const Part theirs = piece(r, c);
-      if (theirs.bytes == 0) continue;
-      if (collects(rank_)) collected_[r]->recv(r, kPartSlot, c * piece_bytes_, theirs.bytes);
-      sends_->send(r, kReduceSlot, theirs.begin, theirs.bytes);
+      const Part peer_piece = piece(r, c);
+      if (peer_piece.bytes == 0) continue;
+      if (collects(rank_)) collected_[r]->recv(r, kPartSlot, c * piece_bytes_, peer_piece.bytes);
+      sends_->send(r, kReduceSlot, peer_piece.begin, peer_piece.bytes);
       sent_.push_back(r);
     }
   }
 
   void combine(size_t c) {
-    const Part own = piece(rank_, c);
-    if (own.bytes == 0) return;
+    const Part own_piece = piece(rank_, c);
+    if (own_piece.bytes == 0) return;
     for (int r = 0; r < size_; ++r) {
       if (r != rank_) waiter_.received(group_.room(r), r);
-      const char* came = static_cast<const char*>(group_.room(r).ptr) + place(c);
-      from_[r] = r == rank_ ? data_ + own.begin : came;
+      const char* arrived = static_cast<const char*>(group_.room(r).ptr) + slot_offset(c);
+      from_[r] = r == rank_ ? data_ + own_piece.begin : arrived;
     }
     if (in_place_) waiter_.sent(*sends_, sent_[c]);
-    if (output_ == nullptr && c >= depth_) waiter_.sent(*results_, given_[c - depth_]);
-    const size_t at = output_ != nullptr ? c * piece_bytes_ : place(c);
+    if (output_ == nullptr && c >= depth_) waiter_.sent(*results_, pending_[c - depth_]);
+    const size_t at = output_ != nullptr ? c * piece_bytes_ : slot_offset(c);
     char* result = static_cast<char*>(results_->ptr) + at;
-    fl::reduce(mine_.dtype, mine_.op, mine_.scale, result, from_.data(), size_, own.bytes / mine_.itemsize);
-    group_.ask_for_piece(place(c));
+    fl::reduce(signature_.dtype, signature_.op, signature_.scale, result, from_.data(), size_,
+               own_piece.bytes / signature_.itemsize);
+    group_.request_chunk(slot_offset(c));
     ++group_.taken_;
     for (int step = 1; step < size_; ++step) {
       if (!collects(peer(step))) continue;
-      results_->send(peer(step), kPartSlot, at, own.bytes);
-      given_.push_back(peer(step));
+      results_->send(peer(step), kPartSlot, at, own_piece.bytes);
+      pending_.push_back(peer(step));
     }
   }
 
   void finish() {
     for (size_t i = 0; i < sent_.size() && !in_place_; ++i) waiter_.sent(*sends_, sent_[i]);
-    const size_t passed = output_ != nullptr ? 0 : given_.size() - std::min(given_.size(), depth_);
-    for (size_t i = passed; i < given_.size(); ++i) waiter_.sent(*results_, given_[i]);
+    const size_t passed = output_ != nullptr ? 0 : pending_.size() - std::min(pending_.size(), depth_);
+    for (size_t i = passed; i < pending_.size(); ++i) waiter_.sent(*results_, pending_[i]);
     if (!collects(rank_)) return;
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
@@ -147,34 +145,34 @@ class Collectives::ReductionInParts {
 
   Collectives& group_;
   Waiter& waiter_;
-  const fl_signature& mine_;
+  const fl_signature& signature_;
   const int rank_, size_, collector_;
   const Parts parts_;
-  const size_t piece_bytes_, depth_;  // of each part so many pieces are on the wire or being reduced
-  const size_t first_;                // where in the rooms the first one arrives
-  const bool in_place_;               // what is sent is overwritten by the result
+  const size_t piece_bytes_, depth_;  // depth_: chunks of each part in transit or being reduced
+  const size_t first_;                // index of the first chunk's place in the rooms
+  const bool in_place_;               // the result overwrites the sent data
   char* const data_;
   char* const output_;
   const Buffer sends_, results_;
   std::vector<Buffer> collected_;
   std::vector<const void*> from_;
-  std::vector<int> sent_, given_;  // to whom, of what is to be waited for
+  std::vector<int> sent_, pending_;  // destinations of sends to be awaited
 };
 
-// What comes from rank r; nothing does from this rank itself: its own room is free.
+// The receive buffer for rank r. This rank's own buffer is free for other use.
 gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
 
 void Collectives::make_rooms() {
-  const size_t bytes = place_bytes(size_) * places(size_);
+  const size_t bytes = slot_bytes(size_) * slot_count(size_);
   scratch_.reset(new char[size_ * bytes]);
   for (int r = 0; r < size_; ++r) rooms_.push_back(mesh_.buffer(scratch_.get() + r * bytes, bytes));
-  for (size_t at = 0; at < bytes; at += place_bytes(size_)) ask_for_piece(at);
+  for (size_t at = 0; at < bytes; at += slot_bytes(size_)) request_chunk(at);
 }
 
-// Ahead of time, as for headers: a piece is sent as soon as it is known that all call the same.
-void Collectives::ask_for_piece(size_t at) {
+// Request chunks ahead of time, as for headers: a chunk can be sent as soon as the calls are known to agree.
+void Collectives::request_chunk(size_t at) {
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_) mesh_.ask(room(r), r, kReduceSlot, at, place_bytes(size_));
+    if (r != rank_) mesh_.request(room(r), r, kReduceSlot, at, slot_bytes(size_));
   }
 }
 
@@ -184,70 +182,70 @@ void Collectives::reduce_in_parts(Call& call, const void* data, char* output, co
 }
 
 void Collectives::reduce_inline(const Call& call, const void* data, size_t skip, size_t count, void* into) {
-  fetch(same_for_all(count * call.mine.itemsize));
+  fetch(same_for_all(count * call.signature.itemsize));
   std::vector<const void*> from(size_);
   for (int r = 0; r < size_; ++r) from[r] = payload(r);
   from[rank_] = static_cast<const char*>(data) + skip;
-  fl::reduce(call.mine.dtype, call.mine.op, call.mine.scale, into, from.data(), size_, count);
+  fl::reduce(call.signature.dtype, call.signature.op, call.signature.scale, into, from.data(), size_, count);
 }
 
-// Small: everybody has everybody's data and reduces it, and so do two ranks of more, which then send no
-// more than otherwise. Large: bytes sent per rank are 2 (n-1)/n of the array, as for a ring, in 2 steps
-// instead of 2 (n-1), and with a sum that does not depend on where in the ring a part began.
+// Small: every rank receives all data and reduces it. Two ranks also do so for larger arrays, because it
+// sends no more bytes. Large: each rank sends 2 (n-1)/n of the array, as with a ring, but in 2 steps instead
+// of 2 (n-1), and the order of additions does not depend on the position in a ring.
 void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
-  meet(call, data, same_for_all(small ? call.bytes() : 0));
-  if (small) reduce_inline(call, data, 0, call.mine.count, data);
-  await_given();
+  exchange_calls(call, data, same_for_all(small ? call.bytes() : 0));
+  if (small) reduce_inline(call, data, 0, call.signature.count, data);
+  await_pending();
   if (small) return;
   if (size_ == 2 && call.bytes() <= kInOneStep) {
-    return reduce_in_parts(call, data, static_cast<char*>(data), same_for_all(call.bytes()), kNobody);
+    return reduce_in_parts(call, data, static_cast<char*>(data), same_for_all(call.bytes()), kNoPeer);
   }
-  const Parts parts = even_parts(call.mine, size_);
-  char* own = static_cast<char*>(data) + parts[rank_].begin;
-  reduce_in_parts(call, data, own, parts, kEverybody);
+  const Parts parts = even_parts(call.signature, size_);
+  char* own_piece = static_cast<char*>(data) + parts[rank_].begin;
+  reduce_in_parts(call, data, own_piece, parts, kAllRanks);
 }
 
-// Large: the others reduce a part each, so that every link carries the array once in each direction: the
-// root gives its own and gets the result. Of two ranks the root reduces all, and gives nothing.
+// Large: every rank except the root reduces a part, so that each link carries the array once in each
+// direction: the root sends its data and receives the result. Of two ranks, the root reduces everything.
 void Collectives::reduce(Call& call, void* data) {
-  const int root = call.mine.root;
+  const int root = call.signature.root;
   const bool small = call.bytes() <= kInlineBytes;
   Parts give(size_);
   if (small) give[root] = {0, call.bytes()};
-  meet(call, data, give);
-  if (small && rank_ == root) reduce_inline(call, data, 0, call.mine.count, data);
-  await_given();
+  exchange_calls(call, data, give);
+  if (small && rank_ == root) reduce_inline(call, data, 0, call.signature.count, data);
+  await_pending();
   if (small) return;
-  Parts parts = even_parts(call.mine, size_, root);
+  Parts parts = even_parts(call.signature, size_, root);
   if (size_ == 2) {
     parts[root] = {0, call.bytes()};
     parts[1 - root] = {0, 0};
   }
-  char* own = rank_ == root ? static_cast<char*>(data) + parts[root].begin : nullptr;
-  reduce_in_parts(call, data, own, parts, root);
+  char* own_piece = rank_ == root ? static_cast<char*>(data) + parts[root].begin : nullptr;
+  reduce_in_parts(call, data, own_piece, parts, root);
 }
 
 void Collectives::reduce_scatter(Call& call, const void* data, void* output) {
-  const size_t count = static_cast<size_t>(call.mine.count) / size_;
-  reduce_sections(call, data, output, equal_sections(count * call.mine.itemsize));
+  const size_t count = static_cast<size_t>(call.signature.count) / size_;
+  reduce_sections(call, data, output, equal_sections(count * call.signature.itemsize));
 }
 
 void Collectives::reduce_scatter_uneven(Call& call, const fl_sections& sections, void* output) {
-  reduce_sections(call, sections.data, output, in_a_row(size_, [&](int r) { return sections.bytes[r]; }));
+  reduce_sections(call, sections.data, output, adjacent_parts(size_, [&](int r) { return sections.bytes[r]; }));
 }
 
-// Small where all parts are: every rank must choose alike.
+// Small only if all parts are small, so that every rank chooses the same path.
 void Collectives::reduce_sections(Call& call, const void* data, void* output, const Parts& sections) {
   const bool small = std::all_of(sections.begin(), sections.end(), [](const Part& part) {
     return part.bytes <= kInlineBytes;
   });
-  meet(call, data, small ? sections : same_for_all(0));
-  const Part& own = sections[rank_];
-  if (small) reduce_inline(call, data, own.begin, own.bytes / call.mine.itemsize, output);
-  await_given();
+  exchange_calls(call, data, small ? sections : same_for_all(0));
+  const Part& own_piece = sections[rank_];
+  if (small) reduce_inline(call, data, own_piece.begin, own_piece.bytes / call.signature.itemsize, output);
+  await_pending();
   if (small) return;
-  reduce_in_parts(call, data, static_cast<char*>(output), sections, kNobody);
+  reduce_in_parts(call, data, static_cast<char*>(output), sections, kNoPeer);
 }
 
 }  // namespace fl

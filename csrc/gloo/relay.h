@@ -1,4 +1,4 @@
-// How each of many ranks gets what every other one calls, and small payloads with it.
+// Exchange of calls and small payloads among many ranks.
 #pragma once
 
 #include "abi.h"
@@ -6,68 +6,67 @@
 
 namespace fl {
 
-// In step k each rank sends the rank 2^k after it all that it holds, so that each holds twice as much
-// (Bruck et al., 1997): log2(n) messages instead of n-1. The same reaches each rank, in blocks that are not
-// changed on their way. One thread at a time may call.
+// In step k each rank sends its blocks to the rank 2^k after it, which doubles the number of blocks per rank
+// (Bruck et al., 1997): log2(n) messages instead of n-1. Blocks stay unchanged. Not thread-safe.
 class Relay {
  public:
-  // What all payloads may have together.
+  // Maximum total of all payloads, in bytes.
   static constexpr size_t kBytes = 64 << 10;
 
   explicit Relay(Mesh& mesh) : mesh_(mesh) {}
 
-  // Ask for the first messages; once, when the neighbours are connected.
+  // Request the first messages. Call it once, after the neighbours are connected.
   void open() {
     const int rank = mesh_.rank, size = mesh_.size;
     const auto room = [](size_t blocks) { return blocks * (sizeof(Head) + kAlignment) + kBytes; };
-    held_.reset(new char[room(size)]);
-    for (int far = 1; far < size; far *= 2) {
-      Step step{(rank + far) % size, (rank - far + size) % size,
-                static_cast<size_t>(std::min(far, size - far)), {}, {}, nullptr};
+    blocks_.reset(new char[room(size)]);
+    for (int distance = 1; distance < size; distance *= 2) {
+      Step step{(rank + distance) % size, (rank - distance + size) % size,
+                static_cast<size_t>(std::min(distance, size - distance)), {}, {}, nullptr};
       for (size_t turn = 0; turn < kTurns; ++turn) {
         step.rooms[turn].reset(new char[room(step.blocks)]);
         step.receives[turn] = mesh_.buffer(step.rooms[turn].get(), room(step.blocks));
       }
-      step.sends = mesh_.buffer(held_.get(), room(size));
+      step.sends = mesh_.buffer(blocks_.get(), room(size));
       steps_.push_back(std::move(step));
     }
     for (size_t turn = 0; turn < kTurns; ++turn) {
-      for (Step& step : steps_) ask(step, turn);
+      for (Step& step : steps_) request(step, turn);
     }
   }
 
-  // Give every rank `site`, `call` and `bytes` bytes at `data`, and get theirs. Throws Failure.
+  // Send `site`, `call` and `bytes` bytes at `data` to every rank, and receive theirs. Throws Failure.
   void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
     begins_.clear();
     end_ = 0;
-    hold({bytes, call, site, 1}, data);
+    append({bytes, call, site, 1}, data);
     for (Step& step : steps_) {
       const size_t sent = step.blocks == begins_.size() ? end_ : begins_[step.blocks];
       step.sends->send(step.to, kRelaySlot, 0, sent);
       waiter.received(*step.receives[turn_], step.from);
       take(step.rooms[turn_].get(), step.blocks);
     }
-    for (Step& step : steps_) ask(step, turn_);
+    for (Step& step : steps_) request(step, turn_);
     turn_ = (turn_ + 1) % kTurns;
     for (Step& step : steps_) waiter.sent(*step.sends, step.to);
   }
 
-  // Of the last exchange.
+  // Results of the last exchange.
   const fl_signature& call(int rank) const { return head(rank).call; }
   const fl_site& site(int rank) const { return head(rank).site; }
   size_t bytes(int rank) const { return head(rank).bytes; }
-  const char* payload(int rank) const { return &held_[begins_[place(rank)]] + sizeof(Head); }
+  const char* payload(int rank) const { return &blocks_[begins_[index_of(rank)]] + sizeof(Head); }
 
-  // The ranks of which nothing has come in an exchange that has failed.
+  // The ranks whose blocks did not arrive in a failed exchange.
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < mesh_.size; ++rank) {
-      if (place(rank) >= begins_.size()) ranks.push_back(rank);
+      if (index_of(rank) >= begins_.size()) ranks.push_back(rank);
     }
     return ranks;
   }
 
-  // Whether `rank`, a neighbour, has begun the next exchange, and with what call.
+  // True if the neighbour `rank` has begun the next exchange; `call` receives its call.
   bool is_ahead(int rank, fl_signature& call) const {
     for (const Step& step : steps_) {
       if (step.from != rank) continue;
@@ -80,15 +79,14 @@ class Relay {
   }
 
  private:
-  // A rank that waits to be asked for a message waits half a round trip longer: the next one is asked for
-  // before this rank sends the last.
+  // Two receives per step: requesting the next message before sending the last saves half a round trip.
   static constexpr size_t kTurns = 2;
-  static constexpr size_t kAlignment = 16;  // of payloads that are computed with: complex of long double
+  static constexpr size_t kAlignment = 16;  // of payloads that are reduced: complex long double
   struct alignas(kAlignment) Head {
     uint64_t bytes;  // of the payload, which follows
     fl_signature call;
     fl_site site;
-    uint64_t arrived;  // never 0; when it is there, so is the above
+    uint64_t arrived;  // nonzero after the fields above have arrived
   };
   struct Step {
     int to, from;
@@ -99,37 +97,37 @@ class Relay {
   };
 
   static size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-  // Blocks are held in the order in which they come: from this rank on downwards.
-  size_t place(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
+  // Index of a rank's block. Blocks are stored in arrival order: from this rank downwards.
+  size_t index_of(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
   const Head& head(int rank) const {
-    return *reinterpret_cast<const Head*>(&held_[begins_[place(rank)]]);
+    return *reinterpret_cast<const Head*>(&blocks_[begins_[index_of(rank)]]);
   }
 
-  void ask(Step& step, size_t turn) {
-    std::memset(step.rooms[turn].get(), 0, sizeof(Head));  // nothing has arrived
+  void request(Step& step, size_t turn) {
+    std::memset(step.rooms[turn].get(), 0, sizeof(Head));  // no message yet
     const Buffer& receive = step.receives[turn];
-    mesh_.ask(*receive, step.from, kRelaySlot, 0, receive->size);
+    mesh_.request(*receive, step.from, kRelaySlot, 0, receive->size);
   }
 
   void take(const char* from, size_t blocks) {
     for (size_t i = 0; i < blocks; ++i) {
       const Head& head = *reinterpret_cast<const Head*>(from);
-      hold(head, from + sizeof(Head));
+      append(head, from + sizeof(Head));
       from += sizeof(Head) + aligned(head.bytes);
     }
   }
 
-  void hold(const Head& head, const void* payload) {
-    if (head.bytes * mesh_.size > kBytes) throw std::runtime_error("a payload that is too long");
+  void append(const Head& head, const void* payload) {
+    if (head.bytes * mesh_.size > kBytes) throw std::runtime_error("the payload is too long");
     begins_.push_back(end_);
-    std::memcpy(&held_[end_], &head, sizeof(Head));
-    if (head.bytes > 0) std::memcpy(&held_[end_ + sizeof(Head)], payload, head.bytes);
+    std::memcpy(&blocks_[end_], &head, sizeof(Head));
+    if (head.bytes > 0) std::memcpy(&blocks_[end_ + sizeof(Head)], payload, head.bytes);
     end_ += sizeof(Head) + aligned(head.bytes);
   }
 
   Mesh& mesh_;
-  std::unique_ptr<char[]> held_;
-  std::vector<size_t> begins_;  // of the blocks in it
+  std::unique_ptr<char[]> blocks_;
+  std::vector<size_t> begins_;  // offsets of the blocks in blocks_
   size_t end_ = 0;
   std::vector<Step> steps_;
   size_t turn_ = 0;

@@ -1,4 +1,4 @@
-// Prefix reductions: of the arrays of ranks 0 to r, or of those before r, on rank r.
+// Prefix reductions: rank r gets the reduction of ranks 0 to r, or 0 to r-1.
 
 #include "../reduce/half.h"
 #include "../reduce/reduce.h"
@@ -7,10 +7,10 @@
 namespace fl {
 namespace {
 
-// Pieces that are on the wire or being combined.
+// Chunks in transit or being reduced.
 constexpr size_t kDepth = 2;
 
-// Partial results go from rank to rank before they are rounded: of 16-bit floats as float32.
+// Partial results are sent unrounded: for 16-bit floats as float32.
 bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFLOAT16; }
 
 template <typename T>
@@ -25,7 +25,7 @@ void narrow(void* into, const float* from, size_t count) {
   for (size_t i = 0; i < count; ++i) values[i] = T::narrow(from[i]);
 }
 
-// Memory of kDepth pieces, which go to a rank or come from it.
+// Memory for kDepth chunks to or from one rank.
 class Pieces {
  public:
   Pieces(Mesh& mesh, size_t bytes) : memory_(new char[kDepth * bytes]) {
@@ -40,29 +40,29 @@ class Pieces {
   Buffer buffers_[kDepth];
 };
 
-// Large: rank after rank combines what arrives with its own, and passes it on, piece by piece. All
-// links carry the array once, and at the same time but for a piece for each rank before.
+// Large: each rank combines the arriving chunks with its own and forwards them, chunk by chunk. Each link
+// carries the array once, delayed by one chunk per previous rank.
 class Chain {
  public:
   Chain(Mesh& mesh, Call& call, char* data)
       : call_(call),
-        mine_(call.mine),
+        signature_(call.signature),
         rank_(mesh.rank),
         size_(mesh.size),
-        terms_(rank_ + (mine_.verb == FL_SCAN ? 1 : 0)),
+        terms_(rank_ + (signature_.verb == FL_SCAN ? 1 : 0)),
         data_(data),
-        is_narrow_(is_narrow(mine_.dtype)),
-        dtype_(is_narrow_ ? static_cast<int>(FL_FLOAT32) : mine_.dtype),
-        op_(mine_.op == FL_AVG ? static_cast<int>(FL_SUM) : mine_.op),
-        factor_(mine_.op == FL_AVG ? mine_.scale / terms_ : mine_.scale),
-        item_(is_narrow_ ? sizeof(float) : mine_.itemsize),
+        is_narrow_(is_narrow(signature_.dtype)),
+        dtype_(is_narrow_ ? static_cast<int>(FL_FLOAT32) : signature_.dtype),
+        op_(signature_.op == FL_AVG ? static_cast<int>(FL_SUM) : signature_.op),
+        factor_(signature_.op == FL_AVG ? signature_.scale / terms_ : signature_.scale),
+        item_(is_narrow_ ? sizeof(float) : signature_.itemsize),
         piece_(kChunkBytes / item_),
         arriving_(mesh, kChunkBytes),
         leaving_(mesh, kChunkBytes),
         wide_(is_narrow_ ? new float[piece_] : nullptr) {}
 
   void run() {
-    const size_t pieces = (static_cast<size_t>(mine_.count) + piece_ - 1) / piece_;
+    const size_t pieces = (static_cast<size_t>(signature_.count) + piece_ - 1) / piece_;
     if (rank_ > 0) receive(0);
     for (size_t c = 0; c < pieces; ++c) {
       if (rank_ > 0 && c + 1 < pieces) receive(c + 1);
@@ -75,14 +75,14 @@ class Chain {
 
  private:
   bool has_next() const { return rank_ + 1 < size_; }
-  size_t count(size_t c) const { return std::min(piece_, mine_.count - c * piece_); }
-  char* place(size_t c) const { return data_ + c * piece_ * mine_.itemsize; }
+  size_t count(size_t c) const { return std::min(piece_, signature_.count - c * piece_); }
+  char* position(size_t c) const { return data_ + c * piece_ * signature_.itemsize; }
 
   void receive(size_t c) { arriving_[c].recv(rank_ - 1, kPartSlot, 0, count(c) * item_); }
 
-  void reduce(double scale, void* into, const void* one, const void* other, size_t n) {
-    const void* const from[] = {one, other};
-    fl::reduce(dtype_, op_, scale, into, from, other == nullptr ? 1 : 2, n);
+  void reduce(double scale, void* into, const void* first, const void* second, size_t n) {
+    const void* const from[] = {first, second};
+    fl::reduce(dtype_, op_, scale, into, from, second == nullptr ? 1 : 2, n);
   }
 
   void combine(size_t c) {
@@ -92,72 +92,73 @@ class Chain {
       call_.waiter.received(arriving_[c], rank_ - 1);
       before = arriving_[c].ptr;
     }
-    const void* own = place(c);
-    if (is_narrow_) own = widened(own, n);
-    const void* all = own;  // up to this rank
+    const void* own_data = position(c);
+    if (is_narrow_) own_data = widened(own_data, n);
+    const void* all = own_data;  // reduction up to this rank
     if (has_next()) {
       if (c >= kDepth) call_.waiter.sent(leaving_[c], rank_ + 1);
       void* next = leaving_[c].ptr;
-      rank_ > 0 ? reduce(1.0, next, before, own, n)
-                : static_cast<void>(std::memcpy(next, own, n * item_));
+      rank_ > 0 ? reduce(1.0, next, before, own_data, n)
+                : static_cast<void>(std::memcpy(next, own_data, n * item_));
       leaving_[c].send(rank_ + 1, kPartSlot, 0, n * item_);
       all = next;
     } else if (terms_ == size_ && rank_ > 0) {
-      return finish(c, before, own);
+      return finish(c, before, own_data);
     }
     if (terms_ > 0) finish(c, terms_ > rank_ ? all : before, nullptr);
   }
 
-  const void* widened(const void* own, size_t n) {
-    mine_.dtype == FL_FLOAT16 ? widen<Float16>(wide_.get(), own, n)
-                            : widen<Bfloat16>(wide_.get(), own, n);
+  const void* widened(const void* own_data, size_t n) {
+    signature_.dtype == FL_FLOAT16 ? widen<Float16>(wide_.get(), own_data, n)
+                            : widen<Bfloat16>(wide_.get(), own_data, n);
     return wide_.get();
   }
 
-  // The result of this rank, of one array or two.
-  void finish(size_t c, const void* one, const void* other) {
+  // Write this rank's result from one or two arrays.
+  void finish(size_t c, const void* first, const void* second) {
     const size_t n = count(c);
-    if (!is_narrow_) return reduce(factor_, place(c), one, other, n);
-    reduce(factor_, wide_.get(), one, other, n);
-    mine_.dtype == FL_FLOAT16 ? narrow<Float16>(place(c), wide_.get(), n)
-                            : narrow<Bfloat16>(place(c), wide_.get(), n);
+    if (!is_narrow_) return reduce(factor_, position(c), first, second, n);
+    reduce(factor_, wide_.get(), first, second, n);
+    signature_.dtype == FL_FLOAT16 ? narrow<Float16>(position(c), wide_.get(), n)
+                            : narrow<Bfloat16>(position(c), wide_.get(), n);
   }
 
   Call& call_;
-  const fl_signature& mine_;
+  const fl_signature& signature_;
   const int rank_, size_;
-  const int terms_;  // so many arrays are combined here, from rank 0 on; of none rank 0 keeps its own
+  const int terms_;  // number of arrays reduced here, from rank 0 on; 0: rank 0 keeps its own
   char* const data_;
   const bool is_narrow_;
   const int dtype_, op_;
   const double factor_;
-  const size_t item_, piece_;  // bytes of an element on its way, elements of a piece
+  const size_t item_, piece_;  // bytes of an element in transit, elements of a chunk
   Pieces arriving_, leaving_;
   const std::unique_ptr<float[]> wide_;
 };
 
 }  // namespace
 
-// Small: every rank has what those before it have given.
+// Small: every rank receives the arrays of all ranks before it.
 void Collectives::scan(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   Parts give(size_);
   for (int r = rank_ + 1; r < size_ && small; ++r) give[r] = {0, call.bytes()};
-  meet(call, data, give);
+  exchange_calls(call, data, give);
   if (small) scan_inline(call, data);
-  await_given();
+  await_pending();
   if (!small) Chain(mesh_, call, static_cast<char*>(data)).run();
 }
 
 void Collectives::scan_inline(const Call& call, void* data) {
-  const fl_signature& mine = call.mine;
-  const int terms = rank_ + (mine.verb == FL_SCAN ? 1 : 0);
+  const fl_signature& signature = call.signature;
+  const int terms = rank_ + (signature.verb == FL_SCAN ? 1 : 0);
   Parts take(size_);
   for (int r = 0; r < terms; ++r) take[r].bytes = call.bytes();
   fetch(take);
   std::vector<const void*> from;
   for (int r = 0; r < terms; ++r) from.push_back(r == rank_ ? data : payload(r));
-  if (terms > 0) fl::reduce(mine.dtype, mine.op, mine.scale, data, from.data(), terms, mine.count);
+  if (terms > 0) fl::reduce(signature.dtype, signature.op, signature.scale, data, from.data(), terms,
+                            signature.count);
 }
 
 }  // namespace fl

@@ -7,7 +7,7 @@
 namespace fl {
 namespace {
 
-// Longer than any deadline that matters: the watch ends waits, not Gloo.
+// Longer than any real deadline: the watch ends waits, not Gloo.
 constexpr std::chrono::hours kForever{10000};
 
 }  // namespace
@@ -42,8 +42,7 @@ void Watch::soon(std::function<void()> chore) {
   changed_.notify_one();
 }
 
-// Ticks while there are waiters, and one tick longer: operations that follow each other closely
-// wake nobody.
+// Tick while there are waiters, and one tick longer, so that operations in close succession need no wake-up.
 void Watch::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closing_) {
@@ -52,12 +51,12 @@ void Watch::work() {
       changed_.wait(lock, [&] { return closing_ || ticking_ || !chores_.empty(); });
     }
     changed_.wait_for(lock, kTick, [&] { return closing_ || !chores_.empty(); });
-    wake_those_who_should_know();
+    wake_concerned();
     do_chores(lock);
   }
 }
 
-// Without the mutex: they may end the waits.
+// Without the mutex, because chores may end waits.
 void Watch::do_chores(std::unique_lock<std::mutex>& lock) {
   const auto chores = std::exchange(chores_, {});
   lock.unlock();
@@ -65,15 +64,15 @@ void Watch::do_chores(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-void Watch::wake_those_who_should_know() {
+void Watch::wake_concerned() {
   const auto now = Clock::now();
   for (Waiter* waiter : waiters_) {
-    if (waiter->should_know(now)) waiter->wake();
+    if (waiter->is_concerned(now)) waiter->wake();
   }
 }
 
 void Connections::end(const Failure& reason) noexcept {
-  foretell(reason);
+  set_reason(reason);
   const std::lock_guard<std::mutex> lock(watch.mutex_);
   for (Waiter* waiter : watch.waiters_) {
     if (&waiter->connections_ == this) waiter->wake();
@@ -81,7 +80,7 @@ void Connections::end(const Failure& reason) noexcept {
   wake();
 }
 
-void Connections::foretell(const Failure& reason) noexcept {
+void Connections::set_reason(const Failure& reason) noexcept {
   const std::lock_guard<std::mutex> lock(watch.mutex_);
   if (!reason_) reason_ = reason;
   watch.ended_.notify_all();
@@ -93,9 +92,9 @@ std::optional<Failure> Connections::reason(Clock::time_point end) const {
   return reason_;
 }
 
-void Connections::wake_those_who_should_know() noexcept {
+void Connections::wake_concerned() noexcept {
   const std::lock_guard<std::mutex> lock(watch.mutex_);
-  watch.wake_those_who_should_know();
+  watch.wake_concerned();
   wake();
 }
 
@@ -123,16 +122,16 @@ void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {
   wait(buffer, peer, {&UnboundBuffer::waitSend, &UnboundBuffer::abortWaitSend, &Receiver::sent});
 }
 
-// A wait that was woken has not lost what it waits for: it can be taken up again. So it is where the end of
-// the connection was noticed before what had come on it.
-void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const Way& way) {
-  const auto has_ended = [&] { return (static_cast<Receiver&>(buffer).*way.count)() > 0; };
+// A woken wait can be resumed without loss. The same applies if the end of the connection was noticed before
+// data that had arrived on it.
+void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const WaitFunctions& functions) {
+  const auto has_ended = [&] { return (static_cast<Receiver&>(buffer).*functions.count)() > 0; };
   for (;;) {
-    enter(buffer, peer, way.abort);
+    enter(buffer, peer, functions.abort);
     bool finished = false;
     std::optional<std::string> error;
     try {
-      finished = (buffer.*way.wait)(nullptr, kForever);
+      finished = (buffer.*functions.wait)(nullptr, kForever);
     } catch (const std::exception& exception) {
       error = exception.what();
     }
@@ -140,10 +139,10 @@ void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const Way& w
     if (finished) break;
     if (has_ended()) continue;
     if (error) throw connections_.explain(peer, *error);
-    look_around(peer);
-    if (doomed_ && connections_.has_said_all(peer) && !has_ended()) look_around(peer);
+    check(peer);
+    if (peer_is_lost_ && connections_.has_ended_sending(peer) && !has_ended()) check(peer);
   }
-  doomed_ = false;
+  peer_is_lost_ = false;
 }
 
 void Waiter::enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort) {
@@ -159,25 +158,24 @@ void Waiter::leave() noexcept {
   buffer_ = nullptr;
 }
 
-// The watch's mutex is held. Waking one that has just finished does no harm: its next wait of this
-// buffer returns at once, finds nothing the matter, and waits on.
+// Requires the watch's mutex. A late wake is harmless: the buffer's next wait is checked and resumed.
 void Waiter::wake() noexcept {
   if (buffer_ != nullptr) (buffer_->*abort_)();
 }
 
-bool Waiter::should_know(Clock::time_point now) const {
+bool Waiter::is_concerned(Clock::time_point now) const {
   if (buffer_ == nullptr) return false;
   return connections_.reason_ || interrupt_ != nullptr || now >= deadline_ || connections_.is_lost(peer_);
 }
 
-void Waiter::look_around(int peer) {
+void Waiter::check(int peer) {
   if (const auto reason = connections_.reason()) throw Failure(*reason);
   if (is_interrupted()) throw Failure(FL_CLOSED, {}, kInterrupted);
   if (Clock::now() >= deadline_) throw TimedOut(peer);
   if (!connections_.is_lost(peer)) return;
-  // Gloo notifies only some of those who wait on a broken connection.
-  if (doomed_) throw connections_.explain(peer, "the connection broke");
-  doomed_ = true;
+  // Gloo notifies only some waiters of a broken connection.
+  if (peer_is_lost_) throw connections_.explain(peer, "the connection broke");
+  peer_is_lost_ = true;
 }
 
 }  // namespace fl

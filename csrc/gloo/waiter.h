@@ -1,5 +1,4 @@
-// Waits for Gloo's sends and receives, of operations that run beside each other, and what ends
-// them early: a deadline, a signal handler, a lost peer, the end of the group.
+// Waits for Gloo's sends and receives, ended by deadlines, signal handlers, lost peers or a closed group.
 #pragma once
 
 #include <gloo/transport/unbound_buffer.h>
@@ -10,22 +9,22 @@
 
 namespace fl {
 
-// How often a wait is looked after, and the longest that its end may come late.
+// Interval at which waits are checked, and the maximum delay of their end.
 constexpr std::chrono::milliseconds kTick{100};
 
 class Connections;
 class Receiver;
 class Waiter;
 
-// Looks after all waits of a group, and of the groups made of it, on a thread of its own. Gloo's own limit on
-// a wait is no help: when it fires, it closes the connections before this rank could report why to the others.
+// A thread that checks all waits of a group and its subgroups. Gloo's own timeout is unsuitable: it closes
+// the connections before this rank could report the reason.
 class Watch {
  public:
   Watch();
   ~Watch();
   Watch(const Watch&) = delete;
 
-  // Do `chore`, which may end waits, on this thread.
+  // Run `chore`, which may end waits, on the watch thread.
   void soon(std::function<void()> chore);
 
  private:
@@ -35,7 +34,7 @@ class Watch {
   void remove(Waiter& waiter) noexcept;
   void work();
   void do_chores(std::unique_lock<std::mutex>& lock);
-  void wake_those_who_should_know();
+  void wake_concerned();
 
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
@@ -44,33 +43,33 @@ class Watch {
   std::vector<std::function<void()>> chores_;
   bool closing_ = false;
   bool ticking_ = false;
-  std::thread thread_;  // last: it begins when all else is there
+  std::thread thread_;  // last: started after the other members exist
 };
 
-// What is known of the connections of a group, and whether it is waited on them at all.
+// The state of a group's connections and the reason why its waits end.
 class Connections {
  public:
   explicit Connections(Watch& watch) : watch(watch) {}
   virtual ~Connections() = default;
 
   virtual bool is_lost(int peer) = 0;
-  // Whether nothing more comes of one that is lost: what it has sent is here.
-  virtual bool has_said_all(int peer) = 0;
-  // For a moment, read what comes from `peer` on the thread that is to wait for it in `buffer`.
+  // True if a lost peer can send nothing more: everything that it sent has arrived.
+  virtual bool has_ended_sending(int peer) = 0;
+  // Read briefly what `peer` sends, on the thread that waits for it in `buffer`.
   virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
-  // What an error of a wait for `peer` means.
+  // Return the failure for the error `what` of a wait for `peer`.
   virtual Failure explain(int peer, const std::string& what) = 0;
 
-  // End every wait of the group, and those to come, with `reason`; the first one counts.
+  // End all current and later waits of the group with `reason`. The first reason counts.
   void end(const Failure& reason) noexcept;
-  // The reason ahead of that.
-  void foretell(const Failure& reason) noexcept;
-  // Why waits have been ended, if they have been, or are before `end`.
+  // Set the reason without ending waits yet.
+  void set_reason(const Failure& reason) noexcept;
+  // Return the reason why waits end; wait for one until `end`.
   std::optional<Failure> reason(Clock::time_point end = {}) const;
-  // The same of messages, which the engine waits for.
+  // Wake waits for messages, in the engine.
   virtual void wake() noexcept = 0;
-  // There is news: who waits for a rank that is lost is to know it at once.
-  void wake_those_who_should_know() noexcept;
+  // Wake waits that the latest news concerns, such as waits for a lost rank.
+  void wake_concerned() noexcept;
 
   Watch& watch;
 
@@ -79,7 +78,7 @@ class Connections {
   std::optional<Failure> reason_;  // guarded by the watch's mutex
 };
 
-// The waiter's own deadline has passed, not that of another operation.
+// This waiter's own deadline has passed.
 struct TimedOut : Failure {
   explicit TimedOut(int peer) : Failure(FL_TIMEOUT, {peer}, "timed out") {}
 };
@@ -96,31 +95,30 @@ class Waiter {
   void sent(gloo::transport::UnboundBuffer& buffer, int peer);
 
   Clock::time_point deadline() const { return deadline_; }
-  // Lets signal handlers run: whether one says to give up.
+  // Run signal handlers; true if a handler asks to give up.
   bool is_interrupted() const { return interrupt_ != nullptr && interrupt_() != 0; }
 
-  // That of the operation that runs on this thread; null: none.
+  // The waiter of the operation on this thread, or null.
   static Waiter* current() { return current_; }
 
-  // For a thread that waits for `peer` in another way, once in a tick: throws Failure where there
-  // is no point in waiting on.
-  void look_around(int peer);
+  // Check a wait for `peer` by other means; call it every tick. Throws Failure if it cannot succeed.
+  void check(int peer);
 
  private:
   friend class Connections;
   friend class Watch;
   using Abort = void (gloo::transport::UnboundBuffer::*)();
-  // To wait for what a buffer sends, or receives: how many waits would return at once.
-  struct Way {
+  // How to wait for a buffer's sends or receives, and how to count finished ones.
+  struct WaitFunctions {
     bool (gloo::transport::UnboundBuffer::*wait)(int*, std::chrono::milliseconds);
     Abort abort;
     uint32_t (Receiver::*count)();
   };
-  void wait(gloo::transport::UnboundBuffer& buffer, int peer, const Way& way);
+  void wait(gloo::transport::UnboundBuffer& buffer, int peer, const WaitFunctions& functions);
   void enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort);
   void leave() noexcept;
   void wake() noexcept;
-  bool should_know(Clock::time_point now) const;
+  bool is_concerned(Clock::time_point now) const;
 
   static thread_local Waiter* current_;
   Waiter* const outer_ = current_;
@@ -128,8 +126,8 @@ class Waiter {
   Watch& watch_ = connections_.watch;
   const Clock::time_point deadline_;
   const InterruptCheck interrupt_;
-  bool doomed_ = false;  // the peer is lost, but its last words may still be read
-  // What is waited for; guarded by the watch's mutex.
+  bool peer_is_lost_ = false;  // the peer is lost, but data that it sent may still be read
+  // The current wait; guarded by the watch's mutex.
   gloo::transport::UnboundBuffer* buffer_ = nullptr;
   Abort abort_ = nullptr;
   int peer_ = -1;

@@ -3,82 +3,82 @@
 namespace fl {
 namespace {
 
-// What may wait to be sent to a peer, in bytes.
+// Maximum number of bytes that may wait to be sent to a peer.
 constexpr size_t kMostWaiting = 1 << 20;
-// Records with so little always have room: nobody may be there to send them later.
+// Records up to this size are always accepted, because no thread may be there to send them later.
 constexpr size_t kSmall = 1 << 10;
 
-// A thread that looks for what comes reads it itself: Gloo's thread, and then this one, need not be scheduled
-// first. So many looks it takes at most.
-constexpr int kLooks = 200;
+// Maximum number of polls. A polling thread reads the connection itself, so that neither Gloo's thread nor
+// this thread must be scheduled first.
+constexpr int kPolls = 200;
 
-// Of more ranks a thread reads only what comes of the one that it waits for.
-constexpr int kMostLookedAt = 8;
+// With more ranks a thread polls only the peer that it waits for.
+constexpr int kMostPolled = 8;
 
 }  // namespace
 
-GlooWire::GlooWire(Links& links) : links_(links), ends_(std::make_unique<Ends[]>(links.size)) {}
+GlooWire::GlooWire(Links& links) : links_(links), peer_states_(std::make_unique<PeerState[]>(links.size)) {}
 
-// Where there is no connection it is begun: ended() says that it is there.
+// A missing connection is begun; ended() announces its completion.
 Wire::Room GlooWire::reserve(int peer, size_t bytes) {
-  Ends& ends = ends_[peer];
+  PeerState& state = peer_states_[peer];
   Pair* const pair = links_.pair(peer);
   if (pair == nullptr) {
     try {
       links_.reach(peer);
     } catch (const std::exception&) {
-      // A look around finds it lost.
+      // A later check reports it as lost.
     }
     return {};
   }
-  const bool is_full = bytes > kSmall && ends.waits > kMostWaiting;
+  const bool is_full = bytes > kSmall && state.waits > kMostWaiting;
   if (is_full || pair->ended_at() != kNever) return {};
-  ends.reserved.emplace(sizeof(Record) + bytes);
-  char* const memory = ends.reserved->memory.get();
+  state.reserved.emplace(sizeof(Record) + bytes);
+  char* const memory = state.reserved->memory.get();
   std::memset(memory, 0, sizeof(Record));
   return {new (memory) Record, memory + sizeof(Record), 0};
 }
 
 void GlooWire::send(int peer, const Room& room) {
-  Ends& ends = ends_[peer];
-  const size_t bytes = ends.reserved->bytes;
-  ends.waits += bytes;
+  PeerState& state = peer_states_[peer];
+  const size_t bytes = state.reserved->bytes;
+  state.waits += bytes;
   try {
-    links_.pair(peer)->post(room.group, std::move(*ends.reserved));
+    links_.pair(peer)->post(room.group, std::move(*state.reserved));
   } catch (const std::exception&) {
-    ends.waits -= bytes;  // it has ended just now: whoever looks around finds it lost
+    state.waits -= bytes;  // it has just ended; a later check reports it as lost
   }
-  ends.reserved.reset();
+  state.reserved.reset();
 }
 
 bool GlooWire::has_sent(int peer) { return links_.pair(peer) == nullptr || links_.pair(peer)->has_written(); }
 
 Wire::Room GlooWire::next(int peer) {
-  Ends& ends = ends_[peer];
-  const bool looks = ends.lookers.load(std::memory_order_relaxed) > 0;
-  if (looks && ends.count.load(std::memory_order_acquire) == 0) {
+  PeerState& state = peer_states_[peer];
+  const bool polls = state.pollers.load(std::memory_order_relaxed) > 0;
+  if (polls && state.count.load(std::memory_order_acquire) == 0) {
     Pair* const pair = links_.pair(peer);
-    if (pair != nullptr) pair->read_what_has_arrived();
+    if (pair != nullptr) pair->read_available();
   }
-  if (ends.count.load(std::memory_order_seq_cst) == 0) return {};
-  const std::lock_guard<std::mutex> lock(ends.mutex);
-  Come& first = ends.come.front();
+  if (state.count.load(std::memory_order_seq_cst) == 0) return {};
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  StoredParcel& first = state.parcels.front();
   char* const memory = first.parcel.memory.get();
   return {reinterpret_cast<Record*>(memory), memory + sizeof(Record), first.group};
 }
 
 void GlooWire::drop(int peer) {
-  Ends& ends = ends_[peer];
-  std::optional<Come> taken;  // freed without the lock
-  const std::lock_guard<std::mutex> lock(ends.mutex);
-  taken.emplace(std::move(ends.come.front()));
-  ends.come.pop_front();
-  --ends.count;
+  PeerState& state = peer_states_[peer];
+  std::optional<StoredParcel> taken;  // freed after the lock
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  taken.emplace(std::move(state.parcels.front()));
+  state.parcels.pop_front();
+  --state.count;
 }
 
 // Memory to memory -----------------------------------------------------------------------------
 
-// The route of one group, on connections that are there, and on it one buffer.
+// A route of one group over existing connections, with one buffer.
 class GlooWire::Stream final : public Flow, private Route, private Receiver::Mover, private Receiver {
  public:
   Stream(GlooWire& wire, const Moves& moves)
@@ -101,15 +101,15 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
     try {
       moves_.out ? send(moves_.peer, slot, at_, bytes) : recv(moves_.peer, slot, at_, bytes);
     } catch (const std::exception&) {
-      // It has ended just now: whoever looks around finds it lost.
+      // It has just ended; a later check reports it as lost.
     }
     at_ += bytes;
   }
 
  private:
-  // Of a peer's and this rank's groups no other slot is so high.
+  // Slots of streams, above all other slots.
   static constexpr uint64_t kFirstStream = uint64_t{1} << 40;
-  // In pieces, so that what runs beside them gets its turn on the connection; and some on their way at once.
+  // Chunk size in bytes, small enough to interleave other messages, and number of chunks in flight.
   static constexpr size_t kPieceBytes = 4 << 20;
   static constexpr int kAtOnce = 2;
 
@@ -123,7 +123,7 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
     record->bytes = 0;
     record->token = moves_.token;
     record->digest = bytes;
-    wire_.come(peer, {moves_.group, std::move(parcel)});
+    wire_.parcels(peer, {moves_.group, std::move(parcel)});
   }
 
   GlooWire& wire_;
@@ -135,52 +135,52 @@ std::unique_ptr<Wire::Flow> GlooWire::flow(const Moves& moves) {
   return std::make_unique<Stream>(*this, moves);
 }
 
-// Looking --------------------------------------------------------------------------------------
+// Polling --------------------------------------------------------------------------------------
 
 template <typename Visit>
 void GlooWire::for_each(int peer, Visit visit) {
-  if (peer == kNobody && links_.size > kMostLookedAt) return;
-  const int first = peer == kNobody ? 0 : peer, last = peer == kNobody ? links_.size - 1 : peer;
-  for (int each = first; each <= last; ++each) {
-    visit(links_.pair(each), ends_[each].lookers);
+  if (peer == kNoPeer && links_.size > kMostPolled) return;
+  const int first = peer == kNoPeer ? 0 : peer, last = peer == kNoPeer ? links_.size - 1 : peer;
+  for (int rank = first; rank <= last; ++rank) {
+    visit(links_.pair(rank), peer_states_[rank].pollers);
   }
 }
 
-void GlooWire::begin_looking(int peer) {
-  for_each(peer, [](Pair* pair, std::atomic<int>& lookers) {
-    if (lookers++ == 0 && pair != nullptr) pair->is_served(false);
+void GlooWire::begin_polling(int peer) {
+  for_each(peer, [](Pair* pair, std::atomic<int>& pollers) {
+    if (pollers++ == 0 && pair != nullptr) pair->set_served(false);
   });
 }
 
-void GlooWire::end_looking(int peer, bool in_vain) {
-  for_each(peer, [](Pair* pair, std::atomic<int>& lookers) {
-    if (--lookers == 0 && pair != nullptr) pair->is_served(true);
+void GlooWire::end_polling(int peer, bool in_vain) {
+  for_each(peer, [](Pair* pair, std::atomic<int>& pollers) {
+    if (--pollers == 0 && pair != nullptr) pair->set_served(true);
   });
-  looking_.has_waited(in_vain);
+  polling_.has_waited(in_vain);
 }
 
-Patience GlooWire::patience() const { return {0, kLooks >> looking_.halvings()}; }
+Patience GlooWire::patience() const { return {0, kPolls >> polling_.halvings()}; }
 
-// What pairs say -------------------------------------------------------------------------------
+// Events of pairs -------------------------------------------------------------------------------
 
 void GlooWire::received(int peer, uint64_t group, bool is_over, Parcel parcel) {
   if (parcel.bytes < sizeof(Record)) return;
-  come(peer, {is_over ? kLeft : group, std::move(parcel)});
+  parcels(peer, {is_over ? kLeft : group, std::move(parcel)});
 }
 
-void GlooWire::come(int peer, Come what) {
-  Ends& ends = ends_[peer];
+void GlooWire::parcels(int peer, StoredParcel parcel) {
+  PeerState& state = peer_states_[peer];
   {
-    const std::lock_guard<std::mutex> lock(ends.mutex);
-    ends.come.push_back(std::move(what));
-    // In one order with the futex: see there.
-    ends.count.fetch_add(1, std::memory_order_seq_cst);
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    state.parcels.push_back(std::move(parcel));
+    // Single order with the futex: see Futex.
+    state.count.fetch_add(1, std::memory_order_seq_cst);
   }
   wake_all();
 }
 
 void GlooWire::sent(int peer, size_t bytes) {
-  const size_t before = ends_[peer].waits.fetch_sub(bytes, std::memory_order_seq_cst);
+  const size_t before = peer_states_[peer].waits.fetch_sub(bytes, std::memory_order_seq_cst);
   if (before > kMostWaiting) wake_all();
 }
 

@@ -1,4 +1,4 @@
-// Records between the ranks of a family, over its connections.
+// Transport of records over the connections of a Family.
 #pragma once
 
 #include "../common/engine.h"
@@ -7,8 +7,7 @@
 
 namespace fl {
 
-// Gloo's thread reads what comes, or for a moment one that looks for it, and keeps it until the engine takes
-// it.
+// Gloo's thread, or a polling thread, reads the parcels and stores them until the engine takes them.
 class GlooWire final : public Wire, public Parcels {
  public:
   explicit GlooWire(Links& links);
@@ -20,8 +19,8 @@ class GlooWire final : public Wire, public Parcels {
   Room next(int peer) override;
   void drop(int peer) override;
   std::unique_ptr<Flow> flow(const Moves& moves) override;
-  void begin_looking(int peer) override;
-  void end_looking(int peer, bool in_vain) override;
+  void begin_polling(int peer) override;
+  void end_polling(int peer, bool in_vain) override;
   uint32_t begin_wait() override { return futex_.begin_wait(); }
   void wait(uint32_t since, bool as_caller, long milliseconds) override {
     futex_.wait(since, as_caller ? kCallers : kThread, milliseconds);
@@ -34,35 +33,35 @@ class GlooWire final : public Wire, public Parcels {
   void sent(int peer, size_t bytes) override;
   void ended(int) noexcept override { wake_all(); }
 
-  // How long to look before sleeping: less, where that has been in vain of late.
+  // Number of polls before a sleep. Smaller after polls without success.
   Patience patience() const;
 
  private:
   static constexpr uint32_t kCallers = 1, kThread = 2;
   class Stream;
-  struct Come {
+  struct StoredParcel {
     uint64_t group;
     Parcel parcel;
   };
-  // With one peer.
-  struct Ends {
-    std::mutex mutex;            // of what has come; waits for nothing
-    std::list<Come> come;        // of most peers nothing ever does, so it has no room before
+  // State of the records from and to one peer.
+  struct PeerState {
+    std::mutex mutex;                 // guards `parcels`; held briefly
+    std::list<StoredParcel> parcels;  // a list, because an empty one needs no memory for the many idle peers
     std::atomic<size_t> count{0};
-    std::atomic<size_t> waits{0};  // bytes that are to be sent
+    std::atomic<size_t> waits{0};  // bytes waiting to be sent
     std::optional<Parcel> reserved;
-    std::atomic<int> lookers{0};
+    std::atomic<int> pollers{0};
   };
 
   template <typename Visit>
   void for_each(int peer, Visit visit);
 
-  void come(int peer, Come what);
+  void parcels(int peer, StoredParcel parcel);
 
   Links& links_;
   Futex futex_;
-  Persistence looking_;
-  const std::unique_ptr<Ends[]> ends_;  // by peer
+  Persistence polling_;
+  const std::unique_ptr<PeerState[]> peer_states_;  // by peer
 };
 
 }  // namespace fl

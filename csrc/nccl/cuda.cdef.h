@@ -1,4 +1,4 @@
-/* Functions of CUDA's driver, whose addresses launch.c gets; handles are those of the runtime. */
+/* CUDA driver functions whose addresses are passed to launch.c; handles are runtime handles. */
 
 int cuEventRecord(void *event, void *stream);
 int cuStreamWaitEvent(void *stream, void *event, unsigned int flags);

@@ -46,11 +46,11 @@ int fl_call(const fl_launcher *l, uintptr_t comm, int is_group, int count, const
   int status = is_group ? ((group_fn)l->group_start)() : NCCL_SUCCESS;
   if (is_failure(status)) return status;
   for (int i = 0; i < count; ++i) {
-    const int found = call(l, &steps[i], (void *)comm);
-    if (!is_failure(status)) status = found;
+    const int result = call(l, &steps[i], (void *)comm);
+    if (!is_failure(status)) status = result;
   }
   if (!is_group) return status;
-  /* Also after a failure: NCCL counts the levels of groups. */
+  /* Also after a failure, because NCCL counts nested groups. */
   const int ended = ((group_fn)l->group_end)();
   return is_failure(status) ? status : ended;
 }

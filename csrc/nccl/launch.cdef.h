@@ -1,8 +1,8 @@
-/* One collective of NCCL, with the events that order it between two streams, in one call. And one
- * launch of a CUDA graph, with the copies of its arguments.
+/* An NCCL collective with the events that order it between two streams, and a CUDA graph launch with the copies
+ * of its arguments.
  *
- * The functions of NCCL and of CUDA's driver are passed as addresses, so neither is needed to build
- * this. Streams, events, graphs and communicators are handles. */
+ * NCCL and CUDA driver functions are passed as addresses, so that neither is needed to build this. Streams, events,
+ * graphs and communicators are handles. */
 
 enum {
   FL_ALL_REDUCE,
@@ -15,7 +15,7 @@ enum {
   FL_KINDS
 };
 
-/* Arguments of one function of NCCL; `peer` is the root, or the other rank of a message. */
+/* Arguments of one NCCL function; `peer` is the root, or the peer of a message. */
 typedef struct {
   int kind;
   uintptr_t from, to;
@@ -30,15 +30,15 @@ typedef struct {
   uintptr_t stream, ready;  /* the communication stream; an event */
 } fl_launcher;
 
-/* Let `waiting` wait for all work that `recorded` has so far; returns a CUresult. */
+/* Let stream `waiting` wait for all current work of stream `recorded`. Returns a CUresult. */
 int fl_order(const fl_launcher *l, uintptr_t event, uintptr_t recorded, uintptr_t waiting);
 
-/* Call `count` functions on the communication stream; returns an ncclResult_t. */
+/* Call `count` functions on the communication stream. Returns an ncclResult_t. */
 int fl_call(const fl_launcher *l, uintptr_t comm, int is_group, int count, const fl_step *steps);
 
-/* Wait for the caller's stream, call the functions, record `done`, and let the caller's stream wait
- * for it if `caller_waits`. Returns a CUresult; `nccl_status` is an ncclResult_t. `done` is not
- * recorded if that is not success. */
+/* Order the communication stream after the caller's stream, call the functions, and record `done`. With
+ * `caller_waits`, let the caller's stream wait for `done`. Returns a CUresult; `nccl_status` is an ncclResult_t.
+ * `done` is only recorded if that is success. */
 int fl_launch(const fl_launcher *l, uintptr_t comm, int is_group, int count, const fl_step *steps,
               uintptr_t caller, uintptr_t done, int caller_waits, int *nccl_status);
 
@@ -52,7 +52,6 @@ typedef struct {
   uintptr_t graph;
 } fl_replayer;
 
-/* On `stream`: copy `count` blocks, launch the graph, record `done` unless it is 0. Returns a
- * CUresult. */
+/* On `stream`: copy `count` blocks, launch the graph, and record `done` unless it is 0. Returns a CUresult. */
 int fl_replay(const fl_replayer *r, int count, const fl_copy *blocks, uintptr_t stream,
               uintptr_t done);

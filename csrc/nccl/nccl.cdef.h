@@ -1,5 +1,5 @@
-/* The part of NCCL's C interface that backends/nccl uses, as nccl.h declares it. The interface is
- * stable: enumerators keep their values, structs grow at the end only and carry their own size. */
+/* The part of NCCL's C interface that backends/nccl uses, as declared in nccl.h. The interface is stable:
+ * enumerators keep their values, and structs contain their size and grow only at the end. */
 
 typedef struct ncclComm *ncclComm_t;
 typedef struct CUstream_st *cudaStream_t;
@@ -17,7 +17,7 @@ typedef enum {
   ncclTimeout = 8
 } ncclResult_t;
 
-/* The fields of 2.18. Older versions ignore the last ones, later versions add their own defaults. */
+/* Fields of version 2.18. Older versions ignore the last fields; later versions use defaults for new ones. */
 typedef struct {
   size_t size;
   unsigned int magic;

@@ -1,4 +1,4 @@
-// Convolutions, in the sets of instructions that processors have.
+// Convolutions for all instruction sets.
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-// Functions of elements and of rows, and rows of a table by numbers, with their gradients.
+// Elementwise and row functions, and table look-ups, with their gradients.
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@ enum { GELU, GELU_BY_TANH, SILU, SIGMOID };
 #define FL_KERNELS "csrc/nn/elements.inc"
 #include "../common/each_set.inc"
 
-// (result, table, indices), sizes (count, width, rows of the table): rows of the table.
+// (result, table, indices), sizes (count, width, rows of the table): look up rows of the table.
 template <typename R>
 void take_rows(char* const* arrays, const int64_t* sizes, const double*) {
   const int64_t* index = reinterpret_cast<const int64_t*>(arrays[2]);
@@ -23,7 +23,7 @@ void take_rows(char* const* arrays, const int64_t* sizes, const double*) {
   }
 }
 
-// (result, rows, indices), sizes (count, width, rows of the result): each row added to where it is from.
+// (result, rows, indices), sizes (count, width, rows of the result): add each row to result[index].
 template <typename R>
 void add_rows(char* const* arrays, const int64_t* sizes, const double*) {
   const int64_t count = sizes[0], width = sizes[1];
@@ -44,14 +44,14 @@ const Row elements[] = {{take_rows<float>, "take_rows:f", "01 21 I0", false},
                         {add_rows<float>, "add_rows:f", "21 01 I0", false},
                         {add_rows<double>, "add_rows:d", "21 01 I0", false},
                         FL_BOTH("dropout", "0 0 I", false, dropout),
-                        FL_BOTH("gelu", "0 0", false, each, , GELU, false),
-                        FL_BOTH("gelu_with_slope", "0 0 0", false, each, , GELU, true),
-                        FL_BOTH("gelu_by_tanh", "0 0", false, each, , GELU_BY_TANH, false),
-                        FL_BOTH("gelu_by_tanh_with_slope", "0 0 0", false, each, , GELU_BY_TANH, true),
-                        FL_BOTH("silu", "0 0", false, each, , SILU, false),
-                        FL_BOTH("silu_with_slope", "0 0 0", false, each, , SILU, true),
-                        FL_BOTH("sigmoid", "0 0", false, each, , SIGMOID, false),
-                        FL_BOTH("sigmoid_with_slope", "0 0 0", false, each, , SIGMOID, true),
+                        FL_BOTH("gelu", "0 0", false, elementwise, , GELU, false),
+                        FL_BOTH("gelu_with_slope", "0 0 0", false, elementwise, , GELU, true),
+                        FL_BOTH("gelu_by_tanh", "0 0", false, elementwise, , GELU_BY_TANH, false),
+                        FL_BOTH("gelu_by_tanh_with_slope", "0 0 0", false, elementwise, , GELU_BY_TANH, true),
+                        FL_BOTH("silu", "0 0", false, elementwise, , SILU, false),
+                        FL_BOTH("silu_with_slope", "0 0 0", false, elementwise, , SILU, true),
+                        FL_BOTH("sigmoid", "0 0", false, elementwise, , SIGMOID, false),
+                        FL_BOTH("sigmoid_with_slope", "0 0 0", false, elementwise, , SIGMOID, true),
                         FL_BOTH("softmax", "01 01", false, softmax, , false),
                         FL_BOTH("softmax_back", "01 01 01", false, softmax_back, , false),
                         FL_BOTH("log_softmax", "01 01", false, softmax, , true),

@@ -1,12 +1,11 @@
-// Memory of NumPy's arrays while the engine computes: large blocks that were freed are used again.
+// Memory of NumPy arrays during computations of the engine: freed large blocks are reused.
 //
-// Without this each result is new memory of the kernel, which clears every page of it: in small networks that
-// takes as long as the arithmetic. glibc keeps such blocks only if its thresholds are raised for all memory of
-// the process.
+// Otherwise each result would be new memory that the kernel clears page by page, which in small networks
+// takes as long as the arithmetic. glibc only keeps such blocks with higher thresholds for the whole process.
 
 #include <Python.h>
 #define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
-#define NPY_TARGET_VERSION NPY_2_0_API_VERSION  // before NumPy 2.3 the default lacks PyDataMem_SetHandler
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION  // the default before NumPy 2.3 lacks PyDataMem_SetHandler
 #define NO_IMPORT_ARRAY
 #define PY_ARRAY_UNIQUE_SYMBOL fl_nn_array_api
 #include <numpy/arrayobject.h>
@@ -25,23 +24,23 @@ namespace {
 
 constexpr size_t LEAST = 32 << 10, LIMIT = 32 << 20, LINE = 64, PAGE = 4096;
 constexpr size_t HUGE_FROM = 4 << 20;  // as in NumPy
-constexpr size_t PASSES = 8;           // a block that so many passes have not used is returned
-constexpr size_t MOST_MAPPED = 16384;  // a process has 65,530 mappings (vm.max_map_count)
+constexpr size_t PASSES = 8;           // passes after which an unused block is unmapped
+constexpr size_t MOST_MAPPED = 16384;  // a process may have 65,530 mappings (vm.max_map_count)
 
-// Precedes the elements of an array; `start`: of the block, which is the array's own if `room` is 0.
+// Header before the elements of an array. `start`: begin of the block; `room` is 0 for a block of NumPy.
 struct alignas(16) Header {
   size_t room, size;
   char* start;
 };
 struct Block {
   char* start;
-  size_t room, pass;  // `pass`: the number of the backward pass in which it was freed
+  size_t room, pass;  // `pass`: number of the backward pass that freed it
 };
 
-Block kept[LIMIT / LEAST];  // in the order in which they were freed
+Block kept[LIMIT / LEAST];  // in the order of freeing
 size_t count = 0, bytes = 0, pass = 0;
 std::atomic<size_t> turn = 0, mapped = 0;
-// No thread waits for it: in a process that was forked meanwhile, it may stay locked.
+// Only try_lock: in a forked process it may stay locked.
 std::mutex mutex;
 using Lock = std::unique_lock<std::mutex>;
 
@@ -60,7 +59,7 @@ Block remove(size_t i) {
   return block;
 }
 
-// A block of `room` bytes, or up to an eighth more; null: none can be mapped. `is_new`: it holds zeros.
+// Return a block of `room` to `room` * 9 / 8 bytes; null if none can be mapped. `is_new`: it contains zeros.
 Block take(size_t room, bool* is_new) {
   if (Lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
     for (size_t i = count; i-- > 0;) {
@@ -90,16 +89,16 @@ void keep(char* start, size_t room) {
 }
 
 void* allocate_either(size_t size, bool zeros) {
-  const size_t whole = size + sizeof(Header);
+  const size_t total = size + sizeof(Header);
   bool is_new = false;
-  const Block block = whole < LEAST ? Block{} : take((size + 2 * PAGE - 1) / PAGE * PAGE, &is_new);
+  const Block block = total < LEAST ? Block{} : take((size + 2 * PAGE - 1) / PAGE * PAGE, &is_new);
   if (block.start == nullptr) {
-    void* start = zeros ? under().calloc(under().ctx, 1, whole) : under().malloc(under().ctx, whole);
+    void* start = zeros ? under().calloc(under().ctx, 1, total) : under().malloc(under().ctx, total);
     if (start == nullptr) return nullptr;
     *static_cast<Header*>(start) = {0, size, static_cast<char*>(start)};
     return static_cast<Header*>(start) + 1;
   }
-  // Arrays at the same place of their pages would share the lines of the first cache.
+  // Arrays at equal page offsets would share lines of the first-level cache.
   char* array = block.start + LINE * (1 + turn++ % (PAGE / LINE));
   header_of(array) = {block.room, size, block.start};
   return zeros && !is_new ? std::memset(array, 0, size) : array;
@@ -128,12 +127,12 @@ PyDataMem_Handler handler{"flashlight_py", 1, {nullptr, allocate, allocate_zeros
 
 }  // namespace
 
-// An allocator that the program or a recording has chosen for this thread stays.
+// An allocator that the program or a recording has set for this thread is kept.
 bool keep_freed() {
-  static PyObject* const ours = PyCapsule_New(&handler, "mem_handler", nullptr);
-  PyObject* now = ours == nullptr ? nullptr : PyDataMem_GetHandler();
+  static PyObject* const capsule = PyCapsule_New(&handler, "mem_handler", nullptr);
+  PyObject* now = capsule == nullptr ? nullptr : PyDataMem_GetHandler();
   if (now == nullptr) return false;
-  PyObject* before = now == PyDataMem_DefaultHandler ? PyDataMem_SetHandler(ours) : Py_NewRef(now);
+  PyObject* before = now == PyDataMem_DefaultHandler ? PyDataMem_SetHandler(capsule) : Py_NewRef(now);
   Py_DECREF(now);
   Py_XDECREF(before);
   return before != nullptr;

@@ -1,4 +1,4 @@
-// The module: kernels by their names, and calls of them on NumPy arrays.
+// The module: kernels by name, and calls of kernels on NumPy arrays.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,18 +20,18 @@ namespace {
 
 constexpr Py_ssize_t MOST_ARRAYS = 16, MOST_SIZES = 32, MOST_NUMBERS = 8;
 
-/* find(name): the address of the kernel's row, or None where it needs BLAS and there is none. */
+/* find(name): return the address of the kernel's row, or None if it needs BLAS and no BLAS is available. */
 PyObject* find(PyObject*, PyObject* name) {
-  const char* wanted = PyUnicode_AsUTF8AndSize(name, nullptr);
-  if (wanted == nullptr) return nullptr;
+  const char* wanted_name = PyUnicode_AsUTF8AndSize(name, nullptr);
+  if (wanted_name == nullptr) return nullptr;
   for (const Row* rows : {convolutions, pools, norms, attentions, elements}) {
     for (const Row* row = rows; row->name != nullptr; ++row) {
-      if (std::strcmp(row->name, wanted) != 0) continue;
+      if (std::strcmp(row->name, wanted_name) != 0) continue;
       if (row->needs_blas && blas.gemm[0] == nullptr) Py_RETURN_NONE;
       return PyLong_FromVoidPtr(const_cast<Row*>(row));
     }
   }
-  return PyErr_Format(PyExc_LookupError, "no kernel %s", wanted);
+  return PyErr_Format(PyExc_LookupError, "unknown kernel %s", wanted_name);
 }
 
 // Read up to `most` items of a tuple; false with an exception.
@@ -46,7 +46,7 @@ bool read(PyObject* tuple, Py_ssize_t most, T* to, Convert convert) {
   return PyErr_Occurred() == nullptr;
 }
 
-// An array's memory; None: null.
+// Return an array's memory; null for None.
 char* memory_of(PyObject* object) {
   if (object == Py_None) return nullptr;
   PyArrayObject* array = reinterpret_cast<PyArrayObject*>(object);
@@ -55,7 +55,7 @@ char* memory_of(PyObject* object) {
   return nullptr;
 }
 
-// The bytes of an array by its word of Row::arrays.
+// Compute the bytes of an array from its word in Row::arrays.
 int64_t bytes_of(const char* word, const int64_t* sizes, int64_t item) {
   bool divides = false;
   for (; *word != ' ' && *word != 0; ++word) {
@@ -71,7 +71,7 @@ int64_t bytes_of(const char* word, const int64_t* sizes, int64_t item) {
   return item;
 }
 
-// Bytes that can be read: 0 for a view of an array whose memory was replaced.
+// Return the readable bytes: 0 for a view of an array whose memory was replaced.
 int64_t bytes_in(PyArrayObject* array) {
   PyObject* base = PyArray_BASE(array);
   PyArrayObject* owner = reinterpret_cast<PyArrayObject*>(base);
@@ -82,7 +82,7 @@ int64_t bytes_in(PyArrayObject* array) {
   return PyArray_NBYTES(array);
 }
 
-// Whether all arrays have the bytes that the kernel uses; false with an exception. A user may have resized an
+// True if all arrays are as large as the kernel needs; false with an exception. A user may have resized an
 // array since the forward pass.
 bool are_whole(const Row& row, PyObject* arrays, const int64_t* sizes) {
   const char* word = row.arrays;
@@ -104,17 +104,17 @@ bool are_whole(const Row& row, PyObject* arrays, const int64_t* sizes) {
   return true;
 }
 
-/* begin_pass(): a backward pass begins in this thread; see memory.cc. */
+/* begin_pass(): a backward pass begins on this thread; see memory.cc. */
 PyObject* begin_pass_here(PyObject*, PyObject*) {
   begin_pass();
   if (!keep_freed()) return nullptr;
   Py_RETURN_NONE;
 }
 
-/* kept_bytes(): the bytes of freed blocks that are kept now. */
+/* kept_bytes(): return the bytes of freed blocks that are kept. */
 PyObject* kept_bytes_now(PyObject*, PyObject*) { return PyLong_FromSize_t(kept_bytes()); }
 
-/* call(row, arrays, sizes, numbers): the results are written, the first of `arrays`. */
+/* call(row, arrays, sizes, numbers): write the results, the first arrays. */
 PyObject* call(PyObject*, PyObject* args) {
   PyObject *address, *arrays, *sizes, *numbers;
   char* memory[MOST_ARRAYS];

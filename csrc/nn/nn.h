@@ -7,47 +7,45 @@
 
 namespace fl::nn {
 
-// Writes the results, which come first in `arrays`, from the inputs after them; null: not given. What
-// `sizes` and `numbers` are stands beside each kernel. All arrays are C-contiguous and none overlap.
+// A kernel writes the results, the first of `arrays`, from the inputs after them; null: not passed. Each
+// kernel documents its `sizes` and `numbers`. All arrays are C-contiguous and do not overlap.
 using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
 
 struct Row {
-  Kernel* kernel;    // first, for csrc/tape
+  Kernel* kernel;    // first field, for csrc/tape
   const char* name;  // "layer_norm:f": the function and NumPy's letter of the dtype
-  // A word for each array. Its digits, in base 36, number the sizes whose product is the number of elements; "/"
-  // divides by the next size. Elements have the dtype of the row; after "I" they are int64, after "B" bytes.
+  // A word per array. Its digits, in base 36, are indices of sizes whose product is the number of elements;
+  // "/" divides by the next size. Elements have the row's dtype; after "I" they are int64, after "B" bytes.
   const char* arrays;
   bool needs_blas;
 };
 
-// The rows of a kernel, a template of the dtype and of what follows (after a comma), for float and double.
+// The rows of a kernel for float and double. Its template parameters: dtype, then the remaining arguments.
 #define FL_BOTH(name, arrays, needs_blas, kernel, ...)                   \
   {FL_CHOSEN(kernel<float __VA_ARGS__>), name ":f", arrays, needs_blas}, \
       {FL_CHOSEN(kernel<double __VA_ARGS__>), name ":d", arrays, needs_blas}
 
-// The rows of each file, up to one without a name.
+// The rows of each file, ended by one without a name.
 extern const Row convolutions[], pools[], norms[], attentions[], elements[];
 
-// Have NumPy's arrays of this thread take memory from the blocks that are kept; false with an exception.
+// Let NumPy's arrays of this thread use kept blocks; false with an exception.
 bool keep_freed();
-// Note that a backward pass begins: blocks that several have not used are returned to the system.
+// Begin a backward pass: blocks unused for several passes are unmapped.
 void begin_pass();
 size_t kept_bytes();
 
-// NumPy's BLAS: the functions' addresses, for float and for double, and whether their integers have 64
-// bits.
+// NumPy's BLAS: addresses of gemm for float and double; is_long: their integers have 64 bits.
 struct Blas {
   void* gemm[2] = {};
   bool is_long = false;
 };
 extern Blas blas;
 
-// c = alpha a @ b + beta c: m x n, of row-major matrices whose rows are `_step` elements apart; a or b may be
-// stored transposed.
+// c = alpha a @ b + beta c: m x n, row-major with row distance `_step`; a or b may be stored transposed.
 template <typename R>
 void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, R alpha, const R* a,
           int64_t a_step, const R* b, int64_t b_step, R beta, R* c, int64_t c_step) {
-  enum { ROW_MAJOR = 101, AS_IT_IS = 111 };  // as cblas.h has them; 112 is transposed
+  enum { ROW_MAJOR = 101, AS_IT_IS = 111 };  // values of cblas.h; 112 is transposed
   const auto call = [&](auto zero) {
     using Int = decltype(zero);
     using Function = void (*)(int order, int a, int b, Int m, Int n, Int k, R alpha, const R*, Int, const R*,

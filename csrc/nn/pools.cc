@@ -1,4 +1,4 @@
-// Pooling, in the sets of instructions that processors have.
+// Pooling for all instruction sets.
 
 #include <algorithm>
 #include <cstring>

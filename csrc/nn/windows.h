@@ -1,4 +1,4 @@
-// Windows over images in NHWC order, by the numbers that kernels are given.
+// Windows over images in NHWC order, from the sizes passed to kernels.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +19,14 @@ struct Windows {
   int64_t out_group() const { return out_channels / groups; }
   int64_t area() const { return kernel_y * kernel_x; }
 
-  // Whether each pixel is in one window.
+  // True if each pixel is in exactly one window.
   bool is_apart() const {
     return stride_y == kernel_y && stride_x == kernel_x && out_height * kernel_y == height &&
            out_width * kernel_x == width && pad_y == 0 && pad_x == 0 && step_y == 1 && step_x == 1;
   }
 };
 
-// The places of a window whose first lies at `at`, `step` apart, that are inside 0 .. size.
+// The range of elements of a window, starting at `at` with distance `step`, that are inside [0, size).
 struct Span {
   int64_t begin, end;
 

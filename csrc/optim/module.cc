@@ -1,8 +1,8 @@
-/* The steps of optimizers on NumPy arrays, for flashlight_py/optim/optimizer.py.
+/* Optimizer steps on NumPy arrays, for flashlight_py/optim/optimizer.py.
 
-   A step of a small model is a few microseconds long, and Python takes one to look at an array. So
-   one call reads the variables, checks their arrays and steps them all. What does not fit (another
-   dtype, strides, a subclass, another library's array) is left to the caller. */
+   A step of a small model takes a few microseconds, and Python takes one to inspect an array. Therefore one
+   call reads the variables, checks their arrays and updates all of them. The caller handles unsupported
+   arrays: other dtypes, strides, subclasses, arrays of other libraries. */
 
 #define FL_OPTIM_MODULE
 #include "tasks.h"
@@ -14,10 +14,10 @@ namespace {
 
 PyObject *data_name, *grad_name, *placement_name, *changed_name;
 
-enum Found { FAILED, FITS, DIFFERS, UNUSED, PLACED };
+enum Support { FAILED, FITS, DIFFERS, UNUSED, PLACED };
 
-// Look at parameter `position`, and fill the task where it fits.
-Found look(PyObject* variable, PyObject* states, Task* task) {
+// Check a parameter, and fill its task if a kernel supports it.
+Support check_parameter(PyObject* variable, PyObject* states, Task* task) {
   Owned placement(PyObject_GetAttr(variable, placement_name));
   if (placement == nullptr) return FAILED;
   if (placement.get() != Py_None) return PLACED;
@@ -34,9 +34,9 @@ Found look(PyObject* variable, PyObject* states, Task* task) {
   return fits ? FITS : PyErr_Occurred() ? FAILED : DIFFERS;
 }
 
-/* step(params, states, lr, counts, norms, rule, grad_scale, change): None, or the positions of the
-   parameters that are left to the caller. One that has a placement is returned alone, and nothing was
-   stepped. `change` becomes the attribute "changed" of those that were. */
+/* step(params, states, lr, counts, norms, rule, grad_scale, change): return None, or the positions of
+   parameters that the caller must handle. If a parameter has a placement, return its position only, without
+   any update. `change` is assigned to the attribute "changed" of updated parameters. */
 PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 8 || !PyList_Check(args[0]) || !PyTuple_Check(args[1])) {
     PyErr_SetString(PyExc_TypeError,
@@ -47,38 +47,37 @@ PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Source source{};
   if (!read_source(args + 2, &source)) return nullptr;
   if (PyTuple_Size(states) != source.fields.rule->states) {
-    return PyErr_Format(PyExc_ValueError, "the rule %s has %d states, not %zd",
+    return PyErr_Format(PyExc_ValueError, "the rule %s expects %d states, got %zd",
                         source.fields.rule->name, source.fields.rule->states, PyTuple_Size(states));
   }
   if (PyList_Size(params) > source.params) {
-    return PyErr_Format(PyExc_IndexError, "%zd parameters, counts of %zd", PyList_Size(params),
-                        source.params);
+    return PyErr_Format(PyExc_IndexError, "expected counts of %zd parameters, got %zd",
+                        PyList_Size(params), source.params);
   }
-  // All are looked at before the first one changes.
+  // Check all parameters before the first one changes.
   std::vector<Task> tasks;
   tasks.reserve(static_cast<size_t>(PyList_Size(params)));
-  Owned left;
+  Owned unsupported;
   for (Py_ssize_t position = 0; position < PyList_Size(params); ++position) {
     tasks.emplace_back().position = position;
-    const Found found = look(PyList_GetItem(params, position), states, &tasks.back());
-    if (found == FAILED) return nullptr;
-    if (found == PLACED) return Py_BuildValue("[n]", position);
-    if (found != FITS) tasks.pop_back();
-    if (found != DIFFERS) continue;
+    const Support support = check_parameter(PyList_GetItem(params, position), states, &tasks.back());
+    if (support == FAILED) return nullptr;
+    if (support == PLACED) return Py_BuildValue("[n]", position);
+    if (support != FITS) tasks.pop_back();
+    if (support != DIFFERS) continue;
     Owned number(PyLong_FromSsize_t(position));
-    if (left == nullptr) left.reset(PyList_New(0));
-    if (!left || !number || PyList_Append(left.get(), number.get()) < 0) return nullptr;
+    if (unsupported == nullptr) unsupported.reset(PyList_New(0));
+    if (!unsupported || !number || PyList_Append(unsupported.get(), number.get()) < 0) return nullptr;
   }
   if (!run_all(tasks, source)) return nullptr;
   for (const Task& task : tasks) {
     PyObject* variable = PyList_GetItem(params, task.position);
     if (PyObject_SetAttr(variable, changed_name, args[7]) < 0) return nullptr;
   }
-  return left != nullptr ? left.release() : new_reference(Py_None).release();
+  return unsupported != nullptr ? unsupported.release() : new_reference(Py_None).release();
 }
 
-/* change((rule, numbers), piece, grad_scale): whether the piece fits and was stepped. It is
-   (parameter, gradient, *states). */
+/* change((rule, numbers), piece, grad_scale): update (parameter, gradient, *states); False: not supported. */
 PyObject* change(PyObject*, PyObject* args) {
   PyObject *rule, *piece;
   double scale;
@@ -93,7 +92,7 @@ PyObject* change(PyObject*, PyObject* args) {
                         fields.rule->name, states);
   }
   double numbers[MOST_NUMBERS];
-  for (int i = 0; i < fields.rule->numbers; ++i) numbers[i] = fields.each[i].a;
+  for (int i = 0; i < fields.rule->numbers; ++i) numbers[i] = fields.field_list[i].a;
   Task task{};
   bool fits = take_param(new_reference(PyTuple_GetItem(piece, 0)), &task) &&
               take_grad(new_reference(PyTuple_GetItem(piece, 1)), &task, false);
@@ -108,7 +107,7 @@ PyObject* change(PyObject*, PyObject* args) {
   Py_RETURN_TRUE;
 }
 
-/* sum_of_squares(grad): a float, or None where the array does not fit. */
+/* sum_of_squares(grad): return a float, or None if the array is not supported. */
 PyObject* sum_of_squares(PyObject*, PyObject* grad) {
   PyArrayObject* array = readable(grad, nullptr);
   if (array == nullptr) Py_RETURN_NONE;
@@ -121,13 +120,13 @@ PyObject* sum_of_squares(PyObject*, PyObject* grad) {
   return PyFloat_FromDouble(sum);
 }
 
-/* use(name): the instruction set used until now; from now on `name`. For tests. */
+/* use(name): use this instruction set from now on and return the previous one. For tests. */
 PyObject* use(PyObject*, PyObject* name) {
   const char* before = chosen_set().name;
-  const char* wanted = PyUnicode_AsUTF8AndSize(name, nullptr);
-  if (wanted == nullptr) return nullptr;
-  if (!choose(wanted)) {
-    return PyErr_Format(PyExc_ValueError, "this processor has no instruction set %s", wanted);
+  const char* new_name = PyUnicode_AsUTF8AndSize(name, nullptr);
+  if (new_name == nullptr) return nullptr;
+  if (!choose(new_name)) {
+    return PyErr_Format(PyExc_ValueError, "this processor has no instruction set %s", new_name);
   }
   return PyUnicode_FromString(before);
 }

@@ -1,4 +1,4 @@
-// The steps of optimizers: kernels for one dtype each, for the instruction sets of the processor.
+// Optimizer steps: kernels per dtype and instruction set.
 
 #ifndef FL_OPTIM_H
 #define FL_OPTIM_H
@@ -9,7 +9,7 @@ namespace fl::optim {
 
 enum { MOST_STATES = 3, MOST_NUMBERS = 9, RULES = 9 };
 
-// The arrays of a step, of which a kernel changes all but the gradient.
+// The arrays of a step. A kernel changes all except the gradient.
 struct Piece {
   void* param;
   const void* grad;
@@ -17,7 +17,7 @@ struct Piece {
   size_t size;
 };
 
-// One step: `numbers` are those of the rule.
+// One step; `numbers` are the numbers of the rule.
 using Step = void (*)(const Piece&, const double* numbers, double scale);
 
 struct Rule {
@@ -26,7 +26,7 @@ struct Rule {
   Step float32, float64;
 };
 
-// As sum_of_squares() in flashlight_py/optim/cpu.py.
+// Like sum_of_squares() in flashlight_py/optim/cpu.py.
 using Squares = double (*)(const void* grad, size_t size);
 
 struct Set {
@@ -35,10 +35,10 @@ struct Set {
   Squares float32, float64;
 };
 
-// The set that is used: the best that the processor has, or that which choose() has chosen.
+// The instruction set in use: the best of the processor, or the last argument of choose().
 const Set& chosen_set();
 
-// Use another set, for tests; false: there is none of this name, or the processor lacks it.
+// Use another set, for tests; false if the name is unknown or the processor lacks it.
 bool choose(const char* name);
 
 }  // namespace fl::optim

@@ -1,4 +1,4 @@
-/* Steps whose arrays are known beforehand: what replays of a captured step take. */
+/* Steps on arrays that are known beforehand, for replays of captured steps. */
 
 #include "tasks.h"
 
@@ -26,8 +26,8 @@ bool take_piece(PyObject* piece, const Source& source, Task* task) {
 }
 
 PyObject* take_steps(PyObject* capsule, PyObject*) {
-  const Prepared* made = static_cast<Prepared*>(PyCapsule_GetPointer(capsule, NAME));
-  if (made == nullptr || !run_all(made->tasks, made->source)) return nullptr;
+  const Prepared* prepared = static_cast<Prepared*>(PyCapsule_GetPointer(capsule, NAME));
+  if (prepared == nullptr || !run_all(prepared->tasks, prepared->source)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -39,27 +39,27 @@ void destroy(PyObject* capsule) {
 
 }  // namespace
 
-/* Steps(pieces, lr, counts, norms, rule, scale): a function that takes a step of `pieces`, each
-   (position, parameter, gradient, *states), without Python. It keeps the arrays; who calls it sees to
-   it that their memory stays where it is. ValueError where one does not fit into a kernel. */
+/* Steps(pieces, lr, counts, norms, rule, scale): return a function that updates `pieces`, each (position,
+   parameter, gradient, *states), without Python code. It keeps the arrays alive; the caller must keep their
+   addresses fixed. ValueError if a kernel does not support a piece. */
 PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 6 || !PyList_Check(args[0])) {
     PyErr_SetString(PyExc_TypeError, "Steps(pieces, lr, counts, norms, rule, scale)");
     return nullptr;
   }
-  auto made = std::make_unique<Prepared>();
-  if (!read_source(args + 1, &made->source)) return nullptr;
-  made->tasks.resize(static_cast<size_t>(PyList_Size(args[0])));
-  for (size_t i = 0; i < made->tasks.size(); ++i) {
+  auto prepared = std::make_unique<Prepared>();
+  if (!read_source(args + 1, &prepared->source)) return nullptr;
+  prepared->tasks.resize(static_cast<size_t>(PyList_Size(args[0])));
+  for (size_t i = 0; i < prepared->tasks.size(); ++i) {
     PyObject* piece = PyList_GetItem(args[0], static_cast<Py_ssize_t>(i));
-    if (!take_piece(piece, made->source, &made->tasks[i])) {
-      if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a piece does not fit");
+    if (!take_piece(piece, prepared->source, &prepared->tasks[i])) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a piece does not fit the rule or its arrays");
       return nullptr;
     }
   }
-  Owned capsule(PyCapsule_New(made.get(), NAME, destroy));
+  Owned capsule(PyCapsule_New(prepared.get(), NAME, destroy));
   if (capsule == nullptr) return nullptr;
-  made.release();
+  prepared.release();
   return PyCFunction_New(&taking, capsule.get());
 }
 

@@ -6,34 +6,34 @@
 namespace fl::optim {
 namespace {
 
-// From here on steps are long enough to let other threads run meanwhile.
+// Bytes from which a step releases the GIL.
 constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
 
-// Python has pow() square a number, and one in 1,200 products differs from that in its last bit.
+// Exponent for std::pow: Python's pow() and multiplication differ in the last bit of one of 1,200 squares.
 const volatile double TWO = 2;
 
-bool read_field(PyObject* given, Field* to) {
+bool read_field(PyObject* python_object, Field* to) {
   *to = {NUMBER, 0, 0};
-  if (!PyTuple_Check(given)) {
-    to->a = PyFloat_AsDouble(given);
+  if (!PyTuple_Check(python_object)) {
+    to->a = PyFloat_AsDouble(python_object);
     return !PyErr_Occurred();
   }
-  const Py_ssize_t size = PyTuple_Size(given);
-  const long form = size < 1 || size > 3 ? -1 : PyLong_AsLong(PyTuple_GetItem(given, 0));
+  const Py_ssize_t size = PyTuple_Size(python_object);
+  const long form = size < 1 || size > 3 ? -1 : PyLong_AsLong(PyTuple_GetItem(python_object, 0));
   if (!PyErr_Occurred() && (form < 0 || form >= FORMS)) {
     PyErr_SetString(PyExc_ValueError, "a field is a number or (form, number, ...)");
   }
   if (PyErr_Occurred()) return false;
   to->form = static_cast<Form>(form);
-  if (size > 1) to->a = PyFloat_AsDouble(PyTuple_GetItem(given, 1));
-  if (size > 2) to->b = PyFloat_AsDouble(PyTuple_GetItem(given, 2));
+  if (size > 1) to->a = PyFloat_AsDouble(PyTuple_GetItem(python_object, 1));
+  if (size > 2) to->b = PyFloat_AsDouble(PyTuple_GetItem(python_object, 2));
   return !PyErr_Occurred();
 }
 
-// The data of an array of `size` elements (any: -1) that is read and written in place; or null.
-void* memory(PyObject* given, int type, npy_intp size) {
-  PyArrayObject* array = reinterpret_cast<PyArrayObject*>(given);
-  if (PyArray_CheckExact(given) && PyArray_ISCARRAY(array) && PyArray_TYPE(array) == type &&
+// Return the data of an array of `size` elements (-1: any) that is read and written in place, or null.
+void* memory(PyObject* python_object, int type, npy_intp size) {
+  PyArrayObject* array = reinterpret_cast<PyArrayObject*>(python_object);
+  if (PyArray_CheckExact(python_object) && PyArray_ISCARRAY(array) && PyArray_TYPE(array) == type &&
       PyArray_NDIM(array) == 1 && (size < 0 || PyArray_SIZE(array) == size)) {
     return PyArray_DATA(array);
   }
@@ -41,12 +41,12 @@ void* memory(PyObject* given, int type, npy_intp size) {
   return nullptr;
 }
 
-// Compute the numbers of step `time`, in the operations of FORMS; false where one divides by 0.
+// Compute the numbers of step `time` like FORMS; false if a division by 0 occurs.
 bool evaluate(const Source& source, const Task& task, npy_int64 time, double* numbers) {
   const double lr = *source.lr;
   bool is_defined = true;
   for (int i = 0; i < source.fields.rule->numbers; ++i) {
-    const Field& field = source.fields.each[i];
+    const Field& field = source.fields.field_list[i];
     switch (field.form) {
       case NUMBER:
         numbers[i] = field.a;
@@ -80,9 +80,9 @@ bool evaluate(const Source& source, const Task& task, npy_int64 time, double* nu
 
 }  // namespace
 
-bool read_rule(PyObject* given, Fields* to) {
-  PyObject* fields = PyTuple_Check(given) ? PyTuple_GetItem(given, 1) : nullptr;
-  const char* name = fields ? PyUnicode_AsUTF8AndSize(PyTuple_GetItem(given, 0), nullptr) : nullptr;
+bool read_rule(PyObject* python_object, Fields* to) {
+  PyObject* fields = PyTuple_Check(python_object) ? PyTuple_GetItem(python_object, 1) : nullptr;
+  const char* name = fields ? PyUnicode_AsUTF8AndSize(PyTuple_GetItem(python_object, 0), nullptr) : nullptr;
   if (name == nullptr || !PyTuple_Check(fields)) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a rule is (name, (field, ...))");
     return false;
@@ -91,34 +91,34 @@ bool read_rule(PyObject* given, Fields* to) {
   const Rule* const end = rule + RULES;
   while (rule != end && std::strcmp(rule->name, name) != 0) ++rule;
   if (rule == end || PyTuple_Size(fields) != rule->numbers) {
-    PyErr_Format(PyExc_ValueError, "no rule %s with %zd numbers", name, PyTuple_Size(fields));
+    PyErr_Format(PyExc_ValueError, "unknown rule %s with %zd numbers", name, PyTuple_Size(fields));
     return false;
   }
   to->rule = rule;
   for (int i = 0; i < rule->numbers; ++i) {
-    if (!read_field(PyTuple_GetItem(fields, i), &to->each[i])) return false;
+    if (!read_field(PyTuple_GetItem(fields, i), &to->field_list[i])) return false;
   }
   return true;
 }
 
-bool read_source(PyObject* const* given, Source* to) {
-  to->lr = static_cast<const double*>(memory(given[0], NPY_DOUBLE, 1));
-  to->counts = static_cast<npy_int64*>(memory(given[1], NPY_INT64, -1));
+bool read_source(PyObject* const* python_object, Source* to) {
+  to->lr = static_cast<const double*>(memory(python_object[0], NPY_DOUBLE, 1));
+  to->counts = static_cast<npy_int64*>(memory(python_object[1], NPY_INT64, -1));
   if (to->lr == nullptr || to->counts == nullptr) return false;
-  to->params = PyArray_SIZE(reinterpret_cast<PyArrayObject*>(given[1]));
-  if (given[2] != Py_None) {
-    to->norms = static_cast<double*>(memory(given[2], NPY_DOUBLE, to->params));
+  to->params = PyArray_SIZE(reinterpret_cast<PyArrayObject*>(python_object[1]));
+  if (python_object[2] != Py_None) {
+    to->norms = static_cast<double*>(memory(python_object[2], NPY_DOUBLE, to->params));
     if (to->norms == nullptr) return false;
   }
-  to->scale = PyFloat_AsDouble(given[4]);
-  if (PyErr_Occurred() || !read_rule(given[3], &to->fields)) return false;
+  to->scale = PyFloat_AsDouble(python_object[4]);
+  if (PyErr_Occurred() || !read_rule(python_object[3], &to->fields)) return false;
   for (int i = 0; i < to->fields.rule->numbers; ++i) {
-    if (to->fields.each[i].form == INVERSE && to->norms == nullptr) {
+    if (to->fields.field_list[i].form == INVERSE && to->norms == nullptr) {
       PyErr_SetString(PyExc_TypeError, "the rule needs norms");
       return false;
     }
   }
-  for (int i = 0; i < 3; ++i) to->kept[i] = new_reference(given[i]);
+  for (int i = 0; i < 3; ++i) to->kept[i] = new_reference(python_object[i]);
   return true;
 }
 
@@ -149,7 +149,7 @@ bool take_param(Owned param, Task* task) {
   task->piece.param = PyArray_DATA(array);
   task->piece.size = static_cast<size_t>(PyArray_SIZE(array));
   task->is_double = PyArray_TYPE(array) == NPY_DOUBLE;
-  for (void*& state : task->piece.states) state = task->piece.param;  // of rules with fewer
+  for (void*& state : task->piece.states) state = task->piece.param;  // for rules with fewer states
   task->kept[0] = std::move(param);
   return true;
 }
@@ -187,16 +187,16 @@ void run(const Task& task, const Rule& rule, const double* numbers, double scale
 
 bool run_all(const std::vector<Task>& tasks, const Source& source) {
   double numbers[MOST_NUMBERS];
-  npy_int64 known = 0;
-  bool is_known = false;
+  npy_int64 cached_count = 0;
+  bool is_cached = false;
   for (const Task& task : tasks) {
     const bool is_long = task.piece.size * sizeof(float) >= BYTES_WITHOUT_GIL;
     PyThreadState* thread = is_long ? PyEval_SaveThread() : nullptr;
     npy_int64& count = source.counts[task.position];
     bool is_defined = true;
-    if (!is_known || count != known || source.norms != nullptr) {
-      is_known = is_defined = evaluate(source, task, count + 1, numbers);
-      known = count;
+    if (!is_cached || count != cached_count || source.norms != nullptr) {
+      is_cached = is_defined = evaluate(source, task, count + 1, numbers);
+      cached_count = count;
     }
     if (is_defined) {
       run(task, *source.fields.rule, numbers, source.scale);

@@ -1,4 +1,4 @@
-// An optimizer's step of NumPy arrays: what is common to those who read them by NumPy's C API.
+// Reading of an optimizer step's NumPy arrays with NumPy's C API.
 
 #ifndef FL_OPTIM_TASKS_H
 #define FL_OPTIM_TASKS_H
@@ -29,7 +29,7 @@ inline Owned new_reference(PyObject* object) {
   return Owned(object);
 }
 
-// What a field of a rule is: by FORMS in flashlight_py/optim/cpu.py, or the number `a`.
+// A field of a rule: an expression of FORMS in flashlight_py/optim/cpu.py, or the number `a`.
 enum Form { LR, SHRINK, RATE, ROOT, INVERSE, FORMS, NUMBER = FORMS };
 struct Field {
   Form form;
@@ -38,11 +38,11 @@ struct Field {
 
 struct Fields {
   const Rule* rule;
-  Field each[MOST_NUMBERS];
+  Field field_list[MOST_NUMBERS];
 };
 
-// What steps are done with. The rate, the counts of steps and the squared norms (null: the rule has
-// none), one for each parameter, are read and written where the optimizer has them.
+// Shared inputs of the steps. The learning rate, and per parameter the step counts and squared norms (null:
+// unused), are read and written in the optimizer's arrays.
 struct Source {
   Fields fields;
   const double* lr;
@@ -53,7 +53,7 @@ struct Source {
   Owned kept[3];
 };
 
-// A parameter's step: where its arrays are, and what keeps them.
+// A parameter's step: addresses of its arrays, and references that keep them alive.
 struct Task {
   Piece piece;
   bool is_double;
@@ -61,22 +61,22 @@ struct Task {
   Owned kept[2 + MOST_STATES];
 };
 
-// Read (name, (field, ...)): a field is a number or (form, number, ...). False with an exception.
-bool read_rule(PyObject* given, Fields* to);
+// Read (name, (field, ...)); a field is a number or (form, number, ...). False with an exception.
+bool read_rule(PyObject* python_object, Fields* to);
 // Read lr, counts, norms, rule and scale. False with an exception.
-bool read_source(PyObject* const* given, Source* to);
+bool read_source(PyObject* const* python_object, Source* to);
 
-// An array that a kernel can read, of the dtype and shape of `like` unless that is null; or null.
+// Return the array if a kernel can read it and it has the dtype and shape of `like` (null: any); else null.
 PyArrayObject* readable(PyObject* object, PyArrayObject* like);
 
-// Take `param` as what the task steps; false: it does not fit.
+// Set the parameter of a task; false if it is not supported.
 bool take_param(Owned param, Task* task);
 PyArrayObject* param_of(const Task& task);
-// Take a gradient; one that is only not contiguous is copied, if it may be.
+// Set the gradient. A non-contiguous gradient is copied if `may_copy`.
 bool take_grad(Owned grad, Task* task, bool may_copy);
 bool take_state(int number, PyObject* state, Task* task);
 
-// Step all tasks, and count the steps; false with an exception.
+// Run all tasks and count the steps; false with an exception.
 bool run_all(const std::vector<Task>& tasks, const Source& source);
 void run(const Task& task, const Rule& rule, const double* numbers, double scale);
 

@@ -39,9 +39,9 @@ struct Float16 {
     // Normal range: rebias and round in integer arithmetic.
     const uint32_t odd = (magnitude >> 13) & 1u;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + odd) >> 13;
-    // Subnormal range: adding 0.5 makes the FPU shift and round the mantissa for us.
+    // Subnormal range: adding 0.5 makes the FPU shift and round the mantissa.
     const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-    // A NaN keeps what fits of its mantissa, as the processor's own instruction does.
+    // A NaN keeps the upper bits of its mantissa, like the processor's instruction.
     const uint32_t quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
     const uint32_t nan_or_inf = magnitude > 0x7f800000u ? quiet_nan : 0x7c00u;
     const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;

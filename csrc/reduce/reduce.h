@@ -1,4 +1,4 @@
-// Reductions of n arrays in rank order, for every fl_dtype and fl_reduce_op that go together.
+// Reductions of n arrays in rank order, for every supported pair of fl_dtype and fl_reduce_op.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +7,11 @@
 
 namespace fl {
 
-// into[i] = scale * (from[0][i] op from[1][i] op ...), always in this order, so that the bits do
-// not depend on who computes them. float16 and bfloat16 accumulate in float32 and round once;
-// integers wrap and multiply by the integral scale; min and max propagate NaN, as NumPy does; and, or
-// and xor are bitwise, of integers, or of the truth of bool, and know no scale; avg is sum with
-// scale / ranks.
-// `into` may be one of `from`. Returns false where dtype and op do not go together.
+// into[i] = scale * (from[0][i] op from[1][i] op ...), always in this order, so that the bits do not depend
+// on the rank that computes them. float16 and bfloat16 accumulate in float32 and round once. Integers wrap,
+// and are multiplied by the integral scale. min and max propagate NaN like NumPy. and, or and xor are bitwise
+// for integers, logical for bool, and ignore the scale. avg is sum with scale / ranks. `into` may be one of
+// `from`. Returns false if op does not support dtype.
 bool reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
             size_t count);
 

@@ -1,13 +1,13 @@
-// The kernels for each instruction set, chosen when first used: one binary runs anywhere and is fast
-// everywhere. None contracts into fused multiply-adds, so all give the same bits. Each set has a source of
-// its own, which compile side by side.
+// The kernels of each instruction set. The set is selected at run time, so that one binary runs on every
+// processor. No set fuses multiply-adds implicitly, so all give the same bits. Each set has a separate source
+// file for parallel compilation.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
-// The model checker needs the baseline alone.
+// The model checker only needs the baseline.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(FL_MODEL)
 #define FL_SEVERAL_KERNELS 1
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// The C ABI of the shared-memory backend, as C++ sees it.
+// The C ABI of the shared-memory backend, for C++.
 #pragma once
 
 #include "../common/abi.h"

@@ -1,4 +1,4 @@
-// The C ABI; see ../common/capi.h for what becomes of exceptions.
+// The C ABI; ../common/capi.h handles exceptions.
 #include "../common/capi.h"
 
 #include "abi.h"
@@ -13,7 +13,7 @@ struct fl_posted {
   int count;
   fl::ShmGroup* group;
   fl::Port::Posted messages;
-  std::exception_ptr error;  // of `not_posted`: why there are none
+  std::exception_ptr error;  // in `not_posted`: the reason
 };
 
 struct fl_region {
@@ -23,13 +23,13 @@ struct fl_region {
 
 namespace {
 
-thread_local fl_posted not_posted;  // by this thread, where there may be no memory for another one
+thread_local fl_posted not_posted;  // per thread, because there may be no memory for another one
 
 fl::Mapping map(const char* path, bool create, size_t bytes, bool reserve) {
   return create ? fl::Mapping::create(path, bytes, reserve) : fl::Mapping::open(path, bytes);
 }
 
-// Of a group, of which there may be many: without a name its file is closed.
+// Map a group's segment. An unnamed file is closed, because there may be many groups.
 fl::Mapping map_segment(const char* path, int create, int is_named, int size, bool has_channels) {
   fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size, has_channels), is_named != 0);
   if (is_named == 0) mapping.close_file();
@@ -95,9 +95,9 @@ fl_op* fl_finish(fl_group* group, const fl_signature* signature, void* data, voi
 fl_op* fl_look_back(fl_group* group, double seconds, int* is_behind) {
   return fl::handle([&] {
     bool behind = false;
-    auto found = group->group.look_back(seconds, behind);
+    auto result = group->group.look_back(seconds, behind);
     *is_behind = behind ? 1 : 0;
-    return found;
+    return result;
   });
 }
 
@@ -105,7 +105,7 @@ fl_region* fl_add_region(fl_group* group, const char* path, int create, size_t b
   return fl::guarded<fl_region*>(nullptr, [&] {
     const auto mapping = std::make_shared<fl::Mapping>(
         map(path, create != 0, bytes * group->group.size(), create == 1));
-    mapping->close_file();  // there may be many of them
+    mapping->close_file();  // there may be many regions
     return new fl_region{mapping, group->group.add_region(mapping, bytes)};
   });
 }
@@ -118,8 +118,8 @@ int fl_drop_region(fl_group* group, void* array) {
   return fl::guarded(0, [&] { return group->group.drop_region(array) ? 1 : 0; });
 }
 
-int fl_on_mismatch(fl_group* group, void (*where)(fl_site*)) {
-  return fl::done([&] { group->group.on_mismatch(where); });
+int fl_on_mismatch(fl_group* group, void (*function)(fl_site*)) {
+  return fl::done([&] { group->group.on_mismatch(function); });
 }
 
 }  // extern "C"

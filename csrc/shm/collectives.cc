@@ -1,4 +1,4 @@
-// What ranks know of each other's memory, and how they read it.
+// Access to the memory of other ranks.
 #include "collectives.h"
 
 #include "../common/copying.h"
@@ -17,13 +17,12 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
 
 // Large arrays --------------------------------------------------------------------------------
 
-// The way of this call's `bytes`, the same on every rank, by what all have announced. Unless `may_read` it
-// goes through the slots.
-Way Collectives::choose(const fl_signature& mine, size_t bytes, bool may_read) {
-  return choose_in(calls_, mine, bytes, may_read);
+// Choose the copy path for `bytes`, equal on all ranks, by the announced costs. Slots only unless `may_read`.
+CopyPath Collectives::choose(const fl_signature& signature, size_t bytes, bool may_read) {
+  return choose_in(calls_, signature, bytes, may_read);
 }
 
-Way Collectives::choose_in(uint32_t number, const fl_signature& mine, size_t bytes, bool may_read) {
+CopyPath Collectives::choose_in(uint32_t number, const fl_signature& signature, size_t bytes, bool may_read) {
   Choice::Slowest slowest;
   bool all_can_read = may_read && bytes >= kReadBytes;
   for (int r = 0; r < size_; ++r) {
@@ -31,52 +30,51 @@ Way Collectives::choose_in(uint32_t number, const fl_signature& mine, size_t byt
     all_can_read = all_can_read && (call.kind & kCanRead) != 0;
     if ((call.kind & kIsLarge) != 0) slowest.add(call.large.costs);
   }
-  const int key = mine.verb == FL_ALL_REDUCE && all_in_one_place() ? 0 : mine.verb;
-  trial_ = choice_.begin(key, bytes, all_can_read ? kWays : kDirectly, slowest);
-  return trial_.way;
+  const int key = signature.verb == FL_ALL_REDUCE && all_in_one_region() ? 0 : signature.verb;
+  trial_ = choice_.begin(key, bytes, all_can_read ? kPaths : kDirectly, slowest);
+  return trial_.path;
 }
 
-// Of what rank r gave with this call.
+// Read data that rank r sends in this call.
 void Collectives::read(int r, size_t begin, void* into, size_t bytes) {
   if (bytes == 0) return;
   const size_t done = remote_.read(r, call_of(r).large.address + begin, into, bytes);
-  if (done < bytes) ask_for(r, begin + done, static_cast<char*>(into) + done, bytes - done);
+  if (done < bytes) request_read(r, begin + done, static_cast<char*>(into) + done, bytes - done);
 }
 
-// Have rank r copy into a slot of this rank what cannot be read from its memory. It does so while it
-// waits, here or in end_reading(); nothing else goes through the slots meanwhile, as all ranks have
-// called.
-void Collectives::ask_for(int r, size_t begin, char* into, size_t bytes) {
+// Ask rank r to copy data that cannot be read from its memory into a slot of this rank. It does so while it
+// waits, here or in end_reading(). The slots are free, because all ranks have called.
+void Collectives::request_read(int r, size_t begin, char* into, size_t bytes) {
   ReadRequest& request = segment_.block(rank_).request;
   for (size_t done = 0; done < bytes;) {
     const size_t size = std::min(segment_.chunk_bytes(), bytes - done);
     request.owner = r;
     request.begin = begin + done;
     request.bytes = size;
-    const uint32_t number = request.asked.value() + 1;
-    request.asked.set(number);
+    const uint32_t number = request.requested.value() + 1;
+    request.requested.set(number);
     watch_.wait_and(request.served, number, r, [this] { return serve(); });
     copy(into + done, segment_.slot(rank_, 0), size);
     done += size;
   }
 }
 
-// Do what others have asked this rank for; whether any has.
+// Handle requests of other ranks; return true if there was one.
 bool Collectives::serve() {
   bool served = false;
   for (int r = 0; r < size_; ++r) {
     ReadRequest& request = segment_.block(r).request;
-    const uint32_t number = request.asked.value();
+    const uint32_t number = request.requested.value();
     if (r == rank_ || number == request.served.value() || request.owner != rank_) continue;
-    const char* own = reinterpret_cast<const char*>(call_of(rank_).large.address);
-    stream_copy(segment_.slot(r, 0), own + request.begin, request.bytes);
+    const char* data = reinterpret_cast<const char*>(call_of(rank_).large.address);
+    stream_copy(segment_.slot(r, 0), data + request.begin, request.bytes);
     request.served.raise(number);
     served = true;
   }
   return served;
 }
 
-// Wait until nobody reads this rank's data any more.
+// Wait until no rank reads this rank's data.
 void Collectives::end_reading() {
   pass_chunks(1);
   for (int r = 0; r < size_; ++r) {
@@ -88,42 +86,42 @@ void Collectives::end_reading() {
 // Arrays in shared memory ---------------------------------------------------------------------
 
 void* Collectives::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
-  char* mine = mapping->data() + rank_ * stride;
+  char* own_array = mapping->data() + rank_ * stride;
   regions_.push_back({std::move(mapping), stride});
-  return mine;
+  return own_array;
 }
 
 void Collectives::drop_region(const void* array) {
-  const uint64_t place = place_of(array);
-  if (place != 0) regions_[(place >> 44) - 1].mapping = nullptr;
+  const uint64_t own_location = location_of(array);
+  if (own_location != 0) regions_[(own_location >> 44) - 1].mapping = nullptr;
 }
 
-// Region number (from 1) and offset in this rank's part of it.
-uint64_t Collectives::place_of(const void* data) const {
+// Region number (from 1) and offset in this rank's array.
+uint64_t Collectives::location_of(const void* data) const {
   const char* at = static_cast<const char*>(data);
   for (size_t i = 0; i < regions_.size(); ++i) {
     if (regions_[i].mapping == nullptr) continue;
-    const char* mine = regions_[i].mapping->data() + rank_ * regions_[i].stride;
-    if (at >= mine && at < mine + regions_[i].stride) {
-      return static_cast<uint64_t>(i + 1) << 44 | static_cast<uint64_t>(at - mine);
+    const char* own_array = regions_[i].mapping->data() + rank_ * regions_[i].stride;
+    if (at >= own_array && at < own_array + regions_[i].stride) {
+      return static_cast<uint64_t>(i + 1) << 44 | static_cast<uint64_t>(at - own_array);
     }
   }
   return 0;
 }
 
-bool Collectives::all_in_one_place() const {
-  const uint64_t place = call_of(rank_).place;
-  if (place == 0) return false;
+bool Collectives::all_in_one_region() const {
+  const uint64_t own_location = call_of(rank_).location;
+  if (own_location == 0) return false;
   for (int r = 0; r < size_; ++r) {
-    if (call_of(r).place != place) return false;
+    if (call_of(r).location != own_location) return false;
   }
   return true;
 }
 
 char* Collectives::in_region(int rank) const {
-  const uint64_t place = call_of(rank_).place;
-  const Region& region = regions_[(place >> 44) - 1];
-  return region.mapping->data() + rank * region.stride + (place & ((uint64_t{1} << 44) - 1));
+  const uint64_t own_location = call_of(rank_).location;
+  const Region& region = regions_[(own_location >> 44) - 1];
+  return region.mapping->data() + rank * region.stride + (own_location & ((uint64_t{1} << 44) - 1));
 }
 
 }  // namespace fl

@@ -6,38 +6,37 @@
 
 namespace fl {
 
-// Eight bytes; whoever holds one decides which cache line it shares.
+// Eight bytes. The containing struct selects the cache line.
 class Counter {
  public:
-  // Wraps; two values are compared by the sign of their difference.
+  // The counter wraps: compare two values by the sign of their difference.
   bool reached(uint32_t target) const {
     return static_cast<int32_t>(value_.load(std::memory_order_acquire) - target) >= 0;
   }
 
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
 
-  // Publish everything that was written before. Only the counter's owner calls it.
+  // Set the value and publish all earlier writes. Only the owner calls it.
   void raise(uint32_t value) {
-    // In one order with sleep(): a sleeper either sees the new value or is seen here.
+    // Single order with sleep(): a sleeper sees the new value or is seen here.
     value_.exchange(value, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
 
-  // The same where nobody waits for it: others look now and then, or wait for what is raised next.
+  // Like raise() without a wake, for counters that are only polled, or that a later raise() publishes.
   void set(uint32_t value) { value_.store(value, std::memory_order_release); }
 
   void wake() {
-    futex_wake(&value_, kAllBits, Among::kProcesses);
+    futex_wake(&value_, kAllBits, FutexScope::kProcesses);
   }
 
-  // Wait until the counter has reached `target` or `milliseconds` have passed, roughly. Returns
-  // whether it has.
+  // Wait until the counter reaches `target` (true) or about `milliseconds` have passed (false).
   bool wait(uint32_t target, Patience patience, long milliseconds) {
-    return burn(target, patience) || sleep(target, milliseconds);
+    return poll(target, patience) || sleep(target, milliseconds);
   }
 
-  // The same in two steps: while the processor is kept, or given away and taken back; and not.
-  bool burn(uint32_t target, Patience patience) {
+  // The two steps of wait(): polling, and sleeping.
+  bool poll(uint32_t target, Patience patience) {
     for (int i = 0; i < patience.spins; ++i) {
       if (reached(target)) return true;
       pause_after(i);
@@ -49,11 +48,11 @@ class Counter {
     return false;
   }
   bool sleep(uint32_t target, long milliseconds) {
-    // The kernel looks at the value again behind a full barrier: neither needs an order of its own.
+    // The kernel reads the value again behind a full barrier, so neither access needs an order.
     sleepers_.fetch_add(1, std::memory_order_relaxed);
-    const uint32_t seen = value_.load(std::memory_order_relaxed);
-    if (static_cast<int32_t>(seen - target) < 0) {
-      futex_wait(&value_, seen, int64_t{milliseconds} * 1000000, kAllBits, Among::kProcesses);
+    const uint32_t observed = value_.load(std::memory_order_relaxed);
+    if (static_cast<int32_t>(observed - target) < 0) {
+      futex_wait(&value_, observed, int64_t{milliseconds} * 1000000, kAllBits, FutexScope::kProcesses);
     }
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
     return reached(target);

@@ -1,10 +1,10 @@
-// How ranks enter a call: what each shows of its own, whose calls it waits for, and how all compare them.
+// Start of a call: what each rank announces, whose calls it awaits, and how the calls are compared.
 //
-// Most verbs need every rank's call. A rank that needs fewer, as the root of a small broadcast needs none,
-// returns ahead of the others: it compares their calls when they have come, in its next calls, and may be
-// kMostAhead of its own ahead of the latest. Where they differ, whoever sees it at once raises at once;
-// then also the next call in which every rank waits for every other does nothing and raises on all, as
-// some have not been told. All ranks find in the same way which calls are such: by what was announced.
+// Most verbs need every rank's call. A rank that needs fewer returns ahead of other ranks; for example, the
+// root of a small broadcast needs no call. It compares the other calls in its later calls, and may be
+// kMostAhead calls ahead of the last compared one. If calls differ, a rank that detects it raises at once.
+// The next call in which every rank waits for every other rank then does nothing and raises on all ranks,
+// because some ranks do not know yet. All ranks derive the same result from the announced calls.
 
 #include "../common/signature.h"
 #include "collectives.h"
@@ -13,15 +13,15 @@
 namespace fl {
 namespace {
 
-// What a rank says with the kind of its call.
-constexpr uint32_t kRunsAhead = 1u << 23;  // it may return before the others have called
-constexpr uint32_t kAny = 1u << 29;    // only verb and root are known
+// Flags in Call::kind.
+constexpr uint32_t kRunsAhead = 1u << 23;  // may return before other ranks have called
+constexpr uint32_t kAny = 1u << 29;        // only verb and root are known
 
-// With a processor for each rank no more than this is given ahead: one core that writes what the other reads
-// next slows down what that reads now (measured: docs/shared-memory.md).
+// If each rank has a processor, at most this many bytes are sent ahead: writing data for the next call slows
+// down the reader of the current data (docs/shared-memory.md).
 constexpr size_t kAheadBytes = sized(1024, 32);
 
-// How long ranks that differ wait for each other's places.
+// Seconds to wait for the call sites of other ranks after a mismatch.
 constexpr double kAnnouncingSeconds = 5;
 
 uint32_t kind_of(const fl_signature& s) {
@@ -30,7 +30,7 @@ uint32_t kind_of(const fl_signature& s) {
   return call | static_cast<uint32_t>(s.dtype) << 8 | static_cast<uint32_t>(s.op);
 }
 
-// FNV-1a over what same_call compares and the first line of a Call has no room for.
+// FNV-1a over the fields that same_call compares and that are not in the first line of a Call.
 uint64_t hash_of_shape(const fl_signature& s) {
   uint64_t hash = 1469598103934665603u ^ static_cast<uint64_t>(s.ndim);
   const int dims = std::min(s.ndim, FL_DIMENSIONS);
@@ -40,11 +40,11 @@ uint64_t hash_of_shape(const fl_signature& s) {
   return hash;
 }
 
-// What same_call says, of the first lines alone.
+// Like same_call, from the first lines only.
 bool alike(const Call& a, const Call& b, bool free) {
   constexpr uint32_t kMayDiffer = kRunsAhead | kIsLarge | kCanRead;
   if (((a.kind | b.kind) & kAny) != 0) {
-    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // and what it is a part of
+    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // and part_of
     return ((a.kind ^ b.kind) & kVerb) == 0 && a.root == b.root;
   }
   return (a.kind | kMayDiffer) == (b.kind | kMayDiffer) && a.root == b.root && a.scale == b.scale &&
@@ -63,71 +63,69 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// With `is_ahead` the call needs no other rank: it moves nothing, and is compared later.
-void Collectives::call(const fl_signature& mine, const void* data, const fl_site* site, bool is_ahead) {
-  const Given given = given_in(mine, data);
-  needed_ = is_ahead ? Ranks{} : needed_by(rank_, mine);
-  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
-  // A rank that needs nobody is gone when others find that they differ: it must say beforehand where it is.
+// With `is_ahead` the call moves no data, needs no other rank, and is compared later.
+void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
+  const Outgoing outgoing = outgoing_of(signature, data);
+  needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
+  const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
+  // A rank that needs no other rank is gone when a mismatch is detected, so it must publish its site now.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
   if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
-  is_shown_ = find_room(given.inline_bytes);
+  is_shown_ = find_room(outgoing.inline_bytes);
   if (is_shown_) {
-    announce(mine, given, site);
+    announce(signature, outgoing, site);
   } else {
-    waiting_ = mine;
+    waiting_ = signature;
     waiting_data_ = data;
     waiting_site_ = site;
   }
 }
 
-Collectives::Given Collectives::given_in(const fl_signature& mine, const void* data) const {
-  const bool is_uneven = mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN;
-  return is_uneven ? sections_in(mine, data) : Given{data, bytes_with_call(mine)};
+Collectives::Outgoing Collectives::outgoing_of(const fl_signature& signature, const void* data) const {
+  const bool is_uneven = signature.verb == FL_ALL_TO_ALL_UNEVEN || signature.verb == FL_REDUCE_SCATTER_UNEVEN;
+  return is_uneven ? sections_in(signature, data) : Outgoing{data, bytes_with_call(signature)};
 }
 
 void Collectives::wait_and_show() {
-  wait_for_room(given_in(waiting_, waiting_data_).inline_bytes);
+  wait_for_room(outgoing_of(waiting_, waiting_data_).inline_bytes);
   watch_ = watch_.in_call(calls_ + 1);
   show_waiting();
 }
 
-// Of a call that had no room; it has now.
+// Announce the waiting call, for which there is space now.
 void Collectives::show_waiting() {
   is_shown_ = true;
-  announce(waiting_, given_in(waiting_, waiting_data_), waiting_site_);
+  announce(waiting_, outgoing_of(waiting_, waiting_data_), waiting_site_);
 }
 
-bool Collectives::travels_whole(const fl_signature& mine) const {
-  if (is_compared(mine)) return true;
-  if (mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN) return false;
-  const size_t parts = mine.verb == FL_SCATTER ? size_ : 1;
-  return mine.ndim >= 0 && mine.count * mine.itemsize * parts <= kInlineBytes;
+bool Collectives::travels_whole(const fl_signature& signature) const {
+  if (is_compared(signature)) return true;
+  if (signature.verb == FL_ALL_TO_ALL_UNEVEN || signature.verb == FL_REDUCE_SCATTER_UNEVEN) return false;
+  const size_t parts = signature.verb == FL_SCATTER ? size_ : 1;
+  return signature.ndim >= 0 && signature.count * signature.itemsize * parts <= kInlineBytes;
 }
 
-bool Collectives::can_begin(const fl_signature& mine) {
-  return travels_whole(mine) && find_room(bytes_with_call(mine));
+bool Collectives::can_begin(const fl_signature& signature) {
+  return travels_whole(signature) && find_room(bytes_with_call(signature));
 }
 
-// How much of a verb's data travels with the call: nothing, or all that this rank has for others.
-size_t Collectives::bytes_with_call(const fl_signature& mine) const {
-  size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
-  const bool only_root = mine.verb == FL_BROADCAST || mine.verb == FL_SCATTER;
-  if (is_compared(mine) || mine.verb == FL_BARRIER || (only_root && rank_ != mine.root)) return 0;
-  if (mine.verb == FL_SCATTER) bytes *= size_;
+// Return the bytes that travel with the call: zero, or all data of this rank.
+size_t Collectives::bytes_with_call(const fl_signature& signature) const {
+  size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
+  const bool only_root = signature.verb == FL_BROADCAST || signature.verb == FL_SCATTER;
+  if (is_compared(signature) || signature.verb == FL_BARRIER || (only_root && rank_ != signature.root)) return 0;
+  if (signature.verb == FL_SCATTER) bytes *= size_;
   return bytes <= kInlineBytes ? bytes : 0;
 }
 
-// The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
-// go with the call.
+// Return the ranks whose calls bring data for `rank` in `call`; all ranks if data follows outside the calls.
 Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   const bool travels = may_be_small(rank, call) || travels_whole(call);
   return travels && !is_compared(call) ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
-// A rank that makes call k has compared all calls up to k - kMostAhead, and so read what came with them; and
-// its own call k takes the place of k - kCalls, which nobody reads any more. A payload is free when all ranks
-// have gone on from its call.
+// A rank that makes call k has compared, and used, all calls up to k - kMostAhead. Its call k replaces call k
+// - kCalls, which no rank reads any more. A payload is free when all ranks have passed its call.
 bool Collectives::find_room(size_t inline_bytes) {
   while (calls_ + 1 - compared_ > kMostAhead || (inline_bytes > kTinyBytes && !find_payload())) {
     if (!all_have_called(compared_ + 1)) return false;
@@ -148,86 +146,87 @@ void Collectives::wait_for_room(size_t inline_bytes) {
   while (!find_room(inline_bytes)) wait_for_all(watch_.in_call(compared_ + 1), compared_ + 1);
 }
 
-void Collectives::announce(const fl_signature& mine, const Given& given, const fl_site* site) {
+void Collectives::announce(const fl_signature& signature, const Outgoing& outgoing, const fl_site* site) {
   const uint32_t number = calls_ + 1;
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // One call straight after another is compared when its successor is on its way: others wait for that.
+    // A call right after another is compared later, because other ranks wait for its announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
-    news_ = differing_.to_raise(number, true);
-    // What goes with a call that raises would be the result of other ranks.
-    if (news_ && !is_compared(mine)) return write_call(withdrawn(mine, compared_), {nullptr, 0}, site, now);
+    news_ = mismatches_.to_raise(number, true);
+    // The payload of a call that raises would become a result on other ranks.
+    if (news_ && !is_compared(signature)) return write_call(withdrawn(signature, compared_), {nullptr, 0}, site, now);
   }
-  write_call(mine, given, site, now);
+  write_call(signature, outgoing, site, now);
 }
 
-void Collectives::write_call(const fl_signature& mine, const Given& given, const fl_site* site, int64_t now) {
+void Collectives::write_call(const fl_signature& signature, const Outgoing& outgoing, const fl_site* site,
+                             int64_t now) {
   const uint32_t number = ++calls_;
   Call& call = segment_.block(rank_).calls[number % kCalls];
-  call.kind = kind_of(mine);
-  call.root = mine.root;
-  call.count = mine.count;
-  call.scale = mine.scale;
-  call.shape = hash_of_shape(mine);
-  call.place = given.inline_bytes > 0 ? 0 : place_of(given.data);
+  call.kind = kind_of(signature);
+  call.root = signature.root;
+  call.count = signature.count;
+  call.scale = signature.scale;
+  call.shape = hash_of_shape(signature);
+  call.location = outgoing.inline_bytes > 0 ? 0 : location_of(outgoing.data);
   Description& description = description_of(rank_, number);
-  description.signature = mine;
+  description.signature = signature;
   description.signature.sequence = sequence_of(number);
   description.called_at = now;
   if (needed_.count() < size_) {
     call.kind |= kRunsAhead;
     if (needed_.count() == 0) {
       description.site = *site;
-      description.placed.set(number);
+      description.site_known.set(number);
     }
   }
-  if (given.inline_bytes == 0) {
-    announce_large(mine, given.data, call);
-  } else if (given.inline_bytes <= kTinyBytes) {
-    copy(call.tiny, given.data, given.inline_bytes);
+  if (outgoing.inline_bytes == 0) {
+    announce_large(signature, outgoing.data, call);
+  } else if (outgoing.inline_bytes <= kTinyBytes) {
+    copy(call.tiny, outgoing.data, outgoing.inline_bytes);
   } else {
     payloads_[payload_] = {true, number};
     call.payload = payload_;
-    copy(segment_.block(rank_).payloads[payload_], given.data, given.inline_bytes);
+    copy(segment_.block(rank_).payloads[payload_], outgoing.data, outgoing.inline_bytes);
   }
   call.number.raise(number);
 }
 
-// Where the data is that does not come with a call, and what all need to choose its way. A rank that
-// does not know the size of the whole announces it in any case.
-void Collectives::announce_large(const fl_signature& mine, const void* data, Call& call) {
-  if (is_compared(mine)) return;
-  const bool knows = mine.ndim != FL_ANY && mine.verb != FL_ALL_TO_ALL_UNEVEN;
-  size_t bytes = mine.ndim == FL_ANY ? 0 : static_cast<size_t>(mine.count) * mine.itemsize;
-  if (mine.verb == FL_SCATTER) bytes *= size_;
+// Announce the address of data that is not in the call, and the costs for choosing its path. A rank that does
+// not know the total size always announces them.
+void Collectives::announce_large(const fl_signature& signature, const void* data, Call& call) {
+  if (is_compared(signature)) return;
+  const bool knows = signature.ndim != FL_ANY && signature.verb != FL_ALL_TO_ALL_UNEVEN;
+  size_t bytes = signature.ndim == FL_ANY ? 0 : static_cast<size_t>(signature.count) * signature.itemsize;
+  if (signature.verb == FL_SCATTER) bytes *= size_;
   if (knows && bytes <= kInlineBytes) return;
   call.kind |= kIsLarge | (remote_.can_read_all() ? kCanRead : 0);
-  call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(mine, call), bytes)};
+  call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(signature, call), bytes)};
 }
 
-// Under which costs are kept: in place they are others.
-int Collectives::key_of(const fl_signature& mine, const Call& call) {
-  return mine.verb == FL_ALL_REDUCE && call.place != 0 ? 0 : mine.verb;
+// Key of the measured costs: in-place reductions have separate costs.
+int Collectives::key_of(const fl_signature& signature, const Call& call) {
+  return signature.verb == FL_ALL_REDUCE && call.location != 0 ? 0 : signature.verb;
 }
 
 const char* Collectives::inline_data(int rank, size_t bytes) const {
   const Call& call = call_of(rank);
   if (bytes <= kTinyBytes) return call.tiny;
-  // Ranks in step use the same one: then the data is on its way before the line that says so is here.
+  // Ranks in step use the same index. Then the data is prefetched before the line with the index arrives.
   uint32_t payload = payload_;
   if (call.payload != payload || needed_.count() < size_) {
     payload = call.payload;
-    asm volatile("" : "+r"(payload));  // a jump, which is predicted, in place of a wait for the value
+    asm volatile("" : "+r"(payload));  // a predicted jump instead of a wait for the value
   }
   return segment_.block(rank).payloads[payload];
 }
 
-// Those of the others -------------------------------------------------------------------------
+// Calls of other ranks ----------------------------------------------------------------------
 
 Progress Collectives::progress() {
   if (!is_shown_) {
-    if (!find_room(given_in(waiting_, waiting_data_).inline_bytes)) return Progress::kAwaited;
+    if (!find_room(outgoing_of(waiting_, waiting_data_).inline_bytes)) return Progress::kAwaited;
     show_waiting();
   }
   bool complete = true;
@@ -240,26 +239,26 @@ Progress Collectives::progress() {
   return complete ? Progress::kComplete : Progress::kCalled;
 }
 
-// All that this rank needs; where that is every rank's, everything is compared.
-void Collectives::receive_calls(const fl_signature& mine) {
+// Wait for the needed calls; if all ranks are needed, compare everything.
+void Collectives::receive_calls(const fl_signature& signature) {
   if (!is_shown_) wait_and_show();
   only_reader_ = -1;
-  if (needed_.count() < size_) return receive_some(mine);
-  const Call& own = call_of(rank_);
-  const uint32_t verb = own.kind >> 16 & 0x1f;
+  if (needed_.count() < size_) return receive_some(signature);
+  const Call& own_call = call_of(rank_);
+  const uint32_t verb = own_call.kind >> 16 & 0x1f;
   const bool free = first_dimension_is_free(static_cast<int>(verb));
-  bool same = (own.kind & (kAny | kRunsAhead)) == 0 && verb != FL_SCATTER;
+  bool same = (own_call.kind & (kAny | kRunsAhead)) == 0 && verb != FL_SCATTER;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
-    watch_.wait(theirs.number, calls_, r);
-    same = same && alike(own, theirs, free);
+    Call& peer_call = segment_.block(r).calls[calls_ % kCalls];
+    watch_.wait(peer_call.number, calls_, r);
+    same = same && alike(own_call, peer_call, free);
   }
-  if (verb == FL_BROADCAST) same = same && (call_of(own.root).kind & kAny) == 0;
-  // All are in this call and have read that before it: its line is free for the next one.
+  if (verb == FL_BROADCAST) same = same && (call_of(own_call.root).kind & kAny) == 0;
+  // All ranks are in this call and have read the call before it, so its line is free for the next call.
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
-  if (same && compared_ + 1 == calls_ && differing_.none()) {
-    compared_ = calls_;  // as compare_call finds
+  if (same && compared_ + 1 == calls_ && mismatches_.empty()) {
+    compared_ = calls_;  // same result as compare_call
   } else {
     compare_all();
   }
@@ -267,28 +266,28 @@ void Collectives::receive_calls(const fl_signature& mine) {
 
 void Collectives::compare_all() {
   while (compared_ + 1 != calls_) compare_call(compared_ + 1);
-  differing_.forget_old(calls_);
-  const auto earlier = differing_.to_raise(calls_, false);
+  mismatches_.forget_old(calls_);
+  const auto earlier = mismatches_.to_raise(calls_, false);
   const bool same = compare_call(calls_);
-  if (earlier) throw Mismatch(seen_in(earlier->number));
+  if (earlier) throw Mismatch(report_of(earlier->number));
   if (!same) throw Mismatch();
 }
 
-void Collectives::receive_some(const fl_signature& mine) {
-  if (news_) throw Mismatch(seen_in(news_->number));
+void Collectives::receive_some(const fl_signature& signature) {
+  if (news_) throw Mismatch(report_of(news_->number));
   compare_earlier(calls_);
-  const Call& own = call_of(rank_);
+  const Call& own_call = call_of(rank_);
   bool same = true, some_wait = false;
   for (int r = needed_.first; r < needed_.last; ++r) {
-    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
-    watch_.wait(theirs.number, calls_, r);
-    some_wait = some_wait || (theirs.kind & kRunsAhead) == 0;
-    same = same && alike(own, theirs, false);
-    if (root_must_know(mine.verb)) same = same && (theirs.kind & kAny) == 0;
+    Call& peer_call = segment_.block(r).calls[calls_ % kCalls];
+    watch_.wait(peer_call.number, calls_, r);
+    some_wait = some_wait || (peer_call.kind & kRunsAhead) == 0;
+    same = same && alike(own_call, peer_call, false);
+    if (root_must_know(signature.verb)) same = same && (peer_call.kind & kAny) == 0;
   }
   if (same && some_wait) {
-    needed_ = {0, size_};  // as the root of what is large has found: see awaited()
-    return receive_calls(mine);
+    needed_ = {0, size_};  // the root's data is large: see awaited()
+    return receive_calls(signature);
   }
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
   if (!same) raise_now();
@@ -296,7 +295,7 @@ void Collectives::receive_some(const fl_signature& mine) {
 
 bool Collectives::look_back(double seconds) {
   compare_earlier(calls_ + 1);
-  if (const auto news = differing_.to_raise(calls_, true)) throw Mismatch(seen_in(news->number));
+  if (const auto news = mismatches_.to_raise(calls_, true)) throw Mismatch(report_of(news->number));
   if (compared_ == calls_) return false;
   const uint32_t oldest = compared_ + 1;
   const double age = (coarse_now() - description_of(rank_, oldest).called_at) * 1e-9;
@@ -304,7 +303,7 @@ bool Collectives::look_back(double seconds) {
   return true;
 }
 
-// The calls before `number` that all ranks have made.
+// Compare the calls before `number` that all ranks have made.
 void Collectives::compare_earlier(uint32_t number) {
   while (compared_ + 1 != number && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
 }
@@ -322,39 +321,39 @@ bool Collectives::all_have_called(uint32_t number) const {
   return true;
 }
 
-// What all have called in the next call that was not compared; whether it is the same. A rank that may not
-// have been told where not, as it has returned ahead, hears of it in a later call.
+// Compare the next uncompared call; return true if all calls agree. A rank that returned ahead may not have
+// raised a mismatch; it raises in a later call.
 bool Collectives::compare_call(uint32_t number) {
-  const Call& own = call_of(rank_, number);
-  const int verb = static_cast<int>(own.kind >> 16 & 0x1f);
+  const Call& own_call = call_of(rank_, number);
+  const int verb = static_cast<int>(own_call.kind >> 16 & 0x1f);
   const bool free = first_dimension_is_free(verb);
-  bool same = (own.kind & kAny) == 0;
-  uint32_t kinds = own.kind;
+  bool same = (own_call.kind & kAny) == 0;
+  uint32_t kinds = own_call.kind;
   for (int r = 0; r < size_; ++r) {
-    const Call& theirs = call_of(r, number);
-    kinds |= theirs.kind;
-    same = same && (r == rank_ || alike(own, theirs, free));
+    const Call& peer_call = call_of(r, number);
+    kinds |= peer_call.kind;
+    same = same && (r == rank_ || alike(own_call, peer_call, free));
   }
-  if (root_must_know(verb)) same = same && (call_of(own.root, number).kind & kAny) == 0;
+  if (root_must_know(verb)) same = same && (call_of(own_call.root, number).kind & kAny) == 0;
   same = same || all_call_the_same(number);
   compared_ = number;
-  if (same && (kinds & kIsLarge) != 0 && (own.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
-    differing_.forget_old(number);
-    if (differing_.none()) pass_rows(number);  // else who needs all calls has raised, and nothing moved
+  if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
+    mismatches_.forget_old(number);
+    if (mismatches_.empty()) pass_rows(number);  // else the needing ranks raised and no data moved
   }
-  if (same && differing_.none()) return true;
-  // Where it lies is asked for when it is raised.
+  if (same && mismatches_.empty()) return true;
+  // The sites are requested when the mismatch is raised.
   const auto made = calls(number);
   const auto needed = [&](int r) {
     const auto waits = [&](int other) { return (call_of(other, number).kind & kRunsAhead) == 0; };
     if (waits(r)) return Ranks{0, size_};
     return is_compared(made[r]) ? Ranks{} : awaited(made.data(), size_, r, needed_by(r, made[r]), waits);
   };
-  differing_.compared(number, same, made, needed, {});
+  mismatches_.compared(number, same, made, needed, {});
   return same;
 }
 
-// What all ranks find in the same way, also one that cannot be the measure of the others.
+// Full comparison with the same result on every rank, also if the own call has FL_ANY.
 bool Collectives::all_call_the_same(uint32_t number) const {
   return are_one_call(calls(number).data(), size_);
 }
@@ -369,54 +368,53 @@ std::vector<fl_signature> Collectives::calls(uint32_t number) const {
 
 // Mismatches ----------------------------------------------------------------------------------
 
-// That of this call, which others may not have made yet; or of the earlier one for which another rank has withdrawn
-// its call. What that rank has compared, this one can compare as well.
+// Raise the mismatch of this call, which other ranks may not have made yet; or the earlier one for which
+// another rank has withdrawn its call. This rank can compare everything that the other rank has compared.
 void Collectives::raise_now() {
   if (withdrawn_after(calls().data(), needed_)) {
     compare_earlier(calls_);
-    if (const auto earlier = differing_.to_raise(calls_, false)) throw Mismatch(seen_in(earlier->number));
+    if (const auto earlier = mismatches_.to_raise(calls_, false)) throw Mismatch(report_of(earlier->number));
   }
   try {
     wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
-  } catch (const Failure&) {  // then what they call is not known
+  } catch (const Failure&) {  // their calls stay unknown
   }
   throw Mismatch();
 }
 
-void Collectives::place(const fl_site& site) {
-  Description& mine = description_of(rank_, calls_);
-  if (!is_shown_ || mine.placed.value() == calls_) return;
-  mine.site = site;
-  mine.placed.raise(calls_);
+void Collectives::publish_site(const fl_site& site) {
+  Description& description = description_of(rank_, calls_);
+  if (!is_shown_ || description.site_known.value() == calls_) return;
+  description.site = site;
+  description.site_known.raise(calls_);
 }
 
-Seen Collectives::seen_in(uint32_t number) {
-  Seen seen;
-  seen.reset(size_);
-  seen.calls = calls(number);
-  seen.ago = calls_ - number;
+CallReport Collectives::report_of(uint32_t number) {
+  CallReport report;
+  report.reset(size_);
+  report.calls = calls(number);
+  report.ago = calls_ - number;
   for (int r = 0; r < size_; ++r) {
-    if (seen.calls[r].sequence != 0 && is_placed(r, number)) seen.sites[r] = description_of(r, number).site;
+    if (report.calls[r].sequence != 0 && has_site(r, number)) report.sites[r] = description_of(r, number).site;
   }
-  return seen;
+  return report;
 }
 
-// A rank that has died since, or was stopped, leaves its place unknown: the mismatch is one anyway. So does
-// one that sees nothing wrong and goes on.
-bool Collectives::is_placed(int rank, uint32_t number) {
-  Counter& placed = description_of(rank, number).placed;
-  if (number == 0) return false;  // the counter has wrapped: whoever never did looks as if it had
-  if (!placed.reached(number) && !sees_mismatch(rank, number)) return false;
+// The site of a rank stays unknown if it has died or was stopped, or if it detects no mismatch and continues.
+bool Collectives::has_site(int rank, uint32_t number) {
+  Counter& site_known = description_of(rank, number).site_known;
+  if (number == 0) return false;  // the counter has wrapped: 0 is also the initial value
+  if (!site_known.reached(number) && !raises_itself(rank, number)) return false;
   try {
-    watch_.at_most(kAnnouncingSeconds).wait(placed, number, rank);
+    watch_.at_most(kAnnouncingSeconds).wait(site_known, number, rank);
   } catch (const Failure&) {
     return false;
   }
-  return placed.value() == number;
+  return site_known.value() == number;
 }
 
-// Whether `rank` raises in that call itself, in which all ranks do not call the same.
-bool Collectives::sees_mismatch(int rank, uint32_t number) const {
+// True if `rank` itself raises in call `number`, whose calls differ.
+bool Collectives::raises_itself(int rank, uint32_t number) const {
   const Call& call = call_of(rank, number);
   if ((call.kind & kRunsAhead) == 0) return true;
   const Ranks needed = needed_by(rank, description_of(rank, number).signature);
@@ -427,9 +425,9 @@ bool Collectives::sees_mismatch(int rank, uint32_t number) const {
   return false;
 }
 
-Seen Collectives::last_calls() const {
-  Seen seen;
-  seen.reset(size_);
+CallReport Collectives::last_calls() const {
+  CallReport report;
+  report.reset(size_);
   const int64_t now = coarse_now();
   for (int r = 0; r < size_; ++r) {
     uint32_t last = 0;
@@ -437,16 +435,16 @@ Seen Collectives::last_calls() const {
       const uint32_t number = call.number.value();
       if (number != 0 && (last == 0 || is_before(last, number))) last = number;
     }
-    if (last == 0) continue;  // not called yet
+    if (last == 0) continue;  // no call yet
     const Description& description = description_of(r, last);
-    seen.calls[r] = description.signature;
-    seen.ages[r] = (now - description.called_at) * 1e-9;
+    report.calls[r] = description.signature;
+    report.ages[r] = (now - description.called_at) * 1e-9;
   }
   if (!is_shown_) {
-    seen.calls[rank_] = waiting_;
-    seen.calls[rank_].sequence = sequence_of(calls_ + 1);
+    report.calls[rank_] = waiting_;
+    report.calls[rank_].sequence = sequence_of(calls_ + 1);
   }
-  return seen;
+  return report;
 }
 
 bool Collectives::is_ahead(int rank, fl_signature& call) const {

@@ -1,5 +1,4 @@
-// What a group of a host and the groups that are made of it have in common: the memory through which
-// messages go, and their engine.
+// State that a group on one host shares with its subgroups: message memory and engine.
 #pragma once
 
 #include "../common/engine.h"
@@ -13,7 +12,7 @@ namespace fl {
 
 class Family {
  public:
-  // What a group does every millisecond for a while after it has called wind().
+  // A function that runs every millisecond for a while after activate().
   class Ticking {
    public:
     virtual void tick() = 0;
@@ -33,12 +32,12 @@ class Family {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups_.push_back(&group);
   }
-  // Throws where no thread can be had.
-  void wind() {
+  // Throws if no thread can be created.
+  void activate() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ticker_.wind();
+    ticker_.activate();
   }
-  // A group that has joined goes: it does not tick any more, and with the last one nothing runs.
+  // Remove a group, which stops its ticks. After the last group no thread runs.
   void leave(Ticking& group, uint64_t number) {
     engine.forget(number);
     {
@@ -53,8 +52,8 @@ class Family {
   Segment segment;
   Remote remote;
   Rings rings;
-  Engine engine;  // ranks are those of the segment
-  const std::shared_ptr<Crew> crew = std::make_shared<Crew>();  // for collectives that were started
+  Engine engine;  // its ranks are ranks of the segment
+  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for asynchronous collectives
 
  private:
   void tick() {

@@ -6,7 +6,7 @@
 namespace fl {
 namespace {
 
-// So long a group that is closed waits for a collective of another thread, which ends sooner.
+// Milliseconds that close() waits for a collective of another thread, which ends sooner.
 constexpr long kLeavingMilliseconds = 500;
 
 }  // namespace
@@ -31,12 +31,12 @@ ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, co
 
 ShmGroup::~ShmGroup() { close(); }
 
-// A rank that leaves in the middle of a collective has not done its part of it, and says so.
+// A rank that leaves inside a collective has not done its part, and reports that.
 void ShmGroup::close() {
   if (closed_.exchange(true, std::memory_order_relaxed)) return;
   Result begun;
   if (starting_.try_take_for(kLeavingMilliseconds)) {
-    const Turn::Held held(starting_);
+    const Turn::Guard guard(starting_);
     begun = std::exchange(begun_, nullptr);
   }
   if (begun != nullptr) fl::finish(*begun, FL_CLOSED, kWasClosed);
@@ -46,72 +46,72 @@ void ShmGroup::close() {
   const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);
   if (nothing_runs) peers_.give_up(Failure(FL_OK, {}, "left"));
   peers_.fail(Failure(FL_CLOSED, {}, kWasClosed));
-  if (nothing_runs) turn_.give();
+  if (nothing_runs) turn_.release();
 }
 
 Handle ShmGroup::run(const Request& call) {
-  if (is_message(call.signature)) return port_.run(message_by(call, asked(call.site)), call.seconds, interrupt_);
+  if (is_message(call.signature)) return port_.run(message_by(call, site_of(call.site)), call.seconds, interrupt_);
   if (auto refused = port_.refused()) return refused;
   return handle_of(run_collective(call));
 }
 
 Handle ShmGroup::start(const Request& call) {
-  if (is_message(call.signature)) return port_.start(message_by(call, asked(call.site)), call.seconds);
+  if (is_message(call.signature)) return port_.start(message_by(call, site_of(call.site)), call.seconds);
   if (auto refused = port_.refused()) return refused;
-  return handle_of(start_collective(call, asked(call.site)));
+  return handle_of(start_collective(call, site_of(call.site)));
 }
 
-// On the caller's own thread, unless operations are queued: they come first.
+// Run on the caller's thread, unless queued operations must run first.
 ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) {
-    return start_collective(call, asked(call.site));
+    return start_collective(call, site_of(call.site));
   }
-  if (turn_.is_mine()) return in_the_middle();
-  bool was_late = false;  // another thread has begun one meanwhile, or it has been queued
-  Result result = guarded([&](Seen& seen) {
-    const Turn::Held running = await_turn(interrupt_);
+  if (turn_.is_owner()) return reentrant_call();
+  bool was_late = false;  // another thread has begun a collective, or this one was queued
+  Result result = guarded([&](CallReport& report) {
+    const Turn::Guard running = await_turn(interrupt_);
     was_late = is_begun_;
     if (was_late) return Bytes();
-    return dispatch(call, interrupt_, call.site, seen);
+    return dispatch(call, interrupt_, call.site, report);
   });
-  return was_late ? start_collective(call, asked(call.site)) : result;
+  return was_late ? start_collective(call, site_of(call.site)) : result;
 }
 
-// Throws Failure where the group ends meanwhile, or a signal handler raises.
-Turn::Held ShmGroup::await_turn(InterruptCheck interrupt) {
+// Throws Failure if the group ends or a signal handler raises.
+Turn::Guard ShmGroup::await_turn(InterruptCheck interrupt) {
   while (!turn_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) throw peers_.why_ended();
     if (interrupt != nullptr && interrupt() != 0) throw interrupted();
   }
-  if (!peers_.has_ended()) return Turn::Held(turn_);
-  turn_.give();
+  if (!peers_.has_ended()) return Turn::Guard(turn_);
+  turn_.release();
   throw peers_.why_ended();
 }
 
-fl_site ShmGroup::asked(const fl_site* site) const {
+fl_site ShmGroup::site_of(const fl_site* site) const {
   if (site != nullptr) return *site;
-  fl_site here{};
-  if (where_ != nullptr) where_(&here);
-  return here;
+  fl_site current{};
+  if (site_function_ != nullptr) site_function_(&current);
+  return current;
 }
 
 bool ShmGroup::is_ahead(int rank, fl_signature& call) {
   if (!turn_.try_take()) return false;
-  const Turn::Held running(turn_);
+  const Turn::Guard running(turn_);
   return queued_.load(std::memory_order_relaxed) == 0 && collectives_.is_ahead(rank, call);
 }
 
 ShmGroup::Result ShmGroup::lost() {
-  const auto found = peers_.lost();
-  return found ? ended(*found) : nullptr;
+  const auto failure = peers_.lost();
+  return failure ? ended(*failure) : nullptr;
 }
 
 void ShmGroup::give_up(const std::string& why) {
   peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }
 
-// Without any lock: threads that are not in this process may have held it. The segment's file has
-// a lock that others take for this rank's life.
+// Takes no lock, because threads that do not exist in this process may hold it. The segment's file holds the
+// lock that other ranks take as a sign of life.
 void ShmGroup::abandon() noexcept {
   family_->segment.close_file();
   segment_.close_file();
@@ -128,7 +128,7 @@ bool ShmGroup::begin(const fl_signature& signature, const void* data, double sec
   if (port_.has_refusal()) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   if (is_begun_) {
-    turn_.give();
+    turn_.release();
     return false;
   }
   collectives_.begin(seconds, interrupt_);
@@ -138,30 +138,30 @@ bool ShmGroup::begin(const fl_signature& signature, const void* data, double sec
 
 Progress ShmGroup::ready(int spins) {
   const bool yields = spins < 0 && !peers_.may_spin();
-  const int looks = yields ? peers_.patience().yields : peers_.may_spin() ? spins : 0;
-  for (int look = 0;; ++look) {
+  const int polls = yields ? peers_.patience().yields : peers_.may_spin() ? spins : 0;
+  for (int poll_count = 0;; ++poll_count) {
     const Progress progress = collectives_.progress();
-    if (progress != Progress::kAwaited || look >= looks) return progress;
-    yields ? yield_processor() : pause_after(look);
+    if (progress != Progress::kAwaited || poll_count >= polls) return progress;
+    yields ? yield_processor() : pause_after(poll_count);
   }
 }
 
 ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data, void* output) {
-  const Turn::Held running(turn_);
-  return guarded([&](Seen& seen) {
-    return reporting(nullptr, [&] { return complete(signature, data, output, seen); });
+  const Turn::Guard running(turn_);
+  return guarded([&](CallReport& report) {
+    return reporting(nullptr, [&] { return complete(signature, data, output, report); });
   });
 }
 
-Bytes ShmGroup::dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, Seen& seen) {
+Bytes ShmGroup::dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, CallReport& report) {
   collectives_.begin(call.seconds, interrupt);
   collectives_.call(call.signature, call.data, site);
-  return reporting(site, [&] { return complete(call.signature, call.data, call.output, seen); });
+  return reporting(site, [&] { return complete(call.signature, call.data, call.output, report); });
 }
 
-Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& seen) {
+Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, CallReport& report) {
   const auto with_shapes = [&](Bytes received) {
-    if (received.data != nullptr) seen.calls = collectives_.calls();
+    if (received.data != nullptr) report.calls = collectives_.calls();
     return received;
   };
   if (is_compared(s)) {
@@ -172,13 +172,13 @@ Bytes ShmGroup::complete(const fl_signature& s, void* data, void* output, Seen& 
 }
 
 void* ShmGroup::add_region(std::shared_ptr<Mapping> mapping, size_t stride) {
-  const Turn::Held running = await_turn(nullptr);
+  const Turn::Guard running = await_turn(nullptr);
   return collectives_.add_region(std::move(mapping), stride);
 }
 
 bool ShmGroup::drop_region(const void* array) {
   if (!turn_.try_take()) return false;
-  const Turn::Held running(turn_);
+  const Turn::Guard running(turn_);
   collectives_.drop_region(array);
   return true;
 }

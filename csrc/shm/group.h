@@ -1,5 +1,5 @@
-// The ranks of one host as a group. Operations run on the caller's thread, or are started: collectives
-// in turn, messages beside them.
+// The ranks of one host as a group. Operations run on the caller's thread or are started. Collectives run in
+// order, and messages run concurrently.
 #pragma once
 
 #include "../common/engine.h"
@@ -13,33 +13,32 @@
 
 namespace fl {
 
-// Writes where the program is that has called; asked on the caller's thread, where that matters.
-using WhereAmI = void (*)(fl_site* site);
+// Writes the call site of the program; called on the caller's thread when needed.
+using SiteFunction = void (*)(fl_site* site);
 
 class ShmGroup : private Helper, private Family::Ticking {
  public:
-  // What became of a call: null where all went well and there is nothing to fetch.
+  // Result of a call; null: success without a result to fetch.
   using Result = std::shared_ptr<Operation>;
 
   ShmGroup(Mapping mapping, int rank, int size);
-  // A group of some `ranks` of `whole`, which has this `number` on all of them and not that of another
-  // group of two of them; 0 is `whole` itself.
+  // A subgroup of `whole`. `number`: nonzero, equal on its ranks, unique among subgroups that share ranks.
   ShmGroup(const ShmGroup& whole, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number)
       : ShmGroup(whole.family_, std::move(mapping), rank, ranks, number) {}
   ~ShmGroup();
-  // End what runs and what is queued, and leave. An operation on the calling thread itself (a signal handler
-  // has interrupted it, and closes the group) ends when that goes on.
+  // End running and queued operations, and leave. An operation on the calling thread, which a signal handler
+  // has interrupted, ends when it continues.
   void close();
 
-  // Where the call is made without a site it is asked for if that matters.
+  // A missing call site is requested with on_mismatch() if needed.
   Handle run(const Request& call);
-  // A call that is_ahead, and only compared, ends at once; look_back() compares it.
+  // A comparison-only call with is_ahead ends at once; look_back() compares it.
   Handle start(const Request& call);
-  // Compare such calls as far as the others have made them; `is_behind`: they have not made all. Null: the
-  // ranks do not differ, and none has been missing for so many seconds.
+  // Compare such calls as far as other ranks have made them. `is_behind`: some are missing. Null: the calls
+  // agree, and no rank is more than `seconds` late.
   Result look_back(double seconds, bool& is_behind);
 
-  // Several messages at once; see Port.
+  // Run several messages; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
     return async ? port_.start_exchange(messages, count, seconds)
                  : port_.exchange(messages, count, seconds, interrupt_);
@@ -49,17 +48,16 @@ class ShmGroup : private Helper, private Family::Ticking {
   }
   std::vector<Handle> deliver(const Port::Posted& posted) { return port_.finish(posted, interrupt_); }
 
-  // A collective on the caller's thread in two steps, so that a caller who holds a lock can let it
-  // go when the others are late. begin() never waits: it is false, and nothing has happened, where a
-  // thread runs a collective, some are queued, or the group has ended; else finish() must follow, on
-  // the same thread. It does not wait once ready() is kComplete.
-  // With a `site`, which must live until then, the call may end before the others have made it.
+  // A collective on the caller's thread in two steps, so that a caller can release a lock while other ranks
+  // are late. begin() never waits. It returns false without effect if a collective runs or is queued, or if
+  // the group has ended. After true, finish() must follow on the same thread; it does not wait once ready()
+  // is kComplete. With a `site`, valid until then, the call may end before other ranks have made it.
   bool begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site = nullptr);
   Progress ready(int spins);
   Result finish(const fl_signature& signature, void* data, void* output);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
-  // False while a thread runs a collective.
+  // Return false while a thread runs a collective.
   bool drop_region(const void* array);
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void compare_at_once() {
@@ -67,31 +65,31 @@ class ShmGroup : private Helper, private Family::Ticking {
     family_->engine.check_at_once();
   }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
-  void on_mismatch(WhereAmI where) { where_ = where; }
-  // Whether `rank` has begun a collective that nobody has called here, and which.
+  void on_mismatch(SiteFunction site_function) { site_function_ = site_function; }
+  // True if `rank` has begun a collective that this rank has not called; `call` receives it.
   bool is_ahead(int rank, fl_signature& call);
-  // Null while the group can be used; else why it cannot, because of another rank for example.
+  // Null while the group is usable; otherwise an operation with the reason.
   Result lost();
-  // Let the others know that this rank begins no more messages.
+  // Announce that this rank begins no more messages.
   void leave() { peers_.leave(); }
-  // End, and report to the others why.
+  // End the group and report the reason to the other ranks.
   void give_up(const std::string& why);
   // In a forked child: close the descriptors.
   void abandon() noexcept;
   int size() const { return size_; }
 
  private:
-  Turn::Held await_turn(InterruptCheck interrupt);
+  Turn::Guard await_turn(InterruptCheck interrupt);
   ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number);
   template <typename Body>
   Result guarded(Body body);
   Result failed(const Failure& failure);
   static Result ended(const Failure& failure) {
-    return ended_with(failure.status, {failure.what(), failure.missing, failure.seen, {}});
+    return ended_with(failure.status, {failure.what(), failure.missing, failure.report, {}});
   }
-  fl_site asked(const fl_site* site) const;
-  Bytes dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, Seen& seen);
-  Bytes complete(const fl_signature& signature, void* data, void* output, Seen& seen);
+  fl_site site_of(const fl_site* site) const;
+  Bytes dispatch(const Request& call, InterruptCheck interrupt, const fl_site* site, CallReport& report);
+  Bytes complete(const fl_signature& signature, void* data, void* output, CallReport& report);
   template <typename Body>
   auto reporting(const fl_site* site, Body body);
   Result start_collective(const Request& call, const fl_site& site);
@@ -104,14 +102,14 @@ class ShmGroup : private Helper, private Family::Ticking {
   void tick() override;
   Result run_collective(const Request& call);
 
-  static Result in_the_middle() {
-    return ended_with(FL_FAILED, {"this thread is in the middle of another call of the group", {}, {}, {}});
+  static Result reentrant_call() {
+    return ended_with(FL_FAILED, {"this thread has not finished another call of the group", {}, {}, {}});
   }
 
   const int rank_, size_;
   const std::shared_ptr<Family> family_;
   const uint32_t number_;
-  // Of a part of another group; that itself has the family's. Before the peers: they say that all is there.
+  // Only in a subgroup; else the family's are used. Declared before peers_, which publish this rank.
   Segment own_segment_;
   const std::unique_ptr<Remote> own_remote_;
   Segment& segment_;
@@ -119,49 +117,49 @@ class ShmGroup : private Helper, private Family::Ticking {
   Collectives collectives_;
   Port port_;
   InterruptCheck interrupt_ = nullptr;
-  WhereAmI where_ = nullptr;
-  Turn turn_;                   // whoever runs a collective has it
+  SiteFunction site_function_ = nullptr;
+  Turn turn_;  // held by the thread that runs a collective
   std::atomic<bool> closed_{false};
-  // Collectives that were started and have not ended; what they have done, whoever takes the turn sees.
+  // Started collectives that have not ended. Their effects are visible to the next holder of turn_.
   std::atomic<int> queued_{0};
   Queue queue_{peers_, family_->crew};
   // See starting.cc.
-  Turn starting_;             // whoever has it may use the next one
-  Result begun_;              // a collective that others know of, and that is not complete here
-  bool is_begun_ = false;     // whether there is one, for whoever has turn_
+  Turn starting_;          // guards begun_
+  Result begun_;           // an announced collective that is not complete here
+  bool is_begun_ = false;  // true while begun_ exists; guarded by turn_
   const void* seen_by_tick_ = nullptr;
 };
 
-// Run `body`, a collective that was called at `site`; what it throws has what ranks have called.
+// Run `body`, a collective called at `site`, and add the calls of all ranks to its exceptions.
 template <typename Body>
 auto ShmGroup::reporting(const fl_site* site, Body body) {
   try {
     return body();
   } catch (const Mismatch& mismatch) {
-    collectives_.place(asked(site));
-    if (!mismatch.seen.calls.empty()) throw;  // of an earlier call
-    throw Mismatch(collectives_.seen_now());
+    collectives_.publish_site(site_of(site));
+    if (!mismatch.report.calls.empty()) throw;  // of an earlier call
+    throw Mismatch(collectives_.current_report());
   } catch (Failure& failure) {
-    if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.seen = collectives_.last_calls();
+    if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.report = collectives_.last_calls();
     throw;
   }
 }
 
-// Run `body` on the caller's thread; what it throws becomes an operation that has failed. `seen` is
-// what ranks have called, that goes with what it returns.
+// Run `body` on the caller's thread and convert its exceptions into a failed operation. `report` receives the
+// ranks' calls for the result.
 template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(peers_.why_broken());
-  Seen seen;
+  CallReport report;
   try {
-    Bytes output = body(seen);
+    Bytes output = body(report);
     if (output.data == nullptr) return nullptr;
-    return ended_with(FL_OK, {"", {}, std::move(seen), std::move(output)});
+    return ended_with(FL_OK, {"", {}, std::move(report), std::move(output)});
   } catch (const Mismatch& mismatch) {
-    return ended_with(FL_MISMATCH, {mismatch.what(), {}, mismatch.seen, {}});
+    return ended_with(FL_MISMATCH, {mismatch.what(), {}, mismatch.report, {}});
   } catch (const Failure& caught) {
     return failed(caught);
-  } catch (const std::exception& error) {  // no memory: the others are in the middle of this call
+  } catch (const std::exception& error) {  // no memory: other ranks are inside this call
     return failed(peers_.explain(error.what()));
   }
 }

@@ -1,4 +1,4 @@
-// How chunks flow through the slots, and the verbs that move whole arrays.
+// Flow of chunks through the slots, and the verbs that move whole arrays.
 
 #include "collectives.h"
 #include "../common/copying.h"
@@ -15,9 +15,9 @@ uint32_t chunks_of(size_t bytes, size_t chunk) {
 
 }  // namespace
 
-// Write what the others will read.
+// Write data for other ranks.
 void Collectives::show(void* slot, const void* data, size_t bytes) const {
-  if (trial_.way == kThroughCaches) {
+  if (trial_.path == kThroughCaches) {
     copy(slot, data, bytes);
   } else {
     stream_copy(slot, data, bytes);
@@ -30,126 +30,125 @@ void Collectives::wait_for_free_slot(uint32_t chunk) {
   }
 }
 
-// Several chunks even of what would fit one, so that filling and draining overlap. The same on every
-// rank.
+// Chunk size for `bytes`, equal on every rank. Small data has several chunks too, to overlap both copies.
 size_t Collectives::chunk_for(size_t bytes) const {
   const size_t part = (bytes / kPipelined + kLine - 1) / kLine * kLine;
   return std::min(segment_.chunk_bytes(), std::max(kLeastChunk, part));
 }
 
-// Chunks flow from every producer's slots to every consumer. `produce(c, slot)` fills this rank's
-// slot, `consume(c, filled)` reads the others', whose counters it has to wait for. Every rank counts
-// every chunk, so that counters agree in the end.
+// Stream chunks from every producer's slots to every consumer. `produce(c, slot)` fills this rank's slot.
+// `consume(c, filled)` reads the other slots after waiting for their counters. Every rank counts every chunk,
+// so that the counters agree at the end.
 void Collectives::stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
                          const Consume& consume) {
-  RankBlock& own = segment_.block(rank_);
+  RankBlock& block = segment_.block(rank_);
   const uint32_t base = chunks_, number = static_cast<uint32_t>(chunks);
-  if (!produces) own.filled.set(base + number);
-  if (!consumes) own.drained.raise(base + number);
+  if (!produces) block.filled.set(base + number);
+  if (!consumes) block.drained.raise(base + number);
   for (uint32_t step = 0; step <= number; ++step) {
     if (produces && step < number) {
       wait_for_free_slot(base + step);
       produce(step, segment_.slot(rank_, base + step));
-      own.filled.raise(base + step + 1);
+      block.filled.raise(base + step + 1);
     }
     if (consumes && step > 0) {
       consume(step - 1, base + step);
-      own.drained.raise(base + step);
+      block.drained.raise(base + step);
     }
   }
   chunks_ = base + number;
-  own.reduced.set(chunks_);
+  block.reduced.set(chunks_);
 }
 
-// The same in three stages: of each chunk every rank combines a part when all have filled their slots, and collects
-// what it needs when all parts are done.
+// Like stream() in three stages. For each chunk, every rank reduces a part when all slots are filled, and
+// collects the results when all parts are reduced.
 void Collectives::stream_parts(uint32_t number, const Produce& fill, const Stage& combine, const Stage& collect) {
-  RankBlock& own = segment_.block(rank_);
+  RankBlock& block = segment_.block(rank_);
   const uint32_t base = chunks_;
   for (uint32_t step = 0; step < number + kAhead; ++step) {
     if (step < number) {
       wait_for_free_slot(base + step);
       fill(step, segment_.slot(rank_, base + step));
-      own.filled.raise(base + step + 1);
+      block.filled.raise(base + step + 1);
     }
     if (step >= 1 && step - 1 < number) {
       combine(step - 1);
-      own.reduced.raise(base + step);
+      block.reduced.raise(base + step);
     }
     if (step >= kAhead) {
       collect(step - kAhead);
-      own.drained.raise(base + step - kAhead + 1);
+      block.drained.raise(base + step - kAhead + 1);
     }
   }
   chunks_ = base + number;
 }
 
-// Where each rank's rows begin in a gathered array.
+// Offsets of the ranks' rows in a gathered array.
 struct Collectives::Rows {
   std::vector<size_t> begin;
   size_t largest = 0;
-  bool wanted = false;  // on this rank
+  bool receives = false;  // this rank receives the rows
 
   size_t bytes(int r) const { return begin[r + 1] - begin[r]; }
   size_t total() const { return begin.back(); }
 };
 
-// What is large moves as rows that the root alone has.
-Bytes Collectives::broadcast(const fl_signature& mine, void* data) {
-  const int root = mine.root;
-  receive_calls(mine);
-  const bool is_any = mine.ndim == FL_ANY;
-  const fl_signature& given = is_any ? description_of(root, calls_).signature : mine;
-  const size_t bytes = static_cast<size_t>(given.count) * given.itemsize;
-  Bytes made;
-  if (is_any) made = make_bytes(bytes);
-  char* const array = is_any ? made.data.get() : static_cast<char*>(data);
+// Large data moves as rows of the root.
+Bytes Collectives::broadcast(const fl_signature& signature, void* data) {
+  const int root = signature.root;
+  receive_calls(signature);
+  const bool is_any = signature.ndim == FL_ANY;
+  const fl_signature& root_call = is_any ? description_of(root, calls_).signature : signature;
+  const size_t bytes = static_cast<size_t>(root_call.count) * root_call.itemsize;
+  Bytes output_bytes;
+  if (is_any) output_bytes = make_bytes(bytes);
+  char* const array = is_any ? output_bytes.data.get() : static_cast<char*>(data);
   if (bytes <= kInlineBytes) {
     if (rank_ != root) copy(array, inline_data(root, bytes), bytes);
-    return made;
+    return output_bytes;
   }
   Rows rows{{0}, bytes, rank_ != root};
   for (int r = 0; r < size_; ++r) rows.begin.push_back(r < root ? 0 : bytes);
-  move_rows(mine, rows, array, array);
-  return made;
+  move_rows(signature, rows, array, array);
+  return output_bytes;
 }
 
-Bytes Collectives::all_gather(const fl_signature& mine, const void* data, const fl_room* room) {
-  return gather_to(mine, data, room, true);
+Bytes Collectives::all_gather(const fl_signature& signature, const void* data, const fl_room* room) {
+  return gather_to(signature, data, room, true);
 }
 
-Bytes Collectives::gather(const fl_signature& mine, const void* data, const fl_room* room) {
-  return gather_to(mine, data, room, rank_ == mine.root);
+Bytes Collectives::gather(const fl_signature& signature, const void* data, const fl_room* room) {
+  return gather_to(signature, data, room, rank_ == signature.root);
 }
 
-Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted) {
-  const size_t item = mine.itemsize;
-  receive_calls(mine);
-  if (needed_.count() == 0) return {};  // it has given what it has; see pass_rows
-  Rows rows{{0}, 0, wanted};
+Bytes Collectives::gather_to(const fl_signature& signature, const void* data, const fl_room* room, bool receives) {
+  const size_t item = signature.itemsize;
+  receive_calls(signature);
+  if (needed_.count() == 0) return {};  // this rank has sent its data; see pass_rows
+  Rows rows{{0}, 0, receives};
   for (int r = 0; r < size_; ++r) {
     rows.begin.push_back(rows.total() + static_cast<size_t>(call_of(r).count) * item);
     rows.largest = std::max(rows.largest, rows.bytes(r));
   }
   const bool fits = room != nullptr && room->bytes == rows.total();
-  Bytes output = wanted && !fits ? make_bytes(rows.total()) : Bytes();
+  Bytes output = receives && !fits ? make_bytes(rows.total()) : Bytes();
   char* into = fits ? static_cast<char*>(room->data) : output.data.get();
-  for (int r = 0; wanted && r < size_; ++r) {
-    const size_t theirs = rows.bytes(r);
-    const bool is_here = r == rank_ || theirs <= kInlineBytes;
-    if (!is_here || theirs == 0) continue;
-    copy(into + rows.begin[r], r == rank_ ? data : inline_data(r, theirs), theirs);
+  for (int r = 0; receives && r < size_; ++r) {
+    const size_t peer_bytes = rows.bytes(r);
+    const bool is_here = r == rank_ || peer_bytes <= kInlineBytes;
+    if (!is_here || peer_bytes == 0) continue;
+    copy(into + rows.begin[r], r == rank_ ? data : inline_data(r, peer_bytes), peer_bytes);
   }
-  // The others may have gone on, if they had little to give.
-  if (mine.verb == FL_GATHER) only_reader_ = mine.root;
-  if (rows.largest > kInlineBytes) move_rows(mine, rows, data, into);
+  // Ranks with little data may have continued.
+  if (signature.verb == FL_GATHER) only_reader_ = signature.root;
+  if (rows.largest > kInlineBytes) move_rows(signature, rows, data, into);
   return output;
 }
 
-// Those that did not come with the call.
-void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const void* data, char* into) {
-  if (choose(mine, rows.largest) == kDirectly) {
-    for (int r = 0; rows.wanted && r < size_; ++r) {
+// Move the rows that were not in the calls.
+void Collectives::move_rows(const fl_signature& signature, const Rows& rows, const void* data, char* into) {
+  if (choose(signature, rows.largest) == kDirectly) {
+    for (int r = 0; rows.receives && r < size_; ++r) {
       if (r != rank_) read(r, 0, into + rows.begin[r], rows.bytes(r));
     }
     end_reading();
@@ -159,24 +158,24 @@ void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const vo
   choice_.end(trial_);
 }
 
-// What a rank counts of a gather that it has left before the others have called: as if it had moved rows.
+// Count the chunks of a gather that this rank left before the other ranks called, as if it had moved rows.
 void Collectives::pass_rows(uint32_t number) {
-  const fl_signature& mine = description_of(rank_, number).signature;
+  const fl_signature& signature = description_of(rank_, number).signature;
   size_t largest = 0;
   for (int r = 0; r < size_; ++r) {
-    largest = std::max(largest, static_cast<size_t>(call_of(r, number).count) * mine.itemsize);
+    largest = std::max(largest, static_cast<size_t>(call_of(r, number).count) * signature.itemsize);
   }
-  const bool direct = choose_in(number, mine, largest, true) == kDirectly;
+  const bool direct = choose_in(number, signature, largest, true) == kDirectly;
   pass_chunks(direct ? 1 : chunks_of(largest, chunk_for(largest)));
 }
 
-// Count chunks of which this rank has moved nothing.
+// Count chunks in which this rank has moved nothing.
 void Collectives::pass_chunks(uint32_t chunks) {
-  RankBlock& own = segment_.block(rank_);
+  RankBlock& block = segment_.block(rank_);
   chunks_ += chunks;
-  own.filled.set(chunks_);
-  own.reduced.set(chunks_);
-  own.drained.raise(chunks_);
+  block.filled.set(chunks_);
+  block.reduced.set(chunks_);
+  block.drained.raise(chunks_);
 }
 
 void Collectives::stream_rows(const Rows& rows, const char* data, char* into) {
@@ -187,14 +186,14 @@ void Collectives::stream_rows(const Rows& rows, const char* data, char* into) {
   };
   const auto take = [&](uint32_t c, uint32_t filled) {
     for (int r = 0; r < size_; ++r) {
-      const size_t theirs = rows.bytes(r), at = c * chunk;
-      if (r == rank_ || theirs <= kInlineBytes || at >= theirs) continue;
+      const size_t peer_bytes = rows.bytes(r), at = c * chunk;
+      if (r == rank_ || peer_bytes <= kInlineBytes || at >= peer_bytes) continue;
       watch_.wait(segment_.block(r).filled, filled, r);
-      const size_t size = std::min(chunk, theirs - at);
+      const size_t size = std::min(chunk, peer_bytes - at);
       copy(into + rows.begin[r] + at, segment_.slot(r, filled - 1), size);
     }
   };
-  stream(chunks_of(rows.largest, chunk), bytes > kInlineBytes, rows.wanted, fill, take);
+  stream(chunks_of(rows.largest, chunk), bytes > kInlineBytes, rows.receives, fill, take);
 }
 
 }  // namespace fl

@@ -5,13 +5,13 @@
 namespace fl {
 namespace {
 
-struct Known {
+struct ProcessCache {
   std::mutex mutex;
   std::unordered_map<int32_t, std::weak_ptr<Process>> processes;
 };
 
-// With a core for each rank, what is waited for is some hundred nanoseconds away, and sleeping
-// and waking cost more than burning. With fewer cores the peer needs this one to get on.
+// With a core per rank, waits end after some hundred nanoseconds, and sleeping and waking cost more than
+// polling. With fewer cores the peer needs this core to make progress.
 Patience patience_for(int ranks) {
   constexpr int kSpins = sized(16000, 1), kYields = sized(200, 1);
   return ranks <= processors() ? Patience{kSpins, kYields} : Patience{0, kYields};
@@ -27,13 +27,13 @@ uint64_t pid_namespace() {
 // Processes -----------------------------------------------------------------------------------
 
 std::shared_ptr<Process> Process::find(int32_t pid) {
-  Known& known = one_per_process<Known>();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  auto& place = known.processes[pid];
-  auto process = place.lock();
-  if (process != nullptr && !process->has_ended()) return process;  // else it may be another by now
+  ProcessCache& cache = process_singleton<ProcessCache>();
+  const std::lock_guard<std::mutex> lock(cache.mutex);
+  auto& slot = cache.processes[pid];
+  auto process = slot.lock();
+  if (process != nullptr && !process->has_ended()) return process;  // else the PID may have been reused
   process = std::make_shared<Process>(open_process(pid));
-  place = process;
+  slot = process;
   return process;
 }
 
@@ -48,10 +48,10 @@ void Process::close_file() noexcept {
 Peers::Peers(const Segment& segment, int rank, int size)
     : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)), space_(pid_namespace()),
       processes_(size) {
-  RankBlock& mine = segment_.block(rank);
-  mine.holds_lock.store(segment_.mapping().lock(rank) ? 1 : 0, std::memory_order_relaxed);
-  mine.pid_namespace.store(space_, std::memory_order_relaxed);
-  mine.pid.store(process_id(), std::memory_order_release);  // all is there: see Remote
+  RankBlock& own_block = segment_.block(rank);
+  own_block.holds_lock.store(segment_.mapping().lock(rank) ? 1 : 0, std::memory_order_relaxed);
+  own_block.pid_namespace.store(space_, std::memory_order_relaxed);
+  own_block.pid.store(process_id(), std::memory_order_release);  // publishes the fields above: see Remote
 }
 
 Peers::~Peers() { close_files(); }
@@ -59,15 +59,15 @@ Peers::~Peers() { close_files(); }
 void Peers::close_files() noexcept { processes_.clear(); }
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
-  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // whatever others make of it
-  // A rank that shuts down waits for all, so one that waits for a message of it would hold both
-  // until the timeout: it ends after half a second, and a receive from any rank when all others
-  // have left. Messages begun before arrive; to poll is not to wait.
-  if (auto found = farewell(concern)) return found;
-  const std::vector<int> gone = dead(concern);
-  if (!gone.empty()) {
-    if (auto found = farewell(concern)) return found;  // who could say why it ended said so before
-    return Failure(FL_PEER_LOST, gone, "its process has ended");
+  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // whatever other ranks report
+  // A rank that shuts down waits for all ranks. A rank that waits for a message from it would block both
+  // until the timeout, so its wait ends after half a second; a receive from any rank ends when all other
+  // ranks have left. Messages begun before still arrive. Polling does not count as waiting.
+  if (auto failure = farewell(concern)) return failure;
+  const std::vector<int> dead_ranks = dead(concern);
+  if (!dead_ranks.empty()) {
+    if (auto failure = farewell(concern)) return failure;  // a reason would precede its end
+    return Failure(FL_PEER_LOST, dead_ranks, "its process has ended");
   }
   if (has_ended()) return why_ended();
   return std::nullopt;
@@ -78,7 +78,7 @@ std::optional<Failure> Peers::lost() {
   for (int r = 0; r < size_; ++r) {
     const Concern concern{r};
     if (r == rank_ || (left_in_order(r) && dead(concern).empty())) continue;
-    if (auto found = loss(concern)) return found;
+    if (auto failure = loss(concern)) return failure;
   }
   return std::nullopt;
 }
@@ -86,7 +86,7 @@ std::optional<Failure> Peers::lost() {
 std::optional<Failure> Peers::farewell(const Concern& concern) const {
   for (int r = 0; r < size_; ++r) {
     const Farewell& farewell = segment_.block(r).farewell;
-    if (farewell.given.value() == 0 || !matters(r, concern)) continue;
+    if (farewell.is_set.value() == 0 || !matters(r, concern)) continue;
     const auto status = static_cast<fl_status>(farewell.status);
     const std::vector<int> missing(farewell.missing, farewell.missing + farewell.missing_count);
     if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, kHasLeft);
@@ -106,8 +106,8 @@ std::vector<int> Peers::dead(const Concern& concern) {
   return dead;
 }
 
-// A rank may not be there yet, or not all that it says of itself: it is asked again. A rank in another
-// container, or without /proc, holds a lock instead.
+// A rank may not have published all fields yet; then it is checked again later. A rank in another container,
+// or without /proc, holds a lock instead.
 bool Peers::is_dead(int r) {
   const RankBlock& block = segment_.block(r);
   const int32_t pid = block.pid.load(std::memory_order_relaxed);
@@ -119,8 +119,8 @@ bool Peers::is_dead(int r) {
   return processes_[r]->has_ended();
 }
 
-// A rank may be done with a call before others, as one that has little to give to a gather. If it
-// then left in order, nobody waits for it in vain.
+// A rank may finish a call before other ranks, for example with little data for a gather. If it then left in
+// order, no wait for it is needed.
 bool Peers::matters(int r, const Concern& concern) const {
   if (r == rank_) return false;
   if (concern.only >= 0) return r == concern.only;
@@ -130,7 +130,7 @@ bool Peers::matters(int r, const Concern& concern) const {
 
 bool Peers::left_in_order(int r) const {
   const Farewell& farewell = segment_.block(r).farewell;
-  return farewell.given.value() != 0 && farewell.status == FL_OK;
+  return farewell.is_set.value() != 0 && farewell.status == FL_OK;
 }
 
 std::vector<int> Peers::not_called(const Concern& concern) const {
@@ -144,7 +144,7 @@ std::vector<int> Peers::not_called(const Concern& concern) const {
 }
 
 void Peers::give_up(const Failure& failure) noexcept {
-  // A thread that closes the group may do so while another one finds that its call has failed.
+  // One thread may close the group while another finds that its call has failed.
   if (has_farewell_.exchange(true, std::memory_order_relaxed)) return;
   Farewell& farewell = segment_.block(rank_).farewell;
   farewell.status = failure.status;
@@ -155,24 +155,24 @@ void Peers::give_up(const Failure& failure) noexcept {
     }
   }
   std::strncpy(farewell.message, failure.what(), sizeof farewell.message - 1);
-  farewell.given.set(1);
-  full_fence();  // before what the caller then does to memory that others read; as in Remote::read()
+  farewell.is_set.set(1);
+  full_fence();  // before later changes of memory that peers read
 }
 
 // Watch ---------------------------------------------------------------------------------------
 
 void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
-  const bool soon = counter.burn(target, peers_->patience());
+  const bool soon = counter.poll(target, peers_->patience());
   peers_->waited(!soon);
   if (soon || counter.sleep(target, kSliceMilliseconds)) return;
   const Clock::time_point since = Clock::now();
   do {
-    look_around(counter, target, since, peer);
+    check_loss(counter, target, since, peer);
   } while (!counter.wait(target, Patience{0, 0}, kSliceMilliseconds));
 }
 
-// A rank that has gone may have raised the counter just before: then all is well here.
-void Watch::look_around(const Counter& counter, uint32_t target, Clock::time_point since, int peer) {
+// A rank that is gone may have raised the counter just before; then the wait succeeds.
+void Watch::check_loss(const Counter& counter, uint32_t target, Clock::time_point since, int peer) {
   if (const auto lost = loss()) {
     if (counter.reached(target)) return;
     throw *lost;

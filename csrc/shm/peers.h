@@ -1,4 +1,4 @@
-// The other ranks of the host: waiting for them, and noticing when there is no point.
+// Waits for the other ranks of the host, and detection of ranks that have left, given up or died.
 #pragma once
 
 #include "../common/operation.h"
@@ -8,22 +8,21 @@ namespace fl {
 
 inline Failure interrupted() { return {FL_CLOSED, {}, kInterrupted}; }
 
-// How long a sleep lasts before a rank looks around: for farewells, deaths, signals, the deadline.
+// Sleep duration between checks for farewells, deaths, signals and the deadline.
 constexpr long kSliceMilliseconds = 20;
 
-// Whom an operation needs: the rank `only`, whatever becomes of the others, or where that is -1 all
-// that have not done their part of the collective number `call`.
+// The ranks that an operation needs: `only`, or with -1 all ranks that have not done their part of `call`.
 struct Concern {
   int only = -1;
   uint32_t call = 0;
 };
 
-// A process of this host, whose end is known. All groups that a rank is in share one of each peer.
+// A process of this host whose end can be detected. All groups of a rank share one object per peer.
 class Process {
  public:
   static std::shared_ptr<Process> find(int32_t pid);
 
-  // `fd`: of the process, or in its place that none can be had, that it had ended before.
+  // `fd`: descriptor of the process, kNoProcess or kEndedProcess.
   explicit Process(int fd) : fd_(fd) {}
   ~Process() { close_file(); }
   Process(const Process&) = delete;
@@ -34,18 +33,18 @@ class Process {
   int fd_;
 };
 
-// Of all operations; any thread may call.
+// The peers of all operations. Thread-safe.
 class Peers : public Transport {
  public:
   Peers(const Segment& segment, int rank, int size);
   ~Peers() override;
   Peers(const Peers&) = delete;
 
-  // Why an operation waits in vain: somebody it needs has gone, or this rank itself.
+  // Return the reason why an operation cannot finish: a needed rank or this rank has gone.
   std::optional<Failure> loss(const Concern& concern);
-  // The same whether or not an operation needs anybody: who has gone, other than in order and alive.
+  // Return a failure of any rank that is gone without having left in order.
   std::optional<Failure> lost();
-  // Whether operations of this rank must end: it has closed the group, or it broke.
+  // True if operations of this rank must end, because it closed the group or the group broke.
   bool has_ended() const { return stopped_.load(std::memory_order_relaxed) || is_broken(); }
   Failure why_ended() const {
     return is_broken() ? why_broken() : Failure(FL_CLOSED, {}, kWasClosed);
@@ -55,15 +54,15 @@ class Peers : public Transport {
     const int64_t left_at = segment_.block(r).left_at.load(std::memory_order_relaxed);
     return left_at != 0 && coarse_now() - left_at > std::chrono::nanoseconds(kLastMessages).count();
   }
-  bool has_given_up(int r) override { return segment_.block(r).farewell.given.value() != 0; }
-  // Let the others know that this rank begins no more messages.
+  bool has_given_up(int r) override { return segment_.block(r).farewell.is_set.value() != 0; }
+  // Announce that this rank begins no more messages.
   void leave() { segment_.block(rank_).left_at.store(coarse_now(), std::memory_order_relaxed); }
-  // The ranks that have not called yet.
+  // Return the ranks that have not called yet.
   std::vector<int> not_called(const Concern& concern) const;
 
-  // The less, the more waits have been in vain lately: with what they wait for elsewhere, as on other
-  // hosts, or for a rank that needs this one's processor. Every so many waits all of it is tried: two ranks
-  // that wake each other up, which takes longer than what is left of it, would do so for ever.
+  // Polling time of a wait. It shrinks after waits without success, for example for a rank on another host or
+  // one that needs this processor. Every kTryEvery-th wait uses the full time: otherwise two ranks whose
+  // wake-ups take longer than the reduced time would stay there.
   Patience patience() const override {
     const bool tries = waits_.load(std::memory_order_relaxed) % kTryEvery == 0;
     return {patience_.spins >> (tries ? 0 : vain_.load(std::memory_order_relaxed)), patience_.yields};
@@ -75,12 +74,12 @@ class Peers : public Transport {
     const int after = in_vain ? std::min(before + 2, kMostVain) : tried ? 0 : std::max(before - 1, 0);
     if (after != before) vain_.store(after, std::memory_order_relaxed);
   }
-  // Whether every rank has a processor of its own to wait on.
+  // True if every rank has its own processor.
   bool may_spin() const { return patience_.spins > 0; }
 
   void enforce_deadline() override {}
   void stop() override { stopped_.store(true, std::memory_order_relaxed); }
-  // In a forked child, or where nothing uses them any more.
+  // In a forked child, or after the last use.
   void close_files() noexcept;
   Failure explain(const std::string& what) override { return {FL_FAILED, {}, what}; }
   void give_up(const Failure& failure) noexcept override;
@@ -97,37 +96,37 @@ class Peers : public Transport {
   static constexpr int kMostVain = 8;
   static constexpr unsigned kTryEvery = 8;
   const Patience patience_;
-  const uint64_t space_;  // of process numbers
+  const uint64_t space_;  // PID namespace
   std::atomic<int> vain_{0};
-  std::atomic<unsigned> waits_{0};  // while there were any in vain
-  std::atomic<bool> stopped_{false};  // says nothing else: whoever sees it late looks again
-  std::atomic<bool> has_farewell_{false};  // or is about to have
-  std::mutex mutex_;         // of what follows
-  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null: not asked for yet
+  std::atomic<unsigned> waits_{0};                   // counted after a wait in vain
+  std::atomic<bool> stopped_{false};                 // carries no other data; a late reader checks again
+  std::atomic<bool> has_farewell_{false};            // the farewell is written or being written
+  std::mutex mutex_;                                 // guards the members below
+  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null: not requested yet
 };
 
 // The waits of one operation, on one thread.
 class Watch {
  public:
-  // Each wait may take `seconds`. On the caller's own thread it can be interrupted.
+  // Each wait may take `seconds`, and on the caller's thread it can be interrupted.
   Watch(Peers& peers, Concern concern, double seconds, InterruptCheck interrupt)
       : peers_(&peers), concern_(concern), seconds_(seconds), interrupt_(interrupt) {}
 
-  // The same, each wait for so many seconds at most.
+  // A copy with at most `seconds` per wait.
   Watch at_most(double seconds) const {
     return {*peers_, concern_, std::min(seconds, seconds_), interrupt_};
   }
 
-  // The same, in the collective number `call`.
+  // A copy for collective number `call`.
   Watch in_call(uint32_t call) const { return {*peers_, Concern{-1, call}, seconds_, interrupt_}; }
 
-  // Wait until a counter of rank `peer` has reached `target`; throws Failure.
+  // Wait until `counter` of rank `peer` reaches `target`; throws Failure.
   void wait(Counter& counter, uint32_t target, int peer) {
     if (!counter.reached(target)) wait_long(counter, target, peer);
   }
 
-  // The same, and do what others ask for meanwhile: `serve` returns whether they did. The first request
-  // may wait for a slice, those that follow do not.
+  // Like wait(), and handle requests with `serve`, which returns true if there was one. The first request may
+  // wait for a slice; later ones do not.
   template <typename Serve>
   void wait_and(Counter& counter, uint32_t target, int peer, Serve serve) {
     long slice = kSliceMilliseconds;
@@ -137,19 +136,19 @@ class Watch {
         slice = 1;
         since = Clock::now();
       } else {
-        look_around(counter, target, since, peer);
+        check_loss(counter, target, since, peer);
       }
     }
   }
 
-  // For whoever sleeps by other means: why a wait that began at `since` should end. A result that has come
-  // meanwhile counts more than `loss`, so that it is asked for first.
+  // For waits by other means: the reason to end a wait that began at `since`. Check for the result before
+  // loss(), because a result takes precedence.
   std::optional<Failure> loss() { return peers_->loss(concern_); }
   void check(Clock::time_point since, int peer);
 
  private:
   void wait_long(Counter& counter, uint32_t target, int peer);
-  void look_around(const Counter& counter, uint32_t target, Clock::time_point since, int peer);
+  void check_loss(const Counter& counter, uint32_t target, Clock::time_point since, int peer);
 
   Peers* peers_;
   Concern concern_;

@@ -1,4 +1,4 @@
-// The verbs that combine arrays.
+// The verbs that reduce arrays.
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
@@ -7,17 +7,17 @@
 namespace fl {
 namespace {
 
-// Parts of a chunk begin on lines of their own, so that ranks do not write to one line.
+// Parts of a chunk begin on separate lines, so that ranks do not write to the same line.
 constexpr size_t kPartElements = sized(64, 16);
 
-// Combining these takes longer than moving them, and should be done once, not by each of two.
+// Reducing these dtypes takes longer than moving them, so it should not be done twice.
 bool is_costly(int dtype) {
   return dtype == FL_BFLOAT16 || dtype == FL_LONGDOUBLE || dtype == FL_CLONGDOUBLE;
 }
 
 }  // namespace
 
-// How an array goes through the slots: the element ranges of its chunks.
+// Division of an array into chunks: the element range of each.
 struct Collectives::Chunks {
   size_t elements, itemsize, per_chunk;
 
@@ -31,60 +31,60 @@ struct Collectives::Chunks {
   size_t size(uint32_t c) const { return std::min(per_chunk, elements - begin(c)); }
 };
 
-void Collectives::all_reduce(const fl_signature& mine, void* data) {
-  receive_calls(mine);
-  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+void Collectives::all_reduce(const fl_signature& signature, void* data) {
+  receive_calls(signature);
+  const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   if (bytes <= kInlineBytes) {
-    reduce_inline(mine, data, 0, static_cast<size_t>(mine.count), data);
+    reduce_inline(signature, data, 0, static_cast<size_t>(signature.count), data);
     return;
   }
-  choose(mine, bytes, false);
-  reduce_large(mine, data);
+  choose(signature, bytes, false);
+  reduce_large(signature, data);
   choice_.end(trial_);
 }
 
-void Collectives::reduce_large(const fl_signature& mine, void* data) {
-  if (all_in_one_place()) return reduce_in_place(mine, data);
+void Collectives::reduce_large(const fl_signature& signature, void* data) {
+  if (all_in_one_region()) return reduce_in_place(signature, data);
   char* array = static_cast<char*>(data);
-  if (size_ == 2 && !is_costly(mine.dtype)) {
-    return combine_seen(mine, array, segment_.chunk_bytes(), size_, true, true);
+  if (size_ == 2 && !is_costly(signature.dtype)) {
+    return combine_shown(signature, array, segment_.chunk_bytes(), size_, true, true);
   }
-  reduce_in_parts(mine, array, -1);
+  reduce_in_parts(signature, array, -1);
 }
 
-void Collectives::reduce(const fl_signature& mine, void* data) {
-  const size_t count = static_cast<size_t>(mine.count), bytes = count * mine.itemsize;
-  receive_calls(mine);
+void Collectives::reduce(const fl_signature& signature, void* data) {
+  const size_t count = static_cast<size_t>(signature.count), bytes = count * signature.itemsize;
+  receive_calls(signature);
   if (bytes <= kInlineBytes) {
-    if (rank_ == mine.root) reduce_inline(mine, data, 0, count, data);
+    if (rank_ == signature.root) reduce_inline(signature, data, 0, count, data);
     return;
   }
   char* array = static_cast<char*>(data);
-  if (choose(mine, bytes) == kDirectly) {
-    if (rank_ == mine.root) reduce_read(mine, 0, array, count, array);
+  if (choose(signature, bytes) == kDirectly) {
+    if (rank_ == signature.root) reduce_read(signature, 0, array, count, array);
     end_reading();
-  } else if (size_ <= kFewRanks && !is_costly(mine.dtype)) {
-    const bool is_root = rank_ == mine.root;
-    combine_seen(mine, array, chunk_for(bytes), size_, !is_root, is_root);
+  } else if (size_ <= kFewRanks && !is_costly(signature.dtype)) {
+    const bool is_root = rank_ == signature.root;
+    combine_shown(signature, array, chunk_for(bytes), size_, !is_root, is_root);
   } else {
-    reduce_in_parts(mine, array, mine.root);
+    reduce_in_parts(signature, array, signature.root);
   }
   choice_.end(trial_);
 }
 
-// One shot: everybody's data came with the call, and everybody reduces it.
-void Collectives::reduce_inline(const fl_signature& mine, const void* data, size_t skip, size_t count, void* into) {
-  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+// All data came with the calls, and every rank reduces it.
+void Collectives::reduce_inline(const fl_signature& signature, const void* data, size_t skip, size_t count,
+                                void* into) {
+  const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   for (int r = 0; r < size_; ++r) {
     from_[r] = (r == rank_ ? static_cast<const char*>(data) : inline_data(r, bytes)) + skip;
   }
-  fl::reduce(mine.dtype, mine.op, mine.scale, into, from_.data(), size_, count);
+  fl::reduce(signature.dtype, signature.op, signature.scale, into, from_.data(), size_, count);
 }
 
-// Every array is mapped by everyone: each rank reduces its part of all of them where it lies, and
-// writes the result into all of them. Nobody else touches that part.
-void Collectives::reduce_in_place(const fl_signature& mine, void*) {
-  const size_t count = static_cast<size_t>(mine.count), item = mine.itemsize;
+// Every rank maps all arrays, reduces its part of them in place, and writes the result into all of them.
+void Collectives::reduce_in_place(const fl_signature& signature, void*) {
+  const size_t count = static_cast<size_t>(signature.count), item = signature.itemsize;
   const size_t rows = (count + kPartElements - 1) / kPartElements;
   const size_t begin = std::min(count, rows * rank_ / size_ * kPartElements);
   const size_t end = std::min(count, rows * (rank_ + 1) / size_ * kPartElements);
@@ -94,7 +94,7 @@ void Collectives::reduce_in_place(const fl_signature& mine, void*) {
     const size_t n = std::min(step, end - at);
     for (int r = 0; r < size_; ++r) from_[r] = in_region(r) + at * item;
     char* result = in_region(rank_) + at * item;
-    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, n);
+    fl::reduce(signature.dtype, signature.op, signature.scale, result, from_.data(), size_, n);
     for (int r = 0; r < size_; ++r) {
       if (r != rank_) show(in_region(r) + at * item, result, n * item);
     }
@@ -107,11 +107,11 @@ void Collectives::reduce_in_place(const fl_signature& mine, void*) {
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
 
-// Few ranks: those that are `seen` show their arrays, and those that `see` combine what ranks 0 to `terms` - 1 show
-// with their own.
-void Collectives::combine_seen(const fl_signature& mine, char* data, size_t chunk_bytes, int terms, bool seen,
-                               bool sees) {
-  const Chunks chunks(mine, chunk_bytes);
+// Few ranks: with `shows` a rank shows its array. With `combines` it combines the arrays of ranks 0 to
+// `terms` - 1 with its own.
+void Collectives::combine_shown(const fl_signature& signature, char* data, size_t chunk_bytes, int terms, bool shows,
+                               bool combines) {
+  const Chunks chunks(signature, chunk_bytes);
   const auto fill = [&](uint32_t c, char* slot) {
     show(slot, data + chunks.begin(c) * chunks.itemsize, chunks.size(c) * chunks.itemsize);
   };
@@ -121,47 +121,46 @@ void Collectives::combine_seen(const fl_signature& mine, char* data, size_t chun
       if (r != rank_) watch_.wait(segment_.block(r).filled, filled, r);
       from_[r] = r == rank_ ? result : segment_.slot(r, filled - 1);
     }
-    reduce_terms(mine, result, terms, chunks.size(c));
+    reduce_terms(signature, result, terms, chunks.size(c));
   };
-  stream(chunks.number(), seen, sees, fill, combine);
+  stream(chunks.number(), shows, combines, fill, combine);
 }
 
-// Combine `count` elements of each of the first `terms` arrays; `into` may be one of them.
-void Collectives::reduce_terms(const fl_signature& mine, void* into, int terms, size_t count) {
-  if (terms == 1 && mine.scale == 1.0) {
-    if (into != from_[0]) copy(into, from_[0], count * mine.itemsize);
+// Reduce `count` elements of the first `terms` arrays; `into` may be one of them.
+void Collectives::reduce_terms(const fl_signature& signature, void* into, int terms, size_t count) {
+  if (terms == 1 && signature.scale == 1.0) {
+    if (into != from_[0]) copy(into, from_[0], count * signature.itemsize);
   } else if (terms > 0) {
-    fl::reduce(mine.dtype, mine.op, mine.scale, into, from_.data(), terms, count);
+    fl::reduce(signature.dtype, signature.op, signature.scale, into, from_.data(), terms, count);
   }
 }
 
-// Combine `count` elements of all ranks, which begin at byte `begin` of their arrays. The others' data is
-// read in steps that stay in a second-level cache.
-void Collectives::reduce_read(const fl_signature& mine, size_t begin, const char* own, size_t count, char* into) {
-  const size_t item = mine.itemsize;
+// Reduce `count` elements of all ranks, starting at byte `begin` of their arrays. The data of other ranks is
+// read in steps that fit into a second-level cache.
+void Collectives::reduce_read(const fl_signature& signature, size_t begin, const char* own_data, size_t count,
+                              char* into) {
+  const size_t item = signature.itemsize;
   const size_t step = std::max(kPartElements, segment_.chunk_bytes() / size_ / item);
   scratch_.resize(step * item * size_);
   for (size_t at = 0; at < count; at += step) {
     const size_t n = std::min(step, count - at);
     for (int r = 0; r < size_; ++r) {
-      char* theirs = scratch_.data() + step * item * r;
-      if (r != rank_) read(r, begin + at * item, theirs, n * item);
-      from_[r] = r == rank_ ? own + at * item : theirs;
+      char* peer_data = scratch_.data() + step * item * r;
+      if (r != rank_) read(r, begin + at * item, peer_data, n * item);
+      from_[r] = r == rank_ ? own_data + at * item : peer_data;
     }
-    fl::reduce(mine.dtype, mine.op, mine.scale, into + at * item, from_.data(), size_, n);
+    fl::reduce(signature.dtype, signature.op, signature.scale, into + at * item, from_.data(), size_, n);
   }
 }
 
-// More ranks: of each chunk every rank reduces one part and shows the result, which the others
-// collect. `collector` is the only rank that does, or -1 for all.
-//
-// A part is read and written by one rank alone, so its result can take the place of its input.
-void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int collector) {
-  const Chunks chunks(mine, segment_.chunk_bytes());
+// More ranks: every rank reduces one part of each chunk and shows the result. `collector`: rank that collects
+// the results, or -1 for all ranks. Only one rank accesses a part, so the result can replace the input.
+void Collectives::reduce_in_parts(const fl_signature& signature, char* data, int collector) {
+  const Chunks chunks(signature, segment_.chunk_bytes());
   const size_t item = chunks.itemsize;
   const uint32_t base = chunks_;
   const bool collects = collector < 0 || collector == rank_;
-  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // a result that is not for this rank
+  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // for results that this rank does not keep
 
   const auto part_begin = [&](uint32_t c, int r) {
     const size_t rows = (chunks.size(c) + kPartElements - 1) / kPartElements;
@@ -182,7 +181,7 @@ void Collectives::reduce_in_parts(const fl_signature& mine, char* data, int coll
     }
     char* result = collector < 0 ? data + (chunks.begin(c) + begin) * item : scratch_.data();
     from_[rank_] = data + (chunks.begin(c) + begin) * item;
-    fl::reduce(mine.dtype, mine.op, mine.scale, result, from_.data(), size_, n);
+    fl::reduce(signature.dtype, signature.op, signature.scale, result, from_.data(), size_, n);
     show(segment_.slot(rank_, base + c) + begin * item, result, n * item);
   };
   const auto collect = [&](uint32_t c) {

@@ -10,11 +10,11 @@ Remote::Remote(const Segment& segment, int rank, int size)
       size_(size),
       token_(std::make_unique<uint64_t>()),
       answers_(size, kUnknown) {
-  RankBlock& mine = segment.block(rank);
-  // Nobody else's memory holds this at this address by chance.
+  RankBlock& own_block = segment.block(rank);
+  // No other process has this value at this address by chance.
   *token_ = reinterpret_cast<uintptr_t>(token_.get()) * 0x9e3779b97f4a7c15u + process_id();
-  mine.token = *token_;
-  mine.token_at = reinterpret_cast<uintptr_t>(token_.get());
+  own_block.token = *token_;
+  own_block.token_at = reinterpret_cast<uintptr_t>(token_.get());
   answers_[rank] = kYes;
 }
 
@@ -27,8 +27,8 @@ Remote::Answer Remote::answer(int r) {
 }
 
 bool Remote::can_read_all() {
-  const Answer known = all_.load(std::memory_order_relaxed);
-  if (known != kUnknown) return known == kYes;
+  const Answer known_answer = all_.load(std::memory_order_relaxed);
+  if (known_answer != kUnknown) return known_answer == kYes;
   Answer all = kYes;
   for (int r = 0; r < size_ && all == kYes; ++r) all = answer(r);
   all_.store(all, std::memory_order_relaxed);
@@ -36,29 +36,29 @@ bool Remote::can_read_all() {
 }
 
 bool Remote::find_out(int r) const {
-  const RankBlock& theirs = segment_.block(r);
-  const int32_t pid = theirs.pid.load(std::memory_order_relaxed);  // that answer() has seen
-  uint64_t found = 0;
-  const ssize_t got = read_memory(pid, theirs.token_at, &found, sizeof found);
-  return got == sizeof found && found == theirs.token;
+  const RankBlock& peer_block = segment_.block(r);
+  const int32_t pid = peer_block.pid.load(std::memory_order_relaxed);  // answer() has seen it
+  uint64_t token = 0;
+  const ssize_t bytes_read = read_memory(pid, peer_block.token_at, &token, sizeof token);
+  return bytes_read == sizeof token && token == peer_block.token;
 }
 
 size_t Remote::read(int r, uint64_t from, void* into, size_t bytes) {
-  constexpr size_t kAtOnce = sized(16 << 20, 128);  // a rank that gives up is noticed before long
-  const RankBlock& theirs = segment_.block(r);
-  const int32_t pid = theirs.pid.load(std::memory_order_relaxed);
+  constexpr size_t kAtOnce = sized(16 << 20, 128);  // limits the delay until a rank that gives up is noticed
+  const RankBlock& peer_block = segment_.block(r);
+  const int32_t pid = peer_block.pid.load(std::memory_order_relaxed);
   char* to = static_cast<char*>(into);
   size_t done = 0;
   while (done < bytes) {
-    const ssize_t got = read_memory(pid, from + done, to + done, std::min(kAtOnce, bytes - done));
-    full_fence();  // what was read is as it was before the farewell that is looked for
-    if (got <= 0 || theirs.farewell.given.value() != 0) {
+    const ssize_t bytes_read = read_memory(pid, from + done, to + done, std::min(kAtOnce, bytes - done));
+    full_fence();  // data that was read is older than the farewell checked next
+    if (bytes_read <= 0 || peer_block.farewell.is_set.value() != 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       answers_[r] = kNo;
       all_.store(kNo, std::memory_order_relaxed);
       return done;
     }
-    done += static_cast<size_t>(got);
+    done += static_cast<size_t>(bytes_read);
   }
   return done;
 }

@@ -1,4 +1,4 @@
-// Reading the memory of the other ranks' processes, where the system allows it.
+// Reads from the memory of other ranks' processes, if the system permits.
 #pragma once
 
 #include "../common/atomic.h"
@@ -6,23 +6,22 @@
 
 namespace fl {
 
-// From here on that may pay: a system call, and a wait at the end, for half the copying.
+// Bytes from which a direct read may pay off: half the copying for a system call and a wait at the end.
 constexpr size_t kReadBytes = sized(16 << 10, 64);
 
-// Linux lets a process read another of the same user (process_vm_readv), unless it is configured not to:
-// by Yama, by a container, by different namespaces. So it is tried.
+// Linux lets a process read the memory of another process of the same user (process_vm_readv), unless Yama, a
+// container or namespaces forbid it. Therefore each rank tries.
 class Remote {
  public:
   Remote(const Segment& segment, int rank, int size);
 
-  // Whether this rank can read that one's memory, as far as is known by now. Any thread may ask.
+  // True if this rank can read the memory of rank `r`, as far as known. Thread-safe.
   bool can_read(int r) { return answer(r) == kYes; }
   bool can_read_all();
 
-  // Copy `bytes` from where they lie in rank r's process; returns how many were. Fewer where that has
-  // ended, or has given up meanwhile (it may have changed or freed them then), or where the system
-  // does not let them be read: memory of a device, memfd_secret, a process that became undumpable.
-  // Then nothing more of that rank is taken for readable.
+  // Copy `bytes` from address `from` of rank r's process; return the number of valid bytes. There are fewer
+  // if the rank has ended or given up, which may free its data, or if the system refuses: device memory,
+  // memfd_secret, an undumpable process. Then that rank counts as unreadable from now on.
   size_t read(int r, uint64_t from, void* into, size_t bytes);
 
  private:
@@ -32,7 +31,7 @@ class Remote {
 
   const Segment& segment_;
   const int rank_, size_;
-  const std::unique_ptr<uint64_t> token_;  // what the others try to read
+  const std::unique_ptr<uint64_t> token_;  // value that other ranks try to read
   std::mutex mutex_;
   std::vector<Answer> answers_;  // by rank
   std::atomic<Answer> all_{kUnknown};

@@ -14,22 +14,22 @@ Wire::Room Rings::reserve(int peer, size_t bytes) {
   const auto all = static_cast<uint32_t>(segment_.data_bytes()), records = segment_.records();
   const auto size = static_cast<uint32_t>((bytes + kLine - 1) / kLine * kLine);
   uint32_t at = ends.at;
-  if (at % all + size > all) at += all - at % all;  // it does not wrap
+  if (at % all + size > all) at += all - at % all;  // data does not wrap
   const auto is_full = [&] {
     return ends.sent - ends.seen_drained >= records || at + size - ends.drained_at > all;
   };
   if (is_full()) {
     Channel& channel = segment_.channel(rank_, peer);
-    const auto look = [&] {
+    const auto update = [&] {
       const uint32_t drained = channel.drained.load(std::memory_order_seq_cst);
       if (drained != ends.seen_drained) ends.drained_at = ends.ends[drained % records];
       ends.seen_drained = drained;
       return !is_full();
     };
-    // Either this rank sees that there is room, or the other one that it is wanted.
-    if (!look()) {
+    // Either this rank sees space, or the receiver sees the request.
+    if (!update()) {
       channel.wants_room.exchange(1, std::memory_order_seq_cst);
-      if (!look()) return {};
+      if (!update()) return {};
     }
   }
   ends.reserved_at = at + size;
@@ -43,7 +43,7 @@ void Rings::send(int peer, const Room& room) {
   const uint32_t number = ++ends.sent;
   ends.ends[number % segment_.records()] = ends.at = ends.reserved_at;
   room.record->group = static_cast<uint32_t>(room.group);
-  // In one order with the futex: see there.
+  // Single order with the futex: see Futex.
   room.record->number.exchange(number, std::memory_order_seq_cst);
   segment_.block(peer).futex.wake(kCallers | kThread);
   expect_to_write(&segment_.record(rank_, peer, number + 1));
@@ -53,7 +53,7 @@ Wire::Room Rings::next(int peer) {
   if (peer == rank_) return {};
   Record& record = segment_.record(peer, rank_, ends_[peer].received + 1);
   if (record.number.load(std::memory_order_seq_cst) != ends_[peer].received + 1) return {};
-  const bool is_left = !left_.empty() && left_.count(record.group) > 0;
+  const bool is_left = !left_groups_.empty() && left_groups_.count(record.group) > 0;
   return {&record, record.bytes > kTinyMessage ? segment_.data(peer, rank_) + record.at : nullptr,
           is_left ? kLeft : record.group};
 }

@@ -1,4 +1,4 @@
-// Records between the ranks of one host: each pair has a ring in shared memory for either direction.
+// Records between the ranks of one host. Each pair has a ring in shared memory per direction.
 #pragma once
 
 #include <unordered_set>
@@ -19,7 +19,7 @@ class Rings final : public Wire {
   void send(int peer, const Room& room) override;
   Room next(int peer) override;
   void drop(int peer) override;
-  void forget(uint64_t group) override { left_.insert(static_cast<uint32_t>(group)); }
+  void forget(uint64_t group) override { left_groups_.insert(static_cast<uint32_t>(group)); }
   Choice* choice(int peer) override { return &ends_[peer].choice; }
   bool can_read(int peer) override { return remote_.can_read(peer); }
   size_t read(int peer, uint64_t address, void* into, size_t bytes) override {
@@ -32,13 +32,13 @@ class Rings final : public Wire {
   void end_wait() override { futex().end_wait(); }
   void wake(bool callers) override { futex().wake(callers ? kCallers : kThread); }
 
-  // This rank's end of the ring to a peer, and of that from it. Counters wrap.
+  // State of the rings to and from one peer. Counters wrap.
   struct Ends {
     uint32_t sent = 0, seen_drained = 0;  // records
-    uint32_t at = 0, drained_at = 0;      // bytes of data: written, and not needed any more
+    uint32_t at = 0, drained_at = 0;      // bytes of data: written, released
     uint32_t reserved_at = 0;
-    std::vector<uint32_t> ends;           // of the data of each record that is in the ring
-    uint32_t received = 0;                // records
+    std::vector<uint32_t> ends;  // by record in the ring: end of its data
+    uint32_t received = 0;       // records
     Choice choice{1};
   };
 
@@ -51,7 +51,7 @@ class Rings final : public Wire {
   Remote& remote_;
   const int rank_;
   std::unique_ptr<Ends[]> ends_;  // by peer
-  std::unordered_set<uint32_t> left_;
+  std::unordered_set<uint32_t> left_groups_;
 };
 
 }  // namespace fl

@@ -1,35 +1,34 @@
-// Prefix reductions: of the arrays of ranks 0 to r, or of those before r, on rank r.
+// Prefix reductions: rank r gets the reduction of ranks 0 to r, or 0 to r-1.
 
 #include "collectives.h"
 #include "../common/copying.h"
 
 namespace fl {
 
-void Collectives::scan(const fl_signature& mine, void* data) {
+void Collectives::scan(const fl_signature& signature, void* data) {
   char* const array = static_cast<char*>(data);
-  // So many arrays are combined here, from rank 0 on; of none rank 0 keeps its own.
-  const int terms = rank_ + (mine.verb == FL_SCAN ? 1 : 0);
-  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
-  receive_calls(mine);
+  // Number of arrays reduced here, from rank 0 on; 0: rank 0 keeps its own.
+  const int terms = rank_ + (signature.verb == FL_SCAN ? 1 : 0);
+  const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
+  receive_calls(signature);
   if (bytes <= kInlineBytes) {
     for (int r = 0; r < terms; ++r) from_[r] = r == rank_ ? array : inline_data(r, bytes);
-    return reduce_terms(mine, array, terms, mine.count);
+    return reduce_terms(signature, array, terms, signature.count);
   }
-  choose(mine, bytes, false);
+  choose(signature, bytes, false);
   if (size_ <= kFewRanks) {
-    const bool sees = rank_ > 0 || (terms == 1 && mine.scale != 1.0);
-    combine_seen(mine, array, chunk_for(bytes), terms, rank_ + 1 < size_, sees);
+    const bool combines = rank_ > 0 || (terms == 1 && signature.scale != 1.0);
+    combine_shown(signature, array, chunk_for(bytes), terms, rank_ + 1 < size_, combines);
   } else {
-    scan_in_parts(mine, array, terms);
+    scan_in_parts(signature, array, terms);
   }
   choice_.end(trial_);
 }
 
-// More ranks: of each chunk every rank combines one part for all, from the last rank down, and each
-// result takes the place of that rank's own part, which those further down do not need. Then rank r
-// collects the result of all up to the last that it combines.
-void Collectives::scan_in_parts(const fl_signature& mine, char* data, int terms) {
-  const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+// More ranks: every rank reduces one part of each chunk for all ranks, from the last rank down. Each result
+// replaces that rank's own part, which lower ranks do not need. Rank r collects the result of its last term.
+void Collectives::scan_in_parts(const fl_signature& signature, char* data, int terms) {
+  const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const uint32_t base = chunks_;
   const auto size_of = [&](uint32_t c) { return std::min(chunk, bytes - c * chunk); };
   const auto fill = [&](uint32_t c, char* slot) { show(slot, data + c * chunk, size_of(c)); };
@@ -42,7 +41,7 @@ void Collectives::scan_in_parts(const fl_signature& mine, char* data, int terms)
       from_[r] = segment_.slot(r, base + c) + begin;
     }
     for (int r = size_; r-- > 0;) {
-      reduce_terms(mine, segment_.slot(r, base + c) + begin, r + 1, (end - begin) / mine.itemsize);
+      reduce_terms(signature, segment_.slot(r, base + c) + begin, r + 1, (end - begin) / signature.itemsize);
     }
   };
   const auto collect = [&](uint32_t c) {

@@ -1,5 +1,4 @@
-// The verbs in which each rank has something else for every other: reduce_scatter, scatter,
-// all_to_all.
+// Verbs in which each rank has different data for every other rank: reduce_scatter, scatter, all_to_all.
 
 #include "../common/signature.h"
 #include "../reduce/reduce.h"
@@ -11,12 +10,12 @@ namespace {
 
 size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// How a section goes through the slots: a piece of it in each chunk.
+// The path of a section through the slots: one piece in each chunk.
 struct Route {
   size_t bytes = 0;     // of the section
-  size_t in_array = 0;  // where it begins
+  size_t in_array = 0;  // offset in the array
   size_t piece = 0;     // bytes of a piece
-  size_t in_slot = 0;   // where its pieces lie
+  size_t in_slot = 0;   // offset of its pieces in a slot
 
   size_t begin(uint32_t chunk) const { return std::min(bytes, chunk * piece); }
   size_t size(uint32_t chunk) const { return std::min(piece, bytes - begin(chunk)); }
@@ -24,19 +23,19 @@ struct Route {
 
 }  // namespace
 
-// What each rank has for each.
+// The sizes of the sections between all ranks.
 struct Collectives::Sections {
   int ranks;
   size_t equal = 0;                 // bytes of every section, or
-  const int64_t* uneven = nullptr;  // those of each: [source * ranks + destination]
-  int only_source = -1;             // the others have nothing; -1: all have
+  const int64_t* uneven = nullptr;  // of each: [source * ranks + destination]
+  int only_source = -1;             // other ranks send nothing; -1: all ranks send
 
   size_t bytes(int source, int destination) const {
     if (only_source >= 0 && source != only_source) return 0;
     return uneven != nullptr ? static_cast<size_t>(uneven[source * ranks + destination]) : equal;
   }
 
-  // Where a section begins in its source's array; `ranks`: where that ends.
+  // Offset of a section in the source's array; with `ranks` as destination: the end of the array.
   size_t begin(int source, int destination) const {
     size_t before = 0;
     for (int d = 0; d < destination; ++d) before += bytes(source, d);
@@ -52,8 +51,8 @@ struct Collectives::Sections {
   }
 };
 
-// The routes of all sections from and to one rank. Each section is cut into as many pieces as there
-// are chunks, so that all arrive evenly, however much their lengths differ.
+// Routes of all sections from and to one rank. Each section has as many pieces as there are chunks, so that
+// all sections arrive evenly whatever their lengths.
 struct Collectives::Routes {
   uint32_t chunks = 1;
   std::vector<Route> give, take;  // by destination, by source
@@ -85,12 +84,12 @@ struct Collectives::Routes {
   }
 };
 
-Collectives::Given Collectives::sections_in(const fl_signature& mine, const void* data) const {
-  if (is_compared(mine)) return {nullptr, 0};
-  const auto& given = *static_cast<const fl_sections*>(data);
-  const Sections sections{size_, 0, given.bytes};
+Collectives::Outgoing Collectives::sections_in(const fl_signature& signature, const void* data) const {
+  if (is_compared(signature)) return {nullptr, 0};
+  const auto& sections_data = *static_cast<const fl_sections*>(data);
+  const Sections sections{size_, 0, sections_data.bytes};
   const bool fits = sections.most_bytes() <= kInlineBytes;
-  return {given.data, fits ? sections.bytes_of(rank_) : 0};
+  return {sections_data.data, fits ? sections.bytes_of(rank_) : 0};
 }
 
 Collectives::Routes Collectives::routes_of(const Sections& sections) const {
@@ -98,13 +97,12 @@ Collectives::Routes Collectives::routes_of(const Sections& sections) const {
   return Routes(sections, rank_, std::max(least, chunk_for(sections.most_bytes())));
 }
 
-// Fill this rank's slots with what is for the others. `consume` is called when the pieces of a chunk
-// from all sources lie at from_.
+// Fill this rank's slots. `consume` is called when from_ points to the pieces of a chunk from all sources.
 void Collectives::stream_sections(const Routes& routes, const void* data,
                                   const std::function<void(uint32_t)>& consume) {
   const char* array = static_cast<const char*>(data);
-  size_t given = 0;
-  for (const Route& route : routes.give) given += route.bytes;
+  size_t sent_bytes = 0;
+  for (const Route& route : routes.give) sent_bytes += route.bytes;
   const auto fill = [&](uint32_t c, char* slot) {
     for (int r = 0; r < size_; ++r) {
       const Route& route = routes.give[r];
@@ -114,19 +112,20 @@ void Collectives::stream_sections(const Routes& routes, const void* data,
   };
   const auto take = [&](uint32_t c, uint32_t filled) {
     for (int r = 0; r < size_; ++r) {
-      const Route &own = routes.give[r], &route = routes.take[r];
+      const Route &own_route = routes.give[r], &route = routes.take[r];
       if (r != rank_ && route.size(c) > 0) watch_.wait(segment_.block(r).filled, filled, r);
-      from_[r] = r == rank_ ? array + own.in_array + own.begin(c)
+      from_[r] = r == rank_ ? array + own_route.in_array + own_route.begin(c)
                             : segment_.slot(r, filled - 1) + route.in_slot;
     }
     consume(c);
   };
-  stream(routes.chunks, given > 0, true, fill, take);
+  stream(routes.chunks, sent_bytes > 0, true, fill, take);
 }
 
-void Collectives::move_sections(const fl_signature& mine, const Sections& sections, const void* data, void* output) {
+void Collectives::move_sections(const fl_signature& signature, const Sections& sections, const void* data,
+                                void* output) {
   char* into = static_cast<char*>(output);
-  if (choose(mine, sections.most_bytes()) == kDirectly) {
+  if (choose(signature, sections.most_bytes()) == kDirectly) {
     read_sections(sections, static_cast<const char*>(data), into);
   } else {
     const Routes routes = routes_of(sections);
@@ -154,80 +153,81 @@ void Collectives::read_sections(const Sections& sections, const char* data, char
   end_reading();
 }
 
-void Collectives::reduce_scatter(const fl_signature& mine, const void* data, void* output) {
-  const size_t part = static_cast<size_t>(mine.count) / size_ * mine.itemsize;
-  reduce_sections(mine, {size_, part}, data, output);
+void Collectives::reduce_scatter(const fl_signature& signature, const void* data, void* output) {
+  const size_t part = static_cast<size_t>(signature.count) / size_ * signature.itemsize;
+  reduce_sections(signature, {size_, part}, data, output);
 }
 
-void Collectives::reduce_scatter_uneven(const fl_signature& mine, const fl_sections& given, void* output) {
-  reduce_sections(mine, {size_, 0, given.bytes}, given.data, output);
+void Collectives::reduce_scatter_uneven(const fl_signature& signature, const fl_sections& sections_data, void* output) {
+  reduce_sections(signature, {size_, 0, sections_data.bytes}, sections_data.data, output);
 }
 
-void Collectives::reduce_sections(const fl_signature& mine, const Sections& sections,
+void Collectives::reduce_sections(const fl_signature& signature, const Sections& sections,
                                   const void* data, void* output) {
-  const size_t item = mine.itemsize, part = sections.bytes(rank_, rank_) / item;
-  const size_t bytes = sections.bytes_of(rank_), own = sections.begin(rank_, rank_);
-  receive_calls(mine);
+  const size_t item = signature.itemsize, part = sections.bytes(rank_, rank_) / item;
+  const size_t bytes = sections.bytes_of(rank_), own_begin = sections.begin(rank_, rank_);
+  receive_calls(signature);
   if (bytes <= kInlineBytes) {
-    reduce_inline(mine, data, own, part, output);
+    reduce_inline(signature, data, own_begin, part, output);
     return;
   }
   char* into = static_cast<char*>(output);
-  if (choose(mine, bytes) == kDirectly) {
-    reduce_read(mine, own, static_cast<const char*>(data) + own, part, into);
+  if (choose(signature, bytes) == kDirectly) {
+    reduce_read(signature, own_begin, static_cast<const char*>(data) + own_begin, part, into);
     end_reading();
   } else {
     const Routes routes = routes_of(sections);
     const Route& route = routes.give[rank_];
     stream_sections(routes, data, [&](uint32_t c) {
-      fl::reduce(mine.dtype, mine.op, mine.scale, into + route.begin(c), from_.data(), size_, route.size(c) / item);
+      fl::reduce(signature.dtype, signature.op, signature.scale, into + route.begin(c), from_.data(), size_,
+                 route.size(c) / item);
     });
   }
   choice_.end(trial_);
 }
 
-void Collectives::all_to_all(const fl_signature& mine, const void* data, void* output) {
-  const size_t section = static_cast<size_t>(mine.count) / size_ * mine.itemsize;
-  exchange_sections(mine, {size_, section}, data, output);
+void Collectives::all_to_all(const fl_signature& signature, const void* data, void* output) {
+  const size_t section = static_cast<size_t>(signature.count) / size_ * signature.itemsize;
+  exchange_sections(signature, {size_, section}, data, output);
 }
 
-void Collectives::all_to_all_uneven(const fl_signature& mine, const fl_sections& given, void* output) {
-  exchange_sections(mine, {size_, 0, given.bytes}, given.data, output);
+void Collectives::all_to_all_uneven(const fl_signature& signature, const fl_sections& sections_data, void* output) {
+  exchange_sections(signature, {size_, 0, sections_data.bytes}, sections_data.data, output);
 }
 
-void Collectives::exchange_sections(const fl_signature& mine, const Sections& sections,
+void Collectives::exchange_sections(const fl_signature& signature, const Sections& sections,
                                     const void* data, void* output) {
-  receive_calls(mine);
-  if (sections.most_bytes() > kInlineBytes) return move_sections(mine, sections, data, output);
+  receive_calls(signature);
+  if (sections.most_bytes() > kInlineBytes) return move_sections(signature, sections, data, output);
   char* into = static_cast<char*>(output);
   for (int r = 0; r < size_; ++r) {
     const size_t bytes = sections.bytes(r, rank_);
     if (bytes == 0) continue;
-    const char* theirs = r == rank_ ? static_cast<const char*>(data) : inline_data(r, sections.bytes_of(r));
-    copy(into, theirs + sections.begin(r, rank_), bytes);
+    const char* peer_data = r == rank_ ? static_cast<const char*>(data) : inline_data(r, sections.bytes_of(r));
+    copy(into, peer_data + sections.begin(r, rank_), bytes);
     into += bytes;
   }
 }
 
-// The root's signature describes one part; what the others know of it may be nothing.
-Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* output) {
-  const int root = mine.root;
+// The root's signature describes one part. Other ranks may not know it.
+Bytes Collectives::scatter(const fl_signature& signature, const void* data, void* output) {
+  const int root = signature.root;
   const bool is_root = rank_ == root;
-  receive_calls(mine);
-  const fl_signature& given = description_of(root, calls_).signature;
-  const size_t part = static_cast<size_t>(given.count) * given.itemsize;
-  Bytes made;
+  receive_calls(signature);
+  const fl_signature& root_call = description_of(root, calls_).signature;
+  const size_t part = static_cast<size_t>(root_call.count) * root_call.itemsize;
+  Bytes output_bytes;
   if (output == nullptr) {
-    made = make_bytes(part);
-    output = made.data.get();
+    output_bytes = make_bytes(part);
+    output = output_bytes.data.get();
   }
   if (part * size_ > kInlineBytes) {
-    move_sections(mine, {size_, part, nullptr, root}, data, output);
+    move_sections(signature, {size_, part, nullptr, root}, data, output);
   } else if (part > 0) {
-    const char* whole = is_root ? static_cast<const char*>(data) : inline_data(root, part * size_);
-    copy(output, whole + rank_ * part, part);
+    const char* array = is_root ? static_cast<const char*>(data) : inline_data(root, part * size_);
+    copy(output, array + rank_ * part, part);
   }
-  return made;
+  return output_bytes;
 }
 
 }  // namespace fl

@@ -10,10 +10,10 @@ namespace fl {
 namespace {
 
 constexpr size_t kPage = sized(4096, 64);
-// Containers give 64 MB of /dev/shm, often less: a segment stays below about ten.
+// Containers provide 64 MB of /dev/shm, often less: a segment stays below about 10 MB.
 constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kDataBudget = 2 << 20;
-// Chunks of this size leave room for the arrays themselves in a second-level cache.
+// Chunks of this size leave space for the arrays in a second-level cache.
 constexpr size_t kMaxChunk = sized(256 << 10, 256);
 constexpr size_t kMostData = sized(256 << 10, 512), kLeastData = sized(1 << 10, 512);
 constexpr size_t kRecordBudget = 2 << 20;
@@ -28,9 +28,9 @@ size_t chunk_for(int ranks) {
 
 size_t pairs_of(int ranks) { return static_cast<size_t>(ranks) * (ranks - 1); }
 
-// The most, halved until that of all channels together is within the budget.
-size_t halved(size_t most, size_t least, size_t each, int ranks, size_t budget) {
-  while (most > least && pairs_of(ranks) * most * each > budget) most /= 2;
+// Halve `most` until all channels together are within `budget`.
+size_t halved(size_t most, size_t least, size_t item_bytes, int ranks, size_t budget) {
+  while (most > least && pairs_of(ranks) * most * item_bytes > budget) most /= 2;
   return most;
 }
 
@@ -40,11 +40,11 @@ uint32_t records_for(int ranks) {
   return static_cast<uint32_t>(halved(kMostRecords, kLeastRecords, sizeof(Record), ranks, kRecordBudget));
 }
 
-// Else it is reached through a process that has it open: by a link of the kernel's.
+// False for a link of the kernel to a file that a process has open.
 bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
 
-[[noreturn]] void fail(const char* what, int error = errno) {
-  throw std::system_error(error, std::generic_category(), what);
+[[noreturn]] void fail(const char* message, int error = errno) {
+  throw std::system_error(error, std::generic_category(), message);
 }
 
 struct flock byte_of_file(int number) {
@@ -64,9 +64,9 @@ Mapping Mapping::create(const std::string& path, size_t bytes, bool reserve) {
   const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail("create");
   Mapping made(fd);
-  // Reserved now, a file system that is too small is an error here; later it would be a SIGBUS.
+  // Allocate the space now: on a file system that is too small, a later access would cause SIGBUS.
   const auto size = static_cast<off_t>(bytes);
-  int error = EINTR;  // of posix_fallocate, when a signal arrives
+  int error = EINTR;  // posix_fallocate fails with it when a signal arrives
   while (error == EINTR) error = reserve ? posix_fallocate(fd, 0, size) : ftruncate(fd, size) == 0 ? 0 : errno;
   if (error != 0) {
     if (named) ::unlink(path.c_str());
@@ -83,8 +83,8 @@ Mapping Mapping::open(const std::string& path, size_t bytes) {
   Mapping made(fd);
   struct stat status;
   if (fstat(fd, &status) != 0) fail("fstat");
-  if (status.st_uid != geteuid() || !S_ISREG(status.st_mode)) fail("belongs to somebody else", EPERM);
-  if (static_cast<size_t>(status.st_size) != bytes) fail("has another size", EINVAL);
+  if (status.st_uid != geteuid() || !S_ISREG(status.st_mode)) fail("belongs to another user", EPERM);
+  if (static_cast<size_t>(status.st_size) != bytes) fail("has an unexpected size", EINVAL);
   made.map(bytes);
   return made;
 }
@@ -142,7 +142,7 @@ Segment::Segment(Mapping mapping, int ranks)
       data_bytes_(data_for(ranks)) {
   const size_t pairs = pairs_of(ranks);
   char* at = mapping_.data();
-  // The file came as zeros, which is how every counter begins.
+  // The file is zeroed, which is the initial value of every counter.
   blocks_ = reinterpret_cast<RankBlock*>(at);
   slots_ = at + pages(ranks * sizeof(RankBlock));
   at = slots_ + static_cast<size_t>(ranks) * kSlots * chunk_bytes_;

@@ -1,45 +1,45 @@
-// Collectives that are started and do not block.
+// Asynchronous collectives.
 //
-// One whose data travels with its call is begun at once, on the caller's thread: then no other rank
-// waits for this one any more, and no thread has to wake up. The first of three does the rest: the thread
-// that waits for it, that which calls the next, or after a millisecond one of the group. All others run in
-// their queue.
+// A collective whose data travels with its call is announced at once on the caller's thread, so that no other
+// rank waits for this one and no thread must wake up. The first of three completes it: the thread that waits
+// for it, the thread that makes the next call, or after a millisecond a thread of the group. Other
+// collectives run in the queue.
 
 #include "group.h"
 
 namespace fl {
 namespace {
 
-// Looks at the others' calls: of who calls the next, and of who waits.
+// Polls of the other ranks' calls: by the next call, and by a waiting thread.
 constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
 constexpr int kSpins = sized(1000, 1);
 
 }  // namespace
 
 ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& site, bool is_begun) {
-  // It counts until it has ended for those who look as well: finish() lets go of what it runs.
+  // Counts as queued until it has ended for observers too; finish() then releases its function.
   queued_.fetch_add(1, std::memory_order_relaxed);
   const auto leave = [](std::atomic<int>* count) { count->fetch_sub(1, std::memory_order_relaxed); };
   const std::shared_ptr<std::atomic<int>> queued(&queued_, leave);
   return queue_.make(call.seconds, [=, queued = queued](Operation& operation) {
-    const Turn::Held running = await_turn(nullptr);
+    const Turn::Guard running = await_turn(nullptr);
     if (is_begun) {
       is_begun_ = false;
       collectives_.go_on(operation.seconds, nullptr);
       operation.output = reporting(
-          &site, [&] { return complete(call.signature, call.data, call.output, operation.seen); });
+          &site, [&] { return complete(call.signature, call.data, call.output, operation.report); });
     } else {
-      operation.output = dispatch(call, nullptr, &site, operation.seen);
+      operation.output = dispatch(call, nullptr, &site, operation.report);
     }
   });
 }
 
 ShmGroup::Result ShmGroup::start_collective(const Request& call, const fl_site& site) {
-  if (starting_.is_mine()) return in_the_middle();
+  if (starting_.is_owner()) return reentrant_call();
   while (!starting_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) return ended(peers_.why_ended());
   }
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   end_begun(kLittleTime, true);
   Result result;
   if (begin_small(call, site, result)) return result;
@@ -48,21 +48,21 @@ ShmGroup::Result ShmGroup::start_collective(const Request& call, const fl_site& 
   return result;
 }
 
-// Where that can be: `result` is what became of it. `starting_` is held.
+// Begin a small collective if possible; `result` receives the operation. Requires `starting_`.
 bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& result) {
   if (queued_.load(std::memory_order_relaxed) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   {
-    const Turn::Held running(turn_);
+    const Turn::Guard running(turn_);
     if (!collectives_.can_begin(call.signature)) return false;
     collectives_.begin(call.seconds, nullptr);
     collectives_.call(call.signature, call.data, &site, call.is_ahead);
     if (collectives_.progress() == Progress::kComplete) {
-      result = guarded([&](Seen& seen) {
-        return reporting(&site, [&] { return complete(call.signature, call.data, call.output, seen); });
+      result = guarded([&](CallReport& report) {
+        return reporting(&site, [&] { return complete(call.signature, call.data, call.output, report); });
       });
       if (result == nullptr && call.is_ahead) return true;
-      // A handle all the same: what was started can be waited for where it was started, and only there.
+      // Return a handle nevertheless, so that the caller can wait for what it started.
       if (result == nullptr) result = ended_with(FL_OK);
       result->ended = Clock::now();
       return true;
@@ -72,15 +72,15 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
   }
   begun_->helper = this;
   try {
-    family_->wind();
-  } catch (const std::exception&) {  // no thread: the queue says so
+    family_->activate();
+  } catch (const std::exception&) {  // no thread: the queue reports it
     hand_over();
   }
   return true;
 }
 
-// End what is begun, if the others have done their part within `patience`; else hand it over to a
-// thread, or leave it. `starting_` is held.
+// Complete the begun collective if the other ranks do their part within `patience`; else hand it over to a
+// thread, or leave it. Requires `starting_`.
 void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
   if (begun_ == nullptr) return;
   Progress progress = collectives_.progress();
@@ -101,16 +101,16 @@ ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   is_behind = true;
   if (peers_.has_ended()) return ended(peers_.why_ended());
   if (!starting_.try_take()) return nullptr;
-  const Turn::Held held(starting_);
-  // What is queued compares what was called before it.
+  const Turn::Guard guard(starting_);
+  // Queued operations compare the calls before them.
   if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
   if (!turn_.try_take()) return nullptr;
-  const Turn::Held running(turn_);
+  const Turn::Guard running(turn_);
   const auto operation = queue_.make(seconds, [&](Operation&) {
     try {
       is_behind = collectives_.look_back(seconds);
     } catch (Failure& failure) {
-      if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
+      if (failure.status == FL_TIMEOUT) failure.report = collectives_.last_calls();
       throw;
     }
   });
@@ -122,28 +122,28 @@ void ShmGroup::hand_over() {
   queue_.submit(std::exchange(begun_, nullptr));
 }
 
-// Whether nothing is queued any more, without waiting.
+// True if nothing is queued; does not wait.
 bool ShmGroup::has_caught_up() {
   if (!starting_.try_take()) return false;
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   end_begun(kLittleTime, false);
   return queued_.load(std::memory_order_relaxed) == 0;
 }
 
-// Its owner does not have it for long.
+// The owner of `starting_` holds it only briefly.
 void ShmGroup::help(const Operation& operation, bool waits) {
   if (!starting_.try_take()) return;
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   if (begun_.get() != &operation) return;
   const Patience all = peers_.patience();
-  const Patience some{std::min(all.spins, kSpins), peers_.may_spin() ? 0 : all.yields};
-  end_begun(waits ? some : kNoTime, waits);
+  const Patience limited{std::min(all.spins, kSpins), peers_.may_spin() ? 0 : all.yields};
+  end_begun(waits ? limited : kNoTime, waits);
 }
 
-// Every millisecond: what was begun before the last tick gets a thread.
+// Every millisecond: give a collective begun before the last tick to a thread.
 void ShmGroup::tick() {
   if (!starting_.try_take()) return;
-  const Turn::Held held(starting_);
+  const Turn::Guard guard(starting_);
   if (begun_ != nullptr && begun_.get() == seen_by_tick_) hand_over();
   seen_by_tick_ = begun_.get();
 }

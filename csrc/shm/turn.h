@@ -1,4 +1,4 @@
-// Whose turn it is, such as to run a collective: one thread's at a time.
+// A turn, for example to run a collective, that one thread holds at a time.
 #pragma once
 
 #include <atomic>
@@ -9,54 +9,54 @@
 
 namespace fl {
 
-// A lock that knows its owner. A signal handler runs on a thread that may be in the middle of a
-// collective, and whatever it calls must not wait for that.
+// A lock that knows its owner. A signal handler may run on a thread that is inside a collective; its calls
+// must not wait for that collective.
 class Turn {
  public:
-  // False where a thread has it, also this one.
+  // Return false if any thread holds it, including this one.
   bool try_take() {
-    // Its failure is what must be in one order, see below, and may not be stronger than its success.
-    std::thread::id nobody;
-    return owner_.compare_exchange_strong(nobody, std::this_thread::get_id());
+    // The failure needs the single order described below and may not be stronger than the success.
+    std::thread::id no_thread;
+    return owner_.compare_exchange_strong(no_thread, std::this_thread::get_id());
   }
 
   bool try_take_for(long milliseconds) {
     if (try_take()) return true;
-    if (is_mine()) return false;
+    if (is_owner()) return false;
     std::unique_lock<std::mutex> lock(mutex_);
     ++waiting_;
     const auto limit = std::chrono::milliseconds(milliseconds);
-    const bool taken = given_.wait_for(lock, limit, [this] { return try_take(); });
+    const bool taken = released_.wait_for(lock, limit, [this] { return try_take(); });
     waiting_.fetch_sub(1, std::memory_order_relaxed);
     return taken;
   }
 
-  void give() {
+  void release() {
     owner_.store(std::thread::id());
     if (waiting_ == 0) return;
     const std::lock_guard<std::mutex> lock(mutex_);
-    given_.notify_one();
+    released_.notify_one();
   }
 
-  // Taken, until the end of the block.
-  class Held {
+  // Releases the turn at the end of the block.
+  class Guard {
    public:
-    explicit Held(Turn& turn) : turn_(turn) {}
-    ~Held() { turn_.give(); }
-    Held(const Held&) = delete;
+    explicit Guard(Turn& turn) : turn_(turn) {}
+    ~Guard() { turn_.release(); }
+    Guard(const Guard&) = delete;
 
    private:
     Turn& turn_;
   };
 
-  bool is_mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
+  bool is_owner() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
  private:
-  // These two in one order (seq_cst): who waits sees the turn given, or is seen by who gives it.
+  // Single order of both (seq_cst): a waiter sees the turn free, or release() sees the waiter.
   std::atomic<std::thread::id> owner_{};
   std::atomic<int> waiting_{0};
-  std::mutex mutex_;  // so that nobody goes to sleep between the two
-  std::condition_variable given_;
+  std::mutex mutex_;  // held so that no thread falls asleep between both accesses
+  std::condition_variable released_;
 };
 
 }  // namespace fl

@@ -29,7 +29,7 @@ const auto row_squares = FL_CHOSEN(row_squares);
 const auto standardize = FL_CHOSEN(standardize);
 const auto standardize_back = FL_CHOSEN(standardize_back);
 
-// 0; -1 where there is no memory for `run`.
+// Run `run`; return 0, or -1 if there is not enough memory.
 template <typename Run>
 int with_room(Run run) noexcept {
   try {
@@ -122,19 +122,19 @@ void fl_tagi_standardize_back(const fl_tagi_rows* rows, const float* t, const fl
 void fl_tagi_observe(const fl_tagi_outputs* outputs, const int64_t* indices, const float* observed,
                      const float* errors, size_t errors_step, float* d, float* e) {
   for (size_t i = 0; i < outputs->observed; ++i) {
-    size_t place = i;
+    size_t position = i;
     if (indices != nullptr) {
-      const size_t sample = i / outputs->observed_each;
-      place = sample * outputs->each + static_cast<size_t>(indices[i] - 1);
+      const size_t sample = i / outputs->observed_per_sample;
+      position = sample * outputs->per_sample + static_cast<size_t>(indices[i] - 1);
     }
-    const float variance = outputs->variance == nullptr ? 0 : outputs->variance[place];
-    const float slope = outputs->slope == nullptr ? 1 : outputs->slope[place];
+    const float variance = outputs->variance == nullptr ? 0 : outputs->variance[position];
+    const float slope = outputs->slope == nullptr ? 1 : outputs->slope[position];
     const float gain = slope / (variance + errors[i * errors_step]);
-    const float mean_delta = gain * (observed[i] - outputs->mean[place]);
+    const float mean_delta = gain * (observed[i] - outputs->mean[position]);
     const float variance_delta = -gain * slope;
     const bool learnt = std::isfinite(mean_delta) && std::isfinite(variance_delta);
-    d[place] = learnt ? mean_delta : 0;
-    e[place] = learnt ? variance_delta : 0;
+    d[position] = learnt ? mean_delta : 0;
+    e[position] = learnt ? variance_delta : 0;
   }
 }
 

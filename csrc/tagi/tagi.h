@@ -1,4 +1,4 @@
-// Kernels of flashlight_py.tagi: what NumPy would take several passes over memory for.
+// Kernels of flashlight_py.tagi that replace several NumPy passes over memory.
 #pragma once
 
 #include <stddef.h>

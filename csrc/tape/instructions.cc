@@ -1,4 +1,4 @@
-// Instructions as Python describes them: tuples that begin with a name.
+// Instructions, read from tuples that Python creates and that begin with a name.
 
 #include <cstring>
 #include <new>
@@ -9,7 +9,7 @@
 namespace fl::tape {
 namespace {
 
-// Call what Python gave with arguments that never change.
+// Calls a Python function with fixed arguments.
 struct Call final : public Instruction {
   PyObject *function, *args;
 
@@ -24,7 +24,7 @@ struct Native final : public Instruction {
   Kernel* kernel;
   int64_t elements;
   enum { MOST = 16 };
-  int count = 0, at[MOST];  // of arrays; -1: not given
+  int count = 0, at[MOST];  // entries of the arrays; -1: array not passed
   char* arrays[MOST];       // of the current run
   std::vector<int64_t> sizes;
   std::vector<double> numbers;
@@ -34,7 +34,7 @@ struct Native final : public Instruction {
     try {
       kernel(arrays, sizes.data(), numbers.data());
     } catch (const std::bad_alloc&) {
-      const PyGILState_STATE state = PyGILState_Ensure();  // it may run without the interpreter
+      const PyGILState_STATE state = PyGILState_Ensure();  // it may run without the GIL
       PyErr_NoMemory();
       PyGILState_Release(state);
       return Outcome::failed;
@@ -44,7 +44,7 @@ struct Native final : public Instruction {
   int64_t work() const override { return elements; }
 };
 
-// Leave the captured path unless a truth value is true.
+// Leaves the captured path unless a truth value is true.
 struct Require final : public Instruction {
   int at;
 
@@ -53,18 +53,17 @@ struct Require final : public Instruction {
   bool may_leave() const override { return true; }
 };
 
-// The loop of `ufunc` for the dtypes whose characters are `types`, or one of our own by its name.
+// Find the loop of `ufunc` for the dtype characters `types`, or an own loop by name.
 bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
   *data = nullptr;
   if (PyUnicode_Check(function)) {
     const char* name = PyUnicode_AsUTF8AndSize(function, nullptr);
     *loop = name == nullptr ? nullptr : own_loop(name);
-    if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no loop %s", name);
+    if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "unknown loop %s", name);
     return *loop != nullptr;
   }
-  // The loops inside NumPy's ufuncs, and NumPy's BLAS by address: the bits are NumPy's without a
-  // word about them. A kernel of our own for small products was 0.9 to 2 times as fast as
-  // OpenBLAS's, and has other bits.
+  // Loops of NumPy's ufuncs, and NumPy's BLAS by address, give NumPy's bits. An own kernel for small products
+  // was 0.9 to 2 times as fast as OpenBLAS and gave other bits.
   const PyUFuncObject* ufunc = reinterpret_cast<PyUFuncObject*>(function);
   for (int i = 0; i < ufunc->ntypes; ++i) {
     bool same = PyTuple_Size(types) == ufunc->nargs;
@@ -77,7 +76,7 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
       return true;
     }
   }
-  if (!PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no loop of %s", ufunc->name);
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "%s has no loop for these types", ufunc->name);
   return false;
 }
 
@@ -95,7 +94,7 @@ bool read_elementwise(PyObject* described, size_t dimensions, Elementwise* op) {
     take(PyTuple_GetItem(at, i), &op->at[i]);
     take(PyTuple_GetItem(itemsizes, i), &op->itemsize[i]);
     intptr_t* step = op->steps[i];
-    const auto take_step = [&step](PyObject* each) { return take(each, step++); };
+    const auto take_step = [&step](PyObject* item) { return take(item, step++); };
     if (!read_each(PyTuple_GetItem(steps, i), take_step)) return false;
   }
   return PyErr_Occurred() == nullptr && find_loop(function, types, &op->loop, &op->data);
@@ -106,19 +105,19 @@ std::unique_ptr<Instruction> read_loops(PyObject* described) {
   PyObject *extents, *operations;
   std::vector<intptr_t> dimensions;
   std::vector<Elementwise> group_of;
-  const bool is_read = read(described, 1, &extents, &operations) && read_each(extents, [&](PyObject* each) {
-    return take(each, &dimensions.emplace_back());
-  }) && read_each(operations, [&](PyObject* each) {
-    return read_elementwise(each, dimensions.size(), &group_of.emplace_back());
+  const bool is_read = read(described, 1, &extents, &operations) && read_each(extents, [&](PyObject* item) {
+    return take(item, &dimensions.emplace_back());
+  }) && read_each(operations, [&](PyObject* item) {
+    return read_elementwise(item, dimensions.size(), &group_of.emplace_back());
   });
   return is_read ? group(std::move(group_of), dimensions) : nullptr;
 }
 
-// ("reduce", ufunc, types, rows, columns, itemsize, along rows, the initial value or None, from, to)
+// ("reduce", ufunc, types, rows, columns, itemsize, along rows, initial value or None, from, to)
 std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   PyObject *ufunc, *types;
-  auto made = std::make_unique<Reduction>();
-  Reduction& r = *made;
+  auto instruction = std::make_unique<Reduction>();
+  Reduction& r = *instruction;
   PyArrayObject* initial;
   if (!read(described, 1, &ufunc, &types, &r.rows, &r.columns, &r.itemsize, &r.along_rows, &initial, &r.from,
             &r.to) ||
@@ -126,49 +125,50 @@ std::unique_ptr<Instruction> read_reduction(PyObject* described) {
     return nullptr;
   }
   r.initial = initial == nullptr ? nullptr : PyArray_BYTES(initial);
-  return made;
+  return instruction;
 }
 
 // ("call", function, args)
 std::unique_ptr<Instruction> read_call(PyObject* described) {
-  auto made = std::make_unique<Call>();
-  return read(described, 1, &made->function, &made->args) ? std::move(made) : nullptr;
+  auto instruction = std::make_unique<Call>();
+  return read(described, 1, &instruction->function, &instruction->args) ? std::move(instruction) : nullptr;
 }
 
-// A kernel of our own by its name, or one of csrc/nn by the address of its row, which begins with it.
-Kernel* find_kernel(PyObject* which) {
-  if (PyLong_Check(which)) return *static_cast<Kernel* const*>(PyLong_AsVoidPtr(which));
-  const char* name = PyUnicode_AsUTF8AndSize(which, nullptr);
+// Find an own kernel by name, or a kernel of csrc/nn by the address of its row, whose first field it is.
+Kernel* find_kernel(PyObject* kernel_name) {
+  if (PyLong_Check(kernel_name)) return *static_cast<Kernel* const*>(PyLong_AsVoidPtr(kernel_name));
+  const char* name = PyUnicode_AsUTF8AndSize(kernel_name, nullptr);
   Kernel* kernel = name == nullptr ? nullptr : own_kernel(name);
-  if (kernel == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no kernel %s", name);
+  if (kernel == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "unknown kernel %s", name);
   return kernel;
 }
 
-// ("native", kernel, work, sizes, numbers, whether each array is given, entries ...)
+// ("native", kernel, work, sizes, numbers, for each array whether it is passed, entries ...)
 std::unique_ptr<Instruction> read_native(PyObject* described) {
   const Owned fixed(PyTuple_GetSlice(described, 0, 6));
-  auto made = std::make_unique<Native>();
-  PyObject *which, *sizes, *numbers, *are_given;
-  if (!fixed || !read(fixed.get(), 1, &which, &made->elements, &sizes, &numbers, &are_given)) return nullptr;
-  made->kernel = find_kernel(which);
+  auto instruction = std::make_unique<Native>();
+  PyObject *kernel_name, *sizes, *numbers, *are_given;
+  if (!fixed || !read(fixed.get(), 1, &kernel_name, &instruction->elements, &sizes, &numbers,
+                      &are_given)) return nullptr;
+  instruction->kernel = find_kernel(kernel_name);
   Py_ssize_t next = 6;
-  const bool is_read = made->kernel != nullptr && read_each(sizes, [&](PyObject* each) {
-    return take(each, &made->sizes.emplace_back());
-  }) && read_each(numbers, [&](PyObject* each) {
-    made->numbers.push_back(PyFloat_AsDouble(each));
+  const bool is_read = instruction->kernel != nullptr && read_each(sizes, [&](PyObject* item) {
+    return take(item, &instruction->sizes.emplace_back());
+  }) && read_each(numbers, [&](PyObject* item) {
+    instruction->numbers.push_back(PyFloat_AsDouble(item));
     return PyErr_Occurred() == nullptr;
-  }) && read_each(are_given, [&](PyObject* each) {
-    if (made->count == Native::MOST) return PyErr_SetString(PyExc_ValueError, "too many arrays"), false;
-    int& at = made->at[made->count++] = -1;
-    return each != Py_True || take(PyTuple_GetItem(described, next++), &at);
+  }) && read_each(are_given, [&](PyObject* item) {
+    if (instruction->count == Native::MOST) return PyErr_SetString(PyExc_ValueError, "too many arrays"), false;
+    int& at = instruction->at[instruction->count++] = -1;
+    return item != Py_True || take(PyTuple_GetItem(described, next++), &at);
   });
-  return is_read ? std::move(made) : nullptr;
+  return is_read ? std::move(instruction) : nullptr;
 }
 
 // ("require", at)
 std::unique_ptr<Instruction> read_require(PyObject* described) {
-  auto made = std::make_unique<Require>();
-  return read(described, 1, &made->at) ? std::move(made) : nullptr;
+  auto instruction = std::make_unique<Require>();
+  return read(described, 1, &instruction->at) ? std::move(instruction) : nullptr;
 }
 
 }  // namespace
@@ -184,7 +184,7 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described) {
   for (const auto& kind : kinds) {
     if (text != nullptr && std::strcmp(kind.name, text) == 0) return kind.read(described);
   }
-  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "no instruction %R", described);
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "unknown instruction %R", described);
   return nullptr;
 }
 

@@ -1,6 +1,6 @@
-// Loops and kernels of our own, with NumPy's bits: elementwise loops that NumPy has inside its casts and
-// functions, out of reach, in the form of those that its ufuncs have; products by the BLAS that NumPy has
-// loaded, as NumPy calls it; and what NumPy adds up without BLAS.
+// Own loops and kernels with NumPy's bits: elementwise loops that NumPy uses inside casts and functions, in
+// the form of ufunc loops; products with the BLAS that NumPy has loaded, called like NumPy; and sums that
+// NumPy computes without BLAS.
 
 #include <cmath>
 #include <cstring>
@@ -33,7 +33,7 @@ void cast_loop(char** args, const intptr_t* count, const intptr_t* steps, void*)
   }
 }
 
-// NumPy takes ten times as long where the other operand is one number.
+// NumPy takes ten times as long if the other operand is one number.
 template <typename R, bool is_maximum>
 void limit_loop(char** args, const intptr_t* count, const intptr_t* steps, void*) {
   static const auto kernel = FL_CHOSEN(limit<R, is_maximum>);
@@ -113,7 +113,7 @@ Loops all_loops() {
 
 // Products ---------------------------------------------------------------------------------------------
 
-enum { ROW_MAJOR = 101, COLUMN_MAJOR = 102, AS_IT_IS = 111 };  // as cblas.h has them; 112 is transposed
+enum { ROW_MAJOR = 101, COLUMN_MAJOR = 102, AS_IT_IS = 111 };  // values of cblas.h; 112 is transposed
 
 template <typename R>
 R* at(char* array) {
@@ -153,7 +153,7 @@ void dot(char* const* arrays, const int64_t* sizes, const double*) {
       function<R, Function>(blas.dot)(Int(count), at<R>(arrays[0]), Int(x_step), at<R>(arrays[1]), Int(y_step));
 }
 
-// Where there is nothing to add up BLAS has no order of its own, and takes four times as long.
+// Without sums BLAS has no order of additions and takes four times as long.
 template <typename R>
 void outer_product(char* const* arrays, const int64_t* sizes, const double*) {
   static const auto kernel = FL_CHOSEN(outer<R>);
@@ -180,17 +180,17 @@ Kernel* kernel_of(const std::string& product) {
 
 Loop own_loop(const char* name) {
   static const Loops loops = all_loops();
-  const auto found = loops.find(name);
-  return found == loops.end() ? nullptr : found->second;
+  const auto entry = loops.find(name);
+  return entry == loops.end() ? nullptr : entry->second;
 }
 
 Kernel* own_kernel(const char* name) {
-  const std::string whole(name), product = whole.substr(0, whole.find(':'));
+  const std::string full_name(name), product = full_name.substr(0, full_name.find(':'));
   const bool is_long = blas.is_long;
-  if (whole == product + ":f4") {
+  if (full_name == product + ":f4") {
     return is_long ? kernel_of<float, int64_t>(product) : kernel_of<float, int>(product);
   }
-  if (whole != product + ":f8") return nullptr;
+  if (full_name != product + ":f8") return nullptr;
   return is_long ? kernel_of<double, int64_t>(product) : kernel_of<double, int>(product);
 }
 

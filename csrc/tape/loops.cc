@@ -1,4 +1,4 @@
-// Elementwise operations and reductions by the loops inside NumPy's ufuncs: the same bits.
+// Elementwise operations and reductions with the loops of NumPy's ufuncs, for the same bits.
 
 #include <algorithm>
 #include <cstring>
@@ -10,14 +10,14 @@
 namespace fl::tape {
 namespace {
 
-// Elements of a strip: a few operands of it stay in the first cache.
+// Elements of a strip. A few operands of this size fit into the first-level cache.
 constexpr intptr_t STRIP = 2048;
-// Most elements of a vector: NumPy has other bits of nans at the end of a loop.
+// Maximum number of elements of a vector. At the end of a loop NumPy produces other NaN bits.
 constexpr intptr_t VECTOR = 64;
-// Elements of a row that is so short that calling a loop takes longer.
+// Row length up to which a loop call takes longer than its elements.
 constexpr intptr_t SHORT = 128;
 
-// Whether the operand's rows follow each other without a gap, so that all are one loop.
+// True if the rows of all operands are adjacent, so that one loop covers them.
 bool is_flat(const Elementwise& op, intptr_t columns) {
   for (int i = 0; i < op.operands; ++i) {
     if (op.steps[i][0] != columns * op.steps[i][1]) return false;
@@ -25,12 +25,12 @@ bool is_flat(const Elementwise& op, intptr_t columns) {
   return true;
 }
 
-// Operations over rows, of which a strip has as many as fit.
+// Operations over rows; a strip has as many rows as fit.
 class Rows final : public Instruction {
  public:
   Rows(std::vector<Elementwise> operations, intptr_t rows, intptr_t columns)
       : operations_(std::move(operations)), rows_(rows), columns_(columns) {
-    const intptr_t whole = VECTOR / std::gcd(VECTOR, columns);  // rows that are no part of a vector
+    const intptr_t whole = VECTOR / std::gcd(VECTOR, columns);  // rows that fill whole vectors
     const intptr_t most = std::max<intptr_t>(1, STRIP / columns);
     block_ = std::min(rows, most < whole ? most : most / whole * whole);
     for (Elementwise& op : operations_) {
@@ -64,24 +64,24 @@ class Rows final : public Instruction {
     std::memcpy(to, &all, sizeof(R));
   }
 
-  // NumPy adds the sums of two halves, and so on. Of what is computed strip by strip its loop gets a strip;
-  // which of two NaNs the sum of them is, is left to compilers.
+  // NumPy adds the sums of two halves recursively. Data computed strip by strip is passed to its loop in
+  // strips. The NaN that a sum of two NaNs returns depends on the compiler.
   template <typename R>
   R sum_of(Table table, intptr_t from, intptr_t count) const {
-    const size_t others = operations_.size() - 1;
-    if (count > STRIP && others > 0) {
+    const size_t last_index = operations_.size() - 1;
+    if (count > STRIP && last_index > 0) {
       const intptr_t half = count / 16 * 8;
       const R first = sum_of<R>(table, from, half);
       return first + sum_of<R>(table, from + half, count - half);
     }
-    for (size_t i = 0; i < others; ++i) run_block(table, i, from, count);
-    const Elementwise& op = operations_[others];
-    R found = 0;
-    char* to = reinterpret_cast<char*>(&found);
+    for (size_t i = 0; i < last_index; ++i) run_block(table, i, from, count);
+    const Elementwise& op = operations_[last_index];
+    R total = 0;
+    char* to = reinterpret_cast<char*>(&total);
     char* args[] = {to, table[op.at[0]] + from * op.ahead(0), to};
     const intptr_t steps[] = {0, op.steps[0][0], 0};
     op.loop(args, &count, steps, op.data);
-    return found;
+    return total;
   }
 
   void run_block(Table table, size_t number, intptr_t from, intptr_t rows) const {
@@ -100,15 +100,15 @@ class Rows final : public Instruction {
     }
   }
 
-  // A row that is the same for all rows, such as a bias, and room for it as often as a block has rows.
+  // A row used for all rows, such as a bias, repeated as often as a block has rows.
   struct Tile {
     int at;
     intptr_t step, itemsize;
     std::unique_ptr<std::vector<char>> room;
   };
 
-  // Where rows are short, give each operand that is one row as many as a block has: then the block is
-  // one loop, and a call for each row would take longer than its elements.
+  // If rows are short, repeat each one-row operand for a whole block. The block is then one loop; a loop call
+  // per row would take longer than its elements.
   void lay_out(Elementwise* op) {
     for (int i = 0; i + 1 < op->operands; ++i) {
       const intptr_t step = op->steps[i][1];
@@ -132,7 +132,7 @@ class Rows final : public Instruction {
   intptr_t rows_, columns_, block_;
 };
 
-// One operation over any number of dimensions, of which the last is the inner one.
+// One operation over any number of dimensions; the last is the innermost.
 class ManyDimensions final : public Instruction {
  public:
   ManyDimensions(const Elementwise& operation, const std::vector<intptr_t>& dimensions)
@@ -178,7 +178,7 @@ std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
   const size_t count = dimensions.size();
   if (count > 2) return std::make_unique<ManyDimensions>(operations[0], dimensions);
   if (count == 2) return std::make_unique<Rows>(std::move(operations), dimensions[0], dimensions[1]);
-  for (Elementwise& op : operations) {  // rows of one element, without gaps
+  for (Elementwise& op : operations) {  // rows of one element without gaps
     for (auto& steps : op.steps) steps[1] = steps[0];
   }
   return std::make_unique<Rows>(std::move(operations), dimensions[0], 1);
@@ -191,7 +191,7 @@ Outcome Reduction::run(Table table) {
     std::memcpy(target + i * itemsize, initial == nullptr ? source + i * next : initial,
                 static_cast<size_t>(itemsize));
   }
-  // The first element of a row, or the first row, is there already.
+  // The first element of each row, or the first row, is already in the result.
   const intptr_t taken = initial == nullptr, first = along_rows ? taken : 0;
   const intptr_t count = columns - first, step = along_rows ? 0 : itemsize;
   const intptr_t steps[] = {step, itemsize, step};

@@ -1,4 +1,4 @@
-/* The module: a step that replays its programs, and falls back to Python. */
+/* The module: a step that replays its programs and falls back to Python. */
 
 #define FL_TAPE_MODULE
 #include "program.h"
@@ -10,7 +10,7 @@
 namespace fl::tape {
 namespace {
 
-// A program as Python sees it: `signature` and `stamp` are of the structure that it belongs to.
+// A program for Python, with the `signature` and `stamp` of its structure.
 struct ProgramObject {
   PyObject_HEAD
   Program* program;
@@ -18,12 +18,12 @@ struct ProgramObject {
   long long stamp;
 };
 
-// Python's Captured is derived from it: `programs`, a list, the most recent first; `slow`(args, kwargs) is
-// called where none fits, `left`(args, kwargs) where one was left on the way.
+// Base of Python's Captured. `programs`: list, the most recent first. `slow`(args, kwargs) is called if no
+// program fits, `left`(args, kwargs) if a program was left.
 struct Step {
   PyObject_HEAD
   PyObject *slow, *left, *programs;
-  Py_ssize_t replays;  // that were done to the end
+  Py_ssize_t replays;  // completed replays
 };
 
 Program* program_of(PyObject* object) { return reinterpret_cast<ProgramObject*>(object)->program; }
@@ -44,10 +44,10 @@ PyObject* create_program(PyTypeObject* type, PyObject* args, PyObject*) {
   std::unique_ptr<Program> program = Program::read(description);
   PyObject* self = program == nullptr ? nullptr : PyType_GenericAlloc(type, 0);
   if (self == nullptr) return nullptr;
-  ProgramObject* made = reinterpret_cast<ProgramObject*>(self);
-  made->program = program.release();
-  made->signature = share(signature).release();
-  made->stamp = stamp;
+  ProgramObject* program_self = reinterpret_cast<ProgramObject*>(self);
+  program_self->program = program.release();
+  program_self->signature = share(signature).release();
+  program_self->stamp = stamp;
   return self;
 }
 
@@ -64,7 +64,7 @@ int clear_program(PyObject* self) {
   return 0;
 }
 
-/* is_alive(): whether all objects are that are arguments. */
+/* is_alive(): True if all objects that are arguments exist. */
 PyObject* is_alive(PyObject* self, PyObject*) { return PyBool_FromLong(program_of(self)->is_alive()); }
 
 int fits(PyObject* self, PyObject* args, PyObject* kwargs) {
@@ -72,12 +72,12 @@ int fits(PyObject* self, PyObject* args, PyObject* kwargs) {
   return object->stamp == *structure ? object->program->fits(args, kwargs) : 0;
 }
 
-/* fits(args, kwargs or None): whether it is for them, as things are now. */
-PyObject* fits_given(PyObject* self, PyObject* given) {
+/* fits(args, kwargs or None): True if the program can run with them now. */
+PyObject* fits_given(PyObject* self, PyObject* call_args) {
   PyObject *args, *kwargs;
-  if (!PyArg_ParseTuple(given, "O!O", &PyTuple_Type, &args, &kwargs)) return nullptr;
-  const int found = program_of(self)->is_busy() ? 0 : fits(self, args, kwargs == Py_None ? nullptr : kwargs);
-  return found < 0 ? nullptr : PyBool_FromLong(found);
+  if (!PyArg_ParseTuple(call_args, "O!O", &PyTuple_Type, &args, &kwargs)) return nullptr;
+  const int matches = program_of(self)->is_busy() ? 0 : fits(self, args, kwargs == Py_None ? nullptr : kwargs);
+  return matches < 0 ? nullptr : PyBool_FromLong(matches);
 }
 
 PyObject* fall_back(PyObject* function, PyObject* args, PyObject* kwargs) {
@@ -86,17 +86,17 @@ PyObject* fall_back(PyObject* function, PyObject* args, PyObject* kwargs) {
 
 PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   Step* step = reinterpret_cast<Step*>(self);
-  const Owned programs = share(step->programs);  // whatever runs meanwhile, it may be another one
+  const Owned programs = share(step->programs);  // Python code may replace the list meanwhile
   if (programs == nullptr) return PyErr_SetString(PyExc_TypeError, "the step is not initialized"), nullptr;
   for (Py_ssize_t i = 0; i < PyList_Size(programs.get()); ++i) {
-    const Owned held = share(PyList_GetItem(programs.get(), i));
-    Program* program = program_of(held.get());
-    if (program->is_busy()) return fall_back(step->left, args, kwargs);  // a thread, or from inside
-    const int found = fits(held.get(), args, kwargs);
-    if (found < 0) return nullptr;
-    if (found == 0) continue;
+    const Owned program_object = share(PyList_GetItem(programs.get(), i));
+    Program* program = program_of(program_object.get());
+    if (program->is_busy()) return fall_back(step->left, args, kwargs);  // another thread, or recursion
+    const int matches = fits(program_object.get(), args, kwargs);
+    if (matches < 0) return nullptr;
+    if (matches == 0) continue;
     if (i > 0 && (PyList_SetSlice(programs.get(), i, i + 1, nullptr) < 0 ||
-                  PyList_Insert(programs.get(), 0, held.get()) < 0)) {
+                  PyList_Insert(programs.get(), 0, program_object.get()) < 0)) {
       return nullptr;
     }
     bool is_left;
@@ -125,8 +125,8 @@ int clear_step(PyObject* self) {
   return 0;
 }
 
-/* use_variables(type, slots, structure): descriptors in the order of Slots::Name; the address of an int64 that
-   is compared with the stamps of programs. */
+/* use_variables(type, slots, structure): descriptors in the order of Slots::Name; address of an int64 that is
+   compared with the stamps of programs. */
 PyObject* use_variables(PyObject*, PyObject* args) {
   PyObject *type, *descriptors;
   Py_ssize_t address;
@@ -151,7 +151,7 @@ PyObject* use_blas(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-/* same(before, after): whether they are of one type, equal, and written alike. */
+/* same(before, after): True if both have one type, are equal, and have the same representation. */
 PyObject* same(PyObject*, PyObject* args) {
   PyObject *before, *after;
   if (!PyArg_ParseTuple(args, "OO", &before, &after)) return nullptr;
@@ -159,7 +159,7 @@ PyObject* same(PyObject*, PyObject* args) {
   return answer < 0 ? nullptr : PyBool_FromLong(answer);
 }
 
-/* run(instruction, arrays): one instruction, whose operands are these arrays by their numbers. */
+/* run(instruction, arrays): run one instruction; its operands are indices into the arrays. */
 PyObject* run(PyObject*, PyObject* args) {
   PyObject *described, *arrays;
   if (!PyArg_ParseTuple(args, "OO!", &described, &PyTuple_Type, &arrays)) return nullptr;
@@ -174,23 +174,23 @@ PyObject* run(PyObject*, PyObject* args) {
 
 PyObject* address(PyObject*, PyObject* array) {
   if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
-  return PyErr_Format(PyExc_TypeError, "address: no array: %R", array);
+  return PyErr_Format(PyExc_TypeError, "address: expected an array, got %R", array);
 }
 
 PyObject* bounds(PyObject*, PyObject* object) {
-  if (!PyArray_Check(object)) return PyErr_Format(PyExc_TypeError, "bounds: no array: %R", object);
+  if (!PyArray_Check(object)) return PyErr_Format(PyExc_TypeError, "bounds: expected an array, got %R", object);
   const auto [low, high] = span_of(reinterpret_cast<PyArrayObject*>(object));
   return Py_BuildValue("nn", reinterpret_cast<Py_ssize_t>(low), reinterpret_cast<Py_ssize_t>(high));
 }
 
-/* at(owner, address, like): an array of the form of `like` in the memory of `owner`, which it keeps. */
+/* at(owner, address, like): return an array like `like` in the memory of `owner`, which it keeps alive. */
 PyObject* at(PyObject*, PyObject* args) {
   PyObject *owner, *like;
   Py_ssize_t address;
   if (!PyArg_ParseTuple(args, "OnO!", &owner, &address, &PyArray_Type, &like)) return nullptr;
   Owned array(array_at(reinterpret_cast<PyArrayObject*>(like), reinterpret_cast<char*>(address)));
   if (array == nullptr) return nullptr;
-  Py_INCREF(owner);  // which is taken over
+  Py_INCREF(owner);  // the array takes it over
   if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), owner) < 0) return nullptr;
   return array.release();
 }

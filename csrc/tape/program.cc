@@ -11,12 +11,12 @@ const int64_t* structure;
 
 namespace {
 
-// From here on, in elements, a step is long enough to let other threads run meanwhile.
+// Elements from which a step releases the GIL.
 constexpr int64_t WORK_WITHOUT_GIL = 100000;
 
 PyArrayObject* as_array(const Owned& object) { return reinterpret_cast<PyArrayObject*>(object.get()); }
 
-// The array of an argument; null: it is none.
+// Return the array of an argument; null if it has none.
 Owned array_of(PyObject* object, Argument::Kind kind) {
   Owned array = share(object);
   if (kind == Argument::VARIABLE) {
@@ -27,7 +27,7 @@ Owned array_of(PyObject* object, Argument::Kind kind) {
   return array != nullptr && PyArray_CheckExact(array.get()) ? std::move(array) : nullptr;
 }
 
-constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;  // those that are compared
+constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;  // the compared flags
 
 }  // namespace
 
@@ -48,7 +48,7 @@ Form::Form(PyArrayObject* array)
   extents.insert(extents.end(), PyArray_STRIDES(array), PyArray_STRIDES(array) + dimensions);
 }
 
-// How far apart the elements of a dimension are does not matter where there is one.
+// The stride of a dimension with one element is ignored.
 bool Form::fits(PyArrayObject* array) const {
   const size_t dimensions = static_cast<size_t>(PyArray_NDIM(array));
   if (PyArray_TYPE(array) != type || (PyArray_FLAGS(array) & FLAGS) != flags ||
@@ -76,7 +76,7 @@ bool Slots::use(PyObject* type, PyObject* descriptors) {
   type_ = share(type).release();
   descriptors_ = share(descriptors).release();
   zero_ = PyLong_FromLong(0);
-  if (read_ == nullptr || write_ == nullptr) PyErr_SetString(PyExc_TypeError, "these are no slots");
+  if (read_ == nullptr || write_ == nullptr) PyErr_SetString(PyExc_TypeError, "expected slot descriptors");
   return PyErr_Occurred() == nullptr;
 }
 
@@ -89,17 +89,18 @@ void Slots::set(PyObject* variable, Name name, PyObject* value) const {
 }
 
 PyObject* Slots::make(Owned array, PyObject* calc_grad, PyObject* node) const {
-  Owned made(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type_), 0));
-  if (made == nullptr) return nullptr;
-  for (Name name : {GRAD, HOOK, BUFFER, PLACEMENT}) set(made.get(), name, Py_None);
-  set(made.get(), DATA, array.get());
-  set(made.get(), NODE, node);
-  set(made.get(), CHANGED, zero_);
-  set(made.get(), CALC_GRAD, calc_grad);
-  return made.release();
+  Owned new_object(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type_), 0));
+  if (new_object == nullptr) return nullptr;
+  for (Name name : {GRAD, HOOK, BUFFER, PLACEMENT}) set(new_object.get(), name, Py_None);
+  set(new_object.get(), DATA, array.get());
+  set(new_object.get(), NODE, node);
+  set(new_object.get(), CHANGED, zero_);
+  set(new_object.get(), CALC_GRAD, calc_grad);
+  return new_object.release();
 }
 
-// Of one type, equal, and written alike: 0.0 is not -0.0, (1,) is not (True,), and NaN is NaN.
+// True for equal values of one type with the same representation: 0.0 differs from -0.0 and (1,) from
+// (True,), and NaN equals NaN.
 int same_value(PyObject* before, PyObject* after) {
   if (before == after) return 1;
   if (Py_TYPE(before) != Py_TYPE(after)) return 0;
@@ -118,31 +119,31 @@ int same_value(PyObject* before, PyObject* after) {
 }
 
 // (arguments, names, (arrays of the state, names of the function, gradients), table, instructions, bindings,
-//  result, occupied, keep)
+// result, occupied, keep)
 std::unique_ptr<Program> Program::read(PyObject* description) {
   PyObject *arguments{}, *names{}, *state{}, *table{}, *instructions{}, *bindings{}, *result{}, *occupied{};
-  PyObject *keep{}, *arrays{}, *known{}, *found{};
+  PyObject *keep{}, *arrays{}, *names_read{}, *gradients{};
   auto program = std::make_unique<Program>();
   Program& p = *program;
   p.description_ = share(description);
   const bool is_read =
       tape::read(description, 0, &arguments, &names, &state, &table, &instructions, &bindings, &result,
                  &occupied, &keep) &&
-      tape::read(state, 0, &arrays, &known, &found) &&
+      tape::read(state, 0, &arrays, &names_read, &gradients) &&
       read_each(names, [&](PyObject* name) { return p.names_.push_back(name), true; }) &&
-      read_each(arguments, [&](PyObject* each) { return p.read_argument(each); }) &&
-      read_each(arrays, [&](PyObject* each) {
-        PyArrayObject* array = reinterpret_cast<PyArrayObject*>(each);
+      read_each(arguments, [&](PyObject* element) { return p.read_argument(element); }) &&
+      read_each(arrays, [&](PyObject* element) {
+        PyArrayObject* array = reinterpret_cast<PyArrayObject*>(element);
         return p.state_.push_back({array, Form(array)}), true;
       }) &&
       read_all<&Name::holder, &Name::name, &Name::value, &Name::is_items, &Name::is_number,
-               &Name::descriptor>(known, &p.known_) &&
-      read_all<&Binding::variable, &Binding::value>(found, &p.found_) &&
+               &Name::descriptor>(names_read, &p.names_read_) &&
+      read_all<&Binding::variable, &Binding::value>(gradients, &p.gradients_read_) &&
       read_all<&Binding::variable, &Binding::value, &Binding::since>(bindings, &p.bindings_) &&
-      read_each(table, [&](PyObject* each) { return p.read_table(each); }) &&
-      read_each(instructions, [&](PyObject* each) { return p.read_instruction_of(each); }) &&
+      read_each(table, [&](PyObject* element) { return p.read_table(element); }) &&
+      read_each(instructions, [&](PyObject* element) { return p.read_instruction_of(element); }) &&
       p.read_result(result, &p.result_) && read_all<&Span::first, &Span::second>(occupied, &p.occupied_);
-  for (Name& each : p.known_) each.prepare();
+  for (Name& element : p.names_read_) element.prepare();
   return is_read ? std::move(program) : nullptr;
 }
 
@@ -158,17 +159,17 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// (number of an argument or, after these, of a new array, else -1; address or offset)
+// (index of an argument or, after these, of a new array, else -1; address or offset)
 bool Program::read_table(PyObject* described) {
   int argument;
-  intptr_t where;
-  if (!tape::read(described, 0, &argument, &where)) return false;
-  table_.push_back(argument < 0 ? reinterpret_cast<char*>(where) : nullptr);
+  intptr_t address;
+  if (!tape::read(described, 0, &argument, &address)) return false;
+  table_.push_back(argument < 0 ? reinterpret_cast<char*>(address) : nullptr);
   const size_t number = static_cast<size_t>(argument);
   if (argument >= 0 && number < arguments_.size() && arguments_[number].cell != nullptr) {
-    table_.back() = PyArray_BYTES(arguments_[number].cell) + where;
+    table_.back() = PyArray_BYTES(arguments_[number].cell) + address;
   } else if (argument >= 0) {
-    places_.push_back({table_.size() - 1, number, where});
+    argument_entries_.push_back({table_.size() - 1, number, address});
   }
   return true;
 }
@@ -187,14 +188,14 @@ bool Program::read_result(PyObject* described, Result* to) {
   PyObject* parts;
   if (!tape::read(described, 0, &to->kind, &to->object, &to->node, &to->at, &to->like, &parts)) return false;
   if (to->at < 0) {
-    new_.resize(std::max(new_.size(), static_cast<size_t>(-to->at)));
-    made_.resize(new_.size());
-    new_[static_cast<size_t>(-1 - to->at)] = to->like;
+    new_forms_.resize(std::max(new_forms_.size(), static_cast<size_t>(-to->at)));
+    new_arrays_.resize(new_forms_.size());
+    new_forms_[static_cast<size_t>(-1 - to->at)] = to->like;
   }
   return read_each(parts, [&](PyObject* part) { return read_result(part, &to->parts.emplace_back()); });
 }
 
-PyObject* Program::given(PyObject* args, PyObject* kwargs, size_t number) const {
+PyObject* Program::argument_at(PyObject* args, PyObject* kwargs, size_t number) const {
   const size_t by_place = arguments_.size() - names_.size();
   if (number < by_place) return PyTuple_GetItem(args, static_cast<Py_ssize_t>(number));
   return PyDict_GetItemWithError(kwargs, names_[number - by_place]);
@@ -207,21 +208,21 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
     return 0;
   }
   int answer = take_arguments(args, kwargs);
-  if (answer == 1) answer = holds();
-  if (answer == 1) answer = are_apart();
+  if (answer == 1) answer = state_is_unchanged();
+  if (answer == 1) answer = are_disjoint();
   if (answer != 1) {
     for (Owned& array : arrays_) array.reset();
   }
   return answer;
 }
 
-// Values first: to compare them may run Python, after which arrays might be others.
+// Values first: comparing them may run Python code that changes arrays.
 int Program::take_arguments(PyObject* args, PyObject* kwargs) {
   for (const bool is_array : {false, true}) {
     for (size_t i = 0; i < arguments_.size(); ++i) {
       const Argument& argument = arguments_[i];
       if ((argument.form != nullptr) != is_array) continue;
-      PyObject* object = given(args, kwargs, i);
+      PyObject* object = argument_at(args, kwargs, i);
       if (object == nullptr) return PyErr_Occurred() ? -1 : 0;
       if (is_array) {
         arrays_[i] = array_of(object, argument.kind);
@@ -267,54 +268,52 @@ int Program::Name::is_as_before() const {
     item = holder;
   }
   if (item == value) return 1;
-  if (item == nullptr && PyErr_Occurred()) {  // such as a variable of an outer function that was deleted
+  if (item == nullptr && PyErr_Occurred()) {  // for example a deleted variable of an outer function
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
     PyErr_Clear();
   }
   if (item == nullptr || !is_number) return 0;
-  const Owned kept = share(item);  // to compare it may run Python
+  const Owned kept = share(item);  // comparing may run Python code
   return same_value(value, kept.get());
 }
 
-// Return 1 if each name has the value of the recorded step and each array of the state its address,
-// 0 if not, -1 with an exception.
-int Program::holds() const {
-  for (const Name& each : known_) {
-    if (const int same = each.is_as_before(); same != 1) return same;
+// Return 1 if names have the values of the recorded step and state arrays their addresses, else 0; -1: error.
+int Program::state_is_unchanged() const {
+  for (const Name& element : names_read_) {
+    if (const int same = element.is_as_before(); same != 1) return same;
   }
-  for (const Binding& each : found_) {
-    const Owned now = slots.get(each.variable, Slots::GRAD);
+  for (const Binding& element : gradients_read_) {
+    const Owned now = slots.get(element.variable, Slots::GRAD);
     if (now == nullptr) PyErr_Clear();  // it was deleted
-    if (now.get() != each.value) return 0;
+    if (now.get() != element.value) return 0;
   }
-  for (const State& each : state_) {
-    if (!each.form.fits(each.array)) return 0;
+  for (const State& element : state_) {
+    if (!element.form.fits(element.array)) return 0;
   }
   return 1;
 }
 
-// Whether no argument shares memory with another one, or with what the step changes, as when it was
-// recorded.
-bool Program::are_apart() const {
+// True if no argument overlaps another argument or memory that the step changes, as in the recorded step.
+bool Program::are_disjoint() const {
   for (size_t i = 0; i < arrays_.size(); ++i) {
     if (arrays_[i] == nullptr) continue;
-    const Span own = span_of(as_array(arrays_[i]));
-    const auto next = std::lower_bound(occupied_.begin(), occupied_.end(), own.second,
-                                       [](const Span& each, const char* end) { return each.first < end; });
-    if (next != occupied_.begin() && (next - 1)->second > own.first && own.first < own.second) return false;
+    const Span span = span_of(as_array(arrays_[i]));
+    const auto next = std::lower_bound(occupied_.begin(), occupied_.end(), span.second,
+                                       [](const Span& element, const char* end) { return element.first < end; });
+    if (next != occupied_.begin() && (next - 1)->second > span.first && span.first < span.second) return false;
     for (size_t j = 0; j < i; ++j) {
       if (arrays_[j] == nullptr) continue;
       const Span other = span_of(as_array(arrays_[j]));
       const std::less<const char*> before;
-      if (before(own.first, other.second) && before(other.first, own.second)) return false;
+      if (before(span.first, other.second) && before(other.first, span.second)) return false;
     }
   }
   return true;
 }
 
 bool Program::is_alive() const {
-  for (const Argument& each : arguments_) {
-    if (each.kind == Argument::OBJECT && PyWeakref_GetObject(each.value) == Py_None) return false;
+  for (const Argument& element : arguments_) {
+    if (element.kind == Argument::OBJECT && PyWeakref_GetObject(element.value) == Py_None) return false;
   }
   return true;
 }
@@ -324,84 +323,84 @@ bool Program::set_arguments() {
     PyArrayObject* cell = arguments_[i].cell;
     if (cell != nullptr && PyArray_CopyInto(cell, as_array(arrays_[i])) < 0) return false;
   }
-  for (size_t i = 0; i < new_.size(); ++i) {
-    made_[i].reset(PyArray_SimpleNew(PyArray_NDIM(new_[i]), PyArray_DIMS(new_[i]), PyArray_TYPE(new_[i])));
-    if (made_[i] == nullptr) return false;
+  for (size_t i = 0; i < new_forms_.size(); ++i) {
+    new_arrays_[i].reset(PyArray_SimpleNew(PyArray_NDIM(new_forms_[i]), PyArray_DIMS(new_forms_[i]),
+                                           PyArray_TYPE(new_forms_[i])));
+    if (new_arrays_[i] == nullptr) return false;
   }
-  for (const Place& place : places_) {
+  for (const ArgumentEntry& slot : argument_entries_) {
     const size_t count = arrays_.size();
-    const Owned& array = place.argument < count ? arrays_[place.argument] : made_[place.argument - count];
-    table_[place.entry] = PyArray_BYTES(as_array(array)) + place.offset;
+    const Owned& array = slot.argument < count ? arrays_[slot.argument] : new_arrays_[slot.argument - count];
+    table_[slot.entry] = PyArray_BYTES(as_array(array)) + slot.offset;
   }
   return true;
 }
 
 Outcome Program::run(Py_ssize_t* count) {
   Outcome outcome = Outcome::done;
-  PyThreadState* others = nullptr;
+  PyThreadState* thread_state = nullptr;
   for (const auto& instruction : instructions_) {
     const bool is_native = work_ >= WORK_WITHOUT_GIL && instruction->work() >= 0;
-    if (is_native && others == nullptr) others = PyEval_SaveThread();
-    if (!is_native && others != nullptr) PyEval_RestoreThread(std::exchange(others, nullptr));
+    if (is_native && thread_state == nullptr) thread_state = PyEval_SaveThread();
+    if (!is_native && thread_state != nullptr) PyEval_RestoreThread(std::exchange(thread_state, nullptr));
     ++*count;
     outcome = instruction->run(table_.data());
     if (outcome != Outcome::done) break;
   }
-  if (others != nullptr) PyEval_RestoreThread(others);
+  if (thread_state != nullptr) PyEval_RestoreThread(thread_state);
   return outcome;
 }
 
 PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   *is_left = false;
-  // Arrays that are used where they lie must not go while other threads run; and until the result is there,
-  // none may begin a replay.
+  // Keep arrays used in place alive while other threads run. No replay may begin before the result exists.
   const Owned kept_args = share(args), kept_kwargs = share(kwargs);
   is_busy_ = true;
   PyObject* result = nullptr;
-  std::vector<Owned> before;  // the slots, if the step is left
+  std::vector<Owned> before;  // old gradients, restored if the step is left
   if (set_arguments()) {
-    for (const Binding& each : bindings_) {
-      if (may_leave_) before.push_back(slots.get(each.variable, Slots::GRAD));
-      slots.set(each.variable, Slots::GRAD, each.value);
+    for (const Binding& element : bindings_) {
+      if (may_leave_) before.push_back(slots.get(element.variable, Slots::GRAD));
+      slots.set(element.variable, Slots::GRAD, element.value);
     }
     Py_ssize_t count = 0;
     Outcome outcome = run(&count);
     if (PyErr_Occurred()) outcome = Outcome::failed;
     *is_left = outcome == Outcome::left;
     for (size_t i = 0; outcome != Outcome::done && i < bindings_.size(); ++i) {
-      const Binding& each = bindings_[i];
-      // Others may have used the memory of gradients that are still to be computed.
-      const bool is_missing = !*is_left && each.since + 1 >= count;
+      const Binding& element = bindings_[i];
+      // Memory of gradients that are still to be computed may have been reused.
+      const bool is_missing = !*is_left && element.since + 1 >= count;
       if (*is_left || is_missing) {
-        slots.set(each.variable, Slots::GRAD, is_missing ? Py_None : before[i].get());
+        slots.set(element.variable, Slots::GRAD, is_missing ? Py_None : before[i].get());
       }
     }
     if (outcome == Outcome::done) result = build(result_, args, kwargs);
   }
   for (Owned& array : arrays_) array.reset();
-  for (Owned& each : made_) each.reset();
+  for (Owned& element : new_arrays_) element.reset();
   is_busy_ = false;
   return result;
 }
 
 PyObject* Program::build_array(const Result& result) {
-  if (result.at < 0) return made_[static_cast<size_t>(-1 - result.at)].release();
+  if (result.at < 0) return new_arrays_[static_cast<size_t>(-1 - result.at)].release();
   char* from = table_[static_cast<size_t>(result.at)];
   if (!PyArray_IS_C_CONTIGUOUS(result.like)) {
-    const Owned there(array_at(result.like, from));
-    return there == nullptr ? nullptr : PyArray_NewCopy(as_array(there), NPY_KEEPORDER);
+    const Owned view(array_at(result.like, from));
+    return view == nullptr ? nullptr : PyArray_NewCopy(as_array(view), NPY_KEEPORDER);
   }
   PyArrayObject* like = result.like;
-  Owned made(PyArray_SimpleNew(PyArray_NDIM(like), PyArray_DIMS(like), PyArray_TYPE(like)));
-  if (made == nullptr) return nullptr;
-  std::memcpy(PyArray_DATA(as_array(made)), from, static_cast<size_t>(PyArray_NBYTES(as_array(made))));
-  return made.release();
+  Owned new_object(PyArray_SimpleNew(PyArray_NDIM(like), PyArray_DIMS(like), PyArray_TYPE(like)));
+  if (new_object == nullptr) return nullptr;
+  std::memcpy(PyArray_DATA(as_array(new_object)), from, static_cast<size_t>(PyArray_NBYTES(as_array(new_object))));
+  return new_object.release();
 }
 
 PyObject* Program::build(const Result& result, PyObject* args, PyObject* kwargs) {
   if (result.kind == Result::CONSTANT) return share(result.object).release();
   if (result.kind == Result::ARGUMENT) {
-    return share(given(args, kwargs, static_cast<size_t>(result.at))).release();
+    return share(argument_at(args, kwargs, static_cast<size_t>(result.at))).release();
   }
   if (result.like != nullptr) {
     Owned array(build_array(result));
@@ -412,21 +411,21 @@ PyObject* Program::build(const Result& result, PyObject* args, PyObject* kwargs)
                                          : PyArray_ToScalar(number, as_array(array));
   }
   const Py_ssize_t count = static_cast<Py_ssize_t>(result.parts.size());
-  Owned made(result.kind == Result::TUPLE  ? PyTuple_New(count)
+  Owned new_object(result.kind == Result::TUPLE  ? PyTuple_New(count)
              : result.kind == Result::LIST ? PyList_New(count)
                                            : PyDict_New());
-  for (Py_ssize_t i = 0; made != nullptr && i < count; ++i) {
+  for (Py_ssize_t i = 0; new_object != nullptr && i < count; ++i) {
     Owned part(build(result.parts[static_cast<size_t>(i)], args, kwargs));
     if (part == nullptr) return nullptr;
     if (result.kind == Result::DICT) {
-      if (PyDict_SetItem(made.get(), PyTuple_GetItem(result.object, i), part.get()) < 0) return nullptr;
+      if (PyDict_SetItem(new_object.get(), PyTuple_GetItem(result.object, i), part.get()) < 0) return nullptr;
     } else if (result.kind == Result::LIST) {
-      PyList_SetItem(made.get(), i, part.release());
+      PyList_SetItem(new_object.get(), i, part.release());
     } else {
-      PyTuple_SetItem(made.get(), i, part.release());
+      PyTuple_SetItem(new_object.get(), i, part.release());
     }
   }
-  return made.release();
+  return new_object.release();
 }
 
 }  // namespace fl::tape

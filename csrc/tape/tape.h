@@ -1,4 +1,4 @@
-// A captured step as a list of instructions over memory that stays where it is.
+// A captured step as a list of instructions over fixed memory.
 #pragma once
 
 #include <cstddef>
@@ -8,49 +8,48 @@
 
 namespace fl::tape {
 
-// Where each operand begins. An instruction names operands by their place in this table, so that
-// the arrays that a step is called with can lie elsewhere each time.
+// Addresses of the operands. Instructions name operands by index, so that each call can use other addresses.
 using Table = char* const*;
 
-enum class Outcome { done, failed, left };  // failed: a Python exception; left: the step took another path
+enum class Outcome { done, failed, left };  // failed: a Python exception; left: another path is needed
 
 class Instruction {
  public:
   virtual ~Instruction() = default;
   virtual Outcome run(Table table) = 0;
-  // Roughly how many elements it touches; -1: it needs the interpreter.
+  // Approximate number of elements; -1: it needs the GIL.
   virtual int64_t work() const = 0;
   virtual bool may_leave() const { return false; }
 };
 
 using Instructions = std::vector<std::unique_ptr<Instruction>>;
 
-// The signature of the loops inside NumPy's ufuncs.
+// Signature of the loops of NumPy's ufuncs.
 using Loop = void (*)(char** args, const intptr_t* count, const intptr_t* steps, void* data);
 
 enum { MOST_OPERANDS = 4, MOST_DIMENSIONS = 8 };
 
-// One elementwise operation. `steps` are in bytes, for each dimension of the group.
+// One elementwise operation. `steps` are in bytes, per dimension of the group.
 struct Elementwise {
   Loop loop;
   void* data;
   int operands;
-  bool sums;  // all elements of the first operand; it is the last one of its group
+  bool sums;  // adds all elements of the first operand; last operation of its group
   int at[MOST_OPERANDS];
   intptr_t steps[MOST_OPERANDS][MOST_DIMENSIONS];
-  intptr_t itemsize[MOST_OPERANDS];  // 0: it has room for one strip, which all use in turn
+  intptr_t itemsize[MOST_OPERANDS];  // 0: memory for one strip, reused by all strips
 
-  // Bytes between what two strips have, for each element or row of the first one.
+  // Bytes between consecutive elements or rows of the outermost dimension.
   intptr_t ahead(int operand) const { return itemsize[operand] == 0 ? 0 : steps[operand][0]; }
 };
 
-// Operations over the same elements, one after the other, strip by strip: what one leaves for the
-// next is still in cache. Several operations need at most two dimensions.
+// Operations over the same elements, strip by strip, so that intermediate results stay in cache. Several
+// operations need at most two dimensions.
 std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
                                    const std::vector<intptr_t>& dimensions);
 
-// A reduction by a ufunc's loop as NumPy makes it, of `rows` x `columns`: along each row, or down
-// the columns. Every result begins with the bytes at `initial`, or with the first element if null.
+// A reduction of `rows` x `columns` with a ufunc's loop like NumPy: along each row, or down the columns.
+// Results start from the bytes at `initial`, or from the first element if it is null.
 struct Reduction final : public Instruction {
   Loop loop;
   void* data;
@@ -63,27 +62,29 @@ struct Reduction final : public Instruction {
   int64_t work() const override { return rows * columns; }
 };
 
-// The functions' addresses, and whether their integers have 64 bits.
+// Addresses of BLAS functions; is_long: their integers have 64 bits.
 struct Blas {
-  void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // for float and for double
+  void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // for float and double
   bool is_long = false;
 };
 extern Blas blas;
 
-// A kernel of csrc/nn, or one of our own.
+// A kernel of csrc/nn or of this folder.
 using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
 
-// A kernel of our own by its name, for floats ("gemm:f4") or doubles ("gemm:f8"), or null. Arrays are
-// row-major unless they are transposed; steps are in elements. Names, arrays, and sizes:
-//   gemm: a, b, c = a @ b. Is a transposed, is b, rows and columns of c, terms of each, steps of a and b.
-//   gemv: matrix, x, y = matrix @ x. Is it row-major, is it transposed, its rows, columns and step, step of x.
-//   dot: x, y, the sum of products. Count, steps of x and y.
-//   outer: a, b, c[i, j] = 0 + a[i] * b[j]. 1 if a is one number, 2 if b is, else 0; rows, columns, step of a.
-//   add_rows: a matrix, the sum of its rows. Rows, columns.
+// Find an own kernel by name, for float ("gemm:f4") or double ("gemm:f8"); null if unknown. Arrays are
+// row-major unless transposed; steps are in elements. Names with arrays; sizes:
+//   gemm: a, b, c = a @ b; whether a and b are transposed, rows and columns of c, inner size, steps of a and
+//       b.
+//   gemv: matrix, x, y = matrix @ x; whether row-major, whether transposed, rows, columns, step, step of x.
+//   dot: x, y, sum of products; count, steps of x and y.
+//   outer: a, b, c[i, j] = 0 + a[i] * b[j]; 1 if a is one number, 2 if b is, else 0; rows, columns, step of
+//       a.
+//   add_rows: a matrix, the sum of its rows; rows, columns.
 Kernel* own_kernel(const char* name);
 
-// An elementwise loop of our own by its name, or null: casts ("cast:f4:f8"), copies of elements
-// of a size ("copy:8"), selections ("where:8").
+// Find an own elementwise loop by name: casts ("cast:f4:f8"), copies by element size ("copy:8"), selections
+// ("where:8"); null if unknown.
 Loop own_loop(const char* name);
 
 }  // namespace fl::tape

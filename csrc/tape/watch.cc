@@ -1,4 +1,4 @@
-// What NumPy allocates on a thread while it is watched: the arrays that a step makes.
+// The memory that NumPy allocates on a thread while it is watched: the arrays that a step creates.
 
 #include <sys/mman.h>
 
@@ -13,46 +13,46 @@
 namespace fl::tape {
 namespace {
 
-// Memory is freed, and may be allocated again, as in a step that nobody watches. So each piece has a
-// second address that no other one ever has: an array there stands for one that is gone. Addresses are all
-// that is needed of this memory, which nobody writes to; who reads finds zeros.
-// Where so many are not to be had, as under a limit of the shell, fewer are taken, which leaves others some.
+// Freed memory may be allocated again, as in a step that is not watched. Therefore each block also gets a
+// unique second address, and an array there represents a freed block. Only the addresses matter: nothing
+// writes to this memory, and reads give zeros. If the reservation fails, for example under a shell limit, a
+// smaller one is tried, which leaves address space for other uses.
 constexpr uintptr_t LINE = 64, MOST = uintptr_t(1) << 40, FEWEST = uintptr_t(1) << 28;
 
 uintptr_t reserved() {
   constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   static void* const begin = [] {
-    void* found = MAP_FAILED;
-    for (uintptr_t size = MOST; found == MAP_FAILED && size >= FEWEST; size /= 4) {
-      found = mmap(nullptr, size, PROT_READ, FLAGS, -1, 0);
+    void* reserved_at = MAP_FAILED;
+    for (uintptr_t size = MOST; reserved_at == MAP_FAILED && size >= FEWEST; size /= 4) {
+      reserved_at = mmap(nullptr, size, PROT_READ, FLAGS, -1, 0);
     }
-    return found;
+    return reserved_at;
   }();
   return begin == MAP_FAILED ? uintptr_t(1) << 62 : reinterpret_cast<uintptr_t>(begin);
 }
 
 struct Piece {
   size_t size;
-  uintptr_t stands_at;
+  uintptr_t stand_in_address;
 };
 
 class Pieces {
  public:
-  explicit Pieces(const PyDataMemAllocator& under) : under_(under) {}
+  explicit Pieces(const PyDataMemAllocator& base) : base_(base) {}
 
-  void* add(void* place, size_t size) {
+  void* add(void* memory, size_t size) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (place != nullptr) {
-      alive_[reinterpret_cast<uintptr_t>(place)] = {size, end_};
+    if (memory != nullptr) {
+      alive_[reinterpret_cast<uintptr_t>(memory)] = {size, end_};
       end_ += (size / LINE + 2) * LINE;
     }
-    return place;
+    return memory;
   }
-  void remove(void* place) {
+  void remove(void* memory) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    alive_.erase(reinterpret_cast<uintptr_t>(place));
+    alive_.erase(reinterpret_cast<uintptr_t>(memory));
   }
-  // The piece in which `address` lies, and how far from its beginning; false: none.
+  // Find the block that contains `address` and the offset in it; false if there is none.
   bool find(uintptr_t address, Piece* piece, uintptr_t* offset) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto next = alive_.upper_bound(address);
@@ -62,11 +62,11 @@ class Pieces {
     *offset = address - next->first;
     return *offset < std::max<size_t>(1, piece->size);
   }
-  const PyDataMemAllocator& under() const { return under_; }
+  const PyDataMemAllocator& base() const { return base_; }
 
  private:
-  PyDataMemAllocator under_;
-  std::mutex mutex_;  // arrays are freed by any thread
+  PyDataMemAllocator base_;
+  std::mutex mutex_;  // any thread may free arrays
   std::map<uintptr_t, Piece> alive_;
   uintptr_t end_ = reserved();
 };
@@ -74,34 +74,34 @@ class Pieces {
 Pieces& pieces_of(void* context) { return *static_cast<Pieces*>(context); }
 
 void* allocate(void* context, size_t size) {
-  const PyDataMemAllocator& under = pieces_of(context).under();
-  return pieces_of(context).add(under.malloc(under.ctx, size), size);
+  const PyDataMemAllocator& base = pieces_of(context).base();
+  return pieces_of(context).add(base.malloc(base.ctx, size), size);
 }
 
 void* allocate_zeros(void* context, size_t count, size_t size) {
-  const PyDataMemAllocator& under = pieces_of(context).under();
-  return pieces_of(context).add(under.calloc(under.ctx, count, size), count * size);
+  const PyDataMemAllocator& base = pieces_of(context).base();
+  return pieces_of(context).add(base.calloc(base.ctx, count, size), count * size);
 }
 
-void* reallocate(void* context, void* place, size_t size) {
-  const PyDataMemAllocator& under = pieces_of(context).under();
-  pieces_of(context).remove(place);
-  return pieces_of(context).add(under.realloc(under.ctx, place, size), size);
+void* reallocate(void* context, void* memory, size_t size) {
+  const PyDataMemAllocator& base = pieces_of(context).base();
+  pieces_of(context).remove(memory);
+  return pieces_of(context).add(base.realloc(base.ctx, memory, size), size);
 }
 
-void release(void* context, void* place, size_t size) {
-  const PyDataMemAllocator& under = pieces_of(context).under();
-  pieces_of(context).remove(place);
-  under.free(under.ctx, place, size);
+void release(void* context, void* memory, size_t size) {
+  const PyDataMemAllocator& base = pieces_of(context).base();
+  pieces_of(context).remove(memory);
+  base.free(base.ctx, memory, size);
 }
 
-// NumPy's arrays refer to the capsule until they are freed.
+// Arrays refer to the capsule until they are freed.
 constexpr char CAPSULE[] = "mem_handler";
 
 struct Handler {
   PyDataMem_Handler handler;
   Pieces pieces;
-  Owned under;  // whose allocator the pieces use
+  Owned base;  // provides the allocator of the pieces
 };
 
 Handler* handler_of(PyObject* capsule) {
@@ -112,11 +112,11 @@ Handler* handler_of(PyObject* capsule) {
 
 PyObject* new_memory(PyObject*, PyObject*) {
   Owned now(PyDataMem_GetHandler());
-  Handler* under = now == nullptr ? nullptr : handler_of(now.get());
-  if (under == nullptr) return nullptr;
-  auto* handler = new Handler{{"watched", 1, {}}, Pieces(under->handler.allocator), std::move(now)};
+  Handler* base = now == nullptr ? nullptr : handler_of(now.get());
+  if (base == nullptr) return nullptr;
+  auto* handler = new Handler{{"watched", 1, {}}, Pieces(base->handler.allocator), std::move(now)};
   handler->handler.allocator = {&handler->pieces, allocate, allocate_zeros, reallocate, release};
-  return PyCapsule_New(handler, CAPSULE, [](PyObject* gone) { delete handler_of(gone); });
+  return PyCapsule_New(handler, CAPSULE, [](PyObject* dead_capsule) { delete handler_of(dead_capsule); });
 }
 
 PyObject* use_memory(PyObject*, PyObject* capsule) { return PyDataMem_SetHandler(capsule); }
@@ -131,9 +131,9 @@ PyObject* find_memory(PyObject*, PyObject* args) {
   uintptr_t offset;
   const uintptr_t address = reinterpret_cast<uintptr_t>(PyArray_DATA(array));
   if (!handler->pieces.find(address, &piece, &offset)) Py_RETURN_NONE;
-  PyObject* stand_in = array_at(array, reinterpret_cast<char*>(piece.stands_at + offset));
+  PyObject* stand_in = array_at(array, reinterpret_cast<char*>(piece.stand_in_address + offset));
   return stand_in == nullptr ? nullptr
-                             : Py_BuildValue("LN", static_cast<long long>(piece.stands_at), stand_in);
+                             : Py_BuildValue("LN", static_cast<long long>(piece.stand_in_address), stand_in);
 }
 
 }  // namespace fl::tape

@@ -49,7 +49,7 @@ def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[A
         return any(call.startswith((_WORDS, PASS_FAILED)) for call in calls)
     setattr(error, _FAILED, (*failed_groups, group.journal.name))
     with contextlib.suppress(GroupClosedError):  # the other ranks already know the reason
-        reject_together(group, "backward", arrays=sent, outcome="failed").refuse(error)
+        reject_together(group, "backward", arrays=sent, outcome="failed").reject(error)
     return True
 
 

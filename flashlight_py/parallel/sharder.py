@@ -336,7 +336,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         if error is not None:
             with contextlib.suppress(DistributedError):
                 self.memory.sum_between_hosts()
-                reject_together(self.group, "backward", outcome="failed").refuse(error)
+                reject_together(self.group, "backward", outcome="failed").reject(error)
 
 
 def _with_placements(buckets: Iterable[HostBucket]) -> Iterator[tuple[Variable, HostPlacement]]:

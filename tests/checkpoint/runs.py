@@ -1,4 +1,4 @@
-"""A small training run, whose whole state can be compared."""
+"""A small training run whose complete state can be compared."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ import flashlight_py as fl
 
 
 class Position:
-    """A stand-in for samplers: whatever has these two methods can be saved."""
+    """A stand-in for samplers: a class with only state_dict and load_state_dict."""
 
     def __init__(self, consumed: int = 0) -> None:
         self.consumed = consumed
@@ -23,7 +23,7 @@ class Position:
 
 
 class Run:
-    """A model with dropout, Adam, a generator of the user's, and a position in the data."""
+    """A model with dropout, Adam, a user's random generator and a position in the data."""
 
     def __init__(self, seed: int = 0, width: int = 5) -> None:
         fl.set_seed(seed)
@@ -53,7 +53,7 @@ class Run:
         return {**parts, "rng": self.random}
 
     def everything(self) -> bytes:
-        """All of the state, to be compared bit for bit."""
+        """Return the complete state, for comparison of all bits."""
         arrays = [variable.numpy().copy() for variable in self.model.params()]
         moments = self.optimizer.state_dict()
         state = [moments["lr"], *(np.array(x).tobytes() for x in _leaves(moments))]

@@ -1,4 +1,4 @@
-"""Save and load on one process: everything comes back, bit for bit, and the newest are kept."""
+"""Save and load in one process: restored bits, kept checkpoints and errors."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_load_continues_a_run_with_the_same_bits(tmp_path: Path) -> None:
     first = Run()
     first.step()
     first.save(tmp_path, 1)
@@ -39,7 +39,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert again.everything() == first.everything()
 
 
-def test_the_module_may_be_passed_by_position(tmp_path: Path) -> None:
+def test_save_and_load_accept_the_module_by_position(tmp_path: Path) -> None:
     model, other = fl.nn.Linear(3, 2), fl.nn.Linear(3, 2)
     fl.save(tmp_path, model)
     assert fl.load(tmp_path, other) is not None
@@ -47,8 +47,7 @@ def test_the_module_may_be_passed_by_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda parts: dict(zip("ab", parts, strict=True))])
-def test_parts_may_be_several(tmp_path: Path, kind: Any) -> None:
-    """As the networks and optimizers of a generator and its critic."""
+def test_save_accepts_lists_and_dicts_of_parts(tmp_path: Path, kind: Any) -> None:
 
     def make(rate: float) -> tuple[Any, Any, Any]:
         models = [fl.nn.Linear(3, 2), fl.nn.Linear(2, 1)]
@@ -79,7 +78,7 @@ def test_parts_may_be_several(tmp_path: Path, kind: Any) -> None:
         fl.load(tmp_path, optimizer={"x": fl.optim.SGDOptimizer([fl.param(np.ones(2))], 0.1)})
 
 
-def test_what_is_wrong_in_one_of_several_is_named(tmp_path: Path) -> None:
+def test_load_names_the_part_of_a_list_that_does_not_match(tmp_path: Path) -> None:
     def make(size: int) -> list[Any]:
         return [fl.nn.Linear(3, size), fl.nn.ReLU()]
 
@@ -90,7 +89,7 @@ def test_what_is_wrong_in_one_of_several_is_named(tmp_path: Path) -> None:
         fl.save(tmp_path, [fl.nn.ReLU(), 3])  # type: ignore[list-item]
 
 
-def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
+def test_load_returns_none_if_nothing_was_saved(tmp_path: Path) -> None:
     run = Run()
     before = run.everything()
     assert run.load(tmp_path) is None
@@ -99,7 +98,7 @@ def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
     assert run.everything() == before
 
 
-def test_the_newest_are_kept_also_when_steps_go_back(tmp_path: Path) -> None:
+def test_save_keeps_the_newest_checkpoints_if_steps_decrease(tmp_path: Path) -> None:
     run = Run()
     for step in (5, 10, 3, 4):
         run.save(tmp_path, step, keep=2)
@@ -107,7 +106,7 @@ def test_the_newest_are_kept_also_when_steps_go_back(tmp_path: Path) -> None:
     assert run.load(tmp_path).step == 4
 
 
-def test_other_files_and_what_a_dead_run_left(tmp_path: Path) -> None:
+def test_save_removes_leftovers_of_a_killed_run_but_no_other_files(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     left = tmp_path / ".writing-0123456789abcdef"
     left.mkdir()
@@ -117,7 +116,7 @@ def test_other_files_and_what_a_dead_run_left(tmp_path: Path) -> None:
     assert names(tmp_path) == ["000001-step-1", "notes"]
 
 
-def test_extra_is_whatever_plain_values_and_arrays_there_are(tmp_path: Path) -> None:
+def test_extra_accepts_plain_values_and_arrays(tmp_path: Path) -> None:
     extra = {
         "best": 0.1,
         "loss": [np.float32(0.1), float("inf"), None, True, 2**70, "ü"],
@@ -133,7 +132,7 @@ def test_extra_is_whatever_plain_values_and_arrays_there_are(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("change", [np.asarray, lambda a: a.astype(a.dtype.newbyteorder(">"))])
-def test_every_dtype_is_read_as_it_was(tmp_path: Path, change: Any) -> None:
+def test_load_restores_every_dtype(tmp_path: Path, change: Any) -> None:
     codes = "?bhilqBHILQefdFD"
     arrays = {code: change(np.arange(6).reshape(2, 3).T.astype(code)) for code in codes}
     fl.save(tmp_path, extra=arrays)
@@ -144,7 +143,7 @@ def test_every_dtype_is_read_as_it_was(tmp_path: Path, change: Any) -> None:
         assert found.extra[code].flags.aligned
 
 
-def test_bfloat16_is_read_as_it_was(tmp_path: Path) -> None:
+def test_load_restores_bfloat16(tmp_path: Path) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     fl.save(tmp_path, extra=np.arange(5).astype(ml_dtypes.bfloat16))
     found = fl.load(tmp_path)
@@ -152,10 +151,10 @@ def test_bfloat16_is_read_as_it_was(tmp_path: Path) -> None:
     assert found.extra.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_arrays_of_a_gpu_are_brought_to_the_host(
+def test_save_copies_gpu_arrays_to_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for CuPy, which refuses what is not done explicitly; see tests/gpu."""
+    """Uses a stand-in for CuPy that raises for implicit conversions; see tests/gpu."""
     monkeypatch.setitem(sys.modules, "cupy", StandInCupy())
     array = np.arange(6.0).reshape(2, 3).T
     fl.save(tmp_path, extra=[StandInArray(array)])
@@ -163,7 +162,7 @@ def test_arrays_of_a_gpu_are_brought_to_the_host(
     np.testing.assert_array_equal(found.extra[0], array)
 
 
-def test_the_library_safetensors_reads_our_files_and_we_its(tmp_path: Path) -> None:
+def test_safetensors_library_and_our_module_read_each_others_files(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.numpy")
     from flashlight_py.safetensors import from_bytes
 
@@ -185,14 +184,14 @@ def test_the_library_safetensors_reads_our_files_and_we_its(tmp_path: Path) -> N
     ],
     ids=lambda g: type(g.bit_generator).__name__,
 )
-def test_every_generator_of_numpy(tmp_path: Path, generator: Any, other: Any) -> None:
+def test_save_accepts_every_numpy_generator(tmp_path: Path, generator: Any, other: Any) -> None:
     generator.standard_normal(3)
     fl.save(tmp_path, rng={"a": generator})
     fl.load(tmp_path, rng={"a": other})
     assert other.standard_normal(5).tolist() == generator.standard_normal(5).tolist()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_save_raises_for_invalid_arguments_before_it_writes(tmp_path: Path) -> None:
     folder, generator = tmp_path / "none", np.random.default_rng()
     with pytest.raises(TypeError, match="step must be an integer, got float"):
         fl.save(folder, step=1.5)  # type: ignore[arg-type]
@@ -209,7 +208,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
     assert not folder.exists() or names(folder) == []
 
 
-def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
+def test_load_raises_value_error_if_a_part_was_not_saved(tmp_path: Path) -> None:
     run = Run()
     fl.save(tmp_path, module=run.model)
     with pytest.raises(ValueError, match=r"expected optimizer and rng in .* with module\."):
@@ -218,7 +217,7 @@ def test_what_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
         fl.load(tmp_path, module=Run(width=6).model)
 
 
-def test_other_generators_than_those_saved_are_refused(tmp_path: Path) -> None:
+def test_load_raises_value_error_for_other_generators(tmp_path: Path) -> None:
     fl.save(tmp_path, rng=np.random.default_rng(0))
     with pytest.raises(ValueError, match="Pass the same generators"):
         fl.load(tmp_path, rng=True)
@@ -226,14 +225,14 @@ def test_other_generators_than_those_saved_are_refused(tmp_path: Path) -> None:
         fl.load(tmp_path, rng=np.random.Generator(np.random.Philox()))
 
 
-def test_one_checkpoint_may_be_named(tmp_path: Path) -> None:
+def test_load_accepts_the_path_of_a_single_checkpoint(tmp_path: Path) -> None:
     run = Run()
     paths = [run.save(tmp_path, step) for step in (1, 2)]
     found = run.load(paths[0])
     assert (found.step, found.path) == (1, paths[0])
 
 
-def test_a_disk_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
+def test_save_raises_checkpoint_error_if_the_disk_rejects_writes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"\[save\] rank 0 of 1: rank 0 failed: .*Error"):
         Run().save(tmp_path / "file" / "below", 1)
@@ -251,7 +250,7 @@ for step in range(1, 10_000):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_last_one_that_was_reported_is_there(tmp_path: Path) -> None:
+def test_last_reported_checkpoint_is_intact_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     random = np.random.default_rng(5)
     for round_ in range(3):
         folder = tmp_path / str(round_)
@@ -259,7 +258,7 @@ def test_killed_at_any_moment_the_last_one_that_was_reported_is_there(tmp_path: 
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout
             assert process.stdout.readline() == "1\n"
-            time.sleep(random.uniform(0, 0.05))  # the moment of the kill is what is tried here
+            time.sleep(random.uniform(0, 0.05))  # a random moment of the kill
             process.send_signal(signal.SIGKILL)
             reported = [1, *map(int, process.stdout.read().split())][-1]
         found = fl.load(folder)
@@ -269,7 +268,7 @@ def test_killed_at_any_moment_the_last_one_that_was_reported_is_there(tmp_path: 
 
 
 class SlowDigest:
-    """In the place of SHA-256 on a machine whose disk is faster."""
+    """A digest that is slower than the disk."""
 
     def update(self, part: Any) -> None:
         time.sleep(0.002)
@@ -278,10 +277,10 @@ class SlowDigest:
         return ""
 
 
-def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
+def test_write_durable_holds_few_copies_if_the_digest_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies such as are made of arrays of a GPU: one is digested, one written, one is next."""
+    """Copies, as of GPU arrays: one is digested, one is written, and one is next."""
     monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
     monkeypatch.setattr(directory, "SMALL_BYTES", 0)
     gone: list[int] = []
@@ -298,7 +297,7 @@ def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
     assert max(held) <= 3
 
 
-def test_the_manifest_lists_what_is_there(tmp_path: Path) -> None:
+def test_manifest_contains_step_parts_and_state_size(tmp_path: Path) -> None:
     path = Run().save(tmp_path, 7)
     manifest = json.loads((path / "manifest.json").read_text())["manifest"]
     assert manifest["step"] == 7
@@ -306,7 +305,9 @@ def test_the_manifest_lists_what_is_there(tmp_path: Path) -> None:
     assert manifest["state"]["nbytes"] == os.path.getsize(path / "state.safetensors")
 
 
-def test_skipping_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_logs_a_warning_if_it_skips_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run()
     run.save(tmp_path, 1)
     newest = run.save(tmp_path, 2)

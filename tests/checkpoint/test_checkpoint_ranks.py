@@ -1,4 +1,4 @@
-"""Save and load on several ranks: one checkpoint for all, and a failure that all raise."""
+"""Save and load on several ranks: all use one checkpoint, and all raise if one fails."""
 
 import os
 import signal
@@ -29,18 +29,18 @@ def saves_then_steps(rank: int, size: int, folder: Path) -> tuple[str, bytes]:
 
 def loads_then_steps(rank: int, size: int, folder: Path) -> tuple[int, bytes]:
     run = Run(seed=rank)
-    # Only rank 0's path is looked at: the others need not see the folder.
+    # Only rank 0's path is used: the other ranks need no access to the folder.
     found = run.load(folder if rank == 0 else Path("/nowhere"))
     run.step()
     return found.step, run.everything()
 
 
-def test_every_rank_goes_on_with_its_own_random_numbers(pool: Any, tmp_path: Path) -> None:
+def test_load_restores_the_random_state_of_each_rank(pool: Any, tmp_path: Path) -> None:
     saved = pool(2).run(saves_then_steps, tmp_path)
     loaded = pool(2).run(loads_then_steps, tmp_path)
     assert [name for name, _ in saved] == ["000001-step-1"] * 2
     assert [step for step, _ in loaded] == [1, 1]
-    # Rank 0's parameters are what is saved, so rank 0 alone is where it was; its step used them.
+    # Rank 0's parameters are saved, so only rank 0 returns to its state.
     assert loaded[0][1] == saved[0][1]
     assert loaded[0][1] != loaded[1][1]
 
@@ -55,7 +55,7 @@ def next_numbers(rank: int, size: int, folder: Path, save: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
-def test_random_numbers_on_another_number_of_ranks(
+def test_load_restores_random_states_for_another_number_of_ranks(
     pool: Any, tmp_path: Path, before: int, after: int
 ) -> None:
     saved = pool(before).run(next_numbers, tmp_path, True)
@@ -75,7 +75,7 @@ def agree_on_the_one_before(rank: int, size: int, folder: Path) -> tuple[int, in
     return found.step, len(found.skipped)
 
 
-def test_all_ranks_use_the_same_checkpoint(pool: Any, tmp_path: Path) -> None:
+def test_load_uses_the_same_checkpoint_on_all_ranks(pool: Any, tmp_path: Path) -> None:
     assert pool(2).run(agree_on_the_one_before, tmp_path) == [(1, 1)] * 2
 
 
@@ -93,12 +93,12 @@ def differ(rank: int, size: int, folder: Path) -> None:
         fl.load(folder, module=run.model, optimizer=run.optimizer if rank else None)
 
 
-def test_ranks_that_differ_raise(pool: Any, tmp_path: Path) -> None:
+def test_save_and_load_raise_mismatch_error_if_arguments_differ(pool: Any, tmp_path: Path) -> None:
     pool(2).run(differ, tmp_path / "none")
 
 
 class Unwilling(Run):
-    """Its state cannot be taken, or not be given back."""
+    """A module that fails in state_dict or load_state_dict."""
 
     def state_dict(self) -> dict[str, Any]:
         raise KeyError("no state today")
@@ -123,10 +123,10 @@ def fail_on_one(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="expected the folder of a run"):
         fl.load(file)
     assert fl.load(folder / "empty") is None
-    assert fl.all_reduce(np.ones(1)).tolist() == [size]  # the group goes on
+    assert fl.all_reduce(np.ones(1)).tolist() == [size]  # the group remains usable
 
 
-def test_a_failure_of_one_is_raised_by_all(pool: Any, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_save_or_load_fails_on_one_rank(pool: Any, tmp_path: Path) -> None:
     pool(2).run(fail_on_one, tmp_path / "folder")
 
 
@@ -144,14 +144,15 @@ def use_the_rest(rank: int, size: int, folder: Path) -> list[int]:
     return list(sampler)
 
 
-def test_a_sampler_goes_on_with_fewer_ranks(pool: Any, tmp_path: Path) -> None:
+def test_sampler_state_continues_with_fewer_ranks(pool: Any, tmp_path: Path) -> None:
     used = list(chain.from_iterable(pool(3).run(use_some, tmp_path)))
     rest = list(chain.from_iterable(pool(2).run(use_the_rest, tmp_path)))
     assert len(used) == 9
     assert sorted(used + rest) == list(range(20))
 
 
-# Called on one rank alone ----------------------------------------------------------------------
+# Calls on a single rank
+# -----------------------------------------------------------------------------
 
 
 def saves_on_rank_0_alone(rank: int, size: int, folder: Path, loads: bool) -> str:
@@ -168,7 +169,7 @@ def saves_on_rank_0_alone(rank: int, size: int, folder: Path, loads: bool) -> st
 
 
 def loads_until_a_rank_dies(rank: int, size: int, folder: Path) -> str:
-    """A fake of ``broadcast``: nothing else ends a rank between two steps of ``load``."""
+    """Fake ``broadcast``, because only this ends a rank between two steps of ``load``."""
     run = Run(seed=rank)
     run.save(folder, 1)
     if rank == 1:
@@ -184,14 +185,16 @@ def loads_until_a_rank_dies(rank: int, size: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_dies_while_others_load_is_named(tmp_path: Path) -> None:
+def test_load_names_a_rank_that_dies_during_the_call(tmp_path: Path) -> None:
     outcome, _ = run_outcomes(loads_until_a_rank_dies, 2, tmp_path)
     assert outcome.ok, outcome.report()
     assert "lost rank 1 (its process has ended)" in outcome.value
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])
-def test_one_rank_alone_raises_that_all_must(pool: Any, tmp_path: Path, verb: str) -> None:
+def test_save_on_one_rank_raises_that_every_rank_must_call(
+    pool: Any, tmp_path: Path, verb: str
+) -> None:
     for said in pool(2).run(saves_on_rank_0_alone, tmp_path, verb == "load"):
         assert f"rank 0 called {verb}(collective, to be called on every rank) at " in said
     assert list(tmp_path.iterdir()) == []
@@ -202,7 +205,9 @@ def test_one_rank_alone_raises_that_all_must(pool: Any, tmp_path: Path, verb: st
     [({"env": conformance.two_hosts}, 3), ({"init": "mpi", "params": {"BACKEND": "mpi"}}, 2)],
     ids=["two hosts", "mpi"],
 )
-def test_one_rank_alone_elsewhere(world: Any, size: int, tmp_path: Path) -> None:
+def test_save_on_one_rank_raises_on_two_hosts_and_mpi(
+    world: Any, size: int, tmp_path: Path
+) -> None:
     if "init" in world:
         pytest.importorskip("mpi4py")
     for said in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):
@@ -211,7 +216,7 @@ def test_one_rank_alone_elsewhere(world: Any, size: int, tmp_path: Path) -> None
 
 def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:
     if rank == 1:
-        # As a program that ends without a shutdown.
+        # Like a program that ends without a shutdown.
         fl.distributed.start.initialize._close_at_exit()
         return ""
     with pytest.raises(PeerLostError) as caught:
@@ -219,7 +224,7 @@ def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_the_rest_have_left(tmp_path: Path) -> None:
+def test_save_raises_if_the_other_ranks_have_exited(tmp_path: Path) -> None:
     said, _ = run_ranks(saves_after_the_others_left, 2, tmp_path)
     assert said.startswith("[save] rank 0 of 2: in save(collective, to be called on every rank): ")
     assert "lost rank 1 (it ended normally or closed this group after " in said

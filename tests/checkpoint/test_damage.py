@@ -1,4 +1,4 @@
-"""Damaged checkpoints: whatever is cut off or changed is recognised, and the one before is used."""
+"""Damaged checkpoints: load detects any change and uses the previous checkpoint."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ FILES = ("state.safetensors", "manifest.json")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two checkpoints; the second is what the tests damage."""
+    """Return a folder with two checkpoints; the tests damage the second one."""
     folder = tmp_path_factory.mktemp("checkpoints")
     run = Run(width=2_000)  # 100 KB
     for step in (1, 2):
@@ -34,7 +34,7 @@ def whole(two: Path, name: str, step: int = 2) -> bytes:
 
 
 def loaded(two: Path, name: str, content: bytes) -> Any:
-    """Load with other ``content`` of ``name`` of the newest, and put back what was there."""
+    """Load with ``content`` in file ``name`` of the newest checkpoint, then restore the file."""
     before = whole(two, name)
     file = two / "000002-step-2" / name
     try:
@@ -45,7 +45,7 @@ def loaded(two: Path, name: str, content: bytes) -> Any:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_truncated_at_every_thousandth_byte(two: Path, name: str) -> None:
+def test_load_skips_a_checkpoint_truncated_at_any_byte(two: Path, name: str) -> None:
     content = whole(two, name)
     size = len(content)
     cuts = [*range(0, size, 1_000 if size > 1_000 else 10), size - 1]
@@ -63,7 +63,7 @@ def test_truncated_at_every_thousandth_byte(two: Path, name: str) -> None:
         pytest.param("manifest.json", 1 << 20, marks=pytest.mark.slow),  # every one
     ],
 )
-def test_one_flipped_bit(two: Path, name: str, most: int) -> None:
+def test_load_skips_a_checkpoint_with_a_flipped_bit(two: Path, name: str, most: int) -> None:
     bits = 8 * len(whole(two, name))
     places = np.random.default_rng(0).choice(bits, min(bits, most), replace=False)
     for place in places.tolist():
@@ -73,12 +73,12 @@ def test_one_flipped_bit(two: Path, name: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_something_appended_or_the_file_of_another_checkpoint(two: Path, name: str) -> None:
+def test_load_skips_a_checkpoint_with_appended_or_foreign_files(two: Path, name: str) -> None:
     assert loaded(two, name, whole(two, name) + b"\n").step == 1
     assert loaded(two, name, whole(two, name, step=1)).step == 1
 
 
-def test_missing_files(two: Path, tmp_path: Path) -> None:
+def test_load_skips_a_checkpoint_with_missing_files(two: Path, tmp_path: Path) -> None:
     for name in FILES:
         folder = tmp_path / name
         shutil.copytree(two, folder)
@@ -86,7 +86,9 @@ def test_missing_files(two: Path, tmp_path: Path) -> None:
         assert fl.load(folder).step == 1
 
 
-def test_all_damaged_is_an_error_and_changes_nothing(two: Path, tmp_path: Path) -> None:
+def test_load_raises_checkpoint_error_and_changes_nothing_if_all_are_damaged(
+    two: Path, tmp_path: Path
+) -> None:
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     (tmp_path / "000001-step-1" / "manifest.json").write_text("{}")
     os.truncate(tmp_path / "000002-step-2" / "state.safetensors", 10)
@@ -97,7 +99,9 @@ def test_all_damaged_is_an_error_and_changes_nothing(two: Path, tmp_path: Path) 
     assert run.everything() == before
 
 
-def test_a_named_checkpoint_must_be_whole(two: Path, tmp_path: Path) -> None:
+def test_load_raises_checkpoint_error_if_the_named_checkpoint_is_damaged(
+    two: Path, tmp_path: Path
+) -> None:
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     (tmp_path / "000002-step-2" / "manifest.json").unlink()
     for name in ("000002-step-2", "000003-step-3"):  # the second does not exist
@@ -105,7 +109,7 @@ def test_a_named_checkpoint_must_be_whole(two: Path, tmp_path: Path) -> None:
             fl.load(tmp_path / name)
 
 
-def test_a_later_format_is_reported(two: Path, tmp_path: Path) -> None:
+def test_load_raises_checkpoint_error_for_a_later_format(two: Path, tmp_path: Path) -> None:
     shutil.copytree(two / "000001-step-1", tmp_path / "000001-step-1")
     file = tmp_path / "000001-step-1" / "manifest.json"
     with pytest.MonkeyPatch.context() as patch:
@@ -115,11 +119,12 @@ def test_a_later_format_is_reported(two: Path, tmp_path: Path) -> None:
     assert file.exists()
 
 
-# The folder of a run: other entries, links, other users, and a job that saves there ---------------
+# The folder of a run: other entries, links, other users, and a concurrent job
+# ------------------------
 
 
 def archive(folder: Path, disk: Path) -> None:
-    """Move the first checkpoint to another disk, with a link in its place."""
+    """Move the first checkpoint to another disk and replace it by a link."""
     shutil.move(folder / "000001-step-1", disk)
     (folder / "000001-step-1").symlink_to(disk / "000001-step-1")
 
@@ -139,7 +144,7 @@ def archive(folder: Path, disk: Path) -> None:
     ],
     ids=["link", "file", "folder of notes", "dangling link", "leftover link", "leftover file"],
 )
-def test_save_removes_old_checkpoints_and_nothing_else(
+def test_save_removes_only_old_checkpoints(
     two: Path, tmp_path: Path, change: Any, kept: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, disk = tmp_path / "run", tmp_path / "disk"
@@ -155,7 +160,7 @@ def test_save_removes_old_checkpoints_and_nothing_else(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_save_warns_if_another_user_owns_what_it_removes(
+def test_save_warns_if_another_user_owns_an_old_checkpoint(
     two: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tempfile.TemporaryDirectory() as shared:
@@ -177,7 +182,7 @@ def test_save_warns_if_another_user_owns_what_it_removes(
 
 @pytest.mark.parametrize("name", ["run", "20261128-step-1"])
 @pytest.mark.parametrize("stray", [*FILES, "20261129-step-1"])
-def test_load_ignores_other_entries_beside_whole_checkpoints(
+def test_load_ignores_entries_that_are_not_checkpoints(
     two: Path, tmp_path: Path, name: str, stray: str
 ) -> None:
     shutil.copytree(two, tmp_path / name)
@@ -205,10 +210,11 @@ def test_load_raises_checkpoint_error_if_path_is_a_file_or_a_dangling_link(
 
 
 @pytest.mark.parametrize("moment", ["in the listing", "before the manifest", "before the state"])
-def test_load_uses_the_checkpoint_that_a_job_saves_meanwhile(
+def test_load_uses_a_checkpoint_that_a_job_saves_during_the_call(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``keep=1`` removes the listed checkpoint. A listing may miss entries renamed meanwhile."""
+    """``keep=1`` removes the listed checkpoint. A listing may miss entries that are renamed during
+    it."""
     place, name = {
         "in the listing": (Path, "iterdir"),
         "before the manifest": (runs, "read_checkpoint"),

@@ -1,4 +1,4 @@
-"""Batches, other orders and parts of a dataset."""
+"""Batches, reordered datasets and their errors."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ Y = np.arange(7)
 
 
 class Plain(Dataset):
-    """The same samples without the fast paths of a TensorDataset."""
+    """The samples of a TensorDataset without its fast paths."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         self.x, self.y = x, y
@@ -38,7 +38,9 @@ DATASETS = pytest.mark.parametrize(
 @DATASETS
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("policy", ["include_last", "skip_last"])
-def test_batches_cut_the_samples_in_order(dataset: Dataset, batch_size: int, policy: str) -> None:
+def test_batch_dataset_groups_samples_in_order(
+    dataset: Dataset, batch_size: int, policy: str
+) -> None:
     batches = BatchDataset(dataset, batch_size, policy)  # type: ignore[arg-type]
     stop = 7 if policy == "include_last" else 7 // batch_size * batch_size
     expected = [
@@ -54,28 +56,28 @@ def test_batches_cut_the_samples_in_order(dataset: Dataset, batch_size: int, pol
 
 
 @DATASETS
-def test_divisible_only_refuses_a_rest(dataset: Dataset) -> None:
+def test_divisible_only_raises_value_error_if_samples_remain(dataset: Dataset) -> None:
     assert len(BatchDataset(dataset, 7, "divisible_only")) == 1
     with pytest.raises(ValueError, match="multiple of 2 samples, got 7"):
         BatchDataset(dataset, 2, "divisible_only")
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_batches_of_arrays_are_views(batch_size: int) -> None:
+def test_batches_of_a_tensor_dataset_are_views(batch_size: int) -> None:
     batches = BatchDataset(TensorDataset([X, Y]), batch_size)
     for x, y in [*batches, batches[0]]:
         assert np.shares_memory(x, X)
         assert np.shares_memory(y, Y)
 
 
-def test_negative_index_and_index_error() -> None:
+def test_batch_dataset_accepts_negative_indices_and_raises_index_error() -> None:
     batches = BatchDataset(TensorDataset([X]), 3)
     np.testing.assert_array_equal(batches[-1][0], X[6:])
     with pytest.raises(IndexError, match=r"must be in \[-3, 3\), got 3"):
         batches[3]
 
 
-def test_a_batch_function_serves_its_field() -> None:
+def test_batch_function_applies_to_its_field() -> None:
     def ragged(values: Sequence[np.ndarray]) -> np.ndarray:
         padded = np.zeros((len(values), max(map(len, values))))
         for row, value in zip(padded, values, strict=True):
@@ -96,21 +98,21 @@ def test_a_batch_function_serves_its_field() -> None:
         BatchDataset(rows, 3, batch_functions=[ragged])[0]
 
 
-def test_shuffled_rows_are_gathered() -> None:
+def test_batches_of_a_shuffled_dataset_gather_rows() -> None:
     shuffled = ShuffleDataset(TensorDataset([X, Y]), seed=1)
     batches = list(BatchDataset(shuffled, 3))
     np.testing.assert_array_equal(np.concatenate([y for _, y in batches]), [y for _, y in shuffled])
     np.testing.assert_array_equal(np.concatenate([x for x, _ in batches]), [x for x, _ in shuffled])
 
 
-def test_senseless_arguments_are_refused() -> None:
+def test_batch_dataset_raises_value_error_for_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         BatchDataset(Plain(X, Y), 0)
     with pytest.raises(ValueError, match=r"policy must be one of .*got 'all'"):
         BatchDataset(Plain(X, Y), 2, "all")  # type: ignore[arg-type]
 
 
-def test_no_samples_make_no_batch() -> None:
+def test_batch_dataset_is_empty_without_samples() -> None:
     batches = BatchDataset(TensorDataset([np.zeros((0, 2))]), 3)
     assert len(batches) == 0
     assert list(batches) == []
@@ -123,7 +125,7 @@ def values(dataset: ResampleDataset) -> list[int]:
     return [int(value) for (value,) in dataset]
 
 
-def test_indices_decide_order_and_repetition() -> None:
+def test_resample_dataset_follows_its_indices() -> None:
     dataset = ResampleDataset(BASE, [3, 3, 0])
     assert values(dataset) == [13, 13, 10]
     assert [dataset[i][0] for i in (0, -1)] == [13, 10]
@@ -131,40 +133,40 @@ def test_indices_decide_order_and_repetition() -> None:
         dataset[3]
 
 
-def test_a_function_decides() -> None:
+def test_resample_dataset_calls_a_function_for_each_index() -> None:
     assert values(ResampleDataset(BASE, lambda i: 9 - i)) == list(range(19, 9, -1))
     assert values(ResampleDataset(BASE, lambda i: i // 2, n=4)) == [10, 10, 11, 11]
 
 
-def test_the_indices_are_copied() -> None:
+def test_resample_dataset_copies_its_indices() -> None:
     indices = np.array([1, 2])
     dataset = ResampleDataset(BASE, indices)
     indices[:] = 0
     assert values(dataset) == [11, 12]
 
 
-def test_no_indices_are_fine() -> None:
+def test_resample_dataset_accepts_no_indices() -> None:
     assert values(ResampleDataset(BASE, [])) == []
 
 
 @pytest.mark.parametrize("indices", [[10], [-1], [0.5], [[0, 1]], [True, False]])
-def test_wrong_indices_are_refused(indices: list[int]) -> None:
+def test_resample_dataset_raises_value_error_for_invalid_indices(indices: list[int]) -> None:
     with pytest.raises(ValueError, match="got"):
         ResampleDataset(BASE, indices)
 
 
-def test_n_belongs_to_a_function() -> None:
+def test_resample_dataset_raises_value_error_if_n_comes_with_a_sequence() -> None:
     with pytest.raises(ValueError, match="expected no n with a sequence"):
         ResampleDataset(BASE, [1], n=1)
 
 
-def test_a_shuffle_holds_every_sample_once() -> None:
+def test_shuffle_dataset_contains_every_sample_once() -> None:
     shuffled = values(ShuffleDataset(BASE, seed=3))
     assert sorted(shuffled) == list(range(10, 20))
     assert shuffled != sorted(shuffled)
 
 
-def test_the_same_seed_draws_the_same_orders() -> None:
+def test_shuffle_dataset_draws_equal_orders_from_equal_seeds() -> None:
     first, second = ShuffleDataset(BASE, seed=3), ShuffleDataset(BASE, seed=3)
     orders = []
     for _ in range(3):
@@ -176,7 +178,7 @@ def test_the_same_seed_draws_the_same_orders() -> None:
     assert values(ShuffleDataset(BASE, seed=4)) != list(orders[0])
 
 
-def test_set_seed_starts_anew() -> None:
+def test_set_seed_restarts_the_sequence_of_orders() -> None:
     dataset = ShuffleDataset(BASE, seed=3)
     order = values(dataset)
     dataset.resample()

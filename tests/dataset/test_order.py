@@ -1,4 +1,4 @@
-"""The order of an epoch, and who gets which samples."""
+"""Order of an epoch and partitions of samples."""
 
 from itertools import chain
 
@@ -14,7 +14,7 @@ SEEDS = st.integers(0, 2**80)
 
 
 @given(st.integers(0, 500), SEEDS, st.integers(0, 10**6))
-def test_it_is_a_permutation_and_repeatable(n: int, seed: int, epoch: int) -> None:
+def test_epoch_order_is_a_repeatable_permutation(n: int, seed: int, epoch: int) -> None:
     order = epoch_order(n, seed, epoch)
     assert order.dtype == np.int64
     assert sorted(order.tolist()) == list(range(n))
@@ -30,19 +30,21 @@ def test_it_is_a_permutation_and_repeatable(n: int, seed: int, epoch: int) -> No
         (2**70, 3, [3, 9, 4, 1, 6, 5, 7, 2, 0, 8]),
     ],
 )
-def test_it_is_the_same_with_every_numpy(seed: int, epoch: int, expected: list[int]) -> None:
-    """A change here would change the training of everyone who relies on a seed."""
+def test_epoch_order_is_the_same_with_every_numpy(
+    seed: int, epoch: int, expected: list[int]
+) -> None:
+    """A change of these numbers changes the training of every user with a fixed seed."""
     assert epoch_order(10, seed, epoch).tolist() == expected
     thousand = epoch_order(1000, 7, 7)
     assert int((thousand * np.arange(1000)).sum()) == 250631684
 
 
-def test_a_large_seed_and_a_later_epoch_are_not_the_same() -> None:
-    """As words in a row, seed 1 in epoch 5 and seed 1 + 5 * 2**32 in epoch 0 would be."""
+def test_epoch_order_differs_between_a_large_seed_and_a_later_epoch() -> None:
+    """As a sequence of words, seed 1 in epoch 5 would equal seed 1 + 5 * 2**32 in epoch 0."""
     assert epoch_order(50, 1, 5).tolist() != epoch_order(50, 1 + 5 * 2**32, 0).tolist()
 
 
-def test_every_sample_is_first_about_as_often() -> None:
+def test_epoch_order_puts_each_sample_first_equally_often() -> None:
     firsts = np.bincount([epoch_order(8, 3, epoch)[0] for epoch in range(4000)], minlength=8)
     # Expected 500 each, with a standard deviation of 21.
     assert (abs(firsts - 500) < 100).all(), firsts
@@ -68,20 +70,20 @@ def dealt(*arguments: int, **options: bool) -> list[list[int]]:
         (0, 2, 1, [[], []]),
     ],
 )
-def test_batches_are_dealt_in_turn(
+def test_partition_assigns_batches_in_turn(
     n: int, partitions: int, batch_size: int, expected: list[list[int]]
 ) -> None:
     assert dealt(n, partitions, batch_size) == expected
 
 
-def test_allow_empty_drops_nothing() -> None:
+def test_partition_drops_nothing_with_allow_empty() -> None:
     assert dealt(9, 2, 4, allow_empty=True) == [[0, 1, 2, 3, 8], [4, 5, 6, 7]]
     assert dealt(2, 3, 4, allow_empty=True) == [[0], [1], []]
     assert dealt(7, 2, 1, allow_empty=True) == [[0, 2, 4, 6], [1, 3, 5]]
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 9))
-def test_each_sample_at_most_once_and_equally_many_batches(
+def test_partitions_are_disjoint_and_have_equally_many_batches(
     n: int, partitions: int, batch_size: int
 ) -> None:
     parts = dealt(n, partitions, batch_size)
@@ -93,7 +95,7 @@ def test_each_sample_at_most_once_and_equally_many_batches(
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 9))
-def test_with_allow_empty_each_sample_exactly_once(
+def test_partitions_contain_every_sample_once_with_allow_empty(
     n: int, partitions: int, batch_size: int
 ) -> None:
     assert sorted(chain(*dealt(n, partitions, batch_size, allow_empty=True))) == list(range(n))
@@ -102,6 +104,8 @@ def test_with_allow_empty_each_sample_exactly_once(
 @pytest.mark.parametrize(
     "arguments", [(-1, 0, 1, 1), (5, 2, 2, 1), (5, -1, 2, 1), (5, 0, 2, 0), (5, 0, 0, 1)]
 )
-def test_senseless_arguments_are_refused(arguments: tuple[int, int, int, int]) -> None:
+def test_partition_raises_value_error_for_invalid_arguments(
+    arguments: tuple[int, int, int, int],
+) -> None:
     with pytest.raises(ValueError, match=f"got n={arguments[0]}, partition={arguments[1]}"):
         partition_by_round_robin(*arguments)

@@ -1,4 +1,4 @@
-"""Prefetching by threads and processes changes when a sample is made, and nothing else."""
+"""Prefetching by threads and processes changes only the time at which a sample is made."""
 
 import os
 import signal
@@ -17,13 +17,13 @@ from flashlight_py.dataset import BatchDataset, Dataset, PrefetchDataset, Tensor
 
 @pytest.fixture(autouse=True)
 def _nothing_left(leaves_nothing: None) -> Iterator[None]:
-    """Look for what is left once multiprocessing's own tracker, which it keeps, has ended."""
+    """Check for leftovers after the resource tracker of multiprocessing has ended."""
     yield
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 class Recording(Dataset):
-    """Samples 0, 1, ...; counts what was asked for."""
+    """Samples 0, 1, ...; records the requested indices."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,19 +42,19 @@ class Recording(Dataset):
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("prefetch_size", [1, 4, 100])
 @pytest.mark.parametrize("size", [0, 1, 20])
-def test_order_and_content_stay(threads: int, prefetch_size: int, size: int) -> None:
+def test_prefetch_keeps_order_and_content(threads: int, prefetch_size: int, size: int) -> None:
     dataset = PrefetchDataset(Recording(size), threads, prefetch_size)
     for _ in range(2):
         assert list(dataset) == [(i,) for i in range(size)]
 
 
-def test_samples_are_made_by_other_threads() -> None:
+def test_prefetch_makes_samples_in_other_threads() -> None:
     base = Recording(20)
     list(PrefetchDataset(base, 2, 4))
     assert threading.main_thread().name not in base.threads
 
 
-def test_no_more_than_the_prefetch_size_is_made_ahead() -> None:
+def test_prefetch_makes_at_most_prefetch_size_samples_in_advance() -> None:
     base = Recording(50)
     iterator = iter(PrefetchDataset(base, 2, 4))
     for used in range(1, 20):
@@ -63,7 +63,7 @@ def test_no_more_than_the_prefetch_size_is_made_ahead() -> None:
     del iterator
 
 
-def test_indexing_works_without_threads() -> None:
+def test_prefetch_indexing_works_without_threads() -> None:
     dataset = PrefetchDataset(Recording(5), 2, 2)
     assert dataset[-1] == (4,)
     with pytest.raises(IndexError):
@@ -71,7 +71,7 @@ def test_indexing_works_without_threads() -> None:
 
 
 class Failing(Dataset):
-    """Samples (index, process); ``bad`` raises, or ends its process."""
+    """Samples (index, process); sample ``bad`` raises or ends its process."""
 
     def __init__(self, size: int, bad: int = -1, how: str = "") -> None:
         self.size, self.bad, self.how = size, bad, how
@@ -124,7 +124,7 @@ def samples(dataset: Dataset) -> list[Any]:
     return [[field.tolist() for field in sample] for sample in dataset]
 
 
-def test_the_same_for_any_workers() -> None:
+def test_transform_gives_equal_samples_for_any_workers() -> None:
     kinds = [(0, "threads"), (1, "threads"), (3, "threads"), (1, "processes"), (2, "processes")]
     for epoch in (0, 3):
         found = []
@@ -139,7 +139,7 @@ def test_the_same_for_any_workers() -> None:
         assert found[0] != [[x.tolist() for x in ahead[index]] for index in range(len(ahead))]
 
 
-def test_processes_make_the_samples() -> None:
+def test_prefetch_makes_samples_in_other_processes() -> None:
     dataset = PrefetchDataset(Failing(8), 2, 4, "processes")
     made = list(dataset)
     assert [index for index, *_ in made] == list(range(8))
@@ -156,7 +156,7 @@ ENDS: dict[str, tuple[type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_ends_of_workers(how: str) -> None:
+def test_prefetch_raises_if_a_worker_process_raises_exits_or_is_killed(how: str) -> None:
     error, message = ENDS[how]
     found = []
     with pytest.raises(error, match=message) as caught:
@@ -169,14 +169,14 @@ def test_ends_of_workers(how: str) -> None:
 @pytest.mark.parametrize(
     ("bad", "workers"), [(0, "threads"), (3, "threads"), (9, "threads"), (3, "processes")]
 )
-def test_an_error_is_raised_at_the_turn_of_its_sample(bad: int, workers: Any) -> None:
+def test_prefetch_raises_an_error_at_its_sample(bad: int, workers: Any) -> None:
     iterator = iter(PrefetchDataset(Failing(10, bad, "raise"), 3, 6, workers))
     assert [next(iterator)[0] for _ in range(bad)] == [*range(bad)]
     with pytest.raises(LookupError, match="broken"):
         next(iterator)
 
 
-def test_samples_that_cannot_travel() -> None:
+def test_prefetch_raises_type_error_if_data_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match="pickle"):
         list(PrefetchDataset(Failing(2, 9, "unpicklable"), 1, 1, "processes"))
     with pytest.raises(TypeError, match=r"PrefetchDataset: cannot be pickled.*lambda") as caught:
@@ -184,7 +184,7 @@ def test_samples_that_cannot_travel() -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_a_deleted_current_folder_is_reported(
+def test_prefetch_raises_if_the_current_folder_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,7 +194,7 @@ def test_a_deleted_current_folder_is_reported(
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_leaving_halfway_ends_the_workers(workers: Any) -> None:
+def test_workers_end_if_an_iteration_is_left_early(workers: Any) -> None:
     for index, *_ in PrefetchDataset(Failing(1000), 3, 10, workers):
         if index == 5:
             break
@@ -209,7 +209,7 @@ def test_leaving_halfway_ends_the_workers(workers: Any) -> None:
         ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_senseless_arguments_are_refused(options: Any, message: str) -> None:
+def test_prefetch_raises_value_error_for_invalid_arguments(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PrefetchDataset(rows(), **{"threads": 1, "prefetch_size": 1, **options})
     with pytest.raises(ValueError, match="epoch must be at least 0"):

@@ -13,7 +13,7 @@ X = np.arange(12.0).reshape(4, 3)
 Y = np.arange(4)
 
 
-def test_a_sample_holds_one_row_of_each_array() -> None:
+def test_tensor_dataset_sample_has_one_row_of_each_array() -> None:
     dataset = TensorDataset([X, Y])
     assert len(dataset) == 4
     x, y = dataset[2]
@@ -21,13 +21,13 @@ def test_a_sample_holds_one_row_of_each_array() -> None:
     assert y == 2
 
 
-def test_a_sample_is_a_view() -> None:
+def test_tensor_dataset_sample_is_a_view() -> None:
     x = X.copy()
     TensorDataset([x])[1][0][:] = -1
     np.testing.assert_array_equal(x[1], [-1, -1, -1])
 
 
-def test_iteration_returns_what_indexing_returns() -> None:
+def test_tensor_dataset_iteration_equals_indexing() -> None:
     dataset = TensorDataset([X, Y])
     by_iteration, by_index = list(dataset), [dataset[i] for i in range(len(dataset))]
     assert len(by_iteration) == 4
@@ -36,34 +36,34 @@ def test_iteration_returns_what_indexing_returns() -> None:
         assert y == y_indexed
 
 
-def test_a_negative_index_counts_from_the_end() -> None:
+def test_tensor_dataset_negative_index_counts_from_the_end() -> None:
     assert TensorDataset([Y])[-1] == (3,)
     assert TensorDataset([Y])[np.int64(-4)] == (0,)
 
 
 @pytest.mark.parametrize("index", [4, -5, 100])
-def test_an_index_out_of_range_is_an_index_error(index: int) -> None:
+def test_tensor_dataset_raises_index_error_out_of_range(index: int) -> None:
     with pytest.raises(IndexError, match=rf"must be in \[-4, 4\), got {index}"):
         TensorDataset([X])[index]
 
 
 @pytest.mark.parametrize("index", [1.0, "1", None])
-def test_an_index_must_be_an_integer(index: object) -> None:
+def test_tensor_dataset_raises_type_error_if_the_index_is_no_integer(index: object) -> None:
     with pytest.raises(TypeError):
         TensorDataset([X])[index]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("arrays", [[], [X, Y[:3]], [np.float64(1)]])
-def test_arrays_that_do_not_fit_are_refused(arrays: list[np.ndarray]) -> None:
+def test_tensor_dataset_raises_value_error_for_unequal_lengths(arrays: list[np.ndarray]) -> None:
     with pytest.raises(ValueError, match="array"):
         TensorDataset(arrays)
 
 
-def test_no_samples_are_a_dataset_too() -> None:
+def test_tensor_dataset_accepts_arrays_without_rows() -> None:
     assert list(TensorDataset([np.zeros((0, 3))])) == []
 
 
-def test_one_array_is_not_taken_for_a_list_of_its_rows() -> None:
+def test_tensor_dataset_raises_type_error_for_a_single_array() -> None:
     with pytest.raises(TypeError, match=r"of shape \(4, .*Pass TensorDataset\(\[array\]\)"):
         TensorDataset(X)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got list in the list. Pass numpy.asarray"):
@@ -72,7 +72,7 @@ def test_one_array_is_not_taken_for_a_list_of_its_rows() -> None:
 
 @pytest.fixture(params=["h5py", "zarr", "memmap"])
 def stored(request: Any, tmp_path: Path) -> Any:
-    """Return X and Y as arrays in files, which nothing has read yet."""
+    """Return X and Y as arrays in files that are not read yet."""
     if request.param == "memmap":
         np.save(tmp_path / "x.npy", X)
         yield [np.load(tmp_path / "x.npy", mmap_mode="r"), Y]
@@ -86,7 +86,7 @@ def stored(request: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("indices", [[3, 1, 2], [1, 1, 0], [0, 2, -1], [2], []])
-def test_take_of_arrays_in_files_keeps_order_and_duplicates(
+def test_take_from_arrays_in_files_keeps_order_and_duplicates(
     stored: Any, indices: list[int]
 ) -> None:
     taken = TensorDataset(stored).take(np.array(indices, np.int64))
@@ -95,7 +95,7 @@ def test_take_of_arrays_in_files_keeps_order_and_duplicates(
         np.testing.assert_array_equal(field, array[indices])
 
 
-def test_arrays_in_files_serve_every_dataset(stored: Any) -> None:
+def test_arrays_in_files_work_with_every_dataset(stored: Any) -> None:
     rows, memory = TensorDataset(stored), TensorDataset([X, Y])
     pairs: list[tuple[Dataset, Dataset]] = [
         (rows, memory),

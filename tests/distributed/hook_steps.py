@@ -58,11 +58,11 @@ def bucket_sizes() -> list[int]:
     """Return the number of elements of each bucket of a step."""
     sizes = []
 
-    def look(bucket: Any) -> Any:
+    def record_size(bucket: Any) -> Any:
         sizes.append(bucket.flat.size)
         return bucket.all_reduce(bucket.flat)
 
-    reduce(look, gradients(0, 0, "float64"))
+    reduce(record_size, gradients(0, 0, "float64"))
     return sizes
 
 

@@ -139,7 +139,7 @@ def test_report_contains_the_end_of_a_long_traceback() -> None:
     try:
         deep(300)
     except ValueError as error:
-        words = abort._in_words(error)
+        words = abort._report_text(error)
     summary, _, rest = words.partition("\n")
     assert summary == "ValueError: first line"
     assert len(words.encode()) < 4000
@@ -213,13 +213,13 @@ def test_abort_on_exception_raises_on_other_ranks_while_the_host_program_continu
     rank: int, size: int, error: BaseException | None, message: str
 ) -> None:
     fl.barrier()
-    heard = catch(train, error if rank == 1 else np.zeros(3))
+    error_text = catch(train, error if rank == 1 else np.zeros(3))
     if rank == 1:
-        assert heard.startswith(message)
+        assert error_text.startswith(message)
         return
-    assert heard.startswith("PeerLostError: ")
-    assert f"it raised {message}" in heard
-    assert "in train\n" in heard
+    assert error_text.startswith("PeerLostError: ")
+    assert f"it raised {message}" in error_text
+    assert "in train\n" in error_text
     fl.distributed_shutdown()  # does not wait, because the group is closed
 
 

@@ -70,12 +70,12 @@ def test_arrays_above_the_limit_of_a_call_are_sent_in_chunks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verb_steps, "LARGEST_BYTES", limit)
         run_program(rank, size, every_verb(size, dtype, (1, 25, 1000)))
-        conformance.ring_of_messages(rank, size, 5000)
+        conformance.check_message_ring(rank, size, 5000)
 
 
 @on_ranks()
 def test_concurrent_operations_may_be_waited_for_in_any_order(rank: int, size: int) -> None:
-    conformance.everything_at_once(rank, size, seed=1, steps=150)
+    conformance.check_random_operations(rank, size, seed=1, steps=150)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int)
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "longdouble"])
 @on_ranks()
-def test_min_and_max_of_nan_and_signed_zeros_are_equal_on_all_ranks(
+def test_min_and_max_of_nan_and_zeros_are_equal_on_all_ranks(
     rank: int, size: int, name: str
 ) -> None:
     """NaN and zeros of both signs, in a different order on each rank."""
@@ -152,8 +152,8 @@ def test_verbs_work_without_checks(rank: int, size: int) -> None:
 
 @on_ranks(("mpi", 2), fresh=True, env={"MPI4PY_RC_THREAD_LEVEL": "funneled"})
 def test_operations_advance_in_waits_if_mpi_is_single_threaded(rank: int, size: int) -> None:
-    conformance.many_in_flight(rank, size)
-    conformance.ring_of_messages(rank, size, 50_000)
+    conformance.check_pending_works(rank, size)
+    conformance.check_message_ring(rank, size, 50_000)
     work = fl.all_reduce(np.ones(3), async_op=True)
     while not work.is_completed():  # each check runs a step
         pass
@@ -169,7 +169,7 @@ def test_mpi_backend_works_on_several_hosts(rank: int, size: int) -> None:
     is_apart = os.environ["FLASHLIGHT_MEMORY_DOMAIN"] in "abc"
     path = "Gloo" if is_apart else "shared memory inside hosts, Gloo between"
     assert f"calls are compared over {path}" in fl.distributed.describe()
-    conformance.everything_at_once(rank, size, 4, 60)
+    conformance.check_random_operations(rank, size, 4, 60)
     for name in ("shape", "verb"):
         message = mismatch_now_or_later(lambda name=name: CALLS[name](rank))
         assert "made different calls" in message
@@ -371,8 +371,8 @@ class FakeMpi:
 
 FakeMpi.COMM_WORLD = FakeMpi()
 leaving._LINGER_SECONDS = 30.0
-abort.install()
-abort.afterwards.append(lambda: leaving.abort_job(FakeMpi(), lambda end: None))
+abort.install_hooks()
+abort.after_report.append(lambda: leaving.abort_job(FakeMpi(), lambda end: None))
 raise ValueError("no such file")
 """
 

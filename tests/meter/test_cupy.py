@@ -1,4 +1,4 @@
-"""Meters of CuPy arrays: sums on the device, without a copy to the host until a value is read."""
+"""Meters of CuPy arrays: sums stay on the device until a value is read."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ TARGETS = np.array([0, 1, 2, 3, 0, 1])
 
 @contextmanager
 def no_copy_to_host() -> Iterator[None]:
-    """Let every method of a device array fail that returns a value to the host."""
+    """Make every method of a device array fail that returns a value to the host."""
 
     def fail(self: StandInArray, *_: object) -> Any:
         raise AssertionError("the host waits for the device")
@@ -50,7 +50,7 @@ USES: dict[str, tuple[Callable[[], Meter], Callable[[Any, MakeArray], object]]] 
 
 
 @pytest.mark.parametrize("kind", USES)
-def test_cupy_arrays_are_added_without_a_copy_to_the_host(kind: str, strict: StandInCupy) -> None:
+def test_add_of_cupy_arrays_makes_no_copy_to_the_host(kind: str, strict: StandInCupy) -> None:
     make, use = USES[kind]
     meter, expected = make(), make()
     with no_copy_to_host():
@@ -65,7 +65,7 @@ def test_cupy_arrays_are_added_without_a_copy_to_the_host(kind: str, strict: Sta
 
 
 @pytest.mark.parametrize("kind", USES)
-def test_numpy_and_cupy_arrays_are_merged(kind: str, strict: StandInCupy) -> None:
+def test_value_merges_numpy_and_cupy_arrays(kind: str, strict: StandInCupy) -> None:
     make, use = USES[kind]
     meter, expected = make(), make()
     for to in (np.asarray, strict.asarray, np.asarray, strict.asarray):
@@ -75,7 +75,7 @@ def test_numpy_and_cupy_arrays_are_merged(kind: str, strict: StandInCupy) -> Non
     np.testing.assert_allclose(meter.state(), expected.state(), rtol=1e-13)
 
 
-def test_a_number_is_added_by_one_kernel_launch(strict: StandInCupy) -> None:
+def test_add_of_a_number_launches_one_kernel(strict: StandInCupy) -> None:
     meter = AverageValueMeter()
     for value in VALUES:
         meter.add(strict.asarray(value))
@@ -113,7 +113,7 @@ def test_reset_zeroes_the_device_sums_in_place(
     "again", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
 @pytest.mark.parametrize("kind", USES)
-def test_copies_and_pickles_hold_numpy_arrays(
+def test_copies_and_pickles_contain_numpy_arrays(
     kind: str, again: Callable[[Any], Any], strict: StandInCupy
 ) -> None:
     make, use = USES[kind]
@@ -127,7 +127,7 @@ def test_copies_and_pickles_hold_numpy_arrays(
     np.testing.assert_array_equal(meter.state(), state)
 
 
-def test_sums_of_a_former_device_are_kept(strict: StandInCupy) -> None:
+def test_meter_keeps_sums_of_a_previous_device(strict: StandInCupy) -> None:
     meter, expected = AverageValueMeter(), AverageValueMeter()
     meter.add(strict.asarray(VALUES[:5]))
     former: Any = meter._device_sums
@@ -138,7 +138,7 @@ def test_sums_of_a_former_device_are_kept(strict: StandInCupy) -> None:
     assert meter.value() == pytest.approx(expected.value(), rel=1e-13)
 
 
-def test_targets_outside_the_classes_make_the_value_nan_on_a_device(strict: StandInCupy) -> None:
+def test_top_k_is_nan_if_a_device_target_is_out_of_range(strict: StandInCupy) -> None:
     meter: Any = TopKMeter(2)
     for target in (-1, 4):
         targets = strict.asarray([0, 1, 2, 3, 0, target])

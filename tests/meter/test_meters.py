@@ -1,4 +1,4 @@
-"""Means, counts, accuracies, squared errors and times, alone and of several meters together."""
+"""Meters of means, counts, accuracies, squared errors and times, alone and combined."""
 
 import math
 import pickle
@@ -26,14 +26,14 @@ def meter_of(values: Any, weights: Any = None) -> AverageValueMeter:
 
 
 @pytest.mark.parametrize(("k", "percent"), [(1, 25.0), (2, 50.0), (3, 100.0)])
-def test_top_k_counts_targets_among_the_highest(k: int, percent: float) -> None:
+def test_top_k_counts_targets_among_the_highest_scores(k: int, percent: float) -> None:
     meter = TopKMeter(k)
     meter.add(SCORES[:2], TARGETS[:2])
     meter.add(SCORES[2:], TARGETS[2:])
     assert meter.value() == percent
 
 
-def test_top_k_favours_ties_and_never_nan() -> None:
+def test_top_k_counts_ties_but_not_nan() -> None:
     tied, broken = TopKMeter(1), TopKMeter(1)
     tied.add(np.ones((3, 4)), np.array([0, 1, 3]))
     assert tied.value() == 100
@@ -53,14 +53,16 @@ def test_top_k_favours_ties_and_never_nan() -> None:
         (SCORES[:, :1], np.zeros(4, int)),
     ],
 )
-def test_top_k_refuses_what_does_not_fit(output: np.ndarray, target: np.ndarray) -> None:
+def test_top_k_raises_value_error_for_mismatched_shapes(
+    output: np.ndarray, target: np.ndarray
+) -> None:
     meter = TopKMeter(2)
     with pytest.raises(ValueError, match="got"):
         meter.add(output, target)
     assert math.isnan(meter.value())
 
 
-def test_counts_per_category() -> None:
+def test_count_meter_counts_per_category() -> None:
     meter = CountMeter(3)
     meter.add(0)
     meter.add(2, 5)
@@ -71,7 +73,7 @@ def test_counts_per_category() -> None:
             meter.add(wrong)
 
 
-def test_squared_error_is_summed_per_call_and_averaged_over_calls() -> None:
+def test_mse_meter_sums_per_call_and_averages_over_calls() -> None:
     meter = MSEMeter()
     meter.add(np.array([1, 2, 3], np.uint8), np.array([4, 5, 6], np.uint8))
     assert meter.value() == 27
@@ -83,13 +85,13 @@ def test_squared_error_is_summed_per_call_and_averaged_over_calls() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Time as the test sets it, in seconds."""
+    """A clock in seconds that the test sets."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now
 
 
-def test_time_runs_between_resume_and_stop(clock: list[float]) -> None:
+def test_time_meter_runs_between_resume_and_stop(clock: list[float]) -> None:
     meter = TimeMeter()
     clock[0] += 5
     assert meter.value() == 0
@@ -110,7 +112,7 @@ def test_time_runs_between_resume_and_stop(clock: list[float]) -> None:
     assert meter.value() == 0
 
 
-def test_time_per_unit(clock: list[float]) -> None:
+def test_time_meter_divides_by_units(clock: list[float]) -> None:
     meter = TimeMeter(unit=True)
     assert math.isnan(meter.value())
     meter.resume()
@@ -164,7 +166,7 @@ def timed(unit: bool, seconds: float, units: int) -> Meter:
     ],
     ids=["count", "top k", "mse", "time", "time per unit", "average"],
 )
-def test_the_sum_of_states_is_the_state_of_all(parts: list[Meter], together: object) -> None:
+def test_sum_of_states_equals_the_state_of_all_data(parts: list[Meter], together: object) -> None:
     before = repr([part.value() for part in parts])
     for _ in range(2):
         state = np.sum([part.state() for part in parts], axis=0)
@@ -174,7 +176,7 @@ def test_the_sum_of_states_is_the_state_of_all(parts: list[Meter], together: obj
 
 
 @pytest.mark.parametrize("kind", [AverageValueMeter, TimeMeter])
-def test_a_new_meter_is_reset(kind: type[Any]) -> None:
+def test_new_meter_equals_a_reset_meter(kind: type[Any]) -> None:
     class More(kind):
         def reset(self) -> None:
             super().reset()
@@ -183,7 +185,7 @@ def test_a_new_meter_is_reset(kind: type[Any]) -> None:
     assert More().more == 0
 
 
-def test_a_state_is_a_copy() -> None:
+def test_state_returns_a_copy() -> None:
     meter = counted(0)
     meter.state()[:] = 99
     assert meter.value() == [1, 0]
@@ -201,9 +203,7 @@ USES: dict[str, tuple[Callable[[], Meter], Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("kind", USES)
-def test_meters_keep_their_arrays_and_change_nothing_of_their_structure(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_meters_keep_their_arrays_and_structure(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, use = USES[kind]
     meter, unused = make(), make().state()
     arrays = {name: id(value) for name, value in vars(meter).items()}
@@ -223,19 +223,19 @@ def refuse(self: Structured, name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: TopKMeter(0), lambda: CountMeter(0)])
-def test_senseless_arguments_are_refused(make: Callable[[], Meter]) -> None:
+def test_meters_raise_value_error_for_invalid_arguments(make: Callable[[], Meter]) -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         make()
 
 
-def test_mean_and_unbiased_variance() -> None:
+def test_average_meter_returns_mean_and_unbiased_variance() -> None:
     mean, variance, weight = meter_of(VALUES).value()
     assert mean == pytest.approx(VALUES.mean(), rel=1e-14)
     assert variance == pytest.approx(VALUES.var(ddof=1), rel=1e-13)
     assert weight == 50
 
 
-def test_weights() -> None:
+def test_average_meter_applies_weights() -> None:
     mean, variance, weight = meter_of([1.0, 2.0, 4.0], [1, 2, 3]).value()
     assert mean == pytest.approx(17 / 6)
     squares = 1 * (1 - 17 / 6) ** 2 + 2 * (2 - 17 / 6) ** 2 + 3 * (4 - 17 / 6) ** 2
@@ -244,7 +244,7 @@ def test_weights() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32])
-def test_an_array_counts_each_element(dtype: type) -> None:
+def test_average_meter_counts_each_element_of_an_array(dtype: type) -> None:
     values = (10 * VALUES).astype(dtype)
     by_array, one_by_one = AverageValueMeter(), meter_of(values.astype(float))
     by_array.add(values[:20].reshape(4, 5))
@@ -253,8 +253,8 @@ def test_an_array_counts_each_element(dtype: type) -> None:
     assert by_array.value() == pytest.approx(one_by_one.value(), rel=1e-12)
 
 
-def test_numbers_of_other_kinds() -> None:
-    class Tensor:  # of torch, which need not be there: its size is a method
+def test_average_meter_accepts_numbers_of_other_types() -> None:
+    class Tensor:  # like torch.Tensor, whose size is a method
         ndim = 0
 
         def size(self) -> tuple[int, ...]:
@@ -267,12 +267,12 @@ def test_numbers_of_other_kinds() -> None:
     assert meter_of(values).value()[0] == pytest.approx(3)
 
 
-def test_variance_survives_a_large_mean() -> None:
+def test_average_meter_variance_is_accurate_for_a_large_mean() -> None:
     _, variance, _ = meter_of([1e9, 1e9 + 1, 1e9 + 2]).value()
     assert variance == pytest.approx(1.0)
 
 
-def test_what_is_undefined_is_nan() -> None:
+def test_average_meter_returns_nan_for_too_few_values() -> None:
     empty, single = AverageValueMeter().value(), meter_of([5.0]).value()
     assert math.isnan(empty[0])
     assert math.isnan(empty[1])
@@ -281,14 +281,14 @@ def test_what_is_undefined_is_nan() -> None:
     assert math.isnan(single[1])
 
 
-def test_a_weight_of_zero_adds_nothing_and_a_negative_one_is_refused() -> None:
+def test_average_meter_ignores_zero_weight_and_rejects_negative_weight() -> None:
     meter = meter_of([1.0, 99.0], [1, 0])
     assert meter.value()[0] == 1
     with pytest.raises(ValueError, match="weight must be at least 0, got -1"):
         meter.add(1.0, -1)
 
 
-def test_reset_forgets() -> None:
+def test_reset_discards_all_values() -> None:
     meter = meter_of(VALUES)
     meter.reset()
     meter.add(7.0)

@@ -8,7 +8,7 @@
 namespace stress {
 namespace {
 
-// Numbers are made once: to make them takes longer than to reduce them.
+// Random numbers are generated once, because that takes longer than reducing them.
 const std::vector<char>& pool(int dtype, bool numbers) {
   constexpr size_t kCount = 65521;
   static std::vector<char> pools[kDTypes][2];
@@ -68,7 +68,7 @@ void Author::add_call() {
 
 size_t Author::some_bytes() {
   const size_t chunk = world_.chunk_bytes, ranks = world_.ranks;
-  constexpr size_t kTinyBytes = 16;  // that travel in the line of a call
+  constexpr size_t kTinyBytes = 16;  // bytes that travel in the line of a call
   const size_t small[] = {0, 1, kTinyBytes, fl::kStreamBytes, world_.inline_bytes,
                           fl::kStreamBytes * ranks, world_.inline_bytes / ranks, 64 * ranks};
   const size_t large[] = {chunk, chunk / ranks, world_.piece_bytes, chunk + world_.inline_bytes};
@@ -148,7 +148,7 @@ void Author::push(std::vector<Step> call) {
   for (int r = 0; r < world_.ranks; ++r) script_.steps[r].push_back(std::move(call[r]));
 }
 
-// Put the data into regions: of all ranks at one place, or of some at another, or in none.
+// Put the data into regions: of all ranks at one offset, of some ranks at others, or of no rank.
 void Author::place(std::vector<Step>& call, size_t bytes) {
   std::vector<int> usable;
   for (size_t i = 0; i < added_.size(); ++i) {
@@ -214,7 +214,7 @@ void Author::add_broadcast() {
   push(std::move(call));
 }
 
-// Everyone gives as much as it likes.
+// Each rank sends an arbitrary number of elements.
 void Author::add_gather(int verb) {
   const int dtype = some_dtype(FL_MIN), root = verb == FL_GATHER ? some_root() : 0;
   const size_t item = info_of(dtype).itemsize, together = some_count(static_cast<int>(item));

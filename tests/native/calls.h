@@ -1,5 +1,5 @@
-// Random calls of all ranks, with what must come of them: collectives in calls.cc and parts.cc,
-// messages in letters.cc, what does not match in mismatches.cc.
+// Random calls of all ranks with their expected results: collectives in calls.cc and parts.cc, messages in
+// letters.cc, mismatches in mismatches.cc.
 #pragma once
 
 #include "random.h"
@@ -63,7 +63,7 @@ class Author {
   const size_t largest_;
   Script script_;
   std::vector<bool> added_, dropped_;
-  int next_tag_ = 1 << 20;  // of receives from any rank: nothing else has these
+  int next_tag_ = 1 << 20;  // for receives from any rank; no other message uses them
 };
 
 }  // namespace stress

@@ -1,4 +1,4 @@
-// How a test ends that has found something.
+// Failing of a test.
 #pragma once
 
 #include <cstdio>
@@ -7,7 +7,7 @@
 
 namespace stress {
 
-// What is being tried, to be able to try it again; set before threads start.
+// Description of the current test case for reproducing a failure. Set it before threads start.
 inline std::string& situation() {
   static std::string text;
   return text;

@@ -28,21 +28,21 @@ void test_leaving(Random& random) {
   });
 }
 
-// The memory of test_leaving_after_a_small_part that cannot be read until a rank has left.
+// Memory in test_leaving_after_a_small_part that cannot be read until a rank has left.
 namespace {
 char* withheld;
 constexpr size_t kWithheldBytes = 1 << 20;
 std::atomic<bool> has_left{false};
 
-// On the thread that reads it.
+// Signal handler on the reading thread.
 void give_when_left(int) {
   while (!has_left) usleep(1000);
-  usleep(100000);  // several looks around of those who wait, who must not mind
+  usleep(100000);  // several checks of the waiting ranks, which must continue
   mprotect(withheld, kWithheldBytes, PROT_READ | PROT_WRITE);
 }
 }  // namespace
 
-// In a gather the one who has little is done at once, and may leave while the others go on.
+// In a gather, a rank with little data is done at once and may leave while other ranks continue.
 void test_leaving_after_a_small_part() {
   situation() = "rank 1 leaves while the root still gathers from rank 2";
   World world(3, 0, {});
@@ -68,7 +68,7 @@ void test_leaving_after_a_small_part() {
   munmap(memory, kWithheldBytes);
 }
 
-// Some never come, in time: the others name them, and tell them when they come.
+// Some ranks are late: the other ranks name them, and the late ranks raise.
 void test_lateness(Random& random) {
   const int ranks = random.one_in(4) ? 40 : 2 + static_cast<int>(random.below(7));
   const int late = 1 + static_cast<int>(random.below(ranks - 1)), early = ranks - late;
@@ -81,7 +81,7 @@ void test_lateness(Random& random) {
     if (rank < early) {
       const Outcome outcome = me.call(0.3);
       gave_up.count_down();
-      // On a busy machine an early rank may come too late for another.
+      // On a busy machine an early rank may be late for another one.
       check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, "no timeout");
       for (int r = early; outcome.status == FL_TIMEOUT && r < std::min(ranks, early + 20); ++r) {
         const auto& missing = outcome.missing;
@@ -90,14 +90,14 @@ void test_lateness(Random& random) {
     } else {
       gave_up.wait();
       Outcome outcome = me.call();
-      if (outcome.status == FL_OK) outcome = me.call();  // what is small was told all the same
+      if (outcome.status == FL_OK) outcome = me.call();  // small data had been sent
       check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "a late rank goes on");
     }
     me.expect(me.call(), FL_CLOSED, {});
   });
 }
 
-// It has called, so that the others are on their way, and then does nothing.
+// A rank calls, so that other ranks start, and then does nothing.
 void test_stopping_half_way(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(5)), stopper = static_cast<int>(random.below(ranks));
   Latch gave_up(ranks - 1);
@@ -116,7 +116,7 @@ void test_stopping_half_way(Random& random) {
   });
 }
 
-// Closing ends what runs and what is queued, and handles outlive the group.
+// Closing ends running and queued operations; handles outlive the group.
 void test_closing_while_busy(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), closer = static_cast<int>(random.below(ranks));
   Latch closed(1);
@@ -133,13 +133,12 @@ void test_closing_while_busy(Random& random) {
     }
     closed.wait();
     Outcome outcome = me.call();
-    if (outcome.status == FL_OK) outcome = me.call();  // what is small may have been told in time
+    if (outcome.status == FL_OK) outcome = me.call();  // small data may have arrived in time
     me.expect(outcome, FL_PEER_LOST, {closer});
   });
 }
 
-// A signal handler closes the group in the middle of a call of its own thread, while another thread
-// waits for its turn.
+// A signal handler closes the group inside a call of its own thread, while another thread waits for its turn.
 void test_closing_in_a_handler(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), closer = static_cast<int>(random.below(ranks));
   const size_t floats = some_size(random);
@@ -148,7 +147,7 @@ void test_closing_in_a_handler(Random& random) {
     if (rank != closer) {
       closed.wait();
       Outcome outcome = me.call();
-      if (outcome.status == FL_OK) outcome = me.call();  // what is small may have been told in time
+      if (outcome.status == FL_OK) outcome = me.call();  // small data may have arrived in time
       return me.expect(outcome, FL_PEER_LOST, {closer});
     }
     static thread_local fl::ShmGroup* handled;
@@ -170,12 +169,11 @@ void test_closing_in_a_handler(Random& random) {
     });
     const Outcome outcome = me.call();
     waits.join();
-    if (outcome.status != FL_OK) me.expect(outcome, FL_CLOSED, {});  // the others may have called by then
+    if (outcome.status != FL_OK) me.expect(outcome, FL_CLOSED, {});  // other ranks may have called already
   });
 }
 
-// One rank has no memory for what it should gather: the others must not take its next call for the
-// rest of this one.
+// One rank lacks memory for a gather: the other rank must not use its next call for this one.
 void test_out_of_memory() {
   situation() = "the root of a gather has no memory";
   constexpr size_t kClaimed = size_t{1} << 47;  // more than a process can address
@@ -207,7 +205,7 @@ void test_kill(Random& random) {
       raise(SIGKILL);
     }
     Outcome outcome = me.call();
-    // What was small had come already.
+    // Small data had arrived already.
     if (outcome.status == FL_OK && half_way && floats * sizeof(float) <= fl::kInlineBytes) {
       outcome = me.call();
     }
@@ -217,7 +215,7 @@ void test_kill(Random& random) {
   in_world(ranks, floats, what, run, victim);
 }
 
-// A broadcast from `root` of as many floats as the member has, each `value` on the root.
+// Broadcast from `root` with as many floats as the member has, each equal to `value` on the root.
 namespace {
 Outcome broadcast(Member& me, int root, float value, double seconds = kForever) {
   static const fl_site here{"here"};
@@ -228,7 +226,7 @@ Outcome broadcast(Member& me, int root, float value, double seconds = kForever) 
   return outcome_of(me.group->run({s, me.data.data(), nullptr, -1, seconds, &here}));
 }
 
-// What a root has given before it was gone arrives.
+// Data that a root sent before it was gone arrives.
 void run_ahead_of_one_that_goes(Member& me, int root, int calls) {
   for (int i = 1; i <= calls; ++i) {
     me.expect(broadcast(me, root, static_cast<float>(i)), FL_OK, {});
@@ -257,7 +255,7 @@ void test_going_ahead(Random& random) {
   in_world(ranks, floats, what, run, is_killed ? root : -1);
 }
 
-// Nobody may be further ahead than the others can read, and then waits no longer than it may.
+// A rank may not be further ahead than other ranks can read; its wait then has a timeout.
 void test_going_too_far_ahead() {
   Latch gave_up(1);
   in_world(2, 1, "the root of broadcasts is too far ahead of a rank that does not call", [&](Member& me, int rank) {

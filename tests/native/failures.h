@@ -1,11 +1,11 @@
-// Ranks that leave, come late, stop in the middle or are killed: the others hear of it.
+// Ranks that leave, come late, stop inside a call or are killed: the other ranks detect it.
 #pragma once
 
 #include "random.h"
 
 namespace stress {
 
-// Each returns after all ranks have ended; what is wrong ends the program.
+// Each function returns after all ranks have ended. A failed check ends the program.
 void test_leaving(Random& random);
 void test_leaving_after_a_small_part();
 void test_lateness(Random& random);
@@ -17,7 +17,7 @@ void test_kill(Random& random);
 void test_going_ahead(Random& random);
 void test_going_too_far_ahead();
 
-// The same while messages are on their way: message_failures.cc.
+// The same while messages are in transit: message_failures.cc.
 void test_wrong_tag(Random& random);
 void test_closing_with_messages(Random& random);
 void test_leaving_with_messages(Random& random);

@@ -1,5 +1,5 @@
-// The kernels of csrc/reduce: every instruction set that this processor has gives the same bits as
-// the baseline, on any bits whatever, and all give what the reference gives.
+// Kernels of csrc/reduce: every instruction set of this processor gives the same bits as the baseline, for
+// arbitrary bits, and all agree with the reference.
 #include "kernels.h"
 
 #include <memory>
@@ -31,7 +31,7 @@ std::vector<Set> sets() {
   return found;
 }
 
-// `count` elements that begin anywhere an element may, and end with the allocation.
+// `count` elements at any element-aligned address that end with the allocation.
 struct Array {
   std::unique_ptr<char[]> memory;
   char* data;
@@ -55,8 +55,8 @@ std::string describe(const Set& set, int dtype, int op, int ranks, size_t count)
          std::to_string(ranks) + " ranks, " + std::to_string(count) + " elements";
 }
 
-// Of each index at most one rank has a NaN. Which of two NaNs an addition passes on is up to the
-// compiler, which may exchange the operands.
+// Keep at most one NaN per index. Which of two NaNs an addition returns depends on the compiler, which may
+// exchange the operands.
 void leave_one_nan(int dtype, std::vector<Array>& inputs, size_t count) {
   const DTypeInfo& info = info_of(dtype);
   if (is_integer(dtype)) return;
@@ -65,7 +65,7 @@ void leave_one_nan(int dtype, std::vector<Array>& inputs, size_t count) {
   for (size_t i = 0; i < count * info.parts; ++i) {
     for (size_t r = 0; r < inputs.size(); ++r) {
       char* at = inputs[r].data + i * step;
-      // Every exponent that is all ones contains this byte, or nearly: infinities go as well.
+      // Every all-ones exponent contains this byte; infinities are removed as well.
       const bool perhaps_nan = (at[info.value_bytes - 1] & 0x7c) == 0x7c;
       if (perhaps_nan && r != i % inputs.size()) std::memcpy(at, zeros.data(), step);
     }
@@ -88,7 +88,7 @@ void one_reduction(int dtype, int op, Random& random) {
   for (int r = 0; r < ranks; ++r) from[r] = inputs[r].data;
 
   std::vector<char> wanted(count * item), baseline;
-  // The reference knows nothing of extended numbers that no processor makes.
+  // The reference does not support extended numbers that no processor creates.
   const bool compares = !arbitrary || (dtype != FL_LONGDOUBLE && dtype != FL_CLONGDOUBLE);
   if (compares) reference(dtype, op, scale, wanted.data(), from, count);
   for (const Set& set : sets()) {
@@ -111,13 +111,13 @@ void one_reduction(int dtype, int op, Random& random) {
   }
 }
 
-// One array alone: every float16 and bfloat16 there is, widened and narrowed.
+// Every float16 and bfloat16, widened and narrowed, in one array.
 void all_halves() {
   std::vector<uint16_t> all(65536), baseline(65536);
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
   for (int dtype : {FL_FLOAT16, FL_BFLOAT16}) {
     for (double scale : {1.0, 0.5, 1.0 / 3, 0x1p-10, 1e6}) {
-      for (int ranks : {1, 2, 5}) {  // maximum of equal arrays: each way through the kernels
+      for (int ranks : {1, 2, 5}) {  // maximum of equal arrays: every path of the kernels
         const std::vector<const void*> from(ranks, all.data());
         std::vector<uint16_t> wanted(65536), got(65536);
         reference(dtype, FL_MAX, scale, wanted.data(), from, all.size());

@@ -4,7 +4,7 @@
 
 namespace stress {
 
-// Each returns how many it has compared: reductions, and steps of optimizers.
+// Return the number of compared results: reductions, and optimizer steps.
 long test_kernels(uint64_t seed, long rounds);
 long test_steps(uint64_t seed, long rounds);
 

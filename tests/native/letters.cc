@@ -1,4 +1,4 @@
-// Random messages: of many tags, in any order, one by one or many at once, matching or not.
+// Random messages: many tags, in any order, one by one or many at once, matching or not.
 #include <cstdlib>
 #include <map>
 #include <tuple>
@@ -25,8 +25,8 @@ Author::Letter Author::letter(int from, int to, size_t count, int dtype, int tag
   return one;
 }
 
-// The two ends call different things, and both hear of it: a sender of little may have returned before, which
-// test_late_refusal is about.
+// The calls of both ends differ, and both ends raise. A sender of little data may have returned before: see
+// test_late_refusal.
 Author::Letter Author::misfit(int from, int to, size_t count, int dtype, int tag) {
   if (std::getenv("FLASHLIGHT_CHECKS") == nullptr) count += world_.eager_bytes / info_of(dtype).itemsize + 1;
   const fl_signature sent = signature(FL_SEND, dtype, 0, tag, 1.0, count);
@@ -44,7 +44,7 @@ Author::Letter Author::misfit(int from, int to, size_t count, int dtype, int tag
   return one;
 }
 
-// One after the other, in the same order on both sides.
+// Messages in sequence, in the same order on both ends.
 void Author::add_message() {
   if (world_.ranks == 1) return;
   const int from = some_root();
@@ -59,8 +59,8 @@ void Author::add_message() {
   }
 }
 
-// To one rank that knows neither who sends nor how much. It starts some of its receives before others
-// have ended.
+// Messages to one rank that knows neither source nor size. It starts some receives before earlier ones have
+// ended.
 void Author::add_open_receives() {
   if (world_.ranks == 1) return;
   const int dtype = some_dtype(FL_MIN), item = info_of(dtype).itemsize, to = some_root();
@@ -86,10 +86,10 @@ void Author::add_open_receives() {
     receive.from = sent;
     script_.steps[to].push_back(std::move(receive));
   }
-  add_barrier();  // nobody leaves before: it may be the one who sends
+  add_barrier();  // no rank leaves before, because it may be a sender
 }
 
-// Neighbour to neighbour; each call is in order on both sides.
+// Messages to the next rank, in the same order on both ends.
 void Author::add_ring() {
   if (world_.ranks == 1) return;
   const int dtype = some_dtype(FL_MIN);
@@ -120,7 +120,7 @@ Author::Letter Author::some_letter(int from, int to, int tag, size_t largest_byt
                             : letter(from, to, count, dtype, tag);
 }
 
-// A random order in which letters of one direction, peer and tag stay as they are.
+// A random order that keeps the order of messages with equal direction, peer and tag.
 std::vector<size_t> Author::some_order(const std::vector<Letter*>& letters, int rank) {
   std::vector<size_t> order(letters.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -139,9 +139,9 @@ std::vector<size_t> Author::some_order(const std::vector<Letter*>& letters, int 
   return order;
 }
 
-// Many at once between some ranks, in another order on every side. A rank starts all of its
-// messages, or exchanges all of them at once, or waits for some in turn, after it has started the
-// others: for those whose other end does not wait in turn, so that nobody waits for ever.
+// Many concurrent messages between some ranks, in a different order on every rank. A rank starts all
+// messages, exchanges all of them, or waits for some in turn after starting the rest. It waits only for
+// messages whose other end does not wait in turn, so that no deadlock occurs.
 void Author::add_letters() {
   if (world_.ranks == 1) return;
   enum Way { kStarts, kExchanges, kWaits };

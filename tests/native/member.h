@@ -22,7 +22,7 @@ inline Outcome outcome_of(const fl::Handle& handle) {
   return {status, handle->outcome().missing, handle->outcome().message};
 }
 
-// A group and an array of its own, for calls of all_reduce.
+// A group and one array, for calls of all_reduce.
 struct Member {
   Member(World& world, int rank, size_t floats)
       : rank(rank),
@@ -34,7 +34,7 @@ struct Member {
     return outcome_of(group->run({signature, data.data(), nullptr, -1, seconds}));
   }
 
-  // A message of that array.
+  // The signature of a message with that array.
   fl_signature message(int verb, int tag) const {
     fl_signature s = signature;
     s.verb = verb;
@@ -49,7 +49,7 @@ struct Member {
   }
 
   void expect(const Outcome& outcome, fl_status status, const std::vector<int>& missing) const {
-    // Later calls name those that the first failure was about, which ranks may see differently.
+    // Later calls name the ranks of the first failure, which may differ between ranks.
     const bool right = status == FL_CLOSED || outcome.missing == missing;
     if (outcome.status == status && right) return;
     std::string ranks;
@@ -65,7 +65,7 @@ struct Member {
   std::vector<float> data;
 };
 
-// Run `work(member, rank)` for each rank of a new world, in a thread or, where one is killed, in a process.
+// Run `work(member, rank)` for each rank of a new world: in threads, or in processes if a rank is killed.
 template <typename Work>
 void in_world(int ranks, size_t floats, const std::string& what, Work work, int victim = -1) {
   situation() = what;
@@ -77,7 +77,7 @@ void in_world(int ranks, size_t floats, const std::string& what, Work work, int 
   victim < 0 ? in_threads(ranks, run) : in_processes(ranks, victim, run);
 }
 
-// "rank R of N", where a test is about one of them.
+// "rank R of N", for tests about one rank.
 inline std::string rank_of(int rank, int ranks) {
   return "rank " + std::to_string(rank) + " of " + std::to_string(ranks);
 }

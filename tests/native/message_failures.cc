@@ -1,4 +1,4 @@
-// Messages whose other end leaves, dies, or waits for something else.
+// Messages whose other end leaves, dies, or waits for another message.
 #include <signal.h>
 
 #include "failures.h"
@@ -7,7 +7,7 @@
 namespace stress {
 namespace {
 
-// In one piece, with the offer and then some, and long.
+// Sizes: one piece, partly sent with the offer, and large.
 size_t some_size(Random& random) {
   const size_t sizes[] = {0, 1, 5000, 10000, 300000};
   return sizes[random.below(5)];
@@ -19,7 +19,7 @@ std::string told(const Outcome& outcome) {
 
 }  // namespace
 
-// One end is late for one tag, the other for another: who gives up first knows of both.
+// Both ends use different tags and have different timeouts: the first end to give up names both tags.
 void test_wrong_tag(Random& random) {
   const bool sender_is_first = random.one_in(2), started = random.one_in(2);
   const std::string what = "a message has another tag than the receiver's, and the ";
@@ -40,7 +40,7 @@ void test_wrong_tag(Random& random) {
   });
 }
 
-// What was started ends, also what waits behind it, and handles outlive the group.
+// Started messages end, including queued ones, and handles outlive the group.
 void test_closing_with_messages(Random& random) {
   const int ranks = 2 + static_cast<int>(random.below(4)), peers = ranks - 1;
   const int started = 1 + static_cast<int>(random.below(20)), tags = 1 + started / 2;
@@ -68,7 +68,7 @@ void test_closing_with_messages(Random& random) {
   });
 }
 
-// Whoever waits for the one that leaves hears of it; others go on.
+// Ranks that wait for the leaving rank raise; other ranks continue.
 void test_leaving_with_messages(Random& random) {
   const int ranks = 3 + static_cast<int>(random.below(3));
   const std::string what = "a rank leaves without the message that others wait for";
@@ -83,13 +83,13 @@ void test_leaving_with_messages(Random& random) {
   });
 }
 
-// A collective that fails ends the messages of its rank.
+// A failed collective ends the messages of its rank.
 void test_breaking_with_messages(Random& random) {
   Latch ready(2), over(2);
   in_world(3, some_size(random), "a collective fails while messages wait", [&](Member& me, int rank) {
     if (rank == 2) return over.wait();  // and never calls
     const auto message = me.start(FL_RECV, 1 - rank, 5);
-    ready.count_down();  // who calls after the other has timed out finds the group broken
+    ready.count_down();  // a rank that calls after the peer's timeout finds the group broken
     ready.wait();
     const Outcome outcome = me.call(0.3);
     check(outcome.status == FL_TIMEOUT || outcome.status == FL_PEER_LOST, told(outcome));
@@ -136,7 +136,7 @@ void test_killed_messenger(Random& random) {
     const auto sent = me.start(FL_SEND, victim, -1);
     const Outcome received = outcome_of(
         me.group->run({me.message(FL_RECV, -1), room.data(), nullptr, victim, kForever}));
-    // The first to notice breaks the group.
+    // The first operation that detects it breaks the group.
     const bool receive_is_first = received.status != FL_CLOSED;
     me.expect(receive_is_first ? received : outcome_of(sent), FL_PEER_LOST, {victim});
     const Outcome end = outcome_of(sent);
@@ -145,7 +145,7 @@ void test_killed_messenger(Random& random) {
   in_world(ranks, floats, what, run, victim);
 }
 
-// A send of little has ended when its receiver refuses it: the sender's next call says so, once.
+// A send of little data has ended when its receiver rejects it: the sender's next call raises, once.
 void test_late_refusal(Random& random) {
   const bool is_collective = random.one_in(2);
   Latch refused(2);
@@ -159,7 +159,7 @@ void test_late_refusal(Random& random) {
     refused.count_down();
     refused.wait();
     if (rank == 0) {
-      // Whatever it calls looks for what has come: here a receive of what the other sends.
+      // Any call handles arrived records; here a receive from the other rank.
       me.expect(me.run(FL_RECV, 1, 6), FL_OK, {});
       me.expect(is_collective ? me.call() : me.run(FL_SEND, 1, 7), FL_MISMATCH, {});
     } else {
@@ -169,7 +169,7 @@ void test_late_refusal(Random& random) {
   });
 }
 
-// Thousands of them, in tags of their own or in one, which end well, or with the group, or with the peer.
+// Thousands of messages, with separate tags or one tag, that end well, with the group, or with the peer.
 void test_many_open(Random& random) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   constexpr int kMany = 2000;

@@ -15,7 +15,7 @@ Step Author::mismatched(const fl_signature& s) {
   return wrong;
 }
 
-// The same in all but one thing.
+// A signature that differs in one field.
 fl_signature Author::other_than(const fl_signature& base) {
   const auto count = static_cast<size_t>(base.count);
   fl_signature other = base;
@@ -31,7 +31,7 @@ fl_signature Author::other_than(const fl_signature& base) {
   return other;
 }
 
-// Of a scatter: ranks that know nothing hear of the mismatch as well.
+// In a scatter: ranks with FL_ANY raise the mismatch as well.
 void Author::forget_some(std::vector<Step>& call, int odd_one) {
   const int ranks = world_.ranks, knows = (odd_one + 1) % ranks;
   for (int r = 0; r < ranks; ++r) {
@@ -64,7 +64,7 @@ void Author::add_mismatch() {
   push_mismatch(std::move(call));
 }
 
-// All agree, but the root of a scatter does not know what it gives.
+// All calls agree, but the root of a scatter does not know its data.
 void Author::add_root_that_knows_nothing() {
   if (world_.ranks == 1) return;
   const int root = some_root();
@@ -77,15 +77,15 @@ void Author::add_root_that_knows_nothing() {
   push_mismatch(std::move(call));
 }
 
-// What all call alike afterwards may be told in place of what it returns, to each rank once at least: ranks
-// that have run ahead hear of it there. In the last call all ranks need each other.
+// Later matching calls may raise the mismatch instead of returning, at least once on each rank, because ranks
+// may have run ahead. In the last call all ranks need each other.
 void Author::push_mismatch(std::vector<Step> call) {
   std::vector<fl_signature> seen;
   for (const Step& one : call) {
     seen.push_back(one.signature);
     seen.back().sequence = 1;
   }
-  std::vector<size_t> begin;  // messages are some ranks' alone
+  std::vector<size_t> begin;  // only some ranks have messages
   for (const auto& steps : script_.steps) begin.push_back(steps.size());
   push(std::move(call));
   for (size_t i = random_.below(10); i > 2; --i) {

@@ -1,4 +1,4 @@
-// Random calls in which each rank has something else for every other.
+// Random calls in which each rank has different data for every other rank.
 
 #include <numeric>
 
@@ -14,7 +14,7 @@ Block section(const Block& of, size_t at, size_t bytes) {
 
 }  // namespace
 
-// Whoever is not the root may know nothing of what comes, and whoever gives no room is given it.
+// Ranks other than the root may use FL_ANY, and ranks without an output buffer receive an allocated one.
 void Author::add_scatter() {
   const int dtype = some_dtype(FL_MIN), root = some_root();
   const size_t item = info_of(dtype).itemsize;
@@ -38,7 +38,7 @@ void Author::add_all_to_all() {
   add_exchange(FL_ALL_TO_ALL, dtype, std::vector<int64_t>(ranks * ranks, static_cast<int64_t>(bytes)));
 }
 
-// Some have nothing for some, and one may have much for one.
+// Some sections are empty, and one may be large.
 void Author::add_uneven_all_to_all() {
   const int dtype = some_dtype(FL_MIN);
   const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
@@ -87,7 +87,7 @@ void Author::add_reduce_scatter() {
                        std::vector<size_t>(ranks, part));
 }
 
-// Some get nothing, and one may get much.
+// Some ranks receive nothing, and one may receive a large part.
 void Author::add_uneven_reduce_scatter() {
   const int op = some_op(), dtype = some_dtype(op), tag = 1 + static_cast<int>(random_.below(9));
   const size_t item = info_of(dtype).itemsize, ranks = world_.ranks;
@@ -99,7 +99,7 @@ void Author::add_uneven_reduce_scatter() {
   add_reduced_sections(signature(FL_REDUCE_SCATTER_UNEVEN, dtype, op, tag, some_scale(dtype), all), counts);
 }
 
-// `counts`: elements that each rank gets.
+// `counts`: elements that each rank receives.
 void Author::add_reduced_sections(const fl_signature& s, const std::vector<size_t>& counts) {
   const size_t item = s.itemsize, ranks = world_.ranks;
   std::vector<int64_t> bytes;

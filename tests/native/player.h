@@ -1,4 +1,4 @@
-// Calls what a script says, and compares what comes of it.
+// Executes the steps of a script and compares the results.
 #pragma once
 
 #include <cstring>
@@ -16,7 +16,7 @@ class Mapping;
 
 namespace stress {
 
-// By region and rank: the memory, and bytes from one rank's array to the next.
+// By region and rank: the memory, and the bytes between the arrays of consecutive ranks.
 using Regions = std::vector<std::vector<std::pair<std::shared_ptr<fl::Mapping>, size_t>>>;
 
 constexpr char kUntouched = 0x5a;
@@ -26,18 +26,18 @@ inline bool is_reduction(int verb) {
          verb == FL_REDUCE_SCATTER_UNEVEN || verb == FL_SCAN || verb == FL_EXSCAN;
 }
 
-// Whether a rank that finds a mismatch waits until it knows what all have called.
+// True if a rank that detects a mismatch waits until it knows the calls of all ranks.
 template <typename Group>
 constexpr bool waits_for_all = true;
 
-// One call of one rank: its memory, until it has ended and was compared.
+// One call of one rank with its memory, until it has ended and was compared.
 template <typename Group>
 class Running {
  public:
   Running(Group& group, const Step& step, int rank, size_t number, char* in_region)
       : group_(group), step_(step), rank_(rank), number_(number), data_(in_region) {
     if (step.data != nullptr && data_ == nullptr) {
-      own_.reset(new char[step.offset + step.data->size()]);  // ends with the allocation
+      own_.reset(new char[step.offset + step.data->size()]);  // the data ends with the allocation
       data_ = own_.get() + step.offset;
     }
     if (step.data != nullptr) copy(data_, *step.data);
@@ -77,7 +77,7 @@ class Running {
   fl_message message() const { return {step_.signature, data_, step_.peer, {}, nullptr}; }
   void has_become(fl::Handle handle) { handle_ = std::move(handle); }
 
-  // Wait for what was started, and compare; the status.
+  // Wait for the started call and compare the results; return its status.
   fl_status end() {
     fl_status status = FL_OK;
     if (handle_ != nullptr) {
@@ -90,7 +90,7 @@ class Running {
       report("status " + std::to_string(status) + " instead of " + std::to_string(step_.status) +
              ", \"" + fl_op_message(handle_.get()) + "\"");
     }
-    if (step_.differs && status == FL_OK) return status;  // with what is as wrong
+    if (step_.differs && status == FL_OK) return status;  // its data may be wrong
     if (!step_.from.empty()) {
       compare_match();
       return status;
@@ -199,7 +199,7 @@ class Running {
   fl::Handle handle_;
 };
 
-// The calls of one rank, in order. A `Group` has the functions of fl::ShmGroup.
+// The calls of one rank, in order. `Group` has the functions of fl::ShmGroup.
 template <typename Group>
 class Player {
  public:
@@ -236,7 +236,7 @@ class Player {
     if (step.how != How::kStart || step.wait || step.region >= 0) end_all();
   }
 
-  // Returns the number of the first step after it.
+  // Return the number of the first step after the exchange.
   size_t exchange(const std::vector<Step>& steps, size_t begin) {
     const size_t before = running_.size();
     std::vector<fl_message> messages;
@@ -269,7 +269,7 @@ class Player {
   Regions& regions_;
   std::deque<Running<Group>> running_;
   std::vector<char*> arrays_;
-  bool is_told_ = false;  // of the last mismatch of collectives
+  bool is_told_ = false;  // the last mismatch of collectives was raised
 };
 
 }  // namespace stress

@@ -1,4 +1,4 @@
-// Deterministic random numbers: a failure is found again with its seed.
+// Deterministic random numbers, so that a seed reproduces a failure.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ class Random {
     return z ^ (z >> 31);
   }
 
-  // From 0 to `bound` - 1.
+  // Return a number from 0 to `bound` - 1.
   uint64_t below(uint64_t bound) { return bits() % bound; }
   bool one_in(uint64_t n) { return below(n) == 0; }
 

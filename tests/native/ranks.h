@@ -1,4 +1,4 @@
-// Run a function for each rank, in threads or in processes.
+// Run a function for each rank, in threads or processes.
 #pragma once
 
 #include <condition_variable>
@@ -15,10 +15,10 @@ inline void in_threads(int ranks, const std::function<void(int)>& run) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Ends the program unless all succeed; `victim` is expected to be killed.
+// The program fails unless all processes succeed; `victim` is expected to be killed.
 void in_processes(int ranks, int victim, const std::function<void(int)>& run);
 
-// Opens when it was counted down to zero.
+// A latch that opens when its count reaches zero.
 class Latch {
  public:
   explicit Latch(int count) : count_(count) {}

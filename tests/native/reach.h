@@ -1,4 +1,4 @@
-// How private members are reached: access is not checked in explicit instantiations.
+// Access to private members: explicit instantiations skip access checks.
 #pragma once
 
 namespace stress {
@@ -8,7 +8,7 @@ struct Reach {
   friend typename Tag::Member member_of(Tag) { return member; }
 };
 
-// object.*member_of(tag()) is the member, whose type is `pointer`.
+// object.*member_of(tag()) is the member; its type is `pointer`.
 #define REACH(tag, pointer, member)  \
   struct tag {                       \
     using Member = pointer;          \

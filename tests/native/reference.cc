@@ -32,7 +32,7 @@ void write(void* data, size_t i, T value) {
   std::memcpy(static_cast<char*>(data) + i * sizeof(T), &value, sizeof(T));
 }
 
-// Value of 1 sign bit, `exponent_bits`, `mantissa_bits`; every float16 and bfloat16 is a float.
+// The value of 1 sign bit, `exponent_bits` and `mantissa_bits`. Every float16 and bfloat16 is a float.
 float widen(uint16_t bits, int exponent_bits, int mantissa_bits) {
   const int top = (1 << exponent_bits) - 1, bias = top >> 1;
   const int exponent = (bits >> mantissa_bits) & top, mantissa = bits & ((1 << mantissa_bits) - 1);
@@ -104,7 +104,7 @@ void integers(int op, double scale, void* into, const std::vector<const void*>& 
   }
 }
 
-// Any byte but 0 is true, and a bool knows no scale.
+// Any nonzero byte is true, and a bool ignores the scale.
 void truths(int op, void* into, const std::vector<const void*>& from, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const auto is_true = [&](const void* at) { return static_cast<uint8_t>(read<uint8_t>(at, i) != 0); };
@@ -153,7 +153,7 @@ void complexes(int op, double scale, void* into, const std::vector<const void*>&
   }
 }
 
-// The bits of one real number of a floating dtype, or 0 for integers: how wide its exponent is.
+// Exponent width of a floating dtype's real numbers; 0 for integers and long double.
 int exponent_bits(int dtype) {
   switch (dtype) {
     case FL_FLOAT16: return 5;
@@ -248,7 +248,7 @@ std::string difference(int dtype, const void* got, const void* wanted, size_t co
   if (step == info.value_bytes && std::memcmp(a, b, count * info.itemsize) == 0) return "";
   for (size_t i = 0; i < count * info.parts; ++i, a += step, b += step) {
     if (std::memcmp(a, b, info.value_bytes) == 0) continue;
-    if (dtype == FL_BOOL && *a != 0 && *b != 0) continue;  // two bytes that are true
+    if (dtype == FL_BOOL && *a != 0 && *b != 0) continue;  // both bytes are true
     if (any_nan && is_nan(dtype, a) && is_nan(dtype, b)) continue;
     std::string text = std::string(info.name) + " number " + std::to_string(i) + " of " +
                        std::to_string(count * info.parts) + ": got 0x";

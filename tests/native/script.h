@@ -1,4 +1,4 @@
-// What each rank calls, and what must come of it; made beforehand, so that ranks run freely.
+// The calls of each rank with their expected results, created in advance so that ranks run freely.
 #pragma once
 
 #include <cstring>
@@ -10,11 +10,11 @@
 
 namespace stress {
 
-// What calls are chosen by: how many ranks there are, and where a library begins to do things in another way.
+// Parameters for choosing calls: number of ranks, and sizes at which a library changes its method.
 struct Shape {
   int ranks;
-  size_t inline_bytes;  // of a collective, which travel with the call
-  size_t eager_bytes;   // of a message, which the sender need not wait for
+  size_t inline_bytes;  // bytes of a collective that travel with the call
+  size_t eager_bytes;  // bytes of a message that the sender need not wait for
   size_t chunk_bytes, piece_bytes;
   std::vector<size_t> strides;  // of regions
 };
@@ -24,30 +24,30 @@ Block block(std::vector<char> bytes);
 
 enum class How { kRun, kStart, kInTwoSteps, kExchange };
 
-// What a gather is given for its result.
+// The output buffer of a gather.
 enum class Room { kNone, kFits, kDoesNotFit };
 
 struct Step {
   fl_signature signature{};
   int peer = -1;
-  How how = How::kRun;        // steps with kExchange that follow each other are one exchange
-  bool wait = true;           // at once, for what was started
-  int region = -1;            // the data lies in this one; else in memory of its own
+  How how = How::kRun;  // consecutive steps with kExchange form one exchange
+  bool wait = true;  // wait at once for a started call
+  int region = -1;  // region of the data; -1: separate memory
   size_t offset = 0;          // bytes, in the region or from an aligned address
-  int adds = -1, drops = -1;  // regions, before the call; then there is no call
-  Block data;                 // before the call; null: none
+  int adds = -1, drops = -1;  // regions to add or drop; then there is no call
+  Block data;  // before the call; null: no data
   Block data_after;           // null: unchanged
-  Block output_after;         // of the output or of what was gathered; null: none
+  Block output_after;  // of the output or the gathered data; null: no output
   size_t output_bytes = 0;
-  bool gathers = false;       // the library makes the output
+  bool gathers = false;  // the library allocates the output
   Room room = Room::kNone;
-  std::shared_ptr<const std::vector<int64_t>> sections;  // bytes, of the uneven verbs
-  std::vector<Block> from;  // by rank, of a receive from any: what it may get; empty: it knows
+  std::shared_ptr<const std::vector<int64_t>> sections;  // bytes, for the uneven verbs
+  std::vector<Block> from;  // by rank, for receives from any rank: possible data
   fl_status status = FL_OK;
-  std::vector<fl_signature> seen;  // with FL_MISMATCH; sequence 0: not this rank's business
-  bool may_run_ahead = false;      // it says where it calls
-  // Of a mismatch that a rank may hear of later: the call itself, those after it in which this may be, and
-  // the last of these, by the end of which it has.
+  std::vector<fl_signature> seen;  // expected with FL_MISMATCH; sequence 0: not checked
+  bool may_run_ahead = false;  // the call passes a site
+  // A mismatch that a rank may raise later. `differs`: the call itself; `may_differ`: a call that may raise
+  // it; `tells`: the last such call, by whose end it was raised.
   bool differs = false, may_differ = false, tells = false;
 };
 
@@ -56,12 +56,12 @@ struct Script {
   std::vector<std::vector<Step>> steps;  // by rank
 };
 
-// Seconds after which a wait means that something hangs.
+// Seconds after which a wait counts as hanging.
 constexpr double kForever = 100;
 
 std::string describe(const fl_signature& signature);
 
-// A call of `count` elements in one dimension: a sum without a scale, unless it is changed.
+// A call with `count` elements in one dimension: a sum without scaling.
 inline fl_signature signature_of(int verb, int dtype, size_t itemsize, size_t count, int root = 0) {
   fl_signature s;
   std::memset(&s, 0, sizeof s);
@@ -76,7 +76,7 @@ inline fl_signature signature_of(int verb, int dtype, size_t itemsize, size_t co
   return s;
 }
 
-// What a rank calls that knows verb and root alone.
+// Reduce a signature to verb and root (FL_ANY).
 void forget(fl_signature& signature);
 
 }  // namespace stress

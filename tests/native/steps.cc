@@ -1,5 +1,5 @@
-// The kernels of csrc/optim: every instruction set that this processor has gives the same bits, on
-// arrays that begin and end anywhere, and touches nothing beside them.
+// Kernels of csrc/optim: every instruction set of this processor gives the same bits on arrays with any begin
+// and end, and changes nothing outside them.
 #include "kernels.h"
 
 #include <cstring>
@@ -13,7 +13,7 @@
 namespace stress {
 namespace {
 
-// `count` elements that begin anywhere an element may, and end with the allocation.
+// `count` elements at any element-aligned address that end with the allocation.
 template <typename R>
 struct Elements {
   std::unique_ptr<R[]> memory;

@@ -1,4 +1,4 @@
-// stress ROUNDS [SEED]: what csrc/shm, csrc/reduce and csrc/optim do, at random, against what they promise.
+// stress ROUNDS [SEED]: random tests of csrc/shm, csrc/reduce and csrc/optim against their contracts.
 
 #include "calls.h"
 #include "check.h"
@@ -20,7 +20,7 @@ struct Course {
   bool processes;
 };
 
-// Seconds that a world may take, however busy the machine; one that hangs ends the program.
+// Seconds that a world may take on a busy machine; a hanging world ends the program.
 constexpr unsigned kPatience = 200;
 
 void one_world(uint64_t seed, const Course& course) {
@@ -37,16 +37,16 @@ void one_world(uint64_t seed, const Course& course) {
     if (course.processes) alarm(kPatience);  // not inherited
     const auto group = world.join(rank);
     Player(*group, rank, world.regions).play(script.steps[rank]);
-  };  // and leave at once, whatever the others still do
+  };  // and leave at once, while other ranks may continue
   course.processes ? in_processes(course.ranks, -1, run) : in_threads(course.ranks, run);
 }
 
-// Mostly 1 to 8 ranks with arrays of several chunks; now and then as many as are rare.
+// Mostly 1 to 8 ranks with arrays of several chunks; occasionally many ranks.
 Course some_course(Random& random, long number) {
   Course course{1 + static_cast<int>(random.below(8)), 0, 0, false};
   if (random.one_in(2)) course.calls_before = 0u - static_cast<uint32_t>(random.below(30));
   course.processes = !kOneAddress && random.one_in(3);
-  // Slots are used again from the fifth chunk on.
+  // Slots are reused from the fifth chunk on.
   course.largest_bytes = random.one_in(2) ? 600000 : course.ranks > 4 ? 1700000 : 2300000;
   if (number % 40 == 20) {
     const int crowds[] = {13, 34, 66, 96};
@@ -56,7 +56,7 @@ Course some_course(Random& random, long number) {
   return course;
 }
 
-// Sends wait for their receivers here, also small ones.
+// Here all sends, also small ones, wait for their receivers.
 void failures(Random& random, long rounds) {
   alarm(2 * kPatience);
   setenv("FLASHLIGHT_CHECKS", "sync", 1);

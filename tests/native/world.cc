@@ -10,7 +10,7 @@
 #include "check.h"
 #include "reach.h"
 
-// Linked with --wrap of each of them.
+// Linked with --wrap of each function.
 extern "C" {
 ssize_t __real_process_vm_readv(pid_t pid, const iovec* here, unsigned long heres, const iovec* there,
                                 unsigned long theres, unsigned long flags);
@@ -29,7 +29,7 @@ std::mutex mutex;
 std::map<std::pair<dev_t, ino_t>, Shared> mapped;
 std::atomic<bool> is_readable{true};
 
-// What process_vm_readv does, for an emulator that lacks it.
+// Replacement of process_vm_readv for an emulator that lacks it.
 ssize_t read_file_of(pid_t pid, const iovec& here, const iovec& there) {
   const int file = open(("/proc/" + std::to_string(pid) + "/mem").c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return -1;
@@ -42,7 +42,7 @@ ssize_t read_file_of(pid_t pid, const iovec& here, const iovec& there) {
 
 extern "C" {
 
-// One address for all mappings of a file, where that is wanted.
+// Use one address for all mappings of a file if kOneAddress.
 void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
   struct stat status;
   if (!stress::kOneAddress || fd < 0 || fstat(fd, &status) != 0) {
@@ -65,7 +65,7 @@ int __wrap_munmap(void* at, size_t bytes) {
   return __real_munmap(at, bytes);
 }
 
-// As where the system forbids it.
+// Fails like on a system that forbids it.
 ssize_t __wrap_process_vm_readv(pid_t pid, const iovec* here, unsigned long heres, const iovec* there,
                                 unsigned long theres, unsigned long flags) {
   if (!is_readable) {
@@ -90,7 +90,7 @@ REACH(EndsOfRings, std::unique_ptr<fl::Rings::Ends[]> fl::Rings::*, &fl::Rings::
 
 namespace {
 
-// Under the eyes of the leftovers check, and without a name soon after.
+// A path that the test for leftover files sees; unlinked soon after.
 std::string new_path() {
   static int number = 0;
   return "/dev/shm/flashlight-stress-" + std::to_string(getpid()) + "-" + std::to_string(number++);
@@ -105,7 +105,7 @@ std::vector<fl::Mapping> map_for_each(int ranks, size_t bytes) {
   return mappings;
 }
 
-// As if `calls` calls, chunks, messages and pieces had gone before.
+// Set the counters as if `calls` calls, chunks, messages and pieces had preceded.
 void preset(const fl::Segment& segment, int ranks, uint32_t calls) {
   for (int r = 0; r < ranks; ++r) {
     fl::RankBlock& block = segment.block(r);
@@ -136,7 +136,7 @@ World::World(int ranks, uint32_t calls, const std::vector<size_t>& region_stride
   mappings = std::move(all);
   chunk_bytes = segment.chunk_bytes();
   piece_bytes = segment.data_bytes() / 4;
-  is_readable = calls % 3 != 0 || calls == 0;  // else all goes through the segment
+  is_readable = calls % 3 != 0 || calls == 0;  // else all data goes through the segment
   if (calls != 0) preset(segment, ranks, calls);
   for (size_t stride : strides) {
     regions.emplace_back();
@@ -152,7 +152,7 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
   collectives.*member_of(Calls()) = calls;
   collectives.*member_of(Compared()) = calls;
   collectives.*member_of(ChunksSoFar()) = calls;
-  // Few calls are made in a world: begin with another way in each.
+  // A world has few calls, so each begins with another copy path.
   const uint32_t turn = (calls + ranks) % 9;
   collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_VERBS, turn);
   for (int r = 0; r < ranks; ++r) {

@@ -1,4 +1,4 @@
-// A world of ranks in one process: a segment, and each rank's own mapping of it.
+// A world of ranks in one process: a segment, and a mapping of it per rank.
 #pragma once
 
 #include "../../csrc/shm/group.h"
@@ -7,10 +7,10 @@
 namespace stress {
 
 struct World : Shape {
-  // `calls`: how many calls the group has made already, as far as its counters go.
+  // `calls`: number of calls from which the group's counters start.
   World(int ranks, uint32_t calls, const std::vector<size_t>& region_strides);
 
-  // In the thread or process of that rank.
+  // Call it in the thread or process of the rank.
   std::unique_ptr<fl::ShmGroup> join(int rank);
 
   const uint32_t calls;
@@ -18,8 +18,8 @@ struct World : Shape {
   Regions regions;
 };
 
-// Whether the ranks' mappings of a file lie at one address: ThreadSanitizer knows memory by its
-// address, and would see neither races nor their absence between two mappings.
+// True if all mappings of a file have one address: ThreadSanitizer identifies memory by its address and would
+// miss races between mappings.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kOneAddress = true;
 #else

@@ -1,4 +1,4 @@
-"""What tests in this process, a rank by itself, undo."""
+"""Fixtures that undo changes of tests which run as the only rank in this process."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from flashlight_py.parallel import fully_sharded
 
 @pytest.fixture(autouse=True)
 def _own_small_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what a test sets that runs as the only rank of a world, in this process."""
+    """Restore the size limit of small modules, which a test may change in this process."""
     monkeypatch.setattr(fully_sharded, "SMALL_BYTES", fully_sharded.SMALL_BYTES)
 
 
 @pytest.fixture
 def own_numbers() -> Iterator[None]:
-    """Give this process, a rank by itself, its random numbers and threads again."""
+    """Restore the random numbers and BLAS threads of this process."""
     state = random.state_dict()
     yield
     random.load_state_dict(state)

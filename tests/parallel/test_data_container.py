@@ -1,4 +1,4 @@
-"""A rank's share of any data, and data, meters and profiles of groups."""
+"""A rank's share of data; data, meters and profiles of groups."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ BOUND = st.none() | st.integers(-15, 15)
 
 
 class OnlyGet:
-    """The least that data may be; ``shape`` is that of a sample."""
+    """A minimal data object; its ``shape`` is that of a sample."""
 
     shape = (3, 32, 32)
 
@@ -39,7 +39,7 @@ def shares(data: Any, size: int) -> list[Any]:
 
 
 @given(st.lists(st.integers(), max_size=40), st.integers(1, 8))
-def test_every_element_is_in_one_share_and_in_order(data: list[int], size: int) -> None:
+def test_shares_contain_every_element_once_in_order(data: list[int], size: int) -> None:
     parts = shares(data, size)
     assert list(chain(*parts)) == data
     lengths = [len(part) for part in parts]
@@ -49,7 +49,7 @@ def test_every_element_is_in_one_share_and_in_order(data: list[int], size: int) 
 
 
 @given(st.integers(0, 20), st.integers(1, 4), BOUND, BOUND, BOUND.filter(lambda step: step != 0))
-def test_slices_and_negative_indices_are_those_of_a_list(
+def test_container_slices_and_negative_indices_equal_a_list(
     n: int, size: int, start: int | None, stop: int | None, step: int | None
 ) -> None:
     for part in shares(list(range(n)), size):
@@ -58,7 +58,7 @@ def test_slices_and_negative_indices_are_those_of_a_list(
         assert [part[-i - 1] for i in range(len(part))] == elements[::-1]
 
 
-def test_anything_with_a_length_and_indices_will_do() -> None:
+def test_container_accepts_any_object_with_length_and_indices() -> None:
     assert [list(part) for part in shares("abcde", 2)] == [["a", "b", "c"], ["d", "e"]]
     assert [list(part) for part in shares(OnlyGet(), 3)] == [[70, 71, 72], [73, 74], [75, 76]]
     assert [list(part) for part in shares([1], 3)] == [[1], [], []]
@@ -69,7 +69,7 @@ def test_anything_with_a_length_and_indices_will_do() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_share_of_a_dataset_is_a_dataset(size: int) -> None:
+def test_container_of_a_dataset_is_a_dataset(size: int) -> None:
     x, y = np.arange(14.0).reshape(7, 2), np.arange(7)
     seen = []
     for part in shares(fl.dataset.TensorDataset([x, y]), size):
@@ -80,19 +80,19 @@ def test_a_share_of_a_dataset_is_a_dataset(size: int) -> None:
     np.testing.assert_array_equal(np.concatenate([batch[1] for batch in seen]), y)
 
 
-def test_tuples_in_a_list_can_be_batched() -> None:
+def test_container_of_tuples_can_be_batched() -> None:
     samples = [(np.full(2, i), i) for i in range(5)]
     x, y = fl.dataset.BatchDataset(fl.DistributedDataContainer(samples, 1, 2), 2)[0]
     assert x.tolist() == [[3, 3], [4, 4]]
     assert y.tolist() == [3, 4]
 
 
-def test_without_a_world_everything_is_ours() -> None:
+def test_container_holds_all_data_without_a_world() -> None:
     assert list(fl.DistributedDataContainer([1, 2, 3])) == [1, 2, 3]
 
 
 @on_ranks(("shm", 2), ("shm", 3))
-def test_the_world_decides_by_default(rank: int, size: int) -> None:
+def test_container_uses_the_world_by_default(rank: int, size: int) -> None:
     part = fl.DistributedDataContainer(range(10))
     assert len(part) == {2: [5, 5], 3: [4, 3, 3]}[size][rank]
     whole = fl.all_reduce(np.array([len(part), sum(part)]))
@@ -100,7 +100,7 @@ def test_the_world_decides_by_default(rank: int, size: int) -> None:
 
 
 def make_before_init(rank: int, size: int, path: str) -> None:
-    """What was made too early would have all samples on every rank: refused when it is used."""
+    """An object made before init would contain all samples on every rank, so its use raises."""
     container = fl.DistributedDataContainer([1, 2, 3])
     sampler = fl.DistributedSampler(3)
     batches = fl.ShardedDataset(fl.dataset.TensorDataset([np.arange(3)]), 2)
@@ -121,7 +121,7 @@ def make_before_init(rank: int, size: int, path: str) -> None:
     assert list(container) == [1, 2, 3]
 
 
-def test_what_was_made_before_init_is_refused(tmp_path: Any) -> None:
+def test_container_raises_if_it_was_made_before_init(tmp_path: Any) -> None:
     run_ranks(make_before_init, 2, str(tmp_path / "run"), init=None)
 
 
@@ -134,7 +134,7 @@ def test_what_was_made_before_init_is_refused(tmp_path: Any) -> None:
         (iter([1]), TypeError, r"which has no \[\]"),
     ],
 )
-def test_data_that_cannot_be_shared_out_is_refused(
+def test_container_raises_type_error_for_unsuitable_data(
     data: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=f"DistributedDataContainer: .*{message}"):
@@ -152,7 +152,7 @@ def test_data_that_cannot_be_shared_out_is_refused(
         (0.0, 2, TypeError, r"rank must be an integer, got float"),
     ],
 )
-def test_senseless_places_are_refused(
+def test_shares_raise_for_invalid_rank_or_size(
     rank: Any, size: Any, error: type[Exception], message: str
 ) -> None:
     for make in (
@@ -164,7 +164,7 @@ def test_senseless_places_are_refused(
             make()
 
 
-def test_wrong_indices_raise() -> None:
+def test_container_raises_for_invalid_indices() -> None:
     part = fl.DistributedDataContainer([1, 2, 3], 1, 2)
     with pytest.raises(
         IndexError, match=r"DistributedDataContainer: index must be in \[-1, 1\), got 1"
@@ -178,7 +178,7 @@ def test_wrong_indices_raise() -> None:
         fl.DistributedDataContainer(OnlyGet())[1:2]
 
 
-RANKS = [2, 0]  # of a world of three, so that no rank of the group is the one in the world
+RANKS = [2, 0]  # of a world of three; every rank differs from its world rank
 ROWS = fl.dataset.TensorDataset([np.arange(10)])
 MAKERS: dict[str, Callable[..., Any]] = {
     "DistributedSampler": partial(fl.DistributedSampler, 10),
@@ -199,8 +199,8 @@ def samples(data: Any) -> list[int]:
 
 @pytest.mark.parametrize("name", MAKERS)
 @on_ranks(("shm", 3))
-def test_group_decides_the_share(rank: int, size: int, name: str) -> None:
-    """Rank 1 of the world is no member, calls nothing in the group and is not waited for."""
+def test_shares_use_rank_and_size_of_the_group(rank: int, size: int, name: str) -> None:
+    """Rank 1 of the world is not a member; it makes no call, and no rank waits for it."""
     make, group = MAKERS[name], fl.new_group(RANKS)
     if not group.is_member:
         words = raised(ValueError, lambda: make(group=group))
@@ -219,7 +219,7 @@ def test_group_decides_the_share(rank: int, size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["DistributedSampler", "ShardedDataset"])
 @on_ranks(("shm", 3))
-def test_epochs_are_compared_in_the_group_only(rank: int, size: int, name: str) -> None:
+def test_epochs_are_compared_within_the_group(rank: int, size: int, name: str) -> None:
     make, group = MAKERS[name], fl.new_group(RANKS)
     if not group.is_member:
         return
@@ -237,8 +237,8 @@ def test_epochs_are_compared_in_the_group_only(rank: int, size: int, name: str) 
         lambda: data.load_state_dict({**state, "consumed": group.rank}),
     )
     errors = [raised(fl.errors.MismatchError, call) for call in differing]
-    assert (data.epoch, data.consumed, samples(data)) == (2, 10, own)  # as it was
-    # Arguments that one rank refuses are an error on the other rank, too.
+    assert (data.epoch, data.consumed, samples(data)) == (2, 10, own)  # unchanged
+    # Invalid arguments on one rank raise on the other rank as well.
     error: type[Exception] = fl.errors.MismatchError if group.rank else ValueError
     for arguments in ({"seed": -1}, {"rank": 0, "size": 1}):
         call = partial(make, group=group, **({} if group.rank else arguments))
@@ -253,7 +253,7 @@ def test_epochs_are_compared_in_the_group_only(rank: int, size: int, name: str) 
 
 
 @on_ranks(("shm", 3))
-def test_worker_processes_have_the_share_of_the_group(rank: int, size: int) -> None:
+def test_worker_processes_keep_the_share_of_the_group(rank: int, size: int) -> None:
     group = fl.split(rank % 2)
     data = fl.ShardedDataset(ROWS, 4, shuffle=False, group=group)
     own = samples(fl.dataset.PrefetchDataset(data, 1, 2, "processes"))
@@ -264,7 +264,7 @@ VALUES = np.random.default_rng(3).standard_normal(60)
 
 
 @on_ranks(("single", 1), ("shm", 2), ("shm", 4))
-def test_a_synchronised_meter_has_seen_what_all_have_seen(rank: int, size: int) -> None:
+def test_sync_meter_adds_the_meters_of_all_ranks(rank: int, size: int) -> None:
     average, squares = fl.meter.AverageValueMeter(), fl.meter.MSEMeter()
     for value in VALUES[rank::size]:
         average.add(value)
@@ -303,9 +303,7 @@ def profiled(rank: int, size: int, path: str) -> None:
         group.all_reduce(np.zeros(3))
 
 
-def test_profile_of_a_group_has_its_ranks_as_the_world_numbers_them(
-    pool: Any, tmp_path: Path
-) -> None:
+def test_profile_of_a_group_uses_world_ranks(pool: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     pool(3).run(profiled, str(path))
     trace = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Gradients over ranks: buffers, flags, scopes, errors, new parameters. test_ways.py trains."""
+"""Gradient reduction: buffers, flags, no_sync, errors, new parameters. test_ways.py trains."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def build(seed: int = 0) -> Any:
 
 
 @on_ranks(("shm", 2))
-def test_a_reducer_sums_in_the_buffer_of_the_user(rank: int, size: int) -> None:
+def test_reducer_sums_in_the_gradient_buffer_of_the_user(rank: int, size: int) -> None:
     layer, own = fl.nn.Linear(1, 2), np.zeros((2, 1), np.float32)
     fl.broadcast_parameters(layer)
     layer.weight.grad_buffer = own
@@ -30,7 +30,7 @@ def test_a_reducer_sums_in_the_buffer_of_the_user(rank: int, size: int) -> None:
 
 
 class Branches(fl.nn.Module):
-    """Two layers, of which a rank uses only its own."""
+    """Two layers, of which each rank uses only one."""
 
     def __init__(self) -> None:
         fl.set_seed(0)
@@ -43,8 +43,8 @@ class Branches(fl.nn.Module):
 
 
 @on_ranks(("shm", 2))
-def test_join_knows_which_parameters_were_used(rank: int, size: int) -> None:
-    """Rank 0 alone has data in the second pass; in the last one nobody counts any samples."""
+def test_join_keeps_none_for_unused_parameters(rank: int, size: int) -> None:
+    """Only rank 0 has data in the second pass; in the last pass no rank counts samples."""
     model = Branches()
     fl.distribute_module_grads(model)
     there = []
@@ -59,8 +59,8 @@ def test_join_knows_which_parameters_were_used(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_flags_travel_in_any_dtype(rank: int, size: int) -> None:
-    """Buckets of several dtypes, of which the last one has the flags: float16 here."""
+def test_used_flags_work_in_any_dtype(rank: int, size: int) -> None:
+    """Uses buckets of several dtypes; the last bucket, with the flags, is float16."""
     model = Branches()
     model.layer0.astype(np.float16)
     model.layer1.astype(np.float32)
@@ -74,7 +74,7 @@ def test_flags_travel_in_any_dtype(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_no_sync_leaves_gradients_local(rank: int, size: int) -> None:
+def test_no_sync_keeps_gradients_local(rank: int, size: int) -> None:
     model = build()
     fl.distribute_module_grads(model)
     with fl.no_sync(model):
@@ -87,7 +87,7 @@ def test_no_sync_leaves_gradients_local(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize(("what", "number"), [("shape", 2), ("count", 4), ("dtype", 0)])
 @on_ranks(("shm", 2))
-def test_modules_that_differ_are_refused_on_every_rank(
+def test_every_rank_raises_mismatch_error_if_modules_differ(
     rank: int, size: int, what: str, number: int
 ) -> None:
     width = 8 + (rank if what == "shape" else 0)
@@ -102,7 +102,7 @@ def test_modules_that_differ_are_refused_on_every_rank(
         fl.distribute_module_grads(model)
 
 
-def test_arguments() -> None:
+def test_distribute_module_grads_raises_for_invalid_arguments() -> None:
     model = build()
     with pytest.raises(TypeError, match="Module"):
         fl.distribute_module_grads("model")  # type: ignore[arg-type]
@@ -129,8 +129,8 @@ def test_arguments() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"bucket_bytes": 100}, {"reducer": True}, {"hook": True}])
 @on_ranks(("shm", 2))
-def test_a_gradient_that_is_not_finite_is_named(rank: int, size: int, how: dict[str, Any]) -> None:
-    """In passes in which rank 1 has a NaN, and in which all have sums that are too large."""
+def test_check_finite_names_rank_and_parameter(rank: int, size: int, how: dict[str, Any]) -> None:
+    """First rank 1 has a NaN, then the sums of finite gradients overflow."""
     if "hook" in how:
         how = {"hook": fl.Float16Compression()}
     elif "reducer" in how:
@@ -156,7 +156,7 @@ def test_a_gradient_that_is_not_finite_is_named(rank: int, size: int, how: dict[
 
 
 @on_ranks(("shm", 2))
-def test_all_ranks_look_at_their_gradients_or_none(rank: int, size: int) -> None:
+def test_check_finite_must_be_equal_on_all_ranks(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError, match="check_finite"):
         fl.distribute_module_grads(build(), check_finite=rank == 1)
 
@@ -165,7 +165,7 @@ ranks = ranks_in(("shm", 2), slow=[("gloo", 3), ("hierarchical", 4)])
 
 
 class Net(fl.nn.Module):
-    """Two layers by name, others in a list; a scale that is not trained."""
+    """Two layers by name, more in a list, and a scale that is not trained."""
 
     def __init__(self) -> None:
         fl.set_seed(0)
@@ -201,7 +201,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks()
-def test_a_new_parameter_is_refused_until_the_module_is_distributed_again(
+def test_backward_raises_for_a_new_parameter_until_redistribution(
     rank: int, size: int, change: str
 ) -> None:
     model = Net()
@@ -221,7 +221,7 @@ def test_a_new_parameter_is_refused_until_the_module_is_distributed_again(
 
 
 @on_ranks()
-def test_a_new_parameter_of_a_sharded_module_is_refused(rank: int, size: int) -> None:
+def test_backward_raises_for_a_new_parameter_of_a_sharded_module(rank: int, size: int) -> None:
     model = Net()
     fl.fully_shard(model, across_hosts=True)
     backward(model)
@@ -231,7 +231,7 @@ def test_a_new_parameter_of_a_sharded_module_is_refused(rank: int, size: int) ->
 
 
 @on_ranks()
-def test_all_ranks_know_of_a_new_parameter_on_one(rank: int, size: int) -> None:
+def test_all_ranks_raise_if_one_rank_has_a_new_parameter(rank: int, size: int) -> None:
     model = Net()
     fl.distribute_module_grads(model)
     if rank == 0:
@@ -243,7 +243,7 @@ def test_all_ranks_know_of_a_new_parameter_on_one(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_parameters_may_be_frozen_removed_and_ignored(rank: int, size: int) -> None:
+def test_parameters_can_be_frozen_removed_and_ignored(rank: int, size: int) -> None:
     model = Net()
     fl.distribute_module_grads(model, ignore=["last.weight"])
     model.middle.clear()
@@ -257,7 +257,7 @@ def test_parameters_may_be_frozen_removed_and_ignored(rank: int, size: int) -> N
 
 @pytest.mark.parametrize(("average", "found"), [(False, [6, 4, None]), (True, [2, 4 / 3, None])])
 @on_ranks(("shm", 3))
-def test_sums_and_means_and_gradients_that_are_missing(
+def test_optimizer_reduces_sums_means_and_missing_gradients(
     rank: int, size: int, average: bool, found: list[Any]
 ) -> None:
     params = [fl.param(np.zeros(3, np.float32)), fl.param(np.zeros((2, 2))), fl.param(np.zeros(1))]
@@ -270,8 +270,8 @@ def test_sums_and_means_and_gradients_that_are_missing(
 
 
 @on_ranks(("shm", 2))
-def test_any_updates_can_be_reduced(rank: int, size: int) -> None:
-    """As a Bayesian network does: the changes of means and variances, without any gradient."""
+def test_optimizer_reduces_arbitrary_updates(rank: int, size: int) -> None:
+    """Like a Bayesian network, which reduces changes of means and variances."""
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0))
     means, variances = np.full((2, 3), rank, np.float32), np.full(4, rank + 1.0)[::-1]
     updates = (means, fl.Variable(variances), np.full((), 1j * rank))
@@ -284,15 +284,14 @@ def test_any_updates_can_be_reduced(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_updates_of_several_buckets(rank: int, size: int) -> None:
-    """More than a bucket of 20 MiB, so that several travel."""
+def test_optimizer_reduces_updates_of_several_buckets(rank: int, size: int) -> None:
     updates = [np.full(3 << 20, rank + number, np.float32) for number in range(3)]
     fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(1))], 1.0)).reduce(updates)
     assert all((update == number + 0.5).all() for number, update in enumerate(updates))
 
 
 @on_ranks(("shm", 2))
-def test_parameters_and_updates_that_differ_are_refused(rank: int, size: int) -> None:
+def test_optimizer_raises_mismatch_error_if_shapes_differ(rank: int, size: int) -> None:
     params = [fl.param(np.zeros(2)), fl.param(np.zeros([(2, 3), (3, 2)][rank]))]
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(params, 1.0))
     updates = [np.full(2, rank, np.float64)] * 1 + [np.zeros(1)] * rank
@@ -309,7 +308,7 @@ def test_parameters_and_updates_that_differ_are_refused(rank: int, size: int) ->
     assert (updates[0] == rank).all()
 
 
-def test_everything_else_is_the_inner_optimizers() -> None:
+def test_optimizer_forwards_to_the_inner_optimizer() -> None:
     inner = fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5, momentum=0.9)
     outer = fl.DistributedOptimizer(inner)
     assert outer.optimizer is inner
@@ -330,7 +329,7 @@ def test_everything_else_is_the_inner_optimizers() -> None:
         outer.lr = -1
 
 
-def test_what_cannot_be_wrapped() -> None:
+def test_optimizer_raises_type_error_for_invalid_optimizers() -> None:
     inner = fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5)
     with pytest.raises(TypeError, match="got DistributedOptimizer"):
         fl.DistributedOptimizer(fl.DistributedOptimizer(inner))  # type: ignore[arg-type]
@@ -338,7 +337,7 @@ def test_what_cannot_be_wrapped() -> None:
         fl.DistributedOptimizer("sgd")  # type: ignore[arg-type]
 
 
-def test_updates_that_cannot_be_reduced() -> None:
+def test_reduce_raises_for_invalid_updates() -> None:
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer([fl.param(np.zeros(2))], 0.5))
     same = np.zeros(2)
     with pytest.raises(ValueError, match="twice"):
@@ -350,7 +349,7 @@ def test_updates_that_cannot_be_reduced() -> None:
 
 
 @pytest.mark.parametrize("first", ["module", "optimizer"])
-def test_gradients_are_not_reduced_twice(first: str) -> None:
+def test_optimizer_raises_if_gradients_are_already_reduced(first: str) -> None:
     model = fl.nn.Linear(2, 1)
     inner = fl.optim.SGDOptimizer(model.params(), 0.5)
     if first == "module":

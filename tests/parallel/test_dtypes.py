@@ -20,7 +20,7 @@ def training(rank: int, size: int, dtype: str, optimizer: str, sharded: bool) ->
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_ranks_learn_what_one_learns(
+def test_two_ranks_train_like_one_process_in_every_dtype(
     pool: Any, dtype: str, optimizer: str, sharded: bool
 ) -> None:
     first, second = pool(2).run(training, dtype, optimizer, sharded)

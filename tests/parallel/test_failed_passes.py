@@ -1,4 +1,4 @@
-"""A backward pass that raises on one rank: all ranks know at once, with the reason, and go on."""
+"""A backward pass that raises on one rank: all ranks raise with the reason, and continue."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ PLACES = "before all gradients", "amid them", "after all gradients"
 
 
 class Net(fl.nn.Module):
-    """Three layers; what comes after, amid or before them can raise in the backward pass."""
+    """Three layers; operations before, between and after them can raise in the backward pass."""
 
     def __init__(self) -> None:
         fl.set_seed(0)
@@ -78,19 +78,19 @@ def one_pass(model: Net) -> None:
 
 @contextlib.contextmanager
 def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator[None]:
-    """Let the pass inside fail at these places of ranks; the others raise with the reasons."""
+    """Make the enclosed pass fail at these points of ranks; the other ranks raise the reasons."""
     model.fails_at = places.get(rank)
-    if rank in places and len(set(places.values())) > 1:  # it may hear first of another rank
+    if rank in places and len(set(places.values())) > 1:  # another rank's error may arrive first
         with pytest.raises((ValueError, MismatchError), match="on purpose"):
             yield
     elif rank in places:
         with pytest.raises(ValueError, match="on purpose"):
             yield
     elif [*places.values()] == [PLACES[2]] and way in ("in buckets", "in the background"):
-        yield  # all was sent, and was right
+        yield  # all buckets were sent with right values
         places = {}
     else:
-        # Of two messages a bucket the one that differs first may be of the second kind.
+        # With two messages per bucket, the first difference may be in the second message.
         words = "ValueError: on purpose" + "|that has failed" * ("d in the background" in way)
         with pytest.raises(MismatchError, match=words):
             yield
@@ -107,7 +107,9 @@ IN_ALL_WAYS = pytest.mark.parametrize("way", WAYS)
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_all_ranks_know_and_go_on(rank: int, size: int, way: str) -> None:
+def test_failed_pass_raises_on_all_ranks_and_training_continues(
+    rank: int, size: int, way: str
+) -> None:
     model = Net()
     WAYS[way](model)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.0)
@@ -119,7 +121,7 @@ def test_all_ranks_know_and_go_on(rank: int, size: int, way: str) -> None:
         optimizer.zero_grad()
         one_pass(model)
         if way.startswith("compressed"):
-            optimizer.step()  # what is left over of earlier passes counts, too
+            optimizer.step()  # uses state of earlier passes as well
             continue
         fl.barrier()
         found = [param.grad.copy() for param in model.params()]
@@ -130,7 +132,7 @@ def test_all_ranks_know_and_go_on(rank: int, size: int, way: str) -> None:
 
 
 @on_ranks()
-def test_leaves(rank: int, size: int) -> None:
+def test_failed_leaf_raises_on_all_ranks_and_training_continues(rank: int, size: int) -> None:
     model, x = Net(), np.linspace(-1, 1, 48).reshape(8, 6)
     fl.distribute_module_grads(model, leaves=4)
     wanted = None
@@ -154,8 +156,10 @@ def test_leaves(rank: int, size: int) -> None:
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_a_refusal_at_the_end_of_a_pass(rank: int, size: int, way: str) -> None:
-    """Rank 1 has a gradient that cannot be sent, which is found when the pass has ended."""
+def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
+    rank: int, size: int, way: str
+) -> None:
+    """Rank 1 has a gradient that cannot be sent, which is detected at the end of the pass."""
     model = Net()
     model.spare = fl.param(np.ones(2))
     WAYS[way](model)
@@ -170,8 +174,8 @@ def test_a_refusal_at_the_end_of_a_pass(rank: int, size: int, way: str) -> None:
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_a_changed_parameter_is_noticed_on_all_ranks(rank: int, size: int, way: str) -> None:
-    """Rank 1 has changed a parameter since its forward pass; a pass before has left gradients."""
+def test_changed_parameter_raises_on_all_ranks(rank: int, size: int, way: str) -> None:
+    """Rank 1 changes a parameter after its forward pass; gradients of an earlier pass exist."""
     model = Net()
     WAYS[way](model)
     if not way.startswith("compressed"):
@@ -180,7 +184,7 @@ def test_a_changed_parameter_is_noticed_on_all_ranks(rank: int, size: int, way: 
     loss = model(fl.input(np.ones((2, 6)))).mean()
     fl.barrier()
     if rank == 1:
-        note_changes(model.params()[:1])  # as an assignment does, which sharded modules refuse
+        note_changes(model.params()[:1])  # like an assignment, which sharded modules reject
     with pytest.raises(RuntimeError if rank == 1 else MismatchError, match="had used it"):
         loss.backward()
     assert all(param.grad is None for param in model.params())
@@ -196,8 +200,10 @@ LOSSES: dict[str, Callable[[Net, Net, Any], Any]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("way", ["in buckets", "by themselves", "collected", "sharded"])
 @on_ranks()
-def test_two_modules_of_one_loss(rank: int, size: int, way: str, loss: str) -> None:
-    """Two modules in one loss: each gets to its end, and the exception is that of the pass."""
+def test_failed_pass_of_two_modules_raises_its_exception(
+    rank: int, size: int, way: str, loss: str
+) -> None:
+    """Two modules in one loss: both passes end, and the exception of the pass is raised."""
     models, x = [Net(), Net()], fl.input(np.ones((2, 6)))
     for model in models:
         WAYS[way](model)
@@ -215,8 +221,8 @@ def test_two_modules_of_one_loss(rank: int, size: int, way: str, loss: str) -> N
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_an_error_that_another_group_knows_of(rank: int, size: int, way: str) -> None:
-    """What another group knows of, this one does not: a pass whose own message has failed there."""
+def test_error_of_another_group_fails_the_pass(rank: int, size: int, way: str) -> None:
+    """The error is reported in another group only, so the pass must report it in its group."""
     pair, model = fl.new_group([0, 1]), Net()
     WAYS[way](model)
     one_pass(model)
@@ -234,7 +240,7 @@ def test_an_error_that_another_group_knows_of(rank: int, size: int, way: str) ->
 
 
 def two_dimensional(rank: int, size: int, way: str) -> None:
-    """Differentiable collectives inside of pairs, gradients between them: all four ranks know."""
+    """Use differentiable collectives within pairs and gradients between pairs; all ranks raise."""
     columns = [fl.new_group([0, 1]), fl.new_group([2, 3])]
     rows = [fl.new_group([0, 2]), fl.new_group([1, 3])]
     model = Net()
@@ -256,13 +262,13 @@ def two_dimensional(rank: int, size: int, way: str) -> None:
         assert fl.all_reduce(np.ones(1))[0] == size
 
 
-def test_differentiable_collectives_beside_them() -> None:
+def test_failed_pass_with_differentiable_collectives_raises_on_all_ranks() -> None:
     for way in ("in buckets", "in the background"):
         run_ranks(two_dimensional, 4, way, params={"BACKEND": "shm", "TIMEOUT": 20.0})
 
 
 def pipelined(rank: int, size: int, fails: int) -> None:
-    """Two pipelines of two ranks, gradients between the pipelines: each rank knows, and goes on."""
+    """Run two pipelines of two ranks with gradients between them; all ranks raise."""
     rows = [fl.new_group([0, 2]), fl.new_group([1, 3])]
     model = Net()
     in_buckets(model, group=rows[rank % 2])
@@ -282,7 +288,7 @@ def pipelined(rank: int, size: int, fails: int) -> None:
     for place in PLACES[:2]:
         model.fails_at = place if rank == fails else None
         error = ValueError if rank == fails else MismatchError
-        # What the second rank of a pipeline does is over when the first one fails.
+        # The second rank of a pipeline has finished when the first rank fails.
         with (
             contextlib.nullcontext()
             if fails == 0 and rank % 2
@@ -297,7 +303,7 @@ def pipelined(rank: int, size: int, fails: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_differentiable_messages_beside_them(backend: str) -> None:
+def test_failed_pass_with_differentiable_messages_raises_on_both_ranks(backend: str) -> None:
     params = {"BACKEND": backend, "TIMEOUT": 20.0}
     for fails in (1, 0):
         run_ranks(pipelined, 4, fails, params=params)
@@ -316,6 +322,6 @@ def interrupted(rank: int, size: int, way: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["in buckets", "in the background", "sharded"])
-def test_an_interrupt_ends_the_group(way: str) -> None:
+def test_interrupt_in_a_pass_closes_the_group(way: str) -> None:
     for said in run_ranks(interrupted, 2, way, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
         assert "KeyboardInterrupt" in said

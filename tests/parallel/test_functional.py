@@ -31,12 +31,12 @@ def place() -> tuple[int, int]:
 
 
 def parts(rank: int, size: int) -> list[int]:
-    """How many rows each rank gets from ``rank``; some get none."""
+    """Return the number of rows that each rank gets from ``rank``; some ranks get zero rows."""
     return [(rank + other) % 3 for other in range(size)]
 
 
 def two_in_one_graph(x: Any) -> Any:
-    """Neither depends on the other, and the ranks' graphs name them in another order."""
+    """Use two independent collectives, which the graphs of ranks contain in another order."""
     total, gathered = D.all_reduce(F.sin(x)), D.all_gather(x * x)
     parts = [F.sum(total * x), F.sum(gathered) * F.sum(gathered)]
     first, second = parts if fl.get_world_rank() % 2 else reversed(parts)
@@ -49,7 +49,7 @@ def one_after_the_other(x: Any) -> Any:
 
 
 Shape = tuple[int, ...] | Callable[[int, int], tuple[int, ...]]
-# What each rank computes, and from an array of which shape; some have another one on each rank.
+# Computation of each rank, and the shape of its array (per rank if shapes differ).
 CASES: dict[str, tuple[Callable[..., Any], Shape]] = {
     "all_reduce sum": (D.all_reduce, (2, 3)),
     "all_reduce avg": (lambda x: F.exp(D.all_reduce(x, 0.7, op="avg")) * x, (2, 3)),
@@ -78,14 +78,14 @@ CASES: dict[str, tuple[Callable[..., Any], Shape]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(*WORLDS)
-def test_gradients_are_those_of_all_ranks_losses(rank: int, size: int, name: str) -> None:
+def test_collectives_differentiate_the_losses_of_all_ranks(rank: int, size: int, name: str) -> None:
     function, shape = CASES[name]
     shape = shape(rank, size) if callable(shape) else shape
     gradcheck_over_ranks(function, [numbers(rank, *shape)])
 
 
 @on_ranks(*WORLDS)
-def test_results_are_those_of_the_verbs(rank: int, size: int) -> None:
+def test_collectives_return_the_results_of_the_verbs(rank: int, size: int) -> None:
     x = np.arange(6.0).reshape(3, 2) + rank
     v = fl.input(x)
     everyone = [np.arange(6.0).reshape(3, 2) + r for r in range(size)]
@@ -112,8 +112,8 @@ def test_results_are_those_of_the_verbs(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 3))
-def test_ranks_without_a_gradient_take_part_in_those_of_the_others(rank: int, size: int) -> None:
-    """Only rank 1's input learns, but it is the others' losses that depend on it."""
+def test_ranks_without_gradient_join_the_backward_pass(rank: int, size: int) -> None:
+    """Only rank 1's input is trained, but the losses of the other ranks depend on it."""
     x = fl.Variable(np.array([2.0, 3.0]), calc_grad=rank == 1)
     y = D.broadcast(D.all_reduce(x * float(rank)), 0)
     assert y.calc_grad, "rank 1 waits for the gradients of all"
@@ -122,7 +122,7 @@ def test_ranks_without_a_gradient_take_part_in_those_of_the_others(rank: int, si
 
 
 @on_ranks(("shm", 2))
-def test_arrays_may_be_read_only(rank: int, size: int) -> None:
+def test_all_gather_accepts_read_only_gradients(rank: int, size: int) -> None:
     x = fl.param(np.broadcast_to(np.ones(1), (2, 3)))
     F.sum(D.all_gather(x)).backward()  # the gradient of a sum is a read-only view
     F.sum(D.reduce_scatter(D.all_gather(x))).backward()
@@ -130,7 +130,7 @@ def test_arrays_may_be_read_only(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_a_graph_can_be_used_twice(rank: int, size: int) -> None:
+def test_graph_with_collectives_can_be_used_twice(rank: int, size: int) -> None:
     x = fl.param(np.ones(2))
     loss = F.sum(D.all_reduce(x))
     loss.backward(retain_graph=True)
@@ -142,14 +142,14 @@ def test_a_graph_can_be_used_twice(rank: int, size: int) -> None:
 
 
 def chain(x: Any) -> Any:
-    """Each rank goes on with what the one before has sent; the last has the loss."""
+    """Each rank continues with the message of the previous rank; the last rank has the loss."""
     rank, size = place()
     h = x if rank == 0 else F.tanh(D.recv(x, rank - 1)) * x
     return h * 1.0 if rank == size - 1 else D.send(F.exp(h), rank + 1)
 
 
 def there_and_back(x: Any) -> Any:
-    """What rank 0 has sent comes back to it, so its gradients go there and back too."""
+    """Rank 0 receives its own message back, so gradients go there and back as well."""
     rank, _ = place()
     if rank > 1:
         return x * 2.0
@@ -161,7 +161,7 @@ def there_and_back(x: Any) -> Any:
 
 
 def back_and_there(x: Any) -> Any:
-    """The same, named in another order."""
+    """Like ``there_and_back``, with the operands in another order."""
     if place()[0]:
         return there_and_back(x)
     token = D.send(x * x, 1, 5)
@@ -170,7 +170,7 @@ def back_and_there(x: Any) -> Any:
 
 
 def ring(x: Any) -> Any:
-    """Everyone sends to the right; rank 0 begins, for a send ends when it has been received."""
+    """Every rank sends to its right; rank 0 begins, because a send ends when it is received."""
     rank, size = place()
     right, left = (rank + 1) % size, (rank - 1) % size
     if rank == 0:
@@ -212,9 +212,7 @@ MESSAGES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 @on_ranks(*SEVERAL)
-def test_gradients_of_messages_are_those_of_all_ranks_losses(
-    rank: int, size: int, name: str
-) -> None:
+def test_messages_differentiate_the_losses_of_all_ranks(rank: int, size: int, name: str) -> None:
     gradcheck_over_ranks(MESSAGES[name], [numbers(rank, 2, 2)])
 
 
@@ -248,8 +246,10 @@ def one_process() -> list[list[Any]]:
 
 @pytest.mark.parametrize("in_order", [True, False])
 @on_ranks(("gloo", 2), ("shm", 2))
-def test_a_pipeline_trains_as_one_process(rank: int, size: int, in_order: bool) -> None:
-    """Rank 0 has the first stage, rank 1 the second; parts of a batch follow each other."""
+def test_pipeline_of_two_ranks_trains_like_one_process(
+    rank: int, size: int, in_order: bool
+) -> None:
+    """Rank 0 has the first stage and rank 1 the second; micro-batches follow each other."""
     stage = stages()[rank]
     optimizer = sgd(stage)
     for step in range(6):
@@ -269,7 +269,7 @@ def test_a_pipeline_trains_as_one_process(rank: int, size: int, in_order: bool) 
 
 
 @on_ranks(("shm", 2))
-def test_without_a_gradient_values_travel_all_the_same(rank: int, size: int) -> None:
+def test_messages_send_values_without_gradient(rank: int, size: int) -> None:
     if rank == 0:
         tag: Any = np.int64(1)
         for value, how in ((np.arange(3), ()), (np.ones((2, 2), np.float32), (tag,))):
@@ -282,7 +282,7 @@ def test_without_a_gradient_values_travel_all_the_same(rank: int, size: int) -> 
     assert (ones.array.tolist(), ones.calc_grad) == ([[1, 1], [1, 1]], True)
 
 
-def test_arguments_of_messages() -> None:
+def test_messages_raise_for_invalid_arguments() -> None:
     v = fl.param(np.ones(3))
     with pytest.raises(TypeError, match=r"functional\.send: expected a flash"):
         D.send(np.ones(3), 1)  # type: ignore[arg-type]
@@ -299,7 +299,7 @@ def test_arguments_of_messages() -> None:
         D.recv(v, 1)
 
 
-def test_arguments() -> None:
+def test_collectives_raise_for_invalid_arguments() -> None:
     for verb in (D.all_reduce, D.all_gather, D.reduce_scatter, D.broadcast, D.all_to_all):
         with pytest.raises(TypeError, match=f"functional.{verb.__name__}: expected a .*Variable"):
             verb(np.ones(3))  # type: ignore[arg-type]
@@ -316,7 +316,7 @@ def test_arguments() -> None:
 
 
 @on_ranks(("shm", 2))
-def test_gradcheck_finds_a_wrong_gradient_and_raises_on_every_rank(rank: int, size: int) -> None:
+def test_gradcheck_raises_on_every_rank_for_a_wrong_gradient(rank: int, size: int) -> None:
     def halved(x: Any) -> Any:
         y = D.all_reduce(x)
         return y if rank else y * fl.no_grad(y.array)
@@ -334,12 +334,12 @@ by_backend = pytest.mark.parametrize("backend", ["gloo", "shm"])
 
 
 def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
-    """Rank 1 has no use for its result, so it never runs a backward pass."""
+    """Rank 1 does not use its result, so it runs no backward pass."""
     x = fl.param(np.ones(2))
     if rank == 1:
         D.recv(x, 0) if message else D.all_reduce(x)
         fifo.read_bytes()  # ends when rank 0 has given up
-        for _ in range(2):  # in shared memory the first still sees what rank 0 has called
+        for _ in range(2):  # in shared memory the first call still matches a call of rank 0
             with contextlib.suppress(fl.errors.DistributedError):
                 fl.barrier()
         return ""
@@ -357,7 +357,7 @@ def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
     ("backend", "message"),
     [pytest.param("gloo", True, marks=pytest.mark.slow), ("shm", False)],
 )
-def test_a_rank_without_a_backward_pass_is_named(
+def test_timeout_error_names_a_rank_without_backward_pass(
     backend: str, message: bool, tmp_path: Path
 ) -> None:
     fifo = tmp_path / "given up"
@@ -375,13 +375,13 @@ def after_a_mismatch(run: Callable[[], Any], x: Any) -> str:
         run()
     assert x.grad is None
     x.zero_grad()
-    F.sum(D.all_reduce(x)).backward()  # the group lives on, and all count alike
+    F.sum(D.all_reduce(x)).backward()  # the group remains usable, and the ranks' counts are equal
     assert x.grad.tolist() == [2, 2]
     return str(caught.value)
 
 
 def skip_one(rank: int, size: int) -> str:
-    """Rank 1 has no use for its second result: its first must not meet rank 0's second."""
+    """Rank 1 does not use its second result; its first must not match rank 0's second."""
     x = fl.param(np.ones(2))
     results = [D.all_reduce(x), D.all_reduce(x)]
     loss = F.sum(results[0] * 3.0 if rank else results[0] * results[1])
@@ -389,8 +389,7 @@ def skip_one(rank: int, size: int) -> str:
 
 
 @on_ranks(("gloo", 2), ("shm", 2))
-def test_a_forward_pass_is_distinguished_from_a_backward_pass(rank: int, size: int) -> None:
-    """Rank 1 goes on with the next forward pass instead of a backward pass."""
+def test_mismatch_error_separates_forward_and_backward_pass(rank: int, size: int) -> None:
     x = fl.param(np.ones(2))
     loss = F.sum(D.all_reduce(x))
     message = after_a_mismatch((lambda: D.all_reduce(x)) if rank else loss.backward, x)
@@ -399,7 +398,7 @@ def test_a_forward_pass_is_distinguished_from_a_backward_pass(rank: int, size: i
 
 
 def other_order(rank: int, size: int) -> str:
-    """Two passes, in another order on each rank."""
+    """Run two passes, in another order on each rank."""
     x = fl.param(np.ones(2))
     losses = [F.sum(D.all_reduce(x)), F.sum(D.all_reduce(x) * 2.0)]
     return after_a_mismatch(losses[rank].backward, x)
@@ -410,7 +409,7 @@ NUMBERS = {skip_one: (2, 1), other_order: (1, 2)}
 
 @by_backend
 @pytest.mark.parametrize("function", NUMBERS)
-def test_ranks_at_different_collectives_report_which(
+def test_mismatch_error_reports_the_collective_of_each_rank(
     pool: Any, backend: str, function: Any
 ) -> None:
     messages = pool(2, params={"BACKEND": backend}).run(function)
@@ -426,8 +425,8 @@ def test_ranks_at_different_collectives_report_which(
 
 
 def crossed_messages(rank: int, size: int) -> str:
-    """Each rank waits for the other message's gradient; they must not take each other's."""
-    x = fl.param(np.ones(20_000))  # a send of little has ended when it returns
+    """Each rank waits for the gradient of the other message; they must not be exchanged."""
+    x = fl.param(np.ones(20_000))  # large, because a small send returns before it is received
     ends = [(D.recv(x, 0) * 1.0 if rank else D.send(x, 1)) for _ in range(2)]
     with pytest.raises(fl.errors.DistributedError) as caught:
         F.sum(ends[rank]).backward()
@@ -436,7 +435,7 @@ def crossed_messages(rank: int, size: int) -> str:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
-def test_gradients_of_two_messages_are_not_mixed_up(backend: str) -> None:
+def test_gradients_of_two_messages_are_kept_apart(backend: str) -> None:
     params = {"BACKEND": backend, "TIMEOUT": 1}
     outcomes = run_outcomes(crossed_messages, 2, params=params)
     assert all(outcome.ok for outcome in outcomes), [each.report() for each in outcomes]

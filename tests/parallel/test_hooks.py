@@ -1,4 +1,4 @@
-"""Training with communication hooks: as good as without, or nearly; ranks never drift apart."""
+"""Training with communication hooks: results close to training without, equal on all ranks."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.distributed.conformance import on_ranks
 from tests.distributed.hook_steps import HOOKS, make
 
 SAMPLES, FEATURES, OUTPUTS, STEPS = 120, 12, 6, 150
-# How much larger the loss after STEPS steps may be than without a hook.
+# Allowed increase of the loss after STEPS steps, compared with no hook.
 WORSE = {
     "Float16Compression": 1.001,
     "Bfloat16Compression": 1.01,
@@ -42,7 +42,7 @@ def backward(model: Any, rank: int, size: int, dtype: str = "float64") -> float:
 
 
 def train(rank: int, size: int, name: str | None, dtype: str) -> tuple[float, bytes]:
-    """Return the loss over all ranks at the end, and the bits of this rank's parameters."""
+    """Return the final loss over all ranks, and the bits of this rank's parameters."""
     model = build(dtype)
     hook = None if name is None else make(name)
     fl.distribute_module_grads(model, hook=hook)
@@ -63,12 +63,12 @@ WORLDS = [
 
 
 @pytest.mark.parametrize(("size", "backend", "dtype"), WORLDS)
-def test_training_ends_near_where_it_ends_without(
+def test_training_with_a_hook_ends_near_training_without(
     pool: Any, size: int, backend: str, dtype: str
 ) -> None:
     ranks = pool(size, **({"params": {"BACKEND": backend}} if size > 1 else {}))
     exact, _ = train(0, 1, None, dtype)
-    assert exact < 0.03  # of 0.65 at the beginning
+    assert exact < 0.03  # it starts at 0.65
     for name in HOOKS:
         reports = ranks.run(train, name, dtype)
         assert len({bits for _, bits in reports}) == 1, name
@@ -77,11 +77,9 @@ def test_training_ends_near_where_it_ends_without(
 
 @pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
 @on_ranks(("shm", 2))
-def test_a_full_bucket_starts_while_the_pass_goes_on(
-    rank: int, size: int, inline_bytes: int
-) -> None:
-    """The hook is a function that only reduces: it gives the bits of no hook."""
-    reports = []  # for each bucket its number, and which gradients were there
+def test_full_bucket_is_sent_during_the_pass(rank: int, size: int, inline_bytes: int) -> None:
+    """The hook only reduces, so its bits equal those without a hook."""
+    reports = []  # per bucket: its number and whether each gradient exists
 
     def hook(bucket: Any) -> Any:
         reports.append((bucket.index, [param.grad is not None for param in model.params()]))
@@ -107,7 +105,7 @@ def test_a_full_bucket_starts_while_the_pass_goes_on(
     assert reports[:3] == reports[3:]
     assert [index for index, _ in reports[:3]] == [0, 1, 2]
     first, second, third = (there for _, there in reports[:3])
-    assert first[:2] == [False, False]  # the first layer, which comes last
+    assert first[:2] == [False, False]  # gradients of the first layer are complete last
     assert first[3:] == [True, True, True]
     assert not second[0]
     assert third == [True] * 6
@@ -115,7 +113,7 @@ def test_a_full_bucket_starts_while_the_pass_goes_on(
 
 @pytest.mark.parametrize("name", ["Float16Compression", "PowerSGDCompression"])
 @on_ranks(("shm", 2))
-def test_gradients_accumulate_before_they_are_sent(rank: int, size: int, name: str) -> None:
+def test_hook_receives_accumulated_gradients(rank: int, size: int, name: str) -> None:
     """Two passes in no_sync and one outside are one step of the hook."""
     model, hook = build(), make(name)
     fl.distribute_module_grads(model, hook=hook)
@@ -133,8 +131,8 @@ def test_gradients_accumulate_before_they_are_sent(rank: int, size: int, name: s
 
 
 @on_ranks(("shm", 2))
-def test_a_failed_pass_leaves_the_state_as_it_was(rank: int, size: int) -> None:
-    """One that raises on every rank; the state is what the hook remembers."""
+def test_failed_pass_restores_the_state_of_the_hook(rank: int, size: int) -> None:
+    """The pass raises on every rank; the state is the memory of the hook."""
     model, hook = build(), make("PowerSGDCompression")
     fl.distribute_module_grads(model, hook=hook)
     backward(model, rank, size)
@@ -143,7 +141,7 @@ def test_a_failed_pass_leaves_the_state_as_it_was(rank: int, size: int) -> None:
     inner = first.hook
 
     def explode(variable: Any) -> None:
-        inner(variable)  # the bucket is complete, and on its way
+        inner(variable)  # the bucket is complete and being sent
         raise ArithmeticError("on purpose")
 
     first.register_grad_hook(explode)
@@ -155,8 +153,8 @@ def test_a_failed_pass_leaves_the_state_as_it_was(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("name", HOOKS)
 @on_ranks(("shm", 2))
-def test_ranks_may_run_out_of_batches(rank: int, size: int, name: str) -> None:
-    """Rank 1 has fewer batches, and goes on with zeros and what it has left over."""
+def test_hook_works_with_join(rank: int, size: int, name: str) -> None:
+    """Rank 1 has fewer batches, and continues with zeros and its remaining errors."""
     model, hook = build(), make(name)
     fl.distribute_module_grads(model, hook=hook)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
@@ -170,7 +168,7 @@ def test_ranks_may_run_out_of_batches(rank: int, size: int, name: str) -> None:
     assert first == second
 
 
-def test_arguments() -> None:
+def test_hook_arguments_are_checked() -> None:
     model = build()
     with pytest.raises(ValueError, match="Pass hook to the constructor of the reducer"):
         fl.distribute_module_grads(

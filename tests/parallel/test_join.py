@@ -1,4 +1,4 @@
-"""Unequal numbers of batches: the same training as one process that weighs by samples."""
+"""Unequal numbers of batches: results equal one process that weights by samples."""
 
 import contextlib
 import re
@@ -13,7 +13,7 @@ from tests.distributed.conformance import on_ranks
 from tests.distributed.harness import run_outcomes
 
 BACKENDS = ["gloo", "shm"]
-# Batches of each rank.
+# Number of batches of each rank.
 SCHEDULES = [(3,), (0,), (3, 1), (0, 2), (2, 2), (0, 0), (2, 5, 0), (4, 1, 4)]
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -37,7 +37,7 @@ def build() -> Any:
 
 
 def batch(rank: int, step: int) -> tuple[Any, Any]:
-    """Every rank's batches have other sizes, and change."""
+    """Return a batch whose size depends on rank and step."""
     random = np.random.default_rng([rank, step])
     count = 1 + (3 * rank + 5 * step) % 7
     return random.standard_normal((count, 6)), random.standard_normal((count, 3))
@@ -57,7 +57,7 @@ def result(model: Any, optimizer: Any) -> list[Any]:
 
 
 def alone(*schedules: tuple[int, ...], weighted: bool = True, total: float = 0) -> list[Any]:
-    """Train in one process; ``total``: what the sum of gradients is divided by, if no weights."""
+    """Train in one process; without weights, gradient sums are divided by ``total``."""
     model = build()
     optimizer = sgd(model)
     for schedule in schedules:
@@ -89,7 +89,7 @@ def check(results: list[Any], expected: list[Any], tolerance: float = 1e-10) -> 
 @contextlib.contextmanager
 def small_buckets() -> Iterator[None]:
     before = fl.DistributedConstants.COALESCE_CACHE_SIZE
-    fl.DistributedConstants.COALESCE_CACHE_SIZE = 200  # bytes: every parameter by itself
+    fl.DistributedConstants.COALESCE_CACHE_SIZE = 200  # bytes: one bucket per parameter
     try:
         yield
     finally:
@@ -115,7 +115,7 @@ def train(rank: int, size: int, *schedules: tuple[int, ...], count: bool = True,
 
 @by_backend
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_training_equals_one_process_with_weights(
+def test_join_trains_like_one_process_with_weights(
     pool: Any, backend: str, schedule: tuple[int, ...]
 ) -> None:
     world = pool(len(schedule), params={"BACKEND": backend}) if len(schedule) > 1 else pool(1)
@@ -123,14 +123,14 @@ def test_training_equals_one_process_with_weights(
 
 
 @on_ranks(("gloo", 3), ("shm", 3))
-def test_it_can_be_used_again(rank: int, size: int) -> None:
+def test_join_can_be_used_again(rank: int, size: int) -> None:
     schedules = (1, 3, 0), (2, 2, 2), (0, 0, 1)
     check(fl.all_gather_object(train(rank, size, *schedules)), alone(*schedules))
 
 
-# How rank 0 and rank 1 train, and what the sum of their gradients is divided by.
+# Training of rank 0 and rank 1, and the divisor of the sum of their gradients.
 SUMS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
-    "no counts": (lambda: {"count": False}, 0),  # every rank with data weighs the same
+    "no counts": (lambda: {"count": False}, 0),  # all ranks with data have equal weights
     "scale": (lambda: {"scale": 0.5}, 2),
     "inline": (lambda: {"reducer": fl.InlineReducer(0.5)}, 2),
     "coalescing": (lambda: {"reducer": fl.CoalescingReducer(0.5, bucket_bytes=500)}, 2),
@@ -139,20 +139,20 @@ SUMS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
 
 @pytest.mark.parametrize("kind", SUMS)
 @on_ranks(("shm", 2))
-def test_without_counts_or_with_a_scale_of_ones_own(rank: int, size: int, kind: str) -> None:
+def test_join_without_counts_or_with_a_scale(rank: int, size: int, kind: str) -> None:
     schedule, (how, total) = (1, 3), SUMS[kind]
     found = fl.all_gather_object(train(rank, size, schedule, **how()))
     check(found, alone(schedule, weighted=False, total=total))
 
 
 @on_ranks(("shm", 3))
-def test_compressing_hooks_take_part(rank: int, size: int) -> None:
+def test_join_works_with_compression_hooks(rank: int, size: int) -> None:
     found = train(rank, size, (1, 3, 0), hook=fl.Float16Compression())
     check(fl.all_gather_object(found), alone((1, 3, 0)), 1e-2)
 
 
 def accumulate(rank: int, size: int, steps: int) -> Any:
-    """Rank r trains for ``steps - r`` steps of two passes, the first of them not synchronised."""
+    """Train ``steps - r`` steps of two passes on rank r; the first pass is not synchronised."""
     model = build()
     optimizer = sgd(model)
     fl.distribute_module_grads(model)
@@ -166,11 +166,11 @@ def accumulate(rank: int, size: int, steps: int) -> Any:
                     backward(model, x, y)
             optimizer.step()
         with fl.no_sync(model):
-            backward(model, x, y)  # begun and not finished: not used
+            backward(model, x, y)  # incomplete, so not used
     return [param.array.copy() for param in model.params()]
 
 
-def test_counts_of_accumulated_passes_add_up(pool: Any) -> None:
+def test_join_adds_counts_of_accumulated_passes(pool: Any) -> None:
     model = build()
     optimizer = sgd(model)
     for step in range(3):
@@ -189,9 +189,7 @@ def test_counts_of_accumulated_passes_add_up(pool: Any) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_the_optimizers_state_is_that_of_the_rank_that_trained_to_the_last(
-    rank: int, size: int
-) -> None:
+def test_join_copies_optimizer_state_of_the_last_training_rank(rank: int, size: int) -> None:
     model = build()
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.01 * (rank + 1))
     fl.distribute_module_grads(model)
@@ -208,8 +206,8 @@ def test_the_optimizers_state_is_that_of_the_rank_that_trained_to_the_last(
 
 
 @on_ranks(("shm", 2))
-def test_a_batch_of_no_samples_is_left_out(rank: int, size: int) -> None:
-    """The mean over no samples is nan; with a count of 0 it is nobody's business."""
+def test_join_ignores_a_batch_without_samples(rank: int, size: int) -> None:
+    """The mean over no samples is NaN, which a count of 0 excludes."""
     model = build()
     fl.distribute_module_grads(model)
     with fl.join(model) as joined, np.errstate(invalid="ignore", divide="ignore"):
@@ -221,7 +219,7 @@ def test_a_batch_of_no_samples_is_left_out(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_a_join_within_a_join_is_refused_and_harms_nothing(rank: int, size: int) -> None:
+def test_nested_join_raises_value_error_and_changes_nothing(rank: int, size: int) -> None:
     models = build(), build()
     for model in models:
         fl.distribute_module_grads(model)
@@ -247,12 +245,12 @@ def fail() -> None:
 
 
 @on_ranks(("shm", 2))
-def test_an_exception_leaves_the_body_at_once(rank: int, size: int) -> None:
+def test_exception_leaves_the_body_of_join_at_once(rank: int, size: int) -> None:
     model = build()
     fl.distribute_module_grads(model)
     with pytest.raises(ZeroDivisionError):
         joined_passes(model, rank, 2, fail)
-    # Both have left by the exception, so nothing is pending, and the module is as before.
+    # Both left by the exception, so no call is pending and the module is unchanged.
     backward(model, *batch(rank, 1))
     with fl.join(model):
         pass
@@ -275,7 +273,7 @@ def fail_on_one(rank: int, size: int, error: type[BaseException]) -> str:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
-def test_a_rank_that_raises_does_not_join(backend: str) -> None:
+def test_rank_that_raises_leaves_join(backend: str) -> None:
     world = {"params": {"BACKEND": backend, "TIMEOUT": 1}}
     outcomes = run_outcomes(fail_on_one, 3, ZeroDivisionError, **world)
     assert outcomes[1].kind == "raised"
@@ -286,15 +284,15 @@ def test_a_rank_that_raises_does_not_join(backend: str) -> None:
 
 
 @by_backend
-def test_a_rank_that_exits_is_lost_to_those_that_join(backend: str) -> None:
+def test_join_raises_peer_lost_error_if_a_rank_exits(backend: str) -> None:
     outcomes = run_outcomes(fail_on_one, 3, SystemExit, params={"BACKEND": backend})
     for rank in (0, 2):
-        reported = outcomes[rank].value  # on Gloo also the other one, if it has left already
+        reported = outcomes[rank].value  # on Gloo also the other rank, if it has exited
         assert re.match(r"PeerLostError: .*: lost ranks? ([02], )?1\b", reported), reported
 
 
 @on_ranks(("shm", 2))
-def test_other_collectives_in_the_body_raise_on_every_rank(rank: int, size: int) -> None:
+def test_join_raises_on_every_rank_for_other_collectives(rank: int, size: int) -> None:
     model = build()
     fl.distribute_module_grads(model)
     with pytest.raises(
@@ -305,7 +303,7 @@ def test_other_collectives_in_the_body_raise_on_every_rank(rank: int, size: int)
     fl.barrier()
 
 
-def test_arguments() -> None:
+def test_join_raises_for_invalid_arguments() -> None:
     model = build()
     with pytest.raises(ValueError, match="distribute_module_grads"), fl.join(model):
         pass

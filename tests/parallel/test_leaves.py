@@ -1,4 +1,4 @@
-"""Training leaf by leaf: the same bits on any number of ranks, and clear errors."""
+"""Training leaf by leaf: equal bits on any number of ranks, and errors."""
 
 import contextlib
 import functools
@@ -28,13 +28,13 @@ from tests.distributed.conformance import BACKENDS, on_ranks, ranks_in
 F = fl.autograd.functions
 SLOW = [("shm", 4), ("gloo", 2), ("mpi", 3), ("hierarchical", 3)]
 ranks = ranks_in(("shm", 2), ("gloo", 3), ("hierarchical", 4), slow=SLOW)
-BATCHES = (37, 40, 5, 1)  # rows of global batches: also fewer than leaves
+BATCHES = (37, 40, 5, 1)  # rows of global batches, also fewer than leaves
 STEPS = 8
 pytestmark = pytest.mark.usefixtures("own_numbers")
 
 
 class Net(fl.nn.Module):
-    """A scalar, two layers, dropout, statistics between them, and a layer that is not used."""
+    """A scalar, two layers, dropout, statistics between them, and an unused layer."""
 
     def __init__(self, dtype: str = "float32") -> None:
         self.shift = fl.param(np.array(0.5, dtype))
@@ -86,8 +86,8 @@ def train(
     folder: str = "",
     sharded: bool = False,
 ) -> tuple[str, int]:
-    """Train; with ``folder`` go on from there, and save at the end."""
-    fl.set_seed(rank)  # of which rank 0's counts
+    """Train; with ``folder``, continue from its checkpoint and save at the end."""
+    fl.set_seed(rank)  # only rank 0's seed is used
     model = Net()
     fl.broadcast_parameters(model)
     if sharded:
@@ -103,21 +103,21 @@ def train(
         optimizer.zero_grad()
         for x, y in fl.leaves(model, *batch(step)):
             backward(model, x, y)
-            numbers.generator().random()  # of the leaf's, also after its backward pass
+            numbers.generator().random()  # still from the leaf's generator
         fl.optim.clip_grad_norm(model.params(), 0.1)
         optimizer.step()
     if folder:
         fl.save(folder, module=model, optimizer=optimizer, rng=True, step=begin + steps)
     assert model.unused.weight.grad is None
     assert model.count == begin + steps
-    fl.barrier()  # nobody changes what all have in common
+    fl.barrier()  # no rank changes shared memory earlier
     return digest(model), int(numbers.generator().integers(1 << 30))
 
 
 @pytest.mark.parametrize(
     ("kind", "leaves", "sharded"), [("adam", 8, False), ("sgd", 5, False), ("adam", 8, True)]
 )
-def test_any_number_of_ranks_computes_the_same_bits(
+def test_leaves_give_equal_bits_for_any_number_of_ranks(
     ranks: Any, kind: str, leaves: int, sharded: bool
 ) -> None:
     expected = train(0, 1, kind, leaves=leaves)
@@ -137,7 +137,7 @@ WORLDS += [("hierarchical", 3), ("hierarchical", 4)]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
-def test_a_thousand_steps_on_one_to_eight_ranks(
+def test_leaves_give_equal_bits_after_a_thousand_steps(
     pool: Any, world: tuple[str, int], kind: str
 ) -> None:
     name, size = world
@@ -161,36 +161,31 @@ def gradients(leaves: int, step: int) -> list[Any]:
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 @on_ranks()
-def test_gradients_are_those_of_the_mean_over_the_whole_batch(
-    rank: int, size: int, step: int
-) -> None:
+def test_leaves_give_gradients_of_the_mean_over_the_batch(rank: int, size: int, step: int) -> None:
     found = gradients(8, step)
     assert [g is None for g in found] == [False] * 5 + [True] * 2
     for got, wanted in zip(found[:5], gradients(0, step)[:5], strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
 
 
-def test_going_on_with_other_numbers_of_ranks_ends_with_the_same_bits(
-    pool: Any, tmp_path: Path
-) -> None:
+def test_resume_with_other_numbers_of_ranks_gives_equal_bits(pool: Any, tmp_path: Path) -> None:
     expected = train(0, 1, "adam", 6)
     run = str(tmp_path / "run")
     train(0, 1, "adam", 1, 8, run)  # on one rank, then on three,
     pool(3, params={"BACKEND": "gloo"}).run(train, "adam", 2, 8, run)
-    pair = pool(2, params={"BACKEND": "shm"})  # then on two, that have one model in common
+    pair = pool(2, params={"BACKEND": "shm"})  # then on two ranks that share the model
     assert set(pair.run(train, "adam", 3, 8, run, True)) == {expected}
 
 
 @on_ranks()
-def test_leaves_of_a_sharded_module_take_the_place_of_its_own_sums(rank: int, size: int) -> None:
-    """Passes outside of a loop over leaves are refused, as without sharding."""
+def test_leaves_replace_the_gradient_pass_of_a_sharded_module(rank: int, size: int) -> None:
     fully_sharded.SMALL_BYTES = 0
     model = fl.nn.Linear(3, 2)
     fl.fully_shard(model)
     fl.distribute_module_grads(model, leaves=4)
     with pytest.raises(RuntimeError, match=r"expected backward\(\) inside of a loop over"):
         model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
-    fl.fully_shard(model)  # back to sums over whole passes
+    fl.fully_shard(model)  # back to sums over complete passes
     model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
     assert model.params()[0].grad is not None
 
@@ -219,12 +214,12 @@ def one_step(model: Any, x: Any, y: Any) -> None:
         ({"leaves": 2.5}, TypeError, "leaves must be"),
     ],
 )
-def test_what_leaves_cannot_be_combined_with(how: Any, error: Any, words: str) -> None:
+def test_leaves_raise_for_incompatible_options(how: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         small(**how)
 
 
-def test_other_ways_to_reduce_refuse_a_module_with_leaves() -> None:
+def test_other_reductions_raise_for_a_module_with_leaves() -> None:
     model = small()
     with pytest.raises(ValueError, match=r"no_sync: .* leaves=4.* larger global batch"):
         fl.no_sync(model).__enter__()
@@ -247,12 +242,12 @@ def test_other_ways_to_reduce_refuse_a_module_with_leaves() -> None:
         (([1, 2],), TypeError, "of type list"),
     ],
 )
-def test_arrays_that_are_no_batch(arrays: Any, error: Any, words: str) -> None:
+def test_leaves_raise_for_arrays_that_are_not_a_batch(arrays: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         fl.leaves(small(), *arrays)
 
 
-def test_a_leaf_has_exactly_one_backward_pass() -> None:
+def test_leaf_requires_exactly_one_backward_pass() -> None:
     model, (x, y) = small(), batch(0)
     with pytest.raises(RuntimeError, match="got none for leaf 0 of 4"):
         list(fl.leaves(model, x))
@@ -262,7 +257,7 @@ def test_a_leaf_has_exactly_one_backward_pass() -> None:
     backward(model, *next(loop))
     with pytest.raises(RuntimeError, match="got a second one for leaf 0 of 4"):
         backward(model, x, y)
-    with pytest.raises(RuntimeError, match="got a second one"):  # also if that was caught
+    with pytest.raises(RuntimeError, match="got a second one"):  # also if the error was caught
         next(loop)
     first, second = fl.leaves(model, x), fl.leaves(model, x)
     next(first)
@@ -270,7 +265,7 @@ def test_a_leaf_has_exactly_one_backward_pass() -> None:
         next(second)
 
 
-def test_a_loop_that_is_left_leaves_no_gradient_and_everything_as_it_was() -> None:
+def test_loop_that_is_left_early_restores_state_without_gradients() -> None:
     fl.set_seed(0)
     model = Net()
     fl.distribute_module_grads(model, leaves=4)
@@ -284,13 +279,13 @@ def test_a_loop_that_is_left_leaves_no_gradient_and_everything_as_it_was() -> No
     with contextlib.suppress(ZeroDivisionError):
         for _ in fl.leaves(model, x, y):
             _ = 1 / 0
-    drawn = numbers.generator().random()  # the package's own generator again
+    drawn = numbers.generator().random()  # from the package's own generator again
     one_step(model, x, y)
     assert model.count == 1
     assert drawn != numbers.generator().random()
 
 
-def test_a_pass_that_failed_may_be_repeated() -> None:
+def test_failed_pass_of_a_leaf_can_be_repeated() -> None:
     model, (x, y) = small(), batch(0)
     expected = None
     for fails in (False, True):
@@ -316,7 +311,9 @@ def test_a_pass_that_failed_may_be_repeated() -> None:
     ],
 )
 @on_ranks(("shm", 2))
-def test_ranks_at_different_batches(rank: int, size: int, what: str, words: str) -> None:
+def test_leaves_raise_mismatch_error_if_batches_differ(
+    rank: int, size: int, what: str, words: str
+) -> None:
     model, (x, y) = small(), batch(0)
     if what == "order" and rank == 1:
         x, y = x[::-1], y[::-1]
@@ -346,7 +343,7 @@ except fl.errors.MismatchError as error:
 
 
 @pytest.mark.slow
-def test_another_core_type_of_openblas_is_found(tmp_path: Path) -> None:
+def test_check_arithmetic_detects_another_openblas_core_type(tmp_path: Path) -> None:
     if not blas.use_one_thread()[0]:
         pytest.skip("NumPy's BLAS is no OpenBLAS")
     command = [sys.executable, "-c", OTHER_CORE]
@@ -365,7 +362,7 @@ def test_another_core_type_of_openblas_is_found(tmp_path: Path) -> None:
         assert re.search(r"BLAS core type differs \(rank\(s\) 0: .*; rank\(s\) 1: Nehalem on", text)
 
 
-def test_a_module_that_is_gone_takes_its_rows_along() -> None:
+def test_rows_are_freed_with_their_module() -> None:
     model = Net()
     fl.distribute_module_grads(model, leaves=4)
     gone = weakref.ref(model)
@@ -384,7 +381,9 @@ def test_a_module_that_is_gone_takes_its_rows_along() -> None:
     ],
 )
 @on_ranks(("shm", 2))
-def test_ranks_with_other_arithmetic(rank: int, size: int, name: str, words: str) -> None:
+def test_leaves_raise_if_arithmetic_differs_between_ranks(
+    rank: int, size: int, name: str, words: str
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and name in ("threads", "core"):
             found = (2, "") if name == "threads" else (1, "Old")
@@ -397,7 +396,7 @@ def test_ranks_with_other_arithmetic(rank: int, size: int, name: str, words: str
 
 
 def in_words(leaves: range, count: int) -> list[str]:
-    """What is on the stack of a rank that merges whenever it can."""
+    """Return the stack of a rank that merges whenever possible, as text."""
     stack: list[range] = []
     words: list[str] = []
     for leaf in leaves:
@@ -408,7 +407,7 @@ def in_words(leaves: range, count: int) -> list[str]:
     return words
 
 
-def test_the_tree_of_eight_leaves() -> None:
+def test_reduction_of_eight_leaves_is_a_binary_tree() -> None:
     assert in_words(range(8), 8) == ["(((0+1)+(2+3))+((4+5)+(6+7)))"]
     assert in_words(range(6), 6) == ["(((0+1)+(2+3))+(4+5))"]
     assert in_words(range(7), 7) == ["(((0+1)+(2+3))+((4+5)+6))"]
@@ -416,7 +415,7 @@ def test_the_tree_of_eight_leaves() -> None:
 
 
 @pytest.mark.parametrize("hosts", ["one", "two", "as many as ranks"])
-def test_any_number_of_ranks_adds_up_the_same_tree(hosts: str) -> None:
+def test_reduction_adds_the_same_tree_for_any_number_of_ranks(hosts: str) -> None:
     for count, ranks in itertools.product(range(1, 10), range(1, 12)):
         per_host = {"one": ranks, "two": ranks // 2}.get(hosts, 1)
         if not per_host or ranks % per_host:
@@ -444,13 +443,13 @@ def added(sums: list[str], steps: Sequence[tuple[int, int]]) -> str:
     return sums[0]
 
 
-def test_a_rank_holds_few_rows() -> None:
+def test_rows_needed_is_small() -> None:
     assert [rows_needed(8, ranks) for ranks in (1, 2, 3, 4, 5, 8, 9)] == [4, 3, 3, 2, 2, 1, 1]
     assert additions([range(2), range(2, 3), range(3, 4)], 4) == [(1, 2), (0, 1)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.125])
-def test_folding_adds_in_the_order_of_the_steps_into_all_targets(scale: float) -> None:
+def test_fold_adds_in_the_order_of_steps_into_all_targets(scale: float) -> None:
     random = np.random.default_rng(0)
     a, b, c = random.standard_normal((3, 40_000), dtype=np.float32)
     expected = (a + (b + c)) * np.float32(scale)

@@ -1,4 +1,4 @@
-"""Where ranks start, in which group, with which buffers, and what a rank keeps to itself."""
+"""Initial parameters, groups, buffers and ignored names of distributed modules."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @on_ranks(("shm", 3))
-def test_broadcast_parameters_takes_parameters_and_buffers_of_root(rank: int, size: int) -> None:
+def test_broadcast_parameters_copies_parameters_and_buffers_of_root(rank: int, size: int) -> None:
     model = build(rank)
     model.seen[...], model.mean = rank, np.float64(rank)
     arrays = [param.array for param in model.params()]
@@ -47,8 +47,7 @@ def test_all_reduce_parameters_averages(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 4))
-def test_gradients_and_parameters_of_a_group(rank: int, size: int) -> None:
-    """Two groups of the world's ranks do all of it beside each other."""
+def test_parameter_functions_work_within_groups(rank: int, size: int) -> None:
     group = fl.split(rank % 2)
     model = build(rank)
     fl.all_reduce_parameters(model, group=group)
@@ -73,9 +72,7 @@ def test_gradients_and_parameters_of_a_group(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_broadcast_parameters_names_itself_and_the_parameter_that_differs(
-    rank: int, size: int
-) -> None:
+def test_broadcast_parameters_names_the_different_parameter(rank: int, size: int) -> None:
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.broadcast_parameters(fl.nn.Sequential(fl.nn.Linear(3, 1 + rank)))
     assert str(caught.value).startswith(f"[broadcast_parameters] rank {rank} of 2: expected ")
@@ -83,14 +80,14 @@ def test_broadcast_parameters_names_itself_and_the_parameter_that_differs(
     assert f"got a difference at module.0.weight {kinds}" in str(caught.value)
 
 
-# How ranks start, of which the last two differ.
+# Initial parameters of the ranks; the last two cases differ.
 STARTS = [*("broadcast", "averaged", "same seed", "ignored"),
           *("distribute_module_grads", "DistributedOptimizer")]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", STARTS)
 @on_ranks(("shm", 3))
-def test_ranks_that_start_from_others_are_named_once(rank: int, size: int, how: str) -> None:
+def test_warning_names_ranks_with_other_parameters_once(rank: int, size: int, how: str) -> None:
     model = build(rank if how != "same seed" else 0)
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
     if how == "averaged":
@@ -116,9 +113,7 @@ def test_ranks_that_start_from_others_are_named_once(rank: int, size: int, how: 
 
 
 @on_ranks(("shm", 2))
-def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(
-    rank: int, size: int
-) -> None:
+def test_forward_copies_buffers_of_rank_0_in_training(rank: int, size: int) -> None:
     model = build(0)
     outer = fl.nn.Sequential(fl.nn.ReLU(), model)
     fl.distribute_module_grads(model)
@@ -133,18 +128,18 @@ def test_buffers_are_those_of_rank_0_before_each_forward_pass_in_training(
         after.append([model.seen[0].item(), float(model.mean)])
         outer.train()
     for module in (copy.deepcopy(outer), pickle.loads(pickle.dumps(model))):
-        module(x)  # a copy is of this rank alone
+        module(x)  # a copy is local to this rank
     fl.distribute_module_grads(model, broadcast_buffers=False)
     model(x)
     after.append([model.seen[0].item()])
-    # Rank 1 goes on from what rank 0 had: 1 and its own 2 samples, whose mean is 2.
+    # Rank 1 continues from rank 0's buffer: 1 and its own 2 samples have the mean 2.
     first = [[1, 1.0], [2, 2.0], [2, 2.0], [3, 3.0], [4]]
     assert after == (first if rank == 0 else [[2, 2.0], [3, 3.0], [3, 3.0], [5, 5.0], [7]])
 
 
 @on_ranks(("shm", 2))
-def test_buffers_are_given_also_if_a_rank_replaces_one(rank: int, size: int) -> None:
-    """The plan of the buffers is kept, but not if a rank has replaced or reshaped one."""
+def test_forward_copies_buffers_after_a_rank_replaces_a_buffer(rank: int, size: int) -> None:
+    """The plan of the buffers is kept, unless a rank has replaced or reshaped a buffer."""
     model, found = fl.nn.BatchNorm(2), []
     fl.distribute_module_grads(model)
     x = fl.input(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32) * (1 + rank))
@@ -165,7 +160,7 @@ def test_buffers_are_given_also_if_a_rank_replaces_one(rank: int, size: int) -> 
 
 
 @on_ranks(("shm", 2))
-def test_what_is_ignored_is_each_ranks_own(rank: int, size: int) -> None:
+def test_ignored_parameters_and_buffers_stay_local(rank: int, size: int) -> None:
     model = build(0)
     model.own = fl.param(np.full(1 + rank, 2.0, np.float32))
     fired: list[Any] = []
@@ -175,7 +170,7 @@ def test_what_is_ignored_is_each_ranks_own(rank: int, size: int) -> None:
     (model(x)[0, :1] * model.own).backward(np.ones(1 + rank, np.float32))
     weight = model.layer.weight.grad[0].tolist()
     fl.distribute_module_grads(model, ignore=["own", "layer.bias", "seen", "mean"])
-    assert model.layer.bias.hook is None  # of the first call, which the second one replaced
+    assert model.layer.bias.hook is None  # hook of the first call, which the second call replaced
     assert model.before_forward is None
     optimizer = fl.optim.SGDOptimizer(model.layer.params(), 0.1 * (1 + rank), momentum=0.9)
     model.mean = np.float64(rank)
@@ -185,11 +180,11 @@ def test_what_is_ignored_is_each_ranks_own(rank: int, size: int) -> None:
     assert (model.own.shape, float(model.mean), optimizer.lr) == ((1 + rank,), 3.0 * rank, 0.2)
     assert weight == [5.0] * 3  # (1 * 2 + 2 * 2 * 2) / 2
     assert model.own.grad.shape == (1 + rank,)
-    assert fired == [(1 + rank,)] * (1 + rank)  # on rank 1 once more, in join
+    assert fired == [(1 + rank,)] * (1 + rank)  # once more on rank 1, in join
 
 
 @on_ranks(("shm", 2))
-def test_periodic_averaging(rank: int, size: int) -> None:
+def test_periodic_averaging_averages_every_nth_step(rank: int, size: int) -> None:
     model = fl.nn.Linear(1, 1, bias=False)
     averaging = fl.PeriodicAveraging(model, every=3)
     model.weight.array[...] = 0
@@ -207,8 +202,8 @@ def test_periodic_averaging(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 3))
-def test_clipping_by_the_norm_of_all_ranks_gradients(rank: int, size: int) -> None:
-    """Rank r has r gradients, so rank 0 has none; all are scaled by the norm of all."""
+def test_clip_grad_norm_uses_the_norm_of_all_ranks(rank: int, size: int) -> None:
+    """Rank r has r gradients, so rank 0 has none; all are scaled by the total norm."""
     group = fl.split(0)
     params = [fl.param(np.zeros(3)) for _ in range(rank)]
     for param in params:
@@ -219,7 +214,7 @@ def test_clipping_by_the_norm_of_all_ranks_gradients(rank: int, size: int) -> No
     assert [param.grad.tolist() for param in params] == [[1.0] * 3] * rank
 
 
-def test_arguments() -> None:
+def test_parameter_functions_raise_for_invalid_arguments() -> None:
     for function in (fl.broadcast_parameters, fl.all_reduce_parameters):
         with pytest.raises(TypeError, match=r"expected a flashlight_py.nn.Module, got str"):
             function("model")  # type: ignore[operator]
@@ -229,7 +224,7 @@ def test_arguments() -> None:
         fl.broadcast_parameters(build(0), 1)
 
 
-def test_a_captured_step_that_averages_stays_eager() -> None:
+def test_captured_step_with_periodic_averaging_stays_eager() -> None:
     averaging = fl.PeriodicAveraging(fl.nn.Linear(3, 2), every=2)
 
     @fl.capture

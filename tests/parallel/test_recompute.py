@@ -1,4 +1,4 @@
-"""Modules that compute again, trained on several ranks."""
+"""Recomputed modules that are trained on several ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ ranks = ranks_in(("shm", 2), slow=[("gloo", 3)])
 
 
 class Mixed(nn.Module):
-    """A collective between two layers, one of which another block has too."""
+    """A collective between two layers, one of which is shared with another block."""
 
     def __init__(self, shared: Any) -> None:
         self.own, self.shared = nn.Linear(4, 4), shared
@@ -53,7 +53,7 @@ SHARDED: dict[str, Callable[[Any], Any]] = {
 
 
 def sharded(rank: int, again: Callable[[Any], Any], how: str) -> list[bytes]:
-    """Train a model that changes, or whose parameters go, as soon as nobody needs them."""
+    """Train a model whose parameters change, or are freed, as soon as possible."""
     fl.set_seed(1)
     block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
     net = nn.Sequential(again(block), again(nn.Linear(4, 4)), again(block), nn.Linear(4, 2))
@@ -84,7 +84,7 @@ def by_leaves(again: Callable[[Any], Any]) -> list[bytes]:
 
 
 @on_ranks()
-def test_the_streams_of_leaves_are_replayed(rank: int, size: int) -> None:
+def test_recompute_replays_random_numbers_of_leaves(rank: int, size: int) -> None:
     plain = by_leaves(lambda module: module)
     assert by_leaves(fl.recompute) == plain
     assert fl.all_gather_object(plain) == [plain] * size
@@ -92,14 +92,14 @@ def test_the_streams_of_leaves_are_replayed(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("how", SHARDED)
 @on_ranks(("shm", 2))
-def test_a_sharded_model_is_trained_as_before(rank: int, size: int, how: str) -> None:
+def test_recompute_keeps_training_of_a_sharded_model(rank: int, size: int, how: str) -> None:
     with mock.patch.object(fully_sharded, "SMALL_BYTES", 0):
         assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 64])
 @on_ranks()
-def test_gradients_travel_as_before(rank: int, size: int, bucket_bytes: int) -> None:
+def test_recompute_keeps_bucket_order_of_gradients(rank: int, size: int, bucket_bytes: int) -> None:
     plain = trained(rank, lambda module: module, bucket_bytes)
     assert trained(rank, fl.recompute, bucket_bytes) == plain
     assert fl.all_gather_object(plain[:-1]) == [plain[:-1]] * size

@@ -1,4 +1,4 @@
-"""Samplers and global batches: the same samples in the same steps for any number of ranks."""
+"""Samplers and global batches: equal samples in equal steps for any number of ranks."""
 
 import json
 import threading
@@ -28,7 +28,7 @@ def samplers(n: int, size: int, epoch: int = 0, **options: Any) -> list[fl.Distr
 
 
 @given(st.integers(0, 100), st.integers(0, 9), st.booleans(), st.booleans())
-def test_a_step_takes_the_same_samples_for_any_number_of_ranks(
+def test_sampler_step_has_equal_samples_for_any_number_of_ranks(
     n: int, epoch: int, shuffle: bool, drop_last: bool
 ) -> None:
     batch = 12  # a multiple of every size
@@ -47,7 +47,7 @@ def test_a_step_takes_the_same_samples_for_any_number_of_ranks(
         assert len({len(part) for part in parts}) <= (1 if drop_last else 2)
 
 
-def test_epochs_differ_and_repeat() -> None:
+def test_sampler_epochs_differ_and_repeat() -> None:
     sampler = fl.DistributedSampler(30, seed=1, rank=0, size=2)
     assert sampler.epoch == 0
     first = list(sampler)
@@ -60,7 +60,7 @@ def test_epochs_differ_and_repeat() -> None:
     assert all(type(index) is int for index in first)
 
 
-def test_it_serves_the_datasets() -> None:
+def test_sampler_works_with_datasets() -> None:
     rows = fl.dataset.TensorDataset([np.arange(10)])
     sampler = fl.DistributedSampler(10, rank=1, size=2)
     mine = fl.dataset.ResampleDataset(rows, list(sampler))
@@ -70,7 +70,7 @@ def test_it_serves_the_datasets() -> None:
 
 @pytest.mark.parametrize("changed", ALL_RANKS, ids=lambda changed: next(iter(changed)))
 @on_ranks(("shm", 3))
-def test_ranks_that_differ_raise_on_every_rank(
+def test_sampler_raises_mismatch_error_on_every_rank(
     rank: int, size: int, changed: dict[str, Any]
 ) -> None:
     before: dict[str, Any] = {"n": 10, "seed": 0, "shuffle": True, "drop_last": False}
@@ -81,11 +81,11 @@ def test_ranks_that_differ_raise_on_every_rank(
     start = f"DistributedSampler: rank {rank} of 3: expected the same arguments on every rank"
     assert str(caught.value).startswith(start)
     assert f", got {difference}. Pass the same arguments" in str(caught.value)
-    fl.DistributedSampler(10)  # the world goes on
+    fl.DistributedSampler(10)  # the world remains usable
 
 
 @on_ranks(("shm", 2))
-def test_a_sampler_here_and_a_dataset_there_raise(rank: int, size: int) -> None:
+def test_sampler_and_dataset_on_different_ranks_raise_mismatch_error(rank: int, size: int) -> None:
     rows = fl.dataset.TensorDataset([np.arange(10)])
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.DistributedSampler(10) if rank else fl.ShardedDataset(rows, 2)
@@ -95,8 +95,8 @@ def test_a_sampler_here_and_a_dataset_there_raise(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_iterating_and_given_ranks_communicate_nothing(rank: int, size: int) -> None:
-    """One rank iterates, in a thread, while the others wait for it elsewhere."""
+def test_iteration_and_explicit_ranks_do_not_communicate(rank: int, size: int) -> None:
+    """One rank iterates in a thread while the other ranks wait for it in another call."""
     sampler = fl.DistributedSampler(10)
     if rank == 0:
         seen: list[int] = []
@@ -120,7 +120,7 @@ def test_iterating_and_given_ranks_communicate_nothing(rank: int, size: int) -> 
         ({"n": 3, "seed": None}, TypeError, "seed must be an integer, got NoneType"),
     ],
 )
-def test_senseless_arguments_are_refused(
+def test_sampler_raises_for_invalid_arguments(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=f"DistributedSampler: {message}"):
@@ -129,7 +129,8 @@ def test_senseless_arguments_are_refused(
         fl.DistributedSampler(3).set_epoch(-1)
 
 
-# A run that goes on from a state ------------------------------------------------------------------
+# Continuing from a state
+# ----------------------------------------------------------------------------
 
 WORLDS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
@@ -140,10 +141,10 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(st.integers(0, 60), WORLDS, st.integers(0, 5), st.booleans())
-def test_worlds_of_any_sizes_share_one_epoch(
+def test_worlds_of_different_sizes_share_one_epoch(
     n: int, sizes: list[int], steps: int, shuffle: bool
 ) -> None:
-    """Each world takes some steps and is followed by another one; the last goes to the end."""
+    """Each world takes some steps and is followed by the next; the last one ends the epoch."""
     used: list[int] = []
     state: dict[str, Any] | None = None
     for number, size in enumerate(sizes):
@@ -164,7 +165,7 @@ def test_worlds_of_any_sizes_share_one_epoch(
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
-def test_with_drop_last_every_rank_has_as_many_left(
+def test_drop_last_leaves_equal_numbers_on_every_rank(
     n: int, before: int, after: int, steps: int
 ) -> None:
     first = samplers(n, before, seed=2, drop_last=True)
@@ -183,24 +184,24 @@ def test_with_drop_last_every_rank_has_as_many_left(
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_that_is_over_stays_over_until_the_next(drop_last: bool) -> None:
+def test_completed_epoch_stays_empty_until_the_next(drop_last: bool) -> None:
     first = fl.DistributedSampler(11, drop_last=drop_last, rank=0, size=4)
     assert len(list(first)) == 2 + (not drop_last)
     assert first.consumed == 11
     then = fl.DistributedSampler(11, rank=0, size=1)
     then.load_state_dict(first.state_dict())
-    then.set_epoch(0)  # as a loop over epochs does
+    then.set_epoch(0)  # like a loop over epochs
     assert (len(then), list(then)) == (0, [])
     then.set_epoch(1)
     assert (len(then), then.consumed) == (11, 0)
     assert sorted(then) == list(range(11))
 
 
-def test_what_the_user_says_is_consumed_stands() -> None:
+def test_set_consumed_overrides_the_count() -> None:
     sampler = fl.DistributedSampler(12, rank=0, size=2)
-    order = list(sampler)  # as for a ResampleDataset
+    order = list(sampler)  # as a ResampleDataset does
     sampler.set_consumed(8)
-    assert list(sampler) == order  # begins where it did
+    assert list(sampler) == order  # starts at the same position
     state = {"n": 12, "shuffle": True, "seed": 0, "epoch": 0, "consumed": 8}
     assert sampler.state_dict() == state
     sampler.set_epoch(1)
@@ -209,7 +210,7 @@ def test_what_the_user_says_is_consumed_stands() -> None:
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_batches_of_what_is_left_also_of_another_size(threads: int) -> None:
+def test_dataset_batches_remaining_samples_with_another_size(threads: int) -> None:
     rows = TensorDataset([np.arange(21)])
     four = [fl.ShardedDataset(rows, 4, rank=rank, size=4) for rank in range(4)]
     used: list[int] = []
@@ -230,7 +231,7 @@ def test_batches_of_what_is_left_also_of_another_size(threads: int) -> None:
     assert sorted(used) == list(range(21))
 
 
-def test_a_sampler_goes_on_from_a_dataset() -> None:
+def test_sampler_loads_the_state_of_a_dataset() -> None:
     rows = TensorDataset([np.arange(10)])
     batches = fl.ShardedDataset(rows, 4, seed=1, rank=0, size=1)
     next(iter(batches))
@@ -255,7 +256,7 @@ GOOD = {"n": 10, "shuffle": True, "seed": 0, "epoch": 2, "consumed": 4}
         ({"epoch": "2"}, TypeError, "the state's epoch must be an integer, got str"),
     ],
 )
-def test_states_of_another_run_are_refused(
+def test_load_state_dict_raises_for_states_of_another_run(
     changed: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     sampler = fl.DistributedSampler(10, rank=0, size=1)
@@ -270,7 +271,7 @@ def test_states_of_another_run_are_refused(
 
 X = np.random.default_rng(1).standard_normal((21, 4))
 Y = np.random.default_rng(2).standard_normal((21, 2))
-BATCH = 4  # 21 samples: five batches and one of a single sample, so that some ranks get none
+BATCH = 4  # 21 samples: five batches and a single sample, so some parts are empty
 EPOCHS = 3
 
 
@@ -279,7 +280,7 @@ def parts(dataset: Dataset, batch: int, size: int, **options: Any) -> list[fl.Sh
 
 
 @given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 6), st.booleans(), st.booleans())
-def test_the_parts_of_the_ranks_make_the_global_batches(
+def test_parts_of_the_ranks_form_the_global_batches(
     n: int, batch: int, size: int, shuffle: bool, drop_last: bool
 ) -> None:
     rows = TensorDataset([np.arange(n)])
@@ -298,7 +299,7 @@ def test_the_parts_of_the_ranks_make_the_global_batches(
 
 
 @pytest.mark.parametrize("dataset", [TensorDataset([X, Y]), Plain(X, Y)], ids=["rows", "own"])
-def test_an_empty_part_has_arrays_of_zero_rows(dataset: Dataset) -> None:
+def test_empty_part_has_arrays_with_zero_rows(dataset: Dataset) -> None:
     first, _, third = parts(dataset, BATCH, 3)
     assert [field.shape for field in first[-1]] == [(1, 4), (1, 2)]
     assert [field.shape for field in third[-1]] == [(0, 4), (0, 2)]
@@ -307,7 +308,7 @@ def test_an_empty_part_has_arrays_of_zero_rows(dataset: Dataset) -> None:
     assert third.weight(-1) == 0.0
 
 
-def test_epochs_differ_and_repeat_also_when_prefetched() -> None:
+def test_dataset_epochs_differ_and_repeat_with_prefetch() -> None:
     batches = fl.ShardedDataset(TensorDataset([np.arange(21)]), BATCH, seed=1, rank=0, size=2)
     ahead = PrefetchDataset(batches, 2, 3)
 
@@ -323,12 +324,14 @@ def test_epochs_differ_and_repeat_also_when_prefetched() -> None:
     assert samples() == first
 
 
-FIRST = {"n": 10, "global_batch_size": 4, "epoch": 0}  # what rank 0 gives
+FIRST = {"n": 10, "global_batch_size": 4, "epoch": 0}  # arguments of rank 0
 
 
 @pytest.mark.parametrize(("what", "value"), FIRST.items())
 @on_ranks(("shm", 2))
-def test_datasets_that_differ_raise_everywhere(rank: int, size: int, what: str, value: int) -> None:
+def test_dataset_raises_mismatch_error_on_every_rank(
+    rank: int, size: int, what: str, value: int
+) -> None:
     n, batch, epoch = (first + rank * (what == name) for name, first in FIRST.items())
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.ShardedDataset(TensorDataset([np.arange(n)]), batch).set_epoch(epoch)
@@ -357,7 +360,7 @@ def train(rank: int, size: int, way: str) -> list[Any]:
             if len(x):
                 (criterion(prediction, fl.no_grad(y)) * batches.weight(t)).backward()
             else:
-                prediction.backward(prediction.array)  # of no rows: the gradients are zeros
+                prediction.backward(prediction.array)  # no rows, so the gradients are zeros
             if way == "by hand":
                 fl.all_reduce_gradients(model, 1 / size)
             optimizer.step()
@@ -365,7 +368,7 @@ def train(rank: int, size: int, way: str) -> list[Any]:
 
 
 def train_plainly() -> list[Any]:
-    """The same training written out on whole batches, without anything of ours that shares."""
+    """Train on whole batches without any sharing functions."""
     model, criterion = build(), fl.nn.MeanSquaredError()
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
     for epoch in range(EPOCHS):
@@ -380,12 +383,12 @@ def train_plainly() -> list[Any]:
 
 @pytest.mark.parametrize("way", ["hooks", "by hand"])
 @on_ranks(("single", 1), ("shm", 2), ("shm", 3))
-def test_training_is_the_same_for_any_number_of_ranks(rank: int, size: int, way: str) -> None:
+def test_dataset_training_is_equal_for_any_number_of_ranks(rank: int, size: int, way: str) -> None:
     for got, want in zip(train(rank, size, way), train_plainly(), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
-def test_senseless_arguments_of_a_dataset_are_refused() -> None:
+def test_dataset_raises_for_invalid_arguments() -> None:
     rows = TensorDataset([np.arange(4)])
     with pytest.raises(TypeError, match=r"ShardedDataset: expected .*Dataset, got ndarray"):
         fl.ShardedDataset(np.arange(4), 2)  # type: ignore[arg-type]

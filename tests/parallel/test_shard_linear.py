@@ -1,4 +1,4 @@
-"""Linear layers cut between ranks: the numbers of whole ones, in state dicts too."""
+"""Linear layers divided among ranks: results and state dicts equal undivided layers."""
 
 import copy
 from pathlib import Path
@@ -17,7 +17,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def network() -> Any:
-    """The same on every rank."""
+    """Return a network that is equal on every rank."""
     fl.set_seed(2)
     wide = nn.Sequential(
         nn.Linear(5, 7, dtype="float64"), nn.Tanh(), nn.Linear(7, 5, dtype="float64")
@@ -28,7 +28,7 @@ def network() -> Any:
 
 
 def cut(net: Any, uneven: bool = False) -> Any:
-    """Cut two layers; unevenly, the last rank gets nothing."""
+    """Divide two layers; with unequal sizes, the last rank gets nothing."""
     size = fl.get_world_size()
     sizes = [9 - size, *[1] * (size - 2), 0] if uneven and size > 1 else None
     assert fl.parallel.shard_linear(net[1][0], "column", sizes=sizes) is net[1][0]
@@ -74,7 +74,7 @@ def equals_the_whole(rank: int, size: int, folder: str) -> None:
         net = cut(network(), uneven)
         assert net[1][0].weight.size < 35 or size == 1 or uneven
         if uneven:
-            fl.recompute(net[1])  # its collectives are called again
+            fl.recompute(net[1])  # repeats its collectives
         optimizer = fl.optim.AdamOptimizer(net.params(), 0.01)
         assert_close(train(net, optimizer), expected)
         assert_close(net.state_dict(), plain.state_dict())
@@ -84,7 +84,7 @@ def equals_the_whole(rank: int, size: int, folder: str) -> None:
 
 
 def continues(net: Any, optimizer: Any, plain: Any, folder: str) -> None:
-    """Go on from a checkpoint of a cut network with a whole one, and the other way."""
+    """Continue an undivided network from a checkpoint of a divided one, and vice versa."""
     fl.save(folder, module=net, optimizer=optimizer, step=3)
     whole, other = network(), cut(network())
     for each in (whole, other):
@@ -101,7 +101,7 @@ def continues(net: Any, optimizer: Any, plain: Any, folder: str) -> None:
     assert_close(copy.deepcopy(other).state_dict(), plain.state_dict())
 
 
-def test_training_state_and_checkpoints_are_those_of_the_whole(ranks: Any, tmp_path: Path) -> None:
+def test_training_and_checkpoints_equal_the_undivided_layers(ranks: Any, tmp_path: Path) -> None:
     ranks.run(equals_the_whole, str(tmp_path))
 
 
@@ -110,19 +110,19 @@ def calls_of_the_world() -> int:
 
 
 @on_ranks()
-def test_inference_is_one_call(rank: int, size: int) -> None:
+def test_inference_needs_one_all_reduce(rank: int, size: int) -> None:
     net, plain = cut(network()).eval(), network().eval()
     for shape in ((1, 4), (2, 3, 4), (0, 4)):
         x = fl.input(data(*shape))
         before = calls_of_the_world()
         y = net(x)
-        assert calls_of_the_world() - before == 1  # an all_reduce for the two layers
+        assert calls_of_the_world() - before == 1  # one all_reduce for both layers
         assert not y.has_history
         assert_close(y.array, plain(x).array)
 
 
 @on_ranks()
-def test_refusals(rank: int, size: int) -> None:
+def test_shard_linear_raises_for_invalid_use(rank: int, size: int) -> None:
     layer, row, shard = drawn(0, 4, 6), drawn(0, 6, 4), fl.parallel.shard_linear
     with pytest.raises(fl.errors.MismatchError, match="expected the same values"):
         shard(drawn(rank, 4, 6), "row")
@@ -130,7 +130,7 @@ def test_refusals(rank: int, size: int) -> None:
         shard(layer, "column", sizes=[rank, 6 - rank, *[0] * (size - 2)])
     shard(layer, "column")
     shard(row, "row")
-    mine = np.ones((1, row.weight.shape[1]), np.float32)  # an array, which a Linear takes as well
+    mine = np.ones((1, row.weight.shape[1]), np.float32)  # a Linear also accepts an array
     assert row(mine).shape == (1, 4)
     with pytest.raises(ValueError, match="expected this rank's part"):
         row(fl.input(np.ones((1, 6), np.float32)))
@@ -146,7 +146,7 @@ def drawn(seed: int, *shape: int) -> Any:
     return nn.Linear(*shape)
 
 
-def test_one_process_needs_no_init(tmp_path: Path) -> None:
+def test_shard_linear_works_without_init(tmp_path: Path) -> None:
     equals_the_whole(0, 1, str(tmp_path))
     shard, layer = fl.parallel.shard_linear, nn.Linear(2, 3)
     with pytest.raises(ValueError, match="'column' or 'row'"):
@@ -160,7 +160,7 @@ def test_one_process_needs_no_init(tmp_path: Path) -> None:
         shard(nn.Sequential(), "row")  # type: ignore[arg-type]
 
 
-def test_on_another_array_library(strict: Any) -> None:
+def test_shard_linear_works_with_another_array_library(strict: Any) -> None:
     net = network()
     expected = train(network(), fl.optim.SGDOptimizer(net.params(), 0.0), 1)[1]
     for variable in net.params():
@@ -182,8 +182,8 @@ def test_on_another_array_library(strict: Any) -> None:
 
 @pytest.mark.slow
 @on_ranks(("shm", 4))
-def test_parts_may_be_trained_data_parallel(rank: int, size: int) -> None:
-    """Two ranks hold a network together, and two such pairs train on different data."""
+def test_divided_layers_can_be_trained_data_parallel(rank: int, size: int) -> None:
+    """Two ranks share a network, and two such pairs train on different data."""
     pair, twins = fl.split(rank // 2), fl.split(rank % 2)
     net = network()
     fl.parallel.shard_linear(net[1][0], "column", group=pair)
@@ -201,8 +201,7 @@ def test_parts_may_be_trained_data_parallel(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_clipping_counts_the_parts_of_all_ranks(rank: int, size: int) -> None:
-    """The norm is that of whole layers, cut ones beside others."""
+def test_clip_grad_norm_includes_the_parts_of_all_ranks(rank: int, size: int) -> None:
     norms = []
     for net in (network(), cut(network(), uneven=True)):
         (net(fl.input(data(3, 4))) * 100).mean().backward()

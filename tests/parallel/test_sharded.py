@@ -1,4 +1,4 @@
-"""One model per host: the same training as data-parallel, with one copy of everything."""
+"""One model per host: training equals data-parallel training, with one copy of all state."""
 
 import contextlib
 import gc
@@ -32,7 +32,7 @@ BATCH, STEPS = 8, 3
 
 
 class Net(fl.nn.Module):
-    """A layer used twice, one that some ranks do not use, one that none does, and a buffer."""
+    """A layer used twice, a layer that some ranks use, an unused layer, and a buffer."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(fl.nn.Module):
 
 
 def small_buckets() -> None:
-    """Let parameters of a few kilobytes be large."""
+    """Lower the limits so that parameters of a few kilobytes count as large."""
     shard_memory.LEAST_BYTES = shard_memory.MOST_BYTES = 4096
     fully_sharded.SMALL_BYTES = 0
 
@@ -106,7 +106,7 @@ def same(got: Any, expected: Any) -> None:
 
 
 @on_ranks()
-def test_training_equals_plain_data_parallel(rank: int, size: int) -> None:
+def test_sharded_training_equals_data_parallel_training(rank: int, size: int) -> None:
     one_host = len(hosts_of(fl.distributed.start.world.current_world().group)) == 1
     for dtype, rule in (("float32", "sgd"), ("float64", "adam"), ("float16", "adam")):
         expected = train(rank, size, "plain", dtype, rule)
@@ -120,8 +120,8 @@ def test_training_equals_plain_data_parallel(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_a_host_has_one_copy(rank: int, size: int) -> None:
-    """What one rank writes, all of its host see; and gradients of what no rank used are None."""
+def test_ranks_of_a_host_share_one_copy(rank: int, size: int) -> None:
+    """All ranks of a host see a write; gradients of unused parameters are None."""
     model = build("float32", "sharded")
     hosts = hosts_of(fl.distributed.start.world.current_world().group)
     home = next(host for host in hosts if rank in host)
@@ -137,8 +137,8 @@ def test_a_host_has_one_copy(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(rank: int, size: int) -> None:
-    """The last rank scales its pieces when rank 0 has read the gradients, or has to wait."""
+def test_clip_grad_norm_finishes_on_all_ranks_before_a_rank_continues(rank: int, size: int) -> None:
+    """The last rank scales its part when rank 0 has read the gradients, or must wait."""
     model = build("float64", "sharded")
     loss_of(model, rank, 0).backward()
     message, works, scale = np.zeros(1), [], clip._scale
@@ -166,7 +166,7 @@ def test_gradients_are_clipped_on_all_ranks_when_a_rank_goes_on(rank: int, size:
 
 
 @on_ranks()
-def test_elements_of_gradients_are_limited_on_all_ranks(rank: int, size: int) -> None:
+def test_clip_grad_value_limits_gradients_on_all_ranks(rank: int, size: int) -> None:
     found = []
     for way in ("plain", "sharded"):
         model = build("float64", way)
@@ -179,8 +179,8 @@ def test_elements_of_gradients_are_limited_on_all_ranks(rank: int, size: int) ->
 
 
 @on_ranks()
-def test_another_thread_may_evaluate_while_ranks_step(rank: int, size: int) -> None:
-    """A thread of the last rank begins to evaluate in the middle of a step."""
+def test_another_thread_can_evaluate_during_a_step(rank: int, size: int) -> None:
+    """A thread of the last rank starts to evaluate in the middle of a step."""
     model = build("float32", "sharded")
     optimizer, x = optimizer_of(model, "sgd"), fl.input(np.ones((2, 30), np.float32))
     step, found = optimizer._step_pieces, []
@@ -214,13 +214,12 @@ def joined(rank: int, size: int, way: str) -> Any:
 
 
 @on_ranks()
-def test_ranks_may_run_out_of_data(rank: int, size: int) -> None:
+def test_sharded_module_works_with_join(rank: int, size: int) -> None:
     same(joined(rank, size, "sharded"), joined(rank, size, "plain"))
 
 
 @on_ranks()
-def test_no_large_gradient_exists_as_a_whole(rank: int, size: int) -> None:
-    """The gradient of a large weight is computed into buckets: it never exists as a whole."""
+def test_large_gradient_is_never_stored_in_full(rank: int, size: int) -> None:
     small_buckets()
     model = fl.nn.Linear(300, 400)
     fl.fully_shard(model)
@@ -235,22 +234,23 @@ def test_no_large_gradient_exists_as_a_whole(rank: int, size: int) -> None:
 
 
 def resident() -> int:
-    """Return how much memory this process has touched, bytes; of files that it maps as well."""
+    """Return the resident memory of this process in bytes, including mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     sizes = dict(line.split(":") for line in lines if line.startswith("Rss"))
     return sum(int(size.split()[0]) << 10 for size in sizes.values())
 
 
 @on_ranks()
-def test_parameters_move_one_by_one(rank: int, size: int) -> None:
-    """Arrays that were a rank's own go one by one as their values move, and nothing is copied."""
+def test_fully_shard_moves_parameters_one_by_one(rank: int, size: int) -> None:
+    """Each array is freed when its values have moved, and nothing is copied."""
     small_buckets()
     model = fl.nn.Sequential(*[fl.nn.Linear(1024, 1024, bias=False) for _ in range(6)])
     one = model[0].weight.data.nbytes
     found: list[int] = []
     gc.collect()
     for param in model.params():
-        own = np.frombuffer(mmap.mmap(-1, one), np.float32).reshape(1024, 1024)  # no heap keeps it
+        # outside of the heap, so that it is freed at once
+        own = np.frombuffer(mmap.mmap(-1, one), np.float32).reshape(1024, 1024)
         own[...] = param.data
         weakref.finalize(own, lambda: found.append(resident()))
         param.data = own
@@ -280,7 +280,7 @@ def one_leaves_out_a_step(rank: int, size: int) -> None:
             optimizer.step()
 
 
-def test_a_rank_that_leaves_out_a_step_is_a_mismatch() -> None:
+def test_skipped_step_on_one_rank_raises_mismatch_error() -> None:
     world = {"params": {"BACKEND": "shm", "TIMEOUT": 20.0}}
     for outcome in run_outcomes(one_leaves_out_a_step, 3, **world):
         report = outcome.report()
@@ -290,7 +290,7 @@ def test_a_rank_that_leaves_out_a_step_is_a_mismatch() -> None:
 
 
 class Large(fl.nn.Module):
-    """More than threads need; it takes no memory until it is written to."""
+    """A size larger than threads need; memory is only used when it is written to."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Large(fl.nn.Module):
 
 @contextlib.contextmanager
 def starved(is_so: bool) -> Iterator[None]:
-    """Have this process get no memory for large arrays; threads start all the same."""
+    """Let this process allocate no large arrays, while threads can still start."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + (48 << 20)
@@ -314,7 +314,7 @@ def starved(is_so: bool) -> Iterator[None]:
 
 
 def without_memory(rank: int, size: int, fails: int, again: bool) -> None:
-    """A rank that gets no memory ends the call on all at once; all modules stay as they were."""
+    """Check that all ranks raise if one cannot allocate, and that no module has changed."""
     model = Large(rank)
     if again:
         fl.fully_shard(model)
@@ -342,14 +342,14 @@ def without_memory(rank: int, size: int, fails: int, again: bool) -> None:
 
 
 @pytest.mark.parametrize(("fails", "places"), [(0, ""), (1, "aab"), (2, "aab")])
-def test_a_rank_without_memory(fails: int, places: str) -> None:
+def test_fully_shard_raises_on_all_ranks_if_one_has_no_memory(fails: int, places: str) -> None:
     env = hosts_by_letter(places) if places else None
     run_ranks(without_memory, 3, fails, env is None, env=env)
 
 
 @on_ranks(("single", 1), ("hierarchical", 4))
-def test_arrays_in_another_order_are_refused(rank: int, size: int) -> None:
-    """BLAS would take another way than for the same arrays of a rank's own."""
+def test_fully_shard_raises_value_error_for_fortran_order(rank: int, size: int) -> None:
+    """BLAS would use another algorithm than for a rank's own array."""
     small_buckets()
     model = Net("float32")
     weight = model.some.weight
@@ -369,7 +369,7 @@ def test_arrays_in_another_order_are_refused(rank: int, size: int) -> None:
 
 
 @on_ranks(("single", 1), ("hierarchical", 4))
-def test_what_cannot_be_done_with_a_sharded_module_is_refused(rank: int, size: int) -> None:
+def test_unsupported_operations_on_a_sharded_module_raise(rank: int, size: int) -> None:
     model = build("float32", "sharded")
     for refused in (
         lambda: model.astype("float64"),

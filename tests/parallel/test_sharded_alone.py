@@ -1,4 +1,4 @@
-"""What a process by itself shows of a sharded module: marks, refusals, memory, protection."""
+"""Sharded modules in a single process: counters, errors, memory and protection."""
 
 import contextlib
 import gc
@@ -23,13 +23,13 @@ def shards_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sharded(shards_all: None) -> tuple[Net, Any]:
-    """A sharded module, and its optimizer."""
+    """Return a sharded module and its optimizer."""
     model = Net("float32")
     fl.fully_shard(model)
     return model, optimizer_of(model, "sgd")
 
 
-def test_the_marks_of_a_step_that_was_not_completed(sharded: Any) -> None:
+def test_incomplete_step_raises_torn_state_error(sharded: Any) -> None:
     model, optimizer = sharded
     state = {name: array.copy() for name, array in model.state_dict().items()}
     with contextlib.suppress(KeyboardInterrupt), optimizer._shards[0].changing("a step"):
@@ -46,8 +46,10 @@ def test_the_marks_of_a_step_that_was_not_completed(sharded: Any) -> None:
     model(fl.input(np.zeros((1, 30), np.float32)))
 
 
-def test_parameters_change_together(sharded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a module in one change, also if the optimizer has one of this process alone."""
+def test_step_changes_all_parameters_in_one_change(
+    sharded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the optimizer has a parameter of this process alone."""
     model, own = sharded[0], fl.param(np.ones(2, np.float32))
     optimizer = fl.optim.SGDOptimizer([*model.params(), own], 0.5)
     (shards,), calls = optimizer._shards, []
@@ -59,7 +61,7 @@ def test_parameters_change_together(sharded: Any, monkeypatch: pytest.MonkeyPatc
     assert (calls, own.array.tolist()) == (["SGDOptimizer.step"], [0.5, 0.5])
 
 
-def test_state_of_another_shape_is_refused(sharded: Any) -> None:
+def test_load_state_dict_raises_for_another_shape(sharded: Any) -> None:
     _, optimizer = sharded
     state = optimizer.state_dict()
     state["velocity"][0] = state["velocity"][0].reshape(-1)
@@ -68,8 +70,7 @@ def test_state_of_another_shape_is_refused(sharded: Any) -> None:
         optimizer.load_state_dict(state)
 
 
-def test_another_thread_waits_for_a_step_and_the_same_one_is_told(sharded: Any) -> None:
-    """A step that goes on is no rank that has ended in it."""
+def test_other_thread_waits_for_a_step_and_same_thread_raises(sharded: Any) -> None:
     (model, optimizer), x = sharded, fl.input(np.zeros((1, 30), np.float32))
     model.eval()
     with ThreadPoolExecutor(1) as pool, optimizer._shards[0].changing("a step"):
@@ -82,8 +83,8 @@ def test_another_thread_waits_for_a_step_and_the_same_one_is_told(sharded: Any) 
     assert result.result(20).shape == (1, 5)
 
 
-def test_a_refused_step_changes_nothing(sharded: Any) -> None:
-    """So what the error advises can be done: to shard the module again."""
+def test_step_with_unfrozen_parameters_raises_and_changes_nothing(sharded: Any) -> None:
+    """So the advice of the error works: shard the module again."""
     model, optimizer = sharded
     for param in model.frozen.params():
         param.calc_grad = True
@@ -99,8 +100,10 @@ def test_a_refused_step_changes_nothing(sharded: Any) -> None:
     assert not np.array_equal(model.frozen.weight.array, before[-2])
 
 
-def test_an_optimizer_is_of_one_layout(sharded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its state lies in the old memory, which all ranks would step as theirs alone."""
+def test_optimizer_raises_after_another_fully_shard(
+    sharded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is in the old memory, of which each rank would step everything."""
     model, optimizer = sharded
     monkeypatch.undo()
     fl.fully_shard(model)
@@ -113,11 +116,11 @@ def test_an_optimizer_is_of_one_layout(sharded: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("shards_all")
-def test_sharding_anew_frees_the_old_memory_at_once() -> None:
-    """It may be most of what there is: the garbage collector comes too late."""
+def test_second_fully_shard_frees_the_old_memory() -> None:
+    """The memory may be most of the host's, and the garbage collector would be too late."""
     model = Net("float32")
     fl.fully_shard(model)
-    optimizer = optimizer_of(model, "sgd")  # which no fixture keeps
+    optimizer = optimizer_of(model, "sgd")  # no fixture keeps a reference
     loss_of(model, 0, 0).backward()
     optimizer.step()
     old = weakref.ref(model.first.weight.placement.shards.memory)
@@ -130,7 +133,7 @@ def test_sharding_anew_frees_the_old_memory_at_once() -> None:
         gc.enable()
 
 
-def test_a_small_module_stays_each_ranks_own() -> None:
+def test_small_module_is_not_sharded() -> None:
     model = Net("float32")
     fl.fully_shard(model)
     assert model.first.weight.placement is None
@@ -139,7 +142,7 @@ def test_a_small_module_stays_each_ranks_own() -> None:
 
 
 @pytest.mark.usefixtures("shards_all")
-def test_a_write_to_a_protected_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_to_a_protected_parameter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_DEBUG_SHARED", "1")
     model = Net("float32")
     fl.fully_shard(model)
@@ -154,7 +157,7 @@ def test_a_write_to_a_protected_parameter_is_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("shards_all")
-def test_a_parameter_that_does_not_learn_may_be_of_bfloat16() -> None:
+def test_frozen_parameter_can_be_bfloat16() -> None:
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     model = fl.nn.Linear(3, 2)
     model.table = fl.Variable(np.arange(3).astype(bfloat16))
@@ -165,7 +168,7 @@ def test_a_parameter_that_does_not_learn_may_be_of_bfloat16() -> None:
 
 
 @pytest.mark.usefixtures("shards_all")
-def test_a_step_that_is_refused_changes_nothing() -> None:
+def test_step_of_an_older_optimizer_raises_and_changes_nothing() -> None:
     model = Net("float32")
     optimizer = optimizer_of(model, "sgd")
     fl.fully_shard(model)
@@ -197,8 +200,8 @@ if fl.is_main_process():
 """
 
 
-def test_four_ranks_take_the_memory_of_one_and_35_mb_each(tmp_path: Path) -> None:
-    """Proportional set sizes; weights, gradients and moments are 256 MB."""
+def test_four_ranks_use_memory_of_one_plus_35_mb_each(tmp_path: Path) -> None:
+    """Measures proportional set sizes; weights, gradients and moments have 256 MB."""
     file = write(tmp_path, _TRAIN)
     texts = (launch("-n", size, file, timeout=60).stdout for size in (1, 4))
     alone, together = (int(text.removeprefix("[0] ")) for text in texts)

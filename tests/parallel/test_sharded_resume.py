@@ -1,4 +1,4 @@
-"""One checkpoint, from which any number of ranks goes on, with or without sharding."""
+"""One checkpoint from which any number of ranks continues, with or without sharding."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4))
 def train(
     rank: int, size: int, way: str, steps: range, loaded: str = "", saved: str = ""
 ) -> tuple[list[Any], list[Any]]:
-    """Return what was loaded, and the end; all ranks have the same samples."""
+    """Return the loaded state and the final state; all ranks have equal samples."""
     model = Net(seed=1 + rank if loaded else 0)
     WAYS[way](model)
     optimizer = fl.optim.AdamOptimizer(model.params(), lr=0.01)
@@ -48,7 +48,7 @@ SHARDED = "sharded", "sharded across hosts", "gathered"
 
 
 @pytest.mark.parametrize("saver", [*SHARDED, "in buckets"])
-def test_any_number_of_ranks_goes_on_in_any_way(pool: Any, tmp_path: Path, saver: str) -> None:
+def test_sharded_run_resumes_on_any_number_of_ranks(pool: Any, tmp_path: Path, saver: str) -> None:
     _, undisturbed = train(0, 1, "one by one", range(6))
     file = str(tmp_path)
     _, saved = pool(4, **SHM).run(train, saver, range(3), "", file)[0]
@@ -62,8 +62,7 @@ def test_any_number_of_ranks_goes_on_in_any_way(pool: Any, tmp_path: Path, saver
 
 
 @on_ranks()
-def test_a_copy_is_ordinary(rank: int, size: int) -> None:
-    """A copy of the module and its optimizer is ordinary, and goes on from the same state."""
+def test_copy_of_a_sharded_module_is_not_sharded(rank: int, size: int) -> None:
     ways: list[dict[str, bool] | None] = [None, {}, {"across_hosts": True}]
     for how in ways:
         if how is None:
@@ -84,7 +83,7 @@ def test_a_copy_is_ordinary(rank: int, size: int) -> None:
             assert other.before_forward is None
             for name, value in its.state_dict().items():
                 np.testing.assert_equal(value, state[name])
-            if rank == 0:  # by itself
+            if rank == 0:  # not distributed
                 its.zero_grad()
                 loss_of(other, 0, 2).backward()
                 its.step()
@@ -100,9 +99,9 @@ def test_a_copy_is_ordinary(rank: int, size: int) -> None:
         optimizer.zero_grad()
         loss_of(model, 0, 2).backward()
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr(Flat, "start")  # it gathers nothing
+            patch.delattr(Flat, "start")  # so that nothing can be gathered
             optimizer.step()
-        arrays = [param.array for param in model.params()]  # collective where they are gathered
+        arrays = [param.array for param in model.params()]  # collective if parameters are gathered
         if rank == 0:
             same(ends, arrays)
         fl.barrier()

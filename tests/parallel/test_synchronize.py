@@ -1,4 +1,4 @@
-"""Trees over real ranks: everybody has the root's values, or nobody's tree has changed."""
+"""Trees on real ranks: all ranks have the root's values, or no tree has changed."""
 
 import importlib
 import pickle
@@ -18,19 +18,19 @@ from tests.parallel.trees import Point, everything, model_of, optimizer_of
 
 
 def values(tree: Any) -> tuple[bytes, list[str]]:
-    """All that synchronize gives, in a form that can be compared, NaN included."""
+    """Return all synchronized values in a form that can be compared, including NaN."""
     plan = plan_of(tree)
     numbers = [repr(number) for _, _, number in plan.numbers]
     return plan.description, [*(repr(array.tolist()) for array in plan.arrays), *numbers]
 
 
 def memory(tree: Any) -> list[int]:
-    """Where the arrays are."""
+    """Return the addresses of the arrays."""
     return [array.ctypes.data for array in plan_of(tree).arrays]
 
 
 @on_ranks(("single", 1), ("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3))
-def test_everything_becomes_the_roots_in_place(rank: int, size: int) -> None:
+def test_synchronize_sets_all_values_of_root_in_place(rank: int, size: int) -> None:
     for root in range(size):
         tree = everything(10 * rank + 3)
         before = memory(tree)
@@ -49,8 +49,7 @@ def test_everything_becomes_the_roots_in_place(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_all_dtypes_share_a_transfer_and_shared_arrays_are_in_it_once(rank: int, size: int) -> None:
-    """The bytes of each transfer, seen by a spy: there is no other way to count them."""
+def test_synchronize_sends_shared_arrays_once_in_one_transfer(rank: int, size: int) -> None:
     module: Any = importlib.import_module("flashlight_py.parallel.synchronize")
     real, sizes = module.broadcast, []
 
@@ -70,14 +69,14 @@ def test_all_dtypes_share_a_transfer_and_shared_arrays_are_in_it_once(rank: int,
 
 
 @on_ranks(("shm", 2))
-def test_a_number_keeps_its_bits(rank: int, size: int) -> None:
+def test_synchronize_keeps_the_bits_of_numbers(rank: int, size: int) -> None:
     (mine,) = struct.unpack("=d", bytes.fromhex("230100000000f8ff" if rank == 0 else "00" * 8))
     sent = struct.pack("=d", fl.synchronize({"value": mine})["value"])
     assert sent.hex() == "230100000000f8ff"
 
 
-def test_arrays_on_gpus_travel_beside_those_on_the_cpu(pool: Any) -> None:
-    """With the stand-in for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
+def test_synchronize_sends_gpu_and_cpu_arrays(pool: Any) -> None:
+    """Uses stand-ins for CuPy and NCCL; tests/gpu tests real GPUs."""
     ranks = pool(2, env={"STAND_IN": "1"})
     ranks.run(gpu_trees.synchronize)
     ranks.run(gpu_trees.synchronize_with_the_cpu)
@@ -86,8 +85,9 @@ def test_arrays_on_gpus_travel_beside_those_on_the_cpu(pool: Any) -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("distributed", [False, True])
 @on_ranks(("shm", 3))
-def test_optimizers_go_on_alike(rank: int, size: int, kind: str, distributed: bool) -> None:
-    """Ranks begin with other parameters and other states, and go on with the root's."""
+def test_synchronized_optimizers_continue_equally(
+    rank: int, size: int, kind: str, distributed: bool
+) -> None:
     model = model_of(rank + 1.0)
     optimizer = optimizer_of(model, kind, rank + 1)
     if distributed:
@@ -103,7 +103,7 @@ def test_optimizers_go_on_alike(rank: int, size: int, kind: str, distributed: bo
 
 
 @on_ranks(("shm", 2))
-def test_keys_may_be_in_another_order(rank: int, size: int) -> None:
+def test_synchronize_accepts_keys_in_another_order(rank: int, size: int) -> None:
     items = [("weight", np.full(2, rank)), ("bias", rank + 10), (3, [rank])]
     tree = {"model": dict(items if rank else items[::-1])}
     fl.synchronize(tree)
@@ -121,14 +121,14 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 @on_ranks(("shm", 3))
-def test_trees_that_differ_are_refused_on_every_rank(rank: int, size: int, what: str) -> None:
+def test_synchronize_raises_mismatch_error_if_trees_differ(rank: int, size: int, what: str) -> None:
     make, path, kind = DIFFERENT[what]
     tree = {"first": np.full(3, rank), "number": rank, "rest": make(min(rank, 1))}
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.synchronize(tree)
     assert (tree["first"] == rank).all()
     assert tree["number"] == rank
-    again = fl.synchronize([rank])  # the group goes on
+    again = fl.synchronize([rank])  # the group remains usable
     assert again == [0]
     message = str(caught.value)
     words = "expected the same structure on every rank, got a difference at "
@@ -154,7 +154,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", BROKEN)
 @on_ranks(("shm", 2))
-def test_what_one_rank_cannot_send_raises_on_all(rank: int, size: int, what: str) -> None:
+def test_synchronize_raises_on_all_ranks_for_an_invalid_value(
+    rank: int, size: int, what: str
+) -> None:
     value, kind, words = BROKEN[what]
     tree = {"first": np.full(3, rank), "second": value if rank == 1 else np.zeros(3)}
     for root in range(size):
@@ -167,7 +169,7 @@ def test_what_one_rank_cannot_send_raises_on_all(rank: int, size: int, what: str
 
 
 @on_ranks(("shm", 2))
-def test_roots_that_differ_are_refused(rank: int, size: int) -> None:
+def test_synchronize_raises_mismatch_error_if_roots_differ(rank: int, size: int) -> None:
     tree = [np.full(3, rank)]
     words = r"same root on every rank, got rank\(s\) 0: 0; rank\(s\) 1: 1\."
     with pytest.raises(fl.errors.MismatchError, match=words):
@@ -176,17 +178,17 @@ def test_roots_that_differ_are_refused(rank: int, size: int) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_a_group_can_be_given(rank: int, size: int) -> None:
+def test_synchronize_works_within_a_group(rank: int, size: int) -> None:
     assert fl.synchronize({"x": rank}, root=1, group=current_world().group) == {"x": 1}
 
 
 @pytest.mark.parametrize("root", [1, -1, True, 0.0, None])
-def test_the_root_must_be_a_rank(root: Any) -> None:
+def test_synchronize_raises_value_error_for_an_invalid_root(root: Any) -> None:
     with pytest.raises(ValueError, match="root must be a rank of this group, 0 to 0"):
         fl.synchronize([1], root)
 
 
-def test_a_world_of_one_checks_as_well() -> None:
+def test_synchronize_checks_trees_in_a_world_of_one() -> None:
     with pytest.raises(ValueError, match=r"rank 0 of 1: tree\[0\]: .* got a read-only array"):
         fl.synchronize([np.broadcast_to(np.zeros(1), 3)])
     model = model_of(2.0)

@@ -1,4 +1,4 @@
-"""TAGI on several ranks is TAGI on one with all the samples; networks that are wrapped again."""
+"""TAGI on several ranks equals TAGI on one rank with all samples; rewrapped networks."""
 
 import copy
 import os
@@ -37,7 +37,7 @@ ranks = ranks_in(
     *(("hierarchical", 4), ("mpi", 2), ("mpi", 3)),
 )
 TRAIN = 50  # steps
-# Samples of each rank, in turn: the second batch is smaller, and leaves nothing for some ranks.
+# Samples of each rank, in turn: the second batch is smaller, and some ranks get no sample.
 SHARES = {
     1: [(7,), (3,)],
     2: [(4, 3), (2, 0)],
@@ -51,14 +51,14 @@ def dense() -> Sequential:
 
 
 def residual() -> Sequential:
-    """Layers in blocks, in blocks: those that pytagi's DDP leaves out."""
+    """Return nested blocks of layers, which pytagi's DDP leaves out."""
     inner = ResNetBlock(LayerBlock(Linear(8, 8), ReLU(), Linear(8, 8)))
     outer = ResNetBlock(LayerBlock(Linear(6, 8), ReLU(), inner), LayerBlock(Linear(6, 8)))
     return Sequential(outer, ReLU(), Linear(8, 3))
 
 
 def convolutional() -> Sequential:
-    """On images of 3 x 2 pixels; LSTM and convolutions beside dense layers."""
+    """Return LSTM, convolutions and dense layers for images of 3 x 2 pixels."""
     return Sequential(
         Conv2d(1, 4, 2, in_width=3, in_height=2),
         MixtureReLU(),
@@ -100,7 +100,7 @@ def total(size: int, step: int) -> int:
 
 
 def alone(make: Callable[[], Sequential], size: int, steps: int = TRAIN) -> Any:
-    """One process with all the samples, that starts as rank 0 does."""
+    """Train in one process with all samples, starting like rank 0."""
     fl.set_seed(0)
     net = make()
     train(net, range(steps), lambda _: slice(None), lambda step: total(size, step))
@@ -108,7 +108,7 @@ def alone(make: Callable[[], Sequential], size: int, steps: int = TRAIN) -> Any:
 
 
 def together(rank: int, size: int, make: Callable[[], Sequential], how: dict[str, Any]) -> Any:
-    fl.set_seed(rank)  # as pytagi's examples: every rank draws other parameters
+    fl.set_seed(rank)  # like pytagi's examples: every rank draws other parameters
     model = DDPSequential(make(), average=False, **how)
     train(
         model, range(TRAIN), lambda step: shares(rank, size, step), lambda step: total(size, step)
@@ -131,7 +131,7 @@ def check_close(state: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize("make", [dense, residual, convolutional])
-def test_sums_are_those_of_one_process(ranks: Any, make: Callable[[], Sequential]) -> None:
+def test_ranks_train_like_one_process(ranks: Any, make: Callable[[], Sequential]) -> None:
     states = ranks.run(together, make, {})
     check_same_bits(states)
     check_close(states[0], alone(make, len(states)))
@@ -139,7 +139,7 @@ def test_sums_are_those_of_one_process(ranks: Any, make: Callable[[], Sequential
 
 @by_backend
 @pytest.mark.parametrize("bucket_bytes", [1, 1500])
-def test_many_buckets_are_one(pool: Any, backend: str, bucket_bytes: int) -> None:
+def test_many_buckets_train_like_one_bucket(pool: Any, backend: str, bucket_bytes: int) -> None:
     states = pool(2, params={"BACKEND": backend}).run(
         together, residual, {"bucket_bytes": bucket_bytes}
     )
@@ -148,14 +148,14 @@ def test_many_buckets_are_one(pool: Any, backend: str, bucket_bytes: int) -> Non
 
 
 @by_backend
-def test_synchronised_normalisation_is_that_of_one_process(pool: Any, backend: str) -> None:
+def test_synchronised_normalisation_equals_one_process(pool: Any, backend: str) -> None:
     states = pool(2, params={"BACKEND": backend}).run(together, normalised, {"sync": True})
     check_same_bits(states)
     check_close(states[0], alone(normalised, 2), 2e-6)
 
 
 @on_ranks(("shm", 2))
-def test_local_statistics_are_each_ranks_own_until_they_are_averaged(rank: int, size: int) -> None:
+def test_local_statistics_differ_until_they_are_averaged(rank: int, size: int) -> None:
     model = DDPSequential(normalised(), average=False)
     train(model, range(3), lambda step: shares(rank, size, step), lambda step: total(size, step))
     first, second = fl.all_gather_object(model.state_dict()["BatchNorm2d.1"])
@@ -170,8 +170,8 @@ def test_local_statistics_are_each_ranks_own_until_they_are_averaged(rank: int, 
 
 
 @on_ranks(("shm", 2))
-def test_averages_are_pytagis(rank: int, size: int) -> None:
-    """The sums over all samples divided by the number of ranks; without config, as with one."""
+def test_averages_equal_pytagi(rank: int, size: int) -> None:
+    """Sums over all samples are divided by the number of ranks, with and without config."""
     sums = []
     for average in (False, True):
         fl.set_seed(0)
@@ -188,8 +188,8 @@ BOUND_AT = {255: 2.0, 256: 3.0}
 
 @pytest.mark.parametrize("samples", BOUND_AT)
 @on_ranks(("shm", 2))
-def test_the_bound_of_a_step_is_that_of_all_samples(rank: int, size: int, samples: int) -> None:
-    """It is the number of standard deviations by which the step moves a weight."""
+def test_step_bound_uses_the_samples_of_all_ranks(rank: int, size: int, samples: int) -> None:
+    """The bound is the number of standard deviations by which a step moves a weight."""
     fl.set_seed(0)
     model = DDPSequential(Sequential(Linear(6, 3, gain_weight=0.01)), average=False)
     before = model.state_dict()["Linear.0"]
@@ -240,7 +240,7 @@ def joined_alone(schedule: tuple[int, ...], make: Callable[[], Sequential]) -> A
 @by_backend
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("schedule", [(4, 2), (0, 3), (2, 2), (3, 1, 0)])
-def test_ranks_may_run_out_of_data(
+def test_ddp_sequential_works_with_join(
     pool: Any, backend: str, schedule: tuple[int, ...], sync: bool
 ) -> None:
     world = pool(len(schedule), params={"BACKEND": backend})
@@ -249,15 +249,15 @@ def test_ranks_may_run_out_of_data(
     check_close(states[0], joined_alone(schedule, normalised if sync else dense), 2e-6)
 
 
-def test_averages_are_over_the_ranks_with_data(pool: Any) -> None:
-    """With one rank left, its averages are its own sums."""
+def test_join_averages_over_the_ranks_with_data(pool: Any) -> None:
+    """With one rank left, the averages are its own sums."""
     states = pool(2).run(joined, (0, 3), True, False)
     check_same_bits(states)
     check_close(states[0], joined_alone((0, 3), dense))
 
 
 @on_ranks(("shm", 2))
-def test_a_mismatch_names_the_layer_or_the_argument(rank: int, size: int) -> None:
+def test_mismatch_error_names_the_layer_or_argument(rank: int, size: int) -> None:
     net = Sequential(Linear(6, 16), ReLU(), Linear(16, 3 + rank))
     with pytest.raises(fl.errors.MismatchError) as caught:
         DDPSequential(net)
@@ -284,7 +284,7 @@ def die(rank: int, size: int) -> str:
 
 
 @by_backend
-def test_a_killed_rank_is_named(backend: str) -> None:
+def test_error_names_a_killed_rank(backend: str) -> None:
     outcomes = run_outcomes(die, 3, params={"BACKEND": backend})
     assert outcomes[1].signal == signal.SIGKILL
     for rank in (0, 2):
@@ -292,7 +292,7 @@ def test_a_killed_rank_is_named(backend: str) -> None:
 
 
 @on_ranks(("shm", 2))
-def test_misuse_is_refused_before_anything_is_sent(rank: int, size: int) -> None:
+def test_ddp_sequential_raises_for_misuse_before_it_sends(rank: int, size: int) -> None:
     with pytest.raises(TypeError, match=r"expected a fl\.tagi\.Sequential, got Linear"):
         DDPSequential(Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_bytes must be positive"):
@@ -302,7 +302,7 @@ def test_misuse_is_refused_before_anything_is_sent(rank: int, size: int) -> None
     with pytest.raises(ValueError, match="got rank 5 of 9"):
         DDPSequential(dense(), DDPConfig(rank=5, world_size=9))
     with pytest.raises(ValueError, match="device_ids must have one entry per rank or 0, got"):
-        DDPSequential(dense(), DDPConfig([0]))  # on every rank, also on that which has one
+        DDPSequential(dense(), DDPConfig([0]))  # raises on every rank
     with pytest.raises(ValueError, match="backend must be one of"):
         DDPConfig(backend="pigeon")
     model = DDPSequential(dense(), DDPConfig(rank=rank, world_size=size), average=False)
@@ -333,7 +333,7 @@ def interrupted(rank: int, size: int, folder: str, first: int, last: int) -> Any
     return model.state_dict()
 
 
-def test_training_goes_on_with_another_number_of_ranks(pool: Any, tmp_path: Path) -> None:
+def test_training_continues_with_another_number_of_ranks(pool: Any, tmp_path: Path) -> None:
     whole = pool(1).run(interrupted, str(tmp_path / "whole"), 0, 6)
     pool(2).run(interrupted, str(tmp_path / "half"), 0, 3)
     for size in (4, 1, 3):
@@ -348,7 +348,7 @@ def recorded(rank: int, size: int) -> str:
     return fl.trace.dump().read_text()
 
 
-def test_the_flight_record_has_a_call_for_each_bucket(pool: Any, tmp_path: Path) -> None:
+def test_flight_record_contains_a_call_for_each_bucket(pool: Any, tmp_path: Path) -> None:
     elements = 2 * sum(w + b for w, b in ((6 * 16, 16), (16 * 16, 16), (16 * 3, 3))) + 1
     world = pool(2, env={"FLASHLIGHT_TRACE_DIR": str(tmp_path)})
     for record in world.run(recorded):
@@ -356,7 +356,7 @@ def test_the_flight_record_has_a_call_for_each_bucket(pool: Any, tmp_path: Path)
 
 
 @on_ranks(("shm", 2))
-def test_networks_differ_by_their_settings_not_by_what_they_have_seen(rank: int, size: int) -> None:
+def test_networks_are_compared_by_settings_not_by_values(rank: int, size: int) -> None:
     for stride in (1, 2):
         net = Sequential(Conv2d(1, 2, 2, stride=stride if rank else 1), Linear(4, 2))
         if rank == 0:
@@ -369,23 +369,23 @@ def test_networks_differ_by_their_settings_not_by_what_they_have_seen(rank: int,
 
 
 @on_ranks(("shm", 2))
-def test_a_network_may_be_wrapped_again_without_sync(rank: int, size: int) -> None:
+def test_network_can_be_wrapped_again_without_sync(rank: int, size: int) -> None:
     fl.set_seed(rank)
     net = normalised()
     DDPSequential(net, sync=True)
     model = DDPSequential(net, average=False)
-    with fl.join(model):  # messages of the first one's statistics would have no answer
+    with fl.join(model):  # the first wrapper would send statistics that no rank expects
         train(model, range(2 + rank), lambda step: slice(rank, rank + 2), lambda _: 4)
     check_same_bits(fl.all_gather_object(model.state_dict()))
 
 
 @on_ranks(("shm", 2))
-def test_the_network_s_own_backward_pass_is_refused(rank: int, size: int) -> None:
-    """Its sums would be this rank's alone, and the ranks' parameters differ from then on."""
+def test_backward_of_a_wrapped_network_raises(rank: int, size: int) -> None:
+    """Its sums would cover this rank only, and the ranks' parameters would diverge."""
     fl.set_seed(rank)
     net = dense()
     DDPSequential(net, average=False)
-    own = copy.deepcopy(net)  # is no part of it
+    own = copy.deepcopy(net)  # the copy is not wrapped
     train(own, range(1), lambda _: slice(rank, rank + 2), lambda _: 4)
     net(np.ones((2, 6)))
     OutputUpdater().update(net.output_z_buffer, np.ones(6), 0.1, net.input_delta_z_buffer)
@@ -403,28 +403,28 @@ def wrapped_too_early(rank: int, size: int, folder: str) -> None:
     fl.distributed_shutdown()
 
 
-def test_a_network_that_was_wrapped_before_there_were_ranks_is_refused(tmp_path: Path) -> None:
+def test_network_wrapped_before_init_raises(tmp_path: Path) -> None:
     run_ranks(wrapped_too_early, 2, str(tmp_path), init=None)
 
 
 @on_ranks(("shm", 2))
-def test_the_network_s_own_step_has_the_bound_of_all_samples(rank: int, size: int) -> None:
+def test_step_of_the_network_uses_the_bound_of_all_samples(rank: int, size: int) -> None:
     fl.set_seed(rank)
     model = DDPSequential(dense(), average=False)
-    x = np.linspace(-1, 1, 18).reshape(3, 6)[rank : 2 * rank + 1]  # 1 sample, and 2
+    x = np.linspace(-1, 1, 18).reshape(3, 6)[rank : 2 * rank + 1]  # 1 and 2 samples
     model(x)
     OutputUpdater().update(
         model.output_z_buffer, np.ones(3 * len(x)), 0.1, model.input_delta_z_buffer
     )
     model.backward()
     model.eval()
-    model(np.ones((300, 6)))  # nothing of a step
+    model(np.ones((300, 6)))  # not part of a step
     model.model.step()
     check_same_bits(fl.all_gather_object(model.state_dict()))
 
 
 class Trap(fl.tagi.ReLU):
-    """A layer that can raise on its way back."""
+    """A layer that can raise in its backward pass."""
 
     fails = False
 
@@ -435,7 +435,7 @@ class Trap(fl.tagi.ReLU):
 
 
 @on_ranks(("gloo", 3), ("shm", 3), ("hierarchical", 4), slow=[("mpi", 3)])
-def test_a_failed_backward_pass(rank: int, size: int) -> None:
+def test_failed_backward_raises_on_all_ranks(rank: int, size: int) -> None:
     fl.set_seed(0)
     trap = Trap()
     net = fl.tagi.Sequential(fl.tagi.Linear(3, 8), trap, fl.tagi.Linear(8, 8), fl.tagi.Linear(8, 2))
@@ -482,8 +482,8 @@ if rank == 0:
 """
 
 
-def test_a_script_of_pytagi_runs_with_other_imports(tmp_path: Path) -> None:
-    """It knows MPI, and nothing of distributed_init: the config says that there are several."""
+def test_pytagi_script_runs_with_our_imports(tmp_path: Path) -> None:
+    """The script uses MPI without distributed_init; its config contains the number of ranks."""
     pytest.importorskip("mpi4py")
     script = write(tmp_path, SCRIPT_OF_PYTAGI)
     done = run([*mpirun_command(2), sys.executable, "-W", "error", script])

@@ -1,4 +1,4 @@
-"""Walks through trees, packing and changes of them."""
+"""Walks, packing and changes of trees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kinds_of(tree: Any) -> dict[str, str]:
     return kinds_by_path(plan_of(tree).facts)
 
 
-def test_a_walk_finds_everything() -> None:
+def test_plan_contains_all_arrays_numbers_and_containers() -> None:
     kinds = kinds_of(everything(7))
     assert kinds['tree["arrays"][10]'] == "float32 (2, 3)"
     assert kinds['tree["tuples"][1].y[1][0]'] == "int"
@@ -39,7 +39,7 @@ def test_a_walk_finds_everything() -> None:
 
 @any_tree
 @given(trees())
-def test_the_same_structure_has_the_same_description(tree: Any) -> None:
+def test_plan_description_is_equal_for_equal_structures(tree: Any) -> None:
     plan, other = plan_of(tree), plan_of(copy.deepcopy(tree))
     assert other.description == plan.description
     assert len(kinds_by_path(plan.facts)) == len(plan.facts)
@@ -47,7 +47,7 @@ def test_the_same_structure_has_the_same_description(tree: Any) -> None:
 
 @any_tree
 @given(trees())
-def test_what_was_packed_is_unpacked_into_arrays_of_any_layout(tree: Any) -> None:
+def test_unpack_restores_arrays_of_any_layout(tree: Any) -> None:
     plan = plan_of(tree)
     before = [array.tobytes() for array in plan.arrays]
     buffers = TreeBuffers(plan, 3)
@@ -58,20 +58,20 @@ def test_what_was_packed_is_unpacked_into_arrays_of_any_layout(tree: Any) -> Non
     assert [array.tobytes() for array in plan.arrays] == before
 
 
-def test_arrays_of_another_byte_order_travel_in_the_native_one() -> None:
+def test_pack_converts_arrays_to_native_byte_order() -> None:
     swapped, native = (np.arange(4, dtype=order) for order in (">i4", "<i4"))
     plans = [plan_of([array]) for array in (swapped, native)]
     assert plans[0].description == plans[1].description
     packed = []
     for plan in plans:
-        buffers = TreeBuffers(plans[0], 0)  # those of one serve the other
+        buffers = TreeBuffers(plans[0], 0)  # buffers of one plan fit the other plan
         buffers.pack(plan, b"")
         packed.append(buffers.used[0].tobytes())
     assert packed[0] == packed[1]
 
 
-def test_buffers_are_kept_for_trees_of_the_same_description() -> None:
-    """Large ones are not, and nothing keeps the arrays; no other call gets those in use."""
+def test_buffers_are_reused_for_equal_descriptions() -> None:
+    """Large buffers are not kept, and kept buffers do not keep arrays alive."""
     _kept.clear()
     array, number = np.zeros(3), 7
     fl.synchronize({"array": array, "number": number})
@@ -89,7 +89,7 @@ def test_buffers_are_kept_for_trees_of_the_same_description() -> None:
     assert not _kept
 
 
-def test_a_kept_plan_is_not_that_of_other_arrays() -> None:
+def test_kept_plan_is_not_used_for_other_arrays() -> None:
     tree = {"a": np.zeros(2), "b": np.ones(3)}
     plan = plan_of(dict(tree))
     assert plan.is_of(tree)
@@ -110,8 +110,7 @@ def test_a_kept_plan_is_not_that_of_other_arrays() -> None:
     assert not plan.is_of({"a": read_only})
 
 
-def test_only_a_plan_of_numpy_arrays_is_kept() -> None:
-    """A plan with numbers or arrays of a GPU is not used again."""
+def test_only_plans_of_numpy_arrays_are_kept() -> None:
     module, array = fl.nn.ReLU(), np.zeros(3)
     give_state(module, {"array": array, "number": 3}, 0, None)
     assert module not in _plans
@@ -119,21 +118,21 @@ def test_only_a_plan_of_numpy_arrays_is_kept() -> None:
     assert _plans[module].arrays == [array]
 
 
-def test_digests_depend_on_places_and_lengths() -> None:
+def test_digest_depends_on_positions_and_lengths() -> None:
     words = [b"", b"\0", bytes(8), bytes(16), b"a" * 8 + b"b" * 8, b"b" * 8 + b"a" * 8]
     assert len({digest(word) for word in words}) == len(words)
 
 
 @any_tree
 @given(trees())
-def test_numbers_are_put_where_they_were_found(tree: Any) -> None:
+def test_put_numbers_replaces_numbers_at_their_paths(tree: Any) -> None:
     tree = copy.deepcopy(tree)
     plan = plan_of(tree)
     changed = put_numbers(plan, [_next(number) for _, _, number in plan.numbers])
     again = plan_of(changed)
     assert again.description == plan.description
     expected = [_next(number) for _, _, number in plan.numbers]
-    # Not their bytes: longdouble has some that no value sets.
+    # Bytes are not compared: longdouble contains padding.
     assert [repr(n) for _, _, n in again.numbers] == [repr(n) for n in expected]
 
 
@@ -142,7 +141,7 @@ def _next(number: Any) -> Any:
     return type(number)(changed)
 
 
-def test_mutable_containers_stay_and_immutable_ones_without_numbers_too() -> None:
+def test_put_numbers_keeps_mutable_and_number_free_containers() -> None:
     inner = ["text", 1]
     still = (np.zeros(2), inner, Frozen("no number"))
     tree = {"still": still, "new": (inner, 2)}
@@ -153,7 +152,7 @@ def test_mutable_containers_stay_and_immutable_ones_without_numbers_too() -> Non
     assert changed["new"][0] is inner
 
 
-def test_keys_in_another_order_make_no_difference_where_they_are_sorted() -> None:
+def test_sorted_plan_ignores_the_order_of_keys() -> None:
     one = {"a": np.zeros(1), "b": {1: 2.0, None: 3}}
     other = {"b": {None: 3, 1: 2.0}, "a": np.zeros(1)}
     assert plan_of(one).description != plan_of(other).description
@@ -169,7 +168,7 @@ def test_keys_in_another_order_make_no_difference_where_they_are_sorted() -> Non
         (fl.param(np.zeros(2)) * 2, ValueError, "got the result of a computation"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_with_its_path(
+def test_plan_raises_with_the_path_of_an_invalid_value(
     value: Any, kind: type[Exception], message: str
 ) -> None:
     tree = {"a": [1, {"b": Point(2, {3: Box(value)})}]}
@@ -178,19 +177,19 @@ def test_what_cannot_be_sent_is_refused_with_its_path(
 
 
 class Pair(tuple[Any, ...]):
-    """A tuple that wants two arguments."""
+    """A tuple whose constructor needs two arguments."""
 
     def __new__(cls, one: Any, other: Any) -> Pair:
         return super().__new__(cls, (one, other))
 
 
 class Row(tuple[Any, ...]):
-    """A tuple like any other."""
+    """A plain subclass of tuple."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seeded:
-    """Needs more than its fields to be made."""
+    """A frozen class whose constructor needs more than its fields."""
 
     seed: dataclasses.InitVar[int]
     value: int = 3
@@ -198,7 +197,7 @@ class Seeded:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Has a field that its ``__init__`` does not take, and something beside the fields."""
+    """A frozen class with a field that ``__init__`` does not take, and another attribute."""
 
     value: int
     count: int = dataclasses.field(default=4, init=False)
@@ -211,7 +210,7 @@ IMMUTABLE = [3, (3,), Point(3), Row([3, 4]), Frozen((3, 4)), [Frozen(Point(3, Bo
 
 
 @pytest.mark.parametrize("tree", [*IMMUTABLE, Counted(3), [Counted(3)]], ids=repr)
-def test_a_tree_that_is_immutable_itself_is_made_anew(tree: Any) -> None:
+def test_put_numbers_creates_an_immutable_tree_again(tree: Any) -> None:
     before = repr(tree)
     plan = plan_of(copy.deepcopy(tree))
     changed = put_numbers(plan, [number + 10 for _, _, number in plan.numbers])
@@ -221,22 +220,23 @@ def test_a_tree_that_is_immutable_itself_is_made_anew(tree: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [Pair(1, 2), Seeded(1)], ids=lambda v: type(v).__name__)
-def test_what_cannot_be_made_anew_is_refused(value: Any) -> None:
+def test_plan_raises_if_an_immutable_object_cannot_be_copied(value: Any) -> None:
     with pytest.raises(
         TypeError, match=r"tree\[0\]: expected immutable objects that can be created again"
     ):
         plan_of([value])
 
 
-def test_an_immutable_object_that_contains_itself_is_refused() -> None:
+def test_plan_raises_if_an_immutable_object_contains_itself() -> None:
     knot = Frozen([1])
-    assert put_numbers(plan_of(knot), [2]) == Frozen([2])  # through a list it is none
+    # not a cycle of immutable objects, because of the list
+    assert put_numbers(plan_of(knot), [2]) == Frozen([2])
     object.__setattr__(knot, "other", (knot,))
     with pytest.raises(TypeError, match=r"tree\.other\[0\]: .* got Frozen.* contains itself"):
         plan_of(knot)
 
 
-def test_trees_deeper_than_the_recursion_limit() -> None:
+def test_plan_supports_trees_deeper_than_the_recursion_limit() -> None:
     tree: Any = 1
     for _ in range(5000):
         tree = [(tree,)]
@@ -246,7 +246,7 @@ def test_trees_deeper_than_the_recursion_limit() -> None:
     assert changed == 2
 
 
-def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
+def test_plan_raises_if_a_container_changes_during_the_walk() -> None:
     class Growing(fl.nn.Module):
         def forward(self) -> None: ...
 
@@ -272,7 +272,9 @@ def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
         ([a := np.ones(2), a], [a, +a], "tree[1]", ["the same object as tree[0]", "float64 (2,)"]),
     ],
 )
-def test_the_first_difference_is_named(one: Any, other: Any, path: str, kinds: list[str]) -> None:
+def test_mismatch_error_names_the_first_difference(
+    one: Any, other: Any, path: str, kinds: list[str]
+) -> None:
     found = [kinds_of(tree) for tree in (one, other, one)]
     assert differences(found)[0] == f"{path} ({by_rank([*kinds, kinds[0]])})"
     assert not differences(found[:1] * 2)

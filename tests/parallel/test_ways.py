@@ -1,6 +1,6 @@
-"""All ways of training on several ranks: gradients, parameters and states are those of one process.
+"""All training modes on several ranks: gradients, parameters and states equal one process.
 
-A way is a row of ``WAYS``. ``Net`` contains what a way could compute wrongly.
+A mode is a row of ``WAYS``. ``Net`` contains cases that a mode could compute wrongly.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ WAYS: dict[str, Callable[[Net], None]] = {
     "by themselves": reduced_by(fl.InlineReducer),
     "coalesced": reduced_by(fl.CoalescingReducer),
     "coalesced in small buckets": reduced_by(fl.CoalescingReducer, bucket_bytes=100),
-    # No matrix is smaller as a product of rank 2, so all are sent as they are.
+    # No matrix is smaller as a product of rank 2, so all are sent unchanged.
     "compressed": lambda model: replicated(model, hook=fl.PowerSGDCompression(rank=2)),
     "sharded": sharded,
     "sharded across hosts": lambda model: sharded(model, across_hosts=True),
@@ -78,7 +78,7 @@ WAYS: dict[str, Callable[[Net], None]] = {
     "gathered": shard_by_gathering,
     "after the passes": fl.broadcast_parameters,
     "by the optimizer": fl.broadcast_parameters,
-    "one by one": lambda model: None,  # what they are compared with
+    "one by one": lambda model: None,  # the reference
 }
 WITHOUT_NO_SYNC = "gathered", "after the passes", "by the optimizer", "one by one"
 WITHOUT_WHOLE_GRADIENTS = "gathered", "sharded across hosts"
@@ -91,7 +91,7 @@ CLIPPED = "no_sync", "retained"
 
 
 def one_pass(model: Any, step: int, rank: int, passes: int = 1, all_use: bool = True) -> None:
-    """Let rank 0 leave out a layer at odd steps, unless all use it."""
+    """Rank 0 skips a layer at odd steps, unless all ranks use it."""
     x = np.random.default_rng([step, rank]).standard_normal((4, 3))
     loss = model(fl.input(x), all_use or rank > 0 or step % 2 == 0).mean()
     for number in range(passes):
@@ -103,7 +103,7 @@ def unsynchronised(model: Any, way: str) -> Any:
 
 
 def train(way: str, rule: str, kind: str, rank: int, size: int, all_use: bool) -> Any:
-    """Begin as rank 0 does, and return parameters, states and gradients."""
+    """Train from rank 0's state, and return parameters, states and gradients."""
     is_alone, grads = way == "one by one", list[Any]()
     model = Net(0 if is_alone else rank).train()
     params = model.params()
@@ -115,7 +115,7 @@ def train(way: str, rule: str, kind: str, rank: int, size: int, all_use: bool) -
         if kind == "no_sync":
             with unsynchronised(model, way):
                 one_pass(model, step + 9, rank)
-        optimizer.zero_grad()  # drops what has accumulated
+        optimizer.zero_grad()  # drops accumulated gradients
         for each in range(size) if is_alone else [rank]:
             if kind == "no_sync":
                 with unsynchronised(model, way):
@@ -153,17 +153,17 @@ def equal(rank: int, size: int, rule: str, kind: str) -> None:
     for way in WAYS:
         if way == "by the optimizer" and kind in CLIPPED:
             continue  # it reduces gradients after they are clipped
-        all_use = way == "gathered"  # which needs all ranks in each module
+        all_use = way == "gathered"  # needs all ranks in each module
         params, states, grads = train(way, rule, kind, rank, size, all_use)
         bits = b"".join(array.tobytes() for array in params)
         assert set(fl.all_gather_object(bits)) == {bits}, way
-        exact = kind not in CLIPPED and rule != "novograd"  # norms are also of float32 gradients
+        exact = kind not in CLIPPED and rule != "novograd"  # norms include float32 gradients
         wanted = expected[all_use]
         same(params + states, wanted[0] + wanted[1], way, exact)
         same(grads, wanted[2] if grads else [], way, exact)
 
 
-def test_all_ways_of_training_count_every_contribution(ranks: Any) -> None:
+def test_all_training_modes_count_every_contribution(ranks: Any) -> None:
     cases = [("sgd", kind) for kind in ("once", "several", *CLIPPED)]
     cases += [("adam", "once"), ("adam", "no_sync"), ("novograd", "several")]
     ranks.run_each(equal, cases)

@@ -1,4 +1,4 @@
-"""``DataParallel`` where something fails: errors name the worker, and nothing is left behind."""
+"""Failures of ``DataParallel``: errors name the worker, and no process remains."""
 
 import gc
 import os
@@ -30,12 +30,12 @@ def model() -> Iterator[fl.DataParallel]:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
+def test_killed_worker_is_replaced_and_nothing_remains() -> None:
     gc.collect()
     before = _descriptors()
     model = fl.DataParallel(Net(), nprocs=2)
     _lose_a_worker(model)
-    gc.collect()  # the frames of what it has raised
+    gc.collect()  # frees the frames of the exception
     out = model(rows(0, 0))
     (pid,) = worker_pids(model)
     del model
@@ -44,19 +44,19 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
     assert pid not in processes.all_pids()  # until it is freed, without the garbage collector
     del out
     gc.collect()
-    assert _descriptors() == before  # memory without a name is gone with its descriptors
+    assert _descriptors() == before  # anonymous memory is freed with its descriptor
 
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
 @pytest.mark.parametrize("what", ["model", "graph"])
-def test_ctrl_c_is_not_lost_while_workers_are_dropped(
+def test_ctrl_c_is_raised_while_workers_are_dropped(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGINT arrives first; the next Python code, wherever it is, runs its handler."""
+    """SIGINT is pending; its handler runs in the next Python code, wherever that is."""
     lost: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lost.append)
     library = cffi.FFI()
-    library.cdef("int raise(void *);")  # it takes a number, which travels as a pointer does
+    library.cdef("int raise(void *);")  # an int has the calling convention of a pointer here
     press = getattr(library.dlopen(None), "raise")
     model = fl.DataParallel(Net(), nprocs=2)
     out = model(rows(0, 0))
@@ -68,19 +68,19 @@ def test_ctrl_c_is_not_lost_while_workers_are_dropped(
     if what == "model":
         del model
     with pytest.raises(KeyboardInterrupt):
-        held.clear()  # the last one first
+        held.clear()  # the last team first
     assert lost == []
     if what == "graph":
         model(rows(0, 0))
         model.close()
     else:
-        fl.DataParallel(Net(), nprocs=2)(rows(0, 0))  # the next one ends them
+        fl.DataParallel(Net(), nprocs=2)(rows(0, 0))  # the next team ends the dropped workers
     assert pids.isdisjoint(processes.all_pids())
     end_dropped()
 
 
 def test_threads_end_dropped_workers_once() -> None:
-    """Each team by one of them: its descriptors are closed once, whoever has their numbers then."""
+    """One thread ends each team, because closed descriptors may be reused by other threads."""
     models = [fl.DataParallel(Net(), nprocs=2) for _ in range(2)]
     for each in models:
         each(rows(0, 0))
@@ -114,7 +114,7 @@ def _lose_a_worker(model: fl.DataParallel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_raised")
-def test_after_an_interrupt_the_next_call_starts_workers_anew(model: fl.DataParallel) -> None:
+def test_call_after_an_interrupt_starts_new_workers(model: fl.DataParallel) -> None:
     model(rows(0, 0))
     first = worker_pids(model)
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
@@ -131,7 +131,7 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# Ends in some way while a worker computes, with its process number printed.
+# Exits in some way while a worker computes, and prints the worker's process id.
 PROGRAM = """
 import os, signal, sys, threading
 import numpy as np
@@ -187,11 +187,11 @@ def _run(folder: Path, program: str, *arguments: str) -> Any:
         pytest.param("fork", marks=pytest.mark.slow),
     ],
 )
-def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how: str) -> None:
+def test_workers_end_with_their_parent(tmp_path: Path, how: str) -> None:
     done = _run(tmp_path, PROGRAM, how)
     pid, *more = done.stdout.splitlines()
     processes.wait_for_end({int(pid)}, 5)
-    command = Path(f"/proc/{pid}/cmdline")  # empty where nobody has reaped it
+    command = Path(f"/proc/{pid}/cmdline")  # empty for a zombie
     assert not command.exists() or not command.read_text()
     assert done.returncode == (-signal.SIGKILL if how.startswith("kill") else 0), done.stderr
     if how == "fork":
@@ -200,14 +200,14 @@ def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how:
 
 
 @pytest.mark.slow
-def test_a_call_that_is_not_guarded_says_so(tmp_path: Path) -> None:
+def test_call_without_main_guard_raises_runtime_error(tmp_path: Path) -> None:
     done = _run(tmp_path, UNGUARDED)
     assert "worker 1 of 2 raised RuntimeError" in done.stderr
     assert "Put the call under if __name__" in done.stderr
 
 
 @pytest.mark.slow
-def test_it_works_in_a_notebook() -> None:
+def test_data_parallel_works_in_a_notebook() -> None:
     pytest.importorskip("ipykernel")
     pytest.importorskip("cloudpickle")
     done = run([sys.executable, "-c", NOTEBOOK], timeout=100)

@@ -1,4 +1,4 @@
-"""``DataParallel``: what a wrapped module computes equals what it computes alone."""
+"""``DataParallel``: a wrapped module computes the same as the module alone."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ from tests.parallel.worker_modules import RAISE, Everything, Net, rows, worker_p
 
 
 class Pair:
-    """A network with three processes, whose workers serve all tests here, and its twin without."""
+    """A network with three processes, shared by the tests, and its copy without workers."""
 
     def __init__(self) -> None:
         fl.set_seed(3)
@@ -33,7 +33,7 @@ class Pair:
         self.wrapped = fl.DataParallel(self.net, nprocs=3)
 
     def backward(self, count: int, calc_grad: bool = False) -> None:
-        """The same step with both: gradients are added to what is there."""
+        """Run the same step with both networks; gradients accumulate."""
         x = np.random.default_rng(count).standard_normal((count, 6))
         inputs = [fl.Variable(x.copy(), calc_grad) for _ in range(2)]
         losses = [
@@ -82,7 +82,7 @@ def pair(of_module: Pair) -> Pair:
     return of_module
 
 
-def test_gradients_are_those_of_one_process_for_any_batch(pair: Pair) -> None:
+def test_gradients_equal_one_process_for_any_batch(pair: Pair) -> None:
     optimizers = [
         fl.optim.AdamOptimizer(model.params(), 0.01) for model in (pair.wrapped, pair.alone)
     ]
@@ -94,22 +94,22 @@ def test_gradients_are_those_of_one_process_for_any_batch(pair: Pair) -> None:
             optimizer.step()
         pair.check()
     assert pair.net.unused.weight.grad is None
-    assert worker_pids(pair.wrapped) <= leftovers.helpers  # a step starts nothing anew
+    assert worker_pids(pair.wrapped) <= leftovers.helpers  # a step starts no processes
 
 
-def test_gradients_are_added_and_an_input_has_one_too(pair: Pair) -> None:
+def test_gradients_accumulate_and_inputs_have_gradients(pair: Pair) -> None:
     pair.backward(5)
     pair.backward(6, calc_grad=True)
 
 
-def test_two_forward_passes_before_one_backward_pass(pair: Pair) -> None:
+def test_backward_works_after_two_forward_passes(pair: Pair) -> None:
     for model in (pair.wrapped, pair.alone):
         first, second = (fl.input(np.full((4, 6), value)) for value in (0.5, -2.0))
         F.sum(model(first) * model(second)).backward()
     pair.check()
 
 
-def test_the_graph_is_kept_or_freed_as_asked(pair: Pair) -> None:
+def test_retain_graph_keeps_the_graph_of_workers(pair: Pair) -> None:
     for model in (pair.wrapped, pair.alone):
         out = model(fl.input(np.ones((4, 6))))
         out.backward(np.ones((4, 3)), retain_graph=True)
@@ -122,7 +122,7 @@ def test_the_graph_is_kept_or_freed_as_asked(pair: Pair) -> None:
     assert [n for graph, n in team.numbers.items() if graph() is None] == [pair.wrapped._number]
 
 
-def test_the_same_bits_each_time(pair: Pair) -> None:
+def test_results_have_equal_bits_each_time(pair: Pair) -> None:
     found = []
     for _ in range(2):
         pair.zero_grad()
@@ -131,7 +131,7 @@ def test_the_same_bits_each_time(pair: Pair) -> None:
     assert found[0] == found[1]
 
 
-def test_modes_buffers_and_settings_are_those_of_the_module(pair: Pair) -> None:
+def test_workers_use_modes_buffers_and_settings_of_the_module(pair: Pair) -> None:
     wrapped, alone = pair.wrapped, pair.alone
     for model in (wrapped, alone):
         model.eval()
@@ -142,7 +142,7 @@ def test_modes_buffers_and_settings_are_those_of_the_module(pair: Pair) -> None:
         model.train()
     seen = wrapped.buffers["seen"].copy()
     pair.backward(6)
-    assert wrapped.buffers["seen"] == seen + 2  # the rows of the first share
+    assert wrapped.buffers["seen"] == seen + 2  # rows of the first share
     for net in (pair.net, alone):
         net.hidden.weight.calc_grad = False
     pair.zero_grad()
@@ -152,11 +152,11 @@ def test_modes_buffers_and_settings_are_those_of_the_module(pair: Pair) -> None:
         net.hidden.weight.calc_grad = True
 
 
-def test_workers_that_a_short_batch_leaves_idle_have_what_the_next_one_needs(
+def test_idle_workers_receive_the_module_for_the_next_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A module without buffers: its form is sent only where it has changed."""
-    graphs: dict[int, list[int]] = {1: [], 2: []}  # that each worker has
+    """The module has no buffers, so its pickle is only sent after a change."""
+    graphs: dict[int, list[int]] = {1: [], 2: []}  # graphs that each worker has
     send = Worker.send
 
     def spy(worker: Worker, request: Any) -> None:
@@ -172,20 +172,19 @@ def test_workers_that_a_short_batch_leaves_idle_have_what_the_next_one_needs(
     alone.eval()
     x = rows(1, 2, 3, 4, 5, 6)
     short = fl.input(x.array[:2])
-    wrapped(short)  # the first one of all, in training mode
+    wrapped(short)  # the first pass in training mode
     wrapped(x)
     wrapped.eval()
     agree(wrapped(short).array, alone(short).array)
     agree(wrapped(x).array, alone(x).array)
     wrapped(short)
-    assert graphs == {1: [5], 2: []}  # the last one's graph
+    assert graphs == {1: [5], 2: []}  # only the graph of the last pass
     wrapped.close()
 
 
-def test_the_model_is_called_in_the_middle_of_its_backward_pass(
+def test_model_can_be_called_during_its_backward_pass(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the workers have computed by then is kept: their memory is used again."""
     expected = []
     for call in (None, lambda: pair.wrapped(rows(1, 2, 3))):
         monkeypatch.setattr(worker_modules, "call", call)
@@ -195,7 +194,7 @@ def test_the_model_is_called_in_the_middle_of_its_backward_pass(
     assert expected[0] == expected[1]
 
 
-def test_a_replaced_array_and_a_loaded_state_reach_the_workers(pair: Pair) -> None:
+def test_workers_use_replaced_arrays_and_loaded_state(pair: Pair) -> None:
     other = Net()
     pair.wrapped.load_state_dict(other.state_dict())
     pair.alone.load_state_dict(other.state_dict())
@@ -205,7 +204,7 @@ def test_a_replaced_array_and_a_loaded_state_reach_the_workers(pair: Pair) -> No
     assert worker_pids(pair.wrapped) <= leftovers.helpers
 
 
-def test_a_result_that_is_dropped_and_a_pass_that_fails_change_nothing(pair: Pair) -> None:
+def test_dropped_results_and_failed_passes_change_nothing(pair: Pair) -> None:
     def refuse(_: fl.Variable) -> None:
         raise ZeroDivisionError
 
@@ -220,7 +219,7 @@ def test_a_result_that_is_dropped_and_a_pass_that_fails_change_nothing(pair: Pai
 
 
 @pytest.mark.parametrize("nprocs", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_nested_values_and_several_results(nprocs: int) -> None:
+def test_forward_accepts_nested_values_and_several_results(nprocs: int) -> None:
     alone = Everything()
     wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs)
     labels = np.arange(5)
@@ -254,7 +253,7 @@ def test_nested_values_and_several_results(nprocs: int) -> None:
     wrapped.close()
 
 
-def test_random_numbers_differ_between_shares_and_follow_the_seed(pair: Pair) -> None:
+def test_shares_have_different_random_numbers_from_the_seed(pair: Pair) -> None:
     net = pair.net
     net.dropout.ratio = 0.5
     found = []
@@ -266,7 +265,7 @@ def test_random_numbers_differ_between_shares_and_follow_the_seed(pair: Pair) ->
     assert len({str(row) for result in found[0] for row in result}) == 6
 
 
-def test_errors_of_a_share_leave_it_usable(pair: Pair) -> None:
+def test_data_parallel_is_usable_after_errors_of_a_share(pair: Pair) -> None:
     words = "worker 2 of 3 raised LookupError: a bad row"
     with pytest.raises(RankFailedError, match=words) as info:
         pair.wrapped(rows(0, 0, RAISE))
@@ -275,19 +274,17 @@ def test_errors_of_a_share_leave_it_usable(pair: Pair) -> None:
     assert isinstance(info.value.__cause__, LookupError)
     number, team = pair.wrapped._number, pair.wrapped._team
     del info
-    gc.collect()  # the frames in which it was raised
+    gc.collect()  # frees the frames of the exception
     assert team is not None
     # The other worker need not keep its graph.
     assert number in [n for graph, n in team.numbers.items() if graph() is None]
-    with pytest.raises(LookupError, match="a bad row"):  # of this process's own share
+    with pytest.raises(LookupError, match="a bad row"):  # from the share of this process
         pair.wrapped(rows(RAISE, 0, RAISE))
     pair.backward(6)
     assert worker_pids(pair.wrapped) <= leftovers.helpers
 
 
-def test_a_recomputed_module_is_computed_again_in_every_share(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recompute_runs_in_every_share(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     forward = Net.forward
     monkeypatch.setattr(Net, "forward", lambda *given: calls.append(1) or forward(*given))
@@ -297,8 +294,8 @@ def test_a_recomputed_module_is_computed_again_in_every_share(
     model.close()
 
 
-def test_sharded_parameters_are_refused_before_workers_are_started() -> None:
-    """Else they were moved out of the memory that ranks share, and no step reached them."""
+def test_data_parallel_raises_for_sharded_parameters() -> None:
+    """Otherwise the parameters would move out of the ranks' shared memory."""
     model = fl.DataParallel(Net(), nprocs=2)
     placement: Any = types.SimpleNamespace(is_cut=False)
     model.params()[0].placement = placement
@@ -309,7 +306,7 @@ def test_sharded_parameters_are_refused_before_workers_are_started() -> None:
     assert not worker_pids(model)
 
 
-def test_one_process_is_the_module_itself() -> None:
+def test_one_process_calls_the_module_itself() -> None:
     net = Net()
     model = fl.DataParallel(net, nprocs=1)
     model(fl.input(np.ones((4, 6))))
@@ -322,7 +319,7 @@ def test_one_process_is_the_module_itself() -> None:
     assert fl.DataParallel(net).nprocs == len(os.sched_getaffinity(0))
 
 
-def test_a_checkpoint_of_the_wrapped_module_is_one_of_the_module(tmp_path: Path) -> None:
+def test_checkpoints_of_wrapper_and_module_are_equal(tmp_path: Path) -> None:
     net, other = Net(), Net()
     fl.save(tmp_path, fl.DataParallel(net, nprocs=2))
     assert fl.load(tmp_path, other) is not None
@@ -330,13 +327,13 @@ def test_a_checkpoint_of_the_wrapped_module_is_one_of_the_module(tmp_path: Path)
 
 
 class Counted(fl.nn.Module):
-    """The number of rows that a share has, in each of them."""
+    """Return the number of rows of the share, in every row."""
 
     def forward(self, x: fl.Variable) -> fl.Variable:
         return x * 0 + x.shape[0]
 
 
-def test_shares_differ_by_one_row_and_none_is_empty() -> None:
+def test_shares_differ_by_one_row_and_are_not_empty() -> None:
     model = fl.DataParallel(Counted(), nprocs=3)
     for count, shares in [(7, [3, 2, 2]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1])]:
         found = model(fl.input(np.zeros((count, 1)))).array[:, 0].tolist()
@@ -345,7 +342,7 @@ def test_shares_differ_by_one_row_and_none_is_empty() -> None:
 
 
 class Energy(fl.nn.Module):
-    """An energy of each row and its slope, which is computed by a backward pass of its own."""
+    """Return an energy of each row and its slope, computed by a nested backward pass."""
 
     def forward(self, x: fl.Variable) -> Any:
         at = fl.param(x.array.copy())
@@ -354,7 +351,7 @@ class Energy(fl.nn.Module):
         return energy, fl.input(at.grad)
 
 
-def test_a_forward_pass_may_have_a_backward_pass_in_it() -> None:
+def test_forward_pass_can_contain_a_backward_pass() -> None:
     model = fl.DataParallel(Energy(), nprocs=2)
     energy, slope = model(fl.input(np.arange(8.0).reshape(4, 2)))
     assert energy.array.tolist() == [1, 13, 41, 85]
@@ -363,7 +360,7 @@ def test_a_forward_pass_may_have_a_backward_pass_in_it() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_of_another_dtype_need_other_workers() -> None:
+def test_parameters_of_another_dtype_start_new_workers() -> None:
     model = fl.DataParallel(Net(), nprocs=2)
     model(rows(0, 0))
     first = worker_pids(model)
@@ -377,7 +374,7 @@ def test_parameters_of_another_dtype_need_other_workers() -> None:
 
 @pytest.mark.slow
 @on_ranks(("shm", 2))
-def test_ranks_of_a_world_have_workers_of_their_own(rank: int, size: int) -> None:
+def test_each_rank_has_its_own_workers(rank: int, size: int) -> None:
     fl.set_seed(1)
     alone = Net()
     wrapped = fl.DataParallel(copy.deepcopy(alone), nprocs=2)
@@ -391,7 +388,7 @@ def test_ranks_of_a_world_have_workers_of_their_own(rank: int, size: int) -> Non
         agree(ours.grad, other.grad)
 
 
-def test_what_cannot_be_wrapped_or_computed_is_refused(strict: Any) -> None:
+def test_data_parallel_raises_for_invalid_modules_and_inputs(strict: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a fl.nn.Module, got function"):
         fl.DataParallel(agree)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):

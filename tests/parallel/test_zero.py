@@ -1,4 +1,4 @@
-"""Sharding by gathering: what is gathered when, inference, errors. test_ways.py trains with it."""
+"""Sharding by gathering: schedule, inference and errors. test_ways.py trains with it."""
 
 import copy
 import tracemalloc
@@ -22,10 +22,8 @@ WIDTH, LAYERS = 256, 12
 
 
 @on_ranks()
-def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(
-    rank: int, size: int
-) -> None:
-    """The gradients of two more are there whole: those computed, and those on their way."""
+def test_two_layers_are_gathered_and_the_next_is_prefetched(rank: int, size: int) -> None:
+    """The gradients of two more layers are stored in full: being computed and being sent."""
     model = fl.nn.Sequential(*(fl.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     numbers = {param: number for number, param in enumerate(model.params())}
     shard_by_gathering(model)
@@ -58,13 +56,13 @@ def test_two_layers_are_gathered_at_a_time_and_the_next_one_beforehand(
     assert most / (WIDTH * WIDTH * 4) < LAYERS / size + 4.2
     forward = [f"gather {n}" for n in range(LAYERS)]
     backward = [f"{what} {n}" for n in range(LAYERS - 1, 0, -1) for what in ("gather", "reduce")]
-    # The last layer is there from the forward pass; the weight of the first is not needed.
+    # The last layer is still gathered from the forward pass; the first weight is not needed.
     assert happened == [*forward, "reduce 11", *backward[2:], "reduce 0"]
 
 
 @on_ranks()
-def test_inference_gathers_as_well(rank: int, size: int) -> None:
-    """The last pass has begun to gather for one that never comes; the process may end so."""
+def test_inference_gathers_parameters(rank: int, size: int) -> None:
+    """The last pass has prefetched parameters that are never used before the process ends."""
     model = fl.nn.Sequential(*(fl.nn.Linear(9, 9) for _ in range(4)))
     fl.broadcast_parameters(model)
     x = fl.input(np.ones((2, 9), "float32"))
@@ -78,8 +76,8 @@ def test_inference_gathers_as_well(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_a_pass_that_raises_leaves_nothing(rank: int, size: int) -> None:
-    """Every rank raises in the same place; the next pass is as if that one had not been."""
+def test_pass_that_raises_frees_gathered_parameters(rank: int, size: int) -> None:
+    """Every rank raises at the same point; the next pass works as usual."""
     model, other = Net(), Net()
     for each in (other, model):
         shards = shard_by_gathering(each)
@@ -105,8 +103,7 @@ def test_a_pass_that_raises_leaves_nothing(rank: int, size: int) -> None:
 
 
 @on_ranks(("gloo", 3))
-def test_ranks_that_use_different_modules_get_no_mixture(rank: int, size: int) -> None:
-    """Both have the same shapes; their parts have not."""
+def test_different_modules_on_ranks_raise_mismatch_error(rank: int, size: int) -> None:
     model = fl.nn.Sequential(*(fl.nn.Linear(3, 3) for _ in range(size)))
     shard_by_gathering(model)
     with pytest.raises(MismatchError, match="all_gather"):
@@ -114,7 +111,7 @@ def test_ranks_that_use_different_modules_get_no_mixture(rank: int, size: int) -
 
 
 @on_ranks(("gloo", 3))
-def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
+def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: int) -> None:
     model, plain = Net(), Net()
     whole, weight = model.state_dict(), model.some.weight
     shard_by_gathering(model)
@@ -134,16 +131,16 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
             refused(model)
     with pytest.raises(ValueError, match="cannot have a gradient buffer"):
         weight.grad_buffer = np.zeros((3, 3))
-    weight.grad_buffer = None  # as it is
+    weight.grad_buffer = None  # None changes nothing
     one_pass(model, 0, rank)
     assert weight.grad is not None
-    assert weight.grad.ndim == 1  # this rank's part
+    assert weight.grad.ndim == 1  # only this rank's part
     with pytest.raises(ValueError, match="before fully_shard"):
         model.astype("float32")
     with pytest.raises(ValueError, match="read-only"):
         weight.array[0] = 1
     assert repr(weight) == "Variable(sharded, shape=(3, 3), dtype=float64)"
-    copied = copy.deepcopy(model)  # is a process's own
+    copied = copy.deepcopy(model)  # the copy is local to this process
     assert all(type(param) is fl.Variable for param in copied.params())
     for found in (copied, model, model.eval()):
         np.testing.assert_equal(found.state_dict(), whole)
@@ -154,8 +151,8 @@ def test_what_does_not_go_together_is_refused(rank: int, size: int) -> None:
         shard_by_gathering(plain)
 
 
-def test_stays_in_the_library_of_its_arrays(pool: Any) -> None:
-    """With the stand-ins for CuPy and NCCL; tests/gpu does the same where there is a GPU."""
+def test_sharding_keeps_the_array_library(pool: Any) -> None:
+    """Uses stand-ins for CuPy and NCCL; tests/gpu tests real GPUs."""
     ranks = pool(2, env={"STAND_IN": "1"})
     gpu_training.test_training_on_gpus_equals_one_process_on_the_cpu(ranks, "adam", True)
     gpu_training.test_state_dicts_of_shards_equal_the_full_state(ranks)

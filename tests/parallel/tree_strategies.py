@@ -1,4 +1,4 @@
-"""Any trees, by hypothesis; beside trees.py so that ranks need not import hypothesis."""
+"""Arbitrary trees by hypothesis; a separate module so that ranks need not import hypothesis."""
 
 from collections import OrderedDict, deque
 from typing import Any
@@ -34,7 +34,7 @@ def containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> Any:
-    """Any dtype, up to three dimensions, every layout."""
+    """Generate arrays of any dtype and layout with up to three dimensions."""
     dtype = np.dtype(draw(st.sampled_from([*DTYPES, "datetime64[s]", "U3", "i4,f8"])))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     bits = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 2, (*shape, dtype.itemsize))
@@ -51,6 +51,6 @@ def arrays(draw: st.DrawFn) -> Any:
 
 @st.composite
 def trees(draw: st.DrawFn) -> Any:
-    """Any nesting; arrays and lists may be met more than once."""
+    """Generate nested trees; arrays and lists may occur several times."""
     drawn = draw(st.lists(arrays(), min_size=1, max_size=6))
     return draw(st.recursive(leaves(drawn), containers, max_leaves=20))

@@ -1,4 +1,4 @@
-"""Trees to synchronize, with everything in them."""
+"""Trees to synchronize that contain all supported kinds of values."""
 
 import array
 import dataclasses
@@ -30,7 +30,7 @@ class Frozen:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """Has slots, one of which is no field."""
+    """A class with slots, one of which is not a field."""
 
     __slots__ = ("rate", "square")
     rate: float
@@ -44,7 +44,7 @@ class Color(enum.IntEnum):
 
 
 class Tensor:
-    """An array of another library: nothing is known of it but DLPack."""
+    """An array of another library that supports only DLPack."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -73,7 +73,7 @@ class Counting(fl.nn.Module):
 
 
 def model_of(value: float) -> fl.nn.Module:
-    """Two modules inside each other; every parameter and buffer is ``value``."""
+    """Return two nested modules; every parameter and buffer is ``value``."""
     model = fl.nn.Sequential(Counting(), fl.nn.ReLU(), fl.nn.Linear(3, 1))
     for each in model.state_dict().values():
         if isinstance(each, np.ndarray):
@@ -83,7 +83,7 @@ def model_of(value: float) -> fl.nn.Module:
 
 
 def optimizer_of(model: fl.nn.Module, kind: str, steps: int) -> Any:
-    """An optimizer that has taken ``steps`` steps, and has a learning rate of its own."""
+    """Return an optimizer after ``steps`` steps, with its own learning rate."""
     if kind == "sgd":
         optimizer: Any = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.5 + steps / 100)
     else:
@@ -97,7 +97,7 @@ def optimizer_of(model: fl.nn.Module, kind: str, steps: int) -> Any:
 
 
 def everything(value: int) -> dict[str, Any]:
-    """A tree of whatever can be in one; all of its values come from ``value``, 0 to 50."""
+    """Return a tree of all supported kinds; its values depend on ``value``, 0 to 50."""
     shared = np.full(3, value, np.float32)
     cycle: list[Any] = [value]
     cycle.append({"back": cycle})
@@ -141,7 +141,7 @@ DTYPES = (
 
 
 def layouts(value: int) -> list[Any]:
-    """Arrays whose elements do not follow each other, or have their bytes swapped."""
+    """Return arrays with gaps between elements or with swapped bytes."""
     whole = np.full((4, 6), value, np.float64)
     fortran = np.asfortranarray(np.full((3, 4), value, np.int16))
     swapped = np.full(3, value, ">i4")

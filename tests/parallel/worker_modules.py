@@ -1,4 +1,4 @@
-"""Modules for the tests of ``DataParallel``, where workers can import them from."""
+"""Modules for the tests of ``DataParallel``, in a module that workers can import."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.variable import record
 
-# In the first column of a share's first row: what happens there.
+# Actions of a share, encoded in the first column of its first row.
 RAISE, BE_KILLED, HANG = 100, 101, 102
 
 
 class Net(fl.nn.Module):
-    """Two layers, one that takes no part, a buffer that counts rows, and settings."""
+    """Two layers, an unused layer, a buffer that counts rows, and settings."""
 
     def __init__(self) -> None:
         self.hidden = fl.nn.Linear(6, 8, dtype="float64")
@@ -36,7 +36,7 @@ class Net(fl.nn.Module):
     seen: Any
 
 
-# What the backward pass of a share calls in between, if anything; workers have none.
+# Function that the backward pass of a share calls, or None; workers have none.
 call: Callable[[], object] | None = None
 
 
@@ -56,7 +56,7 @@ def _do(what: float) -> None:
 
 
 def rows(*firsts: float) -> fl.Variable:
-    """Rows for a ``Net`` with these first columns."""
+    """Return rows for a ``Net`` with these first columns."""
     return fl.input(np.array([[first, *[1.0] * 5] for first in firsts]))
 
 
@@ -81,6 +81,6 @@ class Everything(fl.nn.Module):
 
 
 def worker_pids(model: fl.DataParallel) -> set[int]:
-    """The processes that compute for ``model``."""
+    """Return the process ids of the workers of ``model``."""
     team = model._team
     return set() if team is None else {worker._process.pid for worker in team._workers}

@@ -60,7 +60,7 @@ def _derived(_: Any, roster: store.Roster, make: Callable[..., Any], *__: Any) -
 _growing = (
     Growing(store.Roster, "of", lambda made, *_: PACK * len(made)),
     Growing(store.Roster, "derived", _derived),
-    Growing(places.TreeRecord, "take", lambda _, __, body: TAKE * (1 + len(body) // 600)),
+    Growing(places.TreeRecord, "add_entries", lambda _, __, body: TAKE * (1 + len(body) // 600)),
     Growing(tree.TreeNode, "_admit", lambda *_: ADMITTED),
 )
 

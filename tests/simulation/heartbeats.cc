@@ -1,10 +1,10 @@
-// The heartbeats of very many ranks in virtual time: csrc/gloo/heartbeat.cc as it is, with the connections, the
-// listeners and the clock of this file in place of csrc/gloo/line.cc. A seed decides which faults there are.
+// Heartbeats of very many ranks in virtual time: csrc/gloo/heartbeat.cc with the connections, listeners and clock of
+// this file instead of csrc/gloo/line.cc. A seed selects the faults.
 //
 //   heartbeats RANKS SEED [COUNT [FAULT]]   COUNT seeds from SEED on, with one kind of fault or any
 //
-// Prints what was measured of the last seed, and what was wrong of any: a rank that does not hear of a loss in
-// time, or names who is there. Ends with 1 where something was.
+// Prints the measurements of the last seed and all errors: a rank that does not learn of a loss in time, or that
+// names a rank that is not lost. Exits with 1 after an error.
 #include <algorithm>
 #include <functional>
 #include <iostream>
@@ -24,8 +24,8 @@ using std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
 constexpr int kRanksOfHost = 8, kHostsOfRack = 16;
-// One way: inside of a host, of a rack, and between racks. From an event until a thread runs, and from one
-// message that it sends to the next, as measure.py has measured it. What got lost is sent again.
+// Delays in one direction: within a host, within a rack, and between racks; from an event until a thread
+// runs; and between two sent messages, as measured by measure.py. Lost messages are sent again.
 constexpr microseconds kNear{20}, kRack{50}, kFar{500}, kWake{7}, kSend{3};
 constexpr milliseconds kAgain{200};
 constexpr double kLimit = 5.0;  // seconds
@@ -33,17 +33,17 @@ constexpr Time kBegin{std::chrono::hours{1}};
 
 struct End {  // of a connection
   struct Packet {
-    Time arrives;  // kNever: not before it can
-    std::string bytes;  // none: the other end is closed
+    Time arrives;       // kNever: not before the data can arrive
+    std::string bytes;  // empty: the other end is closed
   };
-  int rank = -1;  // a stranger's
-  int least = 1;  // bytes that are an event
+  int rank = -1;  // -1: a stranger
+  int least = 1;  // bytes that make an event
   bool is_open = true;
   std::vector<Packet> come;
 };
 
 struct Connection {
-  Time made = fl::kNever;  // when who asks knows
+  Time made = fl::kNever;  // when the asking side knows it
   bool is_refused = false;
   End ends[2];
 };
@@ -51,22 +51,22 @@ struct Connection {
 struct Rank {
   std::unique_ptr<fl::Heartbeat> heartbeat;  // null: it has ended
   Time wakes = fl::kNever, stopped{}, died = fl::kNever;
-  std::vector<std::pair<Time, int>> guests;  // when they are there, and their ends of connections
+  std::vector<std::pair<Time, int>> guests;  // times of arrival, and their ends of connections
   int lines = 0;
-  std::map<int, Time> lost;  // hosts, and behind them ranks, and when it has reported them
+  std::map<int, Time> lost;  // lost hosts, and ranks after them, with the time of the report
 };
 
 struct Host {
-  int side = 0;                             // those of other sides cannot be reached
-  bool is_dead = false, is_silent = false;  // it has no power; or nobody on it answers
-  milliseconds slow{};                      // its ranks look so much later, at most
-  Time gone{};                              // since when
+  int side = 0;                             // hosts of other sides cannot be reached
+  bool is_dead = false, is_silent = false;  // no power; or no process on it answers
+  milliseconds slow{};                      // maximum additional delay of its ranks
+  Time gone{};                              // time of the loss
 };
 
 struct Event {
   Time time;
   int64_t number;
-  int rank;  // -1: something else is to be done
+  int rank;  // -1: another task
   std::function<void()> what;
   bool operator<(const Event& other) const {
     return std::tie(time, number) > std::tie(other.time, other.number);
@@ -81,7 +81,7 @@ struct World {
   void at(Time time, std::function<void()> what) { events.push({time, count++, -1, std::move(what)}); }
   void wake(int rank, Time time);
   void run(Time end);
-  void look(int rank);
+  void update(int rank);
 
   int host(int rank) const { return rank / kRanksOfHost; }
   int size() const { return static_cast<int>(hosts.size()); }
@@ -112,7 +112,7 @@ struct World {
   std::priority_queue<Event> events;
   std::mt19937_64 random;
   int current = -1, most_lines = 0;
-  microseconds spent{};  // in this look
+  microseconds spent{};  // in this check
   double loss = 0;
   int64_t count = 0, messages = 0, bytes = 0;
   Clock::duration latest{};
@@ -152,11 +152,11 @@ void World::run(Time end) {
     events.pop();
     now = event.time;
     if (event.rank < 0) event.what();
-    if (event.rank >= 0 && ranks[event.rank].wakes == now) look(event.rank);
+    if (event.rank >= 0 && ranks[event.rank].wakes == now) update(event.rank);
   }
 }
 
-void World::look(int number) {
+void World::update(int number) {
   Rank& rank = ranks[number];
   const Host& here = hosts[host(number)];
   rank.wakes = fl::kNever;
@@ -164,7 +164,7 @@ void World::look(int number) {
   if (now < rank.stopped) return wake(number, rank.stopped);
   current = number;
   spent = {};
-  if (const auto lost = rank.heartbeat->look()) {
+  if (const auto lost = rank.heartbeat->update()) {
     for (int each : lost->missing) {
       rank.lost.emplace(lost->status == FL_PEER_LOST ? size() + each : host(each), now);
     }
@@ -173,7 +173,7 @@ void World::look(int number) {
   wake(number, std::max(now + microseconds(1), rank.heartbeat->due()) + late);
 }
 
-// What ranks do: see Line and Listener -----------------------------------------------------------
+// Line and Listener -----------------------------------------------------------
 
 Clock::duration World::way(int from, int to) {
   const int a = host(from), b = host(to);
@@ -230,7 +230,7 @@ void World::close(int from) {
   if (!end(from ^ 1).is_open) unused.push_back(from / 2);
 }
 
-// Faults, and what they must lead to -------------------------------------------------------------
+// Faults and their expected consequences
 
 void World::end_process(int rank, bool leaves) {
   Rank& ends = ranks[current = rank];
@@ -265,7 +265,7 @@ void World::part(int which, int side) {
   }
 }
 
-// Whether one of the hosts that ask it is left on the side of `own`, and both are fast.
+// Return true if one of the hosts that ask it is left on the side of `own`, and both are fast.
 bool World::is_asked(int which, int own) const {
   for (int step = 1; step < size() && hosts[own].slow.count() == 0; step *= 2) {
     const Host& asks = hosts[(which + size() - step) % size()];
@@ -274,7 +274,7 @@ bool World::is_asked(int which, int own) const {
   return false;
 }
 
-// Whether the rank that asks it was there when it died, and no host was lost that lies between.
+// Return true if the rank that asks it existed when it died, and no lost host lies between them.
 bool World::is_asked_for(int rank, int own) const {
   const int total = static_cast<int>(ranks.size()), asks = (rank + total - kRanksOfHost) % total;
   for (int each : {host(asks), host(rank), own}) {
@@ -288,7 +288,8 @@ std::string World::wrong_on(int rank, std::set<int> affected, bool is_few, bool 
   const auto& lost = ranks[rank].lost;
   for (const auto& each : lost) affected.insert(each.first);
   std::string wrong = is_few && lost.empty() ? " knows of nothing" : "";
-  // A host that is cut off has no answer of those that it asks; others on its side may be none of them.
+  // A host that is cut off gets no answer from the hosts that it asks; hosts on its side may not be among
+  // them.
   const bool is_cut_off = is_few && std::distance(lost.begin(), lost.lower_bound(size())) == size() - 1;
   for (int each : affected) {
     const bool is_host = each < size();
@@ -312,11 +313,11 @@ std::string World::wrong_on(int rank, std::set<int> affected, bool is_few, bool 
   return wrong;
 }
 
-// Fewer than half of the hosts that cannot reach the others need not know them all.
+// Fewer than half of the hosts, which cannot reach the others, need not know all of them.
 bool World::check(const std::string& story) {
   std::map<int, int> sides;
   for (const Host& each : hosts) sides[each.side] += !each.is_silent;
-  std::set<int> affected;  // hosts, and behind them ranks
+  std::set<int> affected;  // hosts, and ranks after them
   for (int h = 0; h < size(); ++h) {
     if (hosts[h].is_silent || sides.size() > 1) affected.insert(h);
   }
@@ -379,7 +380,7 @@ bool simulate(World& w, uint64_t seed, const std::string& fault) {
 
 }  // namespace
 
-// What csrc/gloo/line.cc and descriptors.cc are elsewhere.
+// Replacements of csrc/gloo/line.cc and descriptors.cc.
 namespace fl {
 
 void Descriptor::close_if_same() const noexcept {}
@@ -405,9 +406,9 @@ Line::Line(Line&& other) noexcept
       is_connected_(other.is_connected_),
       has_left_(other.has_left_),
       is_broken_(other.is_broken_),
-      come_(std::move(other.come_)) {}
+      received_(std::move(other.received_)) {}
 
-void Line::look() {
+void Line::update() {
   const Connection& made = world->connections[socket_ / 2];
   if (has_ended() || (!is_connected_ && world->now < made.made)) return;
   if ((has_left_ = made.is_refused)) return;
@@ -416,14 +417,14 @@ void Line::look() {
   auto next = come.begin();
   for (; next != come.end() && next->arrives <= world->now; ++next) {
     has_left_ |= next->bytes.empty();
-    come_ += next->bytes;
+    received_ += next->bytes;
   }
   come.erase(come.begin(), next);
 }
 
 std::string Line::take(size_t bytes) {
-  std::string taken = come_.substr(0, bytes);
-  come_.erase(0, bytes);
+  std::string taken = received_.substr(0, bytes);
+  received_.erase(0, bytes);
   return taken;
 }
 

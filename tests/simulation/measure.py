@@ -140,7 +140,7 @@ def of_ranks(n: int = 512) -> dict[str, float]:
     byte = seconds_of(lambda: loads(texts[0])) - seconds_of(lambda: loads(short))
     byte = max(byte, 0.0) / (len(texts[0]) - len(short))
     return {
-        "TAKE": seconds_of(lambda: TreeRecord(peers[0]).take(entries), 5) / n,
+        "TAKE": seconds_of(lambda: TreeRecord(peers[0]).add_entries(entries), 5) / n,
         "PACK": seconds_of(lambda: Roster.of(texts), 20) / n,
         "DERIVE": reading - byte * len(texts[0]),
         "CHOOSE": seconds_of(lambda: topology._addresses_of_ranks(choices), 5) / n,
@@ -355,9 +355,9 @@ class _Replayed(Store):
         texts = Roster(body)
         for first in range(1, self.size, self.size // FAN + 1):
             part = range(first, min(self.size, first + self.size // FAN + 1))
-            self._record.take(b"".join([entry(each, 0, who, texts[each]) for each in part]))
+            self._record.add_entries(b"".join([entry(each, 0, who, texts[each]) for each in part]))
         del texts
-        given = self._record.given
+        given = self._record.payloads
         roster = Roster(Roster.of([given[each] for each in range(self.size)]).body)
         self._record.end()
         return roster

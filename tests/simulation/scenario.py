@@ -121,10 +121,12 @@ def native_stood_in_for() -> Iterator[None]:
         (initialize, "ProcessGroup"): joined,
         (initialize, "World"): lambda *_, **__: SimpleNamespace(group=group),
         (initialize, "fair_share"): lambda *_: 1,
-        (initialize, "abort"): SimpleNamespace(install=lambda: None, uninstall=lambda: None),
+        (initialize, "abort"): SimpleNamespace(
+            install_hooks=lambda: None, uninstall_hooks=lambda: None
+        ),
         (topology, "MemoryFile"): _Memory,
         (memory_file, "MemoryFile"): _Memory,
-        (topology, "_why_unreadable"): _unreadable,
+        (topology, "_read_problem"): _unreadable,
         (topology, "process_space"): lambda: f"{system.gethostname()} pid",
     }
     with ExitStack() as ends:

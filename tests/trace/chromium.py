@@ -1,4 +1,4 @@
-"""Headless Chromium, driven through pipes by its DevTools protocol."""
+"""Headless Chromium, controlled through pipes by its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ PROGRAM = next(
 
 
 class Browser:
-    """One tab; use as a context manager. ``folder`` is the browser's own."""
+    """One tab, as a context manager. ``folder`` is the profile folder of the browser."""
 
     def __init__(self, folder: Path) -> None:
         assert PROGRAM is not None
-        # The browser reads commands from its descriptor 3 and answers on 4, each ended by a zero.
+        # The browser reads commands from descriptor 3 and writes answers to 4, each ended by a zero
+        # byte.
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
         redirect = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
@@ -53,7 +54,7 @@ class Browser:
             self._process.wait(20)
 
     def command(self, method: str, **params: Any) -> dict[str, Any]:
-        """Do one command and return its result."""
+        """Run one command and return its result."""
         self._number += 1
         asked = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -75,7 +76,7 @@ class Browser:
         return answer
 
     def open(self, path: Path) -> None:
-        """Go to a page and wait until its scripts have run."""
+        """Open a page and wait until its scripts have run."""
         self.command("Page.enable")
         self.command("Page.navigate", url=path.as_uri())
         loaded = "new Promise(r => document.readyState === 'complete' ? r() : (window.onload = r))"
@@ -84,14 +85,14 @@ class Browser:
         self.value(loaded)
 
     def value(self, expression: str) -> Any:
-        """Return what an expression of JavaScript gives."""
+        """Return the value of a JavaScript expression."""
         asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
         answer = self.command("Runtime.evaluate", **asked)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """Move, press, release or turn the wheel at a place of the window."""
+        """Move, press, release or turn the wheel at a point of the window."""
         self.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def screenshot(self) -> bytes:

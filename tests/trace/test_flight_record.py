@@ -1,4 +1,4 @@
-"""Flight records: when each rank writes one, and what their comparison says."""
+"""Flight records: reasons for which ranks write them, and reports of their comparison."""
 
 import json
 import os
@@ -27,18 +27,18 @@ def await_file(path: Path, seconds: float = 10.0) -> dict[str, Any]:
     ends = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < ends, f"{path} has not come"
-        time.sleep(0.01)  # no event when another process has written
+        time.sleep(0.01)  # no event tells that another process has written
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def hang_then_part(rank: int, size: int, folder: str) -> str:
-    """Rank 0 hangs in a native wait and gets the signal; later the ranks call different things."""
+    """Rank 0 hangs in a native wait and gets the signal; later the ranks make different calls."""
     pids = fl.all_gather_object(os.getpid())
     record = Path(folder) / "rank0.json"
     if rank == 1:
         state = ""
-        while state != "running":  # else it came before the wait had begun
+        while state != "running":  # otherwise the signal came before the wait
             record.unlink(missing_ok=True)
             os.kill(pids[0], signal.SIGUSR1)
             state = await_file(record)["calls"][-1]["state"]
@@ -56,10 +56,8 @@ def hang_then_part(rank: int, size: int, folder: str) -> str:
     return current_world().job
 
 
-@pytest.mark.parametrize("init", ["file", "mpi"])  # MPICH has a handler for the signal itself
-def test_a_signal_is_answered_during_a_native_wait_and_by_all_ranks(
-    tmp_path: Path, init: str
-) -> None:
+@pytest.mark.parametrize("init", ["file", "mpi"])  # MPICH installs its own handler of the signal
+def test_signal_makes_all_ranks_dump_during_a_native_wait(tmp_path: Path, init: str) -> None:
     folder = tmp_path / "records"
     jobs = run_ranks(hang_then_part, 2, str(folder), init=init, params={"TRACE_DIR": folder})
     assert len(set(jobs)) == 1
@@ -77,13 +75,13 @@ def part(rank: int, size: int) -> str:
     verb = (lambda: fl.all_reduce(x, op="max")) if rank == 0 else (lambda: fl.broadcast(x))
     with pytest.raises(MismatchError) as caught:
         verb()
-    for _ in range(20):  # what follows a failure is not written again
+    for _ in range(20):  # calls after a failure are not written again
         with pytest.raises(MismatchError, match=r"Make the same call on every rank$"):
             fl.all_reduce(np.zeros(3 + rank))
     return str(caught.value)
 
 
-def test_a_mismatch_is_written_and_diff_says_where_ranks_parted(
+def test_mismatch_writes_records_and_diff_reports_the_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "records"
@@ -120,7 +118,7 @@ assert seen == [1, 1] and not os.path.exists(sys.argv[1])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_handler_of_the_user_stays(when: str, tmp_path: Path) -> None:
+def test_dump_signal_keeps_the_handler_of_the_user(when: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", OWN_HANDLER, str(tmp_path / "records"), when]
     subprocess.run(command, check=True, timeout=60)
 
@@ -142,15 +140,15 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
-def test_nothing_is_left_after_a_shutdown(tmp_path: Path) -> None:
+def test_shutdown_removes_signal_handler_and_threads(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     env = {**os.environ, "FLASHLIGHT_TRACE_DIR": str(folder)}
     done = subprocess.run([sys.executable, "-c", CYCLES], timeout=60, env=env, check=False)
-    assert done.returncode == -signal.SIGUSR1  # the signal does again what it did before
+    assert done.returncode == -signal.SIGUSR1  # the signal has its default action again
     assert not folder.exists()
 
 
-def test_a_folder_that_somebody_put_there_is_refused(tmp_path: Path) -> None:
+def test_record_raises_permission_error_for_a_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "records").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match="must be a folder of this user"):
@@ -160,8 +158,8 @@ def test_a_folder_that_somebody_put_there_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["rank0.json"]
 
 
-def test_of_old_jobs_the_newest_records_stay(tmp_path: Path) -> None:
-    """In the default place; what is not a folder of this user is not touched."""
+def test_default_folder_keeps_the_newest_jobs(tmp_path: Path) -> None:
+    """Uses the default folder; folders of other users are not touched."""
     for age in range(KEPT_JOBS + 5):
         old = tmp_path / f"flashlight-trace-{age:02}"
         write_record(Flight(folder=old, chosen=True), "a test")
@@ -175,12 +173,12 @@ def test_of_old_jobs_the_newest_records_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["doctor", "trace diff"])
-def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: str, tmp_path: Path) -> None:
+def test_command_exits_quietly_if_its_pipe_is_closed(command: str, tmp_path: Path) -> None:
     if command == "trace diff":
         write_record(Flight(folder=tmp_path, chosen=True), "a test")
         command = f"{command} {tmp_path}"
     reader, writer = os.pipe()
-    os.close(reader)  # as head does, if earlier
+    os.close(reader)  # as head does, but earlier
     done = subprocess.run(
         [sys.executable, "-m", *f"flashlight_py.{command}".split()],
         stdout=writer,
@@ -204,7 +202,7 @@ assert main(["diff", sys.argv[1]]) == 0
 """
 
 
-def test_a_record_holds_any_text_in_any_locale(tmp_path: Path) -> None:
+def test_record_stores_any_text_in_any_locale(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(IN_ANY_LANGUAGE, encoding="utf-8")
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
@@ -238,14 +236,14 @@ def reported(*records: FlightRecord) -> str:
     return "\n".join(lines)
 
 
-def test_equal_calls_agree() -> None:
+def test_diff_reports_agreement_for_equal_calls() -> None:
     same = [call(5), call(6, "broadcast", root=1)]
     lines, agree = compare([record(0, same), record(1, same)])
     assert agree
     assert lines[-1] == "all ranks have made the same calls"
 
 
-def test_the_first_different_call_is_reported_with_its_lines() -> None:
+def test_diff_reports_the_first_different_call_with_its_lines() -> None:
     other = call(6, op="max", line="a/train.py:9")
     text = reported(record(0, [call(5), call(6), call(7)]), record(1, [call(5), other, call(7)]))
     assert "group world, call 6: the ranks made different calls" in text
@@ -254,7 +252,7 @@ def test_the_first_different_call_is_reported_with_its_lines() -> None:
     assert "call 7" not in text
 
 
-def test_who_is_behind_and_where_it_stands() -> None:
+def test_diff_reports_a_rank_with_fewer_calls_and_its_position() -> None:
     waits = call(6, "broadcast", state="running", seconds=30.0)
     text = reported(record(0, [call(5), waits]), record(1, [call(5)]))
     assert "group world: fewer calls by rank 1 than by rank 0" in text
@@ -265,20 +263,20 @@ def test_who_is_behind_and_where_it_stands() -> None:
     assert "ended 4.9 s before the record; the program is at a/train.py:1 in step" in text
 
 
-def test_equal_calls_from_different_lines_show_who_made_one_more() -> None:
+def test_diff_reports_different_lines_of_equal_calls() -> None:
     extra = call(6, line="a/train.py:9")
     text = reported(record(0, [call(5), call(6)]), record(1, [call(5), extra, call(7)]))
     assert "call 6: the ranks make this call on different lines" in text
     assert "fewer calls by rank 0 than by rank 1" in text
 
 
-def test_rows_may_differ_where_the_verb_lets_them() -> None:
+def test_diff_ignores_row_counts_if_the_verb_allows_them_to_differ() -> None:
     rows = [call(1, "all_gather", shape=[n, 4], op=None) for n in (2, 5)]
     assert compare([record(0, rows[:1]), record(1, rows[1:])])[1]
     assert "different calls" in reported(record(0, [call(1)]), record(1, [call(1, shape=[4])]))
 
 
-def test_missing_ranks_and_messages_are_named() -> None:
+def test_diff_names_missing_ranks_and_open_messages() -> None:
     message = {**call(0, "recv", state="running", seconds=2.0, peer=1, tag=7), "op": None}
     del message["number"], message["op"]
     text = reported(record(0, [call(1), message], size=3), record(1, [call(1)], size=3))
@@ -286,7 +284,7 @@ def test_missing_ranks_and_messages_are_named() -> None:
     assert "rank 0: recv(float32 (3,), peer=1, tag=7) at a/train.py:7, running for 2 s" in text
 
 
-def test_a_folder_without_records_and_a_file_that_is_none(
+def test_diff_fails_without_records_or_with_another_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["diff", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""The page of a trace, by itself and in a real browser."""
+"""The page of a trace, as a file and in a real browser."""
 
 import re
 from pathlib import Path
@@ -32,10 +32,10 @@ def a_trace() -> dict[str, Any]:
     return chrome_trace(timelines)
 
 
-def test_the_page_needs_nothing_else() -> None:
+def test_page_is_self_contained() -> None:
     text = page(a_trace())
     assert not re.search(r"https?://|src=|<link|@import|url\(", text)
-    assert text.count("</script>") == 2  # no data ends a script
+    assert text.count("</script>") == 2  # data cannot end a script element
     assert "/*TRACE*/" not in text
     assert "/*SCRIPT*/" not in text
 
@@ -49,7 +49,7 @@ def a_long_trace(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="needs a browser: apt-get install chromium")
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
+def test_page_renders_in_a_browser(tmp_path: Path) -> None:
     file, long = tmp_path / "page.html", tmp_path / "long.html"
     file.write_text(page(a_trace()), encoding="utf-8")
     long.write_text(page(a_long_trace(200_000)), encoding="utf-8")
@@ -75,14 +75,15 @@ def _rows(browser: Browser) -> dict[str, list[str]]:
 def _shows_tables_and_legend(browser: Browser) -> None:
     by_name = _rows(browser)
     assert by_name["all_reduce"][:3] == ["3", "12 KiB", "54.00 ms"]
-    assert by_name["broadcast"][3] == "15.00 ms"  # rank 0 waited 10 ms, rank 1 5 ms, for rank 2
+    # rank 0 waited 10 ms and rank 1 waited 5 ms for rank 2
+    assert by_name["broadcast"][3] == "15.00 ms"
     assert {"rank 0 (host, pid 100)", "rank 2 (host, pid 102)"} <= set(by_name)
     names = "[...document.querySelectorAll('#legend button')].map(b => b.textContent)"
     assert browser.value(names) == ["broadcast", "barrier", "all_reduce", "span"]
 
 
 def _place(browser: Browser, rank: int, name: str) -> tuple[float, float]:
-    """Where on the window the middle of an event is."""
+    """Return the window position of the middle of an event."""
     script = f"""(() => {{
         const box = canvas.getBoundingClientRect();
         for (const thread of bands[{rank}].threads.values())

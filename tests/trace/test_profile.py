@@ -1,4 +1,4 @@
-"""A profile holds every rank's calls, on one clock, as a Chrome trace, and leaves nothing."""
+"""Profiles contain every rank's calls on one clock as a Chrome trace, and leave no state."""
 
 import gc
 import itertools
@@ -42,17 +42,17 @@ def profiled(rank: int, size: int, path: str) -> bool:
             fl.profile(path).start()
     assert journal.listener is None
     gc.collect()
-    fl.all_reduce(x)  # lets go of what other tests have left in these ranks, which Python does
+    fl.all_reduce(x)  # makes Python release objects of other tests in these ranks
     fl.all_reduce(x)
     of_world = current_world().group.journal
     last = of_world.records()[-1].id
     return any(isinstance(note, Record) and note.id == last for note in of_world.notes)
 
 
-def test_a_profile_of_two_ranks(pool: Any, tmp_path: Path) -> None:
+def test_profile_records_two_ranks(pool: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     through_python = pool(2, params=SHM).run(profiled, str(path))
-    assert through_python == [False, False]  # the native way is open again
+    assert through_python == [False, False]  # the native fast path is enabled again
     trace = json.loads(path.read_text())
     assert_valid(trace)
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -70,7 +70,7 @@ def test_a_profile_of_two_ranks(pool: Any, tmp_path: Path) -> None:
     assert {s["rank"] for s in trace["otherData"]["summary"]} == {0, 1}
 
 
-def test_an_exception_leaves_the_part_of_its_rank(tmp_path: Path) -> None:
+def test_profile_writes_one_part_per_rank_if_a_rank_raises(tmp_path: Path) -> None:
     def fail() -> None:
         with fl.profile(tmp_path / "trace.json"):
             fl.barrier()
@@ -106,7 +106,7 @@ with fl.profile(outer):
 """
 
 
-def test_a_profile_in_a_forked_child_records_the_calls_of_the_child(tmp_path: Path) -> None:
+def test_profile_in_a_forked_child_records_its_calls(tmp_path: Path) -> None:
     paths = [tmp_path / "outer.json", tmp_path / "first.json", tmp_path / "second.json"]
     command = [sys.executable, "-c", IN_CHILDREN, *map(str, paths)]
     subprocess.run(command, check=True, timeout=60)
@@ -116,13 +116,13 @@ def test_a_profile_in_a_forked_child_records_the_calls_of_the_child(tmp_path: Pa
         assert names == ["all_reduce", "barrier"]
 
 
-def test_what_was_not_started_cannot_be_stopped(tmp_path: Path) -> None:
+def test_profile_stop_raises_runtime_error_if_not_started(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="expected an active profile"):
         fl.profile(tmp_path / "trace.json").stop()
 
 
 def ask_for_the_time(rank: int, size: int) -> int:
-    """Clocks of two hosts, an hour apart: rank 1's is ahead. Here they are one, so it is faked."""
+    """Fake the clocks of two hosts, an hour apart; rank 1's clock is ahead."""
     backend = current_world().group.backend()
     assert profiling.offset_to_rank_0(backend) == 0  # one host, one clock
     if rank == 0:
@@ -136,7 +136,7 @@ def ask_for_the_time(rank: int, size: int) -> int:
         profiling.time = real
 
 
-def test_the_clock_of_another_host_is_found(pool: Any) -> None:
+def test_offset_to_rank_0_measures_the_clock_of_another_host(pool: Any) -> None:
     offset = pool(2, params=SHM).run(ask_for_the_time)[1]
     assert abs(offset + 3_600 * 10**9) < 5_000_000
 
@@ -145,12 +145,12 @@ TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).m
 
 
 @hypothesis.given(TIMES)
-def test_time_is_counted_once(times: Any) -> None:
+def test_covered_counts_overlapping_time_once(times: Any) -> None:
     assert covered(times) == len({time for start, end in times for time in range(start, end)})
 
 
 @hypothesis.given(TIMES, st.booleans())
-def test_threads_hold_what_fits(times: Any, beside: bool) -> None:
+def test_threads_contain_events_without_overlap(times: Any, beside: bool) -> None:
     calls = [call(n, *each, **{"async": beside}) for n, each in enumerate(times)]
     trace = chrome_trace([RankTimeline(0, "a", 1, 0, 0, calls)])
     assert_valid(trace)
@@ -173,7 +173,7 @@ def call(number: int, started: int, ended: int | None, **fields: Any) -> dict[st
     return {**about, **times, **fields}
 
 
-def test_ranks_are_aligned_and_the_late_one_is_named() -> None:
+def test_trace_aligns_ranks_and_names_the_late_rank() -> None:
     # Rank 1's clock is an hour ahead.
     hour = 3_600 * 10**9
     first = RankTimeline(0, "a", 1, 0, 90_000, [call(1, 10_000, 50_000), call(2, 60_000, None)])
@@ -194,7 +194,7 @@ def test_ranks_are_aligned_and_the_late_one_is_named() -> None:
     assert verbs == {"all_reduce": {"calls": 2, "bytes": 16, "us": 70.0, "waited_us": 30.0}}
 
 
-def test_what_runs_beside_the_program_has_threads_of_its_own() -> None:
+def test_trace_has_separate_threads_for_overlapped_calls() -> None:
     both = [call(n, 0, 10_000 * n, **{"async": True, "waits": [[8_000, 9_000]]}) for n in (1, 2)]
     trace = chrome_trace([RankTimeline(0, "a", 1, 0, 0, both)])
     assert_valid(trace)
@@ -205,7 +205,7 @@ def test_what_runs_beside_the_program_has_threads_of_its_own() -> None:
     assert summary["blocked_us"] == 1.0
 
 
-def test_nothing_at_all_is_a_trace_too() -> None:
+def test_trace_of_no_events_is_valid() -> None:
     trace = chrome_trace([RankTimeline(0, "a", 1, 0, 0, [])])
     assert_valid(trace)
     nothing = {"communication_us": 0.0, "blocked_us": 0.0, "overlapped_us": 0.0}

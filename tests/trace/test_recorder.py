@@ -1,4 +1,4 @@
-"""Every verb of every backend is recorded: what, how much, from which line, and how it ended."""
+"""Records of every verb of every backend: arguments, line of code and outcome."""
 
 import time
 from typing import Any
@@ -23,7 +23,7 @@ def ranks_of(pool: Any, world: str = "shm") -> Any:
 
 
 def here() -> str:
-    """This file, as records name it."""
+    """Return the name of this file in records."""
     return "trace/test_recorder.py:"
 
 
@@ -63,13 +63,13 @@ VERBS = [
 
 
 @EVERY_WORLD
-def test_every_verb_is_numbered_and_described(pool: Any, world: str) -> None:
+def test_journal_numbers_and_describes_every_verb(pool: Any, world: str) -> None:
     ranks = ranks_of(pool, world)
     for rank, (before, calls, messages) in enumerate(ranks.run(all_verbs)):
         assert [call["verb"] for call in calls] == VERBS
         assert [call["number"] - before for call in calls] == list(range(1, len(VERBS) + 1))
         assert all(0 < call["started"] <= call["ended"] for call in calls)
-        # What took the native way in no time at all has no line; everything else has.
+        # Only calls that took the native fast path without waiting have no line.
         lines = [call.get("line", here()) for call in calls[1:-1]]
         assert all(line.startswith(here()) for line in lines)
         assert [call["bytes"] for call in calls[:5]] == [16, 16, 16, 48, 8 * (rank + 1)]
@@ -92,8 +92,8 @@ def enter_and_leave(rank: int, size: int) -> list[dict[str, Any]]:
 
 
 @EVERY_WORLD
-def test_calls_at_the_end_of_a_block_are_of_its_line_and_its_name(pool: Any, world: str) -> None:
-    """And not of contextlib's, which calls ours there."""
+def test_journal_records_the_line_of_a_with_block_for_its_last_call(pool: Any, world: str) -> None:
+    """The line must not be one of contextlib, which makes the call."""
     for calls in ranks_of(pool, world).run(enter_and_leave):
         assert calls
         assert {call.get("via", "join") for call in calls} == {"join"}, calls
@@ -104,7 +104,7 @@ def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
     before = journal.groups()["world"]["calls"]
     for verb in (
         lambda: fl.all_reduce(np.zeros(3 + rank)),
-        lambda: fl.broadcast(np.zeros(2000), rank),  # so large that its root waits for all
+        lambda: fl.broadcast(np.zeros(2000), rank),  # large, so that its root waits for all ranks
     ):
         with pytest.raises(MismatchError):
             verb()
@@ -112,7 +112,7 @@ def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
     return calls_since(before)
 
 
-def test_a_failed_call_says_why_and_the_next_ones_count_on(pool: Any) -> None:
+def test_journal_records_the_reason_of_a_failed_call_and_counts_on(pool: Any) -> None:
     for calls in ranks_of(pool).run(mismatch):
         assert [call["verb"] for call in calls] == ["all_reduce", "broadcast", "all_reduce"]
         assert all(call["error"].startswith("MismatchError: ") for call in calls[:2])
@@ -127,7 +127,7 @@ def wait_in_vain(rank: int, size: int) -> list[dict[str, Any]]:
         with pytest.raises(CollectiveTimeoutError):
             work.wait(timeout=0.01)
         running = calls_since(before)
-        fl.send(np.zeros(1), 1)  # now the other may come
+        fl.send(np.zeros(1), 1)  # lets the other rank continue
         work.wait()
         return running + calls_since(before)
     fl.recv(np.zeros(1), 0)
@@ -135,7 +135,7 @@ def wait_in_vain(rank: int, size: int) -> list[dict[str, Any]]:
     return []
 
 
-def test_a_wait_that_ends_is_no_failure(pool: Any) -> None:
+def test_journal_records_no_failure_if_a_wait_times_out(pool: Any) -> None:
     running, ended = ranks_of(pool).run(wait_in_vain)[0]
     assert "ended" not in running
     assert "error" not in running
@@ -154,7 +154,7 @@ def in_groups(rank: int, size: int) -> tuple[list[str], list[dict[str, Any]]]:
     return names, calls
 
 
-def test_groups_have_names_that_their_ranks_agree_on(pool: Any) -> None:
+def test_group_names_are_equal_on_all_ranks(pool: Any) -> None:
     (names, calls), (others, _) = ranks_of(pool).run(in_groups)
     assert names == others
     assert len(names) == 2
@@ -162,12 +162,12 @@ def test_groups_have_names_that_their_ranks_agree_on(pool: Any) -> None:
 
 
 class Flight:
-    """A collective that a device does; there is none here, so this one is set when it ends."""
+    """A fake collective of a device that ends when the test sets it."""
 
     ended: float | None = None
 
 
-def test_a_call_on_a_device_runs_until_the_device_is_done() -> None:
+def test_device_call_ends_when_the_device_is_done() -> None:
     own = journal.Journal("devices", (0,), "")
     work, flight = Done(None), Flight()
     work.flight = flight
@@ -177,7 +177,7 @@ def test_a_call_on_a_device_runs_until_the_device_is_done() -> None:
     assert calls_since(0, "devices")[0]["ended"] == int(flight.ended * 1e9)
 
 
-def test_a_world_of_one_records_too_and_wrong_arguments_do_not_count() -> None:
+def test_journal_of_one_rank_ignores_invalid_calls() -> None:
     before = current_world().group.journal.count[0]
     with pytest.raises(TypeError):
         fl.all_reduce("no array")

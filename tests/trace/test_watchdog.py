@@ -1,4 +1,4 @@
-"""A rank writes its record for its own reasons, and when another rank has had one."""
+"""A rank writes its record for its own reasons, and after another rank's record."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def own_reason(folder: Path) -> str:
     return str(json.loads((folder / "rank0.json").read_text())["reason"])
 
 
-def test_only_what_another_rank_of_the_job_reports_counts(tmp_path: Path) -> None:
+def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
     mine = Flight(tmp_path, 0, 3, "this job")
     other, foreign = replace(mine, rank=1), replace(mine, rank=1, job="another job")
     records = OtherRecords(mine)
@@ -40,7 +40,7 @@ def test_only_what_another_rank_of_the_job_reports_counts(tmp_path: Path) -> Non
 
     def counts(act: Callable[[], object], after: float = -math.inf) -> bool:
         act()
-        os.utime(tmp_path, ns=(0, next(ticks)))  # two acts may fall into one tick of its clock
+        os.utime(tmp_path, ns=(0, next(ticks)))  # otherwise two changes may have the same timestamp
         return records.have_written(after)
 
     assert not counts((tmp_path / "loss.txt").touch)
@@ -48,7 +48,7 @@ def test_only_what_another_rank_of_the_job_reports_counts(tmp_path: Path) -> Non
     assert not counts(lambda: write_record(foreign, "a test"))
     assert not counts(lambda: write_record(other, ANSWER))
     assert not counts(lambda: (tmp_path / "rank2.json").write_text("[]"))
-    assert not counts(lambda: os.mkfifo(tmp_path / "rank3.json"))  # to read it would never end
+    assert not counts(lambda: os.mkfifo(tmp_path / "rank3.json"))  # reading it would block forever
     assert counts(lambda: write_record(other, "a test"))
     assert not records.have_written(-math.inf)
     written = write_record(other, "a test").stat().st_mtime
@@ -57,7 +57,7 @@ def test_only_what_another_rank_of_the_job_reports_counts(tmp_path: Path) -> Non
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The folder of a world's records, what waits until its watchdog has looked there, and that."""
+    """Return the records folder, a function that waits for the watchdog, and the watchdog."""
     looked = threading.Event()
     have_written = OtherRecords.have_written
 
@@ -66,7 +66,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return have_written(self, after)
 
     def look() -> None:
-        for _ in range(3):  # the first may have begun before, the last begins when all is written
+        for _ in range(3):  # the first look may have begun earlier; the last begins after the write
             looked.clear()
             assert looked.wait(10)
 
@@ -79,7 +79,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         fl.distributed_shutdown()
 
 
-def test_a_dump_keeps_its_reason_until_another_rank_has_a_later_one(world: Any) -> None:
+def test_dump_keeps_its_reason_until_a_later_report(world: Any) -> None:
     folder, look, dog = world
     other = replace(dog.flight, rank=1)
     fl.trace.dump("a test")
@@ -87,39 +87,39 @@ def test_a_dump_keeps_its_reason_until_another_rank_has_a_later_one(world: Any) 
     assert own_reason(folder) == "a test"
     written = write_record(other, "a signal").stat().st_mtime
     look()
-    assert own_reason(folder) == "a test"  # it says as much
+    assert own_reason(folder) == "a test"  # the other record has no new reason
     later = write_record(other, "another signal")
     os.utime(later, (written + 60, written + 60))
-    (folder / "loss.txt").touch()  # now the folder changes, as it does when a file comes
+    (folder / "loss.txt").touch()  # changes the folder, as a new record does
     look()
     assert own_reason(folder) == ANSWER
 
 
-def test_a_failure_is_written_whatever_was_written_before(world: Any) -> None:
+def test_failure_is_written_after_an_earlier_record(world: Any) -> None:
     folder, look, dog = world
     fl.trace.dump("a test")
-    with dog._lock:  # as while a record is written, on the thread that a signal interrupts
+    with dog._lock:  # as during a write on the interrupted thread
         fl.trace.dump("the handler of a signal")
         write_record(replace(dog.flight, rank=1), "a test")
-        time.sleep(0.05)  # until the watchdog has seen that; no event says so
+        time.sleep(0.05)  # until the watchdog has read the record; there is no event for it
         dog.explain(PeerLostError("[barrier] rank 0 of 2: lost rank 1"))
     dog.explain(PeerLostError("again"))
     look()
     assert own_reason(folder) == "PeerLostError: [barrier] rank 0 of 2: lost rank 1"
 
 
-def test_a_handler_may_leave_while_a_record_is_written(world: Any) -> None:
+def test_signal_handler_may_raise_during_a_write(world: Any) -> None:
     _, _, dog = world
-    with dog._lock:  # as while a record is written, on the thread that a signal interrupts
-        os.kill(os.getpid(), signal.SIGUSR1)  # what the watchdog wants to write too
-        time.sleep(0.2)  # until it does; no event says so
+    with dog._lock:  # as during a write on the interrupted thread
+        os.kill(os.getpid(), signal.SIGUSR1)  # the watchdog wants to write this as well
+        time.sleep(0.2)  # until the watchdog tries; there is no event for it
         flight_record.stop()
     assert not dog._thread.is_alive()
 
 
 @pytest.mark.parametrize("allowed", [1, 2, 3])
-def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
-    """It needs two pipes: three descriptors are too few."""
+def test_watchdog_leaves_nothing_if_it_cannot_start(tmp_path: Path, allowed: int) -> None:
+    """The watchdog needs two pipes; three descriptors are too few."""
     before = process_state()
     free = (number for number in count() if not os.path.exists(f"/proc/self/fd/{number}"))
     *_, last = islice(free, allowed)
@@ -128,10 +128,9 @@ def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
     assert process_state() == before
 
 
-def test_a_signal_while_the_thread_starts_leaves_it_what_it_waits_for(
+def test_watchdog_thread_keeps_its_pipe_if_a_signal_interrupts_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The handler raises in start(), when the thread runs already."""
     errors: list[object] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
 

@@ -1,11 +1,11 @@
-"""What Perfetto and Chrome ask of a trace."""
+"""Requirements of Perfetto and Chrome on a trace."""
 
 import json
 from typing import Any
 
 
 def assert_valid(trace: dict[str, Any]) -> None:
-    """Check the event format, and that events of a thread lie within or after each other."""
+    """Check the event format, and that events of a thread are nested or disjoint."""
     trace = json.loads(json.dumps(trace, allow_nan=False))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     threads: dict[tuple[int, int], list[dict[str, Any]]] = {}

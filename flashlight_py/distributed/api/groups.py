@@ -44,7 +44,7 @@ def new_group(
 
     Args:
         ranks: Ranks in the parent, without duplicates. Their order determines the new ranks.
-        timeout: Seconds per operation, equal on every rank. Default: the timeout of the parent.
+        timeout: In seconds per operation, equal on every rank. Default: the timeout of the parent.
         group: The parent. Default: the world.
 
     Returns:
@@ -62,7 +62,7 @@ def new_group(
             raise ValueError(f"new_group: ranks must not contain duplicates, got {members}")
         if not members:
             raise ValueError("new_group: ranks must contain at least one rank, got []")
-        return _create_group(parent, "new_group", _in_words(members), timeout, lambda _: members)
+        return _create_group(parent, "new_group", _member_text(members), timeout, lambda _: members)
 
 
 def split(
@@ -76,7 +76,7 @@ def split(
     Args:
         color: Any integer. None: this rank joins no group, and receives a group without itself.
         key: Any integer.
-        timeout, group: As for :func:`new_group`.
+        timeout, group: As for :func:`new_group`; the timeout in seconds.
 
     Returns:
         The new group of this rank; see :func:`new_group`.
@@ -137,7 +137,7 @@ def grid(
     return Grid(rank, extents, tuple(map(bool, wraps)))
 
 
-def _in_words(members: Sequence[int]) -> str:
+def _member_text(members: Sequence[int]) -> str:
     """Return the members of a new group as text. Long lists are cut and have a digest."""
     words = f"new_group {list(members)}"
     if len(words) <= _MOST_WORDS:

@@ -123,7 +123,7 @@ def host_array(
             )
         layout = None
         if shape is not None:
-            layout = Layout(_extents("host_array", shape), _checked(np.dtype(dtype)))
+            layout = Layout(_extents("host_array", shape), _check_dtype(np.dtype(dtype)))
         store = BackendStore(members.backend(), "host_array")
         with members.journal.recording("host_array"):
             return _array_of_host(store, load, layout)
@@ -170,7 +170,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         _, path, layout = offers[loader]
         _raise_first(store, "while loading", [problem for problem, _, _ in offers], error)
         try:
-            array = _array_at(path, layout)
+            array = _map_array(path, layout)
         except OSError as failure:
             error, words = failure, reason_of(failure)
         problems = [text.decode() for text in store.exchange(words.encode())]
@@ -196,10 +196,10 @@ def _load(
                 "host_array: load must return a NumPy array, got a CuPy array. Return array.get()."
             )
         source = np.asarray(source)
-        layout = Layout(source.shape, _checked(source.dtype))
+        layout = Layout(source.shape, _check_dtype(source.dtype))
     file = MemoryFile(named)
     try:
-        target = _array_at(file.path, layout, new=True)
+        target = _map_array(file.path, layout, new=True)
         if source is None:
             load(target)
         else:
@@ -210,7 +210,7 @@ def _load(
     return file, layout
 
 
-def _array_at(path: str, layout: Layout, new: bool = False) -> Array:
+def _map_array(path: str, layout: Layout, new: bool = False) -> Array:
     """Return an array in the memory at ``path``, which stays mapped while the array exists."""
     nbytes = max(1, int(np.prod(layout.shape, dtype=object)) * layout.dtype.itemsize)
     with open_memory(path) as fd:
@@ -223,7 +223,7 @@ def _array_at(path: str, layout: Layout, new: bool = False) -> Array:
     return np.ndarray(layout.shape, layout.dtype, buffer=memory)
 
 
-def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _check_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.hasobject:
         raise TypeError(
             f"host_array: dtype must not contain Python objects, got {dtype}. Use a numeric dtype "

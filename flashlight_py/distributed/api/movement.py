@@ -287,14 +287,14 @@ def _blocks_to_all(
 # Dtype and shape are sent in the call of the root, so the other ranks need no matching array.
 def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any) -> Any:
     """Scatter ``xs`` (None except on the root) in equal parts. Return an array like ``kind``."""
-    parts = None if xs is None else _whole(xs, members.size)
+    parts = None if xs is None else _concatenate_parts(xs, members.size)
     if parts is not None and parts.ndim > _DIMENSIONS + 1:
         raise ValueError(
             f"scatter: a part must have at most {_DIMENSIONS} dimensions, got shape "
             f"{parts.shape[1:]}. Reshape the array."
         )
     # whole[0] would be no array if the part has no dimension.
-    like = _array_of(out) if parts is None else parts[0, ...]
+    like = _out_array(out) if parts is None else parts[0, ...]
     space = prepare_output("scatter", out, like, () if like is None else like.shape, kind)
     if like is not None and native_code(like.dtype) == MOVED:
         # Sent with each part as text, for ranks without ``out``.
@@ -316,8 +316,8 @@ def _scatter_rows(
 ) -> Any:
     """Scatter ``rows[r]`` rows to rank r: agree on dtype and shape, then move the rows."""
     counts = row_counts("scatter", rows, members.size)
-    array = None if xs is None else _whole(xs, members.size, counts)
-    like = array if array is not None else _array_of(out)
+    array = None if xs is None else _concatenate_parts(xs, members.size, counts)
+    like = array if array is not None else _out_array(out)
     shape = () if like is None else (counts[members.rank], *like.shape[1:])
     space = prepare_output("scatter", out, like, shape, kind)
     call.out = like
@@ -350,22 +350,22 @@ def _agree(
     expected = calls[root]
     if any(call[:2] != expected[:2] or call[2] not in (None, expected[2]) for call in calls):
         prefix = f"[scatter] rank {members.rank} of {members.size}"
-        words = [_in_words(*values) for values in calls]
+        words = [_call_text(*values) for values in calls]
         raise MismatchError(different_calls(prefix, enumerate(words), 0, which="this call"))
     dtype, shape = expected[2]
     return dtype_from_text(dtype), shape
 
 
-def _in_words(counts: list[int], root: int, kind: tuple[str, tuple[int, ...]] | None) -> str:
+def _call_text(counts: list[int], root: int, kind: tuple[str, tuple[int, ...]] | None) -> str:
     about = "" if kind is None else f"{dtype_name(dtype_from_text(kind[0]))} rows of {kind[1]}, "
     return f"scatter({about}rows={counts}, root={root})"
 
 
-def _array_of(out: Any) -> Array | None:
+def _out_array(out: Any) -> Array | None:
     return None if out is None else as_array("scatter", out, of_any_dtype=True, mutable=True)
 
 
-def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:
+def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> Array:
     """Return the arrays of the root as one array; for equal parts of shape (size, *part)."""
     is_list = isinstance(xs, list | tuple)
     arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in (xs if is_list else [xs])]

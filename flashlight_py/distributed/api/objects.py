@@ -129,8 +129,8 @@ def send_object(obj: Any, dst: int, tag: int = 0, *, group: Group = None) -> Non
     try:
         content = pickle.dumps(obj, 5)
     except Exception as error:
-        send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group=group)
-        raise TypeError(f"{_at('send_object', members)}: {reason_of(error)}") from error
+        send(np.frombuffer(_NO_PICKLE + _reason_bytes(error), np.uint8), dst, tag, group=group)
+        raise TypeError(f"{_pickle_error('send_object', members)}: {reason_of(error)}") from error
     content_bytes = np.frombuffer(content, np.uint8)
     if content_bytes.size <= _FIRST_BYTES:
         send(content_bytes, dst, tag, group=group)
@@ -159,19 +159,18 @@ def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
         with reject_together(members, "recv_object", ()):
             members.run(Call(RECV, first, peer=sender, tag=_LATER_TAGS - number))
     elif first[0] == _NO_PICKLE[0]:
-        raise TypeError(
-            f"{_at('recv_object', members)}: {first[1:].tobytes().decode(errors='replace')}"
-        )
+        reason = first[1:].tobytes().decode(errors="replace")
+        raise TypeError(f"{_pickle_error('recv_object', members)}: {reason}")
     return pickle.loads(first.data)
 
 
-def _at(verb: str, members: Membership) -> str:
+def _pickle_error(verb: str, members: Membership) -> str:
     return (
         f"[{verb}] rank {members.rank} of {members.size}: expected a picklable object on the sender"
     )
 
 
-def _words_of(error: Exception) -> bytes:
+def _reason_bytes(error: Exception) -> bytes:
     return reason_of(error).encode(errors="backslashreplace")[:_WORDS_BYTES]
 
 
@@ -226,7 +225,7 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
     try:
         return [Frame(pickle.dumps(obj, 5)).pack() for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
-        return [Frame(_words_of(error), PROBLEM).pack()] * len(objs)
+        return [Frame(_reason_bytes(error), PROBLEM).pack()] * len(objs)
 
 
 class _Move:

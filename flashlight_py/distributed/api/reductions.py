@@ -358,7 +358,7 @@ def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[
 def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group: Group) -> Any:
     """Run :func:`all_reduce_multiple` in Python, for all kinds of arrays."""
     members, verb = members_of(group), "all_reduce_multiple"
-    with reject_together(members, verb, _begun(xs, limit, async_op)):
+    with reject_together(members, verb, _pending_calls(xs, limit, async_op)):
         inputs = list(xs)
         checked = [as_array(verb, x, of_any_dtype=True, mutable=True) for x in inputs]
         overlap = OverlapCheck(verb)
@@ -389,7 +389,7 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
         return members.keep(together) if is_copied else together
 
 
-def _begun(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
+def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
     """Yield the calls that other ranks start. Read only if this rank rejects its arguments."""
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]

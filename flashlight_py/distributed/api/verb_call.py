@@ -378,9 +378,9 @@ class reject_together:
         if self._calls not in (None, group.journal.count[0]):
             return
         if not group.journal.has_recorded(error):  # else a call has begun or was rejected
-            self.refuse(error)
+            self.reject(error)
 
-    def refuse(self, error: Exception) -> None:
+    def reject(self, error: Exception) -> None:
         """Make the other ranks raise because of ``error``."""
         group, begun = self._group, list(self._begun)
         words = f"{self._verb}, and {self._outcome} ({reason_of(error)})"

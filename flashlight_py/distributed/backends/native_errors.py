@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashlight_py._native import codes
 from flashlight_py._native.codes import DTYPES, MOVED
 from flashlight_py.distributed.calls.arrays import MIN_DTYPE_DIGEST
-from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, composed, in_words
+from flashlight_py.distributed.calls.call import COMPOSED, array_text, call_text, composed
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import (
@@ -245,7 +245,7 @@ def signature_text(signature: Any, name: str = "") -> str:
         rows = f"#{root:x}" if verb.reduces else "..."
     has_array = verb is not BARRIER and signature.ndim != codes.ANY
     about = _array(signature, name) if has_array else ""
-    return in_words(verb, about, ReduceOp(signature.op), signature.scale, root, root, rows)
+    return call_text(verb, about, ReduceOp(signature.op), signature.scale, root, root, rows)
 
 
 def _array(signature: Any, name: str) -> str:
@@ -259,4 +259,4 @@ def _array(signature: Any, name: str) -> str:
         folded = signature.shape[codes.DIMENSIONS - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {ndim} dimensions"
     device = "cupy " if signature.dtype & codes.ON_GPU else ""
-    return array_in_words(f"{device}{name or DTYPES[code]}", tuple(extents))
+    return array_text(f"{device}{name or DTYPES[code]}", tuple(extents))

@@ -199,7 +199,7 @@ def _parts(dtype: np.dtype[Any]) -> Any:
         base, shape = dtype.subdtype
         return [_parts(base), shape]
     if dtype.names is None:
-        return _of_dates(dtype) if dtype.kind in "mM" else str(dtype)
+        return _date_text(dtype) if dtype.kind in "mM" else str(dtype)
     fields = [dtype.fields[name] for name in dtype.names] if dtype.fields else []
     return {
         "names": dtype.names,
@@ -210,7 +210,7 @@ def _parts(dtype: np.dtype[Any]) -> Any:
     }
 
 
-def _of_dates(dtype: np.dtype[Any]) -> str:
+def _date_text(dtype: np.dtype[Any]) -> str:
     """Return the same text for M8[1000ms] and M8[s], which NumPy treats as equal."""
     unit, count = np.datetime_data(dtype)
     while unit in _UNITS[1:] and count % 1000 == 0:

@@ -150,33 +150,33 @@ class Call:
 
     def __str__(self) -> str:
         """Return the call as users write it, such as ``"broadcast(float32 (3,), root=0)"``."""
-        return self.refusal or composed(self.part_of, self.root) or self._in_words(self.like, False)
+        return self.refusal or composed(self.part_of, self.root) or self._text(self.like, False)
 
     @property
     def key(self) -> str:
         """Text that is equal on all ranks if their calls match."""
         like = None if self.verb is SCATTER else self.like  # a receiver may not know more
         part_of = "" if self.part_of == SHUTDOWN else composed(self.part_of, self.root)
-        return self.refusal or f"{part_of}\n{self._in_words(like, self.is_ragged)}"
+        return self.refusal or f"{part_of}\n{self._text(like, self.is_ragged)}"
 
     @property
     def steps(self) -> str:
         """The call as text, with the composed operation that it is a step of."""
         return SHUTDOWN if self.part_of == SHUTDOWN else self.key.strip("\n").replace("\n", ": ")
 
-    def _in_words(self, like: Array | None, is_ragged: bool) -> str:
+    def _text(self, like: Array | None, is_ragged: bool) -> str:
         rows = "" if self.rows is None else str(list(self.rows)) if self.verb.reduces else "..."
         about = ""
         if like is not None:
             dtype, shape = self.holds or (like.dtype, like.shape)
             kind = f"{'cupy ' * is_cupy(like)}{dtype_name(dtype)}"
-            about = f"{kind} rows of {shape[1:]}" if is_ragged else array_in_words(kind, shape)
+            about = f"{kind} rows of {shape[1:]}" if is_ragged else array_text(kind, shape)
         values = self.op, self.scale + 0.0, self.root, self.tag, rows  # -0.0 must equal 0.0
-        return in_words(self.verb, about, *values)
+        return call_text(self.verb, about, *values)
 
 
 @functools.lru_cache(maxsize=1024)  # programs repeat their calls, and wait for this
-def in_words(
+def call_text(
     verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
 ) -> str:
     """Return a call as text. ``about`` describes its array; ``rows`` is empty if parts are equal.
@@ -193,7 +193,7 @@ def in_words(
 
 
 @functools.lru_cache(maxsize=1024)
-def array_in_words(kind: str, shape: tuple[object, ...]) -> str:
+def array_text(kind: str, shape: tuple[object, ...]) -> str:
     """Return dtype and shape as text, such as ``int8 (3,)``."""
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 

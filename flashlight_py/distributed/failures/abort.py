@@ -118,7 +118,7 @@ def uninstall_hooks() -> None:
 
 def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
     """Report to the other ranks of ``backends`` (default: all open ones) that this rank ends."""
-    words = _in_words(error)
+    words = _report_text(error)
     for backend in open_backends() if backends is None else backends:
         backend.abort(words)
 
@@ -190,7 +190,7 @@ class abort_on_exception:
             report(error)
 
 
-def _in_words(error: BaseException) -> str:
+def _report_text(error: BaseException) -> str:
     """Return the exception as one line, followed by the end of its traceback, up to ``_BYTES``."""
     last = traceback.format_exception_only(type(error), error)[-1].strip()
     summary = _bytes(last.splitlines()[0] if last else type(error).__name__)[:_SUMMARY_BYTES]

@@ -239,14 +239,14 @@ class OtherRecords:
         self._flight = flight
         self._changed = 0, 0  # mtime of the folder at the last two checks
         self._seen = set[tuple[str, int, int]]()  # a later record has another inode or mtime
-        self._new()
+        self._new_records()
 
     def have_written(self, after: float) -> bool:
         """Return whether another rank has written a record of its own reason since the last call.
 
         Only files later than ``after`` count (seconds of the file system): NFS may list them late.
         """
-        for path, _, when in self._new():
+        for path, _, when in self._new_records():
             with suppress(OSError, ValueError):  # replaced meanwhile, or not a record
                 if when > after * 1e9:
                     fields = read_fields(path)
@@ -254,7 +254,7 @@ class OtherRecords:
                         return True
         return False
 
-    def _new(self) -> set[tuple[str, int, int]]:
+    def _new_records(self) -> set[tuple[str, int, int]]:
         """Return path, inode and mtime of new records of other ranks since the last call."""
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
@@ -274,7 +274,7 @@ class OtherRecords:
         return records - before
 
 
-# Seconds without further records, neither for failures nor in answer to other ranks.
+# Seconds after a record in which this rank writes no further record.
 _QUIET_SECONDS = 10.0
 # Seconds between checks for other records. Network file systems send no notifications.
 _LOOK_SECONDS = 0.5

@@ -81,10 +81,10 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
     if len(hosts) == store.size:
         why = f"no two ranks share memory{reason and f': {reason}'}"
         return Choice(_gloo(store, settings), why, reason)
-    return _shared(store, settings, sharing)
+    return _by_memory(store, settings, sharing)
 
 
-def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
+def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
     """Use shared memory inside each host. If that fails on any host, all ranks use Gloo only."""
     hosts, reason = sharing.groups, sharing.apart
     host_ranks = hosts[sharing.of[store.rank]]

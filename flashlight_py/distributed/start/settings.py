@@ -88,7 +88,7 @@ class Settings:
                 if not is_valid(fields[key.lower()]):
                     raise ValueError(f"{sources[key]} must be {rule}, got {values[key]!r}")
         folder = values.get(Keys.TRACE_DIR, system.environ.get("FLASHLIGHT_TRACE_DIR"))
-        if folder:  # "" stays; other paths stay valid after chdir
+        if folder:  # "" means no records; an absolute path survives chdir
             folder = str(Path(os.fsdecode(os.fspath(folder))).absolute())
         return cls(
             **fields,
@@ -164,13 +164,14 @@ def read_init_method(
     if value is None:
         return None, params
     if value in BACKENDS:
-        return None, _with(params, {Keys.BACKEND: value})
+        return None, _add_params(params, {Keys.BACKEND: value})
     if value == "env://":
         return DistributedInit.ENV, params
     if scheme == "file" and rest:
-        return DistributedInit.FILE_SYSTEM, _with(params, {Keys.FILE_PATH: rest})
+        return DistributedInit.FILE_SYSTEM, _add_params(params, {Keys.FILE_PATH: rest})
     if scheme == "tcp" and rest:
-        return DistributedInit.ENV, _with(params, dict(zip(_MASTER, _address(value), strict=True)))
+        master = dict(zip(_MASTER, _parse_address(value), strict=True))
+        return DistributedInit.ENV, _add_params(params, master)
     try:
         return DistributedInit(value), params
     except ValueError:
@@ -181,7 +182,7 @@ def read_init_method(
         ) from None
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     parts = urlsplit(text)
     try:
         host, port = parts.hostname, parts.port
@@ -195,7 +196,7 @@ def _address(text: str) -> tuple[str, int]:
     return host, port
 
 
-def _with(params: Mapping[str, Any] | None, implied: dict[str, Any]) -> Mapping[str, Any]:
+def _add_params(params: Mapping[str, Any] | None, implied: dict[str, Any]) -> Mapping[str, Any]:
     """Return ``params`` with the ``implied`` keys. A later check rejects other types."""
     for key, value in implied.items():
         passed = params.get(key) if isinstance(params, Mapping) else None

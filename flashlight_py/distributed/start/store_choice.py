@@ -45,7 +45,7 @@ def choose_store(
         return lambda: MpiStore(settings.timeout)
     if host is not None:
         call = f"distributed_init('tcp://{host}:{port}', 0, 1)"
-        launch = _passed(rank, size, settings, call) if is_passed else _detected()
+        launch = _check_passed(rank, size, settings, call) if is_passed else _detect()
         launch = replace(launch, file=None, master_address=host, master_port=port, addresses=())
     elif method is DistributedInit.FILE_SYSTEM:
         if file is None:
@@ -53,9 +53,9 @@ def choose_store(
                 "distributed_init: DistributedInit.FILE_SYSTEM needs a rendezvous file. Pass "
                 "params={'FILE_PATH': path} with a path that all ranks can access."
             )
-        launch = _passed(rank, size, settings, "distributed_init(FILE_SYSTEM, 0, 1)")
+        launch = _check_passed(rank, size, settings, "distributed_init(FILE_SYSTEM, 0, 1)")
     elif method is DistributedInit.ENV:
-        launch = _detected()
+        launch = _detect()
         if is_passed and (rank, size) != (launch.rank, launch.size):
             raise ValueError(
                 f"distributed_init: expected rank {launch.rank} of {launch.size} as in the "
@@ -79,7 +79,7 @@ def choose_store(
     return None if launch.size == 1 else lambda: _create_store(launch, settings)
 
 
-def _passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnvironment:
+def _check_passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnvironment:
     """Check the passed rank and size. ``call`` is an example for a world of one, for errors."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -90,7 +90,7 @@ def _passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnviro
     return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
 
 
-def _detected() -> LaunchEnvironment:
+def _detect() -> LaunchEnvironment:
     launch = environment.detect()
     if launch is None:
         environment.check_schedulers()

@@ -1,5 +1,5 @@
-// What a heartbeat closes in a forked child: what is still its own. Prints which of its descriptors have
-// been closed whose numbers meant something else by then.
+// Descriptors that a heartbeat closes in a forked child must still be its own. Prints the descriptors that
+// were closed although their numbers had been reused.
 #include <arpa/inet.h>
 #include <fcntl.h>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// The next descriptor that is opened.
+// Return the next descriptor number that will be opened.
 int next_number() {
   const int number = dup(0);
   close(number);

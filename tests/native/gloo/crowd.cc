@@ -1,5 +1,5 @@
-// Heartbeats of many ranks on one host, all of which ask the only rank of another one, in turns on
-// one thread. Prints how many connections that one has after a while.
+// Heartbeats of many ranks on one host that all ask the only rank of another host, in turns on one thread.
+// Prints the number of connections of that rank after a while.
 #include <arpa/inet.h>
 
 #include <cstring>
@@ -24,7 +24,7 @@ sockaddr_storage loopback() {
   return address;
 }
 
-// How many connections there are at a port of the loopback, as proc(5) says.
+// Return the number of established connections to a port of the loopback, from proc(5).
 int connections(int port) {
   std::ifstream table("/proc/net/tcp");
   std::string line, number, here, there, state;
@@ -56,7 +56,7 @@ int main(int, char** arguments) {
   for (const auto end = Clock::now() + kWhile; Clock::now() < end;) {
     for (const auto& each : ranks) {
       if (Clock::now() < each->due()) continue;
-      if (const auto lost = each->look()) std::cout << lost->what() << "\n";
+      if (const auto lost = each->update()) std::cout << lost->what() << "\n";
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

@@ -1,5 +1,5 @@
-// destroyed ROUNDS: one thread destroys a buffer while Gloo's thread receives the message that is for it. Built
-// with the sanitizer of undefined behavior, the program fails if Gloo's thread uses a destroyed buffer.
+// destroyed ROUNDS: one thread destroys a buffer while Gloo's thread receives its message. Built with the
+// undefined-behavior sanitizer, the program fails if Gloo's thread uses a destroyed buffer.
 #include <cstdlib>
 #include <thread>
 

@@ -1,4 +1,4 @@
-// Prints in hexadecimal digits what hmac() makes of the key and the text that it is given.
+// Prints hmac(key, text) of its arguments in hexadecimal digits.
 #include "../../../csrc/gloo/proof.h"
 
 #include <cstdio>

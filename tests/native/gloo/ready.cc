@@ -1,6 +1,6 @@
-// Two ranks connect. Prints of the one that was asked whether it had the connection when that was made, and
-// whether the other one has it then. Then pairs of ranks do, of which one closes while Gloo's thread has its
-// connection and has not ended the attempt yet.
+// Two ranks connect. Prints whether the asked rank counted as connected when its handler ran, and whether the
+// other rank is connected. Then pairs of ranks connect, and one closes while Gloo's thread has its connection
+// and has not ended the attempt.
 #include <future>
 #include <iostream>
 #include <thread>

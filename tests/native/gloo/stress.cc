@@ -1,4 +1,4 @@
-// gloo_stress WORLDS [SEED [FIRST]]: what csrc/gloo does, at random, against what it promises.
+// gloo_stress WORLDS [SEED [FIRST]]: random tests of csrc/gloo against its contract.
 #include <signal.h>
 #include <unistd.h>
 
@@ -9,11 +9,11 @@ namespace {
 
 using namespace stress;
 
-// Seconds that a world may take, however busy the machine; one that hangs ends the program.
+// Seconds that a world may take on a busy machine; a hanging world ends the program.
 constexpr unsigned kPatience = 200;
 constexpr int kCalls = 12, kParts = 3, kCallsOfAPart = 4;
 
-// Some ranks in any order.
+// Return some ranks in random order.
 std::vector<int> some_ranks(int size, Random& random) {
   std::vector<int> ranks;
   for (int r = 0; r < size; ++r) ranks.insert(ranks.begin() + random.below(r + 1), r);
@@ -25,7 +25,7 @@ void one_world(uint64_t seed) {
   alarm(kPatience);
   Random random(seed);
   random.one_in(2) ? setenv("FLASHLIGHT_CHECKS", "sync", 1) : unsetenv("FLASHLIGHT_CHECKS");
-  // So many that what they call goes by others, now and then.
+  // Occasionally so many ranks that calls are relayed.
   const int ranks = 2 + static_cast<int>(random.one_in(4) ? 7 + random.below(6) : random.below(4));
   const bool lazily = random.one_in(3);
   const size_t largest = ranks > 3 ? 700000 : random.one_in(4) ? 9000000 : 2000000;

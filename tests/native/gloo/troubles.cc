@@ -11,7 +11,7 @@ constexpr size_t kLarge = 16385;  // more than travels with the call
 
 }  // namespace
 
-// Who still receives from any rank would raise where one has left.
+// Begin with a barrier, because a receive from any rank raises if a rank has left.
 void play_the_end(Rank& rank, Random random) {
   check_ok(rank.run(signature_of(FL_BARRIER, 0, 0), nullptr, nullptr, -1, false), "a barrier");
   if (rank.size == 1 || random.one_in(3)) return;
@@ -36,11 +36,11 @@ void play_the_end(Rank& rank, Random random) {
     const auto mine = signature_of(FL_RECV, count, 2);
     check(ended(rank.run(mine, last.data(), nullptr, victim, false)) != FL_OK, "an end");
   } else if (Random(count + rank.rank).one_in(3)) {
-    rank.close();  // with all that in the air
+    rank.close();  // with all operations pending
   }
   for (size_t i = 0; i < begun.size(); ++i) {
     const fl_status status = ended(begun[i]);
-    const bool has_gone = i == 1 && count < kLarge && status == FL_OK;  // a send of little to who is late
+    const bool has_gone = i == 1 && count < kLarge && status == FL_OK;  // a small send to a late rank
     check(has_gone || status == FL_PEER_LOST || status == FL_TIMEOUT || status == FL_CLOSED, "another end");
   }
 }

@@ -7,7 +7,7 @@ inline std::shared_ptr<fl::Links> listening(int rank) {
   return std::make_shared<fl::Links>(fl::create_device("127.0.0.1", ""), rank, 2, false);
 }
 
-// Nothing is sent.
+// A parcel handler that ignores all events.
 struct Nothing final : fl::Parcels {
   void received(int, uint64_t, bool, fl::Parcel) override {}
   void sent(int, size_t) override {}
@@ -15,9 +15,9 @@ struct Nothing final : fl::Parcels {
 };
 inline Nothing nothing;
 
-// Connect two ranks, `made` is called on Gloo's thread of the one that is asked.
+// Connect two ranks. `made` is called on Gloo's thread of the asked rank.
 struct Two {
-  explicit Two(const fl::Links::Made& made) {
+  explicit Two(const fl::Links::ConnectedHandler& made) {
     std::vector<char> addresses = asked->address();
     const size_t bytes = addresses.size();
     addresses.insert(addresses.end(), asking->address().begin(), asking->address().end());

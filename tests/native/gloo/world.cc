@@ -20,7 +20,7 @@ std::vector<char> Rank::address() {
 }
 
 void Rank::connect(const std::vector<char>& addresses, bool lazily) {
-  const std::vector<char> key(FL_KEY_BYTES);  // the same of all ranks
+  const std::vector<char> key(FL_KEY_BYTES);  // equal on all ranks
   check_ok(fl_connect(group_, addresses.data(), addresses.size() / size, key.data(), lazily, 60), "connect");
 }
 

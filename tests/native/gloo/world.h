@@ -1,4 +1,4 @@
-// Ranks of a Gloo group as threads of this process, through the C ABI alone.
+// Ranks of a Gloo group as threads of this process, using only the C ABI.
 #pragma once
 
 #include "../../../csrc/gloo/abi.h"
@@ -10,13 +10,13 @@ namespace stress {
 
 using Array = std::vector<uint32_t>;
 
-// One rank, which checks that what it calls ends as it should.
+// One rank, which checks the results of its calls.
 class Rank {
  public:
   Rank(int rank, int size) : rank(rank), size(size) {}
   ~Rank() { close(); }
   Rank(const Rank&) = delete;
-  // That of a group of some ranks, this one among them.
+  // Return this rank of a subgroup.
   Rank part(const std::vector<int>& ranks, uint64_t number) const;
 
   void create();
@@ -24,10 +24,10 @@ class Rank {
   void connect(const std::vector<char>& addresses, bool lazily);
   void close();
 
-  // Run an operation here, or begin it: fl_run.
+  // Run or start an operation: fl_run.
   fl_op* run(const fl_signature& signature, void* data, void* output, int peer, bool async);
 
-  // What a Player calls. There are no regions here, and nothing is called in two steps.
+  // Functions that a Player calls. There are no regions and no calls in two steps.
   fl::Handle run(const fl::Request& call) { return called(call, 0); }
   fl::Handle start(const fl::Request& call) { return called(call, 1); }
   std::vector<fl::Handle> exchange(const fl_message* messages, int count, double seconds, bool async);
@@ -51,7 +51,7 @@ class Rank {
 template <>
 inline constexpr bool waits_for_all<Rank> = false;
 
-// What `ranks` of a world do, each on a thread.
+// Run `play(rank)` for the ranks of a world, each on a thread.
 template <typename Play>
 void in_world(int ranks, bool lazily, Play play) {
   std::vector<std::vector<char>> addresses(ranks);
@@ -71,20 +71,21 @@ void in_world(int ranks, bool lazily, Play play) {
 
 fl_signature signature_of(int verb, size_t count, int root);
 
-// Wait for an operation, free it, and return how it ended; null has ended well.
+// Wait for an operation, free it, and return its status; null is success.
 fl_status ended(fl_op* op);
 void check_ok(fl_op* op, const char* what);
 
-// Messages to the next rank and from the one before, with several tags, each on threads of its own.
+// Messages to the next rank and from the previous one, with several tags, each on separate threads.
 void play_threads(Rank& rank);
-// Groups of some ranks, each with its script, beside each other and the whole, which goes on whatever becomes of them.
+// Subgroups, each with a script, run concurrently with each other and with the whole group, which continues
+// after their end.
 struct Part {
   std::vector<int> ranks;
   Script script;
   uint64_t number;
 };
 void play_parts(Rank& rank, const std::vector<Part>& parts, const Script& beside);
-// How a world ends: one rank leaves, or is late, while the others wait for it.
+// The end of a world: one rank leaves or is late while other ranks wait for it.
 void play_the_end(Rank& rank, Random random);
 
 }  // namespace stress

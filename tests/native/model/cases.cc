@@ -1,5 +1,4 @@
-// Collectives in the model, and what must come of them: right results where nobody vanishes; else those, or a failure
-// that names who has.
+// Collectives in the model. Expected: correct results, or a failure that names the rank that has vanished.
 
 #include "member.h"
 
@@ -16,11 +15,11 @@ int32_t sum(int ranks, int call, size_t k) {
   return result;
 }
 
-// One collective call: its arrays, and what they must hold afterwards.
+// One collective call: its arrays and their expected contents.
 struct Call {
   Member& me;
   const int verb, number, root;
-  const size_t count;  // for each rank, or each section
+  const size_t count;  // per rank or per section
   fl_signature s;
   std::vector<int32_t> data, output, wanted;
   std::vector<int64_t> sections;
@@ -38,8 +37,8 @@ struct Call {
     };
     const auto set_count = [&](size_t n) { s.count = s.shape[0] = static_cast<int64_t>(n); };
     const auto rooted = [&] { s.root = root; };
-    const auto row = [&](int r) { return count + static_cast<size_t>(r); };  // of those that may differ
-    // Each has row(r) for rank r; returns where those for this rank begin.
+    const auto row = [&](int r) { return count + static_cast<size_t>(r); };  // if uneven
+    // Put row(r) elements per rank r; return the index of the first one for this rank.
     const auto fill_unevenly = [&] {
       for (int i = 0; i < ranks * ranks; ++i) sections.push_back(static_cast<int64_t>(4 * row(i % ranks)));
       size_t all = 0, before = 0;
@@ -124,7 +123,7 @@ struct Call {
   void* in() { return sections.empty() ? static_cast<void*>(data.data()) : &given; }
   void* out() { return output.empty() ? nullptr : output.data(); }
 
-  // Whether all is well; nobody may use what it has given any more.
+  // Return true on success. On failure the arrays may still be in use.
   bool end(const fl::Handle& handle) {
     const bool goes_on = me.settle(outcome_of(handle));
     if (goes_on) {
@@ -152,7 +151,7 @@ struct Call {
   fl::Handle start() { return me.group->start({s, in(), out(), -1, kForever, &kHere}); }
 };
 
-// Calls of one verb after the other.
+// Consecutive calls of one verb.
 template <int ranks, int verb, size_t count, int calls, int choices = 0>
 void collective(int rank) {
   Member me(rank, ranks, choices);
@@ -163,9 +162,9 @@ void collective(int rank) {
   }
 }
 
-// So many elements of four bytes: with the call, in its line; beside it; in several chunks; and in more than slots.
+// Numbers of 4-byte elements: in the line of the call; beside it; in several chunks; in more than all slots.
 constexpr size_t kTiny = 2, kInline = 6, kSome = 40, kLarge = 200, kMany = 480;
-// As if there had been so many calls: the next one reads the others' memory.
+// Initial number of calls after which the next call reads the memory of other ranks.
 constexpr int kReads = 3;
 
 #define COLLECTIVE(title, verb, count, choices, two, three)                                                     \
@@ -204,7 +203,7 @@ const Case collectives[] = {
     COLLECTIVE("all_to_all_uneven", FL_ALL_TO_ALL_UNEVEN, kSome, 0, 2, 2),
 };
 
-// More calls than a rank may be ahead, some of which it need not wait in.
+// More calls than a rank may be ahead; in some of them it need not wait.
 void run_ahead(Member& me) {
   for (int i = 0; i < 6; ++i) {
     Call* const call = new Call(me, i == 5 ? FL_BARRIER : i % 2 == 0 ? FL_BROADCAST : FL_GATHER, kInline, i);
@@ -212,7 +211,7 @@ void run_ahead(Member& me) {
   }
 }
 
-// Arrays that all have mapped are combined where they lie.
+// Arrays in regions of all ranks are combined in place.
 template <int ranks>
 void in_place(int rank) {
   Member me(rank, ranks, 0);
@@ -228,7 +227,7 @@ void in_place(int rank) {
   }
 }
 
-// Who has little to give leaves a gather of much ahead of the others, and counts its chunks later.
+// A rank with little data leaves a large gather before the others and counts its chunks later.
 void passes_rows(Member& me) {
   Call* const call = new Call(me, FL_GATHER, me.rank == 0 ? kInline : kSome, 0);
   call->wanted.clear();
@@ -239,21 +238,22 @@ void passes_rows(Member& me) {
   next->end(next->run());
 }
 
-// What cannot be read of another's memory, it copies into a slot.
+// Data that a rank cannot read from another rank is copied into a slot.
 void unreadable(Member& me) {
   Call* const call = new Call(me, FL_ALL_GATHER, kSome, 0);
   call->end(call->run());
 }
 
-// Only the first of eight pieces may take a slice, or some, until who is asked looks and sees it.
+// Only the first of eight chunks may use a slice, or some, until the asked rank sees the request.
 void soon_unreadable(Member& me) {
   const auto started = fl::Clock::now();
   Call* const call = new Call(me, FL_BROADCAST, kMany, 0);
   call->end(call->run());
-  check(fl::Clock::now() - started < 6 * std::chrono::milliseconds(fl::kSliceMilliseconds), "each piece takes a slice");
+  check(fl::Clock::now() - started < 6 * std::chrono::milliseconds(fl::kSliceMilliseconds),
+        "each piece takes a slice");
 }
 
-// The first call as soon as a rank's own group is there: others may not be, or not be readable, yet.
+// First call as soon as a rank has its group: other ranks may not have theirs yet, or not be readable.
 void made_late(int rank) {
   fl::Mapping mapping = map(0, rank, fl::Segment::bytes_for(2));
   Member me(rank, 2, static_cast<fl::ShmGroup*>(nullptr));
@@ -263,7 +263,7 @@ void made_late(int rank) {
   call->end(call->run());
 }
 
-// In two steps, between which a caller does something else.
+// In two steps, between which the caller does something else.
 void in_two_steps(Member& me) {
   for (int i = 0; i < 2; ++i) {
     Call* const call = new Call(me, FL_ALL_REDUCE, kInline, i);
@@ -276,7 +276,7 @@ void in_two_steps(Member& me) {
   }
 }
 
-// Started ones, waited for in order, or not at all before the next call.
+// Started calls, waited for in order, or only after the next call.
 template <size_t count, int calls, int verb = FL_ALL_REDUCE>
 void started(Member& me) {
   Call* begun[calls];
@@ -298,7 +298,7 @@ void started_then_run(Member& me) {
   if (first->end(handle)) check(goes_on, "the second call has failed, the first has not");
 }
 
-// Another thread waits for one, or calls beside it.
+// Another thread waits for a call, or calls at the same time.
 void waited_for_elsewhere(Member& me) {
   Call* const call = new Call(me, FL_ALL_REDUCE, kInline, 0);
   const fl::Handle handle = call->start();
@@ -313,7 +313,7 @@ void two_threads(Member& me) {
   other.join();
 }
 
-// Ranks call different things: all are told, and go on.
+// Ranks call different verbs: all ranks detect it and continue.
 template <int ranks, int first, int second>
 void mismatch(int rank) {
   Member me(rank, ranks, 0);

@@ -1,4 +1,4 @@
-// Messages in the model, and groups that are made, left and closed.
+// Messages in the model, and groups that are created, left and closed.
 
 #include "member.h"
 
@@ -6,12 +6,12 @@ namespace {
 
 using namespace model;
 
-// Elements of four bytes: in the record; beside it; with the offer and after it.
+// Numbers of 4-byte elements: in the record; beside it; with the offer and after it.
 constexpr size_t kTiny = 2, kEager = 12, kOffered = 70;
 
 int32_t value(int from, int number, size_t k) { return 1000 * (from + 1) + 100 * number + static_cast<int32_t>(k); }
 
-// One message, whose data is no more used when it has ended.
+// One message. Its data is unused after its end.
 struct Letter {
   Member& me;
   const int verb, peer, number;
@@ -25,7 +25,7 @@ struct Letter {
     for (size_t k = 0; verb == FL_SEND && k < count; ++k) data[k] = value(me.rank, number, k);
   }
 
-  // A receive of any rank finds out which.
+  // A receive from any rank determines the source.
   void* out() { return verb == FL_RECV && peer < 0 ? &match : nullptr; }
   fl::Handle run(double seconds = kForever) { return me.group->run({s, data.data(), out(), peer, seconds, &kHere}); }
   fl::Handle start() { return me.group->start({s, data.data(), out(), peer, kForever, &kHere}); }
@@ -46,7 +46,7 @@ struct Letter {
   }
 };
 
-// From rank 0 to rank 1, one after the other; `wait`: the sender hears that they are there.
+// From rank 0 to rank 1 in sequence; `wait`: the sender waits for their arrival.
 template <size_t count, int messages>
 void one_way(Member& me) {
   for (int i = 0; i < messages; ++i) {
@@ -55,7 +55,7 @@ void one_way(Member& me) {
   }
 }
 
-// There and back.
+// A message to the other rank and one back.
 template <size_t count>
 void ping_pong(Member& me) {
   for (int i = 0; i < 2; ++i) {
@@ -64,7 +64,7 @@ void ping_pong(Member& me) {
   }
 }
 
-// Each sends to the other and receives of it at the same time.
+// Both ranks send to each other and receive at the same time.
 template <size_t count, bool starts>
 void exchange(Member& me) {
   Letter* const there = new Letter(me, FL_SEND, count, 1 - me.rank, 0);
@@ -74,7 +74,7 @@ void exchange(Member& me) {
   if (there->end(handles[0])) back->end(handles[1]);
 }
 
-// Two ranks send to rank 0, which takes what comes.
+// Two ranks send to rank 0, which receives from any rank.
 void any_source(Member& me) {
   if (me.rank > 0) {
     Letter* const letter = new Letter(me, FL_SEND, kTiny, 0, 0);
@@ -90,7 +90,7 @@ void any_source(Member& me) {
   }
 }
 
-// Started, and waited for in the other order; nobody of a rank waits meanwhile.
+// Started and waited for in reverse order; no thread of a rank waits meanwhile.
 template <size_t count>
 void started(Member& me) {
   Letter* letters[2];
@@ -104,7 +104,7 @@ void started(Member& me) {
   }
 }
 
-// Two threads of a rank, each with a message of its own.
+// Two threads of a rank with one message each.
 void in_two_threads(Member& me) {
   Letter* const letters[] = {new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, kTiny, 1 - me.rank, 0, 0),
                              new Letter(me, me.rank == 0 ? FL_RECV : FL_SEND, kTiny, 1 - me.rank, 1, 1)};
@@ -113,7 +113,7 @@ void in_two_threads(Member& me) {
   other.join();
 }
 
-// Two threads receive what the other rank sends, one after the other or both at once: each may end the other one's.
+// Two threads receive from the other rank, in sequence or concurrently: each may end the other's message.
 template <size_t count, bool at_once = false>
 void two_receivers(Member& me) {
   if (me.rank == 0 && at_once) return started<count>(me);
@@ -130,7 +130,7 @@ void two_receivers(Member& me) {
   other.join();
 }
 
-// Of two receives that share a claim one has the message; whoever waits for either sleeps until then.
+// One of two receives that share a claim gets the message; a wait for either one ends then.
 void claimed(Member& me) {
   if (me.rank == 0) {
     Letter* const letter = new Letter(me, FL_SEND, kTiny, 1, 0, 0);
@@ -146,14 +146,14 @@ void claimed(Member& me) {
   }
   constexpr int64_t kSlice = 50000000;
   while (__atomic_load_n(claim, __ATOMIC_RELAXED) == 0) {
-    fl::futex_wait(claim, 0, kSlice, fl::kAllBits, fl::Among::kThreads);
+    fl::futex_wait(claim, 0, kSlice, fl::kAllBits, fl::FutexScope::kThreads);
   }
   handles[1]->cancel();
   check(outcome_of(handles[1]).status == FL_OK && letters[1]->match.source < 0, "two receives have one message");
   letters[0]->end(handles[0]);
 }
 
-// Nobody sleeps on: neither who waits for what the group's end ends, nor the thread that looks after it.
+// No thread sleeps forever: neither a waiter whose group ends, nor the thread that checks waits.
 void freed_while_it_ticks(Member& me) {
   if (me.rank == 1) return;
   Letter* const letter = new Letter(me, FL_RECV, kTiny, 1, 0);
@@ -163,32 +163,34 @@ void freed_while_it_ticks(Member& me) {
   check(outcome_of(handle).status == FL_CLOSED, "a message of a group that is closed has come");
 }
 
-// Only the ticking thread of rank 1 takes what rank 0 offers, and again, when it may be about to sleep.
+// Only the ticking thread of rank 1 takes the offers of rank 0, also when it is about to sleep.
 std::atomic<uint32_t>* taken;
 void prepare_wound() { taken = static_cast<std::atomic<uint32_t>*>(shared(sizeof *taken)); }
 void wound_again(Member& me) {
   for (uint32_t i = 0; i < 2; ++i) {
-    Letter* const letter = new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, kOffered, 1 - me.rank, static_cast<int>(i));
+    Letter* const letter = new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, kOffered, 1 - me.rank,
+                                      static_cast<int>(i));
     const fl::Handle handle = letter->start();
     if (me.rank == 1) {
       constexpr int64_t kSlice = 50000000;
-      while (taken->load() == i) fl::futex_wait(taken, i, kSlice, fl::kAllBits, fl::Among::kProcesses);
+      while (taken->load() == i) fl::futex_wait(taken, i, kSlice, fl::kAllBits, fl::FutexScope::kProcesses);
     }
     if (!letter->end(handle)) return;
     if (me.rank == 0) {
       taken->store(i + 1);
-      fl::futex_wake(taken, fl::kAllBits, fl::Among::kProcesses);
+      fl::futex_wake(taken, fl::kAllBits, fl::FutexScope::kProcesses);
     }
   }
 }
 
-// What runs is closed by another thread, when the other rank may have vanished.
+// Another thread closes the group of a running message; the other rank may have vanished.
 void closed_with_a_message(Member& me) {
   if (me.rank == 1) {
     Letter* const letter = new Letter(me, FL_SEND, kTiny, 0, 0, 6);
     const Outcome outcome = outcome_of(letter->run());
     const bool is_lost = outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{0};
-    check(outcome.status == FL_OK || is_lost, "a message to who has left ends with " + std::to_string(outcome.status));
+    check(outcome.status == FL_OK || is_lost,
+          "a message to who has left ends with " + std::to_string(outcome.status));
     return;
   }
   Letter* const letter = new Letter(me, FL_RECV, kTiny, 1, 0, 7);
@@ -201,7 +203,7 @@ void closed_with_a_message(Member& me) {
   other.join();
 }
 
-// The same, while it is read out of the other rank's memory.
+// The same while the message is read from the other rank's memory.
 void closed_while_it_reads(Member& me) {
   const int rank = me.rank;
   Letter* const letter = new Letter(me, rank == 0 ? FL_RECV : FL_SEND, kOffered, 1 - rank, 0);
@@ -217,7 +219,7 @@ void closed_while_it_reads(Member& me) {
   other.join();
 }
 
-// The ends call different things: the receiver is told, and the sender too, now or with its next call.
+// The calls of both ends differ: the receiver raises, and the sender raises now or in its next call.
 template <size_t count>
 void mismatch(Member& me) {
   const bool sends = me.rank == 0;
@@ -228,7 +230,7 @@ void mismatch(Member& me) {
 
 // Groups --------------------------------------------------------------------------------------
 
-// Who has vanished before it was there is late, as far as others can see.
+// A rank that vanishes before it has joined appears late to other ranks.
 constexpr double kSeconds = 0.2;
 
 bool barrier(Member& me, fl::ShmGroup* group) {
@@ -237,7 +239,7 @@ bool barrier(Member& me, fl::ShmGroup* group) {
   return me.settle(outcome_of(group->run({s, nullptr, nullptr, -1, kSeconds, &kHere})), FL_TIMEOUT);
 }
 
-// All make one, use it and close it, as soon as they can.
+// All ranks create a group, use it and close it as soon as possible.
 template <int ranks>
 void whole_life(int rank) {
   fl::Mapping mapping = map(0, rank, fl::Segment::bytes_for(ranks));
@@ -247,13 +249,13 @@ void whole_life(int rank) {
   if (barrier(me, me.group)) free_group(me.group);
 }
 
-// Of a message that has arrived in time, too.
+// also of a message that arrived in time
 void leaves_after_a_message(Member& me) {
   Letter* const letter = new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, kEager, 1 - me.rank, 0);
   if (letter->end(letter->run())) free_group(me.group);
 }
 
-// One closes while the other waits for it.
+// One rank closes the group while the other rank waits for it.
 void closed_by_other(Member& me) {
   if (me.rank == 0) {
     free_group(me.group);
@@ -264,7 +266,7 @@ void closed_by_other(Member& me) {
   check(outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{0}, "who has left is not lost");
 }
 
-// A part of it, made, used and closed beside it.
+// A subgroup that is created, used and closed beside the group.
 void part(int rank) {
   Member me(rank, 3, 0);
   fl::Mapping mapping;
@@ -281,19 +283,20 @@ void part(int rank) {
   barrier(me, me.group);
 }
 
-// A thread waits in a collective, which another one closes.
+// A thread waits in a collective, which another thread closes.
 void closed_meanwhile(Member& me) {
   if (me.rank == 1) return;
   std::thread other([&] {
     fl_signature s = signature(FL_BARRIER, 0);
     const Outcome outcome = outcome_of(me.group->run({s, nullptr, nullptr, -1, kForever, &kHere}));
-    check(outcome.status == FL_CLOSED, "a call of a group that is closed ends with " + std::to_string(outcome.status));
+    check(outcome.status == FL_CLOSED,
+          "a call of a group that is closed ends with " + std::to_string(outcome.status));
   });
   me.group->close();
   other.join();
 }
 
-// A rank gives up in its own words, which the others hear.
+// A rank gives up with a message of its own, which other ranks receive.
 void gives_up(Member& me) {
   if (me.rank == 0) {
     me.group->give_up("enough");
@@ -337,7 +340,7 @@ const Case messages[] = {
     {.name = "closed_with_a_message/2", .ranks = 2, .run = of_members<closed_with_a_message>,
      .share = 4, .late = true, .is_searched = false, .vanishing = 4},
     {.name = "any_source/3", .ranks = 3, .run = of_members<any_source, 3>, .share = 4, .is_searched = false},
-    // By pieces, where the other's memory cannot be read.
+    // In chunks if the other rank's memory cannot be read.
     {.name = "send_by_pieces/2", .ranks = 2, .run = of_members<one_way<kOffered, 2>>,
      .share = 4, .is_searched = false, .reads_fail = true, .vanishing = 2},
 };

@@ -1,4 +1,4 @@
-// The smallest parts by themselves, with few accesses: all schedules of most can be tried.
+// The smallest parts, tested separately with few accesses: for most of them all schedules can be tried.
 
 #include "../../../csrc/common/queue.h"
 #include "../../../csrc/common/ticker.h"
@@ -10,10 +10,10 @@ namespace {
 
 using namespace model;
 
-// Longer than any wait that a missing wake would not be seen by.
+// Longer than any wait during which a missing wake is not detected.
 constexpr long kMilliseconds = 100;
 
-// What one thread does and another one waits for.
+// An event that one thread sets and another thread waits for.
 struct Event {
   std::mutex mutex;
   std::condition_variable came;
@@ -30,19 +30,19 @@ struct Event {
   }
 };
 
-// After each wind() a tick comes that sees what was done before, also where the thread sleeps, or is about to.
+// After each activate() a tick sees all earlier writes, even if the thread sleeps or is about to.
 void ticks(int) {
   begin();
   Event* const seen = new Event;
   std::atomic<int>* const wound = new std::atomic<int>(0);
-  int* const last = new int(0);  // of the ticks
+  int* const last = new int(0);  // number of the last tick
   fl::Ticker* const ticker = new fl::Ticker([=] {
     const int number = wound->load(std::memory_order_relaxed);
     if (number > *last) seen->reach(*last = number);
   });
   for (int number = 1; number <= 2; ++number) {
     wound->store(number, std::memory_order_relaxed);
-    ticker->wind();
+    ticker->activate();
     seen->await(number);
     let_pass(one_of(5));
   }
@@ -56,8 +56,8 @@ void turns(int) {
   int* const taken = new int(0);
   const auto take = [=] {
     check(turn->try_take_for(kMilliseconds), "a turn that is given cannot be had");
-    const fl::Turn::Held held(*turn);
-    check(turn->is_mine() && !turn->try_take_for(kMilliseconds), "a turn is not its thread's own");
+    const fl::Turn::Guard held(*turn);
+    check(turn->is_owner() && !turn->try_take_for(kMilliseconds), "a turn is not its thread's own");
     ++*taken;
   };
   std::thread other(take);
@@ -66,14 +66,14 @@ void turns(int) {
   check(*taken == 2, "two threads have had the turn at a time");
 }
 
-// A crew that goes when it has nothing to do.
+// A thread pool that is destroyed when it is idle.
 void crew(int) {
   begin();
   Event* const done = new Event;
-  fl::Crew* const crew = new fl::Crew;
+  fl::ThreadPool* const crew = new fl::ThreadPool;
   check(crew->run([=] { done->reach(1); }), "no thread");
   done->await(1);
-  const std::unique_ptr<fl::Crew> owned(crew);
+  const std::unique_ptr<fl::ThreadPool> owned(crew);
 }
 
 struct Nothing : fl::Transport {
@@ -83,7 +83,7 @@ struct Nothing : fl::Transport {
   void give_up(const fl::Failure&) noexcept override {}
 };
 
-// A queue that is closed while it runs: nothing of it runs afterwards.
+// A queue that is closed while it runs: no operation runs afterwards.
 void queue(int) {
   begin();
   Nothing* const transport = new Nothing;
@@ -94,7 +94,7 @@ void queue(int) {
   ++*ran;
 }
 
-// A ring in which there is room for fewer than are sent.
+// A ring with room for fewer records than are sent.
 template <size_t bytes, int records>
 void ring(int rank) {
   fl::Segment* const segment = new fl::Segment(map(0, rank, fl::Segment::bytes_for(2)), 2);

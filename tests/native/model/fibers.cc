@@ -1,4 +1,4 @@
-// Fibers in place of threads and processes, and what these take from the system: who runs, who sleeps, who has ended.
+// Fibers replace threads and processes; this file schedules them and implements sleeping and ending.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 
 extern "C" {
 void* __cxa_get_globals();
-// Save what a function must keep, and go on where another has.
+// Save the registers that a function must preserve, and continue in another fiber.
 void model_switch(void** from, void* to);
 }
 asm(R"(
@@ -51,14 +51,14 @@ bool in_prepare = false;
 
 namespace {
 
-constexpr long kMostSteps = 20000;  // without an end: nobody gets on
-constexpr int64_t kTicks = 1000000;  // nanoseconds: waits of no more are for the time to pass
+constexpr long kMostSteps = 20000;   // steps without an end: a livelock
+constexpr int64_t kTicks = 1000000;  // nanoseconds: waits up to this one only let time pass
 
 Bounds left;
 int waiting_to_begin = 0;
 long steps = 0, accesses[kMostRanks];
 
-// What has happened to a place in an execution: what has changed it last, and the sum of what has seen that since.
+// History of a location in an execution: its last change, and the sum over later accesses that saw it.
 struct Object {
   uintptr_t place;
   uint64_t execution, changed, seen;
@@ -66,7 +66,7 @@ struct Object {
 constexpr size_t kMostObjects = 1 << 14;
 Object objects[kMostObjects];
 size_t object_count = 0;
-uint64_t executions = 0, happened = 0;  // the sum of all
+uint64_t executions = 0, happened = 0;  // sum over all locations
 
 uint64_t sleeps = 0;
 bool have_given_up[kMostRanks];
@@ -82,7 +82,7 @@ void resume(Fiber* fiber) {
   here = watched = fiber;
 }
 
-Fiber* arriving;  // where a stack begins
+Fiber* arriving;  // the fiber whose stack begins
 
 void switch_to(Fiber* next) {
   Fiber* const self = here;
@@ -102,9 +102,9 @@ void switch_to(Fiber* next) {
   std::abort();
 }
 
-// Who runs ------------------------------------------------------------------------------------
+// Scheduling ------------------------------------------------------------------------------------
 
-constexpr int8_t kSleeps = 0x40;  // of a choice: its time is over
+constexpr int8_t kSleeps = 0x40;  // flag of a choice: its time is over
 
 int fibers_of(int rank) {
   int count = 0;
@@ -138,19 +138,20 @@ bool all_have_ended() {
   int used = 0;
   for (int i = 0; i < fiber_count && used < 400; ++i) {
     if (fibers[i].state != Fiber::kBlocked) continue;
-    used += std::snprintf(text + used, sizeof text - used, "%s rank %d (fiber %d) waits at <%lx>", used > 0 ? "," : "",
+    used += std::snprintf(text + used, sizeof text - used, "%s rank %d (fiber %d) waits at <%lx>",
+                          used > 0 ? "," : "",
                           fibers[i].rank, i, fibers[i].depth > 0 ? fibers[i].calls[fibers[i].depth - 1] : 0);
   }
   stop("nobody can go on:%s", text);
 }
 
-// Somebody sleeps, and nobody else can do anything: time passes.
+// A fiber sleeps, and no other fiber can run: time passes.
 int earliest() {
   int found = -1;
   for (int i = 0; i < fiber_count; ++i) {
     const Fiber& one = fibers[i];
     if (one.state != Fiber::kBlocked || one.until < 0) continue;
-    // At one moment a tick comes first: it may be what goes on.
+    // At equal times a tick comes first, because it may wake other fibers.
     const bool is_first = found < 0 || one.until < fibers[found].until ||
                           (one.until == fibers[found].until && one.slept <= kTicks);
     if (is_first) found = i;
@@ -221,7 +222,7 @@ void decide(Why why) {
     next = options[taken] & ~kSleeps;
     if ((options[taken] & kSleeps) != 0) {
       --left.timers;
-      // Its time is over early, but not what the others sleep for.
+      // Its time is over early, while other sleepers continue.
       const int64_t early = fibers[next].until - now;
       for (int i = 0; i < fiber_count; ++i) fibers[i].until += i != next && fibers[i].until >= 0 ? early : 0;
       wake(fibers[next], true);
@@ -245,7 +246,7 @@ void block(const void* on, int64_t until, uint32_t bits) {
   decide(kBlocks);
 }
 
-// Those that wait there, in the order in which they came.
+// Fibers that wait at an address, in order of arrival.
 int wake_all(const void* on, int most, uint32_t bits) {
   int woken = 0;
   while (woken < most) {
@@ -306,7 +307,7 @@ Fiber& spawn(int rank, void* (*entry)(void*), void* argument) {
   fiber.argument = argument;
   const uintptr_t top = kBase + (rank + 2) * kArea - fiber.number * kStack;
   auto* stack = reinterpret_cast<uintptr_t*>(top - 72);
-  stack[0] = 0;  // nobody has called it
+  stack[0] = 0;  // no caller
   *--stack = reinterpret_cast<uintptr_t>(&run_fiber);
   for (int i = 0; i < 6; ++i) *--stack = 0;
   fiber.stack = stack;
@@ -395,7 +396,7 @@ void point(uintptr_t at) {
   decide(kAccess);
 }
 
-// What an execution begins with: as all ranks have called begin(). Made once for a case.
+// Initial state of each execution, in which all ranks have called begin(). Created once per case.
 struct Beginning {
   const Case* of = nullptr;
   Fiber fibers[kMostRanks];
@@ -431,7 +432,8 @@ void restore_beginning(const Case& one) {
     std::memcpy(heap_of(area), beginning.heaps[area], beginning.used[area]);
   }
   for (int i = 0; i < one.ranks; ++i) {
-    std::memcpy(&fibers[i], &beginning.fibers[i], offsetof(Fiber, calls) + beginning.fibers[i].depth * sizeof(uintptr_t));
+    std::memcpy(&fibers[i], &beginning.fibers[i],
+                offsetof(Fiber, calls) + beginning.fibers[i].depth * sizeof(uintptr_t));
     std::memcpy(fibers[i].stack, beginning.stacks[i], stack_bytes(fibers[i]));
   }
 }
@@ -499,7 +501,7 @@ bool execute(const Case& one, const Bounds& bounds, bool traced) {
   return !has_failed;
 }
 
-// Of cases ------------------------------------------------------------------------------------
+// Cases ------------------------------------------------------------------------------------
 
 void begin() {
   Fiber& self = *here;

@@ -31,15 +31,15 @@ inline fl::Mapping map(int number, int rank, size_t bytes) {
 
 inline void free_group(fl::ShmGroup* group) { const std::unique_ptr<fl::ShmGroup> owned(group); }
 
-// So many milliseconds pass, for threads that do something each.
+// Let `milliseconds` pass, for threads that run concurrently.
 inline void let_pass(int ticks) {
   constexpr int64_t kTick = 1000000;
   uint32_t* const word = new uint32_t(0);
-  while (ticks-- > 0) fl::futex_wait(word, 0, kTick, fl::kAllBits, fl::Among::kThreads);
+  while (ticks-- > 0) fl::futex_wait(word, 0, kTick, fl::kAllBits, fl::FutexScope::kThreads);
 }
 
 struct Member {
-  // `choices`: as if each verb had been called so often.
+  // `choices`: initial number of calls of each verb.
   Member(int rank, int ranks, int choices) : rank(rank), ranks(ranks), group(nullptr) {
     group = std::make_unique<fl::ShmGroup>(map(0, rank, fl::Segment::bytes_for(ranks)), rank, ranks).release();
     if (choices == 0) return;
@@ -47,13 +47,13 @@ struct Member {
     collectives.*member_of(stress::ChoiceOfCalls()) = fl::Choice(FL_VERBS, static_cast<uint32_t>(choices));
   }
 
-  // Without one of its own, yet.
+  // Create a member without a group.
   Member(int rank, int ranks, fl::ShmGroup* group) : rank(rank), ranks(ranks), group(group) {}
 
-  // Whether a rank goes on after a call; one that fails has to name who has vanished.
+  // Return true if a rank continues after a call; a failed call must name the vanished rank.
   bool settle(const Outcome& outcome, fl_status or_else = FL_PEER_LOST) const {
     if (outcome.status == FL_OK) return true;
-    // What comes after a call of another thread that has failed says why that did.
+    // A call after another thread's failed call reports the reason of that failure.
     const bool may_be = outcome.status == FL_PEER_LOST || outcome.status == FL_CLOSED || outcome.status == or_else;
     const bool is_lost = may_be && outcome.missing == std::vector<int>{vanished() - first};
     if (vanished() < 0 || !is_lost) {
@@ -67,8 +67,8 @@ struct Member {
   }
 
   const int rank, ranks;
-  fl::ShmGroup* group;  // never closed, unless a case does
-  int first = 0;        // of a part, as the whole knows it
+  fl::ShmGroup* group;  // never closed, unless a case closes it
+  int first = 0;        // rank of the whole group that is rank 0 of this subgroup
 };
 
 // A case whose ranks are the members of one group.

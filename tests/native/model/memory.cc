@@ -1,9 +1,9 @@
-// The order of memory: which stores an atomic load may return, and which accesses race.
+// Memory order: which stores an atomic load may return, and which accesses race.
 //
-// Stores to one place are ordered as they are executed, or before another thread's that nobody is behind yet. A load
-// returns any of them that C++20 allows: not older than what happened before it, than what a read that happened before
-// it returned, or than what the single order of all seq_cst operations, which is that of their execution, demands.
-// Plain accesses are kept by granules of eight bytes.
+// Stores to one location are ordered by execution, or precede another thread's store that no fiber has passed yet. A
+// load returns any store that C++20 allows: none older than a store that happened before the load, than the result of
+// a read that happened before it, or than required by the single order of all seq_cst operations, which is the order
+// of execution. Plain accesses are recorded by granules of eight bytes.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -19,9 +19,9 @@ enum { kRelaxed, kConsume, kAcquire, kRelease, kBoth, kSequential };
 bool acquires(int order) { return order == kConsume || order == kAcquire || order >= kBoth; }
 bool releases(int order) { return order >= kRelease; }
 
-uint32_t run = 0;        // executions so far: what others have left counts as nothing
-uint64_t operations = 0;  // of this one
-Times fences;            // where each fiber was at its last seq_cst fence
+uint32_t run = 0;         // number of the execution; marks of earlier executions are ignored
+uint64_t operations = 0;  // in this execution
+Times fences;             // time of each fiber at its last seq_cst fence
 
 // Plain accesses ------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ const char* name_of(int access) {
 
 bool is_before(const Cell& cell, const Fiber& fiber) { return cell.time <= fiber.now.at[cell.fiber]; }
 
-// Whether all is well; else it is an error unless it is another process that reads.
+// Return true without a race. A race is an error unless another process reads.
 bool touch(uintptr_t at, uint8_t mask, int access, uintptr_t pc) {
   Granule& granule = granule_of(at);
   const Fiber& fiber = *here;
@@ -95,7 +95,7 @@ bool touch(uintptr_t at, uint8_t mask, int access, uintptr_t pc) {
       if (room < 0 || granule.cells[room].run == run) room = i;
     }
   }
-  if (room < 0) {  // the one that is least likely to be missed
+  if (room < 0) {  // the least likely to be missed
     room = kCells - 1;
     for (int i = 0; i < kCells; ++i) {
       if (is_before(granule.cells[i], fiber) && (granule.cells[i].access & kWrite) == 0) room = i;
@@ -126,9 +126,9 @@ struct Store {
   uint32_t time;
   int8_t fiber;
   bool is_sequential, has_times;
-  bool is_fixed;  // nothing goes before it any more: it has changed what was there, or was read in the single order
-  uint32_t seen[kMostFibers];  // by each fiber, since when; 0: not
-  Times times;                 // what whoever acquires it gets
+  bool is_fixed;  // no store may precede it any more: it modified a value, or was read in the single order
+  uint32_t seen[kMostFibers];  // by fiber: time of the first read; 0: unread
+  Times times;  // times that an acquiring fiber joins
 };
 constexpr int kMostStores = 1 << 17;
 Store* stores;
@@ -137,7 +137,7 @@ int store_count = 0;
 struct Location {
   uintptr_t at;
   uint32_t run;
-  bool is_fresh;  // written by other means, as where it is made
+  bool is_fresh;  // written by plain stores, for example on creation
   Store* last;
 };
 constexpr size_t kLocations = 1 << 13;
@@ -154,7 +154,7 @@ Store& new_store(uint64_t value, Store* before) {
   return store;
 }
 
-uint32_t* const has_atomics = reinterpret_cast<uint32_t*>(kMarks);  // by granule: the last execution in which it had
+uint32_t* const has_atomics = reinterpret_cast<uint32_t*>(kMarks);  // by granule: last execution with atomics
 
 Location* find(uintptr_t at, bool or_make) {
   size_t place = (at * 0x9e3779b97f4a7c15u >> 40) % kLocations;
@@ -179,12 +179,12 @@ Location& location_of(uintptr_t at, int bytes) {
   if (location.is_fresh) {
     location.is_fresh = false;
     has_atomics[(at - kBase) / 8] = run;
-    location.last = &new_store(value_at(at, bytes), nullptr);  // time 0: before all
+    location.last = &new_store(value_at(at, bytes), nullptr);  // time 0: before all fibers
   }
   return location;
 }
 
-// What another means has written is all that there is.
+// A plain store replaces all earlier stores.
 void forget_atomics(uintptr_t at, size_t bytes) {
   for (uintptr_t one = at; one < at + bytes; one += 8 - (one & 7)) {
     if (has_atomics[(one - kBase) / 8] != run) continue;
@@ -194,7 +194,7 @@ void forget_atomics(uintptr_t at, size_t bytes) {
   }
 }
 
-// Whether nothing older than that may be read any more.
+// Return true if no older store may be read any more.
 bool is_settled(const Store& store, const Fiber& fiber, int order) {
   if (store.time <= fiber.now.at[store.fiber]) return true;
   for (int i = 0; i < fiber_count; ++i) {
@@ -205,7 +205,7 @@ bool is_settled(const Store& store, const Fiber& fiber, int order) {
   return order == kSequential && store.time <= fences.at[store.fiber];
 }
 
-// The store that a load returns.
+// Choose the store that a load returns.
 Store& chosen(Location& location, int order) {
   Store* store = location.last;
   const Fiber& fiber = *here;
@@ -216,7 +216,7 @@ Store& chosen(Location& location, int order) {
   return *store;
 }
 
-// The one before which a store may still go: C++ does not order those of several threads by their execution.
+// Choose the store before which a new one may go: C++ does not order stores of several threads by execution.
 Store* overtaken(Location& location, int order) {
   int count = 1;
   for (Store* one = location.last; one->before != nullptr && !one->is_fixed && !is_settled(*one, *here, order);
@@ -249,7 +249,7 @@ Store& add(Location& location, uint64_t value, int order, const Store* read, Sto
   store.is_sequential = order == kSequential;
   store.times = releases(order) ? fiber.now : fiber.released;
   store.has_times = true;
-  if (read != nullptr && read->has_times) store.times.join(read->times);  // it goes on as that began
+  if (read != nullptr && read->has_times) store.times.join(read->times);  // same release sequence
   place = &store;
   return store;
 }
@@ -259,13 +259,13 @@ Store& add(Location& location, uint64_t value, int order, const Store* read, Sto
 struct Known {
   Site site;
   uintptr_t key;
-  int weaker;       // -1: as it is
-  bool is_reached;  // by one of several fibers that may do so
+  int weaker;       // -1: not weakened
+  bool is_reached;  // by one of several fibers that may access it
 };
 constexpr size_t kMostSites = 1 << 12;
 Known sites[kMostSites];
 size_t sites_known = 0;
-uint16_t by_address[1 << 14];  // 0: none; else one more than its number
+uint16_t by_address[1 << 14];  // 0: none; else number + 1
 bool are_collected = false, is_any_weaker = false;
 
 size_t place_in(uintptr_t key) {
@@ -276,7 +276,7 @@ size_t place_in(uintptr_t key) {
   return place;
 }
 
-// A wake is that of its callers, up to whoever calls what all wake by.
+// A wake belongs to its callers, up to the caller of the function that all wakes use.
 uintptr_t key_of(uintptr_t pc, Site::Op op) {
   if (op != Site::kWake) return pc;
   uintptr_t key = pc;
@@ -321,7 +321,7 @@ T load(const volatile T* place, int order, uintptr_t pc) {
   return static_cast<T>(store.value);
 }
 
-// `change` makes the next value of one, and says whether there is any.
+// `change` computes the next value, and returns false without one.
 template <typename T, typename Change>
 T change(volatile T* place, int order, int otherwise, Site::Op op, const char* what, uintptr_t pc, Change change) {
   const auto at = reinterpret_cast<uintptr_t>(place);
@@ -354,7 +354,7 @@ T change(volatile T* place, int order, int otherwise, Site::Op op, const char* w
 
 }  // namespace
 
-// In the single order of all seq_cst operations.
+// Position in the single order of all seq_cst operations.
 void full_fence() {
   Fiber& self = *here;
   self.now.join(self.to_acquire);
@@ -466,7 +466,7 @@ bool is_dropped(uintptr_t at, uintptr_t pc, Site::Op op) {
 
 }  // namespace model
 
-// What the compiler calls -----------------------------------------------------------------------
+// Calls by the compiler -----------------------------------------------------------------------
 
 using model::here;
 using model::note;
@@ -549,7 +549,7 @@ void __tsan_func_exit() {
   if (here != nullptr && here->depth > 0) --here->depth;
 }
 
-// What the sources call instead of the C library's.
+// Called by the sources in place of functions of the C library.
 void* model_memcpy(void* to, const void* from, size_t bytes) {
   note(as_number(from), bytes, model::kRead, CALLER);
   note(as_number(to), bytes, model::kWrite, CALLER);

@@ -17,7 +17,7 @@ namespace {
 std::map<uintptr_t, std::vector<Place>> places;
 std::set<uintptr_t> foreign;
 
-// Without arguments, and what it is a part of.
+// The name without arguments, and the class that contains it.
 std::string short_name(std::string name) {
   name = name.substr(0, name.find("::{lambda"));
   for (const char* space : {"fl::", "(anonymous namespace)::"}) {
@@ -68,7 +68,7 @@ void resolve(const std::vector<uintptr_t>& addresses) {
         function.pop_back();
         continue;
       }
-      // How shared pointers count is the library's affair.
+      // Counting of shared pointers is the library's responsibility.
       if (std::strstr(line, "/ext/atomicity.h") != nullptr || std::strstr(line, "/shared_ptr") != nullptr) {
         foreign.insert(now);
       }
@@ -79,7 +79,7 @@ void resolve(const std::vector<uintptr_t>& addresses) {
         place.resize(std::min(place.find('\n'), place.find(" (")));
         const size_t up = place.find("/../");
         if (up != std::string::npos) {
-          const size_t folder_at = place.rfind('/', up - 1) + 1;  // 0 where there is none before
+          const size_t folder_at = place.rfind('/', up - 1) + 1;  // 0 without an earlier slash
           place.erase(folder_at, up + 4 - folder_at);
         }
         places[now].push_back({short_name(function), place});

@@ -1,4 +1,4 @@
-// Where in the sources an address of the code lies.
+// Source locations of code addresses.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,18 @@
 
 namespace model {
 
-// Of csrc or a case: the function, and `file:line`.
+// In csrc or a case: the function, and `file:line`.
 struct Place {
   std::string function, at;
 };
 
 std::string executable();
-// Ask for many at once: the program reads all of its debugging information for each call.
+// Resolve many addresses at once: the program reads all debugging information per call.
 void resolve(const std::vector<uintptr_t>& addresses);
-// Of one that is resolved, with all that it is inlined into, innermost first.
+// Location of a resolved address, with all functions into which it is inlined, innermost first.
 const std::vector<Place>& places_of(uintptr_t address);
 bool is_foreign(uintptr_t address);  // in std::shared_ptr
-// A message, in which <address> stands for a place.
+// Replace each <address> in a message by its location.
 std::string with_places(const std::string& text);
 
 }  // namespace model

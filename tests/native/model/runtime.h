@@ -1,11 +1,12 @@
-// What memory.cc and fibers.cc share. Neither may use what its sources instantiate, while a fiber runs.
+// Shared by memory.cc and fibers.cc. While a fiber runs, neither may use templates that its sources
+// instantiate.
 #pragma once
 
 #include "model.h"
 
 namespace model {
 
-// How far each fiber was when something happened: what happened before is not ahead of it in any place.
+// The time of each fiber at an event: earlier events have no larger time of any fiber.
 struct Times {
   uint32_t at[kMostFibers];
   void join(const Times& other) {
@@ -20,17 +21,17 @@ struct Fiber {
   int8_t number, rank;
   State state;
   bool is_main, has_yielded, has_timed_out;
-  // The order of memory.
+  // Memory order.
   Times now, to_acquire, released, fenced;
   uint64_t fenced_at;
-  // What it waits for.
+  // Wait.
   const void* on;
   uint32_t bits;
-  int64_t until, slept;  // -1: no limit; how long it meant to
+  int64_t until, slept;  // end and duration of the wait; -1: no limit
   uint64_t since;
-  int64_t looked;  // so often at the clock
-  uint64_t past;  // a hash of all that it has seen
-  // Where it is.
+  int64_t looked;  // number of clock reads
+  uint64_t past;   // hash of all that it has seen
+  // Position.
   void* stack;
   void* (*entry)(void*);
   void* argument;
@@ -42,20 +43,20 @@ struct Fiber {
 extern Fiber fibers[kMostFibers];
 extern int fiber_count;
 extern Fiber* here;     // null: on the host's stack
-extern Fiber* watched;  // the same, where its accesses are looked at
+extern Fiber* watched;  // the same, if its accesses are checked
 extern bool is_quiet;   // before begin()
 
 inline void tick(Fiber& fiber) { ++fiber.now.at[fiber.number]; }
 
-// Of the execution, for what fibers take from the system.
+// State of the execution for replaced system calls.
 extern const Case* current;
-extern int64_t now;      // nanoseconds
-inline int64_t clock_of(const Fiber& fiber) { return now + 50 * fiber.looked; }  // that others look does not matter
-extern int gone;         // the rank that has vanished; -1: none
-extern bool in_prepare;  // on the host's stack: memory is the ranks'
+extern int64_t now;  // nanoseconds
+inline int64_t clock_of(const Fiber& fiber) { return now + 50 * fiber.looked; }  // own clock reads
+extern int gone;  // the vanished rank; -1: none
+extern bool in_prepare;  // on the host's stack: memory belongs to the ranks
 enum Why { kAccess, kYields, kBlocks };
-void decide(Why why);    // who goes on
-// Sleep there, until a wake or a time; -1: no limit. And wake some, in the order in which they came.
+void decide(Why why);  // choose the next fiber
+// Sleep at an address until a wake or a time; -1: no limit. Wake sleepers in order of arrival.
 void block(const void* on, int64_t until, uint32_t bits = 0);
 int wake_all(const void* on, int most, uint32_t bits = 0);
 Fiber& spawn(int rank, void* (*entry)(void*), void* argument);
@@ -63,36 +64,36 @@ void reset_system();
 void save_system();
 void restore_system();
 
-// What a fiber does to a place comes after what has changed that, and before what changes it later. All of this, but
-// not the order of what has none, decides all that is to come: by it a search knows states that it has been in.
-enum Common : uintptr_t { kFences = 1, kClock, kKernel, kHeap };  // and kHeap + area, and addresses
+// An access of a fiber comes after the last change of the location and before its later changes. These orders
+// alone determine the future: a search identifies visited states by them.
+enum Common : uintptr_t { kFences = 1, kClock, kKernel, kHeap };  // also kHeap + area, and addresses
 void happens(Fiber& fiber, uintptr_t place, bool changes);
 
-// Memory: an area that ranks share, and one of each of them: heap from below, stacks from above.
+// Memory: a shared area, and one area per rank: heap from below, stacks from above.
 constexpr uintptr_t kBase = 0x100000000000, kShadow = 0x200000000000, kMarks = 0x300000000000;
 constexpr size_t kArea = size_t{32} << 20;
 constexpr size_t kStack = size_t{128} << 10;
 inline bool is_modelled(uintptr_t at) { return at - kBase < (kMostRanks + 1) * kArea; }
 inline int area_of(uintptr_t at) { return static_cast<int>((at - kBase) / kArea); }  // 0, or rank + 1
 void reset_memory();
-void forget_order();  // all that was done until now is before all that is done from now on
+void forget_order();  // all earlier events precede all later ones
 size_t& used_of(int area);
 void* allocate(int area, size_t bytes, size_t alignment);
 
 enum Access : uint8_t { kRead = 0, kWrite = 1, kAtomic = 2, kRemote = 4, kFreed = 8, kTainted = 16 };
 void note(uintptr_t at, size_t bytes, int access, uintptr_t pc);
-// Another process reads; false: what it reads may be changing, which it will find out.
+// Another process reads; false: the data may be changing, which the reader detects.
 bool note_remote(uintptr_t at, size_t bytes, uintptr_t pc);
 void taint(uintptr_t at, size_t bytes);
 
-// Both futex calls are full barriers, and the kernel reads the word behind one: as a seq_cst load.
+// Both futex calls are full barriers, and the kernel reads the word after one, like a seq_cst load.
 void full_fence();
 uint32_t kernel_load(uintptr_t at, uintptr_t pc);
 
-// An access at which others may come first: here another fiber may run.
+// An access before which another fiber may run.
 void point(uintptr_t at);
-bool is_common(uintptr_t at);  // to several fibers
-// Which of `count` stores, from the newest on, a load returns.
+bool is_common(uintptr_t at);  // used by several fibers
+// Choose which of `count` stores, the newest first, a load returns.
 int stores_back(int count);
 
 // Errors end the execution.
@@ -101,6 +102,6 @@ bool has_given_up(int rank);
 bool is_mapped(uintptr_t at, int rank);
 
 void record(const char* what, uintptr_t at, uint64_t value, uintptr_t pc);
-bool is_dropped(uintptr_t at, uintptr_t pc, Site::Op op = Site::kWake);  // what a mutant does not do
+bool is_dropped(uintptr_t at, uintptr_t pc, Site::Op op = Site::kWake);  // true if a mutant drops it
 
 }  // namespace model

@@ -1,9 +1,9 @@
-// Which schedules are tried: all within bounds, in the order of a depth-first search, or at random with priorities.
+// Selection of schedules: all within bounds, in the order of a depth-first search, or random ones with priorities.
 //
-//   model [CASE...] [--schedules N] [--jobs N]   try so many of all cases together, as their shares say
-//         [--search N]                           and so many at most of a search of each one that is not small
-//   model --replay 'CASE SCHEDULE'               once more, and tell of every access
-//   model --mutants [FILE] [--schedules N]       weaken each order and drop each wake and fence: which case notices?
+//   model [CASE...] [--schedules N] [--jobs N]   try N of all cases together, according to their shares
+//         [--search N]                           and at most N in the search of each case that is not small
+//   model --replay 'CASE SCHEDULE'               repeat it, and print every access
+//   model --mutants [FILE] [--schedules N]       weaken each order, drop each wake and fence: which case detects it?
 //   model --list
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -32,14 +32,14 @@ std::vector<Case>& cases() {
   return all;
 }
 
-// One schedule: its choices, or the seed of them; which rank vanishes where.
+// One schedule: its choices or their seed, and the access at which a rank vanishes.
 struct Schedule {
   bool is_random = false;
   uint64_t seed = 0;
-  long expected = 1;                 // choices of who comes next, for the seed's
+  long expected = 1;  // expected number of scheduling choices, for the seed
   int victim = -1;
   long kill = 0;
-  std::map<long, int> choices;       // those that are not the first
+  std::map<long, int> choices;  // all choices other than the first alternative
 
   std::string text() const {
     std::string text;
@@ -64,25 +64,26 @@ struct Schedule {
   }
 };
 
-// Where choose() stands. In a search the choices so far, each with how many there were.
+// The current position of choose(). In a search: earlier choices, each with its number of alternatives.
 struct Taken {
   int8_t taken, of;
 };
 enum class Mode { kTree, kRandom, kReplay } mode;
 constexpr size_t kLongest = 1 << 16;
-Taken path[kLongest];  // not a vector: a fiber's memory is its rank's
+Taken path[kLongest];  // not a vector: memory allocated by a fiber belongs to its rank
 size_t path_length = 0, at_choice = 0;
 const Schedule* schedule_now = nullptr;
 
-// Hashes of the states that the search has been in, with what was left: nothing new comes of one of them.
+// Hashes of visited states with the remaining bounds: they lead to no new states.
 constexpr size_t kMostStates = size_t{1} << 26;
 void* const room_for_states = mmap(nullptr, kMostStates * sizeof(uint64_t), PROT_READ | PROT_WRITE,
                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 auto* const states = static_cast<uint64_t*>(room_for_states);
 size_t state_count = 0;
-Bounds most;  // at the beginning
+Bounds most;  // initial bounds
 
-// Random, with priorities (PCT): who has the highest runs, until it loses it at one of a few accesses.
+// Random schedules with priorities (PCT): the fiber with the highest priority runs until it loses it at one
+// of a few accesses.
 constexpr int kChanges = 2;
 uint64_t random_state;
 uint64_t next_random() { return mixed(random_state += 0x9e3779b97f4a7c15u); }
@@ -164,7 +165,7 @@ Case vanishing(Case one) {
   return one;
 }
 
-// Trying --------------------------------------------------------------------------------------
+// Search --------------------------------------------------------------------------------------
 
 namespace {
 
@@ -181,7 +182,7 @@ bool run(const Case& one, const Schedule& schedule, bool traced = false) {
   return execute(one, bounds, traced);
 }
 
-// The next path of the search; false: there is none.
+// Advance to the next path of the search; return false after the last one.
 bool advance() {
   while (path_length > 0 && path[path_length - 1].taken + 1 >= path[path_length - 1].of) --path_length;
   if (path_length == 0) return false;
@@ -191,7 +192,7 @@ bool advance() {
 
 struct Result {
   long tried = 0;
-  bool is_all = false;  // within the bounds
+  bool is_all = false;  // all within the bounds
   bool is_well = true;
   Schedule failing;
   std::string failure;
@@ -203,8 +204,8 @@ void take_path(Result& result) {
   }
 }
 
-// So many at random, unless a search of no more than `searched` comes to its end first. One that does not has seen only
-// what happens late.
+// Try random schedules, unless a search of at most `searched` schedules is complete before. An incomplete
+// search covers only late choices.
 Result try_case(const Case& one, long schedules, long searched) {
   Result result;
   const auto fails = [&](const Schedule& schedule) {
@@ -274,7 +275,7 @@ int replay(const std::string& text) {
   return is_well ? 0 : 1;
 }
 
-// Run `work(i)` for each i below `count` in processes of their own, so many at a time; whether all were well.
+// Run `work(i)` for each i below `count` in separate processes, a few at a time; return true if all succeed.
 template <typename Work>
 bool in_parallel(size_t count, int jobs, Work work) {
   bool is_well = true;
@@ -299,7 +300,7 @@ bool in_parallel(size_t count, int jobs, Work work) {
   return is_well;
 }
 
-// `searched`: so many at most of a search of each case that is not small.
+// `searched`: maximum for the search of each case that is not small.
 int try_all(const std::vector<Case>& chosen, long schedules, long searched, int jobs) {
   constexpr long kAll = 1L << 40;
   long shares = 0;
@@ -328,9 +329,9 @@ bool is_dropped(Site::Op op) { return op == Site::kWake || op == Site::kFence; }
 struct Mutant {
   Place place;
   Site::Op op;
-  int order, weaker;  // of what can only be dropped: 1 and 0
+  int order, weaker;  // 1 and 0 for operations that can only be dropped
   std::vector<size_t> sites;
-  std::set<const Case*> cases;  // that reach one of them
+  std::set<const Case*> cases;  // that reach one of its sites
 
   std::string order_name() const { return op == Site::kWake ? "wake" : op == Site::kFence ? "fence" : kOrders[order]; }
   std::string change() const {
@@ -346,7 +347,7 @@ struct Mutant {
   }
 };
 
-// One step weaker, in each direction.
+// One step weaker in each direction.
 std::vector<int> weaker_than(Site::Op op, int order) {
   if (is_dropped(op)) return {0};
   if (order == kSequential) {
@@ -358,7 +359,8 @@ std::vector<int> weaker_than(Site::Op op, int order) {
   return order == kRelaxed ? std::vector<int>{} : std::vector<int>{kRelaxed};
 }
 
-// Where in csrc it is; a wake: where that is called by which all wake. Without a name of its own, in the next that has.
+// Its location in csrc. For a wake: the call of the common wake function. Calls without a name are attributed
+// to the next named function.
 Place place_in_csrc(const Site& site) {
   Place found;
   for (const uintptr_t one : site.at) {
@@ -379,7 +381,8 @@ Place place_in_csrc(const Site& site) {
   return found;
 }
 
-// All atomics, wakes and fences that the program has, reached or not. Its order, where the machine code says it nearby.
+// All atomics, wakes and fences of the program, reached or not. The order is taken from the machine code if
+// it is nearby.
 std::vector<Site> sites_in_code() {
   std::vector<Site> found;
   FILE* const pipe = popen(("objdump -d --no-show-raw-insn " + executable()).c_str(), "r");
@@ -426,7 +429,7 @@ std::vector<Mutant> all_mutants() {
   for (size_t i = 0; i < site_count(); ++i) addresses.insert(addresses.end(), site(i).at, site(i).at + 4);
   for (const Site& one : in_code) addresses.push_back(one.at[0]);
   resolve(addresses);
-  std::map<std::tuple<std::string, int, int>, Mutant> lines;  // by file, line and what is done
+  std::map<std::tuple<std::string, int, int>, Mutant> lines;  // by file, line and operation
   const auto line_of = [&](const Site& one) -> Mutant* {
     const Place place = place_in_csrc(one);
     if (place.at.empty() || is_foreign(one.at[0])) return nullptr;
@@ -457,7 +460,7 @@ std::vector<Mutant> all_mutants() {
   return mutants;
 }
 
-// Why a mutant is no worse: from equivalent.txt; empty: it must be noticed.
+// Return the reason why a mutant is equivalent, from equivalent.txt; empty: a case must detect it.
 std::string excuse_of(const Mutant& mutant) {
   std::ifstream list("equivalent.txt");
   for (std::string file, line, change, reason; std::getline(list, file) && std::getline(list, line) &&
@@ -472,10 +475,11 @@ std::string excuse_of(const Mutant& mutant) {
 
 struct Verdict {
   long tried;
-  char killer[64];  // the first case that notices; empty: none does
+  char killer[64];  // first case that detects it; empty: none
 };
 
-// At first little of each case: most mutants are noticed at once. In the end more of the first, which are the simplest.
+// First few schedules of each case, because most mutants are detected at once; then more of the first,
+// simplest cases.
 Verdict verdict_of(const Mutant& mutant, long schedules) {
   Verdict verdict{};
   for (const size_t one : mutant.sites) weaken(one, mutant.weaker);
@@ -494,7 +498,7 @@ Verdict verdict_of(const Mutant& mutant, long schedules) {
   return verdict;
 }
 
-// Of a line of the source that changes: what the table calls it.
+// Name in the table for a source line that changes.
 std::string operation_of(const Mutant& mutant) {
   const std::string source = mutant.source();
   static const std::regex atomic(R"(\w+(\.|->)(load|store|exchange|fetch_add|fetch_sub|compare_exchange_\w+)(?=\())");
@@ -504,7 +508,8 @@ std::string operation_of(const Mutant& mutant) {
   return source;
 }
 
-// Every order weakened, every wake and fence dropped, one at a time: which case notices. As docs/model-checking.md has it.
+// Weaken every order, and drop every wake and fence, one at a time; print the detecting case, as in
+// docs/model-checking.md.
 int try_mutants(long schedules, int jobs, const std::string& only, const std::vector<Case>& chosen) {
   std::vector<Mutant> mutants;
   const auto is_chosen = [&](const Case* one) {
@@ -546,7 +551,7 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     std::printf("%s", killer.empty() ? excuse.empty() ? "NOBODY" : excuse.c_str() : ("`" + killer + "`").c_str());
   }
   std::printf(" |\n");
-  std::fflush(stdout);  // the table first, where both go to one file
+  std::fflush(stdout);  // the table first if both go to one file
   std::fprintf(stderr, is_well ? "every mutant is noticed, or equivalent: all right\n" : "mutants survive\n");
   return is_well ? 0 : 1;
 }

@@ -1,4 +1,4 @@
-// What fibers take from the system, in place of pthreads, the kernel and the C library.
+// Replacements of pthreads, the kernel and the C library for fibers.
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
@@ -19,7 +19,7 @@ namespace {
 
 struct Mutex {
   const void* at;
-  int owner;  // -1: nobody
+  int owner;  // -1: unlocked
   Times times;
 };
 constexpr int kMostMutexes = 256;
@@ -113,7 +113,7 @@ int pthread_cond_timedwait(pthread_cond_t* at, pthread_mutex_t* mutex, const tim
 }
 int pthread_cond_destroy(pthread_cond_t*) { return 0; }
 
-// What the sources call instead of std::condition_variable's.
+// Called by the sources in place of std::condition_variable.
 void model_notify_one(void* at) {
   if (watched == nullptr || is_dropped(number(at), CALLER)) return;
   point(number(at));
@@ -168,7 +168,7 @@ int clock_gettime(clockid_t clock, timespec* time) {
 
 namespace {
 
-// A rank's own, or what prepare() makes, and never used again in one execution.
+// Memory of a rank, or of prepare(); never reused within one execution.
 void* make(size_t bytes, size_t alignment, uintptr_t) {
   if (here == nullptr && !in_prepare) {
     void* const made = alignment > 16 ? std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment)
@@ -205,7 +205,7 @@ void operator delete[](void* at, size_t) noexcept { unmake(at, CALLER); }
 void operator delete(void* at, std::align_val_t) noexcept { unmake(at, CALLER); }
 void operator delete(void* at, size_t, std::align_val_t) noexcept { unmake(at, CALLER); }
 
-// The seam ------------------------------------------------------------------------------------
+// Seam ------------------------------------------------------------------------------------
 
 namespace model {
 namespace {
@@ -217,7 +217,7 @@ struct Segment {
   uintptr_t at;
   size_t bytes;
   int users[kMostRanks];
-  int8_t locks[kMostRanks];  // by byte: the rank that has it, -1: none
+  int8_t locks[kMostRanks];  // by byte: the owning rank; -1: none
 };
 constexpr int kMostSegments = 8;
 struct File {
@@ -229,7 +229,7 @@ struct Single {
   void* object;
 };
 
-// What the kernel knows, but for the processes.
+// Kernel state except processes.
 struct System {
   Segment segments[kMostSegments];
   int segment_count;
@@ -260,17 +260,17 @@ bool is_mapped(uintptr_t at, int rank) {
   for (int i = 0; i < segment_count; ++i) {
     if (at - segments[i].at < segments[i].bytes) return segments[i].users[rank] > 0;
   }
-  return true;  // a case's own
+  return true;  // created by a case
 }
 
 }  // namespace model
 
 namespace fl {
 
-void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among) {
+void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, FutexScope) {
   point(number(word));
   happens(*here, number(word), true);
-  if (!is_quiet) model::full_fence();  // the kernel's, no mutant
+  if (!is_quiet) model::full_fence();  // by the kernel; no mutant
   const uint32_t value = kernel_load(number(word), CALLER);
   record("futex wait", number(word), value, CALLER);
   if (value != seen) return;
@@ -278,11 +278,11 @@ void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t b
   record(here->has_timed_out ? "its time is over" : "wakes", number(word), value, CALLER);
 }
 
-void futex_wake(const void* word, uint32_t bits, Among) {
+void futex_wake(const void* word, uint32_t bits, FutexScope) {
   if (is_dropped(number(word), CALLER)) return;
   point(number(word));
   happens(*here, number(word), true);
-  if (!is_quiet) model::full_fence();  // the kernel's, no mutant
+  if (!is_quiet) model::full_fence();  // by the kernel; no mutant
   record("futex wake", number(word), static_cast<uint64_t>(wake_all(word, kMostFibers, bits)), CALLER);
 }
 
@@ -319,7 +319,7 @@ ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes) {
   return static_cast<ssize_t>(bytes);
 }
 
-void* of_this_process(const void* type, void* (*make)()) {
+void* process_object(const void* type, void* (*make)()) {
   for (Single& one : kernel.singles[here->rank]) {
     if (one.type == nullptr) one = {type, make()};
     if (one.type == type) return one.object;
@@ -329,7 +329,7 @@ void* of_this_process(const void* type, void* (*make)()) {
 
 }  // namespace fl
 
-// Files: only what Mapping does with them.
+// Files: only the calls that Mapping uses.
 extern "C" {
 
 int model_open(const char* path, int, ...) {
@@ -397,7 +397,7 @@ int model_fcntl(int fd, int command, ...) {
 }
 
 int model_close(int fd) {
-  if (fd < kFirstFile) return 0;  // a process's
+  if (fd < kFirstFile) return 0;  // a file of the process
   happens(*here, kKernel, true);
   for (int8_t& lock : segments[file_of(fd).segment].locks) {
     if (lock == file_of(fd).rank) lock = -1;

@@ -1,6 +1,6 @@
-// Debian's libgloo-dev lacks this file, which Gloo's headers of TCP include: looked for last, after a
-// complete Gloo's. A class with these pointers is laid out as there; one that shares itself by one is made
-// and destroyed in the library.
+// Replacement for a file that Debian's libgloo-dev lacks and Gloo's TCP headers include. Its folder is
+// searched last, after a complete Gloo. The classes have the same layout as in Gloo, whose library creates
+// and destroys the objects that share themselves.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace gloo {
 template <typename T>
 class WeakNonOwningPtr;
 
-// To what is not destroyed as long as this lives; null where it was.
+// Keeps an object alive; null if the object was already destroyed.
 template <typename T>
 class NonOwningPtr final {
  public:
