@@ -153,7 +153,7 @@ def test_scatter_returns_the_kind_of_the_input(rank: int, size: int, library: st
 
 
 @in_both
-def test_in_place_verbs_return_the_kind_of_the_input(
+def test_in_place_verbs_return_the_input_kind(
     rank: int, size: int, library: str, dtype: str
 ) -> None:
     check = Checks(library, dtype)
@@ -313,7 +313,7 @@ class OnlyCuda:
 
 
 @pytest.mark.parametrize("stream", [None, 1, 2, 0x7F00])
-def test_verbs_wait_for_the_stream_of_the_producer(
+def test_verbs_wait_for_the_producer_s_stream(
     monkeypatch: pytest.MonkeyPatch, stream: int | None
 ) -> None:
     cupy = cupy_stand_in.StandInCupy()

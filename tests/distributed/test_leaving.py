@@ -127,7 +127,7 @@ def wait_behind_others(group: Group, name: str) -> None:
 
 
 @everywhere(fresh=False)
-def test_message_waits_raise_peer_lost_error_after_the_peer_closes_the_group(
+def test_message_wait_raises_peer_lost_error_if_the_peer_closes_the_group(
     rank: int, size: int
 ) -> None:
     for name in MESSAGES:
@@ -150,7 +150,7 @@ FAST = {"send of 4 MB", "recv", "sync_distributed"}  # the other operations repe
     ],
 )
 @everywhere(fast=2)
-def test_message_waits_raise_peer_lost_error_after_the_peer_shuts_down(
+def test_message_wait_raises_peer_lost_error_if_the_peer_shuts_down(
     rank: int, size: int, name: str
 ) -> None:
     """Rank 0 shuts down. Other ranks wait for its messages in the world or in another group."""
@@ -162,9 +162,7 @@ def test_message_waits_raise_peer_lost_error_after_the_peer_shuts_down(
 
 
 @everywhere(fast=4, fresh=False)
-def test_peer_lost_error_says_how_many_calls_fewer_the_departed_rank_made(
-    rank: int, size: int
-) -> None:
+def test_peer_lost_error_says_how_many_fewer_calls_the_rank_made(rank: int, size: int) -> None:
     for rounds, async_op in itertools.product((0, 3), (False, True)):
         with contextlib.closing(fl.new_group(range(size))) as group:
             own = call_once_more(group, rounds, async_op)
@@ -177,7 +175,7 @@ def test_peer_lost_error_says_how_many_calls_fewer_the_departed_rank_made(
 
 @pytest.mark.parametrize("rounds", [0, 3])
 @everywhere(fast=4)
-def test_errors_say_that_a_rank_shut_down_after_fewer_calls(
+def test_error_says_that_a_rank_shut_down_after_fewer_calls(
     rank: int, size: int, rounds: int
 ) -> None:
     for _ in range(rounds):
@@ -202,7 +200,7 @@ QUICK = {"recv of any rank", "isend"}
     ],
 )
 @everywhere()
-def test_message_waits_end_after_all_other_ranks_shut_down(
+def test_message_wait_ends_if_all_other_ranks_shut_down(
     rank: int, size: int, wait: Any, name: str
 ) -> None:
     group = fl.new_group(range(size))
@@ -232,9 +230,7 @@ def test_receive_from_any_rank_waits_for_the_remaining_ranks(rank: int, size: in
 
 @pytest.mark.parametrize("name", GIVEN)
 @on_ranks(("gloo", 3), ("shm", 4), slow=[("hierarchical", 4)], params={"TIMEOUT": LIMIT})
-def test_data_arrives_if_the_sender_closes_the_group_after_its_wait(
-    rank: int, size: int, name: str
-) -> None:
+def test_data_arrives_if_the_sender_closes_the_group(rank: int, size: int, name: str) -> None:
     """Each rank closes the group as soon as the wait for its own part has returned."""
     call, expected = GIVEN[name]
     for _ in range(50 if size == 3 else 10):

@@ -269,9 +269,7 @@ def test_reserve_restores_the_file_if_memory_runs_out_meanwhile(
     assert (status.st_size, status.st_blocks * 512) == (3 * MB, 3 * MB)
 
 
-def test_reserve_raises_before_a_small_file_system_is_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reserve_raises_before_a_small_file_system_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
     system = os.fstatvfs(fd)
     with pytest.raises(OSError, match=r"a file: the file system has [0-9,]* of") as caught:
@@ -316,7 +314,7 @@ TAKES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", TAKES)
 @on_ranks(("shm", 2), ("hierarchical", 4))
-def test_out_of_memory_error_is_raised_on_every_rank(
+def test_every_rank_raises_out_of_memory_error(
     rank: int, size: int, name: str, tmp_path: Path
 ) -> None:
     """Memory is short on all ranks, or on the second of two ranks."""
@@ -380,7 +378,7 @@ def zeros(out: Any) -> None:
 
 
 @on_ranks(("gloo", 2))
-def test_out_of_memory_error_is_raised_on_every_rank_over_gloo(
+def test_every_rank_raises_out_of_memory_error_over_gloo(
     rank: int, size: int, tmp_path: Path
 ) -> None:
     lacking = little_memory(tmp_path) if rank == 1 else contextlib.nullcontext()
@@ -391,9 +389,7 @@ def test_out_of_memory_error_is_raised_on_every_rank_over_gloo(
 
 
 @on_ranks(("shm", 2))
-def test_available_memory_excludes_mapped_pages_without_data(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_available_memory_excludes_unwritten_pages(rank: int, size: int, tmp_path: Path) -> None:
     """Memory that suffices for parameters and gradients does not suffice for the state of Adam."""
     sharded = model(2500)
     with little_memory(tmp_path / str(rank)):

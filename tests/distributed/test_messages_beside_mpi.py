@@ -307,16 +307,14 @@ BY_MPI = {"init": "mpi"}
 
 
 @pytest.mark.parametrize(("backend", "size"), TRIED)
-def test_random_message_programs_receive_the_same_as_in_mpi(
-    pool: Any, backend: str, size: int
-) -> None:
+def test_random_messages_are_the_same_as_in_mpi(pool: Any, backend: str, size: int) -> None:
     ranks = pool(size, **world_of(backend, BY_MPI))
     ranks.run_each(run_on_both, [(100, 8, 1), (100, 100, 2)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), TRIED)
-def test_program_of_10_000_messages_receives_the_same_as_in_mpi(
+def test_program_of_10_000_messages_is_the_same_as_in_mpi(
     pool: Any, backend: str, size: int
 ) -> None:
     programs = [(10_000, 30, 3), (10_000, 1000, 4)]

@@ -192,9 +192,7 @@ def ended(started: Any) -> None:
 
 @pytest.mark.parametrize("starts", [False, True])
 @on_ranks(("gloo", 2), ("shm", 3), ("mpi", 2), ("hierarchical", 3))
-def test_mismatch_error_names_the_call_sites_of_all_ranks(
-    rank: int, size: int, starts: bool
-) -> None:
+def test_mismatch_error_names_call_sites_of_all_ranks(rank: int, size: int, starts: bool) -> None:
     lines = [f"distributed/test_mismatches.py:{line_of(fn)}" for fn in (one, two)]
     with pytest.raises(fl.errors.MismatchError) as first:
         (two if rank else one)(starts)
@@ -236,7 +234,7 @@ ONE, OBJECTS = np.ones(1, int), ["a", "b", "c"]
 
 @pytest.mark.parametrize("odd", range(3))
 @on_ranks(("gloo", 3), ("shm", 3), ("mpi", 3), ("hierarchical", 3))
-def test_mismatch_error_distinguishes_a_composed_verb_from_its_steps(
+def test_mismatch_error_separates_a_composed_verb_from_its_steps(
     rank: int, size: int, odd: int
 ) -> None:
     """One rank calls the verb that is the first step of the other ranks' verb."""
@@ -285,9 +283,7 @@ MANY = [(1,) * 8 + (2, 3), (1,) * 8 + (3, 2), (1,) * 7 + (2, 1, 3)]
 
 
 @on_ranks(*(("gloo", 2), ("shm", 3), ("hierarchical", 3), ("mpi", 2)), ("shm", 3, SYNC))
-def test_shapes_that_differ_beyond_eight_dimensions_raise_mismatch_error(
-    rank: int, size: int
-) -> None:
+def test_different_ninth_dimensions_raise_mismatch_error(rank: int, size: int) -> None:
     for shape in MANY[1:]:
         for call in (fl.all_reduce, fl.broadcast, fl.all_gather, one_message):
             if call is one_message and rank > 1:
@@ -313,9 +309,7 @@ def only_first_checks(rank: int) -> dict[str, str]:
 
 
 @on_ranks(("shm", 2), fresh=True, env=only_first_checks, init=None)
-def test_distributed_init_raises_if_flashlight_checks_differs(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_init_raises_if_flashlight_checks_differs(rank: int, size: int, tmp_path: Path) -> None:
     why = "FLASHLIGHT_CHECKS is 0 on rank 1 only"
     params = {"FILE_PATH": str(tmp_path / "meet")}
     with pytest.raises(fl.errors.BackendUnavailableError, match=why):

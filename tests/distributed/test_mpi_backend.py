@@ -94,7 +94,7 @@ def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int)
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "longdouble"])
 @on_ranks()
-def test_min_and_max_of_nan_and_signed_zeros_are_equal_on_all_ranks(
+def test_min_and_max_of_nan_and_zeros_are_equal_on_all_ranks(
     rank: int, size: int, name: str
 ) -> None:
     """NaN and zeros of both signs, in a different order on each rank."""

@@ -202,8 +202,6 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("place", ["main", "greenlet"])
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_patched_process_starts_unpatched_processes(
-    tmp_path: Path, library: str, place: str
-) -> None:
+def test_patched_process_starts_plain_processes(tmp_path: Path, library: str, place: str) -> None:
     ended = end_of(tmp_path, SPAWN, library, place)
     assert ended.stdout == "[3.0, 3.0]\n(4, 1)\n", ended.stderr

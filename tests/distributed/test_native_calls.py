@@ -294,7 +294,7 @@ def test_calls_by_address_return_the_same_as_calls_with_arrays(
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_all_gather_accepts_an_input_inside_the_result(
+def test_all_gather_accepts_an_input_inside_its_result(
     rank: int, size: int, async_op: bool
 ) -> None:
     """FSDP of torch passes the row of a rank at its position in the result."""
@@ -422,9 +422,7 @@ def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int)
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_mismatch_of_calls_by_address_raises_on_every_rank(
-    rank: int, size: int, async_op: bool
-) -> None:
+def test_mismatch_by_address_raises_on_every_rank(rank: int, size: int, async_op: bool) -> None:
     """The group remains usable."""
     settle()
     group = current_world().group
@@ -495,9 +493,7 @@ def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> No
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_gathers_of_unequal_parts_check_the_length_of_out(
-    rank: int, size: int, async_op: bool
-) -> None:
+def test_unequal_gathers_check_the_length_of_out(rank: int, size: int, async_op: bool) -> None:
     """Another length of ``out`` raises."""
     settle()
     group = current_world().group
@@ -569,9 +565,7 @@ def test_messages_by_address_receive_the_sent_values(rank: int, size: int) -> No
 
 @pytest.mark.parametrize("count", [3, 300_000])
 @in_both
-def test_owner_of_memory_lives_until_a_dropped_operation_ends(
-    rank: int, size: int, count: int
-) -> None:
+def test_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count: int) -> None:
     """The caller drops the Work at once."""
     settle()
     group = current_world().group

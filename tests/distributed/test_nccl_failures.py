@@ -234,7 +234,7 @@ def test_integer_scales_wrap_as_on_the_cpu(
 
 @pytest.mark.parametrize("state", [0, IN_PROGRESS])
 @pytest.mark.parametrize("status", [0, IN_PROGRESS])
-def test_close_destroys_once_or_aborts_if_other_ranks_do_not_join(
+def test_close_destroys_once_or_aborts_if_a_rank_is_missing(
     nccl: Nccl, status: int, state: int
 ) -> None:
     made = communicator(nccl)
@@ -415,9 +415,7 @@ def test_path_of_the_backend_says_why_launches_are_slow(nccl: Nccl, cupy: StandI
 
 
 @pytest.mark.usefixtures("endless")
-def test_streams_wait_for_each_other_without_blocking_the_host(
-    backend: Any, cupy: StandInCupy
-) -> None:
+def test_streams_wait_for_each_other_but_not_the_host(backend: Any, cupy: StandInCupy) -> None:
     x = cupy.asarray(np.ones(4))
     with Stream(name="mine"):
         work = backend.start(Call(ALL_REDUCE, x, blocking=False))

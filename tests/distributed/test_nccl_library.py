@@ -205,9 +205,7 @@ def enum(name: str) -> list[tuple[int, str]]:
         ("longdouble", ReduceOp.SUM, "got float"),
     ],
 )
-def test_form_of_raises_type_error_for_unsupported_reductions(
-    dtype: str, op: ReduceOp, told: str
-) -> None:
+def test_form_of_raises_for_unsupported_reductions(dtype: str, op: ReduceOp, told: str) -> None:
     with pytest.raises(TypeError, match=told):
         form_of(np.dtype(dtype), op)
 
@@ -298,9 +296,7 @@ def test_device_rule_raises_if_the_device_does_not_exist() -> None:
         DeviceRule(rank=3, max_per_node=4).index(2)
 
 
-def test_gpu_identity_allows_several_ranks_per_gpu_if_nccl_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_identity_allows_several_ranks_if_nccl_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.cupy_stand_in import StandInCupy
 
     cupy = StandInCupy(2)

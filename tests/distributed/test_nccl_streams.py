@@ -187,9 +187,7 @@ class Noting:
 
 
 @pytest.mark.parametrize("is_group", [False, True])
-def test_launcher_calls_nccl_between_the_events_of_two_streams(
-    is_group: bool,
-) -> None:
+def test_launcher_calls_nccl_between_the_events_of_two_streams(is_group: bool) -> None:
     """The communication stream waits for the caller's stream 0x66, which then waits for it."""
     ffi = _native.load("nccl").ffi
     for kind, call in enumerate(LAUNCHED):

@@ -21,9 +21,7 @@ from tests.distributed.conformance import WORLDS, on_ranks, ranks_in
 
 @pytest.mark.parametrize("width", [1, 30_000])
 @on_ranks()
-def test_open_receive_accepts_messages_of_any_rank_and_length(
-    rank: int, size: int, width: int
-) -> None:
+def test_open_receive_accepts_any_rank_and_length(rank: int, size: int, width: int) -> None:
     """Every rank sends five messages to every rank. Some receives name the source."""
     others = [peer for peer in range(size) if peer != rank]
     sends = [
@@ -91,7 +89,7 @@ SIZES = (0, 1, 30, 1000, 100_000)  # on both sides of every threshold, in every 
 
 @pytest.mark.parametrize("sources", [("named",), ("any",), ("any", "named")])
 @on_ranks()
-def test_open_receive_keeps_the_order_of_a_sender(
+def test_open_receive_keeps_order_of_a_sender(
     rank: int, size: int, sources: tuple[str, ...]
 ) -> None:
     """Messages of one rank and tag fill the receives in order.
@@ -180,9 +178,7 @@ def test_open_receive_raises_if_a_rank_is_lost(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_open_receive_wait_timeout_names_this_rank_and_can_be_repeated(
-    rank: int, size: int
-) -> None:
+def test_open_receive_wait_timeout_names_this_rank_and_is_repeatable(rank: int, size: int) -> None:
     """A receive from any rank, and a batch whose messages to no rank keep their positions."""
     after, before = (rank + 1) % size, (rank - 1) % size
     rooms = [np.zeros((5, 2)) for _ in range(4)]

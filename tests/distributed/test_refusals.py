@@ -423,9 +423,7 @@ def test_group_remains_usable_after_a_rejection(rank: int, size: int) -> None:
 
 
 @on_ranks(("hierarchical", SIZE), fresh=True, env=hosts_by_letter("aab", FLASHLIGHT_CHECKS="0"))
-def test_unchecked_rejection_between_hosts_ends_the_group_with_the_reason(
-    rank: int, size: int
-) -> None:
+def test_unchecked_rejection_between_hosts_ends_the_group(rank: int, size: int) -> None:
     with pytest.raises(TypeError if rank == ODD else fl.errors.DistributedError) as caught:
         fl.all_reduce(None if rank == ODD else np.ones(3))
     why = "rank 1 called all_reduce, and rejected its arguments (TypeError"

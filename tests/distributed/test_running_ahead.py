@@ -190,9 +190,7 @@ def test_data_arrives_after_its_sender_has_left(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("verb", ["broadcast", "scatter"])
 @in_both(3)
-def test_all_ranks_continue_after_a_root_rejects_its_arguments(
-    rank: int, size: int, verb: str
-) -> None:
+def test_ranks_continue_after_a_root_rejects_its_arguments(rank: int, size: int, verb: str) -> None:
     """Every rank catches the error of the root, and continues."""
     call = {"broadcast": fl.broadcast, "scatter": lambda x: fl.scatter(x if rank == 0 else None)}
     for times in (1, 2, 3, 20):
@@ -207,9 +205,7 @@ def test_all_ranks_continue_after_a_root_rejects_its_arguments(
 
 @pytest.mark.parametrize("verb", VERBS)
 @in_both(3)
-def test_call_that_raises_an_earlier_mismatch_sends_no_data(
-    rank: int, size: int, verb: str
-) -> None:
+def test_call_that_raises_an_old_mismatch_sends_no_data(rank: int, size: int, verb: str) -> None:
     """Ranks differ in a call from which the root returns early. Check which later calls raise."""
     call = VERBS[verb][0]
     mismatch_error(lambda: fl.broadcast(np.zeros(3 + (rank > 0))))
@@ -235,9 +231,7 @@ def tell(sender: int, receiver: int, rank: int) -> None:
 
 
 @in_both(3)
-def test_withdrawn_call_raises_the_earlier_mismatch_once_on_other_ranks(
-    rank: int, size: int
-) -> None:
+def test_withdrawn_call_raises_the_old_mismatch_once_on_other_ranks(rank: int, size: int) -> None:
     """Rank 1 waits for the call of rank 0 and has not been notified of the mismatch."""
     if rank == 2:
         tell(1, 2, rank)
@@ -379,7 +373,7 @@ def stand_in() -> Iterator[None]:
 @pytest.mark.parametrize("blocking", [True, False])
 @on_ranks()
 @stand_in()
-def test_compared_calls_move_no_data_and_return_shapes(
+def test_compared_calls_move_no_data_but_return_shapes(
     rank: int, size: int, blocking: bool
 ) -> None:
     x = of_gpu(2 * size, 3)

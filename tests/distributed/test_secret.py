@@ -90,7 +90,7 @@ def test_secret_rejects_files_and_folders_that_other_users_can_read(
         Secret.find(True, {})
 
 
-def test_private_folder_skips_a_read_only_folder(
+def test_private_folder_skips_read_only_folders(
     public: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(public))

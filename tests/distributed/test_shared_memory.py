@@ -132,9 +132,7 @@ APART = {"env": hosts_by_letter("ab")}
     indirect=["ranks"],
 )
 @on_ranks()
-def test_describe_names_the_backend_and_the_reason(
-    rank: int, size: int, said: str, name: str
-) -> None:
+def test_describe_names_backend_and_reason(rank: int, size: int, said: str, name: str) -> None:
     text = fl.distributed.describe()
     assert f"rank {rank} of {size}" in text
     assert said in text

@@ -62,9 +62,7 @@ def test_init_method_for_a_world_of_one_raises_among_several_ranks(
     init(size_one=False)
 
 
-def test_distributed_init_raises_if_rank_variables_are_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_init_raises_if_rank_variables_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_FILE", "/nowhere/meet")
     with pytest.raises(fl.errors.RendezvousError, match="FLASHLIGHT_FILE is set"):
         init(size_one=False)

@@ -131,9 +131,7 @@ def save_and_leave(folder: str) -> None:
 
 
 @on_ranks(("shm", 2), ("hierarchical", 3), slow=[("gloo", 2)], fresh=True)
-def test_signal_handler_between_verbs_can_save_and_leave(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_handler_between_verbs_can_save_and_leave(rank: int, size: int, tmp_path: Path) -> None:
     with handling(lambda: save_and_leave(str(tmp_path))):
         fl.all_reduce(np.ones(3))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -198,9 +196,7 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
 
 
 @everywhere
-def test_signal_handler_inside_a_verb_raises_without_harm(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_handler_inside_a_verb_raises_without_harm(rank: int, size: int, tmp_path: Path) -> None:
     # On several hosts an exchange waits for started messages, where the handler may start a verb.
     for verb in [verb for verb in BLOCKING if size == 2 or verb != "exchange"]:
         preempt(rank, size, verb, "carries on", str(tmp_path))

@@ -126,9 +126,7 @@ def interrupting() -> Any:
     signal.signal(signal.SIGUSR2, before)
 
 
-def test_then_never_returns_an_incomplete_result_after_a_signal(
-    interrupting: Callable[[], None],
-) -> None:
+def test_then_returns_no_incomplete_result_after_a_signal(interrupting: Callable[[], None]) -> None:
     work = Then(Done(), lambda _: interrupting())
     for _ in range(2):
         with pytest.raises(Interruption):
@@ -151,9 +149,7 @@ class Interrupted(Work):
         return not self._interrupt
 
 
-def test_wait_can_be_repeated_after_a_signal_handler_raised(
-    interrupting: Callable[[], None],
-) -> None:
+def test_wait_can_be_repeated_after_a_handler_raised(interrupting: Callable[[], None]) -> None:
     work = Then(Interrupted(interrupting), lambda value: f"made of {value}")
     with pytest.raises(Interruption):
         work.wait()
