@@ -307,7 +307,7 @@ def fill(out: Any) -> None:
 TAKES: dict[str, Callable[[], object]] = {
     "shared_empty": lambda: fl.shared_empty((9, MB)),
     "host_array": lambda: fl.host_array(fill, shape=(17, MB)),
-    "buckets of gradients": lambda: fl.distribute_module_grads(model(3000)),
+    "gradient buckets": lambda: fl.distribute_module_grads(model(3000)),
     "in fully_shard": lambda: fl.fully_shard(model(3000)),
 }
 

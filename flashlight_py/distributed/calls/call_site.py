@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
-# contextlib: its function names, such as __exit__, say nothing (csrc/fast/binding.c skips it too).
+# contextlib.py is skipped, because names like __exit__ identify no verb (also csrc/fast/binding.c).
 _folders = [PACKAGE, contextlib.__file__]
 
 Site = tuple[str, int]

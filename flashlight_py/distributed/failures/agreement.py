@@ -80,7 +80,7 @@ class RankMessage(NamedTuple):
 
 
 def unpack_messages(packed: Array) -> list[RankMessage]:
-    """Return the messages that ``whole`` contains one after the other."""
+    """Return the messages that are stored one after the other in ``packed``."""
     messages, text, at = [], packed.data, 0
     while at < packed.size:
         size, count = struct.unpack_from("=2q", text, at + _KEY_BYTES)

@@ -274,7 +274,7 @@ class OtherRecords:
         return records - before
 
 
-# Seconds without further records, neither for failures nor in answer to other ranks.
+# Seconds after a record in which this rank writes no further record.
 _QUIET_SECONDS = 10.0
 # Seconds between checks for other records. Network file systems send no notifications.
 _LOOK_SECONDS = 0.5

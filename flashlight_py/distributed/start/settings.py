@@ -88,7 +88,7 @@ class Settings:
                 if not is_valid(fields[key.lower()]):
                     raise ValueError(f"{sources[key]} must be {rule}, got {values[key]!r}")
         folder = values.get(Keys.TRACE_DIR, system.environ.get("FLASHLIGHT_TRACE_DIR"))
-        if folder:  # "" stays; other paths stay valid after chdir
+        if folder:  # "" means no records; an absolute path survives chdir
             folder = str(Path(os.fsdecode(os.fspath(folder))).absolute())
         return cls(
             **fields,
