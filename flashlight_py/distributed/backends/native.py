@@ -305,10 +305,9 @@ class NativeBackend(Backend):
     ) -> Work:
         """Start ``call`` in the library and return its Work.
 
-        The ranks compare dtype and shape of ``like`` (default: the call's array) and ``root``
-        (default: the root or tag). ``data`` and ``room`` replace the addresses of the array and of
-        ``output``. ``keep`` lives as long as the operation. The Work returns ``result`` (default:
-        the array).
+        The ranks compare dtype and shape of ``like`` (default: the array), and ``root`` (default:
+        the root or tag). ``data`` and ``room`` replace the addresses of array and ``output``.
+        ``keep`` outlives the operation. The Work returns ``result`` (default: the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array
@@ -373,7 +372,7 @@ class NativeBackend(Backend):
     def _open(self, name: str) -> Any:
         """Return the handle of the group; raise GroupClosedError if the group is closed."""
         if (group := self.group) is None:
-            raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
+            raise GroupClosedError(f"[{name}] {self.name}: the group is closed. Create it again")
         return group
 
     def _call_site(self, depth: int = 3) -> Any:
@@ -493,7 +492,7 @@ class NativeBackend(Backend):
 
     def lost(self, doing: str) -> DistributedError | None:
         if (group := self.group) is None:
-            return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
+            return GroupClosedError(f"[{doing}] {self.name}: the group is closed. Create it again")
         if (handle := self.lib.fl_lost(group)) == self.ffi.NULL:
             return None
         handle = self.ffi.gc(handle, self.lib.fl_op_free)
