@@ -1,7 +1,7 @@
-"""The native extensions: the sources and flags of each, for setup.py.
+"""Sources and compiler flags of the native extensions, for setup.py.
 
 EXTENSIONS use NumPy's C API. BINDINGS are CFFI's descriptions in API mode. Only NCCL's declarations
-become a Python module, because a run opens that library when it needs it. All extensions are abi3.
+become a Python module, because NCCL is opened at run time. All extensions are abi3.
 """
 
 from pathlib import Path
@@ -15,23 +15,23 @@ CSRC = Path(__file__).parent
 ROOT = CSRC.parent
 HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), ROOT / "flashlight_py/optim/rules.inc"]
 C = ["-O3", "-fvisibility=hidden"]
-# No contraction into fused multiply-adds: the same bits on every machine.
+# Without contraction into fused multiply-adds every machine computes the same bits.
 CPP = [*C, "-std=c++17", "-ffp-contract=off"]
-# Without errno and traps GCC computes square roots and comparisons in vectors.
+# Without errno and traps GCC vectorizes square roots and comparisons.
 KERNELS = [*CPP, "-fno-math-errno", "-fno-trapping-math"]
-# Python functions that the libraries call: whether a signal handler has raised, and the line of the
-# user's call.
+# Python functions that the libraries call: a query for an exception of a signal handler, and the
+# line of the user's call.
 INTERRUPTED, WHERE = "int fl_interrupted(void);", "void fl_where(fl_site *);"
 
 
 def files(*patterns: str) -> list[str]:
     """Return the files of csrc, relative to setup.py, whose objects are linked in this order."""
-    found = [path for pattern in patterns for path in sorted(CSRC.glob(pattern))]
-    return [str(path.relative_to(ROOT)) for path in found]
+    paths = [path for pattern in patterns for path in sorted(CSRC.glob(pattern))]
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def options(sources: list[str], flags: list[str]) -> dict[str, Any]:
-    """Return the arguments of an extension, as setuptools names them."""
+    """Return the keyword arguments of a setuptools extension."""
     return {
         "sources": sources,
         "depends": sorted(str(path.relative_to(ROOT)) for path in HEADERS),
@@ -42,7 +42,7 @@ def options(sources: list[str], flags: list[str]) -> dict[str, Any]:
 
 
 def numpy_extension(name: str, sources: list[str], flags: list[str]) -> Extension:
-    """Return an extension that includes NumPy's headers."""
+    """Return an extension that is compiled with NumPy's headers."""
     extension = Extension(f"flashlight_py._native._{name}", **options(sources, flags))
     extension.include_dirs.append(numpy.get_include())
     extension.define_macros = [("Py_LIMITED_API", "0x030A0000")]
@@ -59,7 +59,7 @@ def binding(
     called: list[str] | None = None,
     **more: Any,
 ) -> FFI:
-    """Return CFFI's description; ``called`` declares Python functions that C calls."""
+    """Return CFFI's description; ``called`` declares Python functions called from C."""
     ffi = FFI()
     for path in declarations:
         ffi.cdef((CSRC / path).read_text())
@@ -74,7 +74,7 @@ def binding(
 
 
 EXTENSIONS = [
-    # GCC's own memset of 240 bytes takes 8 ns longer than that of the C library.
+    # GCC's inline memset of 240 bytes takes 8 ns longer than that of the C library.
     numpy_extension("fast", files("fast/*.c"), [*C, "-fno-builtin-memset"]),
     *(numpy_extension(name, files(f"{name}/*.cc"), KERNELS) for name in ("nn", "optim", "tape")),
 ]

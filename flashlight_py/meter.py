@@ -96,9 +96,9 @@ class _Sums(Meter):
             sums[index] = sums[index] + term
 
 
-def ratio(part: float, whole: float) -> float:
-    """Return ``part / whole``, or NaN if ``whole`` is 0."""
-    return part / whole if whole else float("nan")
+def ratio(part: float, total: float) -> float:
+    """Return ``part / total``, or NaN if ``total`` is 0."""
+    return part / total if total else float("nan")
 
 
 class AverageValueMeter(_Sums):

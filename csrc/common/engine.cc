@@ -390,7 +390,7 @@ std::string Engine::describe_wait(const Message& message) const {
   const Port& port = *message.port_;
   const std::string own_state = std::string("this rank ") + (message.sends() ? "sends" : "receives") +
                            " with tag " + std::to_string(message.call_.root);
-  if (message.is_moving()) return "the message stopped half way, " + own_state;
+  if (message.is_moving()) return "the message stopped during its transfer, " + own_state;
   std::string text;
   for (int rank = 0; rank < static_cast<int>(port.ranks_.size()); ++rank) {
     const bool is_any = message.peer_ < 0;

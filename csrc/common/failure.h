@@ -71,7 +71,7 @@ inline Failure given_up_by(int rank, const std::string& name, int self, const Fa
 // The calls of the ranks differ; `report` has them. The group remains usable.
 struct Mismatch : std::exception {
   explicit Mismatch(CallReport report = {}) : report(std::move(report)) {}
-  const char* what() const noexcept override { return "the ranks called different things"; }
+  const char* what() const noexcept override { return "the calls of the ranks differ"; }
   CallReport report;
 };
 

@@ -126,7 +126,7 @@ void Queue::begin(Pending operation) noexcept {
     }
     operation->run = [closing](Operation&) {
       if (closing) throw Failure(FL_CLOSED, {}, kWasClosed);
-      throw Failure(FL_FAILED, {}, "no thread can be had for another operation");
+      throw Failure(FL_FAILED, {}, "the system cannot start a thread for another operation");
     };
     execute(transport_, *operation);
     const std::lock_guard<std::mutex> lock(shared_->mutex);

@@ -200,7 +200,7 @@ static int check(Binding *binding) {
   PyArrayObject *memory = (PyArrayObject *)binding->memory;
   if (PyArray_NBYTES(memory) != sizeof(ring) || !PyArray_ISCARRAY(memory) ||
       PyList_Size(binding->notes) != FL_RECORDED_CALLS) {
-    PyErr_SetString(PyExc_ValueError, "the memory of the ring has another layout");
+    PyErr_SetString(PyExc_ValueError, "the memory of the ring has an unexpected layout");
     return 0;
   }
   binding->calls = PyArray_DATA(memory);
@@ -219,7 +219,7 @@ static int parse(PyObject *args, Binding *b) {
   size_t library[sizeof b->library / sizeof(size_t)];
   const Py_ssize_t count = sizeof library / sizeof *library;
   if (PyTuple_Size(addresses) != count) {
-    PyErr_Format(PyExc_ValueError, "expected the addresses of %zd functions", count);
+    PyErr_Format(PyExc_ValueError, "expected addresses of %zd functions, got %zd", count, PyTuple_Size(addresses));
     return 0;
   }
   for (Py_ssize_t i = 0; i < count; ++i) library[i] = PyLong_AsSize_t(PyTuple_GetItem(addresses, i));

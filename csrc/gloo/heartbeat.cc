@@ -459,7 +459,7 @@ std::optional<Failure> Heartbeat::report() {
   const bool is_ours = own_loss != lost.end();
   std::string words = describe(is_ours ? Losses{*own_loss} : lost);
   if (is_ours && own_loss->second.kind != kCutOff) {
-    words = "the other hosts have given up this one: " + words;
+    words = "the other hosts have reported the loss of this host: " + words;
   }
   for (int index = 0; index < count; ++index) {
     if (is_ours ? index == own_host_ : !lost.count(index)) continue;
@@ -495,7 +495,7 @@ std::string Heartbeat::describe(const Losses& lost) const {
   }
   const auto& [index, loss] = *lost.begin();
   if (hosts_->count() > 2 || loss.kind != kSilent || index == own_host_) return words;
-  return words + "; it is the only other one, so " + own_host + " may be the one that is cut off";
+  return words + "; it is the only other host, so " + own_host + " may be cut off instead";
 }
 
 }  // namespace fl

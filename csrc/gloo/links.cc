@@ -55,7 +55,7 @@ class Links::Listener : public Handler {
 // A connection until both ends have exchanged proofs. Events arrive on Gloo's thread.
 class Links::Attempt : public Handler {
  public:
-  static constexpr char kStranger[] = "who connected in its place does not know the secret of this job";
+  static constexpr char kStranger[] = "the process that connected as this rank does not know the secret of this job";
 
   // A connecting socket to `peer`, perhaps only to ask for its number of calls in a group; or an accepted
   // socket of an unknown peer (-1).
@@ -123,12 +123,12 @@ class Links::Attempt : public Handler {
     } else {
       peer = peer_greeting_.rank;
       if (peer_greeting_.asks != 0) asks_of = peer_greeting_.group;
-      if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("no rank");
+      if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("the rank is invalid");
       if (!links_.prover_.is_shown_by(peer, peer_greeting_.proof)) {
         answer(Greeting{});  // informs a mistaken peer and reveals nothing
         throw Refused(kStranger);
       }
-      if (!asks_of && !links_.has_slot(*this)) throw Refused("there is one");
+      if (!asks_of && !links_.has_slot(*this)) throw Refused("the connection exists already");
       greet();
     }
     if (!asks_of) links_.adopt(*this);

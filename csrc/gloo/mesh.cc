@@ -327,7 +327,7 @@ Failure Mesh::explain(int peer, const std::string& what) {
     const auto [r, farewell] = first_farewell();
     const auto status = static_cast<fl_status>(farewell->status);
     if (index_in(farewell->missing, rank) >= 0 && status == FL_HOST_LOST) {
-      return {status, {r}, "it has given up the host of this rank: " + farewell->words};
+      return {status, {r}, "it has reported the loss of this host: " + farewell->words};
     }
     Failure result = given_up_by(r, name(r), rank, {status, farewell->missing, farewell->words});
     if (result.status == FL_TIMEOUT) result.missing = await_cause(result.missing);

@@ -99,8 +99,7 @@ class Mesh : public Transport, public Connections, public Route {
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
     links_.read(buffer, ranks_[peer]);
   }
-  // Return the failure behind a broken connection: lost ranks or a peer's reason. `peer`: awaited rank, or
-  // -1.
+  // Return the failure behind a broken connection: lost ranks or a peer's reason. `peer`: awaited or -1.
   Failure explain(int peer, const std::string& what) override;
 
   // Set the number of the last collective that this rank began. not_called() returns the `ranks` that have

@@ -114,7 +114,7 @@ Pair::Pair(Context* context, Device* device, int peer, int socket, NoteHandler n
     : tcp::Pair(context, device, peer,
                 std::chrono::hours(24)), note_handler_(std::move(note_handler)), parcels_(parcels) {
   const std::lock_guard<std::mutex> lock(m_);
-  if (state_ != LISTENING) throw std::runtime_error("a stranger has connected");
+  if (state_ != LISTENING) throw std::runtime_error("an unknown process has connected");
   epoll_ctl(descriptor_of(*device), EPOLL_CTL_DEL, fd_, nullptr);
   ::close(fd_);
   fd_ = socket;
@@ -410,7 +410,7 @@ iovec Pair::next_room(Alive& buffer) {
     return {note_.data() + arrived, remaining};
   }
   if (code == kParcel) {
-    if (!parcel_ && rx_.preamble.length > kMostInParcel) signalException("a message came that is too long");
+    if (!parcel_ && rx_.preamble.length > kMostInParcel) signalException("a received message is too long");
     if (state_ == CLOSED) return {};
     if (!parcel_) parcel_.emplace(rx_.preamble.length);
     return {parcel_->memory.get() + arrived, remaining};
@@ -437,7 +437,7 @@ void Pair::match_buffer() {
   }
   erase_if_idle(group_state.slots, rx_.preamble.slot);
   if (rx_.preamble.length > rx_.nbytes && (is_wanted || !group_state.is_over_here)) {
-    signalException("a message came that nobody has asked for");
+    signalException("received a message that no operation has requested");
   }
 }
 

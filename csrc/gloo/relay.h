@@ -118,7 +118,7 @@ class Relay {
   }
 
   void append(const Head& head, const void* payload) {
-    if (head.bytes * mesh_.size > kBytes) throw std::runtime_error("a payload that is too long");
+    if (head.bytes * mesh_.size > kBytes) throw std::runtime_error("the payload is too long");
     begins_.push_back(end_);
     std::memcpy(&blocks_[end_], &head, sizeof(Head));
     if (head.bytes > 0) std::memcpy(&blocks_[end_ + sizeof(Head)], payload, head.bytes);

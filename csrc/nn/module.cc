@@ -31,7 +31,7 @@ PyObject* find(PyObject*, PyObject* name) {
       return PyLong_FromVoidPtr(const_cast<Row*>(row));
     }
   }
-  return PyErr_Format(PyExc_LookupError, "no kernel %s", wanted_name);
+  return PyErr_Format(PyExc_LookupError, "unknown kernel %s", wanted_name);
 }
 
 // Read up to `most` items of a tuple; false with an exception.

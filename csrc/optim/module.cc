@@ -47,12 +47,12 @@ PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Source source{};
   if (!read_source(args + 2, &source)) return nullptr;
   if (PyTuple_Size(states) != source.fields.rule->states) {
-    return PyErr_Format(PyExc_ValueError, "the rule %s has %d states, not %zd",
+    return PyErr_Format(PyExc_ValueError, "the rule %s expects %d states, got %zd",
                         source.fields.rule->name, source.fields.rule->states, PyTuple_Size(states));
   }
   if (PyList_Size(params) > source.params) {
-    return PyErr_Format(PyExc_IndexError, "%zd parameters, counts of %zd", PyList_Size(params),
-                        source.params);
+    return PyErr_Format(PyExc_IndexError, "expected counts of %zd parameters, got %zd",
+                        PyList_Size(params), source.params);
   }
   // Check all parameters before the first one changes.
   std::vector<Task> tasks;

@@ -53,7 +53,7 @@ PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   for (size_t i = 0; i < prepared->tasks.size(); ++i) {
     PyObject* piece = PyList_GetItem(args[0], static_cast<Py_ssize_t>(i));
     if (!take_piece(piece, prepared->source, &prepared->tasks[i])) {
-      if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a piece does not fit");
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a piece does not fit the rule or its arrays");
       return nullptr;
     }
   }

@@ -91,7 +91,7 @@ bool read_rule(PyObject* python_object, Fields* to) {
   const Rule* const end = rule + RULES;
   while (rule != end && std::strcmp(rule->name, name) != 0) ++rule;
   if (rule == end || PyTuple_Size(fields) != rule->numbers) {
-    PyErr_Format(PyExc_ValueError, "no rule %s with %zd numbers", name, PyTuple_Size(fields));
+    PyErr_Format(PyExc_ValueError, "unknown rule %s with %zd numbers", name, PyTuple_Size(fields));
     return false;
   }
   to->rule = rule;

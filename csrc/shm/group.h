@@ -103,7 +103,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   Result run_collective(const Request& call);
 
   static Result reentrant_call() {
-    return ended_with(FL_FAILED, {"this thread is in the middle of another call of the group", {}, {}, {}});
+    return ended_with(FL_FAILED, {"this thread has not finished another call of the group", {}, {}, {}});
   }
 
   const int rank_, size_;

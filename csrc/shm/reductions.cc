@@ -107,8 +107,7 @@ void Collectives::reduce_in_place(const fl_signature& signature, void*) {
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
 
-// Few ranks: with `shows` a rank shows its array. With `combines` it combines the arrays of ranks 0 to
-// `terms` - 1 with its own.
+// Few ranks: with `shows` a rank shows its array; with `combines` it combines those of the first `terms`.
 void Collectives::combine_shown(const fl_signature& signature, char* data, size_t chunk_bytes, int terms, bool shows,
                                bool combines) {
   const Chunks chunks(signature, chunk_bytes);

@@ -83,8 +83,8 @@ Mapping Mapping::open(const std::string& path, size_t bytes) {
   Mapping made(fd);
   struct stat status;
   if (fstat(fd, &status) != 0) fail("fstat");
-  if (status.st_uid != geteuid() || !S_ISREG(status.st_mode)) fail("belongs to somebody else", EPERM);
-  if (static_cast<size_t>(status.st_size) != bytes) fail("has another size", EINVAL);
+  if (status.st_uid != geteuid() || !S_ISREG(status.st_mode)) fail("belongs to another user", EPERM);
+  if (static_cast<size_t>(status.st_size) != bytes) fail("has an unexpected size", EINVAL);
   made.map(bytes);
   return made;
 }

@@ -59,7 +59,7 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
   if (PyUnicode_Check(function)) {
     const char* name = PyUnicode_AsUTF8AndSize(function, nullptr);
     *loop = name == nullptr ? nullptr : own_loop(name);
-    if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no loop %s", name);
+    if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "unknown loop %s", name);
     return *loop != nullptr;
   }
   // Loops of NumPy's ufuncs, and NumPy's BLAS by address, give NumPy's bits. An own kernel for small products
@@ -76,7 +76,7 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
       return true;
     }
   }
-  if (!PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no loop of %s", ufunc->name);
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "%s has no loop for these types", ufunc->name);
   return false;
 }
 
@@ -139,7 +139,7 @@ Kernel* find_kernel(PyObject* kernel_name) {
   if (PyLong_Check(kernel_name)) return *static_cast<Kernel* const*>(PyLong_AsVoidPtr(kernel_name));
   const char* name = PyUnicode_AsUTF8AndSize(kernel_name, nullptr);
   Kernel* kernel = name == nullptr ? nullptr : own_kernel(name);
-  if (kernel == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no kernel %s", name);
+  if (kernel == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "unknown kernel %s", name);
   return kernel;
 }
 
@@ -184,7 +184,7 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described) {
   for (const auto& kind : kinds) {
     if (text != nullptr && std::strcmp(kind.name, text) == 0) return kind.read(described);
   }
-  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "no instruction %R", described);
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "unknown instruction %R", described);
   return nullptr;
 }
 

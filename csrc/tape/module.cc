@@ -174,11 +174,11 @@ PyObject* run(PyObject*, PyObject* args) {
 
 PyObject* address(PyObject*, PyObject* array) {
   if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
-  return PyErr_Format(PyExc_TypeError, "address: no array: %R", array);
+  return PyErr_Format(PyExc_TypeError, "address: expected an array, got %R", array);
 }
 
 PyObject* bounds(PyObject*, PyObject* object) {
-  if (!PyArray_Check(object)) return PyErr_Format(PyExc_TypeError, "bounds: no array: %R", object);
+  if (!PyArray_Check(object)) return PyErr_Format(PyExc_TypeError, "bounds: expected an array, got %R", object);
   const auto [low, high] = span_of(reinterpret_cast<PyArrayObject*>(object));
   return Py_BuildValue("nn", reinterpret_cast<Py_ssize_t>(low), reinterpret_cast<Py_ssize_t>(high));
 }

@@ -76,7 +76,7 @@ bool Slots::use(PyObject* type, PyObject* descriptors) {
   type_ = share(type).release();
   descriptors_ = share(descriptors).release();
   zero_ = PyLong_FromLong(0);
-  if (read_ == nullptr || write_ == nullptr) PyErr_SetString(PyExc_TypeError, "these are no slots");
+  if (read_ == nullptr || write_ == nullptr) PyErr_SetString(PyExc_TypeError, "expected slot descriptors");
   return PyErr_Occurred() == nullptr;
 }
 

@@ -57,7 +57,7 @@ bool read(PyObject* described, Py_ssize_t first, Fields*... fields) {
       (take(PyTuple_GetItem(described, first++), fields) && ...)) {
     return true;
   }
-  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "not as described: %R", described);
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "invalid description: %R", described);
   return false;
 }
 

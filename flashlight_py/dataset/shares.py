@@ -44,13 +44,13 @@ def batch_positions(index: int, n: int, batch_size: int) -> range:
     return range(n)[index * batch_size : (index + 1) * batch_size]
 
 
-def weight_of_part(part: int, whole: int, parts: int) -> float:
+def weight_of_part(part: int, total: int, parts: int) -> float:
     """Return the weight of the mean over one part of a batch in the mean over the batch.
 
     With c samples in a part and C in all parts, the average over the parts of weight * mean, 1 /
     parts * sum(c * parts / C * mean), is the sum over all samples divided by C.
     """
-    return part * parts / whole
+    return part * parts / total
 
 
 def partition_by_round_robin(
@@ -77,8 +77,8 @@ def partition_by_round_robin(
     full_rounds = np.arange(n - rest).reshape(rounds, partitions, batch_size)[:, partition].ravel()
     if rest < partitions and not allow_empty:
         return full_rounds
-    own = contiguous_share(rest, partition, partitions)
-    return np.concatenate([full_rounds, np.arange(n - rest + own.start, n - rest + own.stop)])
+    share = contiguous_share(rest, partition, partitions)
+    return np.concatenate([full_rounds, np.arange(n - rest + share.start, n - rest + share.stop)])
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:

@@ -79,7 +79,7 @@ class Start:
 
     @contextmanager
     def _environment(self, rank: int, rendezvous: RendezvousAddress) -> Iterator[None]:
-        """Set the environment variables of a rank, and its listener, and restore them on exit."""
+        """Set the variables of a rank; on exit, restore the environment and close its listener."""
         listener = _listeners.pop(self.key, None) if rank == 0 else None
         environ = dict(os.environ)
         addresses, port = rendezvous

@@ -40,7 +40,7 @@ _BACKLOG = 1024  # connections that the kernel queues until rank 0 accepts them
 class Agent:
     """The ranks of one host in successive attempts. Events are passed to ``report``.
 
-    A public method handles the message of that name. ``stdin`` is the input of rank 0, if any.
+    Each public method handles the message with its name. ``stdin`` is the input of rank 0, if any.
     """
 
     report: Callable[..., None]
@@ -192,7 +192,7 @@ class Agent:
 class LauncherConnection:
     """The connection of an agent to its launcher over the descriptors ``reading`` and ``writing``.
 
-    ``silence`` is "", or the time since when the launcher is silent, after ``lost_after`` seconds.
+    ``silence`` is "" until no message arrives for ``lost_after`` seconds; then it says since when.
     """
 
     def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:

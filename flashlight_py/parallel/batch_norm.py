@@ -51,11 +51,11 @@ class BatchNorm(LocalBatchNorm):
     def _synchronized(self, x: Variable) -> Variable:
         xp, axes = array_module(x.data), (0, *range(2, x.ndim))
         wide = x if x.data.dtype.char in "fd" else F.astype(x, np.float32)
-        own = x.size // self.channels
-        count = xp.full(1, own, wide.dtype)
+        local_count = x.size // self.channels
+        count = xp.full(1, local_count, wide.dtype)
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]
-        if own < 2:  # with 2 values here, all ranks together have enough
+        if local_count < 2:  # with 2 values here, all ranks together have enough
             require_all(count > 1, count, partial(few_values, "BatchNorm", x.shape))
         shape = (1, -1, *[1] * (x.ndim - 2))
         mean = sums[: self.channels] / count

@@ -212,7 +212,7 @@ class GradientSync(GradientPass[GradientBucket]):
                 home[...] = 0 if grad is None else grad
                 param.grad = home
         if self.checked is not None and not _is_finite(bucket.flat):
-            wrong = [each for each in bucket.params if not _is_finite(gradient_of(each))]
+            wrong = [p for p in bucket.params if not _is_finite(gradient_of(p))]
             self._not_finite += [self.checked[param] for param in wrong]
         if weight != 1.0:
             weigh_in_place(bucket.flat, weight)

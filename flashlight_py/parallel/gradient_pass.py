@@ -222,9 +222,9 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
     def end_failed(self) -> None:
         """End a failed pass. Blocks until all ranks have ended it."""
-        together, self._has_failed, self._ends_together = self._ends_together, False, False
+        ends_together, self._has_failed, self._ends_together = self._ends_together, False, False
         self.reducer.abandon()
-        if together:
+        if ends_together:
             end_together(self._members)
 
     @property

@@ -223,12 +223,12 @@ class HostSharder(Shards, GradientPass[HostBucket]):
     def wait_for_all(self) -> None:
         wait_for_ranks(self.memory.local, "clip_grad_norm of a sharded module")
 
-    def changing(self, what: str) -> AbstractContextManager[None]:
-        return self.memory.changing(what)
+    def changing(self, operation: str) -> AbstractContextManager[None]:
+        return self.memory.changing(operation)
 
     @as_one
-    def check(self, what: str) -> None:
-        self.memory.check(what)
+    def check(self, operation: str) -> None:
+        self.memory.check(operation)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

@@ -384,8 +384,8 @@ class Team:
                     error.__cause__ = pickle.loads(answer)
                 self._answers.append(error)
                 continue
-            for key, place in answer[0].items():
-                answer[0][key] = grads[key[1]] if place is None else box.views([place])[0]
+            for key, layout in answer[0].items():
+                answer[0][key] = grads[key[1]] if layout is None else box.views([layout])[0]
             self._answers.append(answer)
 
     def _require_open(self) -> None:
@@ -578,24 +578,28 @@ class WorkersGraph:
         team.numbers[weakref.ref(self)] = number
 
     def join(
-        self, own: list[Part], answers: list[Answer], params: list[Variable], inputs: list[Part]
+        self,
+        local_results: list[Part],
+        answers: list[Answer],
+        params: list[Variable],
+        inputs: list[Part],
     ) -> list[Part]:
-        """Return the results ``own`` concatenated with the workers' results, recorded."""
+        """Return ``local_results`` concatenated with the workers' results, recorded."""
         others, leaves = zip(*answers, strict=True)
-        counts = [len(own), *map(len, others)]
+        counts = [len(local_results), *map(len, others)]
         if len(set(counts)) > 1:
             raise ValueError(
                 f"{WHAT}: expected the same number of results from every share of the batch, got "
                 f"{', '.join(map(str, counts))}. Return equally many results for any rows"
             )
-        below = [set[Leaf]().union(*each) for each in zip(*leaves, strict=True)]  # for each result
+        below = [set[Leaf]().union(*sets) for sets in zip(*leaves, strict=True)]  # for each result
         nodes: dict[Leaf, Variable] = {}
         for leaf in sorted(set[Leaf]().union(*below)):
             source: Any = (params if leaf[0] else inputs)[leaf[1]]
             gradient = partial(self._gradient, leaf, source.data)
             nodes[leaf] = record_in_order(_NOTHING, (source, gradient))
         results: list[Part] = []
-        for k, part in enumerate(own):
+        for k, part in enumerate(local_results):
             arrays = [array_of(part), *(arrays[k] for arrays in others)]
             if not all(array.ndim for array in arrays):
                 raise ValueError(

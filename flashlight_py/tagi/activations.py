@@ -110,21 +110,21 @@ class MixtureReLU(Activation):
     """``max(z, 0)``, with the exact moments of a truncated Gaussian."""
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
-        return mixture_relu(mean, variance)
+        return relu_moments(mean, variance)
 
 
 class MixtureSigmoid(Activation):
     """``max(0, min((z + 1) / 2, 1))``, with the exact moments of a truncated Gaussian."""
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
-        return mixture_tanh(mean, variance, 0.5, 0.5)
+        return tanh_moments(mean, variance, 0.5, 0.5)
 
 
 class MixtureTanh(Activation):
     """``max(-1, min(z, 1))``, with the exact moments of a truncated Gaussian."""
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
-        return mixture_tanh(mean, variance)
+        return tanh_moments(mean, variance)
 
 
 class EvenExp(Activation):
@@ -226,7 +226,7 @@ class Remax(_Shares):
 
     def _shares(self, mean: Array, variance: Array) -> Moments:
         xp = array_module(mean)
-        positive, spread, above = (a.astype(np.float64) for a in mixture_relu(mean, variance))
+        positive, spread, above = (a.astype(np.float64) for a in relu_moments(mean, variance))
         v = xp.maximum(variance.astype(np.float64), SMALLEST)
         total, total_spread = (array.sum(axis=1, keepdims=True) for array in (positive, spread))
         log_variance, log_mean = _log_normal(positive, spread)
@@ -277,7 +277,7 @@ def _log_normal(mean: Array, variance: Array) -> tuple[Array, Array]:
 # Variances below the smallest normal number are replaced by it.
 
 
-def mixture_relu(mean: Array, variance: Array) -> Moments:
+def relu_moments(mean: Array, variance: Array) -> Moments:
     """Return the moments of max(z, 0), at least 1e-6 for means and variances; slope P(z > 0)."""
     if is_cupy(mean):
         return kernels.mixture_relu(mean, variance)
@@ -291,7 +291,7 @@ def mixture_relu(mean: Array, variance: Array) -> Moments:
     return (*map(_floored, moments), xp.where(above, 1 - q, q).astype(REAL))
 
 
-def mixture_tanh(mean: Array, variance: Array, share: float = 1, shift: float = 0) -> Moments:
+def tanh_moments(mean: Array, variance: Array, share: float = 1, shift: float = 0) -> Moments:
     """Return the moments of max(-1, min(z, 1)); variances at least 1e-6, slopes P(|z| < 1).
 
     The result is multiplied by ``share``, then ``shift`` is added. The NumPy code uses the symmetry

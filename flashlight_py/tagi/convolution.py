@@ -101,7 +101,7 @@ class Conv2d(_Convolution):
 
     It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, out_height,
     out_width]``. Moments are those of :class:`Linear` for each window; padding is exactly 0. An
-    output has ``(size + padding - kernel_size) / stride + 1`` rows and columns, with both paddings.
+    output has ``(size + total padding - kernel_size) / stride + 1`` rows and columns.
 
     Args:
         in_channels, out_channels: Numbers of channels, at least 1.

@@ -274,7 +274,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         return self._members if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
-        """Begin the pass here if the forward pass adds statistics over the ranks."""
+        """Start the gradient pass if the forward pass already communicates statistics."""
         if self.ranks_of_forward() is not None and self.weigh is not None:
             self._weight = self.weigh(True)
 

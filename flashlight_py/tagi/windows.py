@@ -171,7 +171,7 @@ def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Arra
     selected[...] = windows.inner(padded)
 
 
-def contiguous(images: Array) -> Array:
+def contiguous_channels(images: Array) -> Array:
     """Return images with contiguous channels: the same object, or a copy."""
     strides = (images.shape[3] * images.itemsize, images.itemsize)
     return images if images.strides[2:] == strides else images.copy()
@@ -413,7 +413,7 @@ def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) 
     """Return images with ``factor`` times the delta of each window added to its elements: the
     adjoint of :func:`sum_windows`. The result has shape and memory order of ``like``.
     """
-    images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
+    images, deltas = empty_like(like, like.shape[1:]), contiguous_channels(deltas)
     arguments = (deltas, images, *_steps(deltas), factor)
     if call_kernel("spread_windows", windows, None, images, *arguments):
         return images
@@ -463,7 +463,7 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
     """Return images with the delta of each window added to its element ``taken``, an index from
     :func:`largest`. The result has shape and memory order of ``like``.
     """
-    images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
+    images, deltas = empty_like(like, like.shape[1:]), contiguous_channels(deltas)
     images[...] = 0
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))
     if call_kernel("spread_taken", windows, None, images, *arguments, images):

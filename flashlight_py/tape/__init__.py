@@ -29,15 +29,14 @@ def capture(
     ``RuntimeWarning`` that states the reason and the line.
 
     With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives.
-    Before each call, the ranks compare their graphs, blocking. If they differ, all ranks run the
-    step eagerly.
+    Before each call, the ranks compare their graphs, blocking. If graphs differ, the step runs
+    eagerly.
 
     Args:
         step: Function or method.
         state: Objects that contain further arrays of the step, in addition to the objects that it
             names. They may have any class, but arrays themselves are not allowed.
-        check: Run the step itself after each of the first replays, from the same state, and
-            compare.
+        check: Also run the step itself after the first replays, and compare.
 
     Returns:
         A callable with the arguments of ``step``. ``reason`` states why the step stays eager, or is
@@ -45,8 +44,7 @@ def capture(
 
     Raises:
         TypeError: If ``step`` is not callable, or if ``state`` contains an array.
-        RuntimeError: If a replay computes another result than the step. A call with ``check``
-            raises it.
+        RuntimeError: If a call with ``check`` finds that a replay differs from the step.
         BackendUnavailableError: If the native module was not built.
 
     Example:
@@ -67,8 +65,8 @@ def capture(
     if step is None:
         return functools.partial(capture, state=state, check=check)
     if not callable(step):
-        raise TypeError(f"capture needs a function, got {type(step).__name__}")
+        raise TypeError(f"capture: step must be callable, got {type(step).__name__}")
     roots = tuple(state or ())
     if any(hasattr(each, "__array_interface__") for each in roots):
-        raise TypeError("capture(state=) takes what holds arrays, such as a list, and no arrays")
+        raise TypeError("capture: state must have owners of arrays, got an array. Pass a list")
     return Captured(step, roots, check)

@@ -131,9 +131,7 @@ class Recorded(NDArrayOperatorsMixin):
             return _as_scalar(compute(np.copy, Recorded(self.plain[(*parts, ...)])))
         numbers = tuple([x.plain[()] if type(x) is RecordedScalar else x for x in parts])
         if _is_basic(numbers) and isinstance(self.plain[numbers], np.ndarray):
-            return reject_read(
-                "an index", Recorded(self.plain[numbers])
-            )  # the index selects the view
+            return reject_read("an index", Recorded(self.plain[numbers]))  # it selects the view
         if any(getattr(part, "dtype", None) == np.bool_ for part in parts):
             reject_read("an index by truth values, whose result may have any shape,")
         return compute(operator.getitem, self, where)

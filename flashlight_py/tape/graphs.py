@@ -1,8 +1,7 @@
 """Steps on a GPU, captured as CUDA graphs. Each replay is one launch.
 
 The first call for a combination of arguments runs eagerly: it compiles kernels, and NCCL connects
-the ranks. CUDA captures the second call. Later calls copy the arguments to the memory of the graph
-and launch the graph.
+the ranks. CUDA captures the second call. Later calls copy the arguments and launch the graph.
 
 NCCL requires that all ranks launch a graph with collectives, or no rank (NCCL, "Using NCCL with
 CUDA Graphs"). The ranks of a step therefore compare their graphs before each call, in the group
@@ -85,7 +84,7 @@ class Recorder(Watcher):
         import cupy
 
         if not self.steps:
-            raise CannotCapture(f"parameters are stepped, and by no optimizer, at {line_of_user()}")
+            raise CannotCapture(f"parameters are updated without an optimizer at {line_of_user()}")
         self._tables = self._tables or cupy.cuda.MemoryPool()
         # Not in memory that earlier kernels of the graph may use.
         with cupy.cuda.using_allocator(self._tables.malloc):
@@ -104,7 +103,7 @@ class Recorder(Watcher):
             run: Any = (group.run, call) if len(calls) == 1 else (group.run_many, calls, name)
             return self.without(functools.partial(*run))  # type: ignore[no-any-return]
         if not is_cupy(array):
-            raise _CannotSend(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
+            raise _CannotSend(f"{name} sends no GPU array at {line_of_user()}")
         backend: Any = group.backend(array)
         if call.verb.is_message:
             self.run(calls)
@@ -142,7 +141,7 @@ class Recorder(Watcher):
             _CannotSend: always.
         """
         call = calls if isinstance(calls, Call) else calls[0]
-        raise _CannotSend(f"{call.name} needs an answer of other ranks at {line_of_user()}")
+        raise _CannotSend(f"{call.name} needs data of other ranks at {line_of_user()}")
 
     rows_for_this_rank = run
 
@@ -211,7 +210,7 @@ class Graph:
             stream.wait_event(self._stream.record())
         self._stream = stream
         if graph is None:
-            raise GroupClosedError("a captured step: the group of its collectives has ended")
+            raise GroupClosedError("a captured step: the group of its collectives was closed")
         for number in self._strided:
             self.inputs[number][...] = arrays[number]
         for step in self.recorder.steps:
@@ -267,10 +266,7 @@ class Graphs:
             values = (*args, *options.values())
             key = (*map(_form, values), *options)
             state, arrays = functools.partial(self._state, values), _arrays(values)
-            graph = next(
-                (candidate for candidate in self._graphs if candidate.fits(key, arrays, state)),
-                None,
-            )
+            graph = next((g for g in self._graphs if g.fits(key, arrays, state)), None)
             is_warm = graph is None and self._warm.get(key) == int(count[0])
             vote = _CAPTURE if is_warm and not _have_any(_spans_of(state()), arrays) else _EAGER
             agreed = self._agreed(vote if graph is None else graph.number)
@@ -296,8 +292,7 @@ class Graphs:
                 try:
                     result = ctrl_c.let_in(self._step, *args, **options)
                 except BaseException:
-                    # The caller may catch the error, and the agreement with the other ranks must
-                    # continue.
+                    # The caller may catch the error. Votes with the other ranks must continue.
                     self._groups = list(recorder.groups) or None
                     raise
             self._groups = list(recorder.groups)
@@ -315,7 +310,7 @@ class Graphs:
         for group in groups:
             least, most = _extremes(group, vote)
             if least == _NEVER:
-                self.reason = "a rank uses groups in it, and no group contains the ranks of all"
+                self.reason = "a rank uses several groups in it, and no group contains all ranks"
             if least != most or least == _NEVER:
                 agreed = _EAGER
         return agreed

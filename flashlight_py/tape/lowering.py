@@ -64,9 +64,8 @@ class Elementwise(NamedTuple):
         written, steps = self.operands[-1], self.steps[-1]
         begin = written.low, written.array.itemsize
         return any(
-            each.overlaps(written)
-            and not (begin == (each.low, each.array.itemsize) and steps == own)
-            for each, own in zip(other.operands, other.steps, strict=True)
+            x.overlaps(written) and not (begin == (x.low, x.array.itemsize) and steps == x_steps)
+            for x, x_steps in zip(other.operands, other.steps, strict=True)
         )
 
 
@@ -393,8 +392,7 @@ def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
 def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> bool:
     """Return whether the bits do not depend on the strides, or NumPy uses the same strides.
 
-    NumPy may loop over several rows or pack them. At the end of vectors, fmax may return another
-    zero.
+    NumPy may loop over several rows or pack them. fmax may return another zero.
     """
     if function in _FAULTY and steps[-1][-1] != 1:
         return False
@@ -437,8 +435,8 @@ def _dtype_of(value: Any) -> Any:
     return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
 
 
-# Functions whose loops write to wrong elements of strided results (NumPy 2.4.6). Only NumPy itself
-# repeats the error.
+# Functions whose loops write to wrong elements of strided results (NumPy 2.4.6). Only NumPy repeats
+# the error.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
 # NumPy is slow with one number. Used if it returns the limit for 0.0 and -0.0, as our loop does.

@@ -141,8 +141,8 @@ def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
         is_late = any(each.effect for each in late) or any(not p.is_made for p in changed)
         if is_condition and is_late and note.function is np.all:
             raise CannotCapture(
-                "a value is checked after something was changed, so that the step could not begin "
-                "anew where the check fails"
+                "a value is checked after a change of state, so a failed check could not restart "
+                "the step"
             )
         raises = is_condition and is_late
         late.append(memory.with_operands(replace(note, required=None)) if raises else note)

@@ -35,7 +35,7 @@ class StepRecording(Recording):
     def end(self) -> None:
         super().end()
         if any(each.is_pending for each in self.begun):
-            self.leave("an operation is begun that the step does not wait for,")
+            self.leave("the step does not wait for an operation that it starts,")
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Do an operation with side effects. Every replay repeats it."""
@@ -72,7 +72,7 @@ class StepRecording(Recording):
             function(*args, **options)
             return
         if any(type(variable.data) not in KINDS for variable in optimizer.params):
-            self.leave("an optimizer steps parameters that are no state of the step,")
+            self.leave("an optimizer updates parameters outside of the step's state,")
         grads = [unwrap(variable.grad) for variable in optimizer.params]
         noted: Any = (self.noted(tuple(grads)), {})
         self.without(lambda: function(*args, **options))
@@ -93,7 +93,7 @@ class StepRecording(Recording):
         stand_ins = [each for call in calls for each in (call.array, call.out)]
         are_recorded = all(each is None or type(each) in KINDS for each in stand_ins)
         if first.refusal or first.received or not are_recorded:
-            self.leave("something is sent that is no array of the step,")
+            self.leave("it sends data that is not an array of the step,")
         arrays = unwrap(stand_ins)
         noted: Any = (tuple(self.noted(arrays)), {})
         changed = [each for each in noted[0] if each is not None]
@@ -102,12 +102,12 @@ class StepRecording(Recording):
             return Later(self, work, again, noted, changed)
         result = work.wait()
         if isinstance(result, Matched):
-            self.leave("a message is received of a length or from a rank that it does not name,")
+            self.leave("it receives a message of unspecified length or rank,")
         same = [one for one, array in zip(stand_ins, arrays, strict=True) if array is result]
         if isinstance(result, np.ndarray) and not same:
             return Done(self.effect(again, noted, result, changed))
         if not (same or result is None or len(calls) > 1):
-            self.leave(f"{name} returns a {type(result).__name__}, which may be another one,")
+            self.leave(f"{name} returns a {type(result).__name__}, which may vary,")
         self.effect(again, noted, changed=changed)
         return Done(same[0] if same else result)
 
@@ -162,7 +162,7 @@ class Later(Work):
 
     def is_completed(self) -> bool:
         if thread_state.recorder is self._recording:
-            self._recording.leave("it is asked whether an operation has ended,")
+            self._recording.leave("is_completed() of an operation is called,")
         return self._work.is_completed()
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -183,9 +183,8 @@ def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., Non
         result = function(*args, **options)
         if result != recorded:
             raise RuntimeError(
-                f"a captured step: {function.__qualname__} returned {result!r}, and {recorded!r} "
-                "when the step was recorded, which what follows depends on; do not capture a step "
-                "that takes another path on this or another rank"
+                f"a captured step: expected {function.__qualname__} to return {recorded!r} as in "
+                f"the recording, got {result!r}. Do not capture steps whose path varies"
             )
 
     return call

@@ -31,8 +31,7 @@ _TYPES: dict[str, tuple[int, int, Any]] = {
 _TENSOR_CORES = 99  # CUBLAS_GEMM_DEFAULT_TENSOR_OP, which CuPy uses from Ampere on
 _DEFAULT = -1
 _PLAIN, _TRANSPOSED = 0, 1
-# Workspace in bytes, as NVIDIA recommends for Hopper. Without it, cuBLAS allocates during the
-# capture.
+# Workspace in bytes, as NVIDIA recommends for Hopper. Without it, cuBLAS allocates.
 _WORKSPACE = 32 << 20
 
 
@@ -134,7 +133,7 @@ def _cublas() -> Any:
     for library in loaded_libraries("libcublas"):
         if hasattr(library, "cublasGemmEx"):
             return library
-    raise BackendUnavailableError("a matrix product is captured, and CuPy has loaded no cuBLAS")
+    raise BackendUnavailableError("capture: CuPy has loaded no cuBLAS for a matrix product")
 
 
 def _require(status: int) -> None:

@@ -14,15 +14,9 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
-from flashlight_py.tape.arrays import (
-    KINDS,
-    Array,
-    Number,
-    Recorded,
-    RecordedScalar,
-    items_in,
-    map_items,
-)
+from flashlight_py.tape.arrays import KINDS, Array, Number, Recorded, RecordedScalar
+
+from flashlight_py.tape.arrays import items_in, map_items  # isort: skip
 from flashlight_py.tape.lowering import Group, Instruction, Loops, lowered
 from flashlight_py.tape.operands import CannotCapture, Memory, Operand, Piece, hoisted, may_raise
 from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, bounds, merged
@@ -72,8 +66,7 @@ class Builder:
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
         arguments = tuple(map(self._describe_argument, range(len(self._values)), self._values))
-        # Arguments must not share memory with written memory, or, if arguments are written, with
-        # any.
+        # Arguments must not share written memory, or, if arguments are written, any memory.
         are_apart = written.isdisjoint(memory.inputs.values())
         occupied = [*(memory.changed if are_apart else memory.touched)]
         occupied += [bounds(piece.home) for piece in self._kept]
@@ -145,9 +138,7 @@ class Builder:
         """
         cells = {piece for piece in called if piece.argument >= 0}
         if not cells.isdisjoint(written):
-            raise CannotCapture(
-                "an argument is changed in place, and passed to a function of Python"
-            )
+            raise CannotCapture("an argument is changed in place, and passed to a Python function")
         for piece in cells:
             piece.home = empty_like(piece.array)
         pieces = [each.piece for each in self._returned]
@@ -237,9 +228,8 @@ def _fill(targets: list[Array], function: Any) -> None:
         if np.shape(result) != target.shape:
             name = getattr(function.func, "__name__", function.func)
             raise RuntimeError(
-                f"a captured step: {name} returned an array of shape {np.shape(result)}, and of "
-                f"{target.shape} when it was recorded; do not capture a step whose shapes depend "
-                "on values"
+                f"a captured step: expected {name} to return shape {target.shape} as in the "
+                f"recording, got {np.shape(result)}. Do not capture steps of varying shapes"
             )
         target[...] = result
 
@@ -270,8 +260,7 @@ class Arena:
     """Memory for pieces that the step creates, reused after their last use.
 
     Arrays ``returned`` are used until the end. ``grads`` have their own memory. ``since``: the
-    first instruction that writes to each gradient, by id. With ``lend``, other pieces use it until
-    then.
+    first instruction that writes to each gradient, by id. ``lend``: it is free until then.
     """
 
     def __init__(
@@ -324,9 +313,8 @@ class Arena:
             if is_new and self._uses[new][1] == when and new.array.size > strip_elements:
                 count += not free
                 self._strips[new] = free.pop() if free else count - 1
-                self._strip_size = max(
-                    self._strip_size, strip_elements * new.array.itemsize + _APART
-                )
+                nbytes = strip_elements * new.array.itemsize + _APART
+                self._strip_size = max(self._strip_size, nbytes)
                 self._large.remove(new)
                 del self._uses[new]
             elif is_new:

@@ -56,8 +56,7 @@ class Note:
     ``made``: new arrays that the call returned. ``changed``: arrays that the call modified. A note
     with ``effect`` has side effects and is never dropped. ``required``: a truth value. If it is
     False in a replay, the step runs eagerly. ``function`` is then ``numpy.all`` or
-    ``structure.require_all``. ``operands``: operands of all arrays, written arrays first; see
-    ``operands.Memory``.
+    ``structure.require_all``. ``operands``: operands of all arrays, written arrays first.
     """
 
     function: Callable[..., Any]
@@ -125,7 +124,7 @@ class Recording(Watcher):
 
     ``before``: arrays that exist before the step. ``swap(on)`` replaces arrays of the state by
     ``Recorded`` ones, or restores them. ``variables``: variables of the state. ``names``: names of
-    the state's arrays by id.
+    arrays by id.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class Recording(Watcher):
             both = self._both(options.values())
             plain_options, noted_options = [dict(zip(options, x, strict=True)) for x in both]
             if RecordedScalar in map(type, outs):
-                raise TypeError("out is a number of NumPy, and no array")
+                raise TypeError("out must be an array, got a NumPy number")
         if not _ARE_NO_NUMBERS.issuperset(map(type, args)):
             function = _of_numbers(function, args)
         result = function(*plain_args, **plain_options)
@@ -193,7 +192,7 @@ class Recording(Watcher):
         made: list[Array] = []
         wrapped = outs[0] if len(outs) == 1 else self.wrap(result, made)
         if made and type(result) in (tuple, list) and len(made) != len([*arrays_in(result)]):
-            self.leave("new arrays are returned with such as share their memory,")
+            self.leave("a function returns new arrays and arrays that share memory,")
         changed = [self._changed(each) for each in outs if each is not None]
         if result is None and plain_args and type(plain_args[0]) is np.ndarray:
             changed.append(self._changed(args[0]))  # functions such as copyto() and sort()
@@ -229,8 +228,8 @@ class Recording(Watcher):
             noted = self._noted(unwrap(value))
             if any(noted is constant for _, constant in self._constants.values()):
                 self.leave(
-                    "an array is written to that NumPy has made in it of nothing; make it like one "
-                    "of the step's, such as by numpy.empty_like(x),"
+                    "it writes to an array that NumPy created without inputs; create it by "
+                    "numpy.empty_like(x),"
                 )
         return noted
 
@@ -238,8 +237,7 @@ class Recording(Watcher):
         """Note that package code has read a truth value, which was ``is_true``.
 
         If a replay computes another value, the step runs eagerly. If the replay has modified arrays
-        before, it calls ``function``, which raises. Truth values that user code reads are not
-        supported.
+        before, it calls ``function``, which raises. User code must not read truth values.
         """
         frame, _ = user_frame((_HERE, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -287,9 +285,8 @@ class Recording(Watcher):
             return memory[1] if memory[0] in self._numbers else self._constant(value, *memory)
         if value.size and not overlaps(self._spans, value):
             self.leave(
-                f"an array of shape {value.shape} is used that is neither passed to it nor among "
-                "the state that it names; pass it, or name what holds it, "
-                "capture(step, state=[...]),"
+                f"it uses an array of shape {value.shape} that is neither an argument nor named "
+                "state; pass it, or pass its owner by capture(step, state=[...]),"
             )
         return value
 
@@ -347,7 +344,7 @@ class Recording(Watcher):
     def _check(self, array: Array) -> None:
         if not are_numbers(array):
             name = self._names.get(id(array), "an array")
-            self.leave(f"{name} of {array.dtype} is no array of numbers, or not aligned,")
+            self.leave(f"{name} of {array.dtype} is not an aligned array of numbers,")
 
 
 class Draws:
@@ -484,11 +481,7 @@ def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: A
     if function in _MAY_OVERWRITE:
         return bool in map(type, args) or not {"copy", "overwrite_input"}.isdisjoint(options)
     is_number = isinstance(result, np.generic)  # for example after writing to a 0-d array
-    others = (
-        [argument.plain for argument in args[2:] if type(argument) is Recorded]
-        if len(args) > 2
-        else ()
-    )
+    others = [x.plain for x in args[2:] if type(x) is Recorded] if len(args) > 2 else ()
     return result is None or any(x is result or (is_number and not x.ndim) for x in others)
 
 
@@ -515,9 +508,7 @@ def _call_with_numbers(function: Any, numbers: list[int], *args: Any, **options:
     def number(value: Any) -> Any:
         return value[()] if type(value) is np.ndarray else value
 
-    arguments = [
-        map_items(x, number) if position in numbers else x for position, x in enumerate(args)
-    ]
+    arguments = [map_items(x, number) if n in numbers else x for n, x in enumerate(args)]
     return function(*arguments, **options)
 
 
@@ -534,8 +525,7 @@ def _has_numbers(value: Any) -> bool:
 # Address of the first element. Address range of all elements (low, high).
 address_of: Callable[[Array], int] = _tape.address
 bounds: Callable[[Array], tuple[int, int]] = _tape.bounds
-# An array with the layout of the last argument, at an address in the memory of the first, its
-# owner.
+# An array with the layout of the last argument, at an address in memory of the first.
 array_at: Callable[[Array, int, Array], Array] = _tape.at
 
 

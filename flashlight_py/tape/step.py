@@ -118,9 +118,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                         self._stay_eager(reason)
                     elif self._tries > max(_MOST_TRIES, self.replays):
                         self._stay_eager(
-                            f"{self._tries} calls could not be replayed, and {self.replays} could: "
-                            "of other forms, dtypes, values or memory; pass what changes as an "
-                            "array"
+                            f"{self._tries} calls were not replayed and {self.replays} were, since "
+                            "shapes, dtypes, values or memory vary; pass changing values as arrays"
                         )
                     elif call.is_apart() and int(count[0]) == stamp:  # no recording meanwhile
                         changed()  # disables replays of captured steps that this step calls
@@ -212,8 +211,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             self._unchecked, self.programs = [], []
             self.reason = (
                 f"capture(check=True): a replay of {self._name} differs from the step itself in "
-                f"{', '.join(wrong)}. The step depends on something else than arrays that it is "
-                "passed and that it names; pass it, or name what holds it (state=)"
+                f"{', '.join(wrong)}. The step depends on other data than its arguments and named "
+                "arrays. Pass the data, or their owner by state="
             )
             raise RuntimeError(self.reason)
         after.restore()  # restores the arrays that replays use
@@ -269,7 +268,7 @@ class _Call:
     def why_not(self) -> str:
         """Return why an argument or the step is not supported, or ""."""
         if any(each(self.step) for each in _ARE_LATER):
-            return "it runs when what it returns is asked for"
+            return "it is a generator or a coroutine function"
         if self.state.reason:
             return self.state.reason
         if self.is_on_gpu and any(type(v.data) is np.ndarray for v in self.state.variables):
@@ -279,7 +278,7 @@ class _Call:
             if self.is_on_gpu and type(array) is np.ndarray:
                 problem = "an array of the CPU, and others are on a GPU"
             elif array is not None and not self.is_on_gpu and not are_numbers(array):
-                problem = f"an array of {array.dtype} that is no array of numbers, or not aligned"
+                problem = f"an array of {array.dtype} that is not an aligned array of numbers"
             elif is_variable and (value.calc_grad or value.node):
                 problem = "a variable with a gradient"
             elif array is None and not _is_hashable(value):
@@ -292,7 +291,7 @@ class _Call:
                 problem = "compared by value, and has arrays that may be others"
             else:
                 continue
-            return f"argument {number} is {problem}; pass arrays and what can be compared"
+            return f"argument {number} is {problem}; pass arrays and comparable values"
         return ""
 
     def record(self, ctrl_c: CtrlC) -> None:
@@ -367,9 +366,7 @@ class _Call:
             stays = stays and (now.shape, now.dtype) == (before.shape, before.dtype)
             is_alone = held[id(before)] == put[id(now)] == 1
             if place.slot == "buffer" or not (stays and is_alone):
-                recording.leave(
-                    f"something else takes the place of {format_path(place.path)}; write into it"
-                )
+                recording.leave(f"{format_path(place.path)} is replaced; write into it instead")
             elif any(np.may_share_memory(each, before) for each in arrays_of(self._result)):
                 path = format_path(place.path)
                 recording.leave(f"it returns the old array of {path}, which it replaces")

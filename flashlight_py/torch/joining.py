@@ -56,8 +56,8 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
         group, ours = current_world().group, False
         if (group.rank, group.size) != (rank, size):
             raise ValueError(
-                f"distributed_init has made this process rank {group.rank} of {group.size}, and "
-                f"init_process_group says rank {rank} of {size}; give both the same"
+                f"init_process_group: expected rank {group.rank} of {group.size} as in "
+                f"distributed_init, got rank {rank} of {size}. Pass the same to both"
             )
         if options.timeout != default_pg_timeout:
             group.limit(settings.timeout)
@@ -71,9 +71,8 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
         members.close()
     else:
         group = initialize.create_world(meeting, settings).group
-    return FlashlightGroup(
-        group, store, settings.timeout, _end(group, not ranks, ours), join_process_group
-    )
+    end = _end(group, not ranks, ours)
+    return FlashlightGroup(group, store, settings.timeout, end, join_process_group)
 
 
 def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:

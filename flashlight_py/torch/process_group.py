@@ -175,11 +175,7 @@ def _shapes(tensors: Any) -> Any:
     """Return the shape of a tensor, or the shapes of a list of tensors."""
     if isinstance(tensors, torch.Tensor):
         return tuple(tensors.shape)
-    return (
-        [_shapes(tensor) for tensor in tensors or ()]
-        if isinstance(tensors, list | tuple)
-        else tensors
-    )
+    return [_shapes(x) for x in tensors or ()] if isinstance(tensors, list | tuple) else tensors
 
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
@@ -264,8 +260,8 @@ class FlashlightGroup(dist.ProcessGroup):
         def compare() -> None:
             if (received := arriving.tolist()) != list(expected):
                 raise ValueError(
-                    f"all_to_all: rank {self.ours.rank} of {self.ours.size} expects "
-                    f"{list(expected)} elements of the ranks, and they send {received}"
+                    f"all_to_all: rank {self.ours.rank} of {self.ours.size}: expected "
+                    f"{list(expected)} elements from the ranks, got {received}"
                 )
 
         if getattr(opts, "asyncOp", True):
@@ -385,8 +381,7 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> TensorWork:
         """Do ``verb`` from ``x`` to ``out``, with ``shapes``, and copy the result to ``parts``.
 
-        ``reduction`` is the operation if ``opts`` has none. The call fails if ``before``, an
-        earlier call, fails.
+        ``reduction`` is the operation if ``opts`` has none. Fails if the call ``before`` fails.
         """
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
         if verb.reduces and x is not None:
@@ -432,7 +427,7 @@ class FlashlightGroup(dist.ProcessGroup):
         begun = [P2POp(kind, x, peer, tag)] if verb.is_message else [COLLECTIVE]
         with reject_together(ours, verb, begun):
             if verb.reduces and x is not None and x.dtype not in CODES:
-                raise TypeError(f"{verb} cannot compute with {x.dtype}")
+                raise TypeError(f"{verb}: expected a numeric dtype, got {x.dtype}")
             packed = [
                 None if tensor is None else one_piece(tensor).view(shape or tensor.shape)
                 for tensor, shape in zip((x, out), shapes, strict=True)
@@ -479,7 +474,7 @@ class FlashlightGroup(dist.ProcessGroup):
             return
         with reject_together(self.ours, verb):
             raise ValueError(
-                f"{verb}: these tensors do not go together, on {self.ours.size} ranks: "
+                f"{verb}: expected tensors that fit {self.ours.size} ranks, got shapes "
                 f"{', '.join(str(_shapes(x)) for x in tensors)}"
             )
 
@@ -541,7 +536,7 @@ class FlashlightGroup(dist.ProcessGroup):
         elif name == dist.Backend.GLOO:
             backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._limit)
         else:
-            raise ValueError(f"beside {NAME}, {kind} tensors can have nccl or gloo, not {name}")
+            raise ValueError(f"{NAME}: backend of {kind} tensors must be nccl or gloo, got {name}")
         backend._set_sequence_number_for_group()
         return backend
 

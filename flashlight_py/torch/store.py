@@ -107,16 +107,15 @@ class TorchStore(Store):
 
     def _late(self, missing: Sequence[int]) -> RendezvousError:
         who = missing_text(missing, self.size, self._timeout)
-        advice = "see what they print, or allow more by timeout="
-        return self._error(f"{who} in torch's store; {advice}")
+        return self._error(f"{who} in torch's store. Read their output, or raise the timeout")
 
     def _do(self, name: str, *args: Any) -> Any:
         try:
             return getattr(self._store, name)(*args)
         except RuntimeError as error:
             raise self._error(
-                f"torch's store does not answer ({error}); it is kept by the process at "
-                "MASTER_ADDR and MASTER_PORT, rank 0 or torchrun's agent"
+                f"torch's store does not answer ({error}). Check the process at MASTER_ADDR and "
+                "MASTER_PORT, which is rank 0 or torchrun's agent"
             ) from error
 
     def _error(self, reason: str) -> RendezvousError:

@@ -1,8 +1,8 @@
 """Tensors as arguments of collectives: by address, or as a contiguous copy.
 
 Native code reads a contiguous tensor as ``(address, dtype code, shape, tensor)``. Other tensors
-(strided, conjugated, or pending results of another collective) are copied first, and copied back if
-a verb writes.
+(strided, conjugated, or pending results of another collective) are copied, and copied back after
+writes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ElsewhereError(ValueError):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(
-            f"this process group is joined on the CPU, and the tensor is on {device}; pass "
-            'x.cpu(), or init_process_group("cpu:flashlight,cuda:nccl")'
+            f"this process group expected a CPU tensor, got a tensor on {device}. Pass "
+            'x.cpu(), or use init_process_group("cpu:flashlight,cuda:nccl")'
         )
         self.device = device
 
@@ -52,13 +52,11 @@ class ElsewhereError(ValueError):
 def require_memory(tensor: torch.Tensor) -> None:
     """Raise TypeError for an unsupported layout or dtype, ElsewhereError for another device."""
     if tensor.layout is not torch.strided:
-        raise TypeError(
-            f"a tensor of layout {tensor.layout} has no memory in one piece; pass x.to_dense()"
-        )
+        raise TypeError(f"expected a strided tensor, got {tensor.layout}. Pass x.to_dense()")
     if not tensor.is_cpu:
         raise ElsewhereError(tensor.device)
     if tensor.is_quantized:
-        raise TypeError(f"a quantized tensor ({tensor.dtype}) cannot be sent; pass x.int_repr()")
+        raise TypeError(f"expected an unquantized tensor, got {tensor.dtype}. Pass x.int_repr()")
 
 
 def one_piece(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +80,7 @@ def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor])
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     if len(dtypes := {tensor.dtype for tensor in alike}) > 1:
         names = sorted(map(str, dtypes))
-        raise TypeError(f"tensors of one collective must be of one dtype, got {names}")
+        raise TypeError(f"tensors of one collective must have one dtype, got {names}")
     memory, end = first.untyped_storage().data_ptr(), first.data_ptr()
     for tensor in tensors:
         is_adjacent = tensor.data_ptr() == end and tensor.untyped_storage().data_ptr() == memory
@@ -103,8 +101,6 @@ def copied(whole: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> 
             source, part = tensor.detach(), whole[start : start + count].view(tensor.shape)
             source.copy_(part) if back else part.copy_(source)
         else:  # copy_ and views take 15 us, longer than most copies
-            tensor_pointer = tensor.data_ptr()
-            memmove(tensor_pointer, pointer, nbytes) if back else memmove(
-                pointer, tensor_pointer, nbytes
-            )
+            address = tensor.data_ptr()
+            memmove(address, pointer, nbytes) if back else memmove(pointer, address, nbytes)
         start, pointer = start + count, pointer + nbytes

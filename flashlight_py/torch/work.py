@@ -54,8 +54,7 @@ class TensorWork(dist.Work):
         """Block until the operation has ended, at most ``timeout`` unless 0. Returns True.
 
         Raises:
-            DistBackendError: If the operation fails, or does not end in time. In this case it
-                continues.
+            DistBackendError: If the operation fails, or does not end in time and continues.
         """
         if _kept is not None:
             _kept.discard(self)

@@ -170,11 +170,11 @@ def offset_to_rank_0(backend: Backend) -> int:
 def _measure_offset(backend: Backend) -> int:
     message, measured = np.zeros(1, np.int64), []
     for _ in range(_ROUNDS):
-        asked = time.monotonic_ns()
+        sent = time.monotonic_ns()
         backend.start(Call(SEND, message, peer=0, tag=_TAG)).wait()
         backend.start(Call(RECV, message, peer=0, tag=_TAG)).wait()
         received = time.monotonic_ns()
-        measured.append((received - asked, int(message[0]) - (asked + received) // 2))
+        measured.append((received - sent, int(message[0]) - (sent + received) // 2))
     return min(measured)[1]
 
 

@@ -1,4 +1,4 @@
-"""What mkdocstrings does not know of our docstrings, put into its words. An extension of Griffe.
+"""Extension of Griffe that converts docstrings of this package to the syntax of mkdocstrings.
 
 References such as :func:`flashlight_py.barrier` become links, and examples become code.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import griffe
 
-# Functions that are named as their modules are: Griffe takes the public name for the module.
+# Functions with the names of their modules. Griffe resolves the public name to the module.
 _FUNCTIONS = {
     f"flashlight_py.{name}": f"flashlight_py.parallel.{name}.{name}"
     for name in ("join", "synchronize")
@@ -22,13 +22,13 @@ class Docstrings(griffe.Extension):
     """Changes every docstring before it is parsed."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Change the docstrings of all that is in ``pkg``, and let it offer its verbs.
+        """Change all docstrings in ``pkg``, and add its verbs as members.
 
-        Griffe does not follow ``import *`` to lists of names that are made of others.
+        Griffe does not follow ``import *`` if the list of names is combined from several lists.
         """
         _rewrite(pkg)
         for family in pkg["distributed.api"].modules.values():
-            for name in family.exports or ():  # methods.py is none of them
+            for name in family.exports or ():  # methods.py has no exports
                 pkg.set_member(name, griffe.Alias(name, target=family[name], parent=pkg))
 
 
@@ -42,12 +42,12 @@ def _rewrite(scope: Any) -> None:
 
 
 def _link(scope: Any, name: str) -> str:
-    """Return a link to ``name``, which is a full one, one of the scope's own, or a public one."""
-    target = name if name.startswith("flashlight_py.") else _found(scope, name)
+    """Return a link to ``name``: a full name, a name in the scope, or a public name."""
+    target = name if name.startswith("flashlight_py.") else _full_name(scope, name)
     return f"[`{name.removeprefix('flashlight_py.')}`][{_FUNCTIONS.get(target, target)}]"
 
 
-def _found(scope: Any, name: str) -> str:
+def _full_name(scope: Any, name: str) -> str:
     first = name.partition(".")[0]
     while scope is not None:
         if first in scope.members and not scope.members[first].is_alias:

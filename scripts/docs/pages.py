@@ -1,6 +1,6 @@
-"""Pages of the site that are files outside docs/: CONTRIBUTING, CHANGELOG and the examples.
+"""Pages of the site from files outside docs/: CONTRIBUTING, CHANGELOG and the examples.
 
-A hook of mkdocs. Links that lead from docs/ to such a file lead to its page on the site.
+A hook of mkdocs. Links from docs/ to such a file become links to its page on the site.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-# Where a file of the checkout is on the site; relative to docs/.
+# Pages of files of the repository, relative to docs/.
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PAGES |= {
     f"examples/{file.name}": f"examples/{file.stem}.md" for file in ROOT.glob("examples/*.py")
 }
-PAGES["examples/Notebook.ipynb"] = "examples/Notebook.ipynb"  # a file that the reader downloads
-# A line of an API page that stands for one such line for each name that a module offers.
+PAGES["examples/Notebook.ipynb"] = "examples/Notebook.ipynb"  # for download
+# A line of an API page that is replaced by one line per public name of a module.
 _FAMILY = re.compile(r"^::: every name of flashlight_py\.([\w.]+)$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=[)#])")
 
@@ -33,11 +33,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """List what families offer, and let links lead to where the files are on the site."""
+    """Replace the lines of families by their names, and change links to pages of the site."""
     markdown = _FAMILY.sub(lambda family: _names_of(family[1]), markdown)
     here = posixpath.dirname(page.file.src_uri)
     source = {page: source for source, page in PAGES.items()}.get(page.file.src_uri)
-    # A file of the checkout's root has links from there, a page of docs/ from docs/.
+    # Links are relative to the repository root in its files, and to docs/ in pages of docs/.
     base = posixpath.dirname(source) if source else posixpath.join("docs", here)
     return _LINK.sub(lambda link: _target(link[1], base, here), markdown)
 

@@ -33,7 +33,7 @@ def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) 
 
 def check_two_by_two(ends: list[dict[str, Any]], since: float) -> None:
     """Check the errors of four ranks on two hosts that cannot reach each other."""
-    either = "it is the only other one, so host {}, where"
+    either = "it is the only other host, so host {}, where"
     check(ends[:2], since, "ranks 2, 3", "host h1 cannot be reached since", either.format("h0"))
     check(ends[2:], since, "ranks 0, 1", "host h0 cannot be reached since", either.format("h1"))
 

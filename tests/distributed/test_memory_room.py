@@ -272,7 +272,7 @@ def test_reserve_restores_the_file_if_memory_runs_out_meanwhile(
 def test_reserve_raises_before_a_small_file_system_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
     system = os.fstatvfs(fd)
-    with pytest.raises(OSError, match=r"a file: the file system has [0-9,]* of") as caught:
+    with pytest.raises(OSError, match=r"a file: file system has [0-9,]* of") as caught:
         memory_room.reserve(fd, system.f_blocks * system.f_frsize + 1, "a file")
     blocks = os.fstat(fd).st_blocks
     os.close(fd)
@@ -307,7 +307,7 @@ def fill(out: Any) -> None:
 TAKES: dict[str, Callable[[], object]] = {
     "shared_empty": lambda: fl.shared_empty((9, MB)),
     "host_array": lambda: fl.host_array(fill, shape=(17, MB)),
-    "buckets of gradients": lambda: fl.distribute_module_grads(model(3000)),
+    "gradient buckets": lambda: fl.distribute_module_grads(model(3000)),
     "in fully_shard": lambda: fl.fully_shard(model(3000)),
 }
 

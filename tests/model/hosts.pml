@@ -1,22 +1,22 @@
-/* The comparison between hosts: who waits for whom, how long, and who reports what to whom.
+/* The comparison between hosts: waits of ranks for each other, their limits, and the reports.
  *
- * What failures/agreement.py does (meet, reach, _one_of, _differences), and around it what decides how a
- * wait ends: csrc/shm/peers.cc inside a host, csrc/gloo/mesh.cc between hosts, _run and end of
- * backends/hierarchical.py. The first call is small, a large reduce, or one that all ranks make together
- * (_flatly). One fault: a rank dies, calls something else, or stalls for ever or a while, at any moment.
+ * The model contains failures/agreement.py, and the code that decides how a wait ends: csrc/shm/peers.cc
+ * inside a host, csrc/gloo/mesh.cc between hosts, and backends/hierarchical.py. The first call is small, a
+ * large reduce, or one that all ranks make together. There is one fault: a rank dies, calls another verb, or
+ * stalls temporarily or forever, at any moment.
  *
  *   -DSHAPE=22  2 hosts of 2 ranks; 31: 3 hosts of 1; 21: a host of 2 and one of 1; -DCALLS=2 calls in a row
- *   -DMUTANT=   one that tests/model/test_hosts.py lists: the model without one of its parts
+ *   -DMUTANT=   a mutant in tests/model/test_hosts.py: the model without one of its parts
  *
- * Time goes on, by one, where nobody can do anything else: Promela's `timeout`. So whatever is on its way
- * arrives, in any order, before the next limit passes; limits that pass in the same moment are noticed in any
- * order. A limit is T, and STEP more for each time that between_hosts is applied; ranks that are well call up
- * to SKEW apart, less than STEP. The library assumes that too: hosts that call further apart than
- * between_hosts adds may name each other.
+ * Time advances by one when no process can continue: Promela's `timeout`. So all messages in transit arrive,
+ * in any order, before the next limit passes; limits that pass at the same moment are noticed in any order. A
+ * limit is T, plus STEP for each application of between_hosts; the calls of ranks without a fault are at most
+ * SKEW apart, which is less than STEP. The library has the same assumption: hosts whose calls are further
+ * apart than the addition of between_hosts may name each other.
  *
- * Simpler than the code: what one rank sends to several over Gloo arrives at once unless the victim dies in
- * between, or stalls there in FLAT, whose data takes time. Who stops among the announcements of a small call,
- * some microseconds, may have others name ranks that wait as well.
+ * Simplification: messages of one rank to several ranks over Gloo arrive at once, unless the victim dies in
+ * between, or stalls there in FLAT, whose data takes time. If a rank stops between the announcements of a
+ * small call, within microseconds, other ranks may also name waiting ranks.
  */
 
 #if SHAPE == 22
@@ -39,7 +39,7 @@
 #define FAR between_hosts(T, 3)
 #define NEVER 255
 
-/* Parts of a hierarchical backend, and who is in them. */
+/* Parts of a hierarchical backend and their members. */
 #define INSIDE 0
 #define BETWEEN 1
 #define FLAT 2
@@ -48,7 +48,7 @@
   ((p) != (q) && ((part) == FLAT || ((part) == INSIDE && HOST(p) == HOST(q)) || \
                   ((part) == BETWEEN && LOCAL(p) == LOCAL(q) && LOCAL(p) < LEADERS)))
 
-/* Why a wait ended, as a peer is told: with the set of ranks that it names. SAID: FL_RAISED, in words. */
+/* Reasons for the end of a wait, as sent to peers, each with a set of ranks. SAID: FL_RAISED with a text. */
 #define LOST 32
 #define LATE 64
 #define SAID 128
@@ -58,18 +58,18 @@
 mtype = { NO_NESTING, NEVER_AHEAD, PATIENT_LEADER, NOT_PASSED_ON, NO_REASONS, LATE_ANYWAY, NO_FOR_OTHERS,
           NO_ZERO_INSIDE, NO_TIMEOUT, NO_NEIGHBOURS, IN_ORDER_OF_RANKS };  /* of MUTANT */
 mtype = { SMALL, REDUCE, FLATLY, NOTHING, DIES, STALLS, DIFFERS };
-mtype verb, fault;       /* of the first call; what has not struck yet */
-byte victim;             /* whom it strikes */
-byte odd;                /* in which call it differs */
-bool dead, asleep, struck, open;  /* the victim; whether the fault has struck, and may in this moment */
+mtype verb, fault;       /* of the first call; pending fault */
+byte victim;             /* rank with the fault */
+byte odd;                /* call that differs */
+bool dead, asleep, struck, open;  /* state of the victim; the fault has struck; it may strike now */
 
-byte due[N], entered[N]; /* how long until a wait ends at the latest; calls */
-bool ended[N], gone[N];  /* a rank's program; its connections */
+byte due[N], entered[N]; /* remaining time of a wait; number of calls */
+bool ended[N], gone[N];  /* end of a rank's program; of its connections */
 
-/* What p knows of q in a part: how many calls have come, and the farewell; what q gave with its calls. */
+/* In a part: number of q's calls known to p, q's farewell to p, and the value given with the calls. */
 byte came[PARTS * N * N], told[PARTS * N * N], gave[PARTS * N * 2];
-byte first[PARTS * N];   /* which rank was the first to say farewell to p: its number and 1 */
-bool connected[N * N];   /* in FLAT, which connects when it is used */
+byte first[PARTS * N];   /* first rank whose farewell reached p, plus 1 */
+bool connected[N * N];   /* in FLAT, which connects at first use */
 #define AT(part, p, q) (((part) * N + (p)) * N + (q))
 #define GAVE(part, q, n) gave[((part) * N + (q)) * 2 + (n) % 2]
 
@@ -88,7 +88,7 @@ inline connects(part, peer) {
 #define IS_LOST(part, q) (JOINS(part, me, q) && (IS_DEAD(q) || told[AT(part, me, q)] != 0))
 #define LAST (N - 1)
 #define ALL_HAVE_CALLED(part) (HAS(part, 0) && HAS(part, 1) && HAS(part, 2) && HAS(part, LAST))
-/* In memory whoever waits looks at all; over Gloo at the first that has not called. */
+/* In memory a waiter checks all ranks; over Gloo the first one that has not called. */
 #define LOSS_IN_MEMORY(part) \
   (IS_LOST(part, 0) || IS_LOST(part, 1) || IS_LOST(part, 2) || IS_LOST(part, LAST))
 #define LOSS_BY_GLOO(part)                                                  \
@@ -107,8 +107,8 @@ inline moment(may_stall) {
   fi
 }
 
-/* farewell of peers.cc, explain of mesh.cc: the first that has said why it gave up, in the order of ranks, or
- * over Gloo in that of time; 0: none has. */
+/* farewell of peers.cc, explain of mesh.cc: the first rank that gave a reason, in rank order, or over Gloo in
+ * order of time; 0: no rank. */
 inline explain(part) {
   why = 0;
   for (q : 0 .. N - 1) {
@@ -153,7 +153,7 @@ inline step(part, limit, content) {
   :: d_step { why == 0 && ALL_HAVE_CALLED(part) -> due[me] = NEVER }
   :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && LOSS(part) ->
        explain(part);
-       why = (why == 0 -> LOST | BIT(victim) : why);               /* who has gone */
+       why = (why == 0 -> LOST | BIT(victim) : why);               /* the vanished rank */
        failed = part; goto raises }
   :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && due[me] == 0 ->
        explain(part);
@@ -167,8 +167,8 @@ inline step(part, limit, content) {
   fi
 }
 
-/* give_up of Transport::fail, and connect_neighbours: tell every peer, once. In memory all see it at once. A
- * rank that is stopped as a whole answers nobody who connects. */
+/* give_up of Transport::fail, and connect_neighbours: inform every peer once. In memory all see it at once. A
+ * stopped process does not answer new connections. */
 #define REACHES(part, q)                                                                            \
   (JOINS(part, me, q) && (CONNECTED(part, q) || (MUTANT != NO_NEIGHBOURS && !gone[q] && !IS_DEAD(q))))
 inline give_up(part, words) {
@@ -191,7 +191,7 @@ inline give_up(part, words) {
   }
 }
 
-/* 0, no call's digest, where those that came with the last step differ, or one of them is 0. */
+/* 0, which is no call's digest, if the digests of the last step differ or one of them is 0. */
 inline _one_of(part) {
   d_step {
     digest = GAVE(part, me, number[part]);
@@ -222,7 +222,7 @@ inline meet() {
   seconds = 0
 }
 
-/* Of a large reduce: only leaders wait for other hosts, the others are done. */
+/* For a large reduce only leaders wait for other hosts; the other ranks are done. */
 inline reduce() {
   step(INSIDE, T, 1);
   if :: LOCAL(me) == 0 -> step(BETWEEN, FAR, 1) :: else -> is_ahead = (MUTANT != NEVER_AHEAD) fi
@@ -253,7 +253,7 @@ proctype rank(byte me) {
       step(FLAT, between_hosts(T, 1), 0);
       assert(fault == DIFFERS && odd == call)
     :: else ->
-      assert(!(fault == DIFFERS && odd == call));                  /* nobody has a result */
+      assert(!(fault == DIFFERS && odd == call));                  /* no rank has a result */
       if
       :: call == 1 && verb == REDUCE -> reduce()
       :: call == 1 && verb == FLATLY -> _flatly()
@@ -263,7 +263,7 @@ proctype rank(byte me) {
     fi
   :: else -> goto ends
   od;
-raises: /* _run of HierarchicalBackend: who failed, what this host's ranks know of it, then end */
+raises: /* _run of HierarchicalBackend: failed rank, knowledge of this host's ranks, end */
   due[me] = NEVER;
   give_up(failed, why);
   atomic {
@@ -274,7 +274,7 @@ raises: /* _run of HierarchicalBackend: who failed, what this host's ranks know 
       why = ((why & LOST) -> why : sent)
     :: else
     fi;
-    assert(struck);                                                /* else all are well */
+    assert(struck);                                                /* else no rank fails */
     assert(fault != DIFFERS);
     assert(victim == me || (why & NAMES) == BIT(victim))
   };
@@ -287,7 +287,7 @@ ends:
   atomic { due[me] = NEVER; ended[me] = true }
 }
 
-/* At the beginning, and after each tick, it is decided whether the fault may strike in this moment. */
+/* Initially and after each tick, choose whether the fault may strike at this moment. */
 init {
   byte r, waiting;
   atomic {
@@ -308,5 +308,5 @@ init {
       if :: fault == DIES || fault == STALLS -> open = true :: open = false fi
     }
   od;
-  for (r : 0 .. N - 1) { assert(ended[r] || (asleep && victim == r)) }   /* nobody waits for ever */
+  for (r : 0 .. N - 1) { assert(ended[r] || (asleep && victim == r)) }   /* no endless wait */
 }

@@ -1,4 +1,4 @@
-"""The model of the comparison between hosts, in all its states; and that it can see faults."""
+"""All states of the model of the comparison between hosts; mutants show that it detects errors."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ pytestmark = [
 ]
 
 NAMES = "victim==me"
-# Each part of the protocol without which it is wrong; where that shows, and in which property.
+# Parts of the protocol whose removal causes an error, with the shape and property that show it.
 MUTANTS = {
     "NO_NESTING": (21, NAMES),  # hosts wait for each other as long as ranks of one host do
-    "NEVER_AHEAD": (31, NAMES),  # nobody heeds runs_ahead
-    "PATIENT_LEADER": (21, NAMES),  # who has the answer waits for its peers as they wait for it
+    "NEVER_AHEAD": (31, NAMES),  # runs_ahead is ignored
+    "PATIENT_LEADER": (21, NAMES),  # a rank with the answer waits for its peers as they wait for it
     "NOT_PASSED_ON": (31, NAMES),  # a rank that ends does not end the other parts
-    "NO_REASONS": (31, NAMES),  # whoever gave up is lost, whatever it said
+    "NO_REASONS": (31, NAMES),  # a rank that gave up counts as lost, whatever its reason
     "LATE_ANYWAY": (31, NAMES),  # also at the limit
-    "NO_FOR_OTHERS": (21, NAMES),  # who was given up passes on that it has lost the other
-    "NO_ZERO_INSIDE": (31, "odd==call"),  # a host hears of its own ranks' calls alone
+    "NO_FOR_OTHERS": (21, NAMES),  # a rank that was given up reports that it has lost the other one
+    "NO_ZERO_INSIDE": (31, "odd==call"),  # a host only learns the calls of its own ranks
     "NO_TIMEOUT": (31, "ended"),  # no wait has a limit
-    "NO_NEIGHBOURS": (31, NAMES),  # who gives up tells those alone with whom it is connected
+    "NO_NEIGHBOURS": (31, NAMES),  # a rank that gives up only informs connected ranks
     "IN_ORDER_OF_RANKS": (
         31,
         NAMES,
-    ),  # of several that gave up, the first in this order has the reason
+    ),  # of several ranks that gave up, the first one in rank order has the reason
 }
 QUICK = ("NO_REASONS", "NO_ZERO_INSIDE")
 
 
 def run(folder: Path, shape: int, *flags: str, level: str = "-O2") -> str:
-    """Return what the search of all states says."""
+    """Return the output of the search of all states."""
     shutil.copy(MODEL, folder)
     generate = ["spin", f"-DSHAPE={shape}", *flags, "-a", MODEL.name]
     subprocess.run(generate, cwd=folder, check=True, timeout=60)
     build = ["gcc", level, "-w", "-DSAFETY", "-DCOLLAPSE", "-o", "pan", "pan.c"]
     subprocess.run(build, cwd=folder, check=True, timeout=300)
-    # -E: where a process stands at the end the model itself tells.
+    # -E: the model itself checks the final positions of processes.
     search = ["./pan", "-m100000", "-E"]
     found = subprocess.run(search, cwd=folder, check=True, text=True, capture_output=True)
     text = found.stdout

@@ -1,7 +1,7 @@
-"""Native code at random, under sanitizers, in a model of memory, and on aarch64.
+"""Random tests of native code: with sanitizers, in the model checker, and on aarch64.
 
-Short forms of ``make sanitize``, ``make model``, ``make model-mutants`` and ``make arm``; the
-Makefiles say what is tried, and how to try it again.
+Short forms of ``make sanitize``, ``make model``, ``make model-mutants`` and ``make arm``. The
+Makefiles describe the tests and how to repeat one.
 """
 
 import os
@@ -26,10 +26,10 @@ pytestmark = [
 
 
 def make(folder: str, target: str, **variables: int | str) -> None:
-    """Make ``target`` in ``folder``, relative to this one: it builds a program and runs it."""
+    """Make ``target`` in ``folder``, relative to this folder: build a program and run it."""
     settings = [f"OUT={BUILD / folder}", *(f"{name}={value}" for name, value in variables.items())]
     command = ["make", "-s", "-j2", "-C", str(NATIVE / folder), target, *settings]
-    # Without what a make that runs this test says to those that it starts.
+    # Without the variables of a make that runs this test.
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-6000:]
@@ -52,7 +52,7 @@ def test_random_worlds_of_gloo_return_what_they_promise() -> None:
 
 @pytest.mark.timeout(600)
 def test_captured_steps_keep_to_their_memory() -> None:
-    """Also with random programs: tests/tape/test_programs.py."""
+    """Includes random programs: tests/tape/test_programs.py."""
     make("tape", "address", PYTHON=sys.executable)
 
 
@@ -66,13 +66,13 @@ def test_captured_steps_keep_to_their_memory() -> None:
     ],
 )
 def test_schedules_end_as_they_must(cases: str) -> None:
-    """Right results, or who has vanished named; no race, no wait without end."""
+    """Results are correct or the vanished rank is named; no race and no endless wait occurs."""
     make("model", "check", CASE=cases, SCHEDULES=4000)
 
 
 @pytest.mark.timeout(900)
 def test_a_weaker_order_of_memory_is_noticed() -> None:
-    """The model finds faults: it refutes each weaker form of one source file."""
+    """The model checker detects errors: it refutes each weaker memory order in one source file."""
     make("model", "mutants", MUTANTS="csrc/shm/turn.h", SCHEDULES=20000)
 
 

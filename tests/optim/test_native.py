@@ -211,7 +211,7 @@ SGD = "sgd", ((LR,), 0.0)
 @pytest.mark.parametrize(
     ("states", "source", "error", "match"),
     [
-        ((), (*MEMORY, ("adam", (0.0,) * 9)), ValueError, "adam has 2 states, not 0"),
+        ((), (*MEMORY, ("adam", (0.0,) * 9)), ValueError, "adam expects 2 states, got 0"),
         ((), (*MEMORY, None), TypeError, "a rule is"),
         ((), (*MEMORY, ("sgd", ((5,), 0.0))), ValueError, "a field is a number or"),
         ((), (*MEMORY, ("sgd", ((LR, 1, 2, 3), 0.0))), ValueError, "a field is a number or"),
@@ -223,7 +223,7 @@ SGD = "sgd", ((LR,), 0.0)
         ((), (MEMORY[0], [0], None, SGD), TypeError, "lr, counts and norms are arrays"),
         ((), (MEMORY[0], np.zeros(1), None, SGD), TypeError, "lr, counts and norms are arrays"),
         ((), (*MEMORY[:2], np.zeros(2), SGD), TypeError, "lr, counts and norms are arrays"),
-        ((), (MEMORY[0], np.zeros(0, np.int64), None, SGD), IndexError, "1 parameters"),
+        ((), (MEMORY[0], np.zeros(0, np.int64), None, SGD), IndexError, "1 parameters, got 0"),
         (([],), (*MEMORY, ("momentum", ((LR,), 0.9, 0.0, 0.0))), IndexError, "range"),
     ],
 )

@@ -196,7 +196,7 @@ def test_schedules_raise_for_invalid_arguments() -> None:
         (lambda: optim.OneCycleLR(optimizer, 1.0, 9, anneal_strategy="x"), ValueError, "cos or"),
         (lambda: optim.OneCycleLR(optimizer, 1.0, 9, div_factor=0), ValueError, "above 0"),
         (lambda: optim.SequentialLR(optimizer, [made("step", optimizer)], [1]), ValueError, "0 m"),
-        (lambda: optim.SequentialLR(optimizer, [other], []), ValueError, "another optimizer"),
+        (lambda: optim.SequentialLR(optimizer, [other], []), ValueError, "the same optimizer"),
         (lambda: optim.SequentialLR(optimizer, [plateau], []), ValueError, "follows a metric"),
         (lambda: optim.ReduceLROnPlateau(optimizer, "least"), ValueError, "mode='least' must be m"),
         (lambda: optim.ReduceLROnPlateau(optimizer, factor=1.0), ValueError, r"factor=1\.0 below"),

@@ -64,10 +64,10 @@ SHARES = {
     "closed_form_softmax": activations.ClosedFormSoftmax,
 }
 EXACT = {
-    "mixture_relu": activations.mixture_relu,
-    "mixture_relu_in_numpy": functools.partial(in_numpy, activations.mixture_relu),
-    "mixture_tanh": activations.mixture_tanh,
-    "mixture_sigmoid": functools.partial(activations.mixture_tanh, share=0.5, shift=0.5),
+    "mixture_relu": activations.relu_moments,
+    "mixture_relu_in_numpy": functools.partial(in_numpy, activations.relu_moments),
+    "mixture_tanh": activations.tanh_moments,
+    "mixture_sigmoid": functools.partial(activations.tanh_moments, share=0.5, shift=0.5),
 }
 
 

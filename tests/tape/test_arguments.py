@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "objects": (lambda x: (x * 2).tolist(), np.array([1, 10**30], object), "is an array of object"),
     "a gradient": (lambda x: x * 2, fl.param(X[0]), "is a variable with a gradient"),
     "big endian": (several, X[0].astype(">f4"), "is an array of >f4"),
-    "structured": (lambda x: x["f0"] * 2, X[0].view("f4,f4"), "is an array of .*f0.* no array of"),
+    "structured": (lambda x: x["f0"] * 2, X[0].view("f4,f4"), "is an array of .*f0.* aligned"),
     "bytes": (lambda x: x == b"ab", BYTES, r"is an array of \|S2"),
     "dates": (lambda x: x + np.timedelta64(1, "s"), DATES, "is an array of datetime"),
     "spans": (lambda x: x * 2, SPANS, "is an array of timedelta"),

@@ -88,7 +88,7 @@ def count_of_calls() -> Any:
 
 
 def changing_hands(keep: bool) -> Callable[[], Any]:
-    """The array that another one takes the place of is returned, or kept in a list."""
+    """Return the replaced array, or keep it in a list."""
 
     def make() -> Any:
         state, before = SimpleNamespace(array=np.arange(12.0).reshape(4, 3)), list[Any]()
@@ -143,7 +143,7 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
         number_of_the_last_one, r"puts a new array into holder\.total",
     ),
     "returned and replaced": (changing_hands(False), "it returns the old array of"),
-    "kept and replaced": (changing_hands(True), "something else takes the place of state.array"),
+    "kept and replaced": (changing_hands(True), "state.array is replaced"),
     "objects": (lambda: lambda x: (x.astype(object) * 10**30).tolist(), "of object"),
     "a schedule": (lambda: lambda x: SCHEDULE.step(), "a learning rate is set"),
     "a gradient": (lambda: lambda x: setattr(WEIGHT, "grad", x), "an argument becomes a gradient"),
@@ -186,9 +186,9 @@ ALONE: dict[str, tuple[Callable[..., Any], list[Any], str]] = {
     "draws beside constants": (noisy, [(X[0],)] * 10, ANEW),
     "a check": (checked, [(X[0],)], r"else x\); check arguments before the call"),
     "a number": (lambda x: x * float(x.sum()), [(X[0],)], r"\); return it, and read it after"),
-    "a generator": (asked_for, [(X[0],)], "when what it returns is asked for"),
+    "a generator": (asked_for, [(X[0],)], "is a generator or a coroutine function"),
     "ever other values": (
-        lambda x, power: x * power, [(X[0], n) for n in range(200)], "could not be replayed",
+        lambda x, power: x * power, [(X[0], n) for n in range(200)], "were not replayed",
     ),
 }  # fmt: skip
 

@@ -249,7 +249,7 @@ class Case(NamedTuple):
     backend: str = "shm"
 
 
-NO_ARRAY = "is sent that is no array of the step"
+NO_ARRAY = "it sends data that is not an array of the step"
 ADAM, NOVOGRAD = fl.optim.AdamOptimizer, fl.optim.NovogradOptimizer
 CASES = {
     "buckets": Case(reduced()),
@@ -301,7 +301,7 @@ CASES = {
     },
     "a buffer of other bytes": Case(
         beside_bytes(fl.distribute_module_grads),
-        r"model\[3\]\.seen of >f4 is no array of numbers",
+        r"model\[3\]\.seen of >f4 is not an aligned array of numbers",
         data=few,
         sizes=(1, 2),
     ),
@@ -324,7 +324,7 @@ CASES = {
     "reducer": Case(reduced(reducer=fl.InlineReducer(0.5)), NO_ARRAY + r", at .*steps\.py"),
     "hook": Case(reduced(hook=fl.Float16Compression()), r"reads a value .* at .*steps\.py"),
     "checked": Case(
-        reduced(check_finite=True), r"the gradient of model\[3\].bias is looked at", data=few
+        reduced(check_finite=True), r"the gradient of model\[3\].bias is checked", data=few
     ),
     "begun and left": Case(begin_and_leave, "does not wait for", wait),
     "number of Python": Case(lambda: lambda x, y: (fl.all_reduce(3.0), x + 1), NO_ARRAY),

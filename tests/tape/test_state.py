@@ -90,7 +90,7 @@ def of_closures_defaults_and_containers() -> Any:
 
 
 def of_any_object_that_is_named() -> Any:
-    """Others may have the array that another one takes the place of."""
+    """Other code may refer to a replaced array."""
     holder = SimpleNamespace(total=np.zeros(3))
     registry: dict[str, Callable[[], Any]] = {"holder": lambda: holder}
 

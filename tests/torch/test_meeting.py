@@ -28,7 +28,7 @@ def test_ranks_join_a_process_group(
 
 def test_init_raises_value_error_for_another_rank_or_size(torch_ranks: Any, tmp_path: Path) -> None:
     words = torch_ranks("meeting.in_another_world", 2, f"{tmp_path}/f")
-    assert ["give both the same" in each for each in words] == [True, True]
+    assert ["Pass the same to both" in each for each in words] == [True, True]
 
 
 @slow

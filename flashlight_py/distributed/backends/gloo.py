@@ -66,9 +66,8 @@ class GlooBackend(NativeBackend):
         key: Secret of the job. Both ends of a connection prove that they know it.
         host_timeout: Seconds until a silent host is lost (csrc/gloo/heartbeat.h); 0: no limit. The
             largest value of all ranks applies.
-        lazily: Connect all pairs on first use. By default pairs for small collectives connect at
-            once.
-        is_watched: A larger group watches the hosts, and aborts this group if a host is lost.
+        lazily: Connect all pairs on first use. By default those of small collectives connect first.
+        is_watched: A larger group watches the hosts and aborts this group.
         at_once: No call returns before all ranks have made it, in subgroups as well.
 
     Raises:

@@ -48,10 +48,9 @@ _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 class HostCalls:
     """The collectives of rank ``rank`` in ``hosts``.
 
-    For a small call, ``load`` returns the data that is sent with the comparison, and ``take``
-    returns the result: one exchange instead of two or three. Calls are compared before anything is
-    written, so a mismatch changes no array. The other methods run large arrays, after all ranks
-    have made the same call.
+    For a small call, ``load`` returns the data to send with the comparison, and ``take`` the
+    result: one exchange instead of two or three. A mismatch is detected before any array changes.
+    The other methods run large arrays, after all ranks have made the same call.
 
     ``inside`` and ``between``: see ``HierarchicalBackend``. ``far`` is the timeout between hosts in
     seconds. ``runs_ahead`` is called if a call returns before a local peer returns from it.
@@ -222,9 +221,8 @@ class HostCalls:
         received = work.wait()
         if received is not None:
             targets = [region.sections[index] for region in regions]
-            for target, part in zip(
-                targets, split_rows(received, list(map(len, targets))), strict=True
-            ):
+            parts = split_rows(received, list(map(len, targets)))
+            for target, part in zip(targets, parts, strict=True):
                 target[...] = part
         for region in regions:
             if region is not home:

@@ -305,10 +305,9 @@ class NativeBackend(Backend):
     ) -> Work:
         """Start ``call`` in the library and return its Work.
 
-        The ranks compare dtype and shape of ``like`` (default: the call's array) and ``root``
-        (default: the root or tag). ``data`` and ``room`` replace the addresses of the array and of
-        ``output``. ``keep`` lives as long as the operation. The Work returns ``result`` (default:
-        the array).
+        The ranks compare dtype and shape of ``like`` (default: the array), and ``root`` (default:
+        the root or tag). ``data`` and ``room`` replace the addresses of array and ``output``.
+        ``keep`` outlives the operation. The Work returns ``result`` (default: the array).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array

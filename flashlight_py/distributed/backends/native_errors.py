@@ -85,7 +85,7 @@ def failure(
     if status == lib.FL_TIMEOUT:
         limit = f"{seconds:g} seconds"
         if elsewhere := calls_in_other_groups(backend, missing[:_MOST_QUERIED]):
-            text = _deadlock_text(where, backend, handle, elsewhere, limit)
+            text = _deadlock(where, backend, handle, elsewhere, limit)
             return MismatchError(text, group_lives=False)
         last = _last_calls(backend, handle, missing, number)
         late = did_not_join(where, f"{who} did not join", limit, text, processes, last)
@@ -168,9 +168,7 @@ def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: An
     return signature_text(signature, name) + (f" at {site}" if site else "")
 
 
-def _deadlock_text(
-    where: str, backend: NativeBackend, handle: Any, elsewhere: str, limit: str
-) -> str:
+def _deadlock(where: str, backend: NativeBackend, handle: Any, others: str, limit: str) -> str:
     """Return the error for ranks that wait for each other in different groups."""
     signatures = backend.lib.fl_op_signatures(handle)
     waiting = f"{backend.name} waits for a message"
@@ -178,7 +176,7 @@ def _deadlock_text(
         call = signature_text(signatures[backend.rank])
         waiting = f"this rank called {call} as rank {backend.rank} of a group of {backend.size}"
     return (
-        f"{where}: the ranks called verbs of different groups: {waiting}; {elsewhere}. They waited "
+        f"{where}: the ranks called verbs of different groups: {waiting}; {others}. They waited "
         f"{limit} for each other. {UNUSABLE}. Make every rank call the groups in the same order"
     )
 

@@ -232,9 +232,7 @@ class CoalescingReducer(_Pending):
         if hook is not None:
             check_hook(hook)
             if not contiguous:
-                raise ValueError(
-                    "CoalescingReducer: contiguous must be True with a hook, got False"
-                )
+                raise ValueError("CoalescingReducer: contiguous must be True with hook, got False")
         self._async, self._contiguous = async_op, contiguous
 
     def add(self, array: Any) -> None:

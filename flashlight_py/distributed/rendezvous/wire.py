@@ -76,8 +76,7 @@ class WireError(Exception):
 class Greeting(NamedTuple):
     """A client's rank, its world size, and its process.
 
-    In a tree also its address and port for other ranks (or ``LEAF``), and the rank of a lost
-    parent.
+    In a tree also its address and port for other ranks, or ``LEAF``, and a lost parent's rank.
     """
 
     rank: int
@@ -109,7 +108,7 @@ class Greeting(NamedTuple):
 class Position(NamedTuple):
     """The position of ``rank`` in the tree: below ``parent``, ``depth`` levels below rank 0.
 
-    ``peer`` is the process of ``parent``, which listens at ``host`` and ``port``. If ``host`` is
+    ``peer`` is the process of the parent, which listens at ``host`` and ``port``. If ``host`` is
     "", the parent itself has sent the position.
     """
 

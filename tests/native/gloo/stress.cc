@@ -25,7 +25,7 @@ void one_world(uint64_t seed) {
   alarm(kPatience);
   Random random(seed);
   random.one_in(2) ? setenv("FLASHLIGHT_CHECKS", "sync", 1) : unsetenv("FLASHLIGHT_CHECKS");
-  // Occasionally so many ranks that calls are relayed.
+  // Occasionally enough ranks that calls are relayed.
   const int ranks = 2 + static_cast<int>(random.one_in(4) ? 7 + random.below(6) : random.below(4));
   const bool lazily = random.one_in(3);
   const size_t largest = ranks > 3 ? 700000 : random.one_in(4) ? 9000000 : 2000000;

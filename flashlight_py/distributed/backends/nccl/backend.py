@@ -357,8 +357,7 @@ class NcclBackend(Backend):
         self.communicator.captured.add(captured)
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
-        """Launch a CUDA graph: ``launch`` receives an event for its end. Raises like
-        ``_launch``."""
+        """Launch a CUDA graph by ``launch(event)``. The event is recorded at its end."""
         communicator = self.communicator
         with communicator.lock, self.on_device():
             communicator.require(name)

@@ -69,6 +69,5 @@ def form_of(dtype: np.dtype[Any], op: ReduceOp) -> NcclForm:
         )
     reduced = _REDUCED_AS.get(name) or _WIDENED.get(name, name)
     if reduced not in _CODES:
-        names = ", ".join((*_CODES, *_REDUCED_AS, *_WIDENED))
-        raise TypeError(f"NCCL: the dtype of a reduction must be one of {names}; got {name}")
+        raise TypeError(f"NCCL reduces {', '.join((*_CODES, *_REDUCED_AS, *_WIDENED))}, got {name}")
     return NcclForm(reduced, _CODES[reduced], 2 if dtype.kind == "c" else 1, name in _WIDENED)
