@@ -192,8 +192,8 @@ def test_options_can_change_between_steps() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ((("sgd", (1.0,)), (np.ones(1), np.ones(1)), 1.0), ValueError, "no rule sgd with 1"),
-        ((("other", ()), (np.ones(1), np.ones(1)), 1.0), ValueError, "no rule other"),
+        ((("sgd", (1.0,)), (np.ones(1), np.ones(1)), 1.0), ValueError, "unknown rule sgd with 1"),
+        ((("other", ()), (np.ones(1), np.ones(1)), 1.0), ValueError, "unknown rule other"),
         ((("sgd", (1.0, 0.0)), (np.ones(1),), 1.0), ValueError, "a piece of sgd is"),
         ((("sgd", (1.0, "0")), (np.ones(1), np.ones(1)), 1.0), TypeError, "real number"),
         ((("sgd",), (np.ones(1), np.ones(1)), 1.0), IndexError, "range"),
