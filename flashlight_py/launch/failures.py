@@ -102,7 +102,7 @@ class Tail:
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe the end of a process: ``code`` is an exit code, minus a signal, or unknown."""
+    """Describe the end of a process; ``code`` is its exit code, minus its signal, or None."""
     if code is None:
         return "has ended (exit code unknown: a SIGCHLD handler reaped the process)"
     if code >= 0:
