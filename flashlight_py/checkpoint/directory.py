@@ -62,10 +62,10 @@ def read_durable(file: Path, expected: Content) -> Array:
 
         def read(part: memoryview) -> None:
             if stream.readinto(part) < part.nbytes:
-                raise ValueError(f"{file.name} was truncated during the read")
+                raise ValueError(f"{file.name}: expected {expected.nbytes} bytes, got fewer")
 
         if _sha256_of([content], read) != expected.sha256:
-            raise ValueError(f"{file.name} is damaged: its SHA-256 differs from the written one")
+            raise ValueError(f"{file.name}: expected the SHA-256 of the manifest, got another")
     return content
 
 
@@ -130,7 +130,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"its manifest is truncated or damaged ({error})") from error
         if not is_intact:
-            raise ValueError("its manifest is damaged: its SHA-256 differs from the written one")
+            raise ValueError("its manifest needs a matching SHA-256, got another")
         if content.pop("format") != FORMAT:
             raise ValueError(f"got a later format. Install flashlight_py {content['version']}")
         parts, state = tuple(content.pop("parts")), Content(**content.pop("state"))

@@ -27,7 +27,8 @@ class _WithoutMain(pickle.Pickler):
         """Reject classes and functions that pickle would send as names in ``__main__``."""
         if isinstance(value, type | types.FunctionType) and value.__module__ in _MAIN:
             raise pickle.PicklingError(
-                f"{value.__qualname__} is defined in __main__, which no other process can import"
+                f"{value.__qualname__} is defined in __main__, which no other process can import. "
+                "Move it to a module"
             )
         return NotImplemented
 

@@ -362,6 +362,6 @@ def _check_state(state: Mapping[str, Array], targets: Mapping[str, Variable | Ar
     for name, value, target in both:
         if not may_become(value.dtype, target.dtype):
             raise TypeError(
-                f"load_state_dict: nothing was loaded: {name!r} has dtype {value.dtype}, "
-                f"which cannot become {target.dtype}"
+                f"load_state_dict: nothing was loaded: {name!r} needs a dtype that can be cast to "
+                f"{target.dtype}, got {value.dtype}"
             )

@@ -14,7 +14,7 @@ from flashlight_py.parallel.agreement import check_settings_agree
 
 
 class Share:
-    """Rank and size of a share, for the class ``label``; from ``group`` if ``is_of_group``."""
+    """Rank and size of a share; they come from ``group`` if ``is_of_group`` is True."""
 
     def __init__(
         self, label: str, rank: int | None, size: int | None, group: ProcessGroup | None

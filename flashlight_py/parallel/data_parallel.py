@@ -134,7 +134,7 @@ def distribute_module_grads(
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
     if not in_order:
-        raise ValueError("distribute_module_grads: expected a parameter with calc_grad, got none")
+        raise ValueError("distribute_module_grads: expected parameters with calc_grad, got 0")
     _check_arrays(named if leaves is not None else {}, hook, in_order)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)

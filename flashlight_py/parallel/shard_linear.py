@@ -102,7 +102,7 @@ def shard_linear(
 
 
 class ShardedLinear(Linear):
-    """A Linear of which this rank holds a part; see ``shard_linear``."""
+    """Linear layer with only this rank's part of the weight; see ``shard_linear``."""
 
     cut: Cut
 
@@ -177,7 +177,7 @@ class Cut(Shards):
 
 
 class CutParameter(Placement):
-    """Placement of a parameter of which this rank holds a part."""
+    """Placement of a parameter that is divided among ranks."""
 
     is_cut = True
     shards: Cut

@@ -578,15 +578,11 @@ class WorkersGraph:
         team.numbers[weakref.ref(self)] = number
 
     def join(
-        self,
-        local_results: list[Part],
-        answers: list[Answer],
-        params: list[Variable],
-        inputs: list[Part],
+        self, local: list[Part], answers: list[Answer], params: list[Variable], inputs: list[Part]
     ) -> list[Part]:
-        """Return ``local_results`` concatenated with the workers' results, recorded."""
+        """Return the results ``local`` concatenated with the workers' results, recorded."""
         others, leaves = zip(*answers, strict=True)
-        counts = [len(local_results), *map(len, others)]
+        counts = [len(local), *map(len, others)]
         if len(set(counts)) > 1:
             raise ValueError(
                 f"{WHAT}: expected the same number of results from every share of the batch, got "
@@ -599,7 +595,7 @@ class WorkersGraph:
             gradient = partial(self._gradient, leaf, source.data)
             nodes[leaf] = record_in_order(_NOTHING, (source, gradient))
         results: list[Part] = []
-        for k, part in enumerate(local_results):
+        for k, part in enumerate(local):
             arrays = [array_of(part), *(arrays[k] for arrays in others)]
             if not all(array.ndim for array in arrays):
                 raise ValueError(

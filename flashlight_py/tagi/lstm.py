@@ -276,7 +276,7 @@ class Gates(NamedTuple):
         sizes = kernels.ffi.new("fl_tagi_lstm *", (rows, self.steps, n - no, no))
         call = getattr(kernels.lib, f"fl_tagi_lstm_{name}")
         if call(sizes, *(floats(kernels, array) for array in arrays)):
-            raise MemoryError(f"LSTM.{name}: not enough memory for the weights of all gates")
+            raise MemoryError(f"LSTM.{name} needs more memory for the weights of all gates")
 
     def _products(self, pairs: int) -> Array:
         """Return weight products of the first ``pairs`` of ``PAIRS``, stacked as rows."""

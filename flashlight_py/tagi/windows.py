@@ -206,7 +206,7 @@ def call_kernel(
     kernel = getattr(module.lib, f"fl_tagi_{name}")
     values = (a if isinstance(a, int | float) else data_pointer(module, a) for a in arguments)
     if kernel(description, *values):
-        raise MemoryError(f"{name}: not enough memory for the rows of a window")
+        raise MemoryError(f"{name} needs more memory for the rows of a window")
     return True
 
 

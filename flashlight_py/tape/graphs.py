@@ -210,7 +210,7 @@ class Graph:
             stream.wait_event(self._stream.record())
         self._stream = stream
         if graph is None:
-            raise GroupClosedError("a captured step: the group of its collectives was closed")
+            raise GroupClosedError("a captured step: its group was closed. Capture it again")
         for number in self._strided:
             self.inputs[number][...] = arrays[number]
         for step in self.recorder.steps:

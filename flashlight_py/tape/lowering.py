@@ -34,7 +34,7 @@ if _blas:
 def need(condition: object) -> None:
     """Raise ValueError unless ``condition`` holds. The note then remains a call of NumPy."""
     if not condition:
-        raise ValueError("a note has no native instruction with the same bits")
+        raise ValueError("a note needs a native instruction with the same bits")
 
 
 class Instruction(NamedTuple):

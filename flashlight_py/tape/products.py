@@ -133,9 +133,9 @@ def _cublas() -> Any:
     for library in loaded_libraries("libcublas"):
         if hasattr(library, "cublasGemmEx"):
             return library
-    raise BackendUnavailableError("capture: CuPy has loaded no cuBLAS for a matrix product")
+    raise BackendUnavailableError("capture: matrix products need cuBLAS, which CuPy has not loaded")
 
 
 def _require(status: int) -> None:
     if status:
-        raise RuntimeError(f"cuBLAS returned status {status} for a captured matrix product")
+        raise RuntimeError(f"a captured matrix product: expected status 0 of cuBLAS, got {status}")

@@ -179,7 +179,6 @@ class State:
                     # Each read may create other objects, without an end.
                     found += [(one, name, value)] if self._kind(value) == "simple" else []
             if isinstance(own, dict) and "hasattr" in methods and attributes - first.keys():
-                # may get the attribute later
                 self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))
             for holder, name, value in found:
                 of, key = (path, _ATTRIBUTE, name), (id(holder), name, None)
@@ -201,7 +200,6 @@ class State:
                 elif first.get(name, one) is holder and (is_held or not plain_arrays(value)):
                     self._note_value(holder, name, of, value, _NAMED)
                     if not is_held and isinstance(own, dict):
-                        # may get an attribute that hides this
                         self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))
         return bool(self._unseen or self._hooks)
 
@@ -316,7 +314,6 @@ class State:
         given = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
         places += [(Place(function, name, path), "") for name in given]
         for name in sorted(loads["module"]) if is_yours else ():
-            # Also relative to the function's package.
             for each in (name, f"{held.get('__package__')}.{name}".rstrip(".")):
                 self._read_object(sys.modules.get(each), each)
         found = [(place, kind, place.get()) for place, kind in places]
@@ -381,7 +378,6 @@ def _is_implicit(name: str, one: Any) -> bool:
     return not is_of_all or name == "forward" or (name == "__init__" and isinstance(one, type))
 
 
-# methods that read no items of a container
 _ADDS = {"append", "appendleft", "extend", "add", "insert"}
 _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
           "LOAD_ATTR": "attribute", "LOAD_SUPER_ATTR": "attribute",

@@ -344,7 +344,6 @@ class _Call:
         for place, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in known]:
             place.set(self._stood_for(value))
             made += (arrays := plain_arrays(value))
-            # Lists belong to Python code.
             if any(map(recording.is_made, arrays)) and not isinstance(place.holder, list):
                 self._leave(
                     f"it puts a new array into {format_path(place.path)}",

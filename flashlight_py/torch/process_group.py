@@ -461,7 +461,6 @@ class FlashlightGroup(dist.ProcessGroup):
         return _then(work, is_async, lambda: target.detach().copy_(seen))
 
     def _each(self, method: Method, calls: Iterable[Sequence[Any]], opts: Any) -> dist.Work:
-        """Do several collectives as one."""
         works = [method(*call, opts) for call in calls]
         if not getattr(opts, "asyncOp", True):
             return self._done

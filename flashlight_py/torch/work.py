@@ -65,7 +65,6 @@ class TensorWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Block until the operation has ended."""
         self.wait()
 
     def __del__(self) -> None:
@@ -90,7 +89,6 @@ class TensorWork(dist.Work):
         return self.work.is_completed() and self.ends_within(0)
 
     def is_success(self) -> bool:
-        """Return whether the operation has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
@@ -164,7 +162,6 @@ class Futures:
             self._asked.put((work, future))
 
     def close(self) -> None:
-        """End the thread when all added operations have ended."""
         if self._thread is not None:
             _finish(self._asked, self._thread)
             self._thread = None

@@ -77,7 +77,7 @@ def test_reductions_equal_numpy_or_raise_value_error_if_an_axis_is_empty(
     try:
         expected = getattr(np, name)(x, axis)
     except (ValueError, RuntimeWarning):  # the warning: NumPy returns nan
-        with pytest.raises(ValueError, match=r"at least one element|zero-size"):
+        with pytest.raises(ValueError, match=r"expected elements|zero-size"):
             getattr(F, name)(x, axis)
     else:
         np.testing.assert_array_equal(getattr(F, name)(x, axis).array, expected)
@@ -206,7 +206,7 @@ class TestCrossEntropy:
         (lambda x: F.clamp(x, 2, 1), "must not exceed"),
         (lambda x: F.sum(x, 2), "got 2"),
         (lambda x: F.sum(x, (0, -2)), "distinct"),
-        (lambda x: F.mean(x[:0]), "at least one element"),
+        (lambda x: F.mean(x[:0]), "expected elements"),
         (lambda x: F.var(x[:1], 0, ddof=1), "more than ddof"),
         (lambda x: F.softmax(x, 2), r"softmax: axis must be .* shape \(3, 4\), got 2"),
         (lambda x: F.log_softmax(x, -3), r"log_softmax: axis must be .* got -3"),
@@ -219,7 +219,7 @@ class TestCrossEntropy:
         (lambda x: F.transpose(x, (0, 0)), r"permute 2 dimensions, got \(0, 0\)"),
         (lambda x: F.concatenate([]), "got an empty list"),
         (lambda x: F.reshape(x, (5, 5)), "reshape"),
-        (lambda x: x @ 2.0, "at least one dimension"),
+        (lambda x: x @ 2.0, "expected dimensions"),
         (lambda x: x @ x, "mismatch"),
         (lambda x: x + np.ones(3), "broadcast"),
     ],

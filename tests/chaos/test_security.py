@@ -191,4 +191,4 @@ def test_ranks_do_not_map_memory_of_another_user(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         os.chown(file, NOBODY, NOBODY)
         assert not opened(file)
-        assert "somebody else" in native.ffi.string(native.lib.fl_error()).decode()
+        assert "another user" in native.ffi.string(native.lib.fl_error()).decode()

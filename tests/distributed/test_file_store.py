@@ -318,7 +318,7 @@ def test_store_ignores_other_users(ranks: Ranks, tmp_path: Path, server: socket.
     os.chown(announce(tmp_path, server), 65534, 65534)
     text = ranks.start(1, 2, timeout=1.0).refusal()
     assert "rank 0 of 2 has not arrived within 1 s" in text
-    assert f"ignored files: run-{DEAD}-0 belongs to another user" in text
+    assert f"ignored files: run-{DEAD}-0 must be a regular file of this user" in text
     server.settimeout(0.0)
     with pytest.raises(BlockingIOError):
         server.accept()

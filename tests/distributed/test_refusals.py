@@ -267,7 +267,7 @@ WITHOUT_CASE = {
     "PeriodicAveraging.step all_gather_object",
     "sends nothing": "Bucket DistributedDataContainer DistributedOptimizer DynamicScaler Joined "
     "FirstOrderOptimizer.load_state_dict Membership.backend ProcessGroup Profile Reducer grid "
-    "profile sync_distributed",
+    "no_sync profile sync_distributed",
     "internal": "Membership.subgroup",
     "tests/parallel/test_tagi.py": "DDPSequential.backward",
     "tests/distributed/test_objects.py": "send_object recv_object",

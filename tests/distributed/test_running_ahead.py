@@ -445,7 +445,7 @@ def test_lost_returns_a_dead_rank_without_a_call(rank: int, size: int) -> None:
     fl.barrier()
     place = f"rank {rank} of {size}"
     if rank == 1:
-        assert lost == f"[wait] {place}: the group is closed"
+        assert lost == f"[wait] {place}: the group is closed. Create it again"
         assert why.startswith(f"[all_reduce] {place}: the group cannot be used any more")
     else:
         assert lost == "None"

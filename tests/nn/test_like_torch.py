@@ -339,7 +339,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: F.embedding(ONES, np.array([2**63], "u8")), IndexError),
     r"embedding: expected a weight \[rows, dim\], got \(3,\)": (
         lambda: F.embedding(FLAT, np.zeros(1, int)), ValueError),
-    r"topk: .* got k = 4 and axis = -1 for shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
+    r"topk: .* got k=4, axis=-1, .*\(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
     r"stack: expected variables of one shape, got \[\]": (lambda: F.stack([]), ValueError),
     r"stack: expected .*\(2, 3\), \(3,\)": (lambda: F.stack([ONES, FLAT]), ValueError),
     r"got 'average'": (lambda: fl.nn.CategoricalCrossEntropy("average"), ValueError),
@@ -371,12 +371,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: F.std(ONES, 1, ddof=3), ValueError),
     r"axis must name .* of 2, got 2": (lambda: F.flip(ONES, 2), ValueError),
     r"axis must name .* of 4, got \(0, 0\)": (lambda: F.expand_dims(ONES, (0, 0)), ValueError),
-    r"split: .* 3, the size of axis 1, got 2": (lambda: F.split(ONES, 2, 1), ValueError),
-    r"split: .* 3, the size of axis 1, got \[4, -1\]": (
+    r"split: .* 3, size of axis 1, got 2": (lambda: F.split(ONES, 2, 1), ValueError),
+    r"split: .* 3, size of axis 1, got \[4, -1\]": (
         lambda: F.split(ONES, [4, -1], 1), ValueError),
     r"norm: p must be at least 1, got 0": (lambda: F.norm(ONES, 0), ValueError),
     r"einsum: 'i,j' does not fit .* 1 terms, got 2": (lambda: F.einsum("i,j", ONES), ValueError),
-    r"einsum: .* 'j' has the sizes 3 and 2": (lambda: F.einsum("ij,jk", ONES, ONES), ValueError),
+    r"einsum: .* 'j' must .* got 3 and 2": (lambda: F.einsum("ij,jk", ONES, ONES), ValueError),
     r"einsum: .* 'i' must have one letter per dim": (lambda: F.einsum("i", ONES), ValueError),
     r"einsum: .* distinct letters .* got 'ik'": (lambda: F.einsum("ij->ik", ONES), ValueError),
     r"glu: expected an even size .* got shape \(2, 3\)": (lambda: F.glu(ONES), ValueError),

@@ -108,14 +108,14 @@ def test_load_torch_accepts_any_name_of_a_shared_parameter() -> None:
 def test_load_torch_raises_for_two_values_of_an_entry(strict: bool) -> None:
     module, other = Tied(), {**ARRAYS, "other.weight": np.zeros((2, 2))}
     before = module.one.weight.array.copy()
-    with pytest.raises(ValueError, match=r"equal values for 'one.weight', got 'other.weight'"):
+    with pytest.raises(ValueError, match=r"'other.weight' and 'one.weight' must have equal values"):
         fl.nn.load_torch(module, other, strict)
     assert np.array_equal(module.one.weight.array, before)
     layer, state = fl.nn.Linear(2, 2, bias=False), {"a.weight": np.eye(2), "b.weight": np.eye(2)}
     last: Any = {"rename": lambda name: name.rpartition(".")[2]}
     fl.nn.load_torch(layer, state, strict, **last)
     assert np.array_equal(layer.weight.array, np.eye(2))
-    with pytest.raises(ValueError, match=r"equal values for 'weight', got 'b.weight'"):
+    with pytest.raises(ValueError, match=r"'b.weight' and 'weight' must have equal values"):
         fl.nn.load_torch(layer, {**state, "b.weight": np.ones((2, 2))}, strict, **last)
     unused = {"a.more": np.ones(2), "b.more": np.zeros(3), **state}
     assert fl.nn.load_torch(layer, unused, False, **last) == ([], ["more"])
@@ -139,7 +139,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no array": (
         {**ARRAYS, "one.bias": "ones"},
         TypeError,
-        "'one.bias' must be a tensor or an array",
+        "'one.bias' must be a tensor or array",
     ),
     "no state": (3, TypeError, "expected a state dict or the path"),
 }

@@ -132,7 +132,7 @@ class TestState:
             model.load_state_dict({"weight": np.zeros((2, 3)), "scale": np.zeros(1)})
         for part in ("missing 'bias'", "unexpected 'scale'", "'weight' has shape (2, 3)", "(3, 2)"):
             assert part in str(raised.value)
-        with pytest.raises(TypeError, match="'bias' has dtype complex128"):
+        with pytest.raises(TypeError, match="'bias' needs a dtype"):
             model.load_state_dict({"weight": np.zeros((3, 2)), "bias": np.zeros(3, complex)})
         for name, array in model.state_dict().items():
             np.testing.assert_array_equal(array, before[name])

@@ -221,7 +221,7 @@ def meet(rank: int, size: int, timeout: float) -> Any:
 
 
 def gather(rank: int, size: int, timeout: float, most: int = 200) -> None:
-    """Join, exchange three times and leave: the messages of ``meet`` only.
+    """Join, exchange three times and leave: the messages of ``create_world`` only.
 
     Payloads have about ``most`` bytes.
     """

@@ -572,7 +572,9 @@ def _read_subscripts(
     for term, shape in zip(full, shapes, strict=True):
         for letter, n in zip(term, shape, strict=True):
             if n != sizes.setdefault(letter, n) and 1 not in (n, sizes[letter]):
-                raise ValueError(f"{wrong}{letter!r} has the sizes {sizes[letter]} and {n}")
+                raise ValueError(
+                    f"{wrong}{letter!r} must have one size, got {sizes[letter]} and {n}"
+                )
             sizes[letter] = n if sizes[letter] == 1 else sizes[letter]
     if not arrow:
         result = "..." + "".join(sorted(x for x in sizes if "".join(bare).count(x) == 1))

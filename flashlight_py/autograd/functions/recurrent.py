@@ -189,7 +189,7 @@ def _check(
             f"{shapes[0]}, got shape {x.shape}"
         )
     if shapes != [(rows, x.shape[2]), (rows, hidden), (rows,), (rows,)]:
-        raise ValueError(f"recurrent: {kind} has {GATES[kind]} gates, got weights of {shapes}")
+        raise ValueError(f"recurrent: {kind} needs {GATES[kind]} gates, got weights of {shapes}")
     if len(state) > 1 + (kind == "lstm") or any(v.shape != (len(x), hidden) for v in state):
         shape = [variable.shape for variable in state]
         raise ValueError(f"recurrent: expected states of shape {(len(x), hidden)}, got {shape}")

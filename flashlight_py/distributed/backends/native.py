@@ -372,7 +372,7 @@ class NativeBackend(Backend):
     def _open(self, name: str) -> Any:
         """Return the handle of the group; raise GroupClosedError if the group is closed."""
         if (group := self.group) is None:
-            raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
+            raise GroupClosedError(f"[{name}] {self.name}: the group is closed. Create it again")
         return group
 
     def _call_site(self, depth: int = 3) -> Any:
@@ -492,7 +492,7 @@ class NativeBackend(Backend):
 
     def lost(self, doing: str) -> DistributedError | None:
         if (group := self.group) is None:
-            return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
+            return GroupClosedError(f"[{doing}] {self.name}: the group is closed. Create it again")
         if (handle := self.lib.fl_lost(group)) == self.ffi.NULL:
             return None
         handle = self.ffi.gc(handle, self.lib.fl_op_free)

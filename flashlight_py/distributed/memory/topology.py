@@ -301,7 +301,7 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
         for family, name in _FAMILIES.items()
     }
     raise ValueError(
-        "the hosts have no version of IP in common: "
+        "the hosts need a common version of IP: "
         + ", ".join(
             f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
             for name, rank in lacking.items()
@@ -362,8 +362,8 @@ def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
         other = next((card for card in same if asking and card.host != asking.host), None)
         if asking and other:
             raise ValueError(
-                f"{asking.interface!r} is {address} on both {asking.name} and {other.name}, so "
-                "these hosts cannot reach each other by this address"
+                f"{asking.interface!r} must have another address on each host, got {address} on "
+                f"{asking.name} and {other.name}"
             )
 
 

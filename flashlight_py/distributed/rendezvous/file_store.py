@@ -76,10 +76,10 @@ class Announcement(NamedTuple):
         try:
             record = json.loads(content)
         except (ValueError, RecursionError) as error:  # nested too deeply
-            raise ValueError("is truncated or not an announcement") from error
+            raise ValueError("must be an announcement, and is truncated or another file") from error
         version = record.get("version") if isinstance(record, dict) else None
         if version != VERSION:
-            raise ValueError(f"has protocol version {version!r}, this process {VERSION}")
+            raise ValueError(f"must have protocol version {VERSION}, got {version!r}")
         try:
             addresses = [
                 (str(ipaddress.ip_address(host)), port) for host, port in record["addresses"]
@@ -87,9 +87,9 @@ class Announcement(NamedTuple):
             bytes.fromhex(record["secret"])
             peer = Peer(*record["peer"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError("lacks a field of an announcement") from error
+            raise ValueError("must have all fields of an announcement") from error
         if not all(port in range(1, 65536) for _, port in addresses):
-            raise ValueError("has a port that is not in [1, 65535]")
+            raise ValueError("must have ports in [1, 65535]")
         return cls(peer, addresses, record["secret"])
 
 
@@ -158,7 +158,7 @@ class SharedDirectory:
                 with open(os.open(self._file(name), os.O_RDONLY | FLAGS), "rb") as file:
                     status = os.fstat(file.fileno())
                     if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
-                        raise ValueError("belongs to another user or is no regular file")
+                        raise ValueError("must be a regular file of this user")
                     self._cache[name] = Announcement.parse(file.read())
             except (OSError, ValueError) as error:
                 self.ignored[str(name)] = _read_problem(error)

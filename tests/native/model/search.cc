@@ -536,7 +536,7 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     return true;
   });
   bool is_well = !mutants.empty();
-  std::printf("| file | function | operation | order | weaker order and the case that detects it |\n|---|---|---|---|---|\n");
+  std::printf("| file | function | operation | order in the code | change: case that detects it |\n|---|---|---|---|---|\n");
   std::string row, file;
   for (size_t i = 0; i < mutants.size(); ++i) {
     const Mutant& one = mutants[i];
@@ -547,7 +547,7 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     else std::printf("; ");
     row = next;
     file = one.file();
-    if (!is_dropped(one.op)) std::printf("%s: ", kOrders[one.weaker]);
+    std::printf("%s: ", is_dropped(one.op) ? "removed" : kOrders[one.weaker]);
     std::printf("%s", killer.empty() ? excuse.empty() ? "NOBODY" : excuse.c_str() : ("`" + killer + "`").c_str());
   }
   std::printf(" |\n");

@@ -171,7 +171,7 @@ class Communicator:
         if self.broken is not None:
             raise GroupClosedError(f"{self.doing(verb)}: NCCL failed before: {self.error()}")
         if self.handle == self.nccl.ffi.NULL:
-            raise GroupClosedError(f"{self.doing(verb)}: the group is closed")
+            raise GroupClosedError(f"{self.doing(verb)}: the group is closed. Create it again")
 
     def require_unbroken(self) -> None:
         """Raise the error that ended the communicator, unless it was raised before."""

@@ -69,5 +69,5 @@ def form_of(dtype: np.dtype[Any], op: ReduceOp) -> NcclForm:
         )
     reduced = _REDUCED_AS.get(name) or _WIDENED.get(name, name)
     if reduced not in _CODES:
-        raise TypeError(f"NCCL reduces {', '.join((*_CODES, *_REDUCED_AS, *_WIDENED))}, got {name}")
+        raise TypeError(f"NCCL needs {', '.join((*_CODES, *_REDUCED_AS, *_WIDENED))}, got {name}")
     return NcclForm(reduced, _CODES[reduced], 2 if dtype.kind == "c" else 1, name in _WIDENED)
