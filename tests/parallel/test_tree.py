@@ -222,7 +222,7 @@ def test_put_numbers_creates_an_immutable_tree_again(tree: Any) -> None:
 @pytest.mark.parametrize("value", [Pair(1, 2), Seeded(1)], ids=lambda v: type(v).__name__)
 def test_plan_raises_if_an_immutable_object_cannot_be_copied(value: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"tree\[0\]: expected an immutable object that does not contain itself"
+        TypeError, match=r"tree\[0\]: expected immutable objects that can be created again"
     ):
         plan_of([value])
 
@@ -232,7 +232,7 @@ def test_plan_raises_if_an_immutable_object_contains_itself() -> None:
     # not a cycle of immutable objects, because of the list
     assert put_numbers(plan_of(knot), [2]) == Frozen([2])
     object.__setattr__(knot, "other", (knot,))
-    with pytest.raises(TypeError, match=r"tree\.other\[0\]: .* does not contain itself, got Frozen"):
+    with pytest.raises(TypeError, match=r"tree\.other\[0\]: .* not contain itself, got Frozen"):
         plan_of(knot)
 
 
