@@ -45,7 +45,7 @@ const char* data_of(const Record& record, const char* data) {
 
 // Sending -------------------------------------------------------------------------------------
 
-// Send a message that need not be waited for, without an entry. False: it needs an entry.
+// Send a message that no caller must wait for, without a table entry. False: the message needs an entry.
 bool Engine::send_now(Port& port, const fl_message& request) {
   const Peer& peer = peers_[port.ranks_[request.peer]];
   if (peer.waiting != nullptr || !peer.controls.empty()) return false;
@@ -442,7 +442,7 @@ void Engine::receive_rest(Message& message) {
   Message::Movement& movement = *message.movement_;
   const int from = movement.from;
   movement.done = movement.offer.bytes;
-  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy beats two at any distance
+  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy is faster than two between any cores
     message.state_ = Message::kReads;
     moving_.push_back(&message);
     return;

@@ -41,7 +41,7 @@ static PyObject *new_bytes(int64_t bytes) {
 static char *data_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)array); }
 static int64_t bytes_of(PyObject *array) { return PyArray_NBYTES((PyArrayObject *)array); }
 
-/* Callback of pickle for each buffer. True: pickle it in-band; else it is appended to the list `self`. */
+/* Callback of pickle for each buffer. Return True to pickle it in-band; else append it to the list `self`. */
 static PyObject *keep_large(PyObject *self, PyObject *buffer) {
   PyObject *raw = PyObject_CallMethod(buffer, "raw", NULL);
   if (raw == NULL) return NULL;
@@ -145,7 +145,7 @@ typedef struct {
   int32_t verb, root;
   PyObject *object;        /* borrowed */
   PyObject *frame;         /* all data of this rank for other ranks, or None */
-  PyObject *sent; /* the data of it that is in the collective */
+  PyObject *sent; /* the data of `frame` that the collective sends */
 } object_call;
 
 static int gathers(const object_call *call) { return call->verb == FL_ALL_GATHER_OBJECT || call->verb == FL_GATHER_OBJECT; }
@@ -155,7 +155,7 @@ static int is_root(const object_call *call) { return call->binding->rank == call
 typedef struct {
   const Binding *binding;
   fl_op *op;       /* or NULL */
-  PyObject *owner; /* or NULL; of arrays in it */
+  PyObject *owner; /* or NULL; owner of arrays over the data */
   char *data;
   size_t bytes;
 } received;

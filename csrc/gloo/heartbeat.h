@@ -42,8 +42,8 @@ struct Hosts {
 };
 
 // The heartbeat of one rank. It uses separate connections, because a byte queued behind 64 MB on a slow link
-// would be late; a few suffice, because any rank can answer for its host. Everything runs on one thread
-// without blocking. Beats cause no wake-up, because they are read every 0.25 s; other data does.
+// would be late. A few connections suffice, because any rank can answer for its host. Everything runs on one
+// thread without blocking. Beats do not wake it, because they are read every 0.25 s; other data does.
 class Heartbeat {
  public:
   // Listen at `local` on a free port. Throws.
@@ -75,7 +75,7 @@ class Heartbeat {
   struct Link {  // a connection with one rank
     Line line;
     Clock::time_point since;
-    bool is_ours;           // this rank asks
+    bool is_ours;  // this rank asks, the peer answers
     int peer = -1;          // an asking rank sends its number first
     bool is_fresh = false;  // made after the host became silent
     bool has_shown = false, is_proven = false;
@@ -83,7 +83,7 @@ class Heartbeat {
     size_t news_sent = 0;     // bytes of news sent
   };
   struct Watched {  // a host that this rank asks
-    int distance;  // from this host; for 1: to the next host with present ranks
+    int distance;  // number of hosts from this host; 1: the next host with present ranks
     int host;
     Clock::time_point heard;  // time of the last answer
   };
@@ -95,7 +95,7 @@ class Heartbeat {
     char kind;
     Clock::time_point since;
   };
-  using Losses = std::map<int, Loss>;  // by host; ranks follow, offset by the number of hosts
+  using Losses = std::map<int, Loss>;  // by host number; lost ranks have the key number of hosts + rank
 
   int host(int rank) const { return hosts_->numbers[rank]; }
   std::vector<int> present(int host) const;  // ranks of the host that have not left

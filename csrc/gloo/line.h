@@ -72,7 +72,7 @@ class Listener {
   void await(const std::vector<const Line*>& lines, Clock::time_point end);
   // From any thread: wake await(), now and in the future.
   void ring() noexcept;
-  // In a forked child: close the socket. A later ring() there has no effect here.
+  // In a forked child: close the socket. A later ring() in the child does not wake the parent.
   void abandon() const noexcept { descriptor_.close_if_same(); }
 
  private:

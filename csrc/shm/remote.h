@@ -19,9 +19,9 @@ class Remote {
   bool can_read(int r) { return answer(r) == kYes; }
   bool can_read_all();
 
-  // Copy `bytes` from address `from` of rank r's process; return the number of valid bytes. There are fewer
-  // if the rank has ended or given up, which may free its data, or if the system refuses: device memory,
-  // memfd_secret, an undumpable process. Then that rank counts as unreadable from now on.
+  // Copy `bytes` from address `from` of rank r's process; return the number of valid bytes. Fewer bytes are
+  // valid if the rank has ended or given up, which may free its data, or if the system refuses: device
+  // memory, memfd_secret, an undumpable process. Then rank r counts as unreadable.
   size_t read(int r, uint64_t from, void* into, size_t bytes);
 
  private:

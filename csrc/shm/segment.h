@@ -26,7 +26,7 @@ class Mapping {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
-  // Close the file, which stays open until then to hold locks.
+  // Close the file. It stays open until then, because it holds locks.
   void close_file();
 
   // Lock byte `number` of the file until it is closed, also by the end of the process; false if impossible.
@@ -49,8 +49,8 @@ constexpr uint32_t kSlots = sized(4, 3);
 constexpr uint32_t kCalls = sized(16, 5);    // calls of a rank that other ranks can read
 constexpr uint32_t kPayloads = sized(4, 2);  // payloads of a rank that other ranks can read
 
-// Number of calls by which a rank may be ahead of another. Each can still read the other's calls while it
-// makes one: see Collectives::find_room.
+// Number of calls by which a rank may be ahead of another rank. Each rank can then still read the other's
+// calls while it makes a call: see Collectives::find_room.
 constexpr uint32_t kMostAhead = (kCalls - 1) / 2;
 
 // The announcement of a rank's call. A tiny call is in the first line of a pair of lines: one line moves
@@ -114,7 +114,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Futex futex;               // for threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not ready
   std::atomic<uint64_t> pid_namespace;
-  std::atomic<int32_t> holds_lock;  // it holds the lock of its byte of the file while it lives
+  std::atomic<int32_t> holds_lock;  // the rank holds the lock of its byte of the file while it lives
   uint64_t token, token_at;         // a value and its address in the process: see remote.h
 };
 
