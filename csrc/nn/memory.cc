@@ -40,7 +40,7 @@ struct Block {
 Block kept[LIMIT / LEAST];  // in the order of freeing
 size_t count = 0, bytes = 0, pass = 0;
 std::atomic<size_t> turn = 0, mapped = 0;
-// Only try_lock: in a forked process it may stay locked.
+// Use only try_lock: in a forked process the mutex may stay locked forever.
 std::mutex mutex;
 using Lock = std::unique_lock<std::mutex>;
 

@@ -29,7 +29,7 @@ inline Owned new_reference(PyObject* object) {
   return Owned(object);
 }
 
-// A field of a rule: an expression of FORMS in flashlight_py/optim/cpu.py, or the number `a`.
+// A field of an update rule: an expression of FORMS in flashlight_py/optim/cpu.py, or the number `a`.
 enum Form { LR, SHRINK, RATE, ROOT, INVERSE, FORMS, NUMBER = FORMS };
 struct Field {
   Form form;

@@ -132,7 +132,7 @@ struct Form {
 // identical and is held by a weak reference.
 struct Argument {
   enum Kind { ARRAY, VARIABLE, VALUE, OBJECT } kind;
-  PyObject* value;      // or an array of the same form
+  PyObject* value;      // for an array or a variable: an array of the same form
   PyArrayObject* cell;  // destination of a copy; null: used in place
   std::unique_ptr<Form> form;
 };

@@ -123,10 +123,8 @@ class HostPlacement(Placement, GradSink):
 
 
 class HostSharder(Shards, GradientPass[HostBucket]):
-    """A pass that sums gradients into memory that all ranks of a host map.
-
-    ``params`` is in the order in which the gradients are sent.
-    """
+    """A pass that sums gradients of ``params``, in sending order, into memory that a host
+    shares."""
 
     group: ProcessGroup
     is_shared = True

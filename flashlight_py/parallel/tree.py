@@ -176,8 +176,8 @@ class _Walk:
             node, _, container = self._plan.nodes[node]
             if container is value:
                 raise TypeError(
-                    "expected immutable objects that can be created again, got "
-                    f"{type(value).__qualname__}, which contains itself. Remove it from the tree"
+                    "expected an immutable object that does not contain itself, got "
+                    f"{type(value).__qualname__}. Remove its reference to itself"
                 )
             if not is_immutable(container):
                 return
@@ -388,10 +388,8 @@ def _views(arrays: Iterable[Array], buffer: Array) -> Iterator[Array]:
 
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
-    """Replace the numbers of the tree by ``values``, in the order of the plan; return the tree.
-
-    Containers are changed in place. Immutable containers with numbers are created again.
-    """
+    """Replace the tree's numbers by ``values`` in the plan's order; return the tree, or a new
+    one."""
     changes: dict[int, dict[Any, Any]] = {}
     for (node, key, _), value in zip(plan.numbers, values, strict=True):
         changes.setdefault(node, {})[key] = value

@@ -13,7 +13,7 @@ from flashlight_py.tagi.states import REAL
 
 def native() -> Any | None:
     """Return the CFFI module of the kernels; None, with a warning, if it is not built."""
-    return _native.optional("tagi", "fl.tagi computes with NumPy alone, some times slower")
+    return _native.optional("tagi", "fl.tagi computes with NumPy alone, several times slower")
 
 
 def native_for(array: Array) -> Any | None:

@@ -82,13 +82,11 @@ class Windows:
         return padded[:, :, rows, columns]
 
     def at(self, padded: Array, y: int, x: int) -> Array:
-        """Return a view of element (y, x) of every window: ``[batch, channels, out_height,
-        out_width]``.
-        """
+        """Return a view of element (y, x) of every window, as images with one pixel per window."""
         return self.along(self.down(padded, y), x)
 
     def down(self, padded: Array, y: int) -> Array:
-        """Return a view of row ``y`` of every row of windows, with full width."""
+        """Return a view of the image rows that are row ``y`` of a window, with full width."""
         return padded[:, :, self._every_stride(y, self.out_height)]
 
     def along(self, rows: Array, x: int) -> Array:
@@ -130,8 +128,9 @@ def patches(
 ) -> None:
     """Write the windows of a chunk as columns, ``[channels * kernel**2, windows]``.
 
-    ``out`` receives, contiguous, the windows of ``mean``; with ``variance`` also of it and of
-    ``mean**2 + variance``, else of ``mean**2``. Images must be the result of :func:`readable`.
+    The contiguous arrays ``out`` receive the windows of ``mean``, then with ``variance`` those of
+    it and of ``mean**2 + variance``, otherwise of ``mean**2``. Images must come from
+    :func:`readable`.
     """
     columns = out if variance is not None else (out[0], None, *out[1:], None)[:3]
     if call_kernel("patches", windows, part, mean, mean, variance, *columns):
@@ -158,7 +157,7 @@ def patches(
 def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
     """Add columns to the image elements from which :func:`patches` takes them, in place.
 
-    It is the adjoint of ``patches``. Columns and the rows of images are contiguous.
+    It is the adjoint of ``patches``. Columns and the rows of images must be contiguous.
     """
     if call_kernel("add_patches", windows, part, images, columns, images):
         return
@@ -309,7 +308,7 @@ class _Pool(ImageLayer):
         return self._cover(images, images[0])
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Return the sums, per element, of its shares of the window deltas, times slopes."""
+        """Return, per input element, the sum of its shares of the window deltas, times slopes."""
         if not needs_input:
             return None
         shape = self.shape_of_outputs(len(self._like))
@@ -358,7 +357,8 @@ class MaxPool2d(_Pool):
     """The element with the largest mean of each window, per channel.
 
     It maps ``[batch, channels, height, width]`` to ``[batch, channels, out_height, out_width]``.
-    The output has mean and variance of that element: the first of equal ones, never padding.
+    The output has mean and variance of that element. The first of equal elements is taken, and
+    padding is never taken.
 
     Args:
         kernel_size: Height and width of the window.
@@ -433,8 +433,8 @@ def largest(
 ) -> tuple[Array, Array | None, Array]:
     """Return the largest mean of each window, the variance of that element, and its index.
 
-    Of equal means, the first in row order is taken; NaN only if all are NaN; never padding. Results
-    are ``[batch, channels, out_height, out_width]`` in the memory order of ``mean``. The index is
+    The first of equal means is taken, NaN only if all means are NaN, and padding never. Results are
+    ``[batch, channels, out_height, out_width]`` in the memory order of ``mean``. The index is
     int32, from 0, row by row in the window.
     """
     mean, variance = readable(mean, variance)

@@ -1,4 +1,4 @@
-"""Weights by name: torch's state dicts and files of safetensors; copies and tables of modules."""
+"""Weights by name: state dicts of torch, safetensors files, copies and tables of modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parallel import trees
 
 
 class Tensor:
-    """What ``load_torch`` uses of a tensor of torch."""
+    """The part of a torch tensor that ``load_torch`` uses."""
 
     def __init__(self, array: Any, dtype: str = "torch.float32") -> None:
         self.array, self.dtype = array, dtype
@@ -35,8 +35,6 @@ class Tensor:
 
 
 class Tied(fl.nn.Module):
-    """Two layers with one weight, and a buffer."""
-
     def __init__(self) -> None:
         self.one, self.other = fl.nn.Linear(2, 2), fl.nn.Linear(2, 2, bias=False)
         self.other.weight = self.one.weight
