@@ -16,15 +16,15 @@ from flashlight_py.errors import RendezvousError
 # warning if a wait times out.
 _MOST_PAUSE = 0.05
 _SECRET = "secret"
-_GIVEN, _ABORTED = b"+", b"!"
+_PAYLOAD, _ABORTED = b"+", b"!"
 
 
 class TorchStore(Store):
-    """The ranks that share ``store``, a ``torch.distributed.Store``.
+    """A rendezvous of ranks in ``store``, a ``torch.distributed.Store``.
 
     ``timeout`` (seconds) limits each exchange. Rank 0 stores the secret of the job: a process that
-    can read the store can join. The keys of one rendezvous are below its secret, because ranks from
-    before a restart by torchrun may have left keys.
+    can read the store can join. Keys start with the secret, because ranks from before a restart by
+    torchrun may have left keys.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
@@ -61,7 +61,7 @@ class TorchStore(Store):
     def exchange(self, payload: bytes) -> Roster:
         """Send ``payload`` to all ranks and return the payload of every rank; see ``Store``."""
         keys = self._keys(self._count)
-        self._do("set", keys[self.rank], _GIVEN + payload)
+        self._do("set", keys[self.rank], _PAYLOAD + payload)
         texts = self._read(keys, Waiting("they exchange in torch's store"))
         for text in texts:
             if text[:1] == _ABORTED:
@@ -72,7 +72,7 @@ class TorchStore(Store):
         return Roster.of([text[1:] for text in texts])
 
     def close(self) -> None:
-        """Wait for all ranks. Removes the secret and most keys from the store.
+        """Wait for all ranks, and remove the secret and most keys from the store.
 
         Rank 0, whose process may host the store, waits until the other ranks have finished.
         """
