@@ -213,8 +213,7 @@ class State:
                     self._compare(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _is_yours(self, one: Any) -> bool:
-        """Return whether a function or class is user code: in the step's package or not
-        installed."""
+        """Return whether a function or class is in the step's package, or is not installed."""
         package = _package_of(one)
         file = getattr(sys.modules.get(package), "__file__", None) or ""
         is_library = package in _LIBRARIES or package in sys.stdlib_module_names
