@@ -16,7 +16,7 @@ typedef struct {
 
 /* A code object, and whether it belongs to the package. */
 typedef struct {
-  PyObject *code; /* or NULL */
+  PyObject *code; /* NULL: empty entry */
   int is_ours;
 } cached_code;
 

@@ -13,7 +13,7 @@ enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 d
 
 /* A frame: this header, the lengths of the buffers, the buffers, and the content, each padded. */
 typedef struct {
-  int64_t bytes; /* of the content: pickle data without buffers, the length of another frame, or a message */
+  int64_t bytes; /* bytes of the content: pickle data without buffers, length of another frame, or a message */
   int32_t kind, buffers;
 } frame_head;
 
@@ -154,8 +154,8 @@ static int is_root(const object_call *call) { return call->binding->rank == call
 /* Received data: memory of `op` or of `owner`. */
 typedef struct {
   const Binding *binding;
-  fl_op *op;       /* or NULL */
-  PyObject *owner; /* or NULL; owner of arrays over the data */
+  fl_op *op;       /* NULL: `owner` has the memory */
+  PyObject *owner; /* array that owns `data`; or NULL */
   char *data;
   size_t bytes;
 } received;

@@ -177,7 +177,7 @@ class Collectives {
   std::vector<uint32_t> leaving_, received_;
   std::vector<OwnCall> own_calls_;  // the last calls of this rank, as long as they may not be compared
   Relay relay_;
-  Waiter* waiter_ = nullptr;  // of the running call
+  Waiter* waiter_ = nullptr;  // waits of the running call
   std::vector<int> pending_;  // ranks to which a small payload was sent separately
   uint32_t calls_ = 0;        // calls so far, with few ranks
   uint32_t compared_ = 0;     // number of the last compared call

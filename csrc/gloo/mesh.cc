@@ -40,7 +40,7 @@ std::string text_for_peers(std::string message, const std::string& name) {
 // The reason why a rank gave up. Wire format: kMark, status, number of missing ranks, these ranks, text.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
-  static constexpr size_t kMostBytes = 4000;  // of text
+  static constexpr size_t kMostBytes = 4000;  // maximum bytes of the text
 
   int status = 0;
   std::vector<int> missing;
@@ -162,7 +162,7 @@ Failure Mesh::not_connected(int peer, const std::string& problem) {
 
 Pair& Mesh::pair_with(int peer) {
   if (!is_connected(peer)) require(peer);
-  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or has given up: see explain
+  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or it gave up: see explain
   return *links_.pair(ranks_[peer]);
 }
 

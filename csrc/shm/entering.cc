@@ -339,7 +339,7 @@ bool Collectives::compare_call(uint32_t number) {
   compared_ = number;
   if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
     mismatches_.forget_old(number);
-    if (mismatches_.empty()) pass_rows(number);  // else the ranks that need data raised, and no data moved
+    if (mismatches_.empty()) pass_rows(number);  // otherwise the ranks that need data raised, and no data moved
   }
   if (same && mismatches_.empty()) return true;
   // The sites are requested when the mismatch is raised.

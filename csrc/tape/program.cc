@@ -284,7 +284,7 @@ int Program::state_is_unchanged() const {
   }
   for (const Binding& element : gradients_read_) {
     const Owned now = slots.get(element.variable, Slots::GRAD);
-    if (now == nullptr) PyErr_Clear();  // it was deleted
+    if (now == nullptr) PyErr_Clear();  // the name was deleted
     if (now.get() != element.value) return 0;
   }
   for (const State& element : state_) {
