@@ -215,8 +215,8 @@ static PyObject *unpickled(received *all, const frame_head *head, char *at) {
   return object;
 }
 
-/* Return the list of received objects in rank order, with this rank's own object, or with the one received
-   object. None if only other ranks receive. NULL: exception, or, without one, missing data. */
+/* Return a list: all objects in rank order with this rank's own object, or the single received object. Return
+   None if only other ranks receive. NULL: an exception; NULL without an exception: missing data. */
 static PyObject *objects_of(const object_call *call, received *all) {
   const int several = gathers(call), receives = call->verb != FL_GATHER_OBJECT || is_root(call);
   char *at = all->data, *end = several ? at + all->bytes : at + 1;

@@ -79,7 +79,7 @@ class Heartbeat {
     int peer = -1;          // an asking rank sends its number first
     bool is_fresh = false;  // made after the host became silent
     bool has_shown = false, is_proven = false;
-    bool is_leaving = false;  // the peer announced it
+    bool is_leaving = false;  // the peer has announced that it leaves
     size_t news_sent = 0;     // bytes of news sent
   };
   struct Watched {  // a host that this rank asks
@@ -131,7 +131,7 @@ class Heartbeat {
   Prover prover_;
   int own_host_ = 0, host_index_ = 0;  // this host; index of this rank in it
   Clock::duration interval_{}, doubt_{}, limit_{}, settling_{};
-  Clock::time_point looked_, beats_, due_;  // last look, next beats, next look
+  Clock::time_point looked_, beats_, due_;  // last update(), next beats, next update()
   Clock::time_point visited_;               // last question from another host
   std::list<Link> links_;
   std::list<Watched> watched_;

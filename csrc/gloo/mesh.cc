@@ -196,7 +196,7 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
 
 // Notifications between members ---------------------------------------------------------------
 
-// Called on Gloo's or a reading thread with a pair locked, so another thread notifies the other ranks.
+// Called on Gloo's or a reading thread with a pair locked. Therefore another thread notifies the other ranks.
 void Mesh::receive_note(int peer, const std::string& text) {
   const bool is_hearsay = text[0] == kHearsay;
   bool is_first = false;
@@ -418,7 +418,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   });
 }
 
-// Only once: peers use the first reason.
+// Report only once, because peers use the first reason.
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
   const Farewell farewell{failure.status, failure.missing, text_for_peers(failure.what(), name(rank))};

@@ -27,7 +27,7 @@ struct Companion {
 
 class Mesh : public Transport, public Connections, public Route {
  public:
-  // A whole group; and a subgroup of `ranks`, this rank among them, that shares the connections of `whole`.
+  // Create a whole group; or a subgroup of `ranks`, this rank among them, with the connections of `whole`.
   // `number` identifies the subgroup: equal on all its ranks, and unique among groups with these connections.
   Mesh(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
   Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number);

@@ -70,7 +70,7 @@ class Pair : public gloo::transport::tcp::Pair {
 
   // Set whether Gloo's thread reads arriving data (initially true).
   void set_served(bool served);
-  // Read what has arrived, on this thread.
+  // Read arrived data on this thread.
   void read_available();
 
   // Send. Messages of one slot of a group keep their order. Throws if the connection is broken. `at_leisure`:
@@ -91,7 +91,7 @@ class Pair : public gloo::transport::tcp::Pair {
   // arrives for the buffer is dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
-  // Time at which the connection ended, or kNever; and Gloo's reason.
+  // Return the time at which the connection ended, or kNever; and Gloo's text of the reason.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
   // True if the kernel has accepted everything sent, or if the connection has ended.

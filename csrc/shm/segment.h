@@ -92,7 +92,7 @@ struct alignas(kLine) Farewell {
   char message[4000];
 };
 
-// A request for a part of another rank's array that this rank cannot read: see Collectives::ask_for.
+// A request for a part of another rank's array that this rank cannot read: see Collectives::request_read.
 struct alignas(kLine) ReadRequest {
   Counter requested;      // number of requests by this rank
   Counter served;         // number of served requests, raised by the owner

@@ -159,7 +159,7 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// Read (index of an argument or, after these, of a new array, else -1; address or offset)
+// Read (index in the list of arguments and then new arrays, or -1; address, or offset in that array).
 bool Program::read_table(PyObject* described) {
   int argument;
   intptr_t address;
