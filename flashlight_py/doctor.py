@@ -1,6 +1,6 @@
 """``python -m flashlight_py.doctor``: report which features work here, and why others fail.
 
-The process joins no world and does not load MPI: a broken MPI ends the process that loads it.
+This process joins no world and loads no MPI: a broken MPI would end it. Subprocesses test both.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _PACKAGES = {
 }
 _DRIVER = Path("/proc/driver/nvidia/version")
 ENOUGH_BYTES = 256 << 20  # containers have 64 MB by default, too little for gradients
-_SHORTEST = 16  # an attacker who records the start of a job can try all shorter secrets
+_SHORTEST = 16  # characters; an attacker who records a job's start can try all shorter secrets
 # States of a finding. Only FAILED sets the exit code to 1.
 OK, MISSING, WARNING, FAILED = "ok", "missing", "warning", "FAILED"
 _GRACE_SECONDS = 10.0  # seconds for a launcher to end its ranks
 MPI_SECONDS = 60.0  # maximum seconds to load MPI or to run mpirun --version
 _RANK = ("-m", "flashlight_py.doctor", "--rank")
-# Prefixes of variables with which mpirun starts a rank. Commands of the doctor must not see them.
+# Prefixes of variables that mpirun sets for a rank. Subprocesses do not inherit them.
 _RANK_VARIABLES = ("PMI", "PMIX_", "OMPI_COMM_", "HYDRA_", "MPI_LOCAL")
 
 
@@ -139,7 +139,7 @@ def built() -> Iterator[Finding]:
     """Report on each native extension and on optional packages that extend NumPy arrays."""
     for name, (purpose, consequence) in _native.EXTENSIONS.items():
         try:
-            _native.load(name)
+            _native.load_extension(name)
             yield Finding(name, OK, purpose)
         except BackendUnavailableError as error:  # noqa: PERF203 - each extension may fail
             reason = str(error).partition(": ")[2] or str(error)
@@ -176,7 +176,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def host(option: str) -> Iterator[Finding]:
-    """Report on shared memory, name, interface and secret; ``option`` may be ""."""
+    """Report on shared memory, host name, interface and secret. ``option``: interface, or ""."""
     name, addresses = socket.gethostname(), list[str]()
     with contextlib.suppress(OSError):  # the name does not resolve
         addresses = [str(address).partition("%")[0] for address, *_ in resolved(name, 0)]
@@ -191,14 +191,14 @@ def shared_memory() -> tuple[str, str, str]:
     # Ranks that can see each other's processes share memory through anonymous files instead.
     scope = "only ranks in different containers of this host need it"
     if not SHARED_FOLDER.is_dir():
-        detail = f"{SHARED_FOLDER} does not exist: {scope}, and use Gloo instead, many times slower"
+        detail = f"{SHARED_FOLDER} does not exist, but {scope}. They use Gloo, many times slower"
         return WARNING, detail, f"mount a tmpfs at {SHARED_FOLDER}"
     usage = shutil.disk_usage(SHARED_FOLDER)
     size = f"{SHARED_FOLDER}: {usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} MiB free"
     if not os.access(SHARED_FOLDER, os.W_OK | os.X_OK):
         return WARNING, f"{size}; not writable, but {scope}", f"chmod 1777 {SHARED_FOLDER}"
     if usage.free < ENOUGH_BYTES:
-        remedy = "docker run --shm-size=8g, or mount a larger tmpfs there"
+        remedy = f"docker run --shm-size=8g, or mount a larger tmpfs at {SHARED_FOLDER}"
         return WARNING, f"{size}; too little for gradients, but {scope}", remedy
     return OK, size, ""
 
@@ -211,8 +211,8 @@ def host_name(name: str, addresses: list[str]) -> tuple[str, str, str]:
     detail = f"{name} resolves to {', '.join(addresses)}"
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         return OK, detail, ""
-    detail += " (loopback). Rank 0 listens on all addresses; other programs would use this one"
-    return WARNING, detail, "with several hosts, pass an address to such programs"
+    detail += " (loopback). Rank 0 listens on all addresses. Other programs may use loopback only"
+    return WARNING, detail, "with several hosts, pass a reachable address to such programs"
 
 
 def interface(option: str) -> tuple[str, str, str]:
@@ -220,13 +220,13 @@ def interface(option: str) -> tuple[str, str, str]:
     names = ", ".join(map(" ".join, interfaces())) or "none"
     addresses = addresses_of(option) if option else own_addresses()
     if addresses:
-        choice = f" ({option})" if option else f", by route; interfaces: {names}"
+        choice = f" ({option})" if option else f", chosen by route; interfaces: {names}"
         return OK, f"{addresses[0]} between hosts{choice}", ""
     if not option:
         remedy = "for several hosts set params={'INTERFACE': ...} or FLASHLIGHT_INTERFACE"
         return MISSING, "no interface is up that other hosts can reach", remedy
     detail = f"{option} is no interface or address of this host (interfaces: {names})"
-    return FAILED, detail, "pass one of them"
+    return FAILED, detail, "pass one of these interfaces"
 
 
 def job_secret() -> tuple[str, str, str]:
@@ -237,7 +237,7 @@ def job_secret() -> tuple[str, str, str]:
         return FAILED, str(error), ""
     if not secret.from_job:
         detail = f"in {secret.source}, for jobs of this user on this host only"
-        return OK, detail, f"with several hosts, without flrun or shared FILE_PATH: {SECRET_REMEDY}"
+        return OK, detail, f"for hosts without flrun or a shared FILE_PATH: {SECRET_REMEDY}"
     if len(secret.from_job) < _SHORTEST:
         return WARNING, f"from {secret.source}; it is short enough to be guessed", SECRET_REMEDY
     return OK, f"from {secret.source}; every rank needs the same secret", ""
@@ -294,7 +294,7 @@ def failed_guarantees(folder: Path) -> Iterator[str]:
         temporary.touch(0o600, exist_ok=False)  # fails if the old name still exists
         temporary.write_bytes(content)
         contents.add(temporary.rename(folder / f"renamed-{n}").read_bytes())
-    yield "" if contents == {content} else "a renamed file has other content than was written"
+    yield "" if contents == {content} else "a renamed file does not have the written content"
     files = [folder / f"{kind}-{n}" for kind in ("new", "renamed") for n in numbers]
     states, count = [file.stat() for file in files], len(os.listdir(folder))
     for file in files:
@@ -323,7 +323,7 @@ def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
 def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, Any], str]:
     """Run ``command`` for at most ``timeout`` seconds, and end all its processes.
 
-    Returns its output, the facts of its last line of JSON, and the problem, if any ("").
+    Returns its output, the dict in its last line of JSON, and the problem, or "" if it succeeded.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
     pipes: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "start_new_session": True}
@@ -347,7 +347,7 @@ def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, A
         last = line
         with contextlib.suppress(ValueError):  # not a line of JSON
             facts = dict(json.loads(line[line.index("{") :])) or facts
-    # The last line is flrun's report. After mpirun's last line, a traceback is more useful.
+    # From flrun take the last line, its report; from mpirun the last traceback, which says more.
     problem = f"exit code {process.returncode}: {(tail.errors or [last])[-1]}"
     return output, facts, problem if process.returncode or not facts else ""
 
@@ -356,7 +356,7 @@ _MPI_REMEDY = "pip install 'flashlight-py[mpi]' (MPICH), or install mpi4py and a
 _ABIS = {"mpich": "MPICH's ABI", "openmpi": "Open MPI's ABI", "mpiabi": "the MPI standard's ABI"}
 _THREADS = {
     True: (OK, "any thread may call MPI"),
-    False: (WARNING, "one thread only: asynchronous verbs make progress only in waits"),
+    False: (WARNING, "only one thread may call MPI: asynchronous verbs progress only in waits"),
 }
 _CUDA = {
     None: "support of GPU pointers unknown; CuPy arrays are copied through the host",
@@ -373,7 +373,7 @@ def mpi() -> Iterator[Finding]:
     _, facts, problem = outcome_of([sys.executable, *_RANK], MPI_SECONDS)
     if problem:
         remedy = f"use a library and an mpirun of the same MPI: {_MPI_REMEDY}"
-        yield Finding("library", MISSING, f"mpi4py cannot load it: {problem}", remedy)
+        yield Finding("library", MISSING, f"mpi4py cannot load the MPI library: {problem}", remedy)
         return
     yield Finding("library", OK, facts["library"])
     yield Finding("ABI", OK, facts["ABI"])
@@ -388,7 +388,7 @@ def mpirun(vendor: str) -> Finding:
         return Finding("mpirun", MISSING, "not on PATH", _MPI_REMEDY)
     if ("--oversubscribe" in command) == (vendor == "Open MPI"):
         return Finding("mpirun", OK, command[0])
-    problem = f"{command[0]} is of another MPI than the library, {vendor}: each rank would be alone"
+    problem = f"{command[0]} does not belong to the library, {vendor}: each rank would be alone"
     return Finding("mpirun", WARNING, problem, "put the mpirun of the library first on PATH")
 
 
@@ -408,7 +408,7 @@ def query_mpi() -> dict[str, Any]:
     from mpi4py import MPI
 
     vendor = MPI.get_vendor()[0]
-    # mpi4py has one module per ABI and selects the one for the library that it loads.
+    # mpi4py has one module per ABI and imports the module for the ABI of the loaded library.
     variant = Path(MPI.__file__).name.split(".")[1]
     library = next(libraries.loaded_libraries("libmpi"), ctypes.CDLL(None))
     query = getattr(library, "MPIX_Query_cuda_support", None)
@@ -425,8 +425,8 @@ def query_mpi() -> dict[str, Any]:
 
 SMALL_BYTES, LARGE_BYTES = 4, 4 << 20
 TITLE = f"all_reduce of {SMALL_BYTES} B and {LARGE_BYTES >> 20} MB, float32"
-_SIZES, _ROUNDS = {SMALL_BYTES: 50, LARGE_BYTES: 5}, 5  # reductions of each size in one round
-# Number of ranks of a trial, their BACKEND, and the findings that must be OK.
+_SIZES, _ROUNDS = {SMALL_BYTES: 50, LARGE_BYTES: 5}, 5  # calls per round by size in bytes; rounds
+# Trials by name: number of ranks, BACKEND, and subjects of the findings that must be OK.
 TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "single": (1, "auto", ()),
     "shm": (2, "shm", ("shm",)),
@@ -438,7 +438,7 @@ TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 
 
 def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Run an all_reduce on each path that ``findings`` allow, for at most ``timeout`` seconds."""
+    """Run an all_reduce on each path that ``findings`` allow; ``timeout`` is for each path."""
     # An mpirun that seems to belong to another MPI is tried as well.
     works = {f.subject for f in findings if f.state == OK or f[:2] == ("mpirun", WARNING)}
     for name, (ranks, backend, requirements) in TRIALS.items():
@@ -449,7 +449,7 @@ def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
         start = [*mpirun_command(ranks), sys.executable] if backend == "mpi" else flrun
         _, facts, problem = outcome_of([*start, *_RANK, name, backend, str(timeout)], timeout)
         if not problem and facts["ranks"] != ranks:
-            problem = f"expected {ranks} ranks, got {facts['ranks']}; is mpirun of another MPI?"
+            problem = f"expected {ranks} ranks, got {facts['ranks']}. Use the library's mpirun"
         if problem:
             remedy = "see docs/errors.md, and docs/mpi.md for MPI"
             yield Finding(name, FAILED, problem, remedy)
@@ -463,7 +463,7 @@ def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def reduce_arrays(name: str, backend: str, timeout: str) -> dict[str, Any]:
-    """Run one rank of the trial ``name``: join, check sums, and return facts on rank 0."""
+    """Run one rank of the trial ``name``. Return facts on rank 0, and {} on the other ranks."""
     if name == "hierarchical":
         host = int(os.environ["RANK"]) * 2 // int(os.environ["WORLD_SIZE"])
         os.environ["FLASHLIGHT_MEMORY_DOMAIN"] = f"doctor-{host}"

@@ -149,7 +149,7 @@ def state_of(generator: Any) -> dict[str, Any]:
     device_state: Any = getattr(bits, "_state", None)  # CuPy has no public attribute for the state
     if not is_cupy(device_state):
         raise TypeError(
-            "random: expected a numpy.random.Generator or cupy.random.Generator, got "
+            "expected a numpy.random.Generator or cupy.random.Generator, got "
             f"{type(generator).__name__}"
         )
     return {"bit_generator": type(bits).__name__, "state": device_state.get()}

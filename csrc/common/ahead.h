@@ -1,4 +1,4 @@
-// Comparison of collectives from which a rank may return before the other ranks call: see shm/entering.cc.
+// Comparison of calls from which a rank may return before the other ranks have called: see shm/entering.cc.
 #pragma once
 
 #include <optional>
@@ -15,7 +15,7 @@ struct Ranks {
   bool has(int rank) const { return first <= rank && rank < last; }
 };
 
-// Return the ranks from which `rank` needs data in `call`, if all data travels with the calls.
+// Return the ranks from which `rank` needs data in `call`. Assumption: all data travels with the calls.
 inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   const bool is_root = rank == call.root;
   switch (call.verb) {
@@ -33,7 +33,7 @@ inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   }
 }
 
-// True if `rank` does not know how many bytes it receives: the data may be inside the root's call.
+// True if `rank` does not know how many bytes it receives. Small data would be inside the root's call.
 inline bool may_be_small(int rank, const fl_signature& call) {
   return root_must_know(call.verb) && call.ndim == FL_ANY && rank != call.root;
 }
@@ -41,7 +41,7 @@ inline bool may_be_small(int rank, const fl_signature& call) {
 // Compare two call numbers, which wrap around.
 inline bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
-// True if `rank` finds a call that differs from its own among the calls of the ranks `needed`.
+// True if a rank among `needed` made a call that differs from the call of `rank`.
 inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
   for (int r = needed.first; r < needed.last; ++r) {
     const fl_signature pair[] = {calls[rank], calls[r]};
@@ -50,8 +50,8 @@ inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
   return false;
 }
 
-// Return the highest call number that a withdrawn call among `needed` gives as compared; nothing without such
-// a call. A rank that needs a withdrawn call raises the earlier mismatch as well.
+// A withdrawn call contains (as `count`) the number of the last call that its rank has compared. Return the
+// highest of these numbers among `needed`, or nothing without a withdrawn call.
 inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks needed) {
   std::optional<uint32_t> last;
   for (int r = needed.first; r < needed.last; ++r) {
@@ -61,8 +61,8 @@ inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks 
   return last;
 }
 
-// Return the ranks whose calls `rank` awaits, if it needs the calls of `needed`. The result is all ranks if a
-// needed rank awaits all ranks: that rank may raise an earlier mismatch, and then `rank` must raise it too.
+// Return the ranks whose calls `rank` must await: `needed`, or all ranks if a needed rank awaits all ranks.
+// Reason: that needed rank may raise an earlier mismatch, and then `rank` must raise it too.
 template <typename WaitsForAll>
 Ranks awaited(const fl_signature* calls, int size, int rank, Ranks needed, WaitsForAll waits_for_all) {
   if (sees_difference(calls, rank, needed)) return needed;
@@ -78,8 +78,8 @@ class Mismatches {
   struct Call {
     uint32_t number;
     CallReport report;
-    std::vector<bool> raised;  // by rank: it raised in this call or a later one
-    bool is_raised = false;    // by this rank, possibly in a call not compared yet
+    std::vector<bool> raised;  // for each rank: whether it raised this mismatch, in this call or later
+    bool is_raised = false;  // the same for this rank, also in calls not compared yet
   };
   // `most_ahead`: number of calls by which a rank may be ahead of another rank.
   Mismatches(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
@@ -90,8 +90,8 @@ class Mismatches {
     forget([&](const Call& call) { return number - call.number > most_ahead_; });
   }
 
-  // Record that call `number`, the next in order, was compared. `needed(r)` returns the ranks whose calls
-  // rank r awaits in it: all ranks, if r can raise an earlier mismatch.
+  // Record the comparison of call `number`, which must be the next in order. `needed(r)`: ranks whose calls
+  // rank r awaits in this call; all ranks if r can raise an earlier mismatch.
   template <typename Needed>
   void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed,
                 CallReport report) {
@@ -112,9 +112,9 @@ class Mismatches {
     forget([](const Call& c) { return std::find(c.raised.begin(), c.raised.end(), false) == c.raised.end(); });
   }
 
-  // Return the mismatch to raise in call `number`: the first that this rank has not raised. Without such a
-  // mismatch return the last one, or nothing if `only_news`. If all earlier calls were compared, call
-  // forget_old() first; other callers must not forget before.
+  // Return the mismatch to raise in call `number`: the first that this rank has not raised. If it has raised
+  // all, return the last mismatch, or nothing if `only_news`. Call forget_old() first if all earlier calls
+  // were compared, and only then.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     const auto is_news = [&](const Call& call) {
       return !call.raised[rank_] && !call.is_raised && number - call.number <= most_ahead_;
@@ -132,7 +132,7 @@ class Mismatches {
     calls_.erase(std::remove_if(calls_.begin(), calls_.end(), is_done), calls_.end());
   }
 
-  // True if the calls are equal apart from withdrawn calls.
+  // True if some calls are withdrawn and all other calls are equal.
   static bool only_withdrawn(std::vector<fl_signature> calls) {
     const auto is_withdrawn = [](const fl_signature& call) { return call.ndim == FL_WITHDRAWN; };
     const auto end = std::remove_if(calls.begin(), calls.end(), is_withdrawn);

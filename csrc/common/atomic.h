@@ -1,8 +1,8 @@
 // Atomics, futexes, clocks and process functions with which ranks and threads synchronize.
 //
-// The model checker (tests/native/model) compiles the same sources with FL_MODEL and defines the functions
-// that are only declared in that case. It intercepts atomics and plain accesses in the compiler; mutexes,
-// conditions, threads, clocks, files and mappings at the C library. No other file may wait in the kernel.
+// The model checker (tests/native/model) compiles the same sources with FL_MODEL. It defines the functions
+// that are only declared under FL_MODEL, instruments every memory access with the compiler, and replaces
+// mutexes, conditions, threads, clocks, files and mappings of libc. Only this file may wait in the kernel.
 #pragma once
 
 #include <linux/futex.h>
@@ -27,12 +27,12 @@ static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a p
 enum class FutexScope { kProcesses, kThreads };
 constexpr uint32_t kAllBits = ~0u;
 
-// Values in place of a process descriptor: it is unavailable; the process had already ended.
+// Special process descriptors: no descriptor available; the process has already ended.
 constexpr int kNoProcess = -1, kEndedProcess = -2;
 
 #ifdef FL_MODEL
 
-// A size or a number of tries. The model uses a small one, so that few accesses reach every branch.
+// Return a size or a number of tries: `model`, a small number, so that few accesses reach every branch.
 template <typename T>
 constexpr T sized(T, T model) {
   return model;

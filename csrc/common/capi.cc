@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kNoMemory = "out of memory";
 thread_local char last_error[1024];
 
-// A handle for failures to start an operation without memory for another handle.
+// The handle of an operation that could not start, if there is no memory for a handle of its own.
 struct OutOfMemory final : Started {
   using Started::Started;
   void release() noexcept override {}
@@ -50,7 +50,7 @@ extern "C" {
 
 const char* fl_error(void) { return fl::last_error; }
 
-// FL_PENDING if this thread lacks the memory to drive the operation.
+// Return FL_PENDING also if this thread lacks the memory to drive the operation.
 fl_status fl_op_wait(fl_op* op, double seconds) {
   return fl::guarded(FL_PENDING, [&] { return op->wait(seconds); });
 }

@@ -35,7 +35,7 @@ class Choice {
   struct History;
 
  public:
-  // Cost of each path for the slowest rank. A rank that only writes returns before the other ranks finish.
+  // Cost of each path for the slowest rank: a rank that only writes returns before the other ranks finish.
   class Slowest {
    public:
     void add(const Costs& costs) {
@@ -47,7 +47,7 @@ class Choice {
     std::array<uint16_t, kPaths> costs_{};
   };
 
-  // Verbs are numbered from 0. `calls`: initial number of calls for every verb and size class.
+  // `calls`: initial value of the call count of every verb and size class.
   explicit Choice(int verbs, uint32_t calls = 0) : histories_(verbs) {
     for (auto& sizes : histories_) sizes.fill(History{calls, kPaths, {}});
   }
@@ -90,8 +90,8 @@ class Choice {
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.history->cost[trial.path];
     const double now = seconds / static_cast<double>(trial.bytes);
-    // A faster call was not disturbed and gets a larger weight. A much slower call was probably disturbed:
-    // alone it must not make another path the best, because this path would then be unused for many calls.
+    // A call faster than `cost` was not disturbed and gets a larger weight. A much slower call was probably
+    // disturbed: alone it must not make another path the best, or this path would be unused for many calls.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
@@ -101,7 +101,7 @@ class Choice {
   static constexpr uint32_t kFirst = 9;  // initial calls, which try the paths in turn
   static constexpr uint32_t kRun = 3;    // consecutive calls on a path under trial
   static constexpr uint32_t kTryEvery = 256;
-  // A path slower by this factor is tried less often.
+  // A path that is slower than the best path by this factor is tried less often.
   static constexpr int kHopeless = 3;
   static constexpr uint32_t kTryHopeless = 9;  // odd, so that each path gets a trial
 

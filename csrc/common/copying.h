@@ -24,7 +24,7 @@ inline void expect_to_write(const volatile void* line) {
 
 // Bytes from which streamed stores are used. An ordinary store to a line in another core's cache must first
 // fetch and invalidate it: up to 29 us for 64 KB between distant cores, against 1.7 us for streamed stores
-// (docs/shared-memory.md). For fewer bytes the access to memory costs more than it saves.
+// (docs/shared-memory.md). For fewer bytes, streaming to memory costs more than it saves.
 constexpr size_t kStreamBytes = 2048;
 
 // Bytes from which the C library copies with rep movsb. That takes two to five times as long if source and

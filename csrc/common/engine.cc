@@ -44,7 +44,7 @@ uint16_t Engine::site_number(const fl_site& site) {
   auto& [known, number] = last_sites_[reinterpret_cast<uintptr_t>(&site) / sizeof site % 16];
   if (known == &site && std::strcmp(site.text, sites_[number].text) == 0) return number;
   const auto [found, is_new] = site_numbers_.try_emplace(site.text, static_cast<uint16_t>(sites_.size()));
-  if (is_new && sites_.size() > UINT16_MAX) {  // rejected calls have sites with messages
+  if (is_new && sites_.size() > UINT16_MAX) {  // many: the site of each rejected call is its error text
     site_numbers_.erase(found);
     return 0;
   }
@@ -175,8 +175,8 @@ const fl_site& Engine::site_of(int from, uint16_t number) const {
   return found == peers_[from].sites.end() ? sites_[0] : found->second;
 }
 
-// Wait until answers about received messages have been sent, because this rank may leave at once. Peers that
-// have given up are not awaited.
+// Wait until answers about received messages have been sent, because this rank may leave directly afterwards.
+// Peers that have given up are not awaited.
 void Engine::send_answers(Port& port) {
   const auto is_waited_for = [&](const Control& control) {
     return control.group == port.group_ && control.kind != kCredit && control.kind != kWanted;
@@ -232,7 +232,7 @@ bool Engine::poll(const Awaited& awaited, Patience patience, int hint) {
   return false;
 }
 
-// Wait until a message has ended, or `until`. A failure ends all messages of the group.
+// Wait until an awaited message has ended, or until the time `until`. A failure ends all messages of the group.
 void Engine::wait(Port& port, const Awaited& awaited, int hint, Clock::time_point until, InterruptCheck interrupt) {
   const struct Caller {
     Engine& engine;

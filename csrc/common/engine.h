@@ -1,19 +1,19 @@
 // Progress engine of a group and its subgroups: messages between ranks, matched by source and tag as in MPI.
 //
 // An open message is a Message of 192 bytes in a table by (source, tag). A waiting caller or the next call
-// advances the messages. If no thread calls, one background thread does so and sleeps until data arrives. A
-// Wire transports records between ranks.
+// advances the open messages. If no thread calls, one background thread advances them and sleeps until data
+// arrives. A Wire transports records between ranks.
 //
-//   sender                                  receiver
-//   kMessage: tag, call, data         ->    copied into the receive's array, or kept for a later receive
-//   kOffer: tag, call, address        ->    matched: reads the data from the sender's memory  -> kTaken
-//                                           or, if it cannot read there, requests the data    -> kAccepted
-//   kData, kData, ...                 ->
-//                                     <-    kRefused: the receiver posted a different call; no data has moved
+//     sender                                  receiver
+//     kMessage: tag, call, data         ->    copied into the receive's array, or kept for a later receive
+//     kOffer: tag, call, address        ->    matched: reads the data from the sender's memory  -> kTaken
+//                                             or, if it cannot read there, requests the data    -> kAccepted
+//     kData, kData, ...                 ->
+//                                       <-    kRefused: the receiver posted a different call; no data moves
 //
 // A send of little data ends after the copy if the receiver has credit for it. If the receiver's call
 // differs, the receiver raises, and the sender's next call of the group raises. With FLASHLIGHT_CHECKS=sync
-// such a send waits until it is received. Other sends end when they are taken.
+// such a send ends only when the message is received. Other sends end when the receiver has taken the data.
 #pragma once
 
 #include <cstring>
@@ -33,7 +33,7 @@ namespace fl {
 
 enum Kind : uint8_t { kMessage, kOffer, kTaken, kAccepted, kData, kRefused, kLateRefusal, kCredit, kSite, kWanted };
 
-constexpr size_t kTinyMessage = 32;  // bytes that fit into the cache line of the announcement
+constexpr size_t kTinyMessage = 32;  // bytes of data that fit into the first cache line of a record
 
 // A message between ranks. The receiver of an expected tiny message reads only the first cache line.
 struct Record {
@@ -45,10 +45,10 @@ struct Record {
   uint8_t path;
   uint16_t site;  // number of the sender's call site, defined by a kSite record
   int32_t tag;
-  uint32_t bytes;   // of the data sent with this record
-  uint32_t token;   // of the addressed Message, on the rank that created it; 0: no message
+  uint32_t bytes;   // size of the data sent with this record
+  uint32_t token;  // number of the Message concerned, assigned by the rank that owns it; 0: none
   uint32_t group;   // used by the transport
-  uint64_t digest;  // of the sender's signature
+  uint64_t digest;  // digest of the sender's signature
   union {
     char tiny[kTinyMessage];  // the data, if it fits
     struct {
@@ -58,7 +58,7 @@ struct Record {
   };
   // Read if the digests differ, or if the record does not contain all data.
   fl_signature call;
-  uint64_t address;  // of the data in the sender's process; 0: not readable
+  uint64_t address;  // address of the data in the sender's process; 0: not readable
 };
 static_assert(sizeof(Record) == 192, "three cache lines");
 
@@ -67,7 +67,7 @@ class Wire {
  public:
   struct Room {
     Record* record = nullptr;  // null: no record
-    char* data = nullptr;      // for data that does not fit into the record
+    char* data = nullptr;      // memory for data that does not fit into the record
     uint64_t group = 0;        // group of the record
   };
   // Group number in records for a group that this rank has left.
@@ -79,7 +79,7 @@ class Wire {
   // Reserve a record to `peer` with `bytes` data bytes, to be filled in and sent. Null record: no space now.
   virtual Room reserve(int peer, size_t bytes) = 0;
   virtual void send(int peer, const Room& room) = 0;
-  // True if everything sent will arrive even if this rank leaves now.
+  // True if all sent records will arrive even if this rank leaves now.
   virtual bool has_sent(int) { return true; }
   // Return the next record from `peer`. It stays valid until drop().
   virtual Room next(int peer) = 0;
@@ -87,8 +87,8 @@ class Wire {
   // From now on treat records for this group as records for a group that was left.
   virtual void forget(uint64_t /* group */) {}
 
-  // A transfer from memory to memory in chunks, with several in flight. Each finished chunk appears as a
-  // kData record of the peer with `token`, and its size as the digest; the engine then calls go_on().
+  // A transfer from memory to memory in chunks, of which several are in flight. Each finished chunk appears
+  // as a kData record of the peer with `token`; its digest is the chunk's size. The engine then calls go_on().
   class Flow {
    public:
     virtual ~Flow() = default;  // after it no transfer accesses the memory
@@ -103,16 +103,16 @@ class Wire {
     uint32_t receiver;  // token of the receiver
     bool out;
   };
-  // Null: the data travels in records of at most `most_bytes`, on a path selected with choice().
+  // Return a transfer; null: the data travels in records of at most `most_bytes`, on a path from choice().
   virtual std::unique_ptr<Flow> flow(const Moves&) { return nullptr; }
   virtual size_t most_bytes() const { return 0; }
   virtual Choice* choice(int) { return nullptr; }  // null: flow() is used
 
-  // Whether this process can read `peer`'s memory; the read, without the lock, returns the number of bytes.
+  // Whether this process can read `peer`'s memory; and the read, without the lock: returns the bytes read.
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
-  // Bracket a polling wait for records from `peer` (kNoPeer: any rank).
+  // Call before and after a polling wait for records from `peer` (kNoPeer: any rank).
   virtual void begin_polling(int) {}
   virtual void end_polling(int, bool /* in_vain */) {}
   // Sleep, as a caller or as the engine's thread, until a record may have arrived since begin_wait().
@@ -169,7 +169,7 @@ class Message final : public fl_op {
     const Record offer;
     const int from;        // engine rank
     size_t done = 0;       // bytes transferred
-    uint32_t token = 0;    // of this message, if peers must address it
+    uint32_t token = 0;    // token of this message, if peers must address it
     Choice::Trial trial;   // receiver only
     bool is_busy = false;  // a thread reads without the lock
     std::unique_ptr<Wire::Flow> flow;
@@ -191,8 +191,8 @@ class Message final : public fl_op {
   int64_t* stamp_ = nullptr;
   Port* port_;
   union {
-    fl_match* match_;  // of an unmatched receive
-    uint32_t token_;   // of an offer
+    fl_match* match_;  // output of an unmatched receive
+    uint32_t token_;   // token of an offer
     Movement* movement_;
     Outcome* outcome_;  // kHasOutcome
   };
@@ -231,7 +231,7 @@ class Port {
   // End open messages with FL_CLOSED.
   void close();
 
-  // run() blocks until the message has ended. Null: success without a result to fetch.
+  // run() blocks until the message has ended. Null result: success without a result to fetch.
   Handle run(const fl_message& request, double seconds, InterruptCheck interrupt);
   Handle start(const fl_message& request, double seconds);
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt);
@@ -242,7 +242,7 @@ class Port {
   Posted post(const fl_message* messages, int count, double seconds, int spins);
   std::vector<Handle> finish(const Posted& posted, InterruptCheck interrupt, Clock::time_point until = kNever);
 
-  // Return the next mismatch of a send that had already returned, once; null without one.
+  // Return the next unreported mismatch of a send that had already returned, or null.
   Handle refused();
   bool has_refusal() const { return has_refusal_.load(std::memory_order_relaxed); }
 
@@ -279,7 +279,7 @@ class Port {
   const uint64_t group_;
   const int rank_;
   const std::vector<int> ranks_;  // engine ranks
-  std::vector<int> numbers_;      // by engine rank: group rank; -1: not a member
+  std::vector<int> numbers_;      // group rank of each engine rank; -1: not a member
   Transport& transport_;
   // Guarded by the engine's lock.
   bool is_closed_ = false;
@@ -288,12 +288,12 @@ class Port {
   int failing_ = 0;  // threads that are about to end all messages
   uint64_t posted_count_ = 0;
   uint32_t searches_ = 0;
-  std::vector<uint32_t> sent_;                // by rank: messages sent
-  std::vector<uint32_t> answered_at_;         // by rank: time of the last answer to an offer, in milliseconds
+  std::vector<uint32_t> sent_;                // number of messages sent to each rank
+  std::vector<uint32_t> answered_at_;         // for each rank: time of its last answer to an offer, in milliseconds
   Table<Message> posted_;                     // open receives
   Table<Arrival> arrivals_;                   // messages without a receive
-  std::vector<int> arrived_;                  // by rank: number of entries in arrivals_
-  std::vector<std::vector<int32_t>> wanted_;  // by rank: tags of its long-waiting receives
+  std::vector<int> arrived_;                  // number of entries of each rank in arrivals_
+  std::vector<std::vector<int32_t>> wanted_;  // tags of the long-waiting receives of each rank
   std::deque<CallReport> refusals_;
   std::atomic<bool> has_refusal_{false};
 };
@@ -332,9 +332,9 @@ class Engine {
     std::list<Control> controls;  // waiting for space; empty for most peers
     Message* waiting = nullptr;   // sends that wait for space, oldest first
     Message* last_waiting = nullptr;
-    size_t charged = 0;            // bytes of our messages that the peer may hold
-    size_t owed = 0;               // bytes of its messages that we released and have not reported
-    std::vector<bool> sent_sites;  // by site number: whether the peer has our text
+    size_t charged = 0;  // bytes of this rank's messages that the peer may hold
+    size_t owed = 0;  // bytes of the peer's messages that were released here but not reported
+    std::vector<bool> sent_sites;  // by site number: whether the peer has the site's text
     std::unordered_map<uint16_t, fl_site> sites;
   };
 
@@ -412,7 +412,7 @@ class Engine {
   std::unordered_map<uint64_t, std::vector<Port::Arrival*>> early_;
   std::vector<Peer> peers_;
   std::vector<Message*> moving_;
-  std::vector<std::pair<uint32_t, Message*>> tokens_;  // with the number of uses of each
+  std::vector<std::pair<uint32_t, Message*>> tokens_;  // number of uses of the token, and its message
   std::vector<uint32_t> free_tokens_;
   std::vector<fl_site> sites_;
   std::unordered_map<std::string, uint16_t> site_numbers_;
@@ -421,7 +421,7 @@ class Engine {
   std::atomic<size_t> open_{0};     // open messages and queued answers
   std::atomic<int> callers_{0};     // waiting threads
   std::atomic<uint32_t> calls_{0};  // calls so far
-  uint32_t calls_seen_ = 0;         // at the last tick
+  uint32_t calls_seen_ = 0;         // value of calls_ at the last tick
   uint32_t passes_ = 0;
   std::atomic<bool> stopping_{false};
   Ticker ticker_{[this] { tick(); }};

@@ -41,7 +41,7 @@ struct Failure : std::runtime_error {
 // Reason for a rank that closed its group, as at the normal end of a program.
 constexpr const char* kHasLeft = "it has left the group";
 
-// Append the source of `message` to it, unless `message` already names a source.
+// Return `message` with its source `name` appended, unless `message` already names a source.
 inline std::string with_source(const std::string& message, const std::string& name) {
   const std::string end = " says";
   const bool has_source = message.size() >= end.size() &&

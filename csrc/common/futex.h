@@ -5,7 +5,7 @@
 
 namespace fl {
 
-// A thread may wait for several events, unlike with a Counter: a wake with one of its bits wakes it.
+// Unlike with a Counter, a thread may wait for several events: a wake with any of their bits wakes it.
 //
 // The awaited value is written, and read again between begin_wait() and wait(), in a single order with
 // `waiters_` (seq_cst): either the waiter sees the value or the waking thread sees the waiter. `wakes_` needs

@@ -4,9 +4,9 @@
    handle: of a failure, of received data, or of a running operation. With `async`, or if earlier started
    operations must come first, the operation runs on a thread of the group. `data` and `output` must stay
    alive and unchanged until it has ended. `site` is the call site; NULL: unknown, and shared memory calls the
-   function of fl_on_mismatch. `seconds` is the timeout of an operation from when it begins to run; in shared
-   memory, of each of its waits. Collectives run in call order. Messages run concurrently and are matched by
-   peer and tag in call order.
+   function of fl_on_mismatch. `seconds` is the timeout: with Gloo of the operation, from when it begins to
+   run; in shared memory of each wait of the operation. Collectives run in call order. Messages run
+   concurrently and are matched by peer and tag in call order.
 
    all_reduce, broadcast: in place on data. If the signature of a broadcast has FL_ANY, data is NULL and
      fl_op_output returns the received data.
@@ -16,18 +16,18 @@
    all_to_all_uneven: data is an fl_sections; output receives the sections for this rank, in rank order.
    reduce_scatter_uneven: data is an fl_sections with equal sizes for every source.
    all_gather, gather: output may be an fl_room. If it is NULL or has the wrong size, fl_op_output returns the
-     ranks' data in rank order; on a gather's other ranks it is empty.
+     ranks' data in rank order. In a gather, this is empty on ranks other than the root.
    scatter: the signature describes one part. On the root, data has one part per rank; on other ranks it is
      NULL and ndim may be FL_ANY. output receives this rank's part. If it is NULL, fl_op_output returns the
      part, described by the root's signature.
    send, recv: data to and from `peer`; the signature's root is the tag. A send of little data ends after
      the copy; if its receiver's call differs, the sender's next call of the group raises. With
-     FLASHLIGHT_CHECKS=sync it ends when it is received. Other sends end when the receiver has called and
-     the last byte is on its way. The output of a recv may be an fl_match. */
+     FLASHLIGHT_CHECKS=sync the send ends when the message is received. Other sends end when the receiver has
+     called and the last byte is on its way. The output of a recv may be an fl_match. */
 fl_op *fl_run(fl_group *group, const fl_signature *signature, void *data, void *output, int peer,
               double seconds, int async, const fl_site *site);
-/* A value of `async` in shared memory, for comparison-only calls: the call usually returns NULL before the
-   other ranks have called, and fl_look_back compares it. */
+/* A value of `async` in shared memory, for comparison-only calls: fl_run usually returns NULL before the
+   other ranks have called, and fl_look_back compares the call. */
 enum { FL_AHEAD = 2 };
 
 /* Run several messages concurrently on the caller's thread, or start them (`async`). results[i] is NULL if
@@ -37,20 +37,20 @@ void fl_exchange(fl_group *group, const fl_message *messages, int count, double 
 
 /* Set the user-visible numbers of a subgroup's ranks. Call it before the first operation. */
 int fl_call_ranks(fl_group *group, const int *numbers);
-/* No call of this rank returns before all other ranks have made it. Call it before the first operation. */
+/* From now on no call of this rank returns before all ranks have made it. Use before the first operation. */
 int fl_compare_at_once(fl_group *group);
 /* Set a function that is called regularly while a caller's thread waits. A nonzero result ends the group. */
 int fl_on_interrupt(fl_group *group, int (*check)(void));
 
-/* Return 1 if `rank` has begun a collective that this rank has not, and write its call. For messages only:
-   the state may change at any moment. */
+/* Return 1 if `rank` has begun a collective that this rank has not, and write its call. Only for error texts,
+   because the state may change at any moment. */
 int fl_is_ahead(fl_group *group, int rank, fl_signature *call);
 /* Return NULL while the group is usable, as far as known without waiting; else the handle of a failed
    operation with the reason, such as a rank that died or gave up. A rank that left in order is no failure. */
 fl_op *fl_lost(fl_group *group);
 
-/* Announce that this rank begins no more messages, because it waits for the shutdown of the other ranks. A
-   rank that waits for a message that was not begun raises. Does not wait. */
+/* Announce that this rank begins no more messages, because it waits for the shutdown of the other ranks.
+   Ranks that wait for a further message of this rank raise. Does not wait. */
 int fl_leave(fl_group *group);
 /* End the group and report the reason `why`, which ends the operations of all ranks (FL_RAISED). */
 int fl_give_up(fl_group *group, const char *why);

@@ -45,7 +45,7 @@ const char* data_of(const Record& record, const char* data) {
 
 // Sending -------------------------------------------------------------------------------------
 
-// Send a message that need not be waited for, without an entry. False: it needs an entry.
+// Send a message that no caller must wait for, without a table entry. False: the message needs an entry.
 bool Engine::send_now(Port& port, const fl_message& request) {
   const Peer& peer = peers_[port.ranks_[request.peer]];
   if (peer.waiting != nullptr || !peer.controls.empty()) return false;
@@ -442,7 +442,7 @@ void Engine::receive_rest(Message& message) {
   Message::Movement& movement = *message.movement_;
   const int from = movement.from;
   movement.done = movement.offer.bytes;
-  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy beats two at any distance
+  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy is faster than two between any cores
     message.state_ = Message::kReads;
     moving_.push_back(&message);
     return;
@@ -499,7 +499,7 @@ void Engine::read_chunk(Message& message, Lock& lock) {
 
 void Engine::receive_data(const Record& record, const char* data) {
   Message* const message = by_token(record.token);
-  if (message == nullptr) return;  // it has failed
+  if (message == nullptr) return;  // the message has failed
   Message::Movement& movement = *message->movement_;
   const size_t all = message->bytes();
   if (movement.flow != nullptr) {

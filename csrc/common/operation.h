@@ -65,14 +65,13 @@ class Transport {
   virtual void stop() = 0;
   // Return the failure for an unexpected error `what` of a running operation.
   virtual Failure explain(const std::string& what) = 0;
-  // Tell every peer why this rank gives up. fail() calls it once.
+  // Send the reason why this rank gives up to every peer. fail() calls it once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
-  // For messages, from any thread: why a wait for `rank` cannot succeed, if so; whether `rank` begins no more
-  // messages and all of them have arrived; whether its data may be changed or freed; the patience of a wait.
+  // For sends and receives, from any thread. loss_of() returns why a wait for this rank cannot succeed, if so.
   virtual std::optional<Failure> loss_of(int) { return std::nullopt; }
-  virtual bool has_left(int) { return false; }
-  virtual bool has_given_up(int) { return false; }
+  virtual bool has_left(int) { return false; }      // the rank's last message has arrived
+  virtual bool has_given_up(int) { return false; }  // the rank's data may be changed or freed
   virtual Patience patience() const { return {0, 200}; }
   // Record the result of a wait with this patience. Waits without success reduce the patience of later waits.
   virtual void waited(bool /* in_vain */) {}
@@ -149,9 +148,9 @@ class Helper {
 
 struct Operation : Outcome {
   std::shared_ptr<Shared> shared;
-  Helper* helper = nullptr;  // of an operation without a thread; valid while it is pending
+  Helper* helper = nullptr;  // completes an operation that has no thread; valid while it is pending
   double seconds = 0;
-  Clock::time_point deadline = Clock::time_point::max();  // of its waits, set when it begins to run
+  Clock::time_point deadline = Clock::time_point::max();  // deadline of its waits, set when it begins to run
   std::function<void(Operation&)> run;
   // Results; readable once status is not FL_PENDING.
   fl_status status = FL_PENDING;

@@ -5,7 +5,7 @@
 
 namespace fl {
 
-// Number of polls that burn the processor, and then of polls that yield it, before a wait sleeps.
+// Numbers of polls before a wait sleeps: first polls that keep the processor, then polls that yield it.
 struct Patience {
   int spins;
   int yields;

@@ -23,7 +23,7 @@
 
 namespace fl {
 
-// A pool with as many threads as there are tasks at a time.
+// A pool of threads that grows when a task arrives while all threads are busy.
 class ThreadPool {
  public:
   ThreadPool() = default;
@@ -59,12 +59,12 @@ class Queue {
 
   // Run `run` on a thread after all earlier operations. It fails if no thread can be created.
   std::shared_ptr<Operation> submit(double seconds, std::function<void(Operation&)> run);
-  // The same in two steps.
+  // The two steps of submit().
   std::shared_ptr<Operation> make(double seconds, std::function<void(Operation&)> run) const;
   void submit(std::shared_ptr<Operation> operation);
 
-  // Return true if the queue is idle; the caller then owns it until leave(). enter() waits for the thread of
-  // an operation that has ended to return from it.
+  // Return true if the queue is idle; the caller then owns it until leave(). If an operation has ended but
+  // its thread has not returned from the operation, enter() waits for that thread.
   bool enter();
   void leave() noexcept;
 
@@ -78,7 +78,7 @@ class Queue {
 
   Transport& transport_;
   const std::shared_ptr<ThreadPool> crew_;
-  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards what follows
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards the members below
   std::list<Pending> waiting_;                                         // queued behind the running operation
   Pending running_;                                                    // on a thread; null: no operation
   bool is_busy_ = false;                                               // an operation runs

@@ -47,7 +47,7 @@ inline bool same_message(fl_signature a, const fl_signature& b) {
   return same_call(a, b);
 }
 
-// Return the receive that stores `sent` in `room`, which may have more rows; `room` if `sent` does not fit.
+// Return the receive that stores `sent` in `room`, which may have more rows; or `room` if `sent` does not fit.
 inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
   fl_signature part = room;
   if (room.ndim <= 0 || sent.shape[0] > room.shape[0] || sent.count > room.count) return room;

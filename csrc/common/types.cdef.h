@@ -5,44 +5,43 @@
    unless documented otherwise; fl_error() then returns the message. */
 
 /* The call of a rank. It travels ahead of the payload and must be equal on all ranks, with these exceptions.
-   The first dimension may differ in all_gather, gather and all_to_all_uneven. In scatter and broadcast, ranks
-   other than the
-   root may omit type and shape: ndim is FL_ANY. A rank with invalid arguments joins with a barrier, send
-   or recv whose ndim is FL_REFUSED; it equals no other call, and its site contains the reason. The library
-   replaces a call by a barrier with ndim FL_WITHDRAWN and the verb as op if the rank raises the mismatch
-   of an earlier call instead. A comparison-only call (FL_COMPARED) has no data and itemsize 0; another
-   library moves the data. If shapes may differ in a collective, its handle has every rank's signature. */
+   The first dimension may differ in all_gather, gather and all_to_all_uneven. In scatter and broadcast, only
+   the root must give type and shape; on other ranks ndim may be FL_ANY. A rank with invalid arguments joins
+   with a barrier, send or recv whose ndim is FL_REFUSED: that call equals no other call, and its site
+   contains the reason. If a rank raises the mismatch of an earlier call, the library replaces its call by a
+   barrier with ndim FL_WITHDRAWN and the verb as op. A comparison-only call (FL_COMPARED) has no data and
+   itemsize 0; another library moves the data. If shapes may differ in a collective, its handle has the
+   signature of every rank. */
 typedef struct {
   uint64_t sequence; /* number of this call in the group, from 1; set by the library */
   int32_t verb;      /* fl_verb */
-  int32_t dtype;     /* fl_dtype plus FL_ON_GPU and FL_COMPARED; other dtypes are only moved, and their number
-                        follows the dimensions, as does that of a dtype reduced under another one */
+  int32_t dtype;     /* fl_dtype plus FL_ON_GPU and FL_COMPARED. Other dtypes are only moved; their number is
+                        stored after the dimensions, like the number of a dtype reduced as another dtype */
   int32_t op;        /* fl_reduce_op */
-  int32_t root;      /* root rank; tag of send and recv; digest of the parts in reduce_scatter_uneven */
+  int32_t root;      /* root rank; send, recv: tag; reduce_scatter_uneven: digest of the parts' sizes */
   double scale;
   int64_t count;     /* elements */
   int32_t itemsize;  /* bytes */
   int32_t ndim;
-  int64_t shape[FL_DIMENSIONS]; /* with more dimensions, the last entry is a hash of the rest */
-  int64_t part_of;   /* operation of which it is a step, 1 to 31; 0: none */
+  int64_t shape[FL_DIMENSIONS]; /* with more dimensions, the last entry is a hash of the remaining ones */
+  int64_t part_of;   /* number, 1 to 31, of the composed operation whose step this call is; 0: no step */
 } fl_signature;
 
-/* Data of the uneven verbs: this rank's adjacent sections, and the sizes of the sections between all ranks,
-   equal on
-   every rank: bytes[source * ranks + destination]. */
+/* Data of the uneven verbs: this rank's adjacent sections, and the sizes of the sections between all ranks:
+   bytes[source * ranks + destination], equal on every rank. */
 typedef struct {
   const void *data;
   const int64_t *bytes;
 } fl_sections;
 
-/* Output buffer of all_gather and gather, filled if its size equals the number of received bytes. */
+/* Output buffer of all_gather and gather. It is filled if its size equals the number of received bytes. */
 typedef struct {
   void *data;
   size_t bytes;
 } fl_room;
 
-/* Call site of a program: the end of "folder/file.py:12", and the reason if the call was rejected.
-   Zero-terminated; empty: unknown. */
+/* Call site in the user's program: the end of "folder/file.py:12", or of the reason why the call was
+   rejected. Zero-terminated; empty: unknown. */
 typedef struct {
   char text[FL_SITE_BYTES];
 } fl_site;
@@ -54,9 +53,9 @@ typedef struct {
   int32_t source;  /* result: source rank; -1: no message in time */
   int32_t partial; /* nonzero: the first dimension may be shorter than in the signature */
   int64_t rows;    /* result: first dimension of the received array */
-  double patience; /* seconds after which the receive ends well without a message; negative: no limit */
-  int32_t *claim;  /* NULL, or a flag shared by receives, also in several groups, of which one takes a message:
-                      0, then 1. The other receives end with source -1 when cancelled or matched. */
+  double patience; /* seconds after which the receive succeeds without a message; negative: no limit */
+  int32_t *claim;  /* NULL, or a flag shared by several receives, also of several groups, of which only one
+                      takes a message: 0, then 1. The others end with source -1 if cancelled or matched. */
 } fl_match;
 
 /* A send or receive; the signature's root is the tag. */
@@ -73,9 +72,9 @@ const char *fl_error(void);
 
 typedef struct fl_op fl_op;
 
-/* Wait up to `seconds` for the operation to end; FL_PENDING if it has not. */
+/* Wait up to `seconds` for the operation to end. Return its status, or FL_PENDING if it has not ended. */
 fl_status fl_op_wait(fl_op *op, double seconds);
-/* End time in seconds of CLOCK_MONOTONIC; 0 while it runs. */
+/* Return the end time in seconds of CLOCK_MONOTONIC; 0 while the operation runs. */
 double fl_op_ended(fl_op *op);
 /* Write the end time, in ticks (ticks.h), into *ended when the operation ends, if *ended still equals
    `running`. *ended must live as long as the group. */
@@ -83,16 +82,16 @@ void fl_op_stamp(fl_op *op, int64_t *ended, int64_t running);
 const char *fl_op_message(fl_op *op);
 /* Write the ranks that the failure concerns; return their number. */
 int fl_op_missing(fl_op *op, int *ranks, int capacity);
-/* Signatures by rank; sequence 0: not received. After FL_TIMEOUT, the last known call of each rank. */
+/* Return the signatures by rank; sequence 0: not received. After FL_TIMEOUT: each rank's last known call. */
 const fl_signature *fl_op_signatures(fl_op *op);
-/* Call site of `rank` for its signature; empty: unknown. */
+/* Return the call site of the signature of `rank`; empty: unknown. */
 const char *fl_op_site(fl_op *op, int rank);
-/* After FL_MISMATCH: number of calls since the call that differs; 0: this call. */
+/* After FL_MISMATCH: return the number of calls since the call that differs; 0: this call. */
 int fl_op_calls_ago(fl_op *op);
-/* Approximate seconds between the signature's call of `rank` and the failure; -1: unknown. */
+/* Return about the seconds between the call of `rank` (its signature) and the failure; -1: unknown. */
 double fl_op_age(fl_op *op, int rank);
-/* Data received by all_gather or gather without a fitting fl_room, by scatter without output, or by
-   broadcast with FL_ANY. It lives as long as the handle. */
+/* Return the data received by all_gather or gather without a fitting fl_room, by scatter without output, or
+   by broadcast with FL_ANY. The data lives as long as the handle. */
 void *fl_op_output(fl_op *op, size_t *bytes);
 /* End an unmatched receive with source -1. No effect on other operations. */
 int fl_op_cancel(fl_op *op);

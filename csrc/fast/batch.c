@@ -22,7 +22,7 @@ typedef struct {
   int count, sent; /* number of P2POps, and of messages among them */
 } batch;
 
-/* Give the message of the last op a copy of `match` that lives as long as its operation; 0: exception. */
+/* Give the message of the last P2POp a copy of `match` that lives as long as the operation; 0: exception. */
 static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   if (all->matches == NULL) {
     all->matches = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof *match);
@@ -35,7 +35,7 @@ static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   return 1;
 }
 
-/* Read one of `count` P2POps (calls/call.py), a tuple: 1, or 0 with or without an exception. */
+/* Read one of `count` P2POps (calls/call.py), a tuple. Return 1; or 0, with or without an exception. */
 static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssize_t count) {
   enum { KIND, ARRAY, PEER, TAG, PARTIAL, FIELDS };
   if (!PyTuple_Check(op) || PyTuple_CheckExact(op) || PyTuple_Size(op) != FIELDS) return 0;
@@ -43,7 +43,7 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
   started_op *started = &all->ops[all->count++];
   *started = (started_op){.verb = FL_SEND, .peer = -1};
   if (PyList_Append(all->arrays, x) != 0) return 0;
-  if (peer == Py_None) return 1; /* no peer */
+  if (peer == Py_None) return 1; /* no message */
   const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
   plain_call call;
   if (!plain_message(sends ? FL_SEND : FL_RECV, x, peer, PyTuple_GetItem(op, TAG), PyTuple_GetItem(op, PARTIAL),
@@ -92,7 +92,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
     started->id = record(binding, &message++->signature, started->peer, FL_RECORDED_ASYNC, place).id;
     started->number = binding->calls->number;
   }
-  if (all->sent > 0) { /* without a message an earlier mismatch could not be reported */
+  if (all->sent > 0) { /* with no message it could not report an earlier mismatch */
     Py_BEGIN_ALLOW_THREADS;
     binding->library.exchange(binding->group, all->messages, all->sent, binding->seconds, 1, all->results);
     Py_END_ALLOW_THREADS;

@@ -8,15 +8,15 @@ enum { SITES = 64, CODES = 16 };
 
 /* A call site, cached by code and instruction, because a look-up takes microseconds. */
 typedef struct {
-  PyObject *place; /* place for the flight record, or NULL */
-  PyObject *code;  /* of that place */
+  PyObject *place; /* line for the flight record, or NULL */
+  PyObject *code;  /* code object that contains the line */
   long instruction;
   const fl_site *site;
 } cached_site;
 
 /* A code object, and whether it belongs to the package. */
 typedef struct {
-  PyObject *code; /* or NULL */
+  PyObject *code; /* NULL: empty entry */
   int is_ours;
 } cached_code;
 
@@ -44,9 +44,9 @@ typedef struct {
   void *group;
   int rank, size;
   double seconds;
-  long long packed_bytes[2]; /* maximum size of arrays to pack; asynchronous */
+  long long packed_bytes[2]; /* maximum bytes of an array to pack: blocking, asynchronous */
   native_library library;
-  PyObject *ended;         /* called with an operation to raise or fetch */
+  PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */
   PyObject *together;      /* combines a list of Works into one */
   PyObject *forked;        /* called with a verb's code if another process started it; raises */
@@ -58,7 +58,7 @@ typedef struct {
   ring *calls;
   PyObject *notes;   /* list: per call of the ring, the line of user code or None */
   PyObject *folders; /* tuple of folders whose code is not user code */
-  PyObject *inside;  /* set of threads that are inside another call of the group */
+  PyObject *inside;  /* set: further threads inside a call, as `callers` in ring.h */
   PyObject *first;   /* list; while it is not empty, Python handles all calls */
   PyObject *dropped; /* like `first`, for all groups; any container */
   cached_site sites[SITES];
@@ -79,8 +79,8 @@ static inline Binding *binding_of(PyObject *self) {
 }
 static inline int is_alone(const Binding *binding) { return binding->library.run == NULL; }
 
-/* Return 1 if Python must handle the call: work is pending that only Python does, Python wants every call, or
-   a signal handler on this thread interrupted a call. -1: an exception. */
+/* Return 1 if Python must handle the call: work is pending that only Python does, Python requested every call,
+   or this thread is in a signal handler that interrupted a call. -1: an exception. */
 int is_left_to_python(const Binding *binding);
 /* Mark this thread as inside a call. Return the slot to pass to leave(), or -1 with an exception. */
 int enter(const Binding *binding);
@@ -91,9 +91,9 @@ recorded record(const Binding *binding, const fl_signature *signature, int peer,
                 PyObject *place);
 /* Record a call with its line, unless is_hurried(). */
 recorded record_alone(Binding *binding, const fl_signature *shown);
-/* Add the line of the current call to `row`. Takes some 200 ns and raises nothing. */
+/* Add the line of the current call to `row`. Takes some 200 ns and raises no exception. */
 void note_place(Binding *binding, ring_call *row);
-/* Return 1 if 200 ns for the line are too expensive, because calls follow each other quickly. */
+/* Return 1 if calls follow each other so quickly that 200 ns for recording the line are too expensive. */
 int is_hurried(const Binding *binding, uint64_t before, int64_t now);
 
 /* Return the caller's place (borrowed: code, instruction, name of the called function) and site; 0: error. */

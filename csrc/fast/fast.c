@@ -11,7 +11,7 @@
 
 #include "verbs.h"
 
-/* Return an object with memory that the library reads or writes later, or None. */
+/* Return an object that owns the memory of the call's fl_match or fl_room, used by the library later; or None. */
 static PyObject *kept_room(plain_call *call) {
   const size_t bytes = call->output == &call->room    ? sizeof call->room
                        : call->output == &call->match ? sizeof call->match
@@ -57,7 +57,7 @@ static int has_rows(PyObject *const *args) {
 
 enum { MOST_ARGUMENTS = 9 };
 
-/* Like native_call, for arrays that Python need not handle. */
+/* Like native_call, but for arrays only, and Python need not handle the call. */
 static PyObject *call_arrays(PyObject *self, PyObject *const *args, double seconds) {
   Binding *binding = binding_of(self);
   PyObject *x = args[1], *out = args[2];
@@ -77,7 +77,7 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args, double secon
   }
   call.seconds = seconds;
   const int is_one = is_message(call.signature.verb);
-  if (is_one) { /* a blocking send has no result */
+  if (is_one) { /* a message; a blocking send has no result */
     call.result = call.signature.verb == FL_SEND && !is_async ? Py_None : x;
     Py_INCREF(call.result);
   }
@@ -122,8 +122,8 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   return is_number ? call_number(self, args, seconds) : call_arrays(self, args, seconds);
 }
 
-/* native_sendrecv(x, dst, out, src, tag, recv_tag or None): return out, or NotImplemented. A rank of None is
-   no rank. native_sendrecv(ops): return the Work of the batch. */
+/* native_sendrecv(x, dst, out, src, tag, recv_tag or None): return out, or NotImplemented. dst None: no send;
+   src None: no receive. native_sendrecv(ops): return the Work of the batch. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
@@ -256,7 +256,7 @@ static PyObject *bind(PyObject *module, PyObject *args) {
   return all;
 }
 
-/* The ring's clock together with time.monotonic_ns(). */
+/* Return the time of the ring's clock and of time.monotonic_ns(), taken together. */
 static PyObject *clocks(PyObject *module, PyObject *args) {
   (void)module;
   (void)args;

@@ -90,7 +90,7 @@ static int is_bfloat16(const PyArray_Descr *descr) {
   return number == descr->type_num;
 }
 
-/* The code of a dtype; -1: Python must handle it. */
+/* Return the code of a dtype; -1: Python must handle the call. */
 static int dtype_code(const PyArray_Descr *descr) {
   if (descr->type_num < (int)sizeof codes) return codes[descr->type_num];
   return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? FL_BFLOAT16 : -1;
@@ -105,7 +105,7 @@ int plain_int(PyObject *value, int limit, int32_t *out) {
   return 1;
 }
 
-/* Read memory by its address. An address in the first page is a mistake, unless there are no elements. */
+/* Return the memory at an address. An address in the first page is a mistake, unless there are no elements. */
 static void *read_address(PyObject *value, fl_signature *out) {
   static const int32_t sizes[FL_MOVED] = {
       1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, sizeof(long double), 8, 16, 2 * sizeof(long double)};
@@ -144,7 +144,7 @@ static void *describe(PyArrayObject *array, fl_signature *out) {
   return PyArray_DATA(array);
 }
 
-/* Describe an array or memory by its address, and return its data; NULL: Python must handle it. */
+/* Describe an array, or memory given by its address, in `out` and return its data; NULL: left to Python. */
 static void *read_memory(PyObject *x, int writes, fl_signature *out) {
   if (!PyArray_CheckExact(x)) return read_address(x, out);
   PyArrayObject *array = (PyArrayObject *)x;
@@ -253,8 +253,8 @@ PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows) {
   return new_array(x, &all);
 }
 
-/* Read `out`: memory like `expected` from dimension `first` on. It must not overlap the input, unless the input
-   is row `own_row` of it, which is then not written; -1: no row may be. */
+/* Read `out`: memory like `expected` from dimension `first` on. It must not overlap the input, except: the
+   input may be its row `own_row`, which is then not written; -1: no row may be the input. */
 static int read_output(PyObject *out, const fl_signature *expected, int first, int own_row, plain_call *call) {
   const fl_signature *s = &call->signature;
   fl_signature room;
@@ -344,7 +344,7 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
   return status;
 }
 
-/* Reductions of large ints, and products, could overflow 64 bits; Python handles these. */
+/* Return 1 if a reduction of the int cannot overflow 64 bits. Python handles larger ints, and products. */
 static int is_small(PyObject *x, PyObject *op) {
   int overflow = 0;
   const long number = PyLong_CheckExact(x) ? PyLong_AsLongAndOverflow(x, &overflow) : LONG_MAX;

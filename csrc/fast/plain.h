@@ -21,11 +21,11 @@ enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
 typedef struct {
   fl_signature signature;
   void *data, *output; /* arguments of fl_..._run */
-  fl_room room;        /* of gathers */
-  fl_match match;      /* of a receive from any rank or of fewer rows: then `output` points here */
+  fl_room room;        /* output buffer of a gather */
+  fl_match match;      /* for a receive from any rank or of fewer rows: `output` then points here */
   int64_t rows;        /* rows of `out` in an uneven all_to_all */
-  int peer;            /* of a message, -1: any; -1 for other calls */
-  int is_scattered;    /* `data` is not contiguous: only in a group of one rank */
+  int peer;            /* peer of a message (-1: any rank); -1 for other calls */
+  int is_scattered;    /* `data` is not contiguous; allowed only in a group of one rank */
   double seconds;      /* timeout of the call */
   PyObject *result;    /* return value on success; an owned reference, or NULL */
 } plain_call;
@@ -48,13 +48,13 @@ int plain_uneven(PyObject *x, PyObject *out, plain_call *call);
 /* Return a new array like the call's `x` with `rows` rows; NULL with an exception. */
 PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows);
 
-/* Return a new array with received data, whose shape `described` gives. NULL with an exception, or without
-   one if Python must handle it. */
+/* Return a new array with received data of the shape in `described`. NULL with an exception; NULL without an
+   exception if Python must handle the call. */
 PyObject *plain_received(const fl_signature *described, const void *data);
 
-/* Return 1 if a number takes the place of the array: a float, a small int, or a NumPy scalar. */
+/* Return 1 if `x` is a number instead of an array: a float, a small int, or a NumPy scalar. */
 int plain_has_number(PyObject *const *args);
-/* Return the array that replaces the number (NULL: exception); and the result as a number like `like`. */
+/* Return an array that contains the number (NULL: exception); and convert the result to the type of `like`. */
 PyObject *plain_of_number(PyObject *x);
 PyObject *plain_number_of(PyArrayObject *array, PyObject *like);
 
@@ -72,7 +72,7 @@ typedef struct {
   int is_written;
 } plain_span;
 
-/* Return 1 if a written span overlaps another span; Python then raises the error. Sorts `spans`. */
+/* Return 1 if a span that the call writes overlaps another span; Python then raises. Sorts `spans`. */
 int plain_mixed_up(plain_span *spans, int count);
 
 /* verbs(bytes): set the flags of the verbs, by code from 0. */

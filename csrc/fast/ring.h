@@ -18,16 +18,16 @@ typedef struct {
   int8_t op;
   int8_t ndim;
   int32_t flags;
-  int32_t peer; /* -1: any; or the root */
+  int32_t peer; /* peer of a message (-1: any), or root of a collective */
   int32_t tag;
-  uint64_t id; /* number of this process's call in the group, from 1; 0: empty */
+  uint64_t id; /* number of the call among this process's calls in the group, from 1; 0: empty entry */
 } ring_call;
 
 typedef struct {
   uint64_t number;     /* collectives of the group so far */
   uint64_t written;    /* calls so far; id of the last call */
   uint64_t off;        /* nonzero: Python handles every call */
-  uint64_t callers[5]; /* Python's ids of threads inside a call, or 0; first: collectives */
+  uint64_t callers[5]; /* Python's ids of threads inside a call, or 0; slot 0: the thread in a collective */
   ring_call calls[FL_RECORDED_CALLS];
 } ring;
 

@@ -6,8 +6,8 @@
 
 #include "../shm/shm.cdef.h"
 
-/* Polls (about 3 us) before the GIL is released. Releasing it takes so long that the peer, which waits for
-   this rank, would release its GIL too from then on, so it must be rare. */
+/* Polls (about 3 us) before the GIL is released. That must be rare: it takes so long that the peer, which waits
+   for this rank, would release its GIL too, and so on in later calls. */
 enum { SPINS_WITH_GIL = 100, SPINS_FOR_MESSAGES = 400 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 
@@ -75,7 +75,7 @@ static PyObject *end(Binding *binding, fl_op *op, PyObject *x, PyObject *out, pl
   return result;
 }
 
-/* A call records its line if it must wait anyway, or if it is long compared with that. */
+/* Record the line of the call if the call must wait anyway, or if it takes long compared with recording. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row) {
   const int64_t bytes = call->signature.count * call->signature.itemsize;
   const int is_small = bytes <= SMALL_BYTES;
@@ -97,7 +97,7 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
-/* A rank that needs no other call may be gone when its site is requested, so it passes the site now. */
+/* A rank that needs no other rank's call may have returned when its site is requested, so pass the site now. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                  recorded *entry) {
   static const fl_site not_known = {""};

@@ -9,13 +9,13 @@ void run_alone(const plain_call *call);
 
 /* Wait for the other ranks and complete a collective that has begun. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row);
-/* Run a collective on this thread and record it as `shown`. run_in_steps: in the library's two steps; 0 if it
-   has none, if other calls come first, or with an exception. run_at_once: with `run`; 0: exception. */
+/* Run a collective on this thread and record it as `shown`. run_in_steps uses the library's two steps; 0: the
+   library has no steps, other calls must run first, or an exception. run_at_once uses `run`; 0: exception. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                  recorded *entry);
 int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                 recorded *entry);
-/* Run a collective on this thread. In shared memory, a gather behind other calls is left to Python. */
+/* Run a collective on this thread. In shared memory, Python handles a gather that must wait for other calls. */
 PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
 /* Run a send or receive; the receive may have to determine its source or number of rows. */
 PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
@@ -35,5 +35,5 @@ typedef struct {
   int32_t verb, root, peer; /* `root` is the tag of a message */
 } started_op;
 
-/* Start an operation for the line `place`. */
+/* Start an operation that was called at the line `place`. */
 started_op start_one(Binding *binding, const plain_call *call, PyObject *place, const fl_site *site);

@@ -9,13 +9,13 @@
 typedef struct {
   plain_call call;
   PyObject *x;           /* a reference */
-  int is_done, is_first; /* of its message */
+  int is_done, is_first; /* the array has been planned; it is the first array of its message */
 } item;
 
 typedef struct {
   item *items;
   Py_ssize_t count;
-  const item **message; /* space for all: the items of one message */
+  const item **message; /* the items of one message, with space for all items */
   plain_span *spans;    /* one per item */
   int64_t limit;        /* maximum bytes of an array that is packed with others */
 } list;
@@ -49,7 +49,7 @@ static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args,
   return 1;
 }
 
-/* Choose the arrays that travel with `first`, in list order, like plan_messages in
+/* Store in `message` the arrays that travel with `first`, in list order, like plan_messages in
    flashlight_py/distributed/api/reductions.py. */
 static int choose(const list *all, const item *first) {
   enum { MOST_PACKED = 64 };

@@ -16,15 +16,15 @@ static int forks; /* number of forks between the first process and this one */
 
 typedef struct {
   PyObject_HEAD
-  PyObject *owner; /* of the binding and the group; NULL after success */
+  PyObject *owner; /* owner of the binding and the group; NULL after success */
   Binding *binding;
   PyObject *result;     /* return value; with several messages: list of their arrays */
   PyObject *kept;       /* argument of make_work() */
   PyObject *python;     /* the Work that has taken over; or NULL */
   int count;            /* 0: a single operation */
-  int source;           /* of a receive; else -1 */
-  int forks;            /* at creation */
-  int waiting;          /* threads inside the library for this Work */
+  int source;           /* source rank of a receive; else -1 */
+  int forks;            /* value of `forks` at creation */
+  int waiting;          /* number of threads that wait in the library for this Work */
   int is_lost;          /* a signal handler raised during hand_over(); the operations are inaccessible */
   started_op one, *ops; /* `ops` is &one, or an array */
 } work_object;
@@ -267,7 +267,7 @@ static PyObject *is_completed(PyObject *self, PyObject *args) {
   return PyBool_FromLong(status_of(work, 0) != FL_PENDING);
 }
 
-/* Return True if it has ended without an error that wait() would raise. */
+/* Return True if the operations have ended without an error that wait() would raise. */
 static PyObject *has_ended_well(PyObject *self, PyObject *args) {
   (void)args;
   work_object *work = (work_object *)self;

@@ -149,7 +149,7 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
 void Collectives::announce(const fl_signature& signature, const fl_site& site, const void* data, const Parts& give,
                            WaitMode mode) {
   const char* const source = static_cast<const char*>(data);
-  const uint32_t read = compared_;  // payloads of these calls were used
+  const uint32_t read = compared_;  // payloads of calls up to this number were used
   awaited_ = calls_;
   own_calls_[calls_ % own_calls_.size()] = {signature, site, mode};
   for (int r = 0; r < size_; ++r) {
@@ -194,7 +194,7 @@ void Collectives::ignore_if_left(int r, Send send) {
 
 // Return false if the calls of all ranks are needed, because the root's data is large: see awaited().
 bool Collectives::receive_some(Call& call, Ranks needed) {
-  call.report = last_;  // for ranks whose calls this rank does not need
+  call.report = last_;  // default for ranks whose calls this rank does not need
   call.report.ago = 0;
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);

@@ -26,7 +26,7 @@ class Family {
   // Begin to accept connections; see Links.
   void open(const char* addresses, size_t bytes, const char* key);
 
-  // Register or unregister a group. remove() notifies the members, which connections do not show.
+  // Register or unregister a group. remove() also notifies the members, because connections stay open.
   void add(Mesh& group);
   void remove(Mesh& group) noexcept;
   // Mark a group as unusable. If no usable group remains, close all connections.
@@ -34,12 +34,12 @@ class Family {
 
   // Notify the members of `group`, including members that connect later.
   void notify(Mesh& group, const std::string& text) noexcept;
-  // Have `group` forward `text` from the watch thread, if the group still exists. Its lock may be held.
+  // Have the watch thread call group.forward(text), if the group still exists. Its lock may be held.
   void forward_later(const Mesh& group, std::string text);
   // Wait until notifications are delivered, or until a peer has been silent for half a second.
   void deliver() const noexcept;
 
-  // Monitor the hosts. A lost host ends this process's groups with ranks on it and notifies other ranks.
+  // Monitor the hosts. If a host is lost, end the groups with ranks on that host and notify other ranks.
   int listen_for_hosts();
   void watch_hosts(std::shared_ptr<const Hosts> hosts);
   // Announce that this rank may leave from now on without being reported as lost.
@@ -53,9 +53,9 @@ class Family {
   void abandon() const noexcept;
 
   const std::shared_ptr<Links> links;
-  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for asynchronous operations
+  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // threads for asynchronous operations
   GlooWire wire{*links};
-  Engine engine{wire, links->size};  // of messages; its ranks are ranks of the whole group
+  Engine engine{wire, links->size};  // progresses messages; its ranks are ranks of the whole group
 
  private:
   using Notes = std::vector<std::string>;
@@ -69,9 +69,9 @@ class Family {
 
   double patience_ = 0;
   std::mutex losing_;  // held while groups handle losses, so that no group is removed
-  std::mutex mutex_;   // guards the members below; lock a pair before it, never after it
+  std::mutex mutex_;  // guards the members below; to hold a pair's lock too, lock the pair first
   std::map<uint64_t, Mesh*> groups_;
-  std::vector<Pair*> connections_;  // by rank; null: not connected
+  std::vector<Pair*> connections_;  // to each rank; null: not connected
   // By rank: notifications of removed groups for members that connect later.
   std::map<int, std::vector<std::pair<uint64_t, Notes>>> late_notes_;
   // Notifications about groups that this rank has not created yet.

@@ -53,7 +53,7 @@ std::shared_ptr<Operation> Group::lost() {
   const Failure found = was_raised ? mesh_->why_broken() : mesh_->explain(-1, "it gave up");
   auto operation = ended_with(found.status, {found.what(), found.missing, {}, {}});
   operation->ended = Clock::now();
-  return operation;  // it ends nothing; the caller decides
+  return operation;  // the group has not ended yet; the caller decides
 }
 
 void Group::give_up(const std::string& why) {
@@ -85,13 +85,13 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
   return nothing_to_fetch ? nullptr : operation;
 }
 
-// The sockets stay open while a caller is inside. Report the end, so that other ranks do not wait for them.
+// The sockets stay open while a caller is inside, so other ranks must not wait for their end: report the end.
 void Group::close() {
   if (queue_.enter()) {
     collectives_.flush(Clock::now() + kLastMessages);
     queue_.leave();
   }
-  mesh_->leave();  // so that it is not reported as lost
+  mesh_->leave();  // so that this rank is not reported as lost
   port_->close();
   queue_.close();
   if (!queue_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, kWasClosed));

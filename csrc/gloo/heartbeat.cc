@@ -25,14 +25,14 @@ constexpr std::chrono::milliseconds kPause{10};
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
 constexpr size_t kMostStrangers = 64;  // unproven connections beyond the ranks of one host
 
-// Fractions of the limit: interval of beats, silence before doubt, silence before the decision. The remaining
-// time is for spreading the news and ending the operations.
+// As fractions of Hosts::seconds: interval of beats, silence before doubt, silence before the decision. The
+// remaining time is for spreading the news and ending the operations.
 constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
 // A rank that has not run for this many intervals was stopped itself; its silence measurements are invalid.
 constexpr int kAsleep = 4;
 // Number of other hosts to ask in doubt.
 constexpr int kWitnesses = 8;
-// Up to this many ranks of a host all notify each other of a loss; more ranks notify some, which forward it.
+// Up to this number of ranks, all ranks of a host notify each other of a loss; else some ranks forward it.
 constexpr size_t kDirect = 8;
 constexpr size_t kMostNames = 20;
 
@@ -86,10 +86,10 @@ void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   interval_ = std::min<Clock::duration>(seconds(hosts_->seconds * kLook), kLongestInterval);
   doubt_ = seconds(hosts_->seconds * kDoubt);
   limit_ = seconds(hosts_->seconds * kJudge);
-  // Ranks of one host hear a lost host's last answers at most two intervals apart.
+  // Ranks of one host receive a lost host's last answers at most two intervals apart.
   settling_ = hosts_->count() > 2 ? 2 * interval_ : Clock::duration{};
   looked_ = beats_ = due_ = time_now();
-  // All ranks of this host ask the next host; one rank asks each other host.
+  // All ranks of this host ask the next host. For each other distance one rank asks.
   const int ranks = static_cast<int>(local.size());
   for (int bit = 0; 1 << bit < hosts_->count(); ++bit) {
     if (bit == 0 || bit % ranks == host_index_ % ranks) watched_.push_back({1 << bit, -1, looked_});
@@ -128,7 +128,7 @@ std::optional<Failure> Heartbeat::update() {
   return report();
 }
 
-// Only this thread adds or removes lines.
+// Needs no lock for the links: only this thread adds or removes them.
 void Heartbeat::await() {
   std::vector<const Line*> lines;
   for (const Link& link : links_) lines.push_back(&link.line);
@@ -231,7 +231,7 @@ bool Heartbeat::has_beaten(Link& link) {
 }
 
 // Handle an answer. One working new connection to a host is enough. The connection to the silent rank stays,
-// because its end is information.
+// because its end shows that the rank's process has died.
 void Heartbeat::handle_answer(Link& answers) {
   Watched* const entry = watched(host(answers.peer));
   if (entry == nullptr) return;
@@ -245,7 +245,7 @@ void Heartbeat::handle_answer(Link& answers) {
 
 // Asking -------------------------------------------------------------------------------------
 
-// Called once per interval.
+// Ask the watched hosts, once per interval.
 void Heartbeat::ask_hosts() {
   beats_ = looked_ + interval_;
   std::set<int> hosts_asked;
@@ -277,9 +277,9 @@ void Heartbeat::ask_hosts() {
   }
 }
 
-// Ask the rank at this rank's index on the next host; every rank of that host is asked by one rank of this
-// host. If all ranks of the host are gone, the first later host with present ranks takes its place for
-// distance 1. Other distances are skipped, so that the host behind many lost hosts is not asked by all.
+// Ask the rank with this rank's index on the next host, so that one rank of this host asks each rank of the
+// next. If all ranks of that host are gone, distance 1 means the first later host with present ranks. Other
+// distances are skipped, so that the host behind many lost hosts is not asked by all.
 bool Heartbeat::choose(Watched& entry) {
   const int count = hosts_->count();
   const int end = entry.distance == 1 ? count : entry.distance + 1;
@@ -298,7 +298,7 @@ bool Heartbeat::choose(Watched& entry) {
   return false;
 }
 
-// Hosts spread over all, different for each rank of this host.
+// Return hosts that are spread over all hosts, a different set for each rank of this host.
 std::vector<int> Heartbeat::witnesses() const {
   const int count = hosts_->count(), most = std::min(kWitnesses, count - 1);
   std::vector<int> result;
@@ -360,7 +360,7 @@ void Heartbeat::judge() {
 void Heartbeat::add_loss(int index, const Loss& loss) {
   if (lost_.count(index)) return;
   lost_.emplace(index, loss);
-  for (Link& link : links_) {  // they may answer and be notified
+  for (Link& link : links_) {  // the peers may answer and be notified
     if (link.is_ours && host(link.peer) == index && !link.line.is_connected()) link.line.give_up();
   }
   unsent_.emplace(index, loss);
@@ -381,7 +381,7 @@ void Heartbeat::read_news(const std::string& text) {
   }
 }
 
-// All ranks of this host, or a subset that forwards.
+// Return all ranks of this host, or a subset that forwards news to the other ranks.
 std::vector<int> Heartbeat::local_receivers() const {
   const std::vector<int>& local = hosts_->ranks[own_host_];
   const int count = static_cast<int>(local.size());
@@ -434,12 +434,12 @@ void Heartbeat::send_news() {
   for (Link& link : links_) {
     const bool is_known = link.is_ours ? link.has_shown : link.is_proven;
     if (!is_known || link.news_sent == news_.size()) continue;
-    const bool is_near = host(link.peer) == own_host_;  // the peer gets it on the other connection
+    const bool is_near = host(link.peer) == own_host_;  // of two connections one suffices
     if (is_near ? link.is_ours : !stays_here) link.news_sent += link.line.send(news_.substr(link.news_sent));
   }
 }
 
-// Report hosts first, then ranks; both at once is rare.
+// Report lost hosts first, then lost ranks; both in one report is rare.
 std::optional<Failure> Heartbeat::report() {
   if (looked_ < reports_) return std::nullopt;
   const int count = hosts_->count();

@@ -65,14 +65,14 @@ class Listener {
   Listener(const Listener&) = delete;
 
   int port() const { return port_; }
-  // Return a new connection; nothing if there is no connection or no descriptor.
+  // Return a new connection; nothing if there is no new connection or no free descriptor.
   std::optional<Line> accept();
 
   // Wait for a new connection, an event of `lines`, `end`, or ring().
   void await(const std::vector<const Line*>& lines, Clock::time_point end);
   // From any thread: wake await(), now and in the future.
   void ring() noexcept;
-  // In a forked child: close the socket. A later ring() there has no effect here.
+  // In a forked child: close the socket. A later ring() in the child does not wake the parent.
   void abandon() const noexcept { descriptor_.close_if_same(); }
 
  private:

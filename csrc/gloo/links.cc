@@ -18,8 +18,8 @@ namespace {
 // Maximum number of unproven connections beyond one per rank.
 constexpr size_t kSpareAttempts = 64;
 
-// Maximum time in which a wait reads the connection itself: a few times the time to schedule Gloo's thread
-// and then the waiting thread.
+// Maximum time in which a waiting thread reads the connection itself: a few times the time to schedule Gloo's
+// thread and then the waiting thread.
 constexpr std::chrono::microseconds kBrief{600};
 
 // The peer closed the connection or is not in this group. The right peer may still connect.
@@ -57,8 +57,8 @@ class Links::Attempt : public Handler {
  public:
   static constexpr char kStranger[] = "the process that connected as this rank does not know the secret of this job";
 
-  // A connecting socket to `peer`, perhaps only to ask for its number of calls in a group; or an accepted
-  // socket of an unknown peer (-1).
+  // A connecting socket to `peer`, perhaps only to ask for the number of calls in group `asks_of`; or an
+  // accepted socket of an unknown peer (-1).
   Attempt(Links& links, int socket, int peer, std::optional<uint64_t> asks_of = {})
       : socket(socket),
         is_ours(peer >= 0),
@@ -84,7 +84,7 @@ class Links::Attempt : public Handler {
     }
   }
 
-  // From any thread: make it end itself.
+  // From any thread: make the attempt end itself.
   void cancel() noexcept { shutdown(socket, SHUT_RDWR); }
 
   const int socket;
@@ -100,7 +100,7 @@ class Links::Attempt : public Handler {
   struct Greeting {
     int32_t rank;
     int32_t asks;    // asks only for the number of begun collectives
-    uint64_t group;  // of this group
+    uint64_t group;  // whose collectives are counted
     int64_t calls;   // the answer
     char proof[FL_PROOF_BYTES];
   };
@@ -296,7 +296,7 @@ void Links::begin(int peer, std::optional<uint64_t> asks_of) {
   device_->registerDescriptor(connection, EPOLLOUT, begun);
 }
 
-// Keep the reason kStranger: a peer that failed its proof then closes, and the close is not the reason.
+// Store the reason, unless kStranger is stored: a peer that failed its proof then closes, which is no reason.
 void Links::explain(int peer, const std::string& problem) {
   if (problems_[peer] != Attempt::kStranger) problems_[peer] = problem;
 }

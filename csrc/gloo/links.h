@@ -1,7 +1,5 @@
-// Connections between the ranks of a group and its subgroups. Either end makes them on first use.
-//
-// Every rank listens at one port. Gloo's socket thread makes the connections, and both ends prove their
-// membership there, so that a rank that computes or waits still answers. Then Gloo takes over the socket.
+// Every rank listens at one port. Gloo's socket thread makes the connections, and on it both ends prove their
+// membership: a rank that computes or waits still answers. Then Gloo takes over the socket.
 #pragma once
 
 #include <map>
@@ -16,8 +14,8 @@ namespace fl {
 
 class Links : public Context {
  public:
-  // Called on Gloo's thread with a new connection to a peer, before other threads use it. Later calls could
-  // block: a thread that fails in a read of a shared pair keeps it locked until Gloo's thread comes around.
+  // Called on Gloo's thread with a new connection to a peer, before other threads use it. A later call could
+  // block: a thread whose read of a shared pair fails keeps the pair locked until Gloo's thread is free.
   using ConnectedHandler = std::function<void(int peer, Pair& pair)>;
   // Returns the number of collectives that this rank has begun in a group, for ranks that ask.
   using Calls = std::function<int64_t(uint64_t group)>;
@@ -61,8 +59,8 @@ class Links : public Context {
     return is_connected(peer) ? static_cast<Pair*>(pairs_[peer].get()) : nullptr;
   }
 
-  // Read briefly on this thread what arrives from `peer`, until `buffer` has received. That avoids waiting
-  // until Gloo's thread and then this thread are scheduled.
+  // Read data of `peer` on this thread, until `buffer` is filled or a short time is over. This is faster than
+  // to wait until Gloo's thread and then this thread are scheduled.
   void read(gloo::transport::UnboundBuffer& buffer, int peer);
 
  private:
@@ -81,7 +79,7 @@ class Links : public Context {
 
   const bool listens_on_;
   std::vector<char> address_;
-  std::string addresses_;  // of all ranks, concatenated
+  std::string addresses_;  // concatenated addresses of all ranks
   Prover prover_;
   ConnectedHandler on_connected_;
   Pair::NoteHandler note_handler_;
@@ -92,7 +90,7 @@ class Links : public Context {
   Descriptors descriptors_;
   double seconds_ = 0;
   Persistence reading_;
-  std::unique_ptr<std::atomic<int>[]> states_;  // by peer; written under lock_
+  std::unique_ptr<std::atomic<int>[]> states_;  // state of each peer; written under lock_
 
   std::mutex closing_;  // one thread closes; other threads wait for it
   std::mutex asking_;   // one thread asks at a time
@@ -100,8 +98,8 @@ class Links : public Context {
   std::condition_variable changed_;
   bool is_open_ = false;
   std::map<Attempt*, std::unique_ptr<Attempt>> attempts_;
-  std::vector<std::string> problems_;  // by peer: reason why there is no connection
-  std::map<int, int64_t> answers_;     // of calls_of()
+  std::vector<std::string> problems_;  // for each peer: reason why there is no connection
+  std::map<int, int64_t> answers_;     // results of calls_of(): number of calls by peer
 };
 
 }  // namespace fl

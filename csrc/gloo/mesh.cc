@@ -8,23 +8,23 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Maximum time to wait for an answer of a peer.
+// Maximum time to wait for a peer's answer.
 constexpr milliseconds kGoodbye{500};
 
-// Maximum delay between reports of a lost host on two ranks: each rank waits a little for more losses.
+// Maximum delay between reports of a lost host on two ranks: each rank waits a little for further losses.
 constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
 
 // Errors that mean a host does not answer. If only a process has ended, its kernel answers.
 constexpr int kSilence[] = {ETIMEDOUT, EHOSTUNREACH, EHOSTDOWN, ENETUNREACH, ENETDOWN};
 
-// True if `what`, the text that Gloo keeps of an error, is such an error.
+// True if `what`, Gloo's text of an error, says that a host does not answer.
 bool is_silence(const std::string& what) {
   return std::any_of(std::begin(kSilence), std::end(kSilence), [&](int error) {
     return what.find(std::generic_category().message(error)) != std::string::npos;
   });
 }
 
-// Maximum time between the ends of one wait on different ranks, and the interval of checks for the culprit.
+// Maximum time between the ends of one wait on different ranks, and the interval of checks for its cause.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
 
 std::string text_for_peers(std::string message, const std::string& name) {
@@ -40,7 +40,7 @@ std::string text_for_peers(std::string message, const std::string& name) {
 // The reason why a rank gave up. Wire format: kMark, status, number of missing ranks, these ranks, text.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
-  static constexpr size_t kMostBytes = 4000;  // of text
+  static constexpr size_t kMostBytes = 4000;  // maximum bytes of the text
 
   int status = 0;
   std::vector<int> missing;
@@ -75,7 +75,7 @@ int index_in(const std::vector<int>& ranks, int rank) {
 
 }  // namespace
 
-// The watch belongs to the family, a member, but the base class needs it first.
+// The watch belongs to the family, which is a member; but the base class, initialised first, needs the watch.
 Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
            double connect_seconds)
     : Mesh(std::make_shared<Family>(rank, size, host, interface, size > kDirect), all_ranks(size), 0,
@@ -162,7 +162,7 @@ Failure Mesh::not_connected(int peer, const std::string& problem) {
 
 Pair& Mesh::pair_with(int peer) {
   if (!is_connected(peer)) require(peer);
-  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or has given up: see explain
+  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or it gave up: see explain
   return *links_.pair(ranks_[peer]);
 }
 
@@ -196,7 +196,7 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
 
 // Notifications between members ---------------------------------------------------------------
 
-// Called on Gloo's or a reading thread with a pair locked, so another thread notifies the other ranks.
+// Called on Gloo's or a reading thread with a pair locked. Therefore another thread notifies the other ranks.
 void Mesh::receive_note(int peer, const std::string& text) {
   const bool is_hearsay = text[0] == kHearsay;
   bool is_first = false;
@@ -230,7 +230,7 @@ Mesh::PeerState Mesh::state_of(int peer) const {
   return peer_states_[peer];
 }
 
-// Later reasons may come from ranks that found other ranks gone.
+// Return the first reason received: later reasons may come from ranks that found other ranks gone.
 Mesh::PeerFarewell Mesh::first_farewell() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return first_farewell_;
@@ -349,7 +349,8 @@ std::map<int, std::string> Mesh::broken_peers() {
 }
 
 // Return the peers that ended first. A rank that gives up because of another rank closes later, after its
-// reason was delivered or kGoodbye has passed. A planned exit is only a cause if awaited or the only one.
+// reason was delivered or kGoodbye has passed. A rank that left in order is a cause only if this rank awaits
+// it, or if no other rank has ended.
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
   std::vector<int> suspects, result;
   for (const auto& entry : broken) {
@@ -371,7 +372,7 @@ std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
   return await_cause(timeout.missing);
 }
 
-// Follow the reported waits from `missing` to a rank that has not reported a wait until the time is over.
+// Follow the reported waits, from `missing` on, to a rank that reports no wait until the time is over.
 std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   const auto end = Clock::now() + kSettling;
   for (int steps = 0; steps < size && missing.size() == 1 && missing[0] != rank; ++steps) {
@@ -388,7 +389,7 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   return missing;
 }
 
-// All ranks learn of a loss that the heartbeats detected, so no connections are needed for it.
+// All ranks learn of a loss that the heartbeats detected, so connections are not made to report it.
 void Mesh::give_up(const Failure& failure) noexcept {
   report_to_others(failure);
   if (!reason()) connect_neighbours(failure.missing);
@@ -417,7 +418,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   });
 }
 
-// Only once: peers use the first reason.
+// Report only once, because peers use the first reason.
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
   const Farewell farewell{failure.status, failure.missing, text_for_peers(failure.what(), name(rank))};

@@ -18,7 +18,7 @@ enum Slot : uint64_t {
   kRelaySlot,
 };
 
-// Another group that ends if hosts are lost, with an error that ends with `advice`. It must live as long.
+// Another group that ends if hosts are lost, with an error that ends with `advice`. It must outlive the Mesh.
 struct Companion {
   int (*give_up)(void* other, const char* why);
   void* other;
@@ -27,7 +27,7 @@ struct Companion {
 
 class Mesh : public Transport, public Connections, public Route {
  public:
-  // A whole group; and a subgroup of `ranks`, this rank among them, that shares the connections of `whole`.
+  // Create a whole group; or a subgroup of `ranks`, this rank among them, with the connections of `whole`.
   // `number` identifies the subgroup: equal on all its ranks, and unique among groups with these connections.
   Mesh(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
   Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number);
@@ -35,7 +35,7 @@ class Mesh : public Transport, public Connections, public Route {
 
   const int rank, size;
 
-  // Up to this size the ranks send their calls directly; larger groups relay them: see Relay.
+  // Maximum size of a group whose ranks send their calls directly. Larger groups relay the calls: see Relay.
   static constexpr int kDirect = 8;
   // Ranks with which this rank exchanges calls.
   std::vector<int> neighbours() const;
@@ -51,19 +51,19 @@ class Mesh : public Transport, public Connections, public Route {
   // Wait until `peer` is connected, with the deadline of this thread's operation. Throws Failure.
   void require(int peer);
   Pair& pair_with(int peer) override;
-  // Request data that `peer` sends in a later operation. If `peer` has already left, after successful
-  // operations, the later operation fails and not this call. Throws Failure if `peer` cannot be connected.
+  // Request data that `peer` sends in a later operation. If `peer` has left after successful operations, the
+  // later operation fails and not this call. Throws Failure if `peer` cannot be connected.
   void request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
-  // Announce readiness for such data, like Pair::expect.
+  // Announce that this rank is ready for the data of a later operation, like Pair::expect.
   void expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size_t bytes, bool tells);
-  // Send now what was sent with at_leisure.
+  // Send the data that `at_leisure` has held back.
   void hurry() {
     for (int peer : neighbours()) links_.pair(ranks_[peer])->hurry();
   }
   // Before the first operation: no call, also in subgroups, returns before all ranks have made it.
   void compare_at_once() { family_->engine.check_at_once(); }
   bool compares_at_once() const { return family_->engine.checks_at_once(); }
-  // The threads of its operations.
+  // The threads that run the operations of this mesh.
   const std::shared_ptr<ThreadPool>& crew() const { return family_->crew; }
   // Return the port for its messages. Destroy it before the mesh.
   std::unique_ptr<Port> port();
@@ -76,9 +76,9 @@ class Mesh : public Transport, public Connections, public Route {
     family_->watch_hosts(std::move(hosts));
   }
   void take_along(Companion companion);
-  // Return `failure` of a whole group with the ranks of this subgroup; no ranks: it is not affected.
+  // Return `failure` of a whole group with the ranks of this subgroup. No ranks: it is not affected.
   Failure for_members(const Failure& failure) const;
-  // End with `failure`, which the other ranks know already.
+  // End the group with `failure`, which the other ranks know already.
   void lose(const Failure& failure) noexcept;
 
   // In a forked child, where the threads do not exist.
@@ -130,7 +130,7 @@ class Mesh : public Transport, public Connections, public Route {
   static constexpr char kLeaving[] = "L", kClosed[] = "C", kHearsay = 'H';
   static bool is_last(const std::string& text) { return text == kClosed; }
   void receive_note(int peer, const std::string& text);
-  // Forward to the neighbours, which are connected for this; not if this rank has given its own reason.
+  // Connect to the neighbours and forward `text` to them, unless this rank has given its own reason.
   void forward(const std::string& text) noexcept;
   const std::vector<int>& members() const { return ranks_; }  // ranks of the whole group
   int index_of(int member) const;                             // -1: not a member
@@ -170,14 +170,14 @@ class Mesh : public Transport, public Connections, public Route {
   const std::vector<int> ranks_;  // ranks of the whole group
   const double connect_seconds_;
   std::atomic<bool> has_reported_{false};  // the other ranks know the reason of this rank
-  std::atomic<bool> has_farewell_{false};  // of any peer
+  std::atomic<bool> has_farewell_{false};  // a peer has sent its reason
   std::atomic<bool> has_news_{false};      // a peer has given up or closed the group
   std::atomic<bool> is_leaving_{false};
   std::atomic<int64_t> calls_{0};
   std::atomic<int> awaited_{-1};
 
   mutable std::mutex mutex_;  // guards the members below
-  std::vector<PeerState> peer_states_;  // by rank
+  std::vector<PeerState> peer_states_;  // one entry per rank
   PeerFarewell first_farewell_{};  // the first reason received, perhaps through other ranks
   std::vector<Companion> companions_;
 };

@@ -19,7 +19,7 @@ namespace tcp = gloo::transport::tcp;
 
 namespace {
 
-// Private members are named in explicit instantiations, which skip access checks and fail on other versions.
+// Explicit instantiations skip access checks, so they can name private members. Other Gloos do not compile.
 template <typename Of, typename Of::Member member>
 struct Reveal {
   friend typename Of::Member reveal(Of) { return member; }
@@ -87,7 +87,7 @@ constexpr size_t kBeyondBytes = 32 << 10;
 // Offset that marks permission for any number of sends.
 constexpr size_t kForEver = 1;
 
-// A base class, so that it is initialised first.
+// A base class, so that the memory is initialised first.
 struct Memory {
   Parcel parcel;
 };
@@ -299,7 +299,7 @@ void Pair::drop_sends(const Receiver& buffer, uint64_t group) {
   }
 }
 
-// On the sending thread or Gloo's. Ops released before they began count as done.
+// Called on the sending thread or Gloo's. An op released before it has begun counts as done.
 bool Pair::write(tcp::Op& op) {
   if (state_ == CLOSED) return false;
   const bool notifies = op.preamble.opcode == kReady;

@@ -1,9 +1,7 @@
-// A Gloo connection extended by notes, parcels and messages of several groups.
-//
-// Gloo owns the socket, its thread and the send queue. The protocol is our own: a receiver announces that it
-// is ready, then the sender sends. Gloo's protocol also announces each send, which only helps receives from
-// any rank, and searches all slots for every message. In addition, messages of a group that has ended must
-// not block other groups: see forget.
+// Gloo owns the socket, its thread and the send queue. This class has its own protocol: a receiver announces
+// that it is ready, then the sender sends. Gloo's protocol also announces each send, which only helps
+// receives from any rank, and searches all slots for every message. In addition, messages of a group that has
+// ended must not block other groups: see forget.
 #pragma once
 
 #include <gloo/transport/tcp/address.h>
@@ -28,11 +26,11 @@ using Device = gloo::transport::tcp::Device;
 using Handler = gloo::transport::tcp::Handler;
 
 std::shared_ptr<Device> create_device(const std::string& host, const std::string& interface);
-// The device's epoll descriptor. Gloo leaves it open in forked children, which would hide a rank's death.
+// The device's epoll descriptor, to be closed in forked children: Gloo's own copy there hides a rank's death.
 int descriptor_of(const Device& device);
 // Return a socket that listens at the device's address. Throws.
 int listening_socket(const Device& device);
-// Addresses in Gloo's format.
+// Return the address of `socket` in Gloo's format.
 std::vector<char> address_of(int socket);
 sockaddr_storage read_address(const char* address, size_t bytes);
 
@@ -70,20 +68,20 @@ class Pair : public gloo::transport::tcp::Pair {
   Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels);
   ~Pair() override;
 
-  // Set whether Gloo's thread reads what arrives. Initially it does.
+  // Set whether Gloo's thread reads arriving data (initially true).
   void set_served(bool served);
-  // Read what has arrived, on this thread.
+  // Read arrived data on this thread.
   void read_available();
 
-  // Send. Messages of a slot of a group keep their order. Throws if the connection is broken. `at_leisure`:
-  // send in one packet with the next message, or when TCP's timer fires after 200 ms or one round trip.
+  // Send. Messages of one slot of a group keep their order. Throws if the connection is broken. `at_leisure`:
+  // send in one packet with the next message, or when TCP's timer fires, after 200 ms or one round trip.
   void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void hurry();
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
-  // Receive in a slot whose peer sends without requests after one permission. `grants`: grant it now; all
-  // initial buffers must have been posted.
+  // Receive in a slot whose peer, after one permission, sends without requests. `grants`: give the permission
+  // now; all initial buffers must have been posted.
   void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
-  // Send `text` after all else. `is_last`: this rank leaves the group and drops its later messages.
+  // Send `text` after all earlier data. `is_last`: this rank leaves the group and drops its later messages.
   void send_note(uint64_t group, const std::string& text, bool is_last);
   // Send a parcel after everything sent before. Throws if the connection is broken.
   void post(uint64_t group, Parcel parcel);
@@ -93,12 +91,13 @@ class Pair : public gloo::transport::tcp::Pair {
   // arrives for the buffer is dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
-  // Time at which the connection ended, or kNever; and Gloo's reason.
+  // Return the time at which the connection ended, or kNever; and Gloo's text of the reason.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
   // True if the kernel has accepted everything sent, or if the connection has ended.
   bool has_written();
-  // True if the peer's kernel has acknowledged all data, or was silent for `silence`. Then close safely.
+  // True if the peer's kernel has acknowledged all data, or was silent for `silence`. Closing then loses no
+  // data that could still arrive.
   bool has_delivered(std::chrono::milliseconds silence);
 
  private:
@@ -115,7 +114,7 @@ class Pair : public gloo::transport::tcp::Pair {
     bool is_open = false;             // the peer accepts messages without requests
   };
   struct GroupState {
-    std::unordered_map<uint64_t, SlotQueues> slots;  // by slot
+    std::unordered_map<uint64_t, SlotQueues> slots;  // key: slot
     bool is_over_here = false, is_over_there = false;
   };
   using Queues = std::unordered_map<uint64_t, SlotQueues>;
@@ -142,17 +141,17 @@ class Pair : public gloo::transport::tcp::Pair {
   Parcels& parcels_;
   std::atomic<Clock::time_point> ended_at_{kNever};
   // Guarded by the pair's mutex.
-  std::unordered_map<uint64_t, GroupState> group_states_;  // by group
+  std::unordered_map<uint64_t, GroupState> group_states_;  // key: group number
   std::list<OwnedBuffer> owned_;  // outgoing data that the pair owns
   bool is_matched_ = false;  // the arriving message has been matched with a buffer
   std::string note_;
   std::optional<Parcel> parcel_;
-  std::unique_ptr<char[]> discarded_;  // for arriving data without a buffer
+  std::unique_ptr<char[]> discarded_;  // memory for arriving data that no buffer waits for
   // Bytes read beyond the current buffer, and whether the kernel has no more.
   std::unique_ptr<char[]> beyond_;
   size_t beyond_begin_ = 0, beyond_end_ = 0;
   bool is_drained_ = false;
-  bool is_at_leisure_ = false;  // of the message being written
+  bool is_at_leisure_ = false;  // whether the message being written was sent with `at_leisure`
 };
 
 // A group's access to its connections.

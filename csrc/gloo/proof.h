@@ -11,7 +11,7 @@ namespace fl {
 // HMAC-SHA-256 (RFC 2104) of `text` with `key`, of at most 64 bytes.
 std::string hmac(const std::string& key, const std::string& text);
 
-// Proofs of one rank, computed on demand: a table for many ranks would take megabytes and much start-up time.
+// Computes proofs on demand: a table of the proofs of many ranks takes megabytes and much start-up time.
 class Prover {
  public:
   Prover() = default;

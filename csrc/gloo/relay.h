@@ -6,8 +6,8 @@
 
 namespace fl {
 
-// In step k each rank sends its blocks to the rank 2^k after it, which doubles the number of blocks per rank
-// (Bruck et al., 1997): log2(n) messages instead of n-1. Blocks stay unchanged. Not thread-safe.
+// In step k each rank sends all its blocks to the rank 2^k after it, which doubles the blocks that each rank
+// has (Bruck et al., 1997): log2(n) messages instead of n-1. Blocks stay unchanged. Not thread-safe.
 class Relay {
  public:
   // Maximum total of all payloads, in bytes.
@@ -35,7 +35,7 @@ class Relay {
     }
   }
 
-  // Send `site`, `call` and `bytes` bytes at `data` to every rank, and receive theirs. Throws Failure.
+  // Send `site`, `call` and `bytes` bytes at `data` to every rank, and receive those of all. Throws Failure.
   void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
     begins_.clear();
     end_ = 0;
@@ -81,12 +81,12 @@ class Relay {
  private:
   // Two receives per step: requesting the next message before sending the last saves half a round trip.
   static constexpr size_t kTurns = 2;
-  static constexpr size_t kAlignment = 16;  // of payloads that are reduced: complex long double
+  static constexpr size_t kAlignment = 16;  // in bytes, of payloads: they may be reduced as complex long double
   struct alignas(kAlignment) Head {
-    uint64_t bytes;  // of the payload, which follows
+    uint64_t bytes;  // size of the payload, which follows this Head
     fl_signature call;
     fl_site site;
-    uint64_t arrived;  // nonzero after the fields above have arrived
+    uint64_t arrived;  // nonzero: the fields above have arrived
   };
   struct Step {
     int to, from;

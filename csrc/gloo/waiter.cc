@@ -56,7 +56,7 @@ void Watch::work() {
   }
 }
 
-// Without the mutex, because chores may end waits.
+// Run the chores without the mutex, because they may end waits.
 void Watch::do_chores(std::unique_lock<std::mutex>& lock) {
   const auto chores = std::exchange(chores_, {});
   lock.unlock();
@@ -122,8 +122,8 @@ void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {
   wait(buffer, peer, {&UnboundBuffer::waitSend, &UnboundBuffer::abortWaitSend, &Receiver::sent});
 }
 
-// A woken wait can be resumed without loss. The same applies if the end of the connection was noticed before
-// data that had arrived on it.
+// A wait that was woken can be resumed without loss. The same applies if Gloo noticed the end of the
+// connection before data that had arrived on it.
 void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const WaitFunctions& functions) {
   const auto has_ended = [&] { return (static_cast<Receiver&>(buffer).*functions.count)() > 0; };
   for (;;) {

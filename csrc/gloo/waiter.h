@@ -9,7 +9,7 @@
 
 namespace fl {
 
-// Interval at which waits are checked, and the maximum delay of their end.
+// Interval of the checks of waits: a wait that must end ends at most so much later.
 constexpr std::chrono::milliseconds kTick{100};
 
 class Connections;
@@ -101,14 +101,14 @@ class Waiter {
   // The waiter of the operation on this thread, or null.
   static Waiter* current() { return current_; }
 
-  // Check a wait for `peer` by other means; call it every tick. Throws Failure if it cannot succeed.
+  // Call it every tick of another kind of wait for `peer`. Throws Failure if that wait cannot succeed.
   void check(int peer);
 
  private:
   friend class Connections;
   friend class Watch;
   using Abort = void (gloo::transport::UnboundBuffer::*)();
-  // How to wait for a buffer's sends or receives, and how to count finished ones.
+  // Functions that wait for a buffer's sends, or receives, and count the finished ones.
   struct WaitFunctions {
     bool (gloo::transport::UnboundBuffer::*wait)(int*, std::chrono::milliseconds);
     Abort abort;

@@ -5,14 +5,14 @@ namespace {
 
 // Maximum number of bytes that may wait to be sent to a peer.
 constexpr size_t kMostWaiting = 1 << 20;
-// Records up to this size are always accepted, because no thread may be there to send them later.
+// Records up to this size are always accepted, because there may be no thread to send them later.
 constexpr size_t kSmall = 1 << 10;
 
 // Maximum number of polls. A polling thread reads the connection itself, so that neither Gloo's thread nor
 // this thread must be scheduled first.
 constexpr int kPolls = 200;
 
-// With more ranks a thread polls only the peer that it waits for.
+// Maximum number of ranks that a thread polls. With more ranks it polls only the peer that it waits for.
 constexpr int kMostPolled = 8;
 
 }  // namespace
@@ -27,7 +27,7 @@ Wire::Room GlooWire::reserve(int peer, size_t bytes) {
     try {
       links_.reach(peer);
     } catch (const std::exception&) {
-      // A later check reports it as lost.
+      // A later check reports the peer as lost.
     }
     return {};
   }
@@ -46,7 +46,7 @@ void GlooWire::send(int peer, const Room& room) {
   try {
     links_.pair(peer)->post(room.group, std::move(*state.reserved));
   } catch (const std::exception&) {
-    state.waits -= bytes;  // it has just ended; a later check reports it as lost
+    state.waits -= bytes;  // the connection has just ended; a later check reports the peer as lost
   }
   state.reserved.reset();
 }
@@ -78,7 +78,7 @@ void GlooWire::drop(int peer) {
 
 // Memory to memory -----------------------------------------------------------------------------
 
-// A route of one group over existing connections, with one buffer.
+// A transfer with one buffer, over existing connections, as a Route of one group.
 class GlooWire::Stream final : public Flow, private Route, private Receiver::Mover, private Receiver {
  public:
   Stream(GlooWire& wire, const Moves& moves)
@@ -101,7 +101,7 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
     try {
       moves_.out ? send(moves_.peer, slot, at_, bytes) : recv(moves_.peer, slot, at_, bytes);
     } catch (const std::exception&) {
-      // It has just ended; a later check reports it as lost.
+      // The connection has just ended; a later check reports the peer as lost.
     }
     at_ += bytes;
   }

@@ -33,7 +33,7 @@ class GlooWire final : public Wire, public Parcels {
   void sent(int peer, size_t bytes) override;
   void ended(int) noexcept override { wake_all(); }
 
-  // Number of polls before a sleep. Smaller after polls without success.
+  // Number of polls before a sleep. It shrinks after polls without success.
   Patience patience() const;
 
  private:
@@ -46,7 +46,7 @@ class GlooWire final : public Wire, public Parcels {
   // State of the records from and to one peer.
   struct PeerState {
     std::mutex mutex;                 // guards `parcels`; held briefly
-    std::list<StoredParcel> parcels;  // a list, because an empty one needs no memory for the many idle peers
+    std::list<StoredParcel> parcels;  // a list, because an empty list needs no memory for idle peers
     std::atomic<size_t> count{0};
     std::atomic<size_t> waits{0};  // bytes waiting to be sent
     std::optional<Parcel> reserved;
@@ -61,7 +61,7 @@ class GlooWire final : public Wire, public Parcels {
   Links& links_;
   Futex futex_;
   Persistence polling_;
-  const std::unique_ptr<PeerState[]> peer_states_;  // by peer
+  const std::unique_ptr<PeerState[]> peer_states_;  // one entry per peer
 };
 
 }  // namespace fl

@@ -40,9 +40,9 @@ class Collectives {
   // Begin the next call. Each of its waits may take `seconds`, and can be interrupted on the caller's thread.
   void begin(double seconds, InterruptCheck interrupt);
 
-  // Announce this rank's call without waiting: the first step of every verb. The verb's function does the
-  // rest; before it, progress() returns the state of the other ranks. `site` is the call site, valid during
-  // the call. If it is null, a call that needs no other rank waits for all ranks.
+  // Announce this rank's call without waiting: the first step of every verb. The verb's function must follow;
+  // until then, progress() returns the state of the other ranks. `site` is the call site, valid during the
+  // call. If `site` is null, a call that needs no other rank waits for all ranks.
   void call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead = false);
   // True if all data for the other ranks fits into the call and the call can be announced at once.
   bool can_begin(const fl_signature& signature);
@@ -59,9 +59,9 @@ class Collectives {
   void scan(const fl_signature& signature, void* data);
   void reduce_scatter(const fl_signature& signature, const void* data, void* output);
   void reduce_scatter_uneven(const fl_signature& signature, const fl_sections& sections, void* output);
-  // If this rank does not know the size, `data` is null and the data is returned.
+  // If this rank does not know the size, `data` is null and the received data is returned.
   Bytes broadcast(const fl_signature& signature, void* data);
-  // If `room` is null or has the wrong size, the data is returned.
+  // If `room` is null or has the wrong size, the received data is returned.
   Bytes all_gather(const fl_signature& signature, const void* data, const fl_room* room);
   Bytes gather(const fl_signature& signature, const void* data, const fl_room* room);
   // If `output` is null, the part is returned.
@@ -78,7 +78,7 @@ class Collectives {
   // Return the last call of every rank with its age.
   CallReport last_calls() const;
 
-  // True if `rank` has made a call that this rank has not made; `call` receives it.
+  // True if `rank` has made a call that this rank has not made yet; `call` receives it.
   bool is_ahead(int rank, fl_signature& call) const;
 
   // Compare calls that this rank made ahead of other ranks; return true if some ranks have not made all of
@@ -189,7 +189,7 @@ class Collectives {
   Segment& segment_;
   Peers& peers_;
   Remote& remote_;
-  Watch watch_;  // of the running call
+  Watch watch_;  // waits of the running call
   const int rank_, size_;
   uint32_t calls_ = 0;     // number of calls that this rank has announced
   uint32_t compared_ = 0;  // number of the last compared call
@@ -199,7 +199,7 @@ class Collectives {
   const void* waiting_data_ = nullptr;
   const fl_site* waiting_site_ = nullptr;
   std::array<Payload, kPayloads> payloads_{};
-  uint32_t payload_ = 0;  // a free one
+  uint32_t payload_ = 0;  // index of a free payload
   Mismatches mismatches_{rank_, kMostAhead};
   std::optional<Mismatches::Call> news_;  // earlier mismatch that the running call raises
   bool compares_at_once_ = false;
@@ -208,7 +208,7 @@ class Collectives {
   std::vector<Region> regions_;  // elements keep their index; a dropped region stays, empty
   std::vector<const void*> from_;
   Choice choice_;
-  Choice::Trial trial_;  // of the running call
+  Choice::Trial trial_;  // copy path of the running call
   std::vector<char> scratch_;
 };
 

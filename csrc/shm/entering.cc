@@ -40,11 +40,11 @@ uint64_t hash_of_shape(const fl_signature& s) {
   return hash;
 }
 
-// Like same_call, from the first lines only.
+// Like same_call, but compare only the first lines of the calls.
 bool alike(const Call& a, const Call& b, bool free) {
   constexpr uint32_t kMayDiffer = kRunsAhead | kIsLarge | kCanRead;
   if (((a.kind | b.kind) & kAny) != 0) {
-    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // and part_of
+    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // bits of verb and part_of
     return ((a.kind ^ b.kind) & kVerb) == 0 && a.root == b.root;
   }
   return (a.kind | kMayDiffer) == (b.kind | kMayDiffer) && a.root == b.root && a.scale == b.scale &&
@@ -68,7 +68,7 @@ void Collectives::call(const fl_signature& signature, const void* data, const fl
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
-  // A rank that needs no other rank is gone when a mismatch is detected, so it must publish its site now.
+  // A rank that needs no other rank returns before a mismatch is detected, so it must publish its site now.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
   if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
   is_shown_ = find_room(outgoing.inline_bytes);
@@ -151,10 +151,10 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // A call right after another is compared later, because other ranks wait for its announcement.
+    // Directly after another call, compare later, because other ranks wait for this announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
-    // The payload of a call that raises would become a result on other ranks.
+    // The payload of a call that raises would become a result on other ranks, so withdraw the call.
     if (news_ && !is_compared(signature)) return write_call(withdrawn(signature, compared_), {nullptr, 0}, site, now);
   }
   write_call(signature, outgoing, site, now);
@@ -339,7 +339,7 @@ bool Collectives::compare_call(uint32_t number) {
   compared_ = number;
   if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
     mismatches_.forget_old(number);
-    if (mismatches_.empty()) pass_rows(number);  // else the needing ranks raised and no data moved
+    if (mismatches_.empty()) pass_rows(number);  // otherwise the ranks that need data raised, and no data moved
   }
   if (same && mismatches_.empty()) return true;
   // The sites are requested when the mismatch is raised.
@@ -353,7 +353,7 @@ bool Collectives::compare_call(uint32_t number) {
   return same;
 }
 
-// Full comparison with the same result on every rank, also if the own call has FL_ANY.
+// Compare the full calls. Every rank gets the same result, also a rank whose own call has FL_ANY.
 bool Collectives::all_call_the_same(uint32_t number) const {
   return are_one_call(calls(number).data(), size_);
 }
@@ -368,8 +368,8 @@ std::vector<fl_signature> Collectives::calls(uint32_t number) const {
 
 // Mismatches ----------------------------------------------------------------------------------
 
-// Raise the mismatch of this call, which other ranks may not have made yet; or the earlier one for which
-// another rank has withdrawn its call. This rank can compare everything that the other rank has compared.
+// Raise the mismatch of this call, which other ranks may not have made yet. If another rank has withdrawn its
+// call, raise the earlier mismatch. This rank can compare all calls that the other rank has compared.
 void Collectives::raise_now() {
   if (withdrawn_after(calls().data(), needed_)) {
     compare_earlier(calls_);
@@ -377,7 +377,7 @@ void Collectives::raise_now() {
   }
   try {
     wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
-  } catch (const Failure&) {  // their calls stay unknown
+  } catch (const Failure&) {  // the calls of late ranks stay unknown
   }
   throw Mismatch();
 }
@@ -400,7 +400,7 @@ CallReport Collectives::report_of(uint32_t number) {
   return report;
 }
 
-// The site of a rank stays unknown if it has died or was stopped, or if it detects no mismatch and continues.
+// The site of a rank that has died, was stopped, or detects no mismatch and continues stays unknown.
 bool Collectives::has_site(int rank, uint32_t number) {
   Counter& site_known = description_of(rank, number).site_known;
   if (number == 0) return false;  // the counter has wrapped: 0 is also the initial value

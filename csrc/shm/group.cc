@@ -31,7 +31,7 @@ ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, co
 
 ShmGroup::~ShmGroup() { close(); }
 
-// A rank that leaves inside a collective has not done its part, and reports that.
+// A rank that leaves inside a collective has not done its part, and reports so.
 void ShmGroup::close() {
   if (closed_.exchange(true, std::memory_order_relaxed)) return;
   Result begun;

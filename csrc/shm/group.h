@@ -32,10 +32,10 @@ class ShmGroup : private Helper, private Family::Ticking {
 
   // A missing call site is requested with on_mismatch() if needed.
   Handle run(const Request& call);
-  // A comparison-only call with is_ahead ends at once; look_back() compares it.
+  // A comparison-only call with `is_ahead` ends at once; look_back() compares it later.
   Handle start(const Request& call);
-  // Compare such calls as far as other ranks have made them. `is_behind`: some are missing. Null: the calls
-  // agree, and no rank is more than `seconds` late.
+  // Compare calls with `is_ahead` as far as other ranks have made them. `is_behind`: some ranks have not made
+  // all. Null: the calls agree, and no rank is more than `seconds` late.
   Result look_back(double seconds, bool& is_behind);
 
   // Run several messages; see Port.
@@ -109,7 +109,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   const int rank_, size_;
   const std::shared_ptr<Family> family_;
   const uint32_t number_;
-  // Only in a subgroup; else the family's are used. Declared before peers_, which publish this rank.
+  // Only in a subgroup; other groups use the family's. Declared before peers_, which publish this rank.
   Segment own_segment_;
   const std::unique_ptr<Remote> own_remote_;
   Segment& segment_;
@@ -137,7 +137,7 @@ auto ShmGroup::reporting(const fl_site* site, Body body) {
     return body();
   } catch (const Mismatch& mismatch) {
     collectives_.publish_site(site_of(site));
-    if (!mismatch.report.calls.empty()) throw;  // of an earlier call
+    if (!mismatch.report.calls.empty()) throw;  // a mismatch of an earlier call
     throw Mismatch(collectives_.current_report());
   } catch (Failure& failure) {
     if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.report = collectives_.last_calls();

@@ -11,7 +11,7 @@ inline Failure interrupted() { return {FL_CLOSED, {}, kInterrupted}; }
 // Sleep duration between checks for farewells, deaths, signals and the deadline.
 constexpr long kSliceMilliseconds = 20;
 
-// The ranks that an operation needs: `only`, or with -1 all ranks that have not done their part of `call`.
+// Ranks that an operation needs: `only`; if `only` is -1, all ranks that have not done their part of `call`.
 struct Concern {
   int only = -1;
   uint32_t call = 0;
@@ -61,8 +61,8 @@ class Peers : public Transport {
   std::vector<int> not_called(const Concern& concern) const;
 
   // Polling time of a wait. It shrinks after waits without success, for example for a rank on another host or
-  // one that needs this processor. Every kTryEvery-th wait uses the full time: otherwise two ranks whose
-  // wake-ups take longer than the reduced time would stay there.
+  // a rank that needs this processor. Every kTryEvery-th wait uses the full time: otherwise two ranks whose
+  // wake-ups take longer than the reduced time would keep it.
   Patience patience() const override {
     const bool tries = waits_.load(std::memory_order_relaxed) % kTryEvery == 0;
     return {patience_.spins >> (tries ? 0 : vain_.load(std::memory_order_relaxed)), patience_.yields};
@@ -102,7 +102,7 @@ class Peers : public Transport {
   std::atomic<bool> stopped_{false};                 // carries no other data; a late reader checks again
   std::atomic<bool> has_farewell_{false};            // the farewell is written or being written
   std::mutex mutex_;                                 // guards the members below
-  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null: not requested yet
+  std::vector<std::shared_ptr<Process>> processes_;  // process of each rank; null: not looked up yet
 };
 
 // The waits of one operation, on one thread.
@@ -125,8 +125,8 @@ class Watch {
     if (!counter.reached(target)) wait_long(counter, target, peer);
   }
 
-  // Like wait(), and handle requests with `serve`, which returns true if there was one. The first request may
-  // wait for a slice; later ones do not.
+  // Like wait(), and handle other ranks' requests with `serve`, which returns true if there was a request.
+  // The first request may wait for a slice; later requests do not.
   template <typename Serve>
   void wait_and(Counter& counter, uint32_t target, int peer, Serve serve) {
     long slice = kSliceMilliseconds;
@@ -141,8 +141,8 @@ class Watch {
     }
   }
 
-  // For waits by other means: the reason to end a wait that began at `since`. Check for the result before
-  // loss(), because a result takes precedence.
+  // For other kinds of waits: return the reason to end a wait. Check for the result before loss(), because a
+  // result takes precedence.
   std::optional<Failure> loss() { return peers_->loss(concern_); }
   void check(Clock::time_point since, int peer);
 

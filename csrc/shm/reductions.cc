@@ -107,7 +107,7 @@ void Collectives::reduce_in_place(const fl_signature& signature, void*) {
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
 
-// Few ranks: with `shows` a rank shows its array; with `combines` it combines those of the first `terms`.
+// For few ranks: this rank shows its array if `shows`, and combines the first `terms` arrays if `combines`.
 void Collectives::combine_shown(const fl_signature& signature, char* data, size_t chunk_bytes, int terms, bool shows,
                                bool combines) {
   const Chunks chunks(signature, chunk_bytes);
@@ -152,8 +152,8 @@ void Collectives::reduce_read(const fl_signature& signature, size_t begin, const
   }
 }
 
-// More ranks: every rank reduces one part of each chunk and shows the result. `collector`: rank that collects
-// the results, or -1 for all ranks. Only one rank accesses a part, so the result can replace the input.
+// For more ranks: every rank reduces one part of each chunk and shows the result. `collector`: rank that
+// collects the results; -1: all ranks. Only one rank accesses a part, so the result can replace the input.
 void Collectives::reduce_in_parts(const fl_signature& signature, char* data, int collector) {
   const Chunks chunks(signature, segment_.chunk_bytes());
   const size_t item = chunks.itemsize;

@@ -25,8 +25,8 @@ void Collectives::scan(const fl_signature& signature, void* data) {
   choice_.end(trial_);
 }
 
-// More ranks: every rank reduces one part of each chunk for all ranks, from the last rank down. Each result
-// replaces that rank's own part, which lower ranks do not need. Rank r collects the result of its last term.
+// For more ranks: every rank reduces one part of each chunk for all ranks, from the last rank down. The
+// result replaces its last term, which lower ranks do not need. Rank r collects the result in its last term.
 void Collectives::scan_in_parts(const fl_signature& signature, char* data, int terms) {
   const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const uint32_t base = chunks_;

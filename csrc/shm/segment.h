@@ -26,7 +26,7 @@ class Mapping {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
-  // Close the file, which stays open until then to hold locks.
+  // Close the file. It stays open until then, because it holds locks.
   void close_file();
 
   // Lock byte `number` of the file until it is closed, also by the end of the process; false if impossible.
@@ -49,8 +49,8 @@ constexpr uint32_t kSlots = sized(4, 3);
 constexpr uint32_t kCalls = sized(16, 5);    // calls of a rank that other ranks can read
 constexpr uint32_t kPayloads = sized(4, 2);  // payloads of a rank that other ranks can read
 
-// Number of calls by which a rank may be ahead of another. Each can still read the other's calls while it
-// makes one: see Collectives::find_room.
+// Number of calls by which a rank may be ahead of another rank. Each rank can then still read the other's
+// calls while it makes a call: see Collectives::find_room.
 constexpr uint32_t kMostAhead = (kCalls - 1) / 2;
 
 // The announcement of a rank's call. A tiny call is in the first line of a pair of lines: one line moves
@@ -67,7 +67,7 @@ struct alignas(2 * kLine) Call {
     char tiny[kTinyBytes];
     uint32_t payload;  // index of the payload with the data, up to kInlineBytes
     struct {
-      uint64_t address;  // of the data in this rank's process
+      uint64_t address;  // address of the data in this rank's process
       Costs costs;
     } large;  // more than kInlineBytes
   };
@@ -92,17 +92,17 @@ struct alignas(kLine) Farewell {
   char message[4000];
 };
 
-// A request for a part of another rank's array that this rank cannot read: see Collectives::ask_for.
+// A request for a part of another rank's array that this rank cannot read: see Collectives::request_read.
 struct alignas(kLine) ReadRequest {
   Counter requested;      // number of requests by this rank
   Counter served;         // number of served requests, raised by the owner
   int32_t owner;          // rank that is asked
-  uint64_t begin, bytes;  // of the data that the owner sends in this call
+  uint64_t begin, bytes;  // range of the data that the owner sends in this call
 };
 
 // Memory that one rank writes and others read. Counters are never reset.
 struct alignas(kLine) RankBlock {
-  Call calls[kCalls];  // by number
+  Call calls[kCalls];  // index: call number modulo kCalls
   Description descriptions[kCalls];
   alignas(4096) char payloads[kPayloads][kInlineBytes];
   alignas(kLine) Counter filled;   // chunks that this rank has put into its slots
@@ -114,7 +114,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Futex futex;               // for threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not ready
   std::atomic<uint64_t> pid_namespace;
-  std::atomic<int32_t> holds_lock;  // it holds the lock of its byte of the file while it lives
+  std::atomic<int32_t> holds_lock;  // the rank holds the lock of its byte of the file while it lives
   uint64_t token, token_at;         // a value and its address in the process: see remote.h
 };
 

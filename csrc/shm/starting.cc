@@ -10,7 +10,7 @@
 namespace fl {
 namespace {
 
-// Polls of the other ranks' calls: by the next call, and by a waiting thread.
+// Patience for the other ranks' calls: of the next call, and of a waiting thread.
 constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
 constexpr int kSpins = sized(1000, 1);
 
@@ -62,7 +62,7 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
         return reporting(&site, [&] { return complete(call.signature, call.data, call.output, report); });
       });
       if (result == nullptr && call.is_ahead) return true;
-      // Return a handle nevertheless, so that the caller can wait for what it started.
+      // Null means success. Return a handle nevertheless, because the caller can wait for the operation.
       if (result == nullptr) result = ended_with(FL_OK);
       result->ended = Clock::now();
       return true;
@@ -130,7 +130,7 @@ bool ShmGroup::has_caught_up() {
   return queued_.load(std::memory_order_relaxed) == 0;
 }
 
-// The owner of `starting_` holds it only briefly.
+// The thread that owns `starting_` holds it only briefly.
 void ShmGroup::help(const Operation& operation, bool waits) {
   if (!starting_.try_take()) return;
   const Turn::Guard guard(starting_);

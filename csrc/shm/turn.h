@@ -13,9 +13,9 @@ namespace fl {
 // must not wait for that collective.
 class Turn {
  public:
-  // Return false if any thread holds it, including this one.
+  // Return false if any thread holds the turn, including this one.
   bool try_take() {
-    // The failure needs the single order described below and may not be stronger than the success.
+    // Both memory orders are seq_cst: a failure needs the single order below, and allows no weaker success.
     std::thread::id no_thread;
     return owner_.compare_exchange_strong(no_thread, std::this_thread::get_id());
   }
@@ -52,7 +52,7 @@ class Turn {
   bool is_owner() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
  private:
-  // Single order of both (seq_cst): a waiter sees the turn free, or release() sees the waiter.
+  // Single order (seq_cst) of both members: a waiter sees the turn free, or release() sees the waiter.
   std::atomic<std::thread::id> owner_{};
   std::atomic<int> waiting_{0};
   std::mutex mutex_;  // held so that no thread falls asleep between both accesses

@@ -118,7 +118,7 @@ def in_backward() -> bool:
 @functools.cache
 def extension() -> Any | None:
     """Return the module of csrc/nn, or None if it was not built."""
-    module = _native.optional("nn", "layers compute with NumPy alone, some times slower")
+    module = _native.optional("nn", "layers compute with NumPy alone, several times slower")
     if module is not None and (blas := libraries.blas("sgemm", "dgemm")):
         module.use_blas(*blas)
     return module

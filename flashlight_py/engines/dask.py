@@ -15,8 +15,7 @@ from flashlight_py.launch.calls import SpawnCall
 
 T = TypeVar("T")
 
-# Seconds to wait until the processes of ended ranks have exited.
-_END_SECONDS = 2 * ENDING_SECONDS
+_END_SECONDS = 2 * ENDING_SECONDS  # seconds to wait until the processes of ended ranks exit
 
 
 def run(
@@ -30,8 +29,8 @@ def run(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on workers of a Dask cluster, like :func:`flashlight_py.spawn`.
 
-    Each rank is a task on a separate worker process; all ranks run at the same time. Their output
-    appears in the log of the worker. The call blocks until every rank has returned.
+    Each rank is a task on a separate worker process; all ranks run at the same time. The output of
+    a rank appears in the log of its worker. The call blocks until every rank has returned.
 
     Args:
         client: A ``distributed.Client`` that is not asynchronous.
@@ -40,10 +39,13 @@ def run(
         nprocs: Number of ranks. Default: one rank per worker.
 
     Raises:
-        TypeError, ValueError: If ``spawn`` raises them, or there are too few worker processes.
-        RankFailedError: If a rank raises or its worker dies. Communication of other ranks raises
-            PeerLostError and Python code SystemExit; after 5 seconds the workers are killed.
-        TimeoutError: If ``timeout`` passes, or a lost worker is not replaced. All ranks have ended.
+        TypeError, ValueError: As in ``spawn``. ValueError also if there are too few worker
+            processes.
+        RankFailedError: If a rank raises or its worker dies. On the other ranks, communication
+            raises PeerLostError and other Python code SystemExit. Workers whose ranks still run
+            after 5 seconds are killed.
+        TimeoutError: If ``timeout`` passes, or no new worker replaces a lost one. All ranks have
+            ended.
     """
     size = len(client.nthreads()) if nprocs is None else nprocs
 
@@ -70,7 +72,7 @@ def _workers(client: Any, call: SpawnCall, restarts: int) -> list[str]:
 def _run_on_workers(
     client: Any, call: SpawnCall, function: Callable[..., T], *args: Any, **kw: Any
 ) -> Any:
-    """Return the results of ``function`` on workers; TimeoutError if one does not answer."""
+    """Return the results of ``function`` on workers; TimeoutError if a worker does not answer."""
     try:
         return client.run(function, *args, callback_timeout=engine.seconds_until(call.ends), **kw)
     except asyncio.TimeoutError:
@@ -111,9 +113,9 @@ class DaskRanks:
         return outcomes
 
     def end(self) -> None:
-        """End the running ranks, and ranks that start later."""
+        """End the running ranks. Ranks of this attempt that start later end immediately."""
         done = {rank for rank, task in self._tasks.items() if task.done()}
-        living, runs = self._client.nthreads(), dict[str, bool]()  # calls to the dead take 30 s
+        living, runs = self._client.nthreads(), dict[str, bool]()  # a dead worker costs 30 s
         workers = {r: w for r, w in enumerate(self._workers) if r not in done and w in living}
         options = {"callback_timeout": _END_SECONDS, "workers": [*workers.values()]}
         with suppress(asyncio.TimeoutError):  # a worker is suspended

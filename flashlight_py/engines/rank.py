@@ -1,4 +1,4 @@
-"""A rank inside an engine's process, which keeps running after the rank has ended."""
+"""A rank in a process of an engine. The process continues after the rank has ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BACKLOG = 1024
 
 
 class RendezvousAddress(NamedTuple):
-    """Port of rank 0, and the addresses of its host; the engine uses the first address."""
+    """Port of rank 0 and the addresses of its host, first the address that the engine uses."""
 
     addresses: Sequence[str]
     port: int
@@ -79,7 +79,7 @@ class Start:
 
     @contextmanager
     def _environment(self, rank: int, rendezvous: RendezvousAddress) -> Iterator[None]:
-        """Set the variables of a rank; on exit, restore the environment and close its listener."""
+        """Set the variables of a rank; restore the environment and close the listener on exit."""
         listener = _listeners.pop(self.key, None) if rank == 0 else None
         environ = dict(os.environ)
         addresses, port = rendezvous
@@ -107,10 +107,11 @@ _listeners: dict[str, socket.socket] = {}
 
 
 def listen_for_ranks(key: str, host: str, hosts: Collection[str] = ()) -> RendezvousAddress:
-    """Open a listener at a free port for the rank 0 that runs in this process under ``key``.
+    """Open a listener at a free port for rank 0 of the attempt ``key``, which runs in this process.
 
-    ``host`` and ``hosts`` are the engine's names of this host and of all hosts. Unless all are the
-    loopback, the socket listens on all addresses, as ``host`` may resolve to 127.0.1.1 here.
+    ``host`` is the engine's name of this host, and ``hosts`` are its names of all hosts. If all are
+    the same loopback name, the socket listens only there. Otherwise it listens on all addresses,
+    because ``host`` may resolve to 127.0.1.1 here.
     """
     if is_local(host) and {*hosts} <= {host}:
         listener, addresses = socket.create_server((host, 0), family=family_of(host)), [host]
@@ -143,10 +144,10 @@ _ended_attempts: set[str] = set()  # keys of ended attempts; one of their ranks 
 
 
 def end_rank(key: str) -> bool:
-    """End the rank of attempt ``key`` in this process by SystemExit in its thread.
+    """End the rank of the attempt ``key`` in this process: raise SystemExit in its thread.
 
-    If the rank has not ended after ENDING_SECONDS, the process is killed. Returns False if no such
-    rank runs; a rank of ``key`` that starts later ends immediately.
+    If the rank has not ended after ENDING_SECONDS, the process is killed. Returns whether the rank
+    was running. A rank of ``key`` that starts later ends immediately.
     """
     import flashlight_py as fl
 
@@ -180,13 +181,13 @@ def _registered_rank(key: str) -> Iterator[None]:
     finally:
         with _lock:
             _raise_in(this_rank.thread, None)  # cancel a pending SystemExit
-            _rank = _interruptible_thread = None  # both: SystemExit may interrupt the reset
+            _rank = _interruptible_thread = None  # both: SystemExit may interrupt the other reset
             this_rank.has_ended.set()
 
 
 @contextmanager
 def _interruptible(key: str) -> Iterator[None]:
-    """Allow SystemExit anywhere in the block. Leaving the world must happen outside of it."""
+    """Allow ``end_rank`` to raise SystemExit in the block. Leave the world outside of the block."""
     global _interruptible_thread  # noqa: PLW0603
     with _lock:
         _raise_if_ended(key)
@@ -205,6 +206,6 @@ def _raise_if_ended(key: str) -> None:
 
 
 def _raise_in(thread: int, exception_type: type[BaseException] | None) -> None:
-    """Raise ``exception_type`` in ``thread`` when it next executes Python; None cancels that."""
+    """Raise ``exception_type`` in ``thread`` when it next executes Python; None cancels it."""
     exception = None if exception_type is None else ctypes.py_object(exception_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

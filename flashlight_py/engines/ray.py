@@ -29,8 +29,8 @@ def run(
 ) -> list[T]:
     """Run ``fn(rank, *args)`` in actors of Ray, like :func:`flashlight_py.spawn`.
 
-    Each rank is an actor in a separate process; all are in one placement group. If Ray is not
-    initialised, the call joins the cluster at RAY_ADDRESS, or starts one on this machine.
+    Each rank is an actor in a separate process; all actors are in one placement group. If Ray is
+    not initialised, the call joins the cluster at RAY_ADDRESS, or starts one on this machine.
 
     Args:
         fn, args, params, timeout, max_restarts: As in ``spawn``. cloudpickle sends objects that an
@@ -40,7 +40,7 @@ def run(
         strategy: Strategy of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
 
     Raises:
-        TypeError, ValueError: If ``spawn`` raises them, or the cluster is too small.
+        TypeError, ValueError: As in ``spawn``. ValueError also if the cluster is too small.
         RankFailedError: If a rank raises or its actor dies. The other ranks are killed.
         TimeoutError: If ``timeout`` passes, even before all actors have started, or the resources
             are not free within 60 seconds. All ranks are killed.
@@ -92,7 +92,7 @@ class RayRanks:
             self._tasks[actor.call.remote(self._start.serve, rank, rendezvous)] = rank
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait for a rank of ``ranks`` to end, or for ``until``; return all outcomes."""
+        """Wait until a rank of ``ranks`` ends or ``until``; return outcomes of ended ranks."""
         tasks = [task for task, rank in self._tasks.items() if rank in ranks]
         self._ray.wait(tasks, num_returns=1, timeout=engine.seconds_until(until))
         ended, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=0)
@@ -115,7 +115,7 @@ class RayRanks:
 
 @contextmanager
 def ray_cluster(ray: Any) -> Iterator[None]:
-    """Join a cluster, or start one on this machine's loopback, unless Ray is initialised."""
+    """Unless Ray is initialised, join the cluster at RAY_ADDRESS or start one on the loopback."""
     if ray.is_initialized():
         yield
         return
@@ -194,7 +194,7 @@ def _format_resources(resources: Resources) -> str:
 
 
 def listen_on_node(key: str) -> RendezvousAddress:
-    """Listen for ranks in this actor, at Ray's address of its node."""
+    """Open the listener for ranks in this process, at the address that Ray reports for its node."""
     import ray
 
     return listen_for_ranks(key, ray.util.get_node_ip_address())
@@ -207,8 +207,9 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
     """Return the ``backend_config`` of a Ray Train (v2) trainer whose workers form a world.
 
     Worker ``i`` is rank ``i``. The world is initialised before each call of the training function,
-    also after a failure when Ray has started new workers. The workers leave it after the call. If
-    the function of one worker raises, communication on the other workers raises PeerLostError.
+    also when Ray has started new workers after a failure. The workers leave the world after the
+    call. If the function of one worker raises, communication on the other workers raises
+    PeerLostError.
 
     Args:
         params: Parameters of :func:`flashlight_py.distributed_init`, without FILE_PATH.
@@ -268,7 +269,7 @@ class _TrainerWorld:
         ray.get(joins)
 
     def on_shutdown(self, workers: Any, _: _TrainerConfig) -> None:
-        """Make the workers leave the world. Ray kills the processes of workers that cannot."""
+        """Make the workers leave the world within 5 seconds. Ray kills the others."""
         import ray
 
         tasks = workers.execute_async(_leave)

@@ -1,4 +1,4 @@
-"""Common code of ``run`` on Ray, Dask and Spark, for the calling program; see also ``rank``."""
+"""Code of ``run`` in the calling program, common to Ray, Dask and Spark. For ranks see ``rank``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def run(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``nprocs`` ranks, like ``spawn``.
 
-    ``attempt`` starts all ranks and returns their pickled results in rank order, or ends them.
+    ``attempt`` starts all ranks and returns their pickled results in rank order. If it raises, all
+    ranks have ended.
     """
     call = SpawnCall.checked(name, fn, args, nprocs, params, timeout, max_restarts)
     content, subject = (fn, tuple(args), dict(params or {})), "the function or its arguments"
@@ -57,7 +58,7 @@ class EngineRanks(Protocol):
 
 
 def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
-    """Start ``ranks``, return all results in rank order, and end every rank.
+    """Start ``ranks``, wait for them, end them, and return their results in rank order.
 
     Raises RankFailedError for the first cause, or TimeoutError.
     """
@@ -89,7 +90,7 @@ def wait_for_slots(
 
     Raises:
         ValueError: If there are too few slots and ``seconds`` is 0.
-        TimeoutError: If there are too few after ``seconds`` or the timeout of ``call``.
+        TimeoutError: If there are too few slots after ``seconds`` or the timeout of ``call``.
     """
     began = time.monotonic()
     while (available := count()) < call.size:
@@ -104,7 +105,7 @@ def wait_for_slots(
 
 
 def lost_rank(reason: object) -> Failure:
-    """Return the failure of a rank that could not report it."""
+    """Return the failure of a rank that ended without a report; ``reason`` is from the engine."""
     text = str(reason)
     line = next((line for line in text.splitlines() if line.strip()), type(reason).__name__)
     return Failure(f"was lost: {line}", time.monotonic())

@@ -48,11 +48,13 @@ def run(
         nprocs: Number of ranks. Default: the default parallelism of the application.
 
     Raises:
-        TypeError, ValueError: If ``spawn`` raises them, or a local application has too few slots.
+        TypeError, ValueError: As in ``spawn``. ValueError also if a local application lacks slots.
         RuntimeError: If no SparkContext is active.
-        RankFailedError: If a rank raises, or its worker or executor dies. Spark ends the others.
-        TimeoutError: If ``timeout`` passes; all ranks have ended. Also if the executors lack slots
-            for ``spark.scheduler.maxRegisteredResourcesWaitingTime`` (30 seconds).
+        RankFailedError: If a rank raises, or its worker or executor dies. Spark ends the other
+            ranks.
+        TimeoutError: If ``timeout`` passes, or the executors still lack slots after
+            ``spark.scheduler.maxRegisteredResourcesWaitingTime`` (30 seconds). All ranks have
+            ended.
     """
     from pyspark import SparkContext
 
@@ -68,7 +70,7 @@ def run(
 def _attempt(context: Any, start: Start, call: SpawnCall) -> list[bytes]:
     from pyspark import InheritableThread
 
-    # Executors may still be starting. Spark would wait for 10 minutes.
+    # Executors may still be starting. Spark itself would wait for slots for 10 minutes.
     scala = context._jsc.sc()
     profile = scala.resourceProfileManager().defaultResourceProfile()
     seconds = scala.conf().getTimeAsSeconds(*_EXECUTORS_SECONDS)
@@ -134,7 +136,7 @@ def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
     outcome = start.serve(rank, RendezvousAddress(*json.loads(task.allGather(address)[0])))
     if not isinstance(outcome, Failure):
         return iter([(rank, outcome)])
-    if outcome.follows:  # Spark reports the task that fails first, and then ends this task
+    if outcome.follows:  # Spark reports the first task to fail, so let the cause fail first
         threading.Event().wait(CAUSE_SECONDS)
     report = base64.b64encode(pickle.dumps(outcome)).decode()
     raise RuntimeError(f"{outcome.description}; flashlight rank {rank} failed: {report}!")

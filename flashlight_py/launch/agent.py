@@ -59,7 +59,7 @@ class Agent:
     def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
         """Report the addresses of this host, the best one first, and free ports.
 
-        The first port is MASTER_PORT. With ``needs_port``, our rank 0 listens on the second port.
+        The first port is MASTER_PORT. With ``needs_port``, rank 0 listens on the second port.
         """
         if not has_rank_0:
             self.report("ready", attempt, [], [])
@@ -141,7 +141,7 @@ class Agent:
             return
         self._loop.unwatch(readable)
         if self._listener is not None:
-            self._listener.close()  # rank 0 has inherited it; it must close when rank 0 ends
+            self._listener.close()  # rank 0 has inherited it, and the port must close with rank 0
 
     def _start(self, slot: Slot, task: Mapping[str, Any]) -> None:
         assert self._ranks is not None

@@ -21,10 +21,9 @@ _log = logging.getLogger("flashlight_py")
 
 
 class SpawnCall(NamedTuple):
-    """Checked arguments of a call: its name in errors, the number of ranks and the deadline.
+    """Checked arguments of a call: its name in errors, number of ranks, deadline and restarts.
 
-    ``ends`` is a ``time.monotonic`` time for all attempts together. There are at most ``1 +
-    max_restarts`` attempts.
+    ``ends`` is a ``time.monotonic`` time for all attempts together, at most ``1 + max_restarts``.
     """
 
     name: str
@@ -69,9 +68,9 @@ class SpawnCall(NamedTuple):
         return cls(name, size, ends, int(max_restarts))
 
     def attempted(self, attempt: Callable[[int], T]) -> T:
-        """Return the result of ``attempt``, called with the number of restarts so far.
+        """Call ``attempt(restarts)``, again after a RankFailedError, and return its result.
 
-        RankFailedErrors are logged as warnings, except in the last attempt.
+        A RankFailedError is logged as a warning; that of the last attempt is raised.
         """
         restarts = 0
         while True:
@@ -98,7 +97,7 @@ class SpawnCall(NamedTuple):
         )
 
     def results(self, pickled: Sequence[bytes]) -> list[Any]:
-        """Return the unpickled results of all ranks, given in rank order."""
+        """Return the unpickled results of all ranks; ``pickled`` is in rank order."""
         results = []
         try:
             for content in pickled:

@@ -1,11 +1,13 @@
-"""Messages between the launcher and its agents, one line of JSON each, and their descriptors.
+"""Messages between the launcher and its agents, one line of JSON each, with readers and writers.
 
 Launcher to agent: ``prepare`` for ranks, the ``task`` of the ranks, ``start`` ranks, send them a
 ``signal``, ``input`` of rank 0, ``collect`` flight records, ``finish`` the attempt, ``leave``. An
 agent also leaves if the connection ends, so a killed launcher leaves no ranks behind.
+
 Agent to launcher: the agent is ``here``, it is ``ready``, it ``cannot_run`` the program, ``output``
 of a rank, a rank has ``exited``, rank 0 accepts ``more`` input, a flight ``record``, a record is
-``left_out``, the attempt is ``finished`` except for some processes.
+``left_out``, the attempt is ``finished`` (with the pids of processes that SIGKILL did not end).
+
 Both directions: a ``pulse``, which shows that the sender is alive.
 
 An agent blocks until the launcher has read its message; meanwhile the ranks block when they print.
@@ -22,7 +24,7 @@ from flashlight_py import system
 from flashlight_py.launch.loop import BEAT_SECONDS, Poll
 
 _CHUNK = 1 << 16
-_WITH_BYTES = ("output", "input", "record")  # their last value is bytes, sent as Latin-1 text
+_WITH_BYTES = ("output", "input", "record")  # last value: bytes, sent as Latin-1 text
 _PULSE = b'["pulse"]\n'
 
 
@@ -68,10 +70,8 @@ def write_whole(descriptor: int, data: bytes, on_wait: Callable[[], object] = la
     """Write all of ``data``; blocks even if the descriptor is non-blocking.
 
     A rank that shares our terminal may have made it non-blocking. While nothing can be written,
-    ``on_wait`` is called every ``BEAT_SECONDS``.
-
-    Raises:
-        OSError: If the system call fails. It is ``BrokenPipeError`` if the other end is closed.
+    ``on_wait`` is called every ``BEAT_SECONDS``. Raises OSError, and BrokenPipeError if the other
+    end is closed.
     """
     while data:
         try:
@@ -105,7 +105,7 @@ class Outgoing:
             self._write()
 
     def put_if_idle(self, data: bytes) -> None:
-        """Write ``data`` unless other bytes are unsent. A signal handler may call it."""
+        """Write ``data`` unless other bytes are unsent. Signal handlers may call this method."""
         if not self._is_busy:
             self.put(data)
 
@@ -137,7 +137,7 @@ class Outgoing:
 class Supply:
     """A reader of chunks: each call of ``ask`` passes one chunk of input to ``deliver``.
 
-    The receiver asks when it can accept more. An empty chunk marks the end of the input.
+    The receiver calls ``ask`` when it can accept more. An empty chunk is the end of the input.
     """
 
     def __init__(self, loop: Poll, descriptor: int, deliver: Callable[[bytes], None]) -> None:

@@ -61,9 +61,9 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
         return 1
 
 
-# The descriptor is inherited instead of copied, because a debugger needs the terminal itself.
+# Rank 0 inherits the descriptor, because a debugger needs the terminal and not a pipe.
 def _input_for_rank_0() -> int | None:
-    """Return our standard input; None if it is closed or a terminal of another foreground job.
+    """Return our standard input; None if it is closed, or a terminal with another foreground job.
 
     A rank runs in a separate session, so the kernel would not stop it from reading input that is
     typed for another program.

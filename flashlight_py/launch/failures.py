@@ -17,15 +17,14 @@ from flashlight_py.errors import (
 )
 from flashlight_py.tracebacks import folded
 
-# Characters of the last line of a traceback that are repeated in the report.
-_LONGEST_CAUSE = 200
+_LONGEST_CAUSE = 200  # characters of a traceback's last line in the report
 # Lines between the tracebacks of one chain.
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
 _HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second one begins a SyntaxError
 _PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch.distributed prefixes each line with it
 
 # Distance of an error from the cause. If ranks wait for each other, a rank that timed out may be
-# the first to fail. A rank that lost a peer never is the cause.
+# the first to fail. A rank that lost a peer is never the cause.
 _WAITED, LOST = 1, 2
 CONSEQUENCES: Mapping[type[Exception], int] = {
     CollectiveTimeoutError: _WAITED,
@@ -41,8 +40,8 @@ class Failure(NamedTuple):
 
     ``description`` completes the sentence "rank 1 of 4 ...". ``at`` is the ``time.monotonic`` time,
     on the launcher's host, at which it was detected. ``follows`` is 0 for a cause and larger for a
-    consequence of another rank's failure. ``exit_code``, or minus the signal, is set if the process
-    ended without raising.
+    consequence of another rank's failure. ``exit_code`` is the exit code of the process, or minus
+    the signal, if it is known.
     """
 
     description: str
@@ -66,7 +65,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of_exit(cls, code: int, errors: Sequence[str] = ()) -> Failure:
-        """Describe an exit with ``code``, or minus the signal; ``errors`` ended its tracebacks."""
+        """Describe an exit with ``code``, or minus the signal; ``errors``: see :class:`Tail`."""
         error = errors[-1] if errors else ""
         if len(error) > _LONGEST_CAUSE:  # the output of the rank has the full text
             error = f"{error[:_LONGEST_CAUSE]} [...]"
@@ -81,7 +80,8 @@ class Failure(NamedTuple):
 class Tail:
     """A parser of standard error that keeps the last line of each recent traceback.
 
-    ``errors`` has one line per traceback of a chain. The last entry is the final exception.
+    ``errors`` has one line per traceback of the latest chain. Its last entry is the final
+    exception.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Tail:
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe the end of a process from its exit code, minus its signal, or None if unknown."""
+    """Describe the end of a process; ``code`` is its exit code, minus its signal, or None."""
     if code is None:
         return "has ended (exit code unknown: a SIGCHLD handler reaped the process)"
     if code >= 0:
@@ -118,7 +118,7 @@ def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
 
 
 def _distance_from_cause(error: BaseException) -> int:
-    """Return the distance of ``error`` and its chain from a cause; 0 if no rank error is in it."""
+    """Return the distance of the first of CONSEQUENCES in the chain of ``error``; 0 without one."""
     visited: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in visited:

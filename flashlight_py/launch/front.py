@@ -35,7 +35,7 @@ def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
     adopt_orphans()
     front = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, the kernel discards exit codes
-    # A shell that executed this program may have left its children to this process.
+    # If a shell replaced itself by this program (exec), its children are ours now.
     inherited_children = system.children() if has_children() else []
     # No signal may arrive between the fork and the installation of the handlers. Other signals are
     # unblocked, even if the parent has blocked them.
@@ -87,7 +87,7 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
 
 
 def signal_if_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel for signal ``number`` when the thread of ``parent`` that started us ends."""
+    """Make the kernel send ``number`` when the thread of ``parent`` that started us ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), number)

@@ -16,8 +16,7 @@ from flashlight_py.launch.channel import Outgoing, Reader, message, parsed
 from flashlight_py.launch.failures import describe_exit
 from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
 
-# Seconds that agents may take to end their ranks and exit.
-LEAVING_SECONDS = 10.0
+LEAVING_SECONDS = 10.0  # seconds for agents to end their ranks and exit
 
 
 class StartError(Exception):
@@ -25,7 +24,7 @@ class StartError(Exception):
 
 
 class SshAgent:
-    """The connection to the agent of a host. ``ssh`` starts it in this folder with this Python.
+    """The connection to an agent, which ``ssh`` starts in our working folder with our Python.
 
     ``on_message`` is called with each message. ``on_lost`` is called with the reason when ssh has
     ended. The agent is lost if it sends nothing for ``lost_after`` seconds after its first message.
@@ -129,11 +128,7 @@ class Hosts:
             local.report = lambda kind, *values: self.on_message(0, kind, list(values))
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Start the agents of hosts ``numbers`` that are neither connected nor starting.
-
-        Raises:
-            StartError: If the ssh command cannot be run.
-        """
+        """Start missing agents of the hosts ``numbers``; StartError if ssh cannot be run."""
         for number in numbers:
             if number not in self._agents:
                 self._agents[number] = SshAgent(

@@ -37,8 +37,9 @@ _FINISHING_SECONDS = 10.0  # seconds for agents to end all processes, after the 
 class Job:
     """A job that runs the program of ``options`` as ranks on ``hosts``.
 
-    The ranks rendezvous at paths that begin with ``file``. If it is empty, they connect to a port
-    that the agent of the first host opens, with a secret per attempt. ``stdin`` is sent to rank 0.
+    The ranks rendezvous at paths that begin with ``file``. If ``file`` is empty, they connect to a
+    port that the agent of the first host opens, with a secret per attempt. ``stdin`` is sent to
+    rank 0.
     """
 
     _attempt: Supervisor
@@ -116,7 +117,7 @@ class Job:
         self._addresses, self._ports = list[str](), list[int]()  # of the first host, from its agent
         self._is_started = False
         self._stuck: list[int] = []
-        # Flight records by rank, with the folder on the rank's host; and why others are missing.
+        # Flight records by rank: folder on its host, and content. Then messages on missing records.
         self._records: dict[int, tuple[str, bytes]] = {}
         self._left_out: list[str] = []
         self._supply: Supply | None = None
@@ -135,7 +136,8 @@ class Job:
             self._attempt.on_end(slot.rank for slot in self._slots)
 
     def _finish(self) -> None:
-        """After all ranks have ended, make the agents end leftover processes, and wait for that.
+        """After all ranks have ended, make the agents end leftover processes, and wait until they
+        have.
 
         After a failure, the agents first send the flight records of the ranks.
         """
@@ -244,8 +246,8 @@ class Job:
 def may_restart(restarts: int, limit: int | None, remaining: int, min_ranks: int | None) -> bool:
     """Return whether a job may restart after ``restarts`` restarts with ``remaining`` ranks.
 
-    ``limit`` is the maximum number of restarts. None: no restart, or with ``min_ranks`` a restart
-    as long as ``min_ranks`` ranks remain.
+    ``limit`` is the maximum number of restarts. If it is None, the job restarts only if
+    ``min_ranks`` is set, and then as long as ``min_ranks`` ranks remain.
     """
     if min_ranks is not None and remaining < min_ranks:
         return False

@@ -16,7 +16,7 @@ from flashlight_py import system
 HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that do not end a job
 # Signals from users and schedulers. Signals ignored at the start of the process stay ignored.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *HARMLESS)
-MOST_SECONDS = 1e6  # the kernel waits for events for at most 24 days
+MOST_SECONDS = 1e6  # seconds; the kernel waits for events for at most 24 days
 BEAT_SECONDS = 0.5  # seconds between two heartbeats of a connection
 LOST_SECONDS = 6.0  # seconds of silence until a host is declared lost
 
@@ -31,7 +31,8 @@ class Poll:
         self._selector.close()
 
     def watch(self, descriptor: int, callback: Callable[[], object], writing: bool = False) -> None:
-        """Call ``callback`` whenever ``descriptor`` is readable or at its end, or writable.
+        """Call ``callback`` whenever ``descriptor`` is readable or at its end, or with ``writing``
+        writable.
 
         Raises:
             PermissionError: If ``descriptor`` is a regular file, which is always ready.
@@ -45,7 +46,7 @@ class Poll:
             self._selector.unregister(descriptor)
 
     def once(self, until: float = math.inf) -> None:
-        """Wait for an event, until the time ``until`` at most, and call its callbacks."""
+        """Wait for events, at most until the time ``until``, and call their callbacks."""
         seconds = None if until == math.inf else max(0.0, until - system.monotonic())
         for key, _ in self._selector.select(seconds):
             if key.fd in self._selector.get_map():  # an earlier callback may have unwatched it

@@ -22,13 +22,12 @@ _EXAMPLES = """examples:
   flrun -n 4 --max-restarts 3 --output-dir logs train.py
   flrun --hosts a:4,b:4 train.py
 """
-# OpenSSH would wait for minutes or for ever. ``Pulse`` detects a lost host before these limits.
+# Without these options OpenSSH would wait for minutes or for ever while a host is unreachable.
 _DEADLINES = ("ConnectTimeout=10", "ServerAliveInterval=5")
-LEAST_SECONDS = 2.0
-# The launcher needs one ssh process and three descriptors per host.
-MOST_HOSTS = 64
+LEAST_SECONDS = 2.0  # minimum of --lost-after
+MOST_HOSTS = 64  # the launcher needs one ssh process and three descriptors per host
 _REMEDY = "Start ranks on more hosts with torchrun, srun or mpirun: see docs/starting-jobs.md"
-# Options of torchrun for one launcher per host, and the value that means a single host.
+# torchrun options that require a launcher per host, and their values for a single host.
 _TORCHRUN_OPTIONS = {
     **dict.fromkeys(("rdzv", "rdzv-endpoint", "rdzv-backend", "rdzv-id"), ""),
     **{"master-addr": "", "master-port": "", "nnodes": "1", "node-rank": "0"},
@@ -55,7 +54,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     """Parse ``arguments``, by default ``sys.argv``; exit if an argument is invalid."""
     parser = _parser()
     namespace = parser.parse_args(arguments)
-    # LOCAL_RANK marks a rank, whose launcher has already read these variables.
+    # LOCAL_RANK marks a rank, whose launcher has already read the PET_* variables.
     if not (namespace.hosts or namespace.standalone or "LOCAL_RANK" in os.environ):
         in_pod = {key: os.environ[name] for key, name in _POD_OPTIONS.items() if name in os.environ}
         parser.set_defaults(**in_pod)
@@ -109,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hosts", "-H", "--host", metavar="A:4,B:4", help=text)
     ssh = os.environ.get("FLASHLIGHT_SSH", "ssh -T -o BatchMode=yes")
     add("--ssh", type=_ssh, default=ssh, metavar="COMMAND", help="ssh command (FLASHLIGHT_SSH)")
-    text = "pass the variable NAME to ranks on --hosts, too"
+    text = "also pass the environment variable NAME to ranks on --hosts"
     add("--env", "-x", action="append", default=[], metavar="NAME", help=text)
     add("--standalone", action="store_true", help="run on this host only (the default)")
     for name in _TORCHRUN_OPTIONS:
@@ -122,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "time limit of each communication call: sets FLASHLIGHT_TIMEOUT (default 300)"
     add("--timeout", type=_positive_seconds, metavar="SECONDS", help=text)
     add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
-    text = f"time without a message until a host is lost (default {LOST_SECONDS:g})"
+    text = f"seconds of silence until a host is declared lost (default {LOST_SECONDS:g})"
     add("--lost-after", type=_seconds, default=LOST_SECONDS, metavar="SECONDS", help=text)
     text = "PROGRAM is a command and not a Python script"
     add("--no-python", "--no_python", action="store_true", help=text)
@@ -132,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# Variables of torchrun with defaults of options. Kubeflow sets them in each pod.
+# Variables of torchrun that replace defaults of options. Kubeflow sets them in each pod.
 _POD_OPTIONS = {
     "n": "PET_NPROC_PER_NODE",
     "nnodes": "PET_NNODES",
@@ -192,7 +191,7 @@ def _hosts(
 
 
 def _ranks(text: str) -> int | None:
-    """Return a number of ranks; None, for "auto" and "cpu" of torchrun, is the number of cores."""
+    """Parse a number of ranks. "auto" and "cpu" of torchrun give None, the number of cores."""
     return None if text in ("auto", "cpu") else _integer(text, 1)
 
 

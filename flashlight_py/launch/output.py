@@ -30,11 +30,11 @@ class Source(NamedTuple):
 class RankOutput:
     """A writer of complete lines from chunks of output of ``size`` ranks.
 
-    Each line is prefixed with ``[rank]`` and written to its descriptor, or to an object like
-    ``sys.stdout``. With ``folder``, output is appended to its ``rank-R.out`` and ``rank-R.err``.
-
-    If a write fails (closed pipe, full disk), later output for the same target is dropped,
-    ``error`` describes the failure and ``on_error`` is called. Nothing is raised.
+    Each line is prefixed with ``[rank]`` and written to the descriptor of its stream, or to an
+    object like ``sys.stdout``. With ``folder``, output is appended to ``rank-R.out`` and
+    ``rank-R.err`` there. If a write fails (closed pipe, full disk), later output for the same
+    target is dropped, ``error`` describes the failure and ``on_error`` is called. Nothing is
+    raised.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RankOutput:
         return min(self._due_times().values(), default=math.inf)
 
     def flush(self, now: float = math.inf) -> None:
-        """Show unfinished lines on terminals that are due at the time ``now``."""
+        """Show the unfinished lines that ``_due_times`` makes due at the time ``now``."""
         for source, due_time in self._due_times().items():
             if due_time <= now:
                 partial_line, self._partial_lines[source] = self._partial_lines[source], b""
@@ -110,7 +110,7 @@ class RankOutput:
         self._put("err", f"flrun: {text}\n".encode())
 
     def last_errors(self, rank: int) -> list[str]:
-        """Return the last lines of the last chain of tracebacks of ``rank``."""
+        """Return the last line of each traceback in the latest chain of ``rank``."""
         return self._tails[rank].errors
 
     def files_of(self, rank: int) -> str:

@@ -42,7 +42,7 @@ def dumps(
     definitions in ``__main__`` of a notebook or an interactive session.
 
     Raises:
-        TypeError: If neither of them can pickle ``value``. The message begins with ``name``.
+        TypeError: If pickle and cloudpickle both fail. The message begins with ``name``.
     """
     pickler_type = pickle.Pickler if main_can_be_imported else _WithoutMain
     try:
@@ -85,7 +85,7 @@ def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
     """Return two pickles: the data to import this program's script, and the call.
 
     Raises:
-        RuntimeError: If this process is importing the script for another one.
+        RuntimeError: If this process is a rank or worker that is still importing the script.
         TypeError: If the function or its arguments cannot be pickled.
     """
     preparation = _preparation(name)
@@ -98,10 +98,7 @@ def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
 
 
 def main_can_be_imported(name: str) -> bool:
-    """Return whether processes started for ``name`` can import the script of this process.
-
-    Raises RuntimeError like :func:`pack_task`.
-    """
+    """Return whether other processes can import our script; RuntimeError as in ``pack_task``."""
     return _has_script(_preparation(name))
 
 

@@ -40,7 +40,7 @@ def main() -> None:
     """Run the task, report, and wait until all ranks have returned."""
     folder, task = sys.argv[1], int(sys.argv[2])
     link = Connection(int(sys.argv[3]))
-    os.set_inheritable(link.fileno(), False)  # the parent takes its end as the end of this process
+    os.set_inheritable(link.fileno(), False)  # the link must close when this process ends
     os.set_blocking(link.fileno(), True)  # gevent in the parent makes sockets non-blocking
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may have blocked signals
     kill_if_parent_ends(int(sys.argv[4]))
@@ -89,7 +89,7 @@ def _exit_on_sigterm(number: int, _: object) -> None:
 
 
 def _detach_from_parent(link: Connection) -> None:
-    """Close the link in a forked child: its end must mean the end of the rank itself."""
+    """Close the link in a forked child, so that it closes when the rank itself ends."""
     link.close()
     if signal.getsignal(signal.SIGTERM) is _exit_on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -121,7 +121,7 @@ def _call(fn: Any, args: Any, params: Mapping[str, Any], folder: Path) -> bytes:
 
     if not fl.is_distributed_init():  # the imported script may have done it
         fl.distributed_init(fl.DistributedInit.ENV, params=params)
-    # All ranks have connected and have their task. Removed now, the folder cannot be left behind.
+    # All ranks have connected. If the folder is removed now, no later failure leaves it behind.
     if fl.get_world_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     os.environ["FLASHLIGHT_FILE"] = f"{folder}-again"  # for an initialisation after a shutdown

@@ -23,7 +23,7 @@ RECORDS = "FLASHLIGHT_RECORDS"  # a pipe for the paths of flight records
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor of rank 0's listening socket
 SECRET = "FLASHLIGHT_SECRET"  # the secret that ranks prove to know
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # addresses of rank 0's host; MASTER_ADDR is the first
-PORT = "FLASHLIGHT_PORT"  # of rank 0, and the MASTER_PORT for which it is valid
+PORT = "FLASHLIGHT_PORT"  # port of rank 0, and the MASTER_PORT for which that port is valid
 # Rendezvous variables. A rank must not inherit the values of an outer launcher.
 _RENDEZVOUS = (
     *("MASTER_ADDR", "MASTER_PORT", "FLASHLIGHT_FILE"),
@@ -32,7 +32,7 @@ _RENDEZVOUS = (
 
 
 class Slot(NamedTuple):
-    """A rank: its number in the world and on its host, the ranks of the host, the host index."""
+    """A rank: number in the world, number on its host, number of ranks on the host, host index."""
 
     rank: int
     local_rank: int
@@ -171,7 +171,7 @@ class RankProcesses:
         return [process.wait() for process in self._processes.values()]
 
     def close(self) -> None:
-        """Read the available output and close the pipes, even if children still hold their ends."""
+        """Read the available output and close the pipes, even if children have them open."""
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)

@@ -10,7 +10,7 @@ from pathlib import Path
 from flashlight_py import system
 from flashlight_py.launch.loop import Poll
 
-# Maximum of one record (usually 0.2 MB), and of all records of a host.
+# Maximum bytes of one record (usually 0.2 MB) and of all records of a host.
 MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
 
 
@@ -69,8 +69,8 @@ def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None
                 report("record", rank, str(path.parent), path.read_bytes())
                 remaining -= size
                 continue
-            limit = f"is left of the {MOST_BYTES_OF_HOST} of a host"
-            limit = f"the {MOST_BYTES} of one record" if size > MOST_BYTES else limit
+            limit = f"the remaining {remaining} of {MOST_BYTES_OF_HOST} for a host"
+            limit = f"the limit of {MOST_BYTES} for one record" if size > MOST_BYTES else limit
             reason = f"it has {size} bytes, more than {limit}"
         except OSError as error:
             reason = f"it cannot be read ({error.strerror})"
@@ -78,7 +78,7 @@ def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None
 
 
 def store_records(records: Mapping[int, tuple[str, bytes]], size: int) -> str:
-    """Write records to the folder of rank 0 if it exists on this host, else to a new folder.
+    """Write records to the user's folder, if it exists on this host, else to the default folder.
 
     ``records`` has, by rank, the folder on the rank's host and the content. Returns a message for
     the user; "" if there are no records.

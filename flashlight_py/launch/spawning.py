@@ -38,13 +38,12 @@ T = TypeVar("T")
 
 _RANK_MAIN = Path(__file__).with_name("rank_main.py")
 
-# Seconds that ranks have for cleanup before they are killed.
-ENDING_SECONDS = 5.0
+ENDING_SECONDS = 5.0  # seconds for cleanup before a rank is killed
 _CHUNK = 1 << 16
 
 
-# Processes of multiprocessing would leave a resource tracker and children behind, and cannot get a
-# separate environment (BLAS threads). Only the import of the parent's script is used from there.
+# multiprocessing only imports the parent's script. Its processes would leave a resource tracker and
+# children behind, and cannot have an environment of their own (BLAS threads).
 def spawn(
     fn: Callable[..., T],
     args: Sequence[Any] = (),
@@ -117,10 +116,7 @@ def spawn(
 
 
 def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes], list[int]]:
-    """Run one attempt; return the pickled results by rank and the exit codes.
-
-    ``task`` is the descriptor of the task. After an error, no process is left.
-    """
+    """Run one attempt; return pickled results by rank and exit codes. Errors leave no process."""
     with (
         tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
         closing(Poll()) as poll,
@@ -174,10 +170,7 @@ class SpawnedWorld:
                 parent_end.send_bytes(multiprocessing.current_process().authkey)
 
     def run(self, folder: str, task: int, restarts: int) -> list[int]:
-        """Start all ranks, wait for the results, end the ranks, and return their exit codes.
-
-        Raises the errors of ``spawn`` for one attempt.
-        """
+        """Start all ranks, wait for the results, end the ranks, and return their exit codes."""
         attempt = self._attempt
         try:
             self.start(folder, task, restarts)
@@ -288,12 +281,13 @@ class Worker:
     """A new process that calls ``fn(*args)(link)``; ``name`` is (operation, number, count).
 
     The process is a fresh interpreter in no world. It ends with this process; Ctrl-C does not reach
-    it. It inherits ``descriptors``, and its environment has ``variables`` in addition. Creation
-    does not wait for the start. All methods raise RankFailedError after the process has ended.
+    it. It inherits ``descriptors``, and its environment has ``variables`` in addition. The
+    constructor does not wait for the start. All methods raise RankFailedError after the process has
+    ended.
 
     Raises:
         TypeError: If ``fn`` or ``args`` cannot be pickled.
-        RuntimeError: If a worker or a rank calls it while importing the script.
+        RuntimeError: If a rank or another worker creates it while it imports the script.
         OSError: If the system starts no more processes.
     """
 
@@ -333,7 +327,7 @@ class Worker:
             raise self.error(failure.description, failure.traceback)
 
     def send(self, message: object) -> None:
-        """Send the picklable object ``message``; a long one blocks until the worker reads it."""
+        """Send the picklable object ``message``; block until the worker reads it, if it is long."""
         try:
             self._link.send(message)
         except ConnectionError:

@@ -11,10 +11,9 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import HARMLESS, Poll
 from flashlight_py.launch.output import RankOutput
 
-# Seconds to wait for the cause after a rank failed because of another rank. Ranks that wait for the
-# failed rank may report before it does.
-CAUSE_SECONDS = 3.0
-STAYING_SECONDS = 10.0  # seconds from the last end of a rank to the report of running ranks
+# Ranks that wait for a failed rank may report an error before the failed rank does.
+CAUSE_SECONDS = 3.0  # seconds to wait for the cause after a rank failed because of another rank
+STAYING_SECONDS = 10.0  # seconds after the latest exit until running ranks are reported
 
 
 class Supervisor:
@@ -36,7 +35,7 @@ class Supervisor:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.failures: dict[int, Failure] = {}
-        self._ranks_of_lost_hosts: set[int] = set()  # ranks of lost hosts
+        self._ranks_of_lost_hosts: set[int] = set()
         self.interrupted = 0
         self.is_ending = False
         self._loop, self._send, self._output, self._grace = loop, send, output, grace
@@ -59,7 +58,7 @@ class Supervisor:
 
     @property
     def lost(self) -> set[int]:
-        """The ranks that caused the failure or whose host is lost; at least the first cause."""
+        """The ranks that caused the failure or whose host is lost; at least one if any failed."""
         causes = {rank for rank, failure in self.failures.items() if not failure.follows}
         return causes | self._ranks_of_lost_hosts or ({self.cause[0]} if self.cause else set())
 
@@ -101,7 +100,7 @@ class Supervisor:
         self.on_end([rank])
 
     def on_end(self, ranks: Iterable[int]) -> None:
-        """Record that ``ranks`` do not run, either any more or at all."""
+        """Record that ``ranks`` do not run any more, or were never started."""
         self._running.difference_update(ranks)
         self._report_at = system.monotonic() + STAYING_SECONDS
 
@@ -112,7 +111,7 @@ class Supervisor:
             self.end(signal.SIGTERM)
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Forward a signal to the ranks. Except SIGUSR1 and 2, it ends the job; a second kills."""
+        """Forward a signal. All except SIGUSR1 and SIGUSR2 end the job; the second one kills."""
         if number in HARMLESS:
             self._send(number)
             return

@@ -85,7 +85,7 @@ class HostPlacement(Placement, GradSink):
         assert variable.grad is not None
         return sum_of_squares(variable.grad)
 
-    def whole(self, state: Array) -> Array:
+    def full_state(self, state: Array) -> Array:
         memory = self.shards.memory
         if not memory.across:
             return state
@@ -123,10 +123,8 @@ class HostPlacement(Placement, GradSink):
 
 
 class HostSharder(Shards, GradientPass[HostBucket]):
-    """A pass that sums gradients into memory that all ranks of a host map.
-
-    ``params`` is in the order in which the gradients are sent.
-    """
+    """A pass that sums gradients of ``params``, in sending order, into memory that a host
+    shares."""
 
     group: ProcessGroup
     is_shared = True

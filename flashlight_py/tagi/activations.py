@@ -26,7 +26,7 @@ SMALLEST = float(np.finfo(REAL).tiny)
 LEAK = REAL.type(0.1)
 HIGHEST = 88.0  # limit of exponents: e^88 is close to the largest float32
 LARGEST = float(np.finfo(REAL).max)
-WIDEST = 80.0  # limit of variances of exponents: e^v overflows float32 above
+WIDEST = 80.0  # limit of an exponent's variance v; above it, e^v overflows float32
 
 
 class Activation(BaseLayer):
@@ -92,7 +92,7 @@ class Tanh(Activation):
         xp = array_module(mean)
         small = xp.exp(-2 * abs(mean))
         inverse = 1 / (1 + small)
-        slope = 4 * small * inverse * inverse  # 1 - tanh(m)^2, also exact near 0
+        slope = 4 * small * inverse * inverse  # 1 - tanh(m)^2, without cancellation
         return xp.tanh(mean), variance * (slope * slope), slope
 
 
@@ -133,8 +133,9 @@ class EvenExp(Activation):
     The network then outputs pairs of a value and its positive error variance.
 
     Args:
-        slope_times_variance: False: the slope is cov / var = E. True: v E, as in pytagi 0.2.1.
-            Deltas of means are then too large by v, and deltas of variances by v^2.
+        slope_times_variance: False: the slope of e^z is E, its mean. True: v E, as in pytagi 0.2.1,
+            with v = var(z). Deltas of means are then too large by v, and deltas of variances by
+            v^2.
     """
 
     def __init__(self, slope_times_variance: bool = False) -> None:
@@ -217,11 +218,11 @@ class Softmax(_Shares):
 class Remax(_Shares):
     """``max(z, 0)`` divided by its sum: probabilities in closed form, between 0 and 1.
 
-    The moments of ReLU and of their sum over the classes are treated as log-normal. M, V, P are the
-    moments of ``MixtureReLU``; M', V' are their sums. :func:`_log_normal` gives (lambda, kappa) of
-    both. With c = ln(1 + V / (M M')) and w = lambda + lambda' - 2c: means A = exp(kappa - kappa' +
-    w / 2), at least 1e-6, divided by their sum; variances (e^w - 1) A^2; slopes (e^(lambda - c) -
-    1) A M / (P v), limited to a correlation of 1, and 0 if v is 0.
+    The moments of ReLU and of their sum over the classes are treated as log-normal. M, V, P are
+    mean, variance and slope of ``MixtureReLU``; M', V' are their sums. :func:`_log_normal` gives
+    (lambda, kappa) of both. With c = ln(1 + V / (M M')) and w = lambda + lambda' - 2c: means A =
+    exp(kappa - kappa' + w / 2), at least 1e-6, divided by their sum; variances (e^w - 1) A^2;
+    slopes (e^(lambda - c) - 1) A M / (P v), limited to a correlation of 1, and 0 if v is 0.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:
@@ -274,7 +275,7 @@ def _log_normal(mean: Array, variance: Array) -> tuple[Array, Array]:
 
 # Mixtures of a truncated Gaussian and a point mass at the bound, as in pytagi 0.2.1. They are
 # written with the tail of the normal distribution, so that no nearly equal numbers are subtracted.
-# Variances below the smallest normal number are replaced by it.
+# Variances below the smallest normal number are replaced by that number.
 
 
 def relu_moments(mean: Array, variance: Array) -> Moments:
@@ -294,21 +295,21 @@ def relu_moments(mean: Array, variance: Array) -> Moments:
 def tanh_moments(mean: Array, variance: Array, share: float = 1, shift: float = 0) -> Moments:
     """Return the moments of max(-1, min(z, 1)); variances at least 1e-6, slopes P(|z| < 1).
 
-    The result is multiplied by ``share``, then ``shift`` is added. The NumPy code uses the symmetry
-    and computes for means of at least 0: z is cut at 1, and in the tail at -1. The covariance of z
-    and the part removed by a cut is v P(cut), by Stein's lemma.
+    The result is multiplied by ``share``, then ``shift`` is added. By symmetry, the NumPy code
+    computes with |mean|. It removes the part of z above 1, and the part below -1. By Stein's lemma,
+    the covariance of z and such a part is v times the probability of the part.
     """
     module = native_for(mean)
     if module is not None:
         return _call_kernel(module, "between", mean, variance, share, shift)
     m, v, s = _wide(mean, variance)
     xp = array_module(m)
-    far, near = (1 + abs(m)) / s, (1 - abs(m)) / s
-    inside = near >= 0
-    q, g, h = tails(abs(near))
+    far, nearer = (1 + abs(m)) / s, (1 - abs(m)) / s
+    inside = nearer >= 0
+    q, g, h = tails(abs(nearer))
     far_q, far_g, far_h = tails(far)
     moments = xp.where(inside, abs(m), 1) + s * (far_g - g)
-    cut = xp.where(inside, g, g - near)  # mean of the part that the cut at 1 removes
+    cut = xp.where(inside, g, g - nearer)  # mean of the part that the cut at 1 removes
     kept = xp.where(inside, 1 - 2 * q, 0) + h + (far_h - 2 * far_q) + 2 * cut * far_g
     slope = xp.where(inside, 1 - q, q) - far_q
     mean = xp.sign(m) * moments * share + shift
@@ -319,7 +320,7 @@ def _call_kernel(module: Any, kind: str, mean: Array, variance: Array, *options:
     """Call the kernel with flat arrays; results have the memory layout of ``mean``."""
     is_dense = mean.flags.c_contiguous and variance.flags.c_contiguous
     if not (is_dense and mean.dtype == variance.dtype == REAL):
-        # For example channels-first images: another order of dimensions without gaps.
+        # Arrays without gaps in another order of dimensions, such as channels-first images.
         order = sorted(range(mean.ndim), key=lambda axis: -mean.strides[axis])
         inverse = [order.index(axis) for axis in range(mean.ndim)]
         m, v = (np.ascontiguousarray(array.transpose(order), REAL) for array in (mean, variance))
@@ -341,8 +342,8 @@ def _floored(values: Array) -> Array:
     return array_module(values).maximum(values.astype(REAL), FLOOR)  # type: ignore[no-any-return]
 
 
-# Mean and probability follow from one fitted quotient of a normal tail without cancellation, also
-# in float32. The erf of a libm would differ between machines.
+# One fitted quotient of the normal tail gives mean and probability without cancellation, even in
+# float32. The erf of a libm would differ between machines.
 def tails(a: Array) -> tuple[Array, Array, Array]:
     """Return P(z > a), and mean and variance of ``max(z - a, 0)``, for standard normal z.
 
@@ -350,9 +351,9 @@ def tails(a: Array) -> tuple[Array, Array, Array]:
         a: Float64 array of any shape with elements of at least 0.
     """
     xp, x = array_module(a), a * math.sqrt(0.5)
-    near, middle, far = xp.minimum(x, SPLIT), xp.clip(x, SPLIT, 4), xp.maximum(x, 4)
-    square, inverse = near * near, 1 / (far * far)
-    small = (1 - near * quotient(NEAR, square)) * xp.exp(square)
+    low, middle, far = xp.minimum(x, SPLIT), xp.clip(x, SPLIT, 4), xp.maximum(x, 4)
+    square, inverse = low * low, 1 / (far * far)
+    small = (1 - low * quotient(NEAR, square)) * xp.exp(square)
     large = (1 / math.sqrt(math.pi) - inverse * quotient(FAR, inverse)) / far
     scaled = xp.where(x <= SPLIT, small, xp.where(x <= 4, quotient(MIDDLE, middle), large))
     p = xp.exp(-0.5 * a * a) * (1 / math.sqrt(2 * math.pi))  # the density

@@ -22,8 +22,8 @@ from flashlight_py.tagi.windows import (
     readable,
 )
 
-# Bytes of columns made before they are used: the size of a core's cache, or enough to occupy a GPU;
-# and the minimum number of columns, because each chunk reads all weights.
+# Bytes of columns per chunk: the cache size of a core, or enough to occupy a GPU. Then the minimum
+# number of columns of a chunk, because each chunk reads all weights.
 CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 
 
@@ -59,7 +59,7 @@ class _Convolution(ImageLayer):
         self.weight: Parameter = gaussian(shape, deviation, gain_weight)
         self.biases = gaussian((out_channels,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, in_channels, 0, 0), REAL))
-        self._square = np.empty((0, 0), REAL)  # of the weights' means, until the backward pass
+        self._square = np.empty((0, 0), REAL)  # squares of the weights' means
 
     def _input_images(self, shape: Shape) -> tuple[int, int, int]:
         """Return the shape of input images for samples of ``shape``."""
@@ -146,8 +146,9 @@ class Conv2d(_Convolution):
         return BaseHiddenStates(batch_first(z, shape), batch_first(zv, shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums over windows of ``d`` times means and ``e`` times squared means. Return the
-        windows' ``d @ W`` and ``e @ W**2``, added where windows overlap, times slopes.
+        """Set the sums over windows of ``d`` times input means and ``e`` times squared means.
+
+        Return the windows' ``d @ W`` and ``e @ W**2``, added where windows overlap, times slopes.
         """
         x, over = self._x, self._over
         xp, batch = array_module(x.mean), len(x.mean)
@@ -176,7 +177,7 @@ class ConvTranspose2d(_Convolution):
 
     It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, out_height,
     out_width]`` and adds overlapping windows. An output has ``(size - 1) * stride + kernel_size -
-    padding`` rows and columns, with the padding of both sides.
+    total padding`` rows and columns.
 
     Args: See :class:`Conv2d`.
 
@@ -228,8 +229,9 @@ class ConvTranspose2d(_Convolution):
         return BaseHiddenStates(images, images_v)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of means times windows of ``d``, and of squares times windows of ``e``.
-        Return the windows' sums of ``d`` times W and ``e`` times W**2, times slopes.
+        """Set the sums of input means times windows of ``d``, and squared means times ``e``.
+
+        Return the sums over each window of ``d`` times W and ``e`` times W**2, times slopes.
         """
         x, over, batch = self._x, self._over, len(self._x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
@@ -257,7 +259,7 @@ def _columns(
 ) -> list[tuple[WindowPart, Array]]:
     """Divide the windows into chunks, each with memory for ``matrices`` matrices of columns.
 
-    All chunks share this ``[matrices, inputs, columns]`` until the thread's next call.
+    All chunks share this ``[matrices, inputs, columns]``, valid until the thread's next call.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
     columns = max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))

@@ -1,7 +1,7 @@
 """Data-parallel training of TAGI networks.
 
 Each rank computes the sums of a backward pass over its samples. The ranks add these sums bucket by
-bucket in shared memory. Each rank then takes the step of one process with all samples.
+bucket in shared memory. Each rank then takes the same step as one process with all samples.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DDPConfig:
 
 def _model_attribute(name: str) -> Any:
     """Return a property that reads the attribute ``name`` of the wrapped network."""
-    doc = f"The network's own ``{name}``: of this rank's samples, and without messages."
+    doc = f"``{name}`` of the wrapped network, for this rank's samples. No communication."
     return property(lambda ddp: getattr(ddp.model, name), doc=doc)
 
 
@@ -77,24 +77,24 @@ class DDPSequential:
     sums of every parameter, including blocks, over the ranks. Afterwards the sums have the same
     bits on every rank, and so does the result of ``step()``.
 
-    With ``average=False``, training equals training in one process with the samples of all ranks
-    in one batch, even if ranks have different numbers of samples. The bound of a step depends on
-    the number of all samples. (Exception: an LSTM that carries states uses the batch of its rank.)
+    With ``average=False``, training equals training in one process with the samples of all ranks in
+    one batch, even if ranks have different numbers of samples. The bound of a step depends on the
+    total number of samples. (Exception: an LSTM that carries states uses the batch of its rank.)
     With ``average=True``, pytagi's default, the sums are divided by the number of ranks. This loses
     evidence, and the network learns more slowly with more ranks.
 
     The buffers of outputs and deltas, ``step``, ``train``, ``eval``, ``get_outputs``,
     ``output_to_host``, ``state_dict`` and ``load_state_dict`` forward to the network without
-    communication. Except for running statistics, all ranks have the same state. Load the same
-    state on every rank.
+    communication. Except for running statistics, all ranks have the same state. Load the same state
+    on every rank.
 
     Args:
         model: The ``fl.tagi.Sequential`` to wrap. It is used in place.
         config: Configuration in the form of pytagi, or None.
         average: Whether to divide the sums by the number of ranks.
-        sync: Whether batch normalisation uses the samples of all ranks: one ``all_reduce`` per such
-            layer in each forward pass of training, which is then collective. False: each rank uses
-            its samples and has different running statistics; see :meth:`average_statistics`.
+        sync: Whether batch normalisation uses the samples of all ranks. A forward pass in training
+            is then collective, with one ``all_reduce`` per batch normalisation. False: each rank
+            uses its samples and has different running statistics; see :meth:`average_statistics`.
         group: Process group. Default: the world.
         bucket_bytes: Maximum size of a bucket. Default:
             ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB).
@@ -103,7 +103,8 @@ class DDPSequential:
         TypeError: If ``model`` is not a Sequential.
         ValueError: If rank or size in ``config`` differ from the world, ``bucket_bytes`` is not
             positive, or the network has no parameters.
-        MismatchError: If networks or arguments differ between ranks. It names the first such layer.
+        MismatchError: If networks or arguments differ between ranks. It names the first layer that
+            differs.
         DistributedError: See :func:`flashlight_py.all_reduce`.
 
     Example:
@@ -130,12 +131,12 @@ class DDPSequential:
         configured = (self.config.rank, self.config.world_size)
         if configured not in ((0, 1), (members.rank, members.size)):
             raise ValueError(
-                f"{location}: expected the same in the config, got rank {configured[0]} of "
-                f"{configured[1]}. Remove rank and world_size from the config"
+                f"{location}: expected this rank and size in the config, got rank {configured[0]} "
+                f"of {configured[1]}. Remove rank and world_size from the config"
             )
         if devices and len(devices) < members.size:  # the same on every rank
             raise ValueError(
-                f"{location}: device_ids must have one entry per rank or 0, got {len(devices)}"
+                f"{location}: device_ids must be empty or have one entry per rank, got {devices}"
             )
         limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
         if limit <= 0:
@@ -182,7 +183,8 @@ class DDPSequential:
         """Run the backward pass and add all sums over the ranks. Collective, blocking.
 
         Raises:
-            RuntimeError: If there are no deltas, or the parameters were moved after wrapping.
+            RuntimeError: If there are no deltas, or parameters or number of ranks changed since
+                wrapping.
             ValueError: If the deltas have a wrong shape.
             DistributedError: See :func:`flashlight_py.all_reduce`. No step was taken.
         """
@@ -223,10 +225,10 @@ class DeltaBucket(PassBucket):
         self.parameters = bucket
 
 
-# The ranks add sums without the factor of the variance, which is equal on every rank. The step
-# multiplies by it, so the bits are equal and one kernel computes the step. The number of samples is
-# sent at the end of the last bucket: the bound of a step is that of all samples, even with unequal
-# shares, and a separate message would cost a small network a round trip.
+# The ranks add sums that are not yet multiplied by the parameters' variances. The step multiplies
+# by them: one kernel then computes it, with equal bits on every rank. The bound of a step depends
+# on the samples of all ranks. Their number is the last element of the last bucket, because a
+# separate message would cost a small network a round trip.
 class DeltaSync(GradientPass[DeltaBucket]):
     """Sum of a network's backward passes over the ranks, bucket by bucket.
 
@@ -244,7 +246,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self.averages = average
         self._model = model
         norms = [layer for _, layer in model.named_layers() if isinstance(layer, BatchNorm2d)]
-        for norm in norms:  # including norms of an earlier wrapper with sync
+        for norm in norms:  # also resets norms that an earlier wrapper synchronised
             norm.add_up = functools.partial(all_reduce, group=group) if sync else None
         self._norms = norms if sync else []
         model.gather_parameters(functools.partial(self._make_buckets, limit))
@@ -267,10 +269,10 @@ class DeltaSync(GradientPass[DeltaBucket]):
             self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:
                 layer.on_sums = functools.partial(self._on_sums, self._buckets[-1])
-        return [each.parameters for each in self._buckets]
+        return [bucket.parameters for bucket in self._buckets]
 
     def ranks_of_forward(self) -> ProcessGroup | None:
-        """Return the ranks whose statistics are added in a forward pass now, or None."""
+        """Return the group if a forward pass now adds statistics over its ranks, else None."""
         return self._members if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
@@ -294,13 +296,13 @@ class DeltaSync(GradientPass[DeltaBucket]):
         if self._model.buckets is not self._parameter_buckets:
             raise RuntimeError(
                 "backward: the parameters were moved after DDPSequential was created. Move the "
-                "network before, or wrap it again on every rank"
+                "network before wrapping it, or wrap it again on every rank"
             )
         ranks = group_or_world(self.reducer.group).size
         if ranks != self._ranks:
             raise RuntimeError(
                 f"backward: expected {self._ranks} ranks, as when DDPSequential was created, got "
-                f"{ranks}. Call distributed_init before, or wrap the network again"
+                f"{ranks}. Call distributed_init before wrapping, or wrap the network again"
             )
         self._model.check_deltas()
         if self.weigh is None:
@@ -350,9 +352,7 @@ def _statistics(model: Sequential) -> list[Array]:
 
 
 def _describe(name: str, layer: BaseLayer) -> str:
-    """Return the settings that must agree on all ranks: not image sizes, which a rank may not know
-    yet.
-    """
+    """Return the settings that must agree on all ranks. Some ranks may not know image sizes yet."""
     settings = [
         f"{key}={value}"
         for key, value in vars(layer).items()

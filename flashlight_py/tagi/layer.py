@@ -62,15 +62,15 @@ class BaseLayer(abc.ABC):
         input_shape, output_shape: Shapes of one sample; None before :meth:`connect`. A layer whose
             arguments determine its input has its ``input_shape`` from the start.
         training: Whether the layer takes batch statistics and keeps inputs for a backward pass.
-        on_sums: Function of the layer that each backward pass calls when the sums of its parameters
-            are complete; if possible, before the deltas of the input are computed.
+        on_sums: Function that each backward pass calls with the layer when the sums of its
+            parameters are complete; if possible, before it computes the deltas of the input.
     """
 
     # Layers without parameters have no entry in files and dictionaries of parameters.
     has_state: ClassVar[bool] = True
     # A layer that keeps nothing for the backward pass may occur several times in a network.
     keeps_input: ClassVar[bool] = True
-    # Whether the inputs are not units, but for example indices, which no layer outputs.
+    # Whether the layer must be the first: its inputs are no units but, for example, indices.
     first_only: ClassVar[bool] = False
 
     mu_w, var_w = _Flat("weight", "mean"), _Flat("weight", "variance")
@@ -87,7 +87,7 @@ class BaseLayer(abc.ABC):
         self.on_sums: Callable[[BaseLayer], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without ``on_sums``: a copy does not belong to the same training."""
+        """Return the state without ``on_sums``, because a copy is not part of the training."""
         return self.__dict__ | {"on_sums": None}
 
     @abc.abstractmethod
@@ -112,12 +112,12 @@ class BaseLayer(abc.ABC):
             d, e: Deltas of the means and variances of the output: float32, ``[batch,
                 *output_shape]`` or another shape of this size. They may be overwritten.
             needs_input: Whether to return the deltas of the input instead of None. They are deltas
-                of the units *before* the activation that made the input: multiplied by its slope
-                and the square of its slope.
+                of the units *before* the activation that made the input: deltas of means are
+                multiplied by its slope, and deltas of variances by its squared slope.
         """
 
     def forward_nothing(self) -> None:  # noqa: B027 (most layers have no collective work)
-        """Join the collective work of a forward pass without a sample."""
+        """Join the collective calls of a forward pass on a rank without samples."""
 
     def backward_nothing(self) -> None:
         """Set the sums of the parameters to 0, for a batch without samples; call ``on_sums``."""
@@ -191,7 +191,7 @@ class BaseLayer(abc.ABC):
         return 0 if self.biases is None else int(self.biases.mean.size)
 
     def _sum_biases(self, d: Array, e: Array, axis: int) -> None:
-        """Set the sums of the biases over ``axis`` of deltas; the weights' sums must be set."""
+        """Set the bias sums: deltas summed over ``axis``. The sums of the weights must be set."""
         if self.biases is not None:
             d.sum(axis=axis, out=self.biases.mean_sum)
             e.sum(axis=axis, out=self.biases.variance_sum)
@@ -256,7 +256,7 @@ class LayerBlock(_Block):
     def connect(self, shape: Shape, within: str = " of the block") -> Shape:
         """Connect the layers one after the other.
 
-        ValueError names a layer that cannot accept the output of its predecessor, and both layers.
+        If a layer cannot accept the output of its predecessor, ValueError names both layers.
         """
         self.input_shape, previous = shape, f"the input{within}"
         for number, layer in enumerate(self.layers):
@@ -290,7 +290,7 @@ class LayerBlock(_Block):
 class ResNetBlock(_Block):
     """The sum of two paths from one input: ``main_block(x) + shortcut(x)``, or ``+ x``.
 
-    Means and variances are added, as for independent units. The block: He, Zhang, Ren and Sun, Deep
+    Means and variances are added, as for independent units. Source: He, Zhang, Ren and Sun, Deep
     residual learning for image recognition, CVPR 2016.
 
     Args:
@@ -308,7 +308,7 @@ class ResNetBlock(_Block):
         self._slopes: tuple[Array | None, Array | None] = (None, None)  # slopes of both results
 
     def connect(self, shape: Shape) -> Shape:
-        """Connect both paths. Results have the same shape, or the same size if one is flat."""
+        """Connect both paths. Their outputs must have one shape, or one size if one is flat."""
         self.input_shape = shape
         main = _connect("main block", self.main_block, shape)
         other = shape if self.shortcut is None else _connect("shortcut", self.shortcut, shape)

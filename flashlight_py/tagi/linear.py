@@ -11,7 +11,7 @@ from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.parameters import Parameter, gaussian, spread
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
-FEW = 100  # samples
+FEW = 100  # a batch with fewer samples is small
 EXACT = 2**24  # integers up to this value are exact in float32, the dtype of indices
 
 
@@ -28,7 +28,8 @@ class Linear(BaseLayer):
         bias: Whether the layer has biases.
         gain_weight, gain_bias: Factors of the initial standard deviations of the parameters.
         init_method: ``"He"``: means from N(0, 1 / input_size). ``"Xavier"``: from N(0, 2 /
-            (input_size + output_size)). Variances: that variance times the squared gain.
+            (input_size + output_size)). The initial variance is the variance of N times the squared
+            gain.
 
     Raises:
         ValueError: If a size is below 1 or ``init_method`` is unknown.
@@ -96,7 +97,7 @@ def _times_transposed(x: Array, matrix: Array) -> Array:
 
 
 class Embedding(BaseLayer):
-    """A table of vectors: replaces each index by a row; the first layer of a network.
+    """A table of vectors that replaces each index by a row. It must be the first layer.
 
     It maps indices ``[batch, input_size]`` of any dtype to ``[batch, input_size * embedding_dim]``.
     The deltas of a row are summed over all its occurrences in the batch.
@@ -104,7 +105,7 @@ class Embedding(BaseLayer):
     Args:
         num_embeddings: Number of rows, 1 to 2**24.
         embedding_dim: Elements of a row, at least 1.
-        input_size: Indices of a sample. 0: the number in the first batch.
+        input_size: Number of indices of a sample. 0: taken from the first batch.
         scale: Standard deviation of the rows' means around 0. Their variances are scale**2.
         padding_idx: Index of a row that is exactly 0 and does not learn. -1: no such row.
 

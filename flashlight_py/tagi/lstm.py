@@ -23,7 +23,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import Deltas
-from flashlight_py.tagi.native import floats, native, native_for
+from flashlight_py.tagi.native import floats, native_for, tagi_kernels
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL
 
@@ -46,8 +46,9 @@ def cell_forward(z: Array, u: Array, states: States | None, slopes: Array) -> St
         z: Means of the gate inputs, ``[rows, 4, n]``.
         u: Their variances and covariances, ``[rows, 8, n]``: the first eight of ``PAIRS``.
         states: Result of the previous step. None: zeros.
-        slopes: ``[rows, 6, n]``, overwritten. For the inputs of f, i and g: covariance with c
-            divided by variance of the input. Then the same for o with h, for c with h; then f.
+        slopes: Output, ``[rows, 6, n]``. 0 to 2: covariance of the input of f, i or g with c,
+            divided by the variance of the input. 3, 4: likewise for o with h, and for c with h. 5:
+            f.
     """
     xp = array_module(z)
     # sigmoid(z) = 1/2 + tanh(z/2) / 2, so one tanh computes all four gates.
@@ -123,8 +124,8 @@ def cell_backward(
     return f * to_c, f * f * var_c
 
 
-# Maximum number of weights for which one native call computes all time steps and samples. NumPy
-# calls would cost five times the arithmetic. Larger matrices need the blocking of BLAS.
+# Maximum number of weights for which one native call computes all time steps and samples. The
+# overhead of NumPy calls would be five times the arithmetic. Larger matrices need BLAS blocking.
 SMALL = 2**14
 
 
@@ -212,10 +213,11 @@ class Gates(NamedTuple):
     def backward(
         self, memory: Pass, d: Array, e: Array, needs_input: bool
     ) -> tuple[Array, Array, Deltas | None]:
-        """Return deltas for the deltas ``d``, ``e`` of h, ``[rows, steps * no]``.
+        """Return the deltas of the gate inputs and of the layer's inputs.
 
-        Two arrays for the gate inputs, ``[rows * steps, 4 * no]`` in the order of ``joined``, and,
-        if ``needs_input``, the deltas of the layer's inputs, ``[rows, steps * ni]``.
+        ``d`` and ``e`` are the deltas of h, ``[rows, steps * no]``. The gate inputs have two
+        arrays, ``[rows * steps, 4 * no]`` in the order of ``joined``. Deltas of the layer's inputs
+        are ``[rows, steps * ni]``, or None without ``needs_input``.
         """
         if memory.by_sample:
             return self._backward_natively(memory, d, e, needs_input)
@@ -260,7 +262,7 @@ class Gates(NamedTuple):
     def _backward_natively(
         self, memory: Pass, d: Array, e: Array, needs_input: bool
     ) -> tuple[Array, Array, Deltas | None]:
-        kernels: Any = native()
+        kernels: Any = tagi_kernels()
         joined, slopes, _ = memory
         rows, steps, n = joined.shape
         no = slopes.shape[3]
@@ -278,7 +280,7 @@ class Gates(NamedTuple):
 
     def _products(self, pairs: int) -> Array:
         """Return weight products of the first ``pairs`` of ``PAIRS``, stacked as rows."""
-        mean, (left, right) = self.weight.mean, (each[:pairs] for each in PAIRS)
+        mean, (left, right) = self.weight.mean, (pair[:pairs] for pair in PAIRS)
         return (mean[left] * mean[right]).reshape(-1, mean.shape[2])
 
 

@@ -100,7 +100,7 @@ def classification_error(prediction: Any, label: Any) -> float:
 
 
 def _matching(metric: str, **arrays: Any) -> list[Array]:
-    """Return flat float64 arrays: NumPy would broadcast ``(n,)`` and ``(n, 1)`` to a square."""
+    """Return flat float64 arrays, because NumPy broadcasts ``(n,)`` and ``(n, 1)`` to a square."""
     flat = [
         np.asarray(to_device(unmasked(name, values, np.nan), "cpu"), np.float64)
         for name, values in arrays.items()

@@ -62,9 +62,9 @@ class Network:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the state from a ``state_dict()`` of this library or pytagi; any sequences.
+        """Set the learned state from ``state_dict()`` of this library or pytagi.
 
-        Entries with four arrays, as in pytagi, leave running statistics unchanged.
+        Values may be any sequences. Four arrays, as in pytagi, leave running statistics unchanged.
 
         Raises:
             ValueError: If names or sizes differ from the network's, a value is not finite or
@@ -130,7 +130,7 @@ class Network:
     def save_csv(self, filename: FileName) -> None:
         """Write all parameters as text: ``<filename>_1_mw.csv``, ``_2_Sw``, ``_3_mb``, ``_4_Sb``.
 
-        Numbers have six digits, as in pytagi. Unlike pytagi, this includes layers in blocks.
+        Numbers have six digits, as in pytagi. Unlike in pytagi, the files include layers in blocks.
         Running statistics are not included: use :meth:`save` to resume later. Raises OSError if a
         file cannot be written.
         """
@@ -180,7 +180,7 @@ class Network:
                 layer.num_samples = value
 
     def reset_lstm_states(self) -> None:
-        """Reset h and c of every LSTM to 0 for the next call, and the series of smoothers."""
+        """Reset h and c of every LSTM to 0 for the next call. Every SLSTM starts a new series."""
         for layer in self._lstms().values():
             layer.set_states(None)
 
@@ -293,9 +293,9 @@ class Network:
 
 
 def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
-    """Return problems of arrays that are means and variances in turn, with their names."""
+    """Return the problems of ``arrays``, which are means and variances in turn."""
     named = list(zip(names, arrays, strict=False))
-    invalid = [f"{name} is not finite" for name, each in named if not np.isfinite(each).all()]
+    invalid = [f"{name} is not finite" for name, array in named if not np.isfinite(array).all()]
     return invalid + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]
 
 
@@ -310,7 +310,7 @@ def _head(layer: BaseLayer) -> bytes:
 
 
 def _parse(network: Network, path: Path) -> StateDict:
-    """Return the state in a binary file; raise ValueError if it is of another network."""
+    """Return the state in a binary file; ValueError if the file belongs to another network."""
     data, offset, layers = path.read_bytes(), 0, _recorded(network)
     state = {}
     for number, (name, layer) in enumerate(layers):
@@ -325,7 +325,7 @@ def _parse(network: Network, path: Path) -> StateDict:
             raise _file_error(path, f"expected {expected!r} for {name}, got {text[:60]!r}")
         offset = text_start + length  # start of the layer's numbers
         sizes = [getattr(layer, name).size for name in FOUR]
-        sizes += [int(each.size) for each in layer.statistics()]
+        sizes += [int(array.size) for array in layer.statistics()]
         end = offset + FLOATS.itemsize * sum(sizes)
         if end > len(data):
             raise _file_error(path, f"it ends within {name}, {layer}")
@@ -342,9 +342,9 @@ def _parse(network: Network, path: Path) -> StateDict:
 
 
 def _end_of_layer_norm(data: bytes, offset: int, following: BaseLayer | None) -> int:
-    """Return the offset of the record after a LayerNorm's.
+    """Return the offset of the record after the record of a LayerNorm.
 
-    pytagi appends the means and variances of each sample of the last batch, in any number.
+    pytagi appends means and variances of the samples of the last batch, so its length varies.
     """
     if following is None:
         remaining = len(data) - offset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# Module of each name. `scripts/stubs` generates the declarations for type checkers from it.
+# Names by module. `scripts/stubs` generates the declarations for type checkers from them.
 _HOMES = {
     "activations": [
         *("ClosedFormSoftmax", "EvenExp", "LeakyReLU", "MixtureReLU", "MixtureSigmoid"),

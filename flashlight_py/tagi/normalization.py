@@ -12,7 +12,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module, is_cupy, to_device
 from flashlight_py.tagi.activations import Moments
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.native import data_pointer, native
+from flashlight_py.tagi.native import data_pointer, tagi_kernels
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
@@ -54,7 +54,7 @@ class Normalization(BaseLayer):
         center, spread = self._statistics(m, v)
         scale = (1 / array_module(m).sqrt(spread + self.eps)).astype(REAL)
         t, mean, variance = standardize(m, v, center.astype(REAL), scale, self.weight, self.biases)
-        # Kept in evaluation, too: the rest of the network may be in training.
+        # Also kept in evaluation, because the rest of the network may be in training.
         self._t, self._back = t, scale * self.weight.mean
         self._slope = None if x.slope is None else x.slope.reshape(rows)
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
@@ -75,9 +75,7 @@ class Normalization(BaseLayer):
 
     @abc.abstractmethod
     def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
-        """Return mean and variance to normalise ``[batch, features, positions]``; both broadcast to
-        ``[batch, features]``.
-        """
+        """Return mean and variance of ``m``, which broadcast to ``[batch, features]``."""
 
     def _connect(self, shape: Shape, positions: int) -> Shape:
         self._positions = positions
@@ -169,8 +167,8 @@ class BatchNorm2d(Normalization):
     def _batch_statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         """Return mean and variance of each feature in float64.
 
-        Squares are of differences to the mean of this process, and float64 from there on, so means
-        that are large compared with their differences lose no precision.
+        Squares are of differences to the mean of this process. So no precision is lost if means are
+        large compared with their differences.
         """
         xp = array_module(m)
         n = float(m.shape[0] * m.shape[2])
@@ -223,13 +221,13 @@ class LayerNorm(Normalization):
         self.connect(shape if len(shape) == 1 else (shape[0], shape[2], shape[1]))
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept samples of the same number of units; images have channels first."""
+        """Accept samples with as many units as ``normalized_shape``; images have channels first."""
         images = len(self.normalized_shape) == 3
         channels = not images or len(shape) == 1 or shape[0] == self.num_weights
         if math.prod(shape) != math.prod(self.normalized_shape) or not channels:
             expected = "channels, width, height" if images else "features"
             raise ValueError(
-                f"expected ({expected}) of {self.normalized_shape}, got samples of shape {shape}"
+                f"expected samples ({expected}) = {self.normalized_shape}, got shape {shape}"
             )
         return self._connect(shape, math.prod(self.normalized_shape[1:]))
 
@@ -337,7 +335,7 @@ class _Rows:
             return None
         if units.shape[2] < SHORTEST or units.strides[2] != REAL.itemsize:
             return None
-        module = native()
+        module = tagi_kernels()
         return None if module is None else cls(module, units)
 
     def call(self, name: str, *arrays: Array | None) -> None:

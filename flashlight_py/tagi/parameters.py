@@ -28,9 +28,9 @@ class Parameter:
 
     Attributes:
         mean, variance: Float32 arrays of any shape.
-        mean_sum: Sum over the batch for the mean. Times ``variance`` it is the innovation of the
-            mean.
-        variance_sum: The same for the variance, times ``variance ** 2``.
+        mean_sum: Sum over the batch for the mean. The innovation of the mean is this sum times
+            ``variance``.
+        variance_sum: Likewise for the variance, with the factor ``variance ** 2``.
     """
 
     __slots__ = ("mean", "mean_sum", "variance", "variance_sum")
@@ -63,9 +63,7 @@ class Parameter:
 
 
 def spread(method: str, fan_in: int, fan_out: int) -> float:
-    """Return the standard deviation of initial means: ``sqrt(1 / fan_in)`` for He, ``sqrt(2 /
-    (fan_in + fan_out))`` for Xavier.
-    """
+    """Return the deviation of means: sqrt(1 / fan_in), or sqrt(2 / (fan_in + fan_out)) (Xavier)."""
     if method not in METHODS:
         raise ValueError(f"init_method must be one of {', '.join(METHODS)}, got {method!r}")
     return math.sqrt(1 / fan_in if method == "He" else 2 / (fan_in + fan_out))
@@ -128,8 +126,8 @@ class ParameterBucket:
 
         With the sums d and e of a backward pass and the variance s, the mean changes by ``clip(s d,
         +-sqrt(s) / cap)`` and the variance by ``clip(s^2 e, +-sqrt(s) / cap)``. A variance that
-        would not be positive becomes 1e-5. The shared bound has no justification in units; pytagi
-        uses it, and its published accuracies were measured with it.
+        would not be positive becomes 1e-5. Both bounds are equal although the units differ: so it
+        is in pytagi, whose published accuracies were measured with them.
 
         Raises:
             RuntimeError: If the parameters were moved to other buckets.

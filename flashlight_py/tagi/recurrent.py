@@ -36,7 +36,7 @@ class LSTM(BaseLayer):
     every layer. h_t is read by the output at t and, through all gates of the next step, by c_{t+1}
     and h_{t+1}. c_t is read by h_t, with ``k = o / cosh(c_t)**2``, and by c_{t+1}, with ``k =
     f_{t+1}``. An input x_t is read by the same units as h_{t-1}. Its effect on h_t passes four
-    gates and is added before it is squared; so is its direct effect on c_t, which passes three. The
+    gates, its direct effect on c_t three; each effect is added over the gates and then squared. The
     deltas of the means are the gradient of the linearised network. The deltas of the variances
     treat contributions of h_t and c_{t+1} as independent, like two outputs of a linear layer.
 
@@ -50,9 +50,9 @@ class LSTM(BaseLayer):
         bias: Whether the gates have biases.
         gain_weight, gain_bias: Factors of the initial standard deviations of the parameters.
         init_method: ``"He"``: means from N(0, 1 / n), n = input_size + output_size. ``"Xavier"``:
-            from N(0, 2 / (n + output_size)). Variances: that variance times the squared gain.
-        window: ``"recurrent"``, or ``"independent"``: every time step starts with h = c = 0, as in
-            pytagi 0.2.1, which treats the window as a batch.
+            from N(0, 2 / (n + output_size)). Initial variances: that of N times the squared gain.
+        window: ``"recurrent"``: see above. ``"independent"``: every time step starts with h = c =
+            0, as in pytagi 0.2.1, which treats the window as a batch.
 
     The weights are those of f, i, g and o in this order, each ``[output_size, input_size +
     output_size]``. The biases have the same order.
@@ -100,7 +100,7 @@ class LSTM(BaseLayer):
         x = x.shaped((self.input_size,))
         batch = len(x.mean)
         carry = self.carries_states and batch == 1
-        # Independent time steps are samples.
+        # Independent time steps are computed like samples.
         rows, steps = (batch * self.seq_len, 1) if self._independent else (batch, self.seq_len)
         x_variance = None if x.variance is None else x.variance.reshape(rows, -1)
         start, gates = self._carried if carry else None, Gates(self.weight, self.biases, steps)
@@ -182,17 +182,17 @@ class TimeStep(NamedTuple):
 class SLSTM(LSTM):
     """An :class:`LSTM` for one time step and one sample that keeps ``num_samples`` time steps.
 
-    Each backward pass keeps its time step for ``Sequential.smoother()``. With the priors of a step,
-    the posteriors from its observations, and ``G = cov(before, now) / var_prior(now)``: ``mean =
-    posterior + G (smoothed - prior)`` of the next step, ``variance = posterior + G**2 (...)``. For
-    c this is element by element; for h it is a sum over all h of the next step.
+    Each backward pass keeps its time step for ``Sequential.smoother()``, which goes back in time.
+    With ``G = cov(this, next) / var_prior(next)``: ``mean = posterior + G (smoothed - prior)``, the
+    latter two of the next step, and ``variance = posterior + G**2 (...)`` likewise. For c this is
+    element by element; for h it is a sum over all h of the next step.
 
     Args:
         input_size, output_size, bias, gain_weight, gain_bias, init_method: See :class:`LSTM`.
         seq_len: Must be 1.
 
     Raises:
-        ValueError: If ``seq_len`` is not 1, or for the reasons of :class:`LSTM`.
+        ValueError: If ``seq_len`` is not 1, or :class:`LSTM` raises it.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class SLSTM(LSTM):
         """Return ``[1, output_size]``.
 
         Raises:
-            ValueError: If the batch has several samples, which are no time step of one series.
+            ValueError: If the batch does not have exactly one sample, the next step of a series.
         """
         if len(x.mean) != 1:
             raise ValueError(
@@ -279,7 +279,7 @@ class SLSTM(LSTM):
         return BaseHiddenStates(*self.smoothed[:2])
 
     def set_states(self, states: Sequence[Any] | None) -> None:
-        """Set the states like :class:`LSTM`; None also starts a new series."""
+        """Set the states like :class:`LSTM`. None resets them to 0 and starts a new series."""
         super().set_states(states)
         if states is None:
             self.time_steps = []
@@ -310,7 +310,7 @@ def _smoothed(
 
 
 class SLinear(Linear):
-    """A :class:`Linear` after an :class:`SLSTM`, for the end of ``Sequential.smoother()``."""
+    """A :class:`Linear` after an :class:`SLSTM`, through which ``smoother()`` computes outputs."""
 
     def smooth(self, hidden: BaseHiddenStates) -> BaseHiddenStates:
         """Return the outputs of a series, ``[time steps, output_size]``.

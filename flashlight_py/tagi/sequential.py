@@ -39,14 +39,14 @@ class Sequential(Network):
             ``input_state_update`` or if the input was the output of another network.
         input_state_update: Whether a backward pass computes the deltas of the input.
         samples: Number of samples of the last forward pass. Without samples nothing is learned.
-        learnt: Samples of the last backward pass, including those of other processes if their sums
-            were added.
+        learnt: Number of samples of the last backward pass, on all processes if their sums were
+            added.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Raises:
         TypeError: If an argument is not a layer of ``fl.tagi``, or there is no argument.
-        ValueError: If a layer cannot accept the output of its predecessor; names both. Also if a
-            first-only layer is not the first, or a layer that keeps inputs occurs twice.
+        ValueError: If a layer cannot accept the output of its predecessor (the message names both),
+            a first-only layer is not the first, or a layer that keeps inputs occurs twice.
     """
 
     def __init__(self, *layers: BaseLayer) -> None:
@@ -129,7 +129,8 @@ class Sequential(Network):
         """Compute the sums of every parameter from the deltas of the outputs.
 
         Raises:
-            RuntimeError: If there are no deltas since the last forward pass, or it was evaluation.
+            RuntimeError: If there are no deltas since the last forward pass, or it ran in
+                evaluation.
             ValueError: If the number of deltas differs from the number of outputs.
         """
         deltas = self.check_deltas()
@@ -145,11 +146,7 @@ class Sequential(Network):
         self.input_delta_z_buffer.mean = None  # layers may have overwritten the arrays
 
     def check_deltas(self) -> tuple[Array, Array]:
-        """Return the deltas for a backward pass, or raise the errors of :meth:`backward`.
-
-        Raises:
-            RuntimeError, ValueError: See :meth:`backward`.
-        """
+        """Return the deltas for a backward pass, or raise the errors of :meth:`backward`."""
         d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
         if d is None or e is None:
             raise RuntimeError(
@@ -170,7 +167,7 @@ class Sequential(Network):
 
         A parameter changes by at most its standard deviation divided by 0.1 for one sample, by 2
         for batches below 256 samples, and by 3 for larger batches. Raises RuntimeError if another
-        network was made of one of the layers.
+        network was created with one of the layers.
         """
         cap = cap_factor(self.learnt)
         for bucket in self.buckets:
@@ -213,7 +210,7 @@ class Sequential(Network):
             self.buckets = make(layers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without buckets: layers of a copy are not views of them."""
+        """Return the state without buckets: the parameters of a copy are not views of them."""
         return {name: value for name, value in self.__dict__.items() if name != "buckets"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,7 +271,7 @@ class Sequential(Network):
         """Return the deltas of the input's means and variances: flat copies on the CPU.
 
         Raises:
-            RuntimeError: If the last backward pass did not compute them: ``input_state_update``.
+            RuntimeError: If the last backward pass ran without ``input_state_update``.
         """
         deltas = self.output_delta_z_buffer
         if deltas.mean is None:
@@ -287,7 +284,7 @@ class Sequential(Network):
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return the number of weights of each layer whose variance is the minimum, 1e-5.
 
-        A step sets variances to the minimum that would not be positive.
+        A step sets a variance to this minimum if it would not be positive.
         """
         return {
             f"{name}: {layer.get_layer_info()}": int(np.count_nonzero(layer.var_w == FLOOR))

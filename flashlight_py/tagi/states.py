@@ -173,7 +173,7 @@ def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
             f"{name}: expected no masked elements, got {np.count_nonzero(mask)} of {mask.size}. "
             "Fill or remove them"
         )
-    # As objects, NaN can replace names of classes.
+    # An object array can hold NaN among names of classes.
     plain = values.data if values.dtype.kind in "fiub" else values.data.astype(object)
     return np.where(mask, missing, plain)
 

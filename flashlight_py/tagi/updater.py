@@ -183,7 +183,7 @@ class OutputUpdater:
             total = variance[0] + noise
             d[:, 0] = slope[0] * error / total
             e[:, 0] = -slope[0] * slope[0] / total
-            # Posterior of the error, of its square, and of the variance behind the square.
+            # Posterior of the error, of its square, and of the error variance.
             p, q = noise * error / total, noise - noise * noise / total
             square, square_variance = p * p + q, 2 * q * q + 4 * q * p * p
             prior = 3 * variance[1] + 2 * noise * noise

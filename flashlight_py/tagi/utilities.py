@@ -18,7 +18,7 @@ FileName = str | os.PathLike[str]
 IMAGES, LABELS = 2051, 2049  # magic numbers of MNIST files
 CIFAR_IMAGE = 3 * 32 * 32  # bytes of an image, after one byte of the label
 SMALL = 1e-10  # added to scales, as in pytagi, to avoid a division by 0
-# Error variance of P(z + error > 0) at a node; a class is as probable as the nodes of its path.
+# Variance of the error in P(z + error > 0), the probability of a branch.
 ERROR_VARIANCE = 1 / 9
 
 
@@ -26,8 +26,8 @@ class HRCSoftmax:
     """A binary tree whose leaves are classes, for class probabilities from Gaussian outputs.
 
     A class is the path from the root to its leaf. At each node of the path, the output of the node
-    is observed as +1 or -1. With L = ceil(log2(classes)) levels, a sample observes L outputs of
-    about as many as there are classes. :meth:`Utils.get_hierarchical_softmax` creates a tree.
+    is observed as +1 or -1. With L = ceil(log2(classes)) levels, a sample observes L of about
+    ``classes`` outputs. :meth:`Utils.get_hierarchical_softmax` creates a tree.
 
     Attributes:
         obs: Observations of each class, +1 or -1: flat, ``classes * num_obs`` elements, float32.
@@ -44,8 +44,8 @@ class HRCSoftmax:
 def tree_of(num_classes: int) -> HRCSoftmax:
     """Return the tree of ``num_classes`` classes.
 
-    The path of a class is given by its bits, the highest first: 0 is observed as +1. The nodes of a
-    level follow the nodes of the level above.
+    The path of a class is given by its bits, the highest first: 0 is observed as +1. Nodes are
+    numbered level by level, from the root.
 
     Raises:
         ValueError: If ``num_classes`` is below 2.
@@ -112,12 +112,13 @@ class Utils:
     def label_to_obs(self, labels: Any, num_classes: int) -> tuple[Array, Array, int]:
         """Return the observations of each label for ``update_using_indices``.
 
-        Labels have any shape. NaN and masked labels are unobserved. Raises ValueError for another
-        label that is not a class, and for fewer than two classes.
+        Labels have any shape. NaN and masked labels are unobserved. Raises ValueError if another
+        label is not a class, or ``num_classes`` is below 2.
 
         Returns:
-            Values (+1, -1, or NaN for an unobserved label), float32; outputs from 1, int32; and the
-            number of observations per label. Both arrays are flat, sample by sample.
+            Observed values (+1, -1, or NaN for an unobserved label), float32; indices of the
+            observed outputs, from 1, int32; and the number of observations per label. Both arrays
+            are flat.
         """
         tree = tree_of(num_classes)
         classes = _checked_labels(labels, num_classes, missing=np.nan)
@@ -128,7 +129,7 @@ class Utils:
     def label_to_one_hot(self, labels: Any, num_classes: int) -> Array:
         """Return one-hot vectors of labels: flat float32, ``labels * num_classes`` elements.
 
-        A NaN or masked label gives NaN. Raises ValueError for other labels that are no class.
+        A NaN or masked label gives NaN. Raises ValueError if another label is not a class.
         """
         classes = _checked_labels(labels, num_classes, missing=np.nan)
         hot: Array = np.zeros((classes.size, num_classes), REAL)
@@ -163,8 +164,8 @@ class Utils:
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return 1 for each sample whose most probable class differs from its label, else 0.
 
-        Arguments as in :meth:`get_labels`, and ``labels``, ``[batch_size]``. The result is
-        ``[batch_size]``, int32, with the probabilities of :meth:`get_labels`.
+        Arguments as in :meth:`get_labels`, and ``labels``, ``[batch_size]``. Returns int32
+        ``[batch_size]``, and the probabilities of :meth:`get_labels`.
 
         Raises:
             ValueError: If :meth:`get_labels` raises it, or a label is not a class, NaN or masked.
@@ -196,7 +197,7 @@ class Utils:
             Flat float32 pixels from 0 to 1, and int32 labels.
 
         Raises:
-            ValueError: If a file has another format or is truncated, or the numbers differ.
+            ValueError: If a file has another format or is truncated, or the lengths differ.
             OSError: If a file cannot be read.
         """
         images, labels = _idx(Path(image_file), IMAGES, 3), _idx(Path(label_file), LABELS, 1)
@@ -271,8 +272,8 @@ class Utils:
     def get_upper_triu_cov(self, batch_size: int, num_data: int, sigma: float) -> Array:
         """Return covariance matrices of independent elements as upper triangles, row by row.
 
-        ``sigma ** 2`` on the diagonal, otherwise 0: flat float32, for ``batch_size`` samples of
-        ``num_data`` elements.
+        The result is flat float32, ``sigma ** 2`` on the diagonals and 0 elsewhere, for
+        ``batch_size`` samples of ``num_data`` elements.
         """
         triangle = np.eye(num_data, dtype=REAL)[np.triu_indices(num_data)] * REAL.type(sigma) ** 2
         return np.tile(triangle, batch_size)
@@ -326,7 +327,7 @@ class Normalizer:
 
     @staticmethod
     def unstandardize_std(norm_std: Array, std: Array) -> Array:
-        """Return deviations of standardised data, of any shape, in the scale of the data."""
+        """Convert deviations of standardised data, of any shape, to the scale of the data."""
         return norm_std * (std + SMALL)
 
     @staticmethod
@@ -347,7 +348,7 @@ class Normalizer:
 
     @staticmethod
     def max_min_unnorm_std(norm_std: Array, max_value: Array, min_value: Array) -> Array:
-        """Return deviations of scaled data, of any shape, in the scale of the data."""
+        """Convert deviations of scaled data, of any shape, to the scale of the original data."""
         return norm_std * (max_value - min_value + SMALL)
 
     @staticmethod

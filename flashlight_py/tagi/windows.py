@@ -82,13 +82,11 @@ class Windows:
         return padded[:, :, rows, columns]
 
     def at(self, padded: Array, y: int, x: int) -> Array:
-        """Return a view of element (y, x) of every window: ``[batch, channels, out_height,
-        out_width]``.
-        """
+        """Return a view of element (y, x) of every window, as images with one pixel per window."""
         return self.along(self.down(padded, y), x)
 
     def down(self, padded: Array, y: int) -> Array:
-        """Return a view of row ``y`` of every row of windows, with full width."""
+        """Return a view of the image rows that are row ``y`` of a window, with full width."""
         return padded[:, :, self._every_stride(y, self.out_height)]
 
     def along(self, rows: Array, x: int) -> Array:
@@ -130,8 +128,9 @@ def patches(
 ) -> None:
     """Write the windows of a chunk as columns, ``[channels * kernel**2, windows]``.
 
-    ``out`` receives, contiguous, the windows of ``mean``; with ``variance`` also of it and of
-    ``mean**2 + variance``, else of ``mean**2``. Images must be the result of :func:`readable`.
+    The contiguous arrays ``out`` receive the windows of ``mean``, then with ``variance`` those of
+    it and of ``mean**2 + variance``, otherwise of ``mean**2``. Images must come from
+    :func:`readable`.
     """
     columns = out if variance is not None else (out[0], None, *out[1:], None)[:3]
     if call_kernel("patches", windows, part, mean, mean, variance, *columns):
@@ -158,7 +157,7 @@ def patches(
 def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
     """Add columns to the image elements from which :func:`patches` takes them, in place.
 
-    It is the adjoint of ``patches``. Columns and the rows of images are contiguous.
+    It is the adjoint of ``patches``. Columns and the rows of images must be contiguous.
     """
     if call_kernel("add_patches", windows, part, images, columns, images):
         return
@@ -177,7 +176,7 @@ def contiguous_channels(images: Array) -> Array:
     return images if images.strides[2:] == strides else images.copy()
 
 
-def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
+def empty_images(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
     """Return new images for the batch of ``x`` in its memory order of batch and channels."""
     xp, (channels, *size) = array_module(x), shape
     if x.strides[0] < x.strides[1]:
@@ -309,7 +308,7 @@ class _Pool(ImageLayer):
         return self._cover(images, images[0])
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Return the sums, per element, of its shares of the window deltas, times slopes."""
+        """Return, per input element, the sum of its shares of the window deltas, times slopes."""
         if not needs_input:
             return None
         shape = self.shape_of_outputs(len(self._like))
@@ -358,7 +357,8 @@ class MaxPool2d(_Pool):
     """The element with the largest mean of each window, per channel.
 
     It maps ``[batch, channels, height, width]`` to ``[batch, channels, out_height, out_width]``.
-    The output has mean and variance of that element: the first of equal ones, never padding.
+    The output has mean and variance of that element. The first of equal elements is taken, and
+    padding is never taken.
 
     Args:
         kernel_size: Height and width of the window.
@@ -395,7 +395,7 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
     in the memory order of the images.
     """
     images, _ = readable(images)
-    sums = empty_like(images, (images.shape[1], windows.out_height, windows.out_width))
+    sums = empty_images(images, (images.shape[1], windows.out_height, windows.out_width))
     if call_kernel("sum_windows", windows, None, images, images, sums, *_steps(sums), factor):
         return sums
     padded = windows.padded(images)
@@ -413,7 +413,7 @@ def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) 
     """Return images with ``factor`` times the delta of each window added to its elements: the
     adjoint of :func:`sum_windows`. The result has shape and memory order of ``like``.
     """
-    images, deltas = empty_like(like, like.shape[1:]), contiguous_channels(deltas)
+    images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     arguments = (deltas, images, *_steps(deltas), factor)
     if call_kernel("spread_windows", windows, None, images, *arguments):
         return images
@@ -433,14 +433,14 @@ def largest(
 ) -> tuple[Array, Array | None, Array]:
     """Return the largest mean of each window, the variance of that element, and its index.
 
-    Of equal means, the first in row order is taken; NaN only if all are NaN; never padding. Results
-    are ``[batch, channels, out_height, out_width]`` in the memory order of ``mean``. The index is
+    The first of equal means is taken, NaN only if all means are NaN, and padding never. Results are
+    ``[batch, channels, out_height, out_width]`` in the memory order of ``mean``. The index is
     int32, from 0, row by row in the window.
     """
     mean, variance = readable(mean, variance)
     shape = (mean.shape[1], windows.out_height, windows.out_width)
-    best, taken = empty_like(mean, shape), empty_like(mean, shape, np.int32)
-    best_v = None if variance is None else empty_like(mean, shape)
+    best, taken = empty_images(mean, shape), empty_images(mean, shape, np.int32)
+    best_v = None if variance is None else empty_images(mean, shape)
     results = best, best_v, taken
     if call_kernel("largest", windows, None, mean, mean, variance, *results, *_steps(best)):
         return results
@@ -463,7 +463,7 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
     """Return images with the delta of each window added to its element ``taken``, an index from
     :func:`largest`. The result has shape and memory order of ``like``.
     """
-    images, deltas = empty_like(like, like.shape[1:]), contiguous_channels(deltas)
+    images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     images[...] = 0
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))
     if call_kernel("spread_taken", windows, None, images, *arguments, images):

@@ -1,4 +1,4 @@
-"""The dtype that each function computes in under autocast, and all that it goes with."""
+"""The dtypes in which functions compute under autocast, and its use with other features."""
 
 import threading
 from collections.abc import Callable
@@ -129,7 +129,7 @@ def test_parameter_is_cast_once_until_it_changes() -> None:
     x, weight = inputs(np.float32)
     optimizer = fl.optim.SGDOptimizer([weight], 0.5)
     with fl.amp.autocast():
-        for _ in range(3):  # also once the graph of the cast is freed, and the parameter stepped
+        for _ in range(3):  # the cast is freed after each step
             optimizer.zero_grad()
             loss = F.linear(x, weight) + F.linear(x, weight)
             (first, _), (second, _) = (edge[0].edges[0] for edge in loss.node.edges)  # type: ignore

@@ -1,4 +1,4 @@
-"""The scale follows torch's to the bit; what is asked for out of turn is refused."""
+"""The loss scale is bit-identical to torch's scale. Calls in the wrong order raise errors."""
 
 import hashlib
 import random
@@ -28,18 +28,19 @@ def param(grad: float = 1, dtype: Any = np.float32) -> Any:
     return found
 
 
-# Steps, growth interval, share of gradients that are not finite, and if torch looks at gradients.
+# Steps, growth interval, fraction of gradients that are not finite, and whether torch checks
+# gradients.
 RUNS = [
     (20_000, 10, 0.04, False),
     (3_000, 10, 0.04, True),
     (600, 3, 0.0, True),
     (600, 5, 0.9, True),
-    (200, 3, 1.0, True),  # down to 0
+    (200, 3, 1.0, True),  # the scale decreases to 0
 ]
 
 
-# Returns the state at the end, how many steps were taken, and a digest of all states. Unless
-# ``is_whole``, the scaler is told what the gradients are: torch takes long to look.
+# Returns the final state, the number of optimizer steps, and a digest of all states. Unless
+# ``is_whole``, the scaler receives the check's result, because torch's check is slow.
 TORCH = """
 import hashlib, random
 

@@ -1,9 +1,8 @@
-"""Every differentiable function with inputs, and the same in torch: one row per promise.
+"""Table of all differentiable functions, with inputs and the same function in torch.
 
-``ours`` takes variables; ``theirs`` is an expression of torch, ``F`` (torch.nn.functional) and the
-tensors a, b, c, in the order of ``arrays``, and of what ``extra`` names besides. The inputs stay
-away from kinks and poles, where neither central differences nor conventions about slopes can be
-compared.
+``ours`` takes variables. ``theirs`` is a torch expression of ``F`` (torch.nn.functional), the
+tensors a, b, c in the order of ``arrays``, and the names in ``extra``. The inputs keep a distance
+from kinks and poles, where neither central differences nor slopes are comparable.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,8 @@ _random = np.random.default_rng(0)
 
 
 def signed(*shape: int) -> np.ndarray:
-    """Values of both signs, at least 0.1 from 0 and from each other's magnitude."""
+    """Return values of both signs. Their magnitudes differ by at least 0.1 from 0 and each
+    other."""
     size = int(np.prod(shape))
     values = 0.1 + np.arange(1, size + 1) / size
     return (_random.permutation(values) * _random.choice([-1, 1], size)).reshape(shape)
@@ -61,7 +61,7 @@ def cross_entropy(reduction: str, smoothing: float = 0.0) -> Case:
     )
 
 
-SPOKEN = np.array([[1, 1, 2], [3, 2, 0], [1, 3, 2], [0, 0, 0]])  # with two of one class in a row
+SPOKEN = np.array([[1, 1, 2], [3, 2, 0], [1, 3, 2], [0, 0, 0]])  # labels with two equal neighbours
 TIMES, SAID = np.array([6, 4, 5, 2]), np.array([3, 2, 3, 0])
 
 
@@ -85,7 +85,7 @@ def einsum(subscripts: str, *arrays: np.ndarray) -> Case:
 
 
 def recurrent(kind: str, module: str, reverse: bool, states: int) -> Case:
-    """A layer of 3 features and 2 hidden ones over 4 steps of a batch of 2, and its last state."""
+    """Return a recurrent layer (3 features, 2 hidden, 4 steps, batch of 2) and its last state."""
     rows = 2 * GATES[kind]
     shapes = (2, 4, 3), (rows, 3), (rows, 2), (rows,), (rows,), *[(2, 2)] * states
 

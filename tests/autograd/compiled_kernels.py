@@ -1,6 +1,6 @@
-"""CuPy's ElementwiseKernel, ReductionKernel and RawKernel on the CPU: the same source, by c++.
+"""CuPy's ElementwiseKernel, ReductionKernel and RawKernel for the CPU, compiled with c++.
 
-So the arithmetic that a kernel's text says is shown without a GPU; that CUDA compiles it is not.
+The tests check the arithmetic of a kernel without a GPU, but not that CUDA compiles the kernel.
 """
 
 import atexit
@@ -20,7 +20,8 @@ C_TYPES = {"float32": "float", "float64": "double", "int64": "long"}
 
 
 class ElementwiseKernel:
-    """Runs ``operation`` for each element, in order; it finds those of raw arrays itself."""
+    """A kernel that runs ``operation`` for each element, in order. ``operation`` indexes raw
+    arrays."""
 
     def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
         self.inputs = [each.split()[-2:] for each in inputs.split(",")]
@@ -30,9 +31,9 @@ class ElementwiseKernel:
         self.launches = 0
 
     def __call__(self, *args: np.ndarray, size: int = 0) -> Any:
-        """Takes arrays and numbers; outputs that are given are changed in place.
+        """Run the kernel on arrays and numbers. Output arguments are overwritten.
 
-        ``size``: of the elements, where all arrays are raw.
+        ``size`` is the number of elements if all arrays are raw.
         """
         self.launches += 1
         given = dict(zip([name for _, name in self.inputs + self.outputs], args, strict=False))
@@ -56,7 +57,8 @@ class ElementwiseKernel:
         return given[self.outputs[-1][1]]
 
     def types(self, given: dict[str, Any]) -> dict[str, str]:
-        """What each placeholder stands for; two arrays of one placeholder must agree."""
+        """Return the dtype of each placeholder. Arrays of one placeholder must have the same
+        dtype."""
         found: dict[str, str] = {}
         for kind, name in self.inputs + self.outputs:
             if kind in C_TYPES or name not in given:
@@ -81,7 +83,7 @@ class ElementwiseKernel:
 
 
 class ReductionKernel:
-    """Reduces everything to one element, in order."""
+    """A kernel that reduces all elements to one element, in order."""
 
     def __init__(
         self, inputs: str, output: str, mapped: str, reduced: str, post: str, start: str,
@@ -108,7 +110,7 @@ static thread_local struct { long x; } blockIdx, threadIdx;
 #define __device__
 #define __forceinline__ inline
 """
-# Of a kernel whose threads wait for each other.
+# Runtime of a kernel whose threads wait for each other.
 TOGETHER = """
 #include <barrier>
 #include <thread>
@@ -120,9 +122,9 @@ static std::barrier<> *together;
 
 
 class RawKernel:
-    """Runs all blocks one after the other, and their threads where they do not wait for each other.
+    """A kernel whose blocks run one after the other.
 
-    Those that do are threads of this process.
+    The threads of a block also run one after the other, unless they wait for each other.
     """
 
     def __init__(self, text: str, name: str, options: tuple[str, ...]) -> None:
@@ -152,7 +154,7 @@ class RawKernel:
 
 
 def as_argument(array: np.ndarray) -> Any:
-    """Where it lies; of one element of a structured dtype, itself."""
+    """Return the address of an array, or the only element of an array of a structured dtype."""
     if array.dtype.names is None:
         return ctypes.c_void_p(array.ctypes.data)
     fields = [("bytes", ctypes.c_char * array.nbytes)]
@@ -169,7 +171,7 @@ def folder() -> Path:
 
 @functools.cache
 def load(source: str) -> Any:
-    """Return the function ``run`` of C++ source."""
+    """Compile C++ ``source`` and return its function ``run``."""
     library = folder() / f"{len(list(folder().iterdir()))}.so"
     command = ["c++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
     command += ["-x", "c++", "-", "-o", str(library)]

@@ -35,7 +35,7 @@ LOSSES: dict[str, Callable[[fl.nn.Module, Variable], Variable]] = {
     "recompute": lambda model, x: fl.recompute(model)(x),
     "exp": lambda model, x: F.exp(model.params()[0]),
     "mul": lambda model, x: model.params()[0] * model.params()[0],
-    # What is a view of the parameter shows the change, wherever it is used.
+    # Views of the parameter show the change, in every operation.
     "transpose": lambda model, x: x @ model.params()[0].T,
 }
 
@@ -54,7 +54,7 @@ def test_backward_raises_if_the_package_changed_a_leaf(name: str, change: Any) -
     with pytest.raises(RuntimeError, match=rf"was changed after {name}\(\) had used it"):
         loss.backward()
     assert all(each.grad is None for each in (*model.params(), x))
-    LOSSES[name](model, x).sum().backward()  # computed again, it is right
+    LOSSES[name](model, x).sum().backward()  # a recomputed pass has no error
     assert model.params()[0].grad is not None
 
 
@@ -78,7 +78,7 @@ def test_backward_works_if_the_graph_lacks_the_changed_leaf(change: Any) -> None
     change(other)
     loss.backward(retain_graph=True)
     loss.backward()
-    np.testing.assert_array_equal(model.params()[1].grad, [6, 6])  # of both passes
+    np.testing.assert_array_equal(model.params()[1].grad, [6, 6])  # sum of both passes
 
 
 def test_second_pass_of_a_retained_graph_raises_after_a_step() -> None:

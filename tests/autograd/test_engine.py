@@ -1,4 +1,4 @@
-"""The backward pass: order, ownership, freeing."""
+"""The backward pass: order of nodes, memory of gradients, freeing of the graph."""
 
 import gc
 import itertools
@@ -30,7 +30,7 @@ def test_backward_of_a_chain_exceeds_the_recursion_limit() -> None:
 
 @pytest.mark.slow
 def test_deleting_a_long_graph_does_not_overflow_the_stack() -> None:
-    """A stack overflow kills the process, so it happens in one of its own, on a small stack."""
+    """A stack overflow kills the process, so the test uses another process with a small stack."""
     program = (
         "import threading, numpy as np\n"
         "from flashlight_py.autograd import param\n"
@@ -49,7 +49,7 @@ def test_deleting_a_long_graph_does_not_overflow_the_stack() -> None:
 
 
 def test_backward_visits_each_node_of_a_diamond_once() -> None:
-    """Without counting consumers, 30 stacked diamonds would be a billion paths."""
+    """If a node ran once per path, 30 stacked diamonds would run about a billion nodes."""
     x = param(ones(1, dtype="float64"))
     y: Variable = x
     for _ in range(30):
@@ -68,7 +68,7 @@ def test_backward_ignores_consumers_outside_the_loss() -> None:
 
 
 def noted(x: Variable, name: str, visits: list[str]) -> Variable:
-    """``2 * x`` as an ordered operation, which notes that a backward pass has visited it."""
+    """Return ``2 * x``, an ordered operation that records the visit of a backward pass."""
 
     def vjp(grad: Any) -> Any:
         visits.append(name)
@@ -130,7 +130,6 @@ def test_gradients_accumulate_over_passes() -> None:
     ],
 )
 def test_gradients_of_operations_share_no_memory(operation: Any) -> None:
-    """Reducing one gradient in place must change no other array."""
     a, b = param(ones(2, 2)), param(ones(2, 2))
     result = operation(a, b)
     seed = np.ones_like(result.array)
@@ -142,7 +141,7 @@ def test_gradients_of_operations_share_no_memory(operation: Any) -> None:
 
 
 def test_bias_gradient_of_one_row_shares_no_memory() -> None:
-    """With one row the bias gradient is a view of the incoming gradient, so it must be copied."""
+    """With one row, the bias gradient is a view of the incoming gradient and must be copied."""
     x, w, b = param(ones(1, 2)), param(ones(3, 2)), param(ones(3))
     other = param(ones(1, 3))
     (F.linear(x, w, b) + other).backward(ones(1, 3))
@@ -151,7 +150,7 @@ def test_bias_gradient_of_one_row_shares_no_memory() -> None:
 
 
 def test_adding_to_a_gradient_keeps_equal_gradients() -> None:
-    """An addition hands one array to both operands; adding in place must wait for a sum's own."""
+    """An addition passes the same gradient array to both operands."""
     a, b = param(ones(2)), param(ones(2))
     one, twin = a * 1.0, b * 1.0
     ((one + twin) + one + one).backward(ones(2))
@@ -184,7 +183,6 @@ def test_second_backward_raises_runtime_error_if_freed() -> None:
 
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_linear_relu_can_be_used_after_a_failed_pass(retain_graph: bool) -> None:
-    """The slope of the ReLU is not left out: it is freed with all the rest, or not at all."""
     weight, bias = param(np.array([[1.0], [-1.0]])), param(np.zeros(2))
     result, seed = F.linear_relu(input(np.array([[2.0]])), weight, bias), np.ones((1, 2))
 
@@ -205,7 +203,7 @@ def test_linear_relu_can_be_used_after_a_failed_pass(retain_graph: bool) -> None
 
 
 def test_backward_frees_the_graph_during_the_pass() -> None:
-    """When the first layer's hook fires, what the last operation saved is gone already."""
+    """When the hook of the first layer runs, the arrays of the last operation are freed."""
     x, w = param(ones(2)), param(ones(2))
 
     class Saved(np.ndarray):
@@ -224,7 +222,7 @@ def test_backward_frees_the_graph_during_the_pass() -> None:
 
 
 def test_graphs_have_no_reference_cycles() -> None:
-    """Graphs are freed by reference counts; arrays need not wait for the garbage collector."""
+    """Without cycles, graphs are freed without the garbage collector."""
     gc.collect()
     gc.disable()
     try:

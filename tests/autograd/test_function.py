@@ -1,4 +1,4 @@
-"""Operations of users with derivatives of their own, beside torch's."""
+"""Operations with user-defined derivatives, compared with torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def softplus(x: Any) -> Any:
 
 @fl.autograd.function
 def clipped_product(x: Any, w: Any, limit: float, scale: float = 1.0) -> Any:
-    """Return x times w, as if the derivative were 0 above a limit."""
+    """Return x times w. Above a limit, the derivative is 0."""
     inside = x * w < limit
     return x * w * scale, lambda grad: (grad * w * scale * inside, grad * x * scale * inside)
 

@@ -1,4 +1,4 @@
-"""Every function: gradients against central differences and torch, edges, errors."""
+"""All functions: gradients against central differences and torch, edge cases, errors."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_gradient_has_the_input_shape_if_sizes_are_small(case: Case, size: int) 
         arrays = [x[part].copy() for x, part in zip(case.arrays, kept, strict=True)]
         try:
             case.ours(*map(param, arrays))
-        # The constants of the case have other sizes. NumPy before 2.3 warns of some indices.
+        # The constants of a case have different sizes. NumPy before 2.3 warns about some indices.
         except (ValueError, IndexError, DeprecationWarning):
             continue
         gradcheck(case.ours, arrays)
@@ -38,7 +38,6 @@ def test_gradient_has_the_input_shape_if_sizes_are_small(case: Case, size: int) 
 @EVERY_CASE
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_value_and_gradient_equal_torch(case: Case, dtype: str, oracle: Oracle) -> None:
-    """In float32 to about as many digits as it has: the order of sums is another one."""
     variables = [param(array.astype(dtype)) for array in case.arrays]
     named = dict(zip("abcdefghi", variables, strict=False))
     tolerance = (1e-11, 1e-13) if dtype == "float64" else (2e-5, 2e-6)
@@ -76,8 +75,8 @@ def test_reductions_equal_numpy_or_raise_value_error_if_an_axis_is_empty(
     x = np.ones(shape)
     try:
         expected = getattr(np, name)(x, axis)
-    except (ValueError, RuntimeWarning):  # the warning: NumPy returns nan
-        with pytest.raises(ValueError, match=r"at least one element|zero-size"):
+    except (ValueError, RuntimeWarning):  # NumPy warns and returns nan
+        with pytest.raises(ValueError, match=r"expected elements|zero-size"):
             getattr(F, name)(x, axis)
     else:
         np.testing.assert_array_equal(getattr(F, name)(x, axis).array, expected)
@@ -95,7 +94,7 @@ def gradient(result: Variable, leaf: Variable) -> np.ndarray:
 
 
 class TestKinks:
-    """Where a slope is a convention, it is the one that the docstring names."""
+    """Slopes at kinks, which the docstrings define."""
 
     def test_slopes_of_relu_and_abs_are_zero_at_zero(self) -> None:
         for function in (F.relu, F.abs):
@@ -206,7 +205,7 @@ class TestCrossEntropy:
         (lambda x: F.clamp(x, 2, 1), "must not exceed"),
         (lambda x: F.sum(x, 2), "got 2"),
         (lambda x: F.sum(x, (0, -2)), "distinct"),
-        (lambda x: F.mean(x[:0]), "at least one element"),
+        (lambda x: F.mean(x[:0]), "expected elements"),
         (lambda x: F.var(x[:1], 0, ddof=1), "more than ddof"),
         (lambda x: F.softmax(x, 2), r"softmax: axis must be .* shape \(3, 4\), got 2"),
         (lambda x: F.log_softmax(x, -3), r"log_softmax: axis must be .* got -3"),
@@ -219,7 +218,7 @@ class TestCrossEntropy:
         (lambda x: F.transpose(x, (0, 0)), r"permute 2 dimensions, got \(0, 0\)"),
         (lambda x: F.concatenate([]), "got an empty list"),
         (lambda x: F.reshape(x, (5, 5)), "reshape"),
-        (lambda x: x @ 2.0, "at least one dimension"),
+        (lambda x: x @ 2.0, "expected dimensions"),
         (lambda x: x @ x, "mismatch"),
         (lambda x: x + np.ones(3), "broadcast"),
     ],
@@ -267,7 +266,7 @@ def test_norm_has_slope_zero_at_zero() -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64"])
 def test_indices_may_have_any_integer_dtype(dtype: str) -> None:
-    """Places are counted in int64: 200 rows of 3 are more than a byte can count."""
+    """The array has 600 elements, more than an 8-bit index can count."""
     x, index = np.arange(600.0).reshape(200, 3), np.array([[0, 150, 199]]).astype(dtype)
     np.testing.assert_array_equal(F.gather(x, index, 0).array, [[0, 451, 599]])
     weight = param(x)
@@ -313,7 +312,7 @@ def test_functions_accept_empty_batches(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("function", "arrays", "error", "words"),
     [
-        # A factor that counts as a constant: half of the gradient.
+        # The factor is a constant, so that the gradient is half of the usual gradient.
         (lambda x: x * x.array, [np.ones(2)], AssertionError, "input 0, element 0: expected"),
         (lambda x, y: x * 2.0, [np.ones(2)] * 2, AssertionError, "no gradient of input 1"),
         (F.log, [-np.ones(1)], AssertionError, "nan"),
@@ -340,7 +339,7 @@ def test_functions_use_arrays_as_constants(case: Case) -> None:
     if name in OPERATORS - {"pow"} or case.name == "pow":
         with pytest.raises(TypeError, match=r"got ndarray and ndarray.* by fl.input"):
             case.ours(first, *others)
-    elif name not in ("index", "pow"):  # where NumPy computes with its own operators
+    elif name not in ("index", "pow"):  # NumPy uses its own operators
         assert not case.ours(first, *others).calc_grad
     with pytest.raises(TypeError, match=r"got list. Convert it with numpy.asarray"):
         F.relu([1.0])

@@ -1,4 +1,4 @@
-"""Gradient hooks, gradients in memory of others, and what runs when a backward pass ends."""
+"""Gradient hooks, gradients in user buffers, and callbacks at the end of a backward pass."""
 
 import functools
 import threading
@@ -35,7 +35,7 @@ def test_hook_gets_the_leaf_and_can_replace_its_gradient() -> None:
 
 
 def test_gradient_that_became_a_scalar_accumulates() -> None:
-    """NumPy computes one from an array without dimensions, and += makes another one of it."""
+    """NumPy returns scalars for arrays without dimensions, and += replaces a scalar."""
     x = param(np.array(2.0))
 
     def halve(leaf: Variable) -> None:
@@ -258,7 +258,6 @@ def test_grad_buffer_may_have_no_dimensions() -> None:
 
 
 def test_linear_writes_weight_gradients_into_grad_buffer() -> None:
-    """The product's own output is the buffer: no second array of the weight's size exists."""
     w = param(ones(3, 2))
     buffer = w.grad_buffer = np.zeros((3, 2), "float32")
     result = F.linear(input(ones(1, 2)), w)

@@ -49,7 +49,7 @@ def kept_bytes() -> Iterator[KeptBytes]:
     module = _native.optional("nn", "tests")
     if module is None:
         pytest.skip("the extension nn was not built")
-    run_passes(20)  # returns what tests before have left
+    run_passes(20)  # frees the memory of earlier tests
     yield module.kept_bytes
     run_passes(20)
 
@@ -80,7 +80,7 @@ def test_block_cache_is_limited_to_32_megabytes_and_8_passes(kept_bytes: KeptByt
     assert kept_bytes() < MB
     del arrays
     assert LIMIT - 2 * MB < kept_bytes() <= LIMIT
-    np.ones(LIMIT, np.uint8)  # larger than all that may be kept
+    np.ones(LIMIT, np.uint8)  # larger than the limit of kept memory
     assert LIMIT - 2 * MB < kept_bytes() <= LIMIT
     run_passes(7)
     assert kept_bytes() > LIMIT - 2 * MB
@@ -100,7 +100,7 @@ def test_block_is_not_reused_while_a_view_exists(kept_bytes: KeptBytes) -> None:
 @pytest.mark.parametrize("size", [100, 20_000, 200_000, 40 * MB])
 def test_arrays_in_cached_blocks_behave_like_other_arrays(kept_bytes: KeptBytes, size: int) -> None:
     run_passes(1)
-    for _ in range(2):  # the second time from blocks that hold other values
+    for _ in range(2):  # the second pass reuses blocks with other values
         array = np.full(size, 7, np.uint8)
         assert array.ctypes.data % 16 == 0
         array.resize(size + 50_000, refcheck=False)
@@ -116,7 +116,7 @@ def test_arrays_in_cached_blocks_behave_like_other_arrays(kept_bytes: KeptBytes,
 def test_many_arrays_do_not_exhaust_memory_mappings(kept_bytes: KeptBytes) -> None:
     run_passes(1)
     arrays = [np.empty(40_000, np.uint8) for _ in range(40_000)]
-    del arrays[::2]  # mappings beside each other count as one
+    del arrays[::2]  # the kernel merges adjacent mappings
     with open("/proc/self/maps") as file:
         assert sum(1 for _ in file) < 12_000
 

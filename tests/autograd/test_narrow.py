@@ -1,4 +1,4 @@
-"""float16 and bfloat16 with more elements than they count: sums, means and their gradients."""
+"""Sums and means of float16 and bfloat16 over more elements than these dtypes can count."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from flashlight_py.autograd import input, param
 from flashlight_py.autograd.variable import Variable
 from flashlight_py.optim import clip_grad_norm
 
-COUNT = 70_000  # above the largest number of float16
-MANY = 5_000  # above what it can count by ones
+COUNT = 70_000  # above the largest float16
+MANY = 5_000  # above the largest float16 integer n with n + 1 != n
 
 
 narrow: np.dtype[Any] = np.dtype(np.float16)
@@ -29,7 +29,7 @@ def ones(*shape: int) -> np.ndarray:
 
 
 def check(leaf: Variable, expected: float) -> None:
-    """Every element of the gradient is ``expected``, rounded once."""
+    """Check that every element of the gradient is ``expected``, rounded once."""
     assert leaf.grad.dtype == narrow
     assert np.all(leaf.grad == narrow.type(expected))
     assert narrow.type(expected) != 0

@@ -1,4 +1,4 @@
-"""NumPy's functions, comparisons and formats on variables: differentiated, or refused."""
+"""NumPy's functions, comparisons and formats on variables: derivatives or errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ ARITHMETIC = {"add", "subtract", "negative", "multiply", "divide", "power", "abs
 SECOND_NAMES = {"amax", "amin"}
 RANDOM = np.random.default_rng(0)
 A, B = RANDOM.random((2, 3, 4)) + 0.5
-# By torch's expression, what NumPy's user writes of variables x and w and an array b.
+# By expression of torch: the NumPy expression of variables x and w and an array b.
 LIKE_TORCH: dict[str, Callable[..., Any]] = {
     "-x * torch.exp(w) + torch.log(x)": lambda x, w, b: np.negative(x) * np.exp(w) + np.log(x),
     "b * x - b / w": lambda x, w, b: b * x - b / w,

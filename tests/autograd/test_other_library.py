@@ -1,4 +1,4 @@
-"""Every computation stays in the array library of its data; shown with a stand-in for CuPy."""
+"""Computations stay in the array library of their data. A stand-in replaces CuPy."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from tests.autograd.cases import CASES, Case
 from tests.cupy_stand_in import StandInArray, StandInCupy
 from tests.optim.test_optimizers import RULES
 
-# These bring NumPy arrays of their own, as labels; the training steps below cover the function.
+# Functions that take NumPy arrays, such as labels. The training steps below test them.
 OWN_ARRAYS = "categorical", "batch_norm_given", "attention_mask"
 STRICT_CASES = [case for case in CASES if not case.name.startswith(OWN_ARRAYS)]
 
 
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's arrays are computed with as CuPy's are, without kernels that CuPy lacks."""
+    """Disable the kernels that CuPy lacks."""
     monkeypatch.setattr(native, "_kernel", lambda name: None)
 
 
@@ -77,7 +77,7 @@ def test_gradient_buffers_are_written_in_place(strict: StandInCupy) -> None:
 
 
 def test_stand_in_raises_like_cupy(strict: StandInCupy) -> None:
-    """Else the tests above could not fail."""
+    """If the stand-in accepted NumPy arrays, the tests above could not fail."""
     array = strict.asarray(np.ones(2))
     for mix in (
         lambda: array + np.ones(2),
@@ -104,7 +104,7 @@ def test_linear_relu_needs_one_launch_per_direction(strict: StandInCupy) -> None
 def test_mean_square_error_uses_many_blocks_for_large_arrays(
     size: int, strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_BLOCKS", 3)  # of 256 threads, which are real ones here
+    monkeypatch.setattr(kernels, "_BLOCKS", 3)  # of 256 threads, which are real threads here
     pair = np.random.default_rng(0).standard_normal((2, size)).astype("float32")
     mean = F.mean_squared_error(*(input(strict.asarray(x)) for x in pair))  # type: ignore[arg-type]
     wide = pair[0].astype("float64") - pair[1]

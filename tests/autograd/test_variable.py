@@ -1,4 +1,4 @@
-"""Variables: what they accept, refuse and keep; the random numbers of the process."""
+"""Variables: accepted and rejected values, stored arrays, random numbers of the process."""
 
 import copy
 import operator
@@ -72,7 +72,7 @@ def test_scalar_returns_the_only_element() -> None:
     assert isinstance(input(np.array(1)).scalar(), int)
 
 
-# What is wrong with a leaf x of shape (2,), or a result y of it.
+# Errors of a leaf x of shape (2,), or of a result y of x.
 WRONG: list[tuple[Callable[[Any, Any], object], type[Exception], str]] = [
     (lambda x, y: setattr(x, "array", np.ones(3)), ValueError, r"\(2,\), got \(3,\)"),
     (lambda x, y: setattr(x, "array", np.ones(2, "f4")), TypeError, "float64, got float32"),
@@ -126,7 +126,6 @@ def test_repr_shows_the_value() -> None:
 
 @pytest.mark.parametrize("other", [2, 2.0, np.float64(2), np.full(3, 2, "float32")])
 def test_operators_accept_numbers_and_arrays_on_both_sides(other: Any) -> None:
-    """And a number, NumPy's included, does not change the dtype."""
     array = np.array([1, 2, 4], "float32")
     x = param(array)
     pairs = [(-x, -array), (abs(-x), array)]
@@ -148,7 +147,7 @@ def test_integer_operators_promote_like_numpy() -> None:
 def test_operators_promote_like_numpy_and_gradients_keep_dtypes(narrow: str) -> None:
     wide = {"float16": "float32", "float32": "float64"}[narrow]
     a, b = param(np.full(3, 2, narrow)), param(np.full(3, 3, wide))
-    product = a * b * 2.0  # a Python number takes the dtype
+    product = a * b * 2.0  # a Python number keeps the dtype
     assert product.array.dtype == wide
     product.backward(np.ones(3, wide))
     assert (a.grad.dtype, b.grad.dtype) == (narrow, wide)
@@ -156,7 +155,7 @@ def test_operators_promote_like_numpy_and_gradients_keep_dtypes(narrow: str) -> 
 
 
 class TestAsAnArray:
-    """What NumPy's users do with arrays works with variables, or is refused; never wrong."""
+    """NumPy operations on variables: the correct result or an error."""
 
     def test_asarray_returns_the_array_without_gradient(self) -> None:
         x = input(np.array([[1.0, 5.0], [3.0, 2.0]]))

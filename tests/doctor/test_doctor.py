@@ -172,7 +172,7 @@ def test_mpi_is_missing_and_not_tried_if_it_cannot_be_loaded(
     (library,) = doctor.mpi()
     (trial,) = doctor.trials(1.0, [library])
     assert library.state is trial.state is MISSING
-    assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
+    assert library.detail == "mpi4py cannot load the MPI library: libmpi.so.12: cannot open"
     assert trial.detail.startswith("requires library")
 
 

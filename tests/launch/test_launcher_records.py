@@ -39,7 +39,7 @@ def test_flrun_names_a_record_that_exceeds_the_limit(tmp_path: Path, ssh: str) -
     size = (records / "rank1.json").stat().st_size
     left = (
         f"flrun: the flight record of rank 1 remains on host b, at {records}/rank1.json: it has "
-        f"{size} bytes, more than the {MOST_BYTES} of one record"
+        f"{size} bytes, more than the limit of {MOST_BYTES} for one record"
     )
     assert left in done.stderr.splitlines()
     assert "flrun: flight records of 1 of 2 ranks are on " in done.stderr
@@ -59,8 +59,8 @@ def test_send_records_leaves_out_records_beyond_limits(tmp_path: Path) -> None:
     sent = [0, *range(2, 1 + whole)]
     assert kinds == dict.fromkeys(sent, "record") | dict.fromkeys((1, 17, 19), "left_out")
     assert reports[1][1] == str(paths[1])
-    assert f"more than the {MOST_BYTES} of one record" in reports[1][2]
-    assert f"more than is left of the {MOST_BYTES_OF_HOST} of a host" in reports[17][2]
+    assert f"more than the limit of {MOST_BYTES} for one record" in reports[1][2]
+    assert f"of {MOST_BYTES_OF_HOST} for a host" in reports[17][2]
     assert reports[19][2].startswith("it has 1 bytes")
 
 

@@ -1,4 +1,4 @@
-"""torch as an oracle, in an interpreter of its own."""
+"""Reference results from torch, which runs in another interpreter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from tests import oracles
 
 
 class Oracle(oracles.Oracle):
-    """``oracle(code, grads, **arrays)`` runs ``code`` in torch, which sets ``y``.
+    """A function: ``oracle(code, grads, **arrays)`` runs ``code``, which sets ``y``, in torch.
 
-    The code has ``torch``, ``F`` (torch.nn.functional), ``nn`` and the arrays as tensors, those in
-    ``grads`` with gradients. Returned: ``y`` under that name, every other array that the code puts
-    into the dict ``more``, and the gradients of ``grads`` by their names: of the sum of y times
-    fixed weights from 0.5 to 1.5, as in ``gradcheck``.
+    The code can use ``torch``, ``F`` (torch.nn.functional), ``nn`` and the arrays as tensors.
+    Tensors in ``grads`` have gradients. The result contains ``y``, the arrays that the code stores
+    in the dict ``more``, and the gradients of ``grads`` by name. The gradients are of the sum of y
+    times fixed weights from 0.5 to 1.5, as in ``gradcheck``.
     """
 
     def __call__(self, code: str, grads: Sequence[str] = (), **arrays: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ class Oracle(oracles.Oracle):
 
 
 def weights_of(y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the weights of a result's elements: the gradient to call ``backward`` with."""
+    """Return the weights of the elements of a result: the gradient to pass to ``backward``."""
     return np.linspace(0.5, 1.5, y.size).reshape(y.shape).astype(y.dtype)
 
 
@@ -31,7 +31,8 @@ def compare(
     oracle: Oracle, code: str, result: Any, leaves: dict[str, Any], rtol: float = 1e-7,
     atol: float = 0, **given: Any,
 ) -> None:  # fmt: skip
-    """Check ``result`` and the gradients of ``leaves``, which the code in torch names as here."""
+    """Compare ``result`` and the gradients of ``leaves`` with torch. Names are the same in the
+    code."""
     arrays = {name: leaf.array for name, leaf in leaves.items()}
     theirs = oracle(code, [*leaves], **arrays, **given)
     result.backward(weights_of(result.array))

@@ -1,4 +1,4 @@
-"""A small model learns in every floating dtype, also in those that are storage alone."""
+"""Training of a small model in every floating dtype, also in storage-only dtypes."""
 
 import copy
 from typing import Any

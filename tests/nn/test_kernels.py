@@ -1,4 +1,4 @@
-"""Kernels of normalizations, attention and elements beside the same in array operations."""
+"""Kernels of normalization, attention and elementwise functions, compared with array operations."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from tests.nn.oracle import Oracle, compare, weights_of
 
 RANDOM = np.random.default_rng(0)
 MAY = RANDOM.random((2, 1, 70, 150)) < 0.5
-MAY[0, 0, 3] = False  # a query that may attend to nothing
+MAY[0, 0, 3] = False  # all keys of this query are masked
 ADDED = RANDOM.standard_normal((70, 150))
 ROWS = RANDOM.standard_normal((5, 3, 301))
 IMAGES = RANDOM.standard_normal((3, 6, 9, 11)) * [[[[3]], [[1]], [[9]], [[2]], [[5]], [[1]]]] + 4
@@ -70,7 +70,6 @@ Convert = Callable[[np.ndarray], np.ndarray]
 
 
 def found(name: str, convert: Convert) -> list[np.ndarray]:
-    """Return result and gradients of converted arrays."""
     function, arrays = {**FUNCTIONS, **OTHERS}[name]
     fl.set_seed(0)
     variables = [fl.param(convert(array)) for array in arrays]
@@ -106,7 +105,7 @@ STRANGE: dict[str, Convert] = {
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
 def test_kernels_accept_unaligned_and_swapped_arrays(name: str, way: str) -> None:
     strange = found(name, STRANGE[way])
-    if name != "dropout" or way == "unaligned":  # without a kernel it draws other numbers
+    if name != "dropout" or way == "unaligned":  # without the kernel, other numbers are drawn
         for one, other in zip(strange, found(name, lambda x: x), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
@@ -132,7 +131,7 @@ def test_variance_is_accurate_for_large_means(name: str) -> None:
 
 @pytest.mark.parametrize("function", [F.gelu, F.silu, F.sigmoid, lambda x: F.gelu(x, True)])
 def test_float32_functions_are_accurate(function: Callable[..., Any]) -> None:
-    """Relative to the value, also in tails."""
+    """The error is relative to the value, also in the tails."""
     x = np.concatenate([np.linspace(-9, 9, 5001), np.geomspace(1e-30, 80, 500)]).astype("float32")
     both = [function(fl.input(x.astype(dtype))).array for dtype in ("float32", "float64")]
     np.testing.assert_allclose(*both, rtol=2e-5, atol=1e-30)
@@ -152,7 +151,7 @@ def test_kernels_propagate_nan() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
-    """A query that may attend to nothing gets 0, where torch has nan."""
+    """A query whose keys are all masked gets 0. torch returns nan."""
     may = MAY.copy()
     may[..., 0] = True
     leaves = {name: fl.param(each) for name, each in zip("qkv", HEADS, strict=True)}
@@ -167,7 +166,7 @@ def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("least", [0, -1e6, -1e9, -1e38])
 def test_attention_is_accurate_for_large_scores(least: float, dtype: str) -> None:
-    """A row of one score each has the weights 1 / n, forward and backward."""
+    """If all scores of a row are equal, the weights are 1 / n in both passes."""
     q, k = (fl.param(np.zeros((1, 1, 8, 4), dtype)) for _ in range(2))
     v = fl.param(RANDOM.standard_normal((1, 1, 8, 4)).astype(dtype))
     F.attention(q, k, v, np.full((8, 8), least, dtype)).sum().backward()
@@ -175,7 +174,7 @@ def test_attention_is_accurate_for_large_scores(least: float, dtype: str) -> Non
 
 
 def test_attention_does_not_store_all_scores() -> None:
-    """At 1,024 positions one head's scores in float32 take 4 MiB."""
+    """With 1,024 positions, the float32 scores of one head need 4 MiB."""
     x = fl.param(RANDOM.standard_normal((1, 1024, 48)).astype("float32"))
     F.sum(F.self_attention(x, 1)).backward()
     tracemalloc.start()
@@ -192,7 +191,7 @@ def test_dropout_zeroes_the_expected_share(shape: tuple[int, ...]) -> None:
     results = [F.dropout(x, 0.3) for _ in range(2)]
     for result in results:
         assert set(np.unique(result.array)) == {np.float32(0), np.float32(1 / 0.7)}
-        assert abs((result.array == 0).mean() - 0.3) < 0.006  # four deviations
+        assert abs((result.array == 0).mean() - 0.3) < 0.006  # four standard deviations
     both = np.mean((results[0].array == 0) & (results[1].array == 0))
     assert abs(both - 0.09) < 0.004
     neighbours = results[0].array.reshape(-1) == 0
@@ -326,7 +325,6 @@ for limited in (step, lambda a, b: conv2d(a, b, padding=1)):
 
 
 def test_kernel_raises_memory_error_without_memory() -> None:
-    """Eagerly and captured; a limit of memory is the only way to it."""
     command = [sys.executable, "-c", TOO_LARGE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.split() == ["MemoryError"] * 2, done.stderr
@@ -346,7 +344,7 @@ RESIZED: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 
 @pytest.mark.parametrize("name", RESIZED)
 def test_backward_raises_runtime_error_if_an_array_was_resized(name: str) -> None:
-    """Also the owner of an array of which the kernel has a view, as of images of one channel."""
+    """The kernel may have a view of the resized array, for example for images of one channel."""
     function, arrays = RESIZED[name]
     for place in range(len(arrays)):
         variables = [fl.Variable(each.copy(), each.dtype != bool) for each in arrays]

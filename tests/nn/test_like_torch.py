@@ -1,4 +1,4 @@
-"""Layers and losses beside torch's: values, gradients of inputs and of parameters, by name."""
+"""Layers and losses compared with torch: values, gradients of inputs and of parameters by name."""
 
 import re
 from collections.abc import Callable
@@ -25,9 +25,9 @@ SPOKEN = np.array([[1, 1, 2], [3, 2, 1], [2, 2, 2]])
 
 
 class Row(NamedTuple):
-    """``make`` makes a module of a dtype; ``theirs`` is an expression of torch for its like.
+    """A module from ``make(dtype)`` and ``theirs``, a torch expression for the same module.
 
-    It is called on ``inputs``, with ``after`` on what it returns.
+    ``inputs`` are the arguments of the module. ``after`` is applied to its result.
     """
 
     name: str
@@ -217,7 +217,6 @@ def test_layers_have_values_and_gradients_of_torch(row: Row, dtype: str, oracle:
 
 @ROWS_BY_NAME
 def test_float16_is_computed_in_float32(row: Row) -> None:
-    """Result and gradients are those of float32, but for their own rounding."""
     found = []
     for dtype in ("float16", "float32"):
         module = made(row, "float16").astype(dtype)
@@ -291,7 +290,7 @@ def test_rnn_dropout_acts_only_in_training() -> None:
 @pytest.mark.parametrize("zero", [False, True])
 def test_ctc_loss_is_infinite_without_an_alignment(zero: bool, oracle: Oracle) -> None:
     logs = fl.param(np.log(np.full((2, 3, 4), 0.25)))
-    said = np.array([[1, 1], [1, 2]])  # the first needs a blank between, which 2 steps lack
+    said = np.array([[1, 1], [1, 2]])  # a row needs a blank between labels
     times = np.array([2, 3])
     loss = F.connectionist_temporal_classification(logs, said, times, None, 0, "none", zero)
     options = f"(2, 3), (2, 2), reduction='none', zero_infinity={zero}"

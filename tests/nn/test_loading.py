@@ -1,4 +1,4 @@
-"""Weights by name: torch's state dicts and files of safetensors; copies and tables of modules."""
+"""Weights by name: state dicts of torch, safetensors files, copies and tables of modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parallel import trees
 
 
 class Tensor:
-    """What ``load_torch`` uses of a tensor of torch."""
+    """The part of a torch tensor that ``load_torch`` uses."""
 
     def __init__(self, array: Any, dtype: str = "torch.float32") -> None:
         self.array, self.dtype = array, dtype
@@ -35,8 +35,6 @@ class Tensor:
 
 
 class Tied(fl.nn.Module):
-    """Two layers with one weight, and a buffer."""
-
     def __init__(self) -> None:
         self.one, self.other = fl.nn.Linear(2, 2), fl.nn.Linear(2, 2, bias=False)
         self.other.weight = self.one.weight
@@ -108,14 +106,14 @@ def test_load_torch_accepts_any_name_of_a_shared_parameter() -> None:
 def test_load_torch_raises_for_two_values_of_an_entry(strict: bool) -> None:
     module, other = Tied(), {**ARRAYS, "other.weight": np.zeros((2, 2))}
     before = module.one.weight.array.copy()
-    with pytest.raises(ValueError, match=r"equal values for 'one.weight', got 'other.weight'"):
+    with pytest.raises(ValueError, match=r"'other.weight' and 'one.weight' must have equal values"):
         fl.nn.load_torch(module, other, strict)
     assert np.array_equal(module.one.weight.array, before)
     layer, state = fl.nn.Linear(2, 2, bias=False), {"a.weight": np.eye(2), "b.weight": np.eye(2)}
     last: Any = {"rename": lambda name: name.rpartition(".")[2]}
     fl.nn.load_torch(layer, state, strict, **last)
     assert np.array_equal(layer.weight.array, np.eye(2))
-    with pytest.raises(ValueError, match=r"equal values for 'weight', got 'b.weight'"):
+    with pytest.raises(ValueError, match=r"'b.weight' and 'weight' must have equal values"):
         fl.nn.load_torch(layer, {**state, "b.weight": np.ones((2, 2))}, strict, **last)
     unused = {"a.more": np.ones(2), "b.more": np.zeros(3), **state}
     assert fl.nn.load_torch(layer, unused, False, **last) == ([], ["more"])
@@ -139,7 +137,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no array": (
         {**ARRAYS, "one.bias": "ones"},
         TypeError,
-        "'one.bias' must be a tensor or an array",
+        "'one.bias' must be a tensor or array",
     ),
     "no state": (3, TypeError, "expected a state dict or the path"),
 }

@@ -1,4 +1,4 @@
-"""Normalizing and attending layers: running statistics, states of torch, kinds of steps."""
+"""Normalization and attention layers: running statistics, states of torch, training modes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def test_running_statistics_equal_torch(oracle: Oracle) -> None:
     buffers = layer.buffers
     for batch in BATCHES:
         layer(fl.input(batch))
-    assert buffers["running_mean"] is layer.running_mean  # changed in place
+    assert buffers["running_mean"] is layer.running_mean  # updated in place
     in_evaluation = layer.eval()(fl.input(BATCHES[0]))
     code = "layer = nn.BatchNorm2d(4, momentum=0.2).double()\nfor x in a: layer(x)\n"
     code += "more.update(layer.state_dict())\ny = layer.eval()(a[0])"
@@ -129,7 +129,6 @@ def test_sinusoidal_embedding_adds_sines() -> None:
 
 @on_ranks(("shm", 2))
 def test_batch_norm_raises_value_error_for_one_value_over_ranks(rank: int, size: int) -> None:
-    """The other ranks have none: all raise, and nothing is tracked."""
     layer = fl.nn.BatchNorm(4, sync=True)
     with pytest.raises(ValueError, match="expected more than one value per channel"):
         layer(fl.input(np.ones((int(rank == 0), 4), np.float32)))
@@ -139,7 +138,6 @@ def test_batch_norm_raises_value_error_for_one_value_over_ranks(rank: int, size:
 @pytest.mark.parametrize("first", [0, 1, 2])
 @on_ranks(("shm", 2))
 def test_batch_norm_uses_the_global_batch(rank: int, size: int, first: int) -> None:
-    """Also of different sizes: as one process with the whole batch."""
     rows, found = slice(first, 5) if rank else slice(0, first), []
     for sync in (False, True):
         layer = fl.nn.BatchNorm(4, sync=sync).astype("float64")

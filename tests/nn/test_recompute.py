@@ -1,4 +1,4 @@
-"""Modules that compute again instead of keeping: the same gradients, bit for bit."""
+"""Modules that recompute their results in the backward pass: the gradients are bit-identical."""
 
 import copy
 import itertools
@@ -18,7 +18,8 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Branches, dropout, a residual, and a running statistic that its own result depends on."""
+    """A block with branches, dropout, a residual and a running statistic that affects the
+    result."""
 
     def __init__(self) -> None:
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -37,7 +38,7 @@ class Block(nn.Module):
 
 
 class Parts(nn.Module):
-    """Several inputs and results, one of them passed through."""
+    """A module with several inputs and results. One input is returned unchanged."""
 
     def __init__(self) -> None:
         self.inner = nn.Linear(WIDTH, WIDTH)
@@ -48,7 +49,7 @@ class Parts(nn.Module):
 
 
 class Net(nn.Module):
-    """A block used twice, another inside a chain, and parts; recomputed as asked for."""
+    """A network that uses one block twice, another block in a chain, and ``Parts``."""
 
     def __init__(self, again: Callable[[Any], Any]) -> None:
         self.twice = again(Block())
@@ -65,7 +66,7 @@ class Net(nn.Module):
 
 
 def trained(again: Callable[[Any], Any], steps: int = 3) -> dict[str, Any]:
-    """All that training leaves behind."""
+    """Return all values that training changes."""
     fl.set_seed(7)
     net = Net(again)
     rng = np.random.default_rng(1)
@@ -79,7 +80,7 @@ def trained(again: Callable[[Any], Any], steps: int = 3) -> dict[str, Any]:
     for _ in range(steps):
         optimizer.zero_grad()
         x = fl.param(rng.standard_normal((4, WIDTH)).astype(np.float32))
-        for _ in range(2):  # accumulates
+        for _ in range(2):  # the second pass accumulates
             net(x).backward()
         grads.append(("x", x.grad))
         optimizer.step()
@@ -109,7 +110,7 @@ def test_recompute_computes_once_without_gradients() -> None:
     x = fl.input(np.ones((2, WIDTH), np.float32))
     assert not block(x).calc_grad
     y = fl.param(x.array)
-    block(y).sum().backward()  # the input's gradient alone
+    block(y).sum().backward()  # only the input's gradient
     assert y.grad is not None
     assert block.calls == 3
     assert all(param.grad is None for param in block.train().params())
@@ -130,7 +131,7 @@ def test_recompute_supports_retain_graph() -> None:
 
 
 class Reused(nn.Module):
-    """Returns what its other results are computed from, and that twice."""
+    """A module that returns an intermediate value twice, with the results computed from it."""
 
     def forward(self, x: fl.Variable) -> list[fl.Variable]:
         h = F.tanh(x)
@@ -138,7 +139,7 @@ class Reused(nn.Module):
 
 
 def test_recompute_sums_results_used_inside_in_order() -> None:
-    """Of three addends and more, in float32: the order in which they are added is seen."""
+    """The float32 sum of three or more addends depends on their order."""
 
     def gradient(again: Callable[[Any], Any], order: list[int]) -> Any:
         x = fl.param(np.random.default_rng(2).standard_normal((40, 40)).astype(np.float32))
@@ -162,7 +163,7 @@ class Branches(nn.Module):
 
 
 class Residual(nn.Module):
-    def run(self, x: fl.Variable) -> fl.Variable:  # a name that is the user's
+    def run(self, x: fl.Variable) -> fl.Variable:  # a method name of the user
         return F.sin(F.tanh(x)) + x
 
     def forward(self, x: fl.Variable) -> fl.Variable:
@@ -171,7 +172,6 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_recompute_supports_results_of_recomputed_modules(order: int) -> None:
-    """The first walk into one replaces what the second, found later, contributes to."""
     found = []
     for wrap in (lambda module: module, nn.recompute):
         branches, first, second = wrap(Branches()), wrap(Residual()), wrap(Residual())
@@ -188,7 +188,7 @@ def test_recompute_supports_unused_results() -> None:
         fl.set_seed(3)
         x, y = (fl.param(np.full((2, WIDTH), k, np.float32)) for k in (1, 2))
         parts = again(Parts())
-        upstream = F.tanh(y)  # is not reached by the first pass
+        upstream = F.tanh(y)  # the first pass does not reach this node
         found = parts(x, upstream, 2.0)
         calls: list[int] = []
         y.register_grad_hook(lambda _: calls.append(1))
@@ -213,7 +213,7 @@ def test_recompute_keeps_names_copies_and_pickles() -> None:
 
 
 class Keeper(nn.Module):
-    """Leaves a variable in an attribute."""
+    """A module that stores a variable in an attribute."""
 
     def __init__(self) -> None:
         self.scale, self.kept = fl.param(np.ones(2)), [fl.input(np.ones(2))]
@@ -226,7 +226,7 @@ class Keeper(nn.Module):
 
 
 class WithLeaf(nn.Module):
-    """Makes a leaf in each pass, and looks at what it has computed."""
+    """A module that creates a leaf in each pass and reads its result."""
 
     def forward(self, x: fl.Variable) -> fl.Variable:
         y = x * fl.param(np.full(2, 3.0))
@@ -287,5 +287,5 @@ def test_recompute_stores_only_inputs_of_blocks() -> None:
         tracemalloc.stop()
         return found // x.array.nbytes
 
-    assert peak(lambda module: module) >= 64  # the slopes of Sigmoid need its input alone
+    assert peak(lambda module: module) >= 64  # Sigmoid's derivative needs only its input
     assert peak(fl.recompute) <= 8 + 16 + 4  # inputs, one block, gradients

@@ -17,7 +17,7 @@ from flashlight_py.autograd import input
 from flashlight_py.nn import Module, init
 from flashlight_py.random import set_seed
 
-# Made by a kind of integer: the layer, and the shape of an input.
+# Layers and the shape of their inputs, by the integer type of the sizes.
 OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
     "Linear": (lambda i: nn.Linear(i(200), i(3)), (2, 200)),
     "PReLU": (lambda i: nn.PReLU(i(4)), (2, 4)),

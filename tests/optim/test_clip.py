@@ -1,4 +1,4 @@
-"""Clipping by the joint norm, and of each element."""
+"""Gradient clipping by the norm over all gradients, and by element."""
 
 import math
 from typing import Any

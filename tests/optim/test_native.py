@@ -1,4 +1,4 @@
-"""Kernels of csrc/optim, and those for CuPy, have the bits of the NumPy rules in optim/cpu.py."""
+"""Kernels of csrc/optim and for CuPy: the results have the bits of the rules in optim/cpu.py."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from flashlight_py.optim.cpu import INVERSE, LR
 from tests.cupy_stand_in import StandInCupy
 from tests.optim.test_optimizers import RULES, Make
 
-MODULE = cpu.native()
+MODULE = cpu.optimizer_kernels()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
 
 EVERY_RULE = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
@@ -26,7 +26,7 @@ SIZES = [*range(71), 2048, 5001]
 
 @pytest.fixture
 def use(request: Any) -> Iterator[Callable[[str], None]]:
-    """Switch to an instruction set for one test."""
+    """Use one instruction set for one test."""
     before = MODULE.use("baseline")
 
     def switch(name: str) -> None:
@@ -41,7 +41,7 @@ def use(request: Any) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return what switches the native module off for the rest of the test."""
+    """Return a function that disables the native module for the rest of the test."""
 
     def off() -> None:
         for module in (optimizer, cpu):
@@ -51,7 +51,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def draw(seed: int, dtype: str, sizes: list[int]) -> list[np.ndarray]:
-    """Return arrays that begin at any element, so that no vector is aligned."""
+    """Return arrays that start at any element, so that vectors are not aligned."""
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(size + 1).astype(dtype)[1:] for size in sizes]
 
@@ -64,7 +64,7 @@ def bits(optimizer: Any) -> list[Any]:
 
 
 def stepped(make: Make, dtype: str, sizes: list[int]) -> list[Any]:
-    """Return all bits after three steps; every fourth parameter has no gradient at the second."""
+    """Return all bits after three steps. In step two every fourth parameter has no gradient."""
     optimizer = make([param(array) for array in draw(0, dtype, sizes)])
     for number, scale in enumerate((1.0, 0.3, 1.0)):
         for position, (variable, grad) in enumerate(
@@ -76,7 +76,7 @@ def stepped(make: Make, dtype: str, sizes: list[int]) -> list[Any]:
 
 
 def in_pieces(make: Make, dtype: str) -> list[Any]:
-    """Return all bits after two steps in which each parameter is stepped in three pieces."""
+    """Return all bits after two steps, in each of which a parameter is updated in three parts."""
     optimizer = make([param(array) for array in draw(0, dtype, [5000] * 4)])
     for number in range(2):
         for position, variable in enumerate(optimizer.params):
@@ -97,7 +97,7 @@ def test_instruction_sets_have_the_bits_of_numpy(make: Make, use: Any, without: 
         try:
             MODULE.use(name)
         except ValueError:
-            continue  # not on this processor
+            continue  # not supported by this processor
         for dtype in ("float32", "float64"):
             found[name, dtype] = stepped(make, dtype, SIZES), in_pieces(make, dtype)
     without()
@@ -122,7 +122,7 @@ class Subclass(np.ndarray):
 
 
 def unusual() -> dict[str, tuple[Any, Any]]:
-    """Return a parameter's array and its gradient, by what is unusual about it."""
+    """Return the array and the gradient of a parameter with an unusual property."""
     values, grad = (rows.astype("float32") for rows in np.random.default_rng(0).random((2, 4, 6)))
     shared = np.concatenate([values.ravel(), grad.ravel()])
     return {
@@ -141,7 +141,6 @@ def unusual() -> dict[str, tuple[Any, Any]]:
 @pytest.mark.parametrize("what", unusual())
 @pytest.mark.parametrize("make", [RULES["adam"], RULES["novograd"]])
 def test_unsupported_arrays_use_numpy_rules(make: Make, what: str, without: Any) -> None:
-    """Beside one that does."""
 
     def run() -> list[Any]:
         array, grad = unusual()[what]
@@ -257,7 +256,6 @@ def test_decay_of_one_raises_before_any_change(has_native: bool, without: Any) -
 @EVERY_RULE
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
-    """They read the rate and counts where they lie, and step what had a gradient."""
     sizes = [3, 100, 1, 30]
     eager, other = (make([param(array) for array in draw(0, dtype, sizes)]) for _ in "ab")
     grads = draw(1, dtype, sizes)
@@ -302,14 +300,14 @@ def test_prepared_steps_keep_their_arrays() -> None:
     steps()
     assert array.tolist() == [0.5] * 1000
     with pytest.raises(TypeError, match="Steps\\(pieces"):
-        cpu.native().Steps([])  # type: ignore[union-attr]
+        cpu.optimizer_kernels().Steps([])  # type: ignore[union-attr]
 
 
 def test_missing_native_module_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "flashlight_py._native._optim", None)
-    for cached in (_native.optional, cpu.native):
+    for cached in (_native.optional, cpu.optimizer_kernels):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "flashlight_py"):
@@ -319,7 +317,7 @@ def test_missing_native_module_warns_once(
                 optim.SGDOptimizer([variable], 1.0).step()
                 assert variable.data.tolist() == [0.0]
     finally:
-        for cached in (_native.optional, cpu.native):
+        for cached in (_native.optional, cpu.optimizer_kernels):
             cached.cache_clear()
     assert len(caplog.records) == 1
     assert "optimizers step in NumPy" in caplog.text
@@ -336,7 +334,7 @@ def grads(number: int, dtype: str) -> list[np.ndarray]:
 def steps(optimizer: Any, convert: Any, dtype: str) -> list[Any]:
     for number in (1, 2, 3):
         for position, grad in enumerate(grads(number, dtype)):
-            late = number == 1 and position == 3  # so its bias is corrected in another way
+            late = number == 1 and position == 3  # its bias correction differs
             optimizer.params[position].grad = None if late else convert(grad)
         optimizer.step(0.5)
     return bits(optimizer)
@@ -346,7 +344,7 @@ def steps(optimizer: Any, convert: Any, dtype: str) -> list[Any]:
 def test_cuda_step_has_the_bits_of_the_cpu_in_one_launch(
     rule: str, strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The one number that CuPy computes in another order.
+    # The only number that CuPy computes in another order.
     monkeypatch.setattr(
         optim.optimizer, "sum_of_squares", lambda grad: cpu.reference_sum(to_device(grad, "cpu"))
     )
@@ -358,7 +356,7 @@ def test_cuda_step_has_the_bits_of_the_cpu_in_one_launch(
 
 @pytest.mark.parametrize("count", [20, 60])
 def test_cuda_tables_may_have_any_length(strict: StandInCupy, count: int) -> None:
-    """A short one is an argument of the kernel, and a long one lies on the GPU."""
+    """A short table is an argument of the kernel. A long table is stored on the GPU."""
     arrays = np.random.default_rng(0).standard_normal((2, count, 7)).astype("float32")
     results = []
     for convert in (np.asarray, strict.asarray):
@@ -373,7 +371,7 @@ def test_cuda_tables_may_have_any_length(strict: StandInCupy, count: int) -> Non
 
 
 def test_cuda_step_launches_once_per_dtype_and_rule(strict: StandInCupy) -> None:
-    """Parameters that are not at the same step share one; those of another dtype have another."""
+    """Parameters with different step counts share one launch. Each dtype has a launch."""
     variables = [
         param(strict.asarray(np.ones(3, dtype)))  # type: ignore[arg-type]
         for dtype in ("float32", "float64", "float32")

@@ -1,4 +1,4 @@
-"""Optimizers: their rules against plain NumPy and torch, state, wrong arguments."""
+"""Optimizers: rules against NumPy and torch, state, wrong arguments."""
 
 import copy
 import pickle
@@ -36,13 +36,13 @@ SETTINGS: list[tuple[str, Make, str, dict[str, Any]]] = [
         {"lr": 0.1, "alpha": 0.8, "centered": True}),
     ("adadelta", lambda p: optim.AdadeltaOptimizer(p, 0.5), "Adadelta", {"lr": 0.5, "eps": 1e-8}),
 ]  # fmt: skip
-# Rules that torch has not, or has in another form.
+# Rules that torch lacks, or defines differently.
 OTHERS: dict[str, Make] = {
     "amsgrad": lambda p: optim.AMSgradOptimizer(p, 0.1, 0.8, 0.9),
     "novograd": lambda p: optim.NovogradOptimizer(p, 0.1, 0.8, 0.9, weight_decay=0.1),
 }
 EVERY = {**{setting[0]: setting[1] for setting in SETTINGS}, **OTHERS}
-# Weights decay by these rules also at a rate of 0.
+# Rules with weight decay even at a rate of 0.
 DECAYING: dict[str, Make] = {
     "amsgrad_decay": lambda p: optim.AMSgradOptimizer(p, 0.1, 0.8, 0.9, weight_decay=0.1),
     "adagrad_decay": lambda p: optim.AdagradOptimizer(p, 0.1, weight_decay=0.1),
@@ -120,7 +120,7 @@ def test_novograd_step_equals_its_formula() -> None:
 
 
 def test_centered_rmsprop_avoids_nan_by_rounding() -> None:
-    """The mean of squares of a constant is the square of its mean, less what rounding takes off."""
+    """For a constant, the mean square minus the squared mean may be negative by rounding."""
     variable = param(np.ones(3, "float32"))
     optimizer = optim.RMSPropOptimizer([variable], 1e-3, 0.5, use_first=True)
     for _ in range(60):
@@ -210,7 +210,7 @@ def test_state_dict_has_python_numbers() -> None:
 
 
 class Own(optim.FirstOrderOptimizer):
-    """Has attributes of its own with names that ours have, and a rate before all else."""
+    """An optimizer whose attributes have names of built-in optimizers."""
 
     def __init__(self, params: Any) -> None:
         self.lr = 0.5
@@ -347,7 +347,7 @@ def test_optimizers_raise_value_error_for_options_out_of_range(make: Make, match
 
 
 def test_adam_stores_means_of_float16_in_float32() -> None:
-    """Squares of small gradients are 0 in float16, as is eps: steps would be infinite, or nan."""
+    """In float16, eps and squares of small gradients are 0, so that steps would be inf or nan."""
     results = []
     for dtype in ("float16", "float64"):
         variable = param(np.ones(3, dtype))

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: their rates, compared with torch's, resumed, and refused."""
+"""Learning-rate schedules: rates compared with torch's, resuming, rejected arguments."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ def cosine(start: float, end: float, part: Any) -> Any:
     return end + (start - end) * (1 + np.cos(np.pi * part)) / 2
 
 
-# How it is made, in this library or torch's, and the rates of 13 steps by the published formulas.
+# Constructors in this library and in torch, and the rates of 13 steps by the published formulas.
 SCHEDULES: dict[str, tuple[str, Any]] = {
     "step": ("StepLR(o, 3, 0.5)", BASE * 0.5 ** (T // 3)),
     "multi step": ("MultiStepLR(o, [8, 2, 8], gamma=0.1)",
@@ -104,9 +104,9 @@ def test_second_schedule_starts_from_the_first_base_rate() -> None:
     assert (second.base_lr, optimizer.lr) == (0.1, 0.1)
     second.step()
     assert optim.ExponentialLR(optimizer, 0.5).base_lr == 0.1
-    optimizer.lr = 0.3  # which the user chooses
+    optimizer.lr = 0.3  # set by the user
     assert optim.ExponentialLR(optimizer, 0.5).base_lr == 0.3
-    first.step()  # goes on from its own
+    first.step()  # continues from its own rate
     assert optimizer.lr == 0.025
 
 
@@ -219,7 +219,7 @@ def test_schedules_raise_for_invalid_arguments() -> None:
 def test_failed_step_and_load_change_nothing() -> None:
     optimizer = optimizer_of_rate()
     schedule = optim.OneCycleLR(optimizer, 1.0, total_steps=5)
-    for _ in range(5):  # a loop steps once after each of 5 steps
+    for _ in range(5):  # the loop steps once per 5 steps
         schedule.step()
     last = optimizer.lr
     with pytest.raises(ValueError, match="at most 5 steps, got step 6"):
@@ -272,7 +272,7 @@ for metric in metrics:
     optimizer, found = optimizer_of_rate(), []
     schedule = optim.ReduceLROnPlateau(optimizer, **options)
     for number, metric in enumerate(METRICS):
-        if number == 7:  # another one goes on from here
+        if number == 7:  # another schedule continues
             state, optimizer = schedule.state_dict(), optimizer_of_rate(9.0)
             schedule = optim.ReduceLROnPlateau(optimizer, **options)
             schedule.load_state_dict(state)
@@ -292,7 +292,7 @@ def test_plateau_keeps_rates_below_the_minimum() -> None:
 def test_checkpoint_and_synchronize_accept_a_plateau(tmp_path: Path) -> None:
     optimizer = optimizer_of_rate()
     schedule, other = (optim.ReduceLROnPlateau(optimizer, patience=1) for _ in range(2))
-    fl.save(tmp_path, schedule=schedule)  # before it has a best metric
+    fl.save(tmp_path, schedule=schedule)  # no best metric exists yet
     fl.load(tmp_path, schedule=other)
     for metric in (2.0, 2.0):
         schedule.step(metric)

@@ -237,9 +237,9 @@ def test_other_reductions_raise_for_a_module_with_leaves() -> None:
     [
         ((), TypeError, "got no array"),
         ((np.ones(4), np.ones(5)), ValueError, "same number of rows.* got 4, 5"),
-        ((np.ones((0, 12)),), ValueError, "at least one; got 0"),
+        ((np.ones((0, 12)),), ValueError, "at least 1, got 0"),
         ((np.ones(()),), TypeError, r"ndarray of shape \(\)"),
-        (([1, 2],), TypeError, "of type list"),
+        (([1, 2],), TypeError, "got list as array"),
     ],
 )
 def test_leaves_raise_for_arrays_that_are_not_a_batch(arrays: Any, error: Any, words: str) -> None:
@@ -359,7 +359,7 @@ def test_check_arithmetic_detects_another_openblas_core_type(tmp_path: Path) -> 
     ]
     for process in processes:
         text, _ = process.communicate(timeout=60)
-        assert re.search(r"BLAS core type differs \(rank\(s\) 0: .*; rank\(s\) 1: Nehalem on", text)
+        assert re.search(r"same BLAS core type .*rank\(s\) 0: .*; rank\(s\) 1: Nehalem on", text)
 
 
 def test_rows_are_freed_with_their_module() -> None:

@@ -301,7 +301,7 @@ def test_ddp_sequential_raises_for_misuse_before_it_sends(rank: int, size: int) 
         DDPSequential(Sequential(ReLU()))
     with pytest.raises(ValueError, match="got rank 5 of 9"):
         DDPSequential(dense(), DDPConfig(rank=5, world_size=9))
-    with pytest.raises(ValueError, match="device_ids must have one entry per rank or 0, got"):
+    with pytest.raises(ValueError, match="must be empty or have one entry per rank, got"):
         DDPSequential(dense(), DDPConfig([0]))  # raises on every rank
     with pytest.raises(ValueError, match="backend must be one of"):
         DDPConfig(backend="pigeon")

@@ -1,4 +1,4 @@
-"""One step in two copies, an eager and a captured one, compared bit by bit after each call."""
+"""An eager and a captured copy of one step, compared bit by bit after each call."""
 
 import re
 import warnings
@@ -25,28 +25,33 @@ def compare(
     check: bool = False,
     stays: bool = False,
 ) -> Any:
-    """Call what ``make`` makes, eagerly and captured, alike; return the captured step.
+    """Call the steps from ``make``, one eagerly and one captured. Return the captured step.
 
-    ``make`` returns a step, or a tuple of one and what it changes. After each call all of that has
-    the same bits, as have the arrays that were passed, what was returned, and the random numbers
-    that follow. ``calls``: tuples of arguments, or the only ones; functions among them are called
-    with what the step changes, as is ``change(number, ...)`` before each call. ``eager``: how many
-    calls are no replays; None: any number. ``told``: the pattern of the warning where none is;
-    None: there may be one. ``raises``: of what some calls raise; None: any call may raise anything,
-    and is the last one then. ``named``: what the step changes is named to ``capture``. ``stays``:
-    later calls change what was returned as eager ones do, or not at all.
+    ``make`` returns a step, or a tuple of a step and the state that it changes. After each call,
+    state, arrays in arguments, results and random numbers must have the same bits.
+
+    Args:
+        calls: Tuples of arguments, or single arguments. Functions in them are called with the
+            state.
+        change: ``change(number, *state)`` runs before each call.
+        eager: Number of calls that are not replays. None: any number.
+        told: Pattern of the expected warning, empty for no warning. None: a warning is optional.
+        raises: Pattern of errors of some calls. None: any call may raise any error, which ends the
+            test.
+        named: Whether the state is passed to ``capture``.
+        stays: Whether results keep their values, or change like eager results, in later calls.
     """
     (step, *held), (other, *others) = _made(make), _made(make)
     captured = fl.capture(other, state=others if named else (), check=check)
     number, raised, results = -1, 0, list[Any]()
-    fl.random.generator()  # else each run makes another one
+    fl.random.generator()  # otherwise each run creates a generator
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "capture: ", RuntimeWarning)
         for number, call in enumerate(calls):
             if change is not None:
                 change(number, *held)
                 change(number, *others)
-            memory: dict[int, Any] = {}  # with the same arrays in common, in a copy
+            memory: dict[int, Any] = {}  # copies share memory like the originals
             given = call if type(call) is tuple else (call,)
             args = [arg(*held) if _is_function(arg) else arg for arg in given]
             copies = [arg(*others) if _is_function(arg) else _copied(arg, memory) for arg in given]
@@ -57,7 +62,7 @@ def compare(
             assert fl.random.state_dict() == follows
             if raises is None and isinstance(expected, Exception):
                 assert type(expected) is type(got)
-                return captured  # what was changed before the error is not promised
+                return captured  # changes before the error are undefined
             assert_same_bits([expected, *_arrays_in(args)], [got, *_arrays_in(copies)])
             assert_same_bits(_state_of(held), _state_of(others))
             raised += isinstance(expected, Exception)
@@ -87,7 +92,7 @@ def _made(make: Callable[[], Any]) -> tuple[Any, ...]:
 
 def array_of(value: Any) -> Any:
     array = np.asarray(value.array if isinstance(value, fl.Variable) else value)
-    is_float = array.dtype.kind in "fc"  # which of two NaNs comes of an operation is open
+    is_float = array.dtype.kind in "fc"  # the NaN of an operation is undefined
     return np.where(np.isnan(array), np.nan, array) if is_float else array
 
 
@@ -105,7 +110,7 @@ def _outcome(step: Any, args: list[Any], raises: str | None) -> Any:
 
 
 def _state_of(one: Any) -> Any:
-    """Return the numbers that an object holds."""
+    """Return the numbers in an object."""
     if isinstance(one, fl.Variable):
         return [one.array, one.grad]
     if isinstance(one, (list, tuple)):
@@ -121,7 +126,7 @@ def _state_of(one: Any) -> Any:
 
 
 def assert_same_bits(expected: Any, got: Any) -> None:
-    """Both are nested in the same way, of arrays, variables and numbers with the same bits."""
+    """Check that both have the same nesting of arrays, variables and numbers, with equal bits."""
     if isinstance(expected, fl.Variable):
         assert type(got) is fl.Variable
         assert got.calc_grad == expected.calc_grad
@@ -161,7 +166,7 @@ def _copied(value: Any, memory: dict[int, Any]) -> Any:
 def training(
     optimizer: Any, loss_of: Callable[..., Any], before_step: Callable[[], Any] | None = None
 ) -> Callable[..., Any]:
-    """Return the step of ``optimizer`` down ``loss_of``, or the first of what that returns."""
+    """Return a training step. Its result is that of ``loss_of``, whose first item is the loss."""
 
     def step(*given: Any) -> Any:
         optimizer.zero_grad()
@@ -175,7 +180,8 @@ def training(
 
 
 def trained(read: Callable[[Any, Any], Any] = lambda loss, x: None) -> Any:
-    """Return a step that calls ``read`` with its loss, its model (with dropout), its optimizer."""
+    """Return a step of a model with dropout, the model and the optimizer. ``read`` gets loss and
+    input."""
     fl.set_seed(1)
     layers = fl.nn.Linear(3, 5), fl.nn.ReLU(), fl.nn.Dropout(0.5), fl.nn.Linear(5, 1)
     model = fl.nn.Sequential(*layers).astype("f8")
@@ -189,7 +195,7 @@ def trained(read: Callable[[Any, Any], Any] = lambda loss, x: None) -> Any:
 
 
 def regression(model: Any, optimizer: Any, before_step: Any = None) -> Callable[..., Any]:
-    """Return a step of ``optimizer`` by the mean squared error of ``model``."""
+    """Return a training step of ``model`` with the mean squared error."""
     loss_of = fl.nn.MeanSquaredError()
     loss = lambda x, y: loss_of(model(fl.input(x)), fl.no_grad(y))  # noqa: E731
     return training(optimizer, loss, before_step)

@@ -1,4 +1,4 @@
-"""Arguments of all layouts, dtypes and values, alone and with memory in common."""
+"""Arguments of all layouts, dtypes and values, with separate or shared memory."""
 
 import dataclasses
 import sys
@@ -106,7 +106,7 @@ def test_argument_may_be_modified_state(change: Callable[[Any, Any], Any]) -> No
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Equals others of its name and scale."""
+    """A batch that equals batches of the same name and scale."""
 
     name: str
     scale: float
@@ -122,15 +122,15 @@ def with_each(*values: Any) -> list[Any]:
 
 
 class Anything:
-    """Has every attribute that it is asked for."""
+    """An object on which every attribute exists."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name) if name == "__self__" else AssertionError(name)
 
 
-SLOTTED = type("Slotted", (), {"__slots__": ()})  # has no weak references
+SLOTTED = type("Slotted", (), {"__slots__": ()})  # without weak references
 OBJECTS = [object(), SLOTTED(), np.add, ..., fl, SLOTTED, Anything()]
-# Calls, with how many are no replays.
+# Calls, and the number of calls that are not replays.
 CALLS: dict[str, tuple[Callable[..., Any], list[Any], int]] = {
     "forms in turn": (several, [of(x[:4]) for x in X[:3] for of in FORMS.values()], 11),
     "no elements": (lambda x: (x * 2, x.sum(0), x.sum(), x.prod(1)), [np.zeros((3, 0))] * 8, 1),
@@ -144,7 +144,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any], int]] = {
         [(x, number % 2 + 2.0, ((1, 2), (3,))) for number, x in enumerate(X)],
         4,
     ),
-    # Equal values that are not the same.
+    # Equal values that are different objects.
     "zeros of both signs": (scaled, with_each(0.0, -0.0), 2),
     "in tuples": (scaled, with_each((1,), (1.0,)), 2),
     "truth values in tuples": (scaled, with_each((1,), (True,)), 2),

@@ -1,4 +1,4 @@
-"""What functions compute, the package's, NumPy's and optimizers: the bits of the eager step."""
+"""Functions of the package, of NumPy and of optimizers: replays have the bits of eager steps."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ from tests.tape.steps import compare, is_same, training
 F = fl.autograd.functions
 Array = np.ndarray[Any, Any]
 X = np.random.default_rng(0).random((10, 3, 4)) * 4 - 2
-# What an index by truth values returns may have any shape.
+# Indexing by Booleans returns a shape that depends on the values.
 CAPTURED = [case for case in CASES if case.name != "index_mask"]
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
@@ -44,7 +44,7 @@ def test_replay_of_functions_equals_eager(case: Case, dtype: str) -> None:
     random = np.random.default_rng(1)
     shapes = [array.shape for array in case.arrays]
     noise = [[np.asarray(random.random(s) / 100, dtype) for s in shapes] for _ in range(20)]
-    # NumPy makes the indices of pad out of sight: the second call shows that they are constant.
+    # NumPy creates the indices of pad internally. The second call shows that they are constant.
     compare(make, map(tuple, noise), eager=2 if case.name == "pad_reflect" else 1)
 
 
@@ -78,7 +78,7 @@ def test_each_replay_computes_a_norm(dtype: str) -> None:
         clip = lambda: fl.optim.clip_grad_norm(model.params(), 0.5)  # noqa: E731
         return training(optimizer, lambda x: (model(fl.input(x)) ** 2).mean(), clip), model
 
-    # Some like each other, which must not make the norm a constant.
+    # Some values are equal, which must not make the norm a constant.
     compare(make, np.random.default_rng(0).random((4, 4, 3)).astype(dtype).repeat(5, axis=0))
 
 
@@ -106,7 +106,7 @@ def number_and_view(view_of: Callable[[Any], Any]) -> Callable[[Array], Any]:
     return step
 
 
-# Some of which NumPy refuses.
+# NumPy rejects some of these.
 CALLS: dict[str, Callable[[Array], Any]] = {
     "out of one": lambda x: (y := np.zeros_like(x[0, 0, ...]), np.dot(x[0], x[1], y), y)[1:],
     "out of method by position": changing(lambda y, x: x.cumsum(0, None, y)),
@@ -165,7 +165,7 @@ def test_replay_of_calls_equals_eager(case: Callable[[Array], Any], action: Any)
         except (ValueError, TypeError, DeprecationWarning) as error:
             return isinstance(error, TypeError)
 
-    with warnings.catch_warnings():  # not in the step: replays run none of its Python
+    with warnings.catch_warnings():  # outside the step, as replays run no Python code
         warnings.simplefilter(action, DeprecationWarning)
         compare(lambda: step, X, told=None)
 
@@ -179,13 +179,13 @@ test_replay_of_calls_equals_eager(CALLS["sum with list of sums"], "ignore")
 
 
 def test_replay_handles_high_addresses() -> None:
-    """Those that stand for arrays were not to be read where a terabyte could not be reserved."""
+    """Stand-ins had unreadable addresses on machines that could not reserve a terabyte."""
     subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=60)
 
 
 RANDOM = np.random.default_rng(0)
 SPECIAL = [0, 1, -1.5, 2.5, -0.0, np.nan, np.inf, -np.inf]
-EXPONENTS = (9, 1), (70,), (9, 70), (1,), ()  # for each row, each column, every element, and all
+EXPONENTS = (9, 1), (70,), (9, 70), (1,), ()  # per row, per column, per element, and one for all
 
 
 def of_matrices(shape: tuple[int, int]) -> list[tuple[Array, Array]]:
@@ -216,12 +216,12 @@ def products(x: Array, y: Array) -> Any:
 
 
 def powers(x: Array, y: Array) -> Any:
-    """NumPy takes reciprocals, roots and squares where the exponent stays the same in a loop."""
+    """NumPy computes reciprocals, roots and squares if the exponent is constant in a loop."""
     return np.power(x, y), np.power(x[:, ::2].T, 2.0), x**y, (+x)[::-1, ::-1].__ipow__(2.5)
 
 
 def truths(x: Array) -> Array:
-    """Some loops of NumPy's write to other elements than every second: so must a replay."""
+    """Some loops of NumPy write Booleans with a stride, which replays must keep."""
     found = np.stack([x, -x]) > 2
     for ufunc in (np.isnan, np.isinf, np.isfinite, np.signbit):
         ufunc(x, out=found.T[:, 1])
@@ -229,7 +229,7 @@ def truths(x: Array) -> Array:
     return found
 
 
-# With the calls, in which each shape and dtype is recorded by itself.
+# Functions with calls. Each shape and dtype needs a recording.
 VALUES: dict[Callable[..., Any], list[Any]] = {
     classes: [X],
     limits: [RANDOM.choice([0.0, -0.0, np.nan], (4, 9, 7))],
@@ -300,12 +300,12 @@ UFUNCS = {each for each in vars(np).values() if isinstance(each, np.ufunc) and e
 
 @pytest.mark.parametrize("dtype", "?bBhHiIqQefdFD")
 def test_replay_of_layouts_equals_eager(dtype: str) -> None:
-    """NumPy's loops differ in their bits with the steps that they are called with."""
+    """The bits of NumPy's results depend on the strides."""
     random = np.random.default_rng(0)
     with np.errstate(all="ignore"):
         values = random.choice(SPECIAL, (2, 70 * 3)) + random.choice(SPECIAL, (2, 70 * 3)) * 1j
         x, y = (values.real if dtype not in "FD" else values).astype(dtype).reshape(2, 70, 3)
-        # Of 0 as an integer, ARM gives what the loop's instructions make of infinity.
+        # For the integer 0, ARM returns the loop's conversion of infinity.
         undefined = {np.power, *([] if dtype in "efdFD" else [np.reciprocal])}
         for ufunc in sorted(UFUNCS - undefined, key=lambda each: each.__name__):
             parts = [x, y][: ufunc.nin]
@@ -315,14 +315,14 @@ def test_replay_of_layouts_equals_eager(dtype: str) -> None:
 
             try:
                 step(*parts)
-            except (TypeError, ValueError):  # not of this dtype, or a matrix product
+            except (TypeError, ValueError):  # unsupported dtype, or a matrix product
                 continue
             compare(lambda: step, [tuple(parts)] * 4)
 
 
 @DTYPES
 def test_replay_of_sums_after_operations_equals_eager(dtype: str) -> None:
-    """NumPy adds halves; replays do all other operations a strip at a time."""
+    """NumPy adds halves of the whole array, but replays compute other operations in strips."""
 
     def step(x: Array) -> Any:
         error = x - 0.5
@@ -365,7 +365,7 @@ def test_sums_remain_calls_if_the_order_is_unknown(monkeypatch: pytest.MonkeyPat
 
 
 def memory_of_what_ends(x: Array, y: Array) -> Any:
-    """A result takes the place of an operand, or a strip's; what is still read stays as it is."""
+    """A result may reuse the memory of an operand or strip that no later operation reads."""
     one = x * 2
     two = one + y
     three = np.maximum(two, one)
@@ -377,12 +377,12 @@ def memory_of_what_ends(x: Array, y: Array) -> Any:
 
 
 def beside_a_view_of_an_argument(x: Array, y: Array) -> Any:
-    """The number of an argument is not that of an array that was made."""
+    """Use the number of an argument that differs from the number of a created array."""
     return y[::-1], x * 2, y + 1, x[:, ::-1], x
 
 
 def rows_of_every_second_element(x: Array, y: Array) -> Any:
-    """A row that is laid out once for many is not read behind its last element."""
+    """Repeat a row with stride 2, which must not be read past its last element."""
     columns = x.shape[1] + 1
     return x[:, : columns // 2] + x[-1, columns % 2 :: 2]
 
@@ -399,7 +399,7 @@ def test_replay_of_shared_memory_equals_eager(
 
 
 def test_empty_products_cast_to_another_dtype() -> None:
-    """There is nothing to compare, by which ``dot`` could stand for ``matmul`` and its casts."""
+    """Without elements, no comparison shows that ``dot`` can replace ``matmul`` and its casts."""
 
     def step(x: Array, y: Array) -> Array:
         y @= x

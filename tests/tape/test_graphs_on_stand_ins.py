@@ -1,7 +1,7 @@
-"""The decisions of steps captured on a GPU, with stand-ins for CuPy, CUDA and NCCL.
+"""Decisions of steps captured on a GPU, with stand-ins for CuPy, CUDA and NCCL.
 
-A capture runs the step on NumPy's arrays, and a launch runs what a test says. tests/gpu has real
-graphs: results and times are theirs.
+A capture runs the step on NumPy arrays. A launch runs a function of the test. tests/gpu tests real
+graphs.
 """
 
 import collections
@@ -25,12 +25,12 @@ from tests.distributed.nccl_stand_in import StandInLibrary, StandInNccl
 
 
 class StandInDriver:
-    """CUDA's driver: copies at once, and calls ``launched`` for the launch of a graph."""
+    """A CUDA driver that copies immediately and calls ``launched`` for each graph launch."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.launched: Callable[[], None] = lambda: None
         self.is_capturing = False
-        ffi = nccl_stand_in._native.load("nccl").ffi
+        ffi = nccl_stand_in._native.load_extension("nccl").ffi
         functions: Any = StandInNccl(ffi, None)
         functions.cuMemcpyDtoDAsync_v2 = self._copy
         functions.cuGraphLaunch = lambda *_: self.launched() or 0
@@ -57,7 +57,7 @@ class StandInDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInDriver]:
     monkeypatch.setitem(sys.modules, "cupy", StandInCupy(1))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of steps that stay eager
+        warnings.simplefilter("ignore", RuntimeWarning)  # steps that stay eager warn
         yield StandInDriver(monkeypatch)
 
 
@@ -95,7 +95,6 @@ def test_step_that_replaces_an_array_stays_eager(driver: StandInDriver) -> None:
 
 @pytest.mark.parametrize("holds", ["object", "list", "dict"])
 def test_failed_capture_changes_no_state(driver: StandInDriver, holds: str) -> None:
-    """A step whose hidden state is another variable, list item or entry after each call."""
     holder: Any = SimpleNamespace(hidden=fl.Variable(gpu([1.0])), items=[gpu([1.0]), gpu([2.0])])
     named = {"grad": gpu([1.0])}
 
@@ -167,7 +166,6 @@ def test_unsupported_result_type_stays_eager(driver: StandInDriver) -> None:
 
 
 def test_random_draws_on_the_cpu_stay_eager(driver: StandInDriver) -> None:
-    """The attempt to capture draws nothing."""
     fl.set_seed(7)
     expected = [fl.random.generator().random() for _ in range(4)]
     fl.set_seed(7)
@@ -196,7 +194,6 @@ def test_step_stays_eager_if_most_calls_are_captures(driver: StandInDriver, call
 
 @pytest.mark.parametrize("calls", [1, 3])
 def test_changed_number_needs_another_graph(driver: StandInDriver, calls: int) -> None:
-    """If it changes in every call, the step stays eager."""
     config = SimpleNamespace(beta=0.0)
     captured: Any = fl.capture(lambda x: x * config.beta)
     for number in range(20 * calls):
@@ -244,7 +241,7 @@ def test_ranks_agree_in_the_containing_group() -> None:
 
 
 def capture_on_one(rank: int, size: int, how: str) -> tuple[list[Any], str, int]:
-    """Capture a step with a collective; on rank 0 not, or with another factor."""
+    """Capture a step with a collective. Rank 0 captures no step, or a step with another factor."""
     nccl_stand_in.install(members_of(None).backend())
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -1,4 +1,4 @@
-"""Every way in which a step leaves the captured path: the same results, a reason, nothing stale."""
+"""Steps that return from replays to eager execution: results, reasons, no stale values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +45,7 @@ def test_returned_number_does_not_stop_the_capture() -> None:
 
 
 def gradient_of_its_own() -> Any:
-    """That of a bias depends on the seed alone, which the recording does not know."""
+    """The gradient of a bias depends only on the seed, which the recording does not contain."""
     model = trained()[1]
     optimizer = fl.optim.SGDOptimizer(model.params(), lr=0.1)
 
@@ -88,7 +88,7 @@ def count_of_calls() -> Any:
 
 
 def changing_hands(keep: bool) -> Callable[[], Any]:
-    """Return the replaced array, or keep it in a list."""
+    """Return the replaced array, or keep the array in a list."""
 
     def make() -> Any:
         state, before = SimpleNamespace(array=np.arange(12.0).reshape(4, 3)), list[Any]()
@@ -177,9 +177,9 @@ def checked(x: np.ndarray) -> Any:
     return x * 0 if np.isnan(x).any() else x
 
 
-# The line of the noise, and what to write instead.
+# The line that draws the noise, and the replacement to suggest.
 ANEW = r"differ each time, at .*py:\d+ \(.*GENERATOR.*\); draw random ones from fl\.random\.gen"
-# Which no eager step goes along with: of each the calls.
+# Steps that always stay eager, with their calls.
 ALONE: dict[str, tuple[Callable[..., Any], list[Any], str]] = {
     "draws": (lambda x: x * np.random.random(3), [(X[0],)] * 10, "differ each time"),
     "draws of another": (lambda x: x * GENERATOR.random(3), [(X[0],)] * 10, ANEW),
@@ -202,12 +202,11 @@ def test_varying_steps_report_the_reason(step: Any, calls: list[Any], told: str)
     assert step is not asked_for or next(results[0]) is calls[0][0]
 
 
-# What raises --------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layers", [(), (fl.nn.Dropout(0.5),)])
 def test_value_checks_raise_in_replays(layers: tuple[Any, ...]) -> None:
-    """Also after dropout, whose draws are those of the step."""
     criterion = fl.nn.CategoricalCrossEntropy()
 
     def make() -> Any:
@@ -238,7 +237,7 @@ DRAWN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 @pytest.mark.parametrize("what", DRAWN)
 def test_checks_of_random_values_raise_in_replays(what: str) -> None:
-    """A generator has changed before: such a replay cannot begin again."""
+    """The generator has changed before the check, so that the replay cannot restart."""
     function, raised = DRAWN[what]
 
     def make() -> Any:
@@ -249,7 +248,7 @@ def test_checks_of_random_values_raise_in_replays(what: str) -> None:
         def loss_of(shift: np.ndarray) -> fl.Variable:
             index = fl.random.generator().integers(0, 3, 3) + shift
             loss = (function(table, index) ** 2).sum()
-            index += 10**7  # what backward() uses was copied
+            index += 10**7  # backward() uses a copy
             return loss
 
         return training(optimizer, loss_of), table, optimizer
@@ -272,7 +271,7 @@ def test_exception_in_a_recording_restores_the_state() -> None:
 @pytest.mark.parametrize("is_checked", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_failed_replay_keeps_gradients(is_late: bool, is_checked: bool) -> None:
-    """None where they are not computed yet, though what replays lend their memory to was there."""
+    """A gradient is None if the failed replay has not computed it."""
 
     def make() -> Any:
         params = [fl.param(np.full((300, 300), 0.1 * number)) for number in range(3)]

@@ -1,4 +1,4 @@
-"""Numbers, strings and other values that a step reads by name: each value has its recording."""
+"""Numbers, strings and other values that a step reads by name: one recording per value."""
 
 import pickle
 from collections import deque
@@ -14,11 +14,11 @@ from tests.tape.steps import compare
 
 X = np.random.default_rng(0).random((30, 4, 3))
 NUMBER: Any = 1.0
-step = 0  # which no function here loads: the name of an attribute is no global
+step = 0  # no function loads this global; an attribute has the same name
 
 
 class Settings:
-    """Has a number of the class, one behind a property, and one that ``__getattr__`` looks up."""
+    """An object with a class attribute, a property and an attribute from ``__getattr__``."""
 
     beta: Any = 1.0
     config: Any = None
@@ -48,7 +48,7 @@ class Descriptor:
 
 
 class Bare:
-    """Comes to have attributes; one is behind a descriptor, and reads make objects."""
+    """An object without attributes at first. A descriptor creates a new object at each read."""
 
     described = Descriptor()
 
@@ -71,7 +71,7 @@ class Slotted:
 
 
 class Reading(fl.nn.Module):
-    """Reads an attribute, an item and a global when it is called."""
+    """A callable that reads an attribute, an item and a global."""
 
     def __init__(self) -> None:
         self.beta, self.weights = 1.0, {"beta": 1.0}
@@ -87,7 +87,7 @@ def set_global(value: Any) -> None:
 
 
 def read_and_write() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Return functions that read a value by a name, and that change it."""
+    """Return a function that reads a value by name, and a function that changes the value."""
     number: Any = 1.0
     one, other, slotted, module = Derived(), Settings(), Slotted(), Reading()
     settings = type("Settings", (Settings,), {"beta": 1.0})
@@ -156,14 +156,14 @@ def read_and_write() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]
     }  # fmt: skip
 
 
-# Of one value and other types; -0.0 and 0.0, which are equal; NaN, which does not equal itself.
+# Equal values of different types; -0.0 and 0.0, which are equal; NaN, which differs from itself.
 VALUES: list[Any] = [1.0, 5.0, True, 1, 2**40, "7", None, -0.0, 0.0, np.float32(5), float("nan")]
 CONTAINERS = "last item", "length", "set", "replaced method", "missing attribute"
 
 
 @pytest.mark.parametrize("where", [x for x in read_and_write() if x not in CONTAINERS])
 def test_changed_number_is_recorded_again(where: str) -> None:
-    """Each time another object: after a turn of all values, none is recorded again."""
+    """Each value is recorded once, even if it returns as another object."""
 
     def make() -> Any:
         read, write = read_and_write()[where]
@@ -200,7 +200,6 @@ def test_value_that_changes_in_every_call_stays_eager(where: str) -> None:
 
 
 def test_values_without_a_name_are_not_compared() -> None:
-    """A global with the name of an attribute, and objects that each read makes."""
 
     def make() -> Any:
         holder, bare = SimpleNamespace(step=2.0), Bare()
@@ -210,7 +209,7 @@ def test_values_without_a_name_are_not_compared() -> None:
 
 
 def test_numbers_of_named_state_are_compared() -> None:
-    """In an object that no name of the function leads to."""
+    """The function does not refer to the object by name."""
     vars(fl)["_elsewhere"] = holder = SimpleNamespace(beta=1.0, inner={"gamma": 1.0})
 
     def make() -> Any:
@@ -246,7 +245,8 @@ def test_number_read_by_a_hook_is_compared() -> None:
 
 
 class Trainer:
-    """Alternates between two losses, and counts what the step does not read."""
+    """A trainer that alternates between two losses and counts calls, which the step does not
+    read."""
 
     def __init__(self) -> None:
         self.weight = fl.param(np.ones(3))
@@ -282,7 +282,7 @@ def test_unread_counts_are_not_compared() -> None:
 
 
 def read_by_the_package() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
-    """Return functions that use an object of the package, and that change it."""
+    """Return a function that uses an object of the package, and a function that changes it."""
     weight = fl.param(np.full(3, 0.1, np.float32))
     optimizer = fl.optim.SGDOptimizer([weight], 0.1)
     scaler, autocast = fl.amp.DynamicScaler(4.0), fl.amp.autocast()
@@ -340,7 +340,7 @@ def read_by_the_package() -> dict[str, tuple[Callable[[Any], Any], Callable[[int
     }  # fmt: skip
 
 
-# With how many calls are no replays.
+# Steps, and the number of calls that are not replays.
 PACKAGE = {"scaler": 1, "scaler that is not enabled": 2, "autocast": 2, "autocast by a name": 2,
            "learning rate": 1, "schedule": 5, "dropout": 3, "clip": 3, "average": 3}  # fmt: skip
 

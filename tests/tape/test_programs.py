@@ -1,6 +1,6 @@
-"""Random programs over NumPy's arrays and over variables, captured and compared bit by bit.
+"""Random programs over NumPy arrays and variables, captured and compared bit by bit.
 
-EXAMPLES=5000 in the environment tries as many, others in every run.
+The environment variable EXAMPLES sets the number of programs, which then differ in every run.
 """
 
 import copy
@@ -118,7 +118,7 @@ LINES = [*VIEWS, *READS, *JOINS, *SORTS, *PRODUCTS, *COPIES]
 INDICES = words(":: ::-1 1: :2 ::2 0 -1 1:3 None ... -2: ::-2 :0")
 OUTS = ["", "", "", ",out={a}", ",out={b}", ",dtype='{d}'"]
 AXES = ["", "0", "-1", "1", "None", "0,keepdims=True", "1,dtype='{d}'", "(0,1)"]
-# What a line consists of: texts, and lists of which one is picked.
+# Parts of a line: texts, and lists from which one text is drawn.
 WAYS: dict[str, list[Any]] = {
     "unary": ["np.", UNARY, "({a}", [*OUTS[:3], *OUTS[4:6], ",out={b},where=M"], ")"],
     "binary": ["np.", BINARY, "({a},", ["{b}", "{b}", "{n}"], OUTS, ")"],
@@ -132,7 +132,7 @@ WAYS: dict[str, list[Any]] = {
 
 
 class State:
-    """What a program changes, and the globals of its code."""
+    """Values that a program changes, and the globals of its code."""
 
     def __init__(self, shape: dict[str, int], dtype: str, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -161,7 +161,7 @@ def is_usable(value: Any) -> bool:
 
 
 class Writer:
-    """Writes the lines of a step, each of which it tries with arrays of one call."""
+    """A generator of the lines of a step, each tested with the arrays of one call."""
 
     def __init__(self, draw: Any, state: State, arguments: list[Any]) -> None:
         self.draw, self.lines, self.number = draw, list[str](), 0
@@ -249,7 +249,7 @@ def programs(draw: Any) -> Any:
 
 
 def arguments(drawn: Any, call: int) -> list[Any]:
-    """Return what a call gets: two arrays, now and then of other layouts or shapes, or the same."""
+    """Return two arrays for a call. Some have other layouts or shapes, or are the same array."""
     shape, dtypes, shapes, seed = drawn
     if call == 6:
         shape = shape | {"k": shape["k"] + 1, "n": max(1, shape["n"])}
@@ -264,7 +264,7 @@ def arguments(drawn: Any, call: int) -> list[Any]:
 
 
 def run(drawn: tuple[str, Any]) -> Any:
-    """Run a program eagerly and captured, compare after each call, and return the captured one."""
+    """Run a program eagerly and captured, compare after each call, and return the captured step."""
     text, (shape, dtypes, _, seed) = drawn
     scope: dict[str, Any] = dict(GLOBALS)
     exec(text, scope)

@@ -1,4 +1,4 @@
-"""Captured steps on several ranks: the bits of eager ones, the same calls, and the same errors."""
+"""Captured steps on several ranks: bits, calls and errors of eager steps."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ def network(width: int) -> fl.nn.Sequential:
 
 
 def reduced(width: int = 9, **options: Any) -> Callable[[], Any]:
-    """What makes a step whose gradients are reduced as ``options`` say."""
+    """Return the factory of a step whose gradients are reduced with ``options``."""
 
     def make() -> Any:
         model = network(width)
@@ -50,9 +50,9 @@ def reduced(width: int = 9, **options: Any) -> Callable[[], Any]:
 
 
 def accumulating(divide: Callable[[Any], Any], width: int) -> Callable[[], Any]:
-    """Two passes, the first within no_sync, also of a parameter of each rank's own.
+    """Run two passes, the first in no_sync, also with a parameter that is not shared by the ranks.
 
-    An argument says whether the second one is synchronised.
+    An argument selects whether the second pass is synchronised.
     """
 
     def make() -> Any:
@@ -113,7 +113,7 @@ def images(sync: bool = False) -> fl.nn.Sequential:
 
 
 def with_buffers(kinds: tuple[str, ...], is_sharded: bool) -> fl.nn.Sequential:
-    """A model with BatchNorm, dropout or both, so large that it can be sharded, or small."""
+    """Return a small or shardable model with BatchNorm, dropout or both."""
     nn, width = fl.nn, 400_000 if is_sharded else 9
     dropout = [nn.Dropout(0.2)] if "dropout" in kinds else []
     norm = [nn.BatchNorm(3)] if "norm" in kinds else []
@@ -171,7 +171,7 @@ def exchange() -> Any:
         sending = fl.isend(got + 1, peer, 3)
         other = fl.irecv(sent * 0, peer, 3).wait()
         sending.wait()
-        edges = (peer, None) if rank else (None, peer)  # half of it, on each rank another one
+        edges = (peer, None) if rank else (None, peer)  # each rank has another half
         other += fl.sendrecv(sent, edges[0], out=sent * 0, src=edges[1], tag=4)
         ops = [fl.P2POp("send", got, edges[0], 5), fl.P2POp("recv", sent * 0, edges[1], 5)]
         other += fl.batch_isend_irecv(ops).wait()[1]
@@ -216,7 +216,7 @@ VERBS: list[Callable[[fl.Variable, int], fl.Variable]] = [
 
 
 def beside_bytes(divide: Callable[[Any], Any]) -> Callable[[], Any]:
-    """A module with a buffer that is sent, and that no program can have."""
+    """Return a module with a buffer that is sent and that programs do not support."""
 
     def model() -> fl.nn.Sequential:
         found = with_buffers(("norm",), False)
@@ -227,7 +227,7 @@ def beside_bytes(divide: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 class Partly(fl.nn.Module):
-    """A layer that ``ranks`` use beside one that every rank uses."""
+    """A layer that only ``ranks`` use, next to a layer that all ranks use."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks, self.first, self.second = ranks, fl.nn.Linear(6, 3), fl.nn.Linear(6, 3)
@@ -238,7 +238,7 @@ class Partly(fl.nn.Module):
 
 
 class Case(NamedTuple):
-    """What ``compare`` gets; ``data`` returns the calls of a rank."""
+    """Arguments of ``compare``. ``data`` returns the calls of a rank."""
 
     make: Callable[[], Any]
     told: str = ""
@@ -255,7 +255,7 @@ CASES = {
     "buckets": Case(reduced()),
     "small buckets": Case(reduced(bucket_bytes=100)),
     "small buckets through gloo": Case(reduced(bucket_bytes=100), sizes=(3,), backend="gloo"),
-    # Which are reduced in the background.
+    # Gradients that are reduced in the background.
     "large buckets": Case(reduced(40_000, bucket_bytes=1_100_000)),
     "unequal batches": Case(
         reduced(), data=lambda rank: [(x[rank:], y[rank:]) for x, y in data(rank)]
@@ -281,7 +281,7 @@ CASES = {
     **{
         f"{name}, {divide.__name__}": Case(
             of_layers(model, divide),
-            # The random state is read by recompute, and leaves of others are compared by value.
+            # recompute reads the random state. Leaves of other steps are compared by value.
             told="random" if model is positions else "",
             eager=8 if model is positions else 1,
             data=lambda rank: few(0),
@@ -313,7 +313,7 @@ CASES = {
     "reduce_scatter of rows": Case(
         lambda: lambda x, y: (fl.reduce_scatter(x * 2, rows=[1, 3]), x + 1), data=few
     ),
-    # What sends more than arrays of the step, or something else, stays eager.
+    # Steps that send more than their arrays, or other objects, stay eager.
     **{
         f"a layer that ranks {ranks} use, {divide.__name__}": Case(
             of_layers(partial(Partly, ranks), divide), data=few
@@ -354,7 +354,7 @@ def all_verbs(rank: int, size: int) -> None:
 
 
 def joined(rank: int, size: int) -> None:
-    """With other numbers of batches: the step sends numbers of samples, and stays eager."""
+    """The numbers of batches differ, so that the step sends numbers of samples and stays eager."""
     found = []
     for wrap in (fl.capture, lambda step: step):
         model = network(9)
@@ -371,7 +371,7 @@ def joined(rank: int, size: int) -> None:
 
 
 def one_row_per_rank(rank: int, size: int) -> None:
-    """Replays normalize over all ranks, and raise if one row is left on all of them."""
+    """Replays normalize over all ranks and raise if the ranks have only one row in total."""
 
     def make() -> Any:
         norm = fl.nn.BatchNorm(6, sync=True)
@@ -385,7 +385,7 @@ def one_row_per_rank(rank: int, size: int) -> None:
 
 
 def one_rank_stays_eager(rank: int, size: int) -> None:
-    """The calls of a replay are those of an eager step, so that ranks need not agree."""
+    """A replay and an eager step use the same calls, so that ranks may choose differently."""
     (step, model), (other, expected) = reduced()(), reduced()()
     mine = fl.capture(step) if rank == 0 else step
     for number, given in enumerate(data(rank)):
@@ -421,9 +421,9 @@ def profile_replays(rank: int, size: int, path: str) -> None:
     step = fl.capture(lambda x: fl.all_reduce(x * 2, scale=1 / size))
     step(np.ones(3))
     with mock.patch("flashlight_py.distributed.groups.membership.Membership.run", None):
-        step(np.ones(3))  # which takes the fast path
+        step(np.ones(3))  # uses the fast path
     with fl.profile(path):
-        fl.capture(lambda x: x + 1)(np.ones(3))  # a recording that ends before the profile
+        fl.capture(lambda x: x + 1)(np.ones(3))  # this recording ends before the profile
         assert_same_bits(np.full(3, 2.0), step(np.ones(3)))
     assert step.replays == 2
 
@@ -433,7 +433,7 @@ def replay_after_shutdown(rank: int, size: int, folder: str) -> None:
     results = [step(np.ones(3))[0], step(np.ones(3))[0]]
     fl.distributed_shutdown()
     results.append(step(np.ones(3))[0])
-    with fl.profile(f"{folder}/{rank}.json"):  # which makes each call go through Python
+    with fl.profile(f"{folder}/{rank}.json"):  # all calls of a profile go through Python
         results.append(step(np.ones(3))[0])
     assert (results, step.replays) == ([4, 4, 2, 2], 3)
 
@@ -448,7 +448,7 @@ def test_profile_of_a_replay_has_its_collectives(run: Any, tmp_path: Path) -> No
     assert "all_reduce" in (tmp_path / "trace.json").read_text(encoding="utf-8")
 
 
-# Trains from the last checkpoint on; a rank kills itself when it is about to replay step 12.
+# Trains from the last checkpoint. A rank kills itself before it replays step 12.
 PROGRAM = """
 import os, signal, sys
 import numpy as np

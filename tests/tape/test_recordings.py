@@ -1,4 +1,4 @@
-"""What a captured step is: a method, a part of another one, copied, checked, collected, shared."""
+"""Captured steps as methods and as parts of other steps; copies, checks, collection, threads."""
 
 import copy
 import functools
@@ -121,7 +121,7 @@ def test_check_detects_hidden_dependencies(tmp_path: Path) -> None:
 
 
 class Trainer:
-    """Has a function that is captured in every way."""
+    """A trainer whose functions are captured with each form of ``capture``."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.weight = fl.param(np.full(3, factor))
@@ -205,7 +205,6 @@ def test_cyclic_captured_step_is_collected(check: bool) -> None:
 
 @fl.capture
 def doubled(x: np.ndarray) -> Any:
-    """Return twice as much."""
     return x * 2
 
 
@@ -271,11 +270,11 @@ def test_recording_is_local_to_its_thread() -> None:
     worker = threading.Thread(target=step, args=(X[0],))
     worker.start()
     assert inside.wait(60)
-    values = weight.array + 1  # what stands for the array does the same
+    values = weight.array + 1  # the stand-in behaves the same
     assert float((weight * X[1]).sum().scalar()) == pytest.approx(X[1].sum())
     assert type(fl.random.generator()) is np.random.Generator
     fl.all_reduce(np.ones(3))
-    assert "grad" not in vars(type(fl.param(np.ones(3))))  # variables of others are as ever
+    assert "grad" not in vars(type(fl.param(np.ones(3))))  # other variables do not change
     done.set()
     worker.join()
     assert (type(np.asarray(values)), type(weight)) == (np.ndarray, fl.Variable)
@@ -316,7 +315,7 @@ def test_variable_subclass_is_restored_after_recording() -> None:
 
 
 def interrupt(at: int, step: Callable[[Any], Any]) -> int:
-    """Press Ctrl-C in one line of those that begin and end a recording; return their number."""
+    """Interrupt one line of the code that begins or ends recordings. Return the number of lines."""
     count = 0
     names = {"_run", "record", "begin", "end", "pop_all", "close", "__exit__", "_exit_wrapper"}
 
@@ -353,7 +352,7 @@ def press_ctrl_c_in_each_line() -> None:
 
 
 def test_ctrl_c_does_not_interrupt_recording_setup() -> None:
-    # A new process: Python 3.11 cannot trace one that keeps an exception for an ended thread.
+    # A new process: Python 3.11 cannot trace a process that keeps an exception of an ended thread.
     program = "from tests.tape import test_recordings as t; t.press_ctrl_c_in_each_line()"
     command = [sys.executable, "-W", "error", "-c", program]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=100)

@@ -1,4 +1,4 @@
-"""State: where a step finds its arrays, what it puts in their places, and what changes them."""
+"""State of a step: search for arrays, replacement by stand-ins, and changes."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ TOTAL = np.zeros((4, 3))
 
 
 class Counter(fl.nn.Module):
-    """Has a buffer, an array that is none, and lists of arrays."""
+    """A counter with a buffer, a plain array and lists of arrays."""
 
     def __init__(self) -> None:
         self.add_buffer("mean", np.zeros(3))
@@ -39,7 +39,7 @@ def of_a_module() -> Any:
 
 
 class Averaging(fl.optim.FirstOrderOptimizer):
-    """Keeps arrays by variables, and its number of steps in an array."""
+    """An object with arrays by variable and its number of steps in an array."""
 
     def __init__(self, params: list[fl.Variable], lr: float) -> None:
         super().__init__(params, lr)
@@ -62,7 +62,7 @@ def by_variables_and_in_tuples() -> Any:
 
 
 def variables_of_one_name() -> Any:
-    """In functions that call each other."""
+    """Return functions that call each other and use the same names for their variables."""
     weight = fl.param(np.ones(3))
     params = [weight]
 
@@ -115,7 +115,7 @@ def of_arguments_that_are_changed() -> Any:
 
 
 class Cell(fl.nn.Module):
-    """Puts a tuple of arrays in the place of the last one."""
+    """A module that replaces a tuple of arrays in each call."""
 
     def __init__(self) -> None:
         self.state: Any = None
@@ -146,7 +146,7 @@ def in_dicts_with_the_names_of_slots() -> Any:
 
 
 class Behind:
-    """Has its array behind a property."""
+    """An object whose array is a property."""
 
     def __init__(self) -> None:
         self._total = np.zeros(3)
@@ -165,7 +165,7 @@ def behind_a_property() -> Any:
 
 
 def of_two_functions() -> Any:
-    """Also of one that is bound by functools.partial."""
+    """Use two functions, one bound by functools.partial."""
     holder = SimpleNamespace(one=np.ones(3), other=np.ones(3))
     inner = lambda x: x * holder.other  # noqa: E731
     step = functools.partial(lambda number, x: inner(x) * holder.one + number, 3)
@@ -173,7 +173,7 @@ def of_two_functions() -> Any:
 
 
 def returned_variables() -> Any:
-    """A view of a parameter, a parameter itself, and a gradient without elements."""
+    """Return a view of a parameter, a parameter and a gradient without elements."""
     weight, none = fl.param(np.ones(3)), fl.param(np.zeros((4, 0)))
 
     def step(x: np.ndarray) -> Any:
@@ -214,7 +214,7 @@ def of_meters() -> Any:
 
 
 def of_a_meter_alone() -> Any:
-    """What is made meanwhile does not take the memory of the variable."""
+    """New arrays must not reuse the memory of the variable."""
     meter = fl.meter.AverageValueMeter()
 
     def step(x: Any) -> Any:
@@ -227,7 +227,7 @@ def of_a_meter_alone() -> Any:
 
 
 def of_nothing() -> Any:
-    """Arrays that are made of nothing are constants, as they are when they are used."""
+    """Arrays without inputs are constants if the step uses them."""
     offset = 1.0
 
     def step(x: np.ndarray) -> Any:
@@ -239,7 +239,7 @@ def of_nothing() -> Any:
     return step
 
 
-# With how many calls are no replays.
+# Steps, and the number of calls that are not replays.
 FOUND: dict[Callable[[], Any], int] = {
     of_a_module: 1,
     by_variables_and_in_tuples: 1,
@@ -250,7 +250,7 @@ FOUND: dict[Callable[[], Any], int] = {
     in_dicts_with_the_names_of_slots: 2,
     behind_a_property: 1,
     of_two_functions: 1,
-    returned_variables: 2,  # without gradients, and with some that are added to
+    returned_variables: 2,  # without gradients, and with accumulated gradients
     of_a_meter_alone: 1,
     of_nothing: 2,
 }
@@ -302,11 +302,11 @@ def test_unknown_array_stays_eager_and_names_the_line(is_named: bool) -> None:
     del vars(fl)["_elsewhere"]
 
 
-# What is changed between two calls: names, structure, memory and gradients ------------------------
+# Changes between two calls: names, structure, memory and gradients --------------------------------
 
 
 class Scaled(fl.nn.Module):
-    """Multiplies by what it keeps in many ways."""
+    """A module that multiplies by values stored in many forms."""
 
     def __init__(self) -> None:
         self.act: Any = lambda x: x * 2.0
@@ -366,12 +366,13 @@ def double(variable: fl.Variable) -> None:
 
 def in_place(module: Any) -> None:
     module.how = None
-    module.how = object()  # where the last one was, as nothing was made in between
+    module.how = object()  # at the address of the last object
 
 
 HISTORY: list[int] = []
 ignore = lambda own, variable: None  # noqa: E731
-# Done four times; with how many calls are no replays: what is as it was is not recorded again.
+# Changes that are made four times, and the number of calls that are not replays. A state that
+# returns is not recorded again.
 STRUCTURE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
     "hook": (lambda param, *_: param.register_grad_hook(double), 2),
     "method": (lambda param, *_: param.register_grad_hook(MethodType(ignore, object())), 5),
@@ -418,13 +419,12 @@ def test_moved_memory_is_not_used() -> None:
 
 
 def left_as_zeros(weight: fl.Variable, x: np.ndarray) -> Any:
-    """Written by each replay."""
     weight.grad = np.zeros_like(weight.array)
     return (weight.array * x).sum()
 
 
 def not_left(weight: fl.Variable, x: np.ndarray) -> Any:
-    """As none was there: each replay takes one away."""
+    """Each replay removes a gradient, as no gradient existed before the recording."""
     (weight * fl.input(x)).sum().backward()
     result = weight.grad * 2
     weight.zero_grad()
@@ -432,7 +432,8 @@ def not_left(weight: fl.Variable, x: np.ndarray) -> Any:
 
 
 def written_in_part(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """The step reads the rest, so another gradient in its place is another recording."""
+    """The step also reads elements that it does not write, so that another gradient is recorded
+    again."""
 
     def step(weight: fl.Variable, x: np.ndarray) -> Any:
         change(weight.grad, x[0] - 0.5)
@@ -453,7 +454,7 @@ GRADIENTS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("step", GRADIENTS.values(), ids=GRADIENTS)
 def test_replaced_gradients_are_replayed(step: Callable[..., Any]) -> None:
-    kept: list[Any] = []  # alive, so that each has an address of its own
+    kept: list[Any] = []  # keeps the addresses distinct
 
     def make() -> Any:
         weight = fl.param(np.arange(3.0))

@@ -1,6 +1,6 @@
-"""What torch's own suite leaves out, in its form: ranks are ``self.rank`` of a group that is there.
+"""Cases that torch's own suite lacks, in its form. ``self.rank`` is the rank in an existing group.
 
-Every one of these passes on gloo as well.
+All cases also pass with gloo.
 """
 
 import _thread
@@ -45,14 +45,14 @@ class Cases:
 
     def test_monitored_barrier_names_who_is_missing(self) -> None:
         group = dist.new_group([0, 1])
-        dist.monitored_barrier(group, timedelta(seconds=60))  # other ranks need not be there
+        dist.monitored_barrier(group, timedelta(seconds=60))  # other ranks may be absent
         if self.rank == 0:
             with self.assertRaisesRegex(RuntimeError, "[Rr]ank 1 "):  # noqa: PT027
                 dist.monitored_barrier(group, timedelta(seconds=0.5))
         self._barrier(timeout=60)
 
     def _expected_in_pieces(self) -> tuple[list[torch.Tensor], Any]:
-        """Return tensors that a collective fills by copies, and the collective, begun."""
+        """Return tensors that a collective fills by copies, and its Work."""
         size = dist.get_world_size()
         parts = [torch.zeros(2, 3).t() for _ in range(size)]
         work = dist.all_gather(parts, torch.full((3, 2), self.rank + 1.0), async_op=True)
@@ -86,9 +86,9 @@ class Cases:
 
     def test_all_to_all_of_other_counts_than_expected(self) -> None:
         if dist.get_backend() == "gloo":
-            return  # ends for good, as it should
+            return  # the process ends here, as expected
         size = dist.get_world_size()
-        counts = [0, 2, *[1] * (size - 2)] if self.rank == 0 else [1] * size  # as many in all
+        counts = [0, 2, *[1] * (size - 2)] if self.rank == 0 else [1] * size  # equal totals
         x, out = torch.ones(size), torch.zeros(size)
         for is_async in (False, True):
             try:

@@ -1,4 +1,4 @@
-"""Ranks that have torch, for the tests of this folder."""
+"""Ranks that can import torch, for the tests of this folder."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from harness.environments import PEERS, ROOT, python_of
 
 
 def interpreter() -> str:
-    """Return one that has torch: FLASHLIGHT_TEST_TORCH, or that of `make torch`."""
+    """Return an interpreter with torch: FLASHLIGHT_TEST_TORCH, or the result of `make torch`."""
     if given := os.environ.get("FLASHLIGHT_TEST_TORCH"):
         return given
     python = python_of(PEERS["torch"], ROOT)
@@ -29,11 +29,11 @@ def free_port() -> int:
 
 
 class RanksFailedError(AssertionError):
-    """What ranks were to do has failed."""
+    """A program failed on some ranks."""
 
 
 class Ranks:
-    """Runs functions of tests/torch/programs on ranks that are forked for each."""
+    """A runner of functions of tests/torch/programs, on ranks that are forked for each call."""
 
     def __init__(self, python: str) -> None:
         command = [python, "-W", "error::RuntimeWarning", "-m", "tests.torch.server"]
@@ -46,9 +46,9 @@ class Ranks:
     def outcomes(
         self, program: str, size: int, *args: Any, seconds: float = 60.0, **environ: str
     ) -> list[dict[str, Any]]:
-        """Return what became of each rank: "returned", or "raised" (kinds of errors) and "words".
+        """Return a dict per rank with "returned", or with "raised" (error classes) and "words".
 
-        Besides "exitcode", "output", and after how many seconds it has "ended".
+        Each dict also has "exitcode", "output" and "ended", the time in seconds.
         """
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}
         task = {"program": program, "size": size, "args": args, "environ": meeting}
@@ -61,7 +61,7 @@ class Ranks:
     def __call__(
         self, program: str, size: int, *args: Any, seconds: float = 60.0, **environ: str
     ) -> list[Any]:
-        """Return what the function returns on each rank."""
+        """Return the function's result on each rank."""
         outcomes = self.outcomes(program, size, *args, seconds=seconds, **environ)
         if any(one["exitcode"] or "returned" not in one for one in outcomes):
             reports = [
@@ -75,9 +75,10 @@ class Ranks:
         self._server.communicate()
 
 
-@pytest.fixture(scope="package")  # tests of other folders look for processes that are left
+@pytest.fixture(scope="package")  # tests of other folders look for remaining processes
 def torch_ranks() -> Iterator[Ranks]:
-    """``torch_ranks("module.function", size, *args)``: what it returns on each rank."""
+    """Return a function: ``torch_ranks("module.function", size, *args)`` returns the ranks'
+    results."""
     ranks = Ranks(interpreter())
     yield ranks
     ranks.close()

@@ -1,7 +1,7 @@
-"""Forks ranks that have torch: ``python -m tests.torch.server`` in an interpreter that has it.
+"""A server that forks ranks with torch: ``python -m tests.torch.server``.
 
-Reads tasks from its input, a line of JSON each, and answers each by one: what became of every rank.
-That spares each test the import of torch, which takes seconds.
+It reads a task per line from its input, in JSON, and answers with the results of all ranks. The
+tests import torch only once, which takes seconds.
 """
 
 import atexit
@@ -40,7 +40,7 @@ def main() -> None:
 def run(
     program: str, size: int, args: list[Any], environ: dict[str, str], seconds: float
 ) -> list[dict[str, Any]]:
-    """Call ``program``, "module.function", on each of ``size`` ranks, for ``seconds`` at most."""
+    """Call ``program``, "module.function", on ``size`` ranks, for at most ``seconds``."""
     folder = Path(tempfile.mkdtemp(prefix="torch-ranks-"))
     files = [folder / f"{rank}" for rank in range(size)]
     module, _, name = program.rpartition(".")
@@ -63,7 +63,7 @@ def run(
 
 
 def _ended(ranks: dict[int, int], end: float) -> dict[int, tuple[int, float]]:
-    """Return each rank's status and when it ended; what has not by ``end`` shows where it is."""
+    """Return each rank's exit status and end time. Ranks that run at ``end`` print their stacks."""
     left, statuses = dict(ranks), {}
     last = signal.SIGABRT
     while left:
@@ -82,7 +82,7 @@ def _ended(ranks: dict[int, int], end: float) -> dict[int, tuple[int, float]]:
 def _forked(
     function: Any, rank: int, size: int, args: list[Any], environ: dict[str, str], file: Path
 ) -> int:
-    """Return the process of a rank, which calls ``function`` and ends."""
+    """Fork a rank that calls ``function`` and ends. Return its process ID."""
     if pid := os.fork():
         return pid
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -100,7 +100,7 @@ def _forked(
         said.write_text(json.dumps({"raised": kinds, "words": str(error)}))
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
-    # As a program ends, but for the seconds that torch takes to free everything.
+    # Ends like a program, without the seconds in which torch frees its memory.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stderr.flush()

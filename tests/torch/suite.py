@@ -1,7 +1,7 @@
-"""torch's own suite, and ours, on a backend: ``python -m tests.torch.suite BACKEND``.
+"""torch's own suite and our cases on a backend: ``python -m tests.torch.suite BACKEND``.
 
-It runs where torch is installed. What torch runs with gloo, or with MPI alone, on CPUs runs with
-this backend: where the suite asks for theirs by name, it is read as if it asked for this one.
+It needs an interpreter with torch. Tests for gloo or MPI on CPUs use this backend instead: the name
+of the backend is replaced in the source of the suite.
 """
 
 import argparse
@@ -25,9 +25,9 @@ OF_OTHERS = r'(BACKEND [!=]= |require_backend_is_available\(\{)"(gloo|mpi)"'
 
 
 def loaded(backend: str) -> Any:
-    """Return the suite as a module, with the name of ``backend`` in place of others.
+    """Return the suite as a module, with the name of ``backend`` instead of other backends.
 
-    What it knows backends by otherwise stays: names of profiled events are looked at with gloo.
+    Tests of profiler event names keep gloo.
     """
     import torch.distributed as dist
     from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE, DistTestCases
@@ -41,7 +41,7 @@ def loaded(backend: str) -> Any:
     if backend != "gloo":
         import flashlight_py.torch.joining  # whatever ranks need: they are forked
 
-        dist.monitored_barrier = flashlight_py.torch.monitored_barrier  # that one is gloo's alone
+        dist.monitored_barrier = flashlight_py.torch.monitored_barrier  # torch's needs gloo
         for backends in DistTestCases.backend_feature.values():
             if "gloo" in backends or not backends:
                 backends.add(backend)
@@ -52,19 +52,19 @@ def loaded(backend: str) -> Any:
 
 @functools.cache  # what has been loaded is there in processes that are forked later
 def case_of(backend: str) -> type[unittest.TestCase]:
-    """Return the tests of the suite, as a class."""
+    """Return the tests of the suite as a class."""
     suite = loaded(backend)
     from tests.torch.cases import Cases
 
     class Forked(Cases, suite.TestDistBackend, suite.DistributedTest._DistTestBase):
-        """Ranks are forked: they need not import torch again."""
+        """A test case whose ranks are forked, so that they need not import torch again."""
 
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(multiprocessing.get_context("fork").Process)
 
         def _check_return_codes(self, *given: Any) -> None:
-            """Look at every rank: torch does so at the first alone, but for what raises."""
+            """Check every rank. Unless a rank raises, torch checks only the first rank."""
             super()._check_return_codes(*given)
             codes = {process.exitcode for process in self.processes}
             assert len(codes) == 1, f"the ranks have ended with {codes}"
@@ -73,7 +73,7 @@ def case_of(backend: str) -> type[unittest.TestCase]:
 
 
 def outcome(backend: str, name: str) -> tuple[str, str, str, float]:
-    """Return the name of a test, how it ended, why, and after how many seconds."""
+    """Return the name of a test, its outcome, the reason, and the duration in seconds."""
     result, begun = unittest.TestResult(), time.monotonic()
     case_of(backend)(name).run(result)
     seconds = round(time.monotonic() - begun, 1)
@@ -85,7 +85,7 @@ def outcome(backend: str, name: str) -> tuple[str, str, str, float]:
 
 
 def main() -> None:
-    """Run the tests, several at once, and write down how each of them ended."""
+    """Run several tests at once and write their outcomes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("backend")
     parser.add_argument("names", nargs="*", help="of tests, instead of all of them")

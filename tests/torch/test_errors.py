@@ -1,4 +1,4 @@
-"""What is raised on each rank where something is wrong, in the types of torch."""
+"""Errors on each rank for wrong calls, in torch's types."""
 
 import re
 from typing import Any
@@ -47,4 +47,4 @@ def test_groups_have_their_own_timeouts(torch_ranks: Any) -> None:
         assert re.search(r"0.3\)? seconds", words)
         assert 0.25 < seconds < 2.3
     for _, words, _ in of_groups[1::2]:
-        assert "group" in words  # it cannot be used any more
+        assert "group" in words  # the group can no longer be used

@@ -1,11 +1,11 @@
-"""Ranks that torch joins: how they meet and leave, their groups, and what torch builds on them."""
+"""Process groups of torch: joining, leaving, subgroups, and torch's features on top of them."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# What is done, on how many ranks, with what ("file" is one in a new folder), and what each returns.
+# Program, number of ranks, arguments ("file" is a file in a new folder), and result per rank.
 slow = pytest.mark.slow
 DONE = [
     *(("again_at_a_file", 3, ["file"], [3.0] * 3), ("by_method", 2, ["env://"], 2.0)),

@@ -1,4 +1,4 @@
-"""How programs of torch find the backend, and what starts them."""
+"""Registration of the backend in torch, and launchers of torch programs."""
 
 import os
 import re
@@ -47,7 +47,7 @@ dist.destroy_process_group()
 
 
 def ran(*command: object, folder: Path, **environ: str) -> str:
-    """Return what a program of the interpreter that has torch prints, in ``folder``."""
+    """Return the output of a program in ``folder``, run by the interpreter with torch."""
     paths = os.pathsep.join([str(ROOT), str(folder)])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ}
     how: Any = {"capture_output": True, "text": True, "timeout": 100, "cwd": folder, "env": env}
@@ -59,7 +59,7 @@ def ran(*command: object, folder: Path, **environ: str) -> str:
 def started(
     module: str, text: str, *options: object, folder: Path, args: tuple[str, ...] = ()
 ) -> str:
-    """Return what ``text``, a program, prints on ranks that ``module`` starts."""
+    """Return the output of the program ``text`` on ranks that ``module`` starts."""
     folder.mkdir(exist_ok=True)
     program = folder / "program.py"
     program.write_text(text)
@@ -68,7 +68,7 @@ def started(
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A folder that says of this checkout what an installation says."""
+    """Return a folder with installation metadata for this checkout."""
     section = re.search(
         r'\[project\.entry-points\."(.*)"\]\n((?:.+\n)+)', (ROOT / "pyproject.toml").read_text()
     )
@@ -243,7 +243,7 @@ def test_callback_ends_before_the_program(tmp_path: Path, when: str) -> None:
 
 @slow
 def test_ranks_can_join_and_leave_immediately(tmp_path: Path) -> None:
-    """Rank 0, whose process keeps torch's store, ends when no other rank needs the store."""
+    """Rank 0, whose process hosts torch's store, ends when no other rank needs the store."""
     program = (
         "import torch.distributed as dist, flashlight_py.torch\n"
         "dist.init_process_group('flashlight')\n"

@@ -1,4 +1,4 @@
-"""torch's own suite passes on this backend, wherever it does on gloo; see ``suite``."""
+"""torch's own suite passes on this backend if it passes on gloo; see ``suite``."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.torch.conftest import interpreter
 
 WORDS = "asks for the words of gloo's own errors; ours name the ranks that are missing as well"
 SPARSE = "sums sparse tensors, which are refused"
-# What does not pass, and why.
+# Tests that do not pass, and the reasons.
 LISTED = {
     "test_monitored_barrier_failure_order": WORDS,
     "test_monitored_barrier_gloo": WORDS,
@@ -25,7 +25,7 @@ LISTED = {
 
 
 def ended(folder: Path, backend: str, ranks: int, *options: str) -> dict[str, dict[str, str]]:
-    """Return why tests were skipped, failed or passed, by that word and their name."""
+    """Return the reasons of skipped, failed and passed tests, by outcome and test name."""
     file, log = folder / f"{backend}.json", folder / f"{backend}.txt"
     given = backend, "--ranks", str(ranks), "--json", str(file), *options
     with log.open("w") as output:
@@ -50,7 +50,7 @@ def ended(folder: Path, backend: str, ranks: int, *options: str) -> dict[str, di
 
 
 def unexpected(failed: dict[str, str]) -> str:
-    """Return what is not listed, with the end of its traceback."""
+    """Return unlisted outcomes, each with the end of its traceback."""
     return "\n".join(f"{name}: {why[-1500:]}" for name, why in failed.items() if name not in LISTED)
 
 
@@ -64,7 +64,7 @@ def test_part_of_the_torch_suite_passes(tmp_path: Path, every: int, least: int) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])  # torch leaves out some with less than 8
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])  # torch skips some tests with fewer than 8 ranks
 def test_torch_suite_of_gloo_passes(tmp_path: Path, ranks: int) -> None:
     ours, gloos = (ended(tmp_path, backend, ranks) for backend in ("flashlight", "gloo"))
     assert not unexpected(ours["failed"])

@@ -132,7 +132,7 @@ def require_bits(
 
 
 try:  # Memory bounds of a NumPy array. Native code takes 0.1 us, NumPy 2 us.
-    _numpy_bounds: Callable[[Any], tuple[int, int]] = _native.load("fast").bounds
+    _numpy_bounds: Callable[[Any], tuple[int, int]] = _native.load_extension("fast").bounds
 except BackendUnavailableError:
     _numpy_bounds = byte_bounds
 

@@ -99,7 +99,7 @@ class Operation(Work):
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
-        except DistributedError as error:  # own failure, or closed
+        except DistributedError as error:  # other errors: closed, or failed alone
             if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
                 return error
         return None
@@ -176,7 +176,7 @@ class MpiBackend(Backend):
         return MpiGpuBackend(self, self._gpu_aware)
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``. The MPI library chooses the order of the ranks."""
+        """Start ``call``; see ``Backend``. MPI chooses the order of ranks in a reduction."""
         thread = self._callers.check(call.name)
         self.control.count = self.count
         try:

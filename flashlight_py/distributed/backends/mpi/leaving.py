@@ -72,7 +72,7 @@ def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
         for descriptor in (1, 2):
             _await_reader(descriptor, end)
         linger(end)
-    finally:  # also after Ctrl-C. Abort runs no exit handlers
+    finally:  # also after Ctrl-C or a broken pipe; Abort runs no exit handlers
         mpi.COMM_WORLD.Abort(1)
 
 

@@ -456,7 +456,7 @@ def _address(array: Array) -> int:
 
 
 def _moving(kind: int, peer: int, start: int, nbytes: int) -> Step:
-    """Return the step that sends, receives, or broadcasts from ``peer``, these bytes."""
+    """Return the step that sends or receives these bytes, or broadcasts them from ``peer``."""
     return kind, start, start, nbytes, BYTES, 0, peer
 
 
@@ -489,7 +489,7 @@ class StreamWork(Work):
         with communicator.lock:
             if communicator.broken is not None and not self.flight.has_ended:
                 raise communicator.error()
-        if not self.flight.has_ended:  # else the event is in use again
+        if not self.flight.has_ended:  # else another collective uses the event
             with backend.on_device():
                 backend.current_stream().wait_event(self.flight.event)
         return self._result

@@ -87,7 +87,7 @@ def load_nccl() -> NcclLibrary:
     library has loaded NCCL before. Raises BackendUnavailableError, which names every source, if
     NCCL is missing or too old.
     """
-    ffi, loaded = _native.load("nccl").ffi, _path_in_process()
+    ffi, loaded = _native.load_extension("nccl").ffi, _path_in_process()
     library = open_first(ffi, library_candidates(), ffi.dlopen)
     reason = slow_launch_reason(library.version, loaded, os.environ)
     if not reason:
@@ -114,7 +114,7 @@ def slow_launch_reason(version: int, loaded: str | None, environment: Mapping[st
 @functools.cache
 def driver_address(name: str) -> int:
     """Return the address of a function of CUDA's driver, or raise BackendUnavailableError."""
-    ffi = _native.load("nccl").ffi
+    ffi = _native.load_extension("nccl").ffi
     try:
         return int(ffi.cast("uintptr_t", getattr(ffi.dlopen(DRIVER), name)))
     except OSError as error:
