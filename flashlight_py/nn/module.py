@@ -51,7 +51,11 @@ class Module(Structured, ABC):
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return the result of the module, or raise ValueError if an input does not fit."""
+        """Compute the result of the module from its inputs.
+
+        Raises:
+            ValueError: If an input does not fit, as documented for the class.
+        """
 
     def __call__(self: _Forward[Result_co], *inputs: Any, **options: Any) -> Result_co:
         """Return the result of ``forward``, or of its replacement by :func:`recompute`."""
