@@ -499,7 +499,7 @@ void Engine::read_chunk(Message& message, Lock& lock) {
 
 void Engine::receive_data(const Record& record, const char* data) {
   Message* const message = by_token(record.token);
-  if (message == nullptr) return;  // it has failed
+  if (message == nullptr) return;  // the message has failed
   Message::Movement& movement = *message->movement_;
   const size_t all = message->bytes();
   if (movement.flow != nullptr) {

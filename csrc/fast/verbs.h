@@ -1,4 +1,4 @@
-/* Calls other than one plain array: lists of arrays, uneven parts, batches of messages, objects. */
+/* Calls with other arguments than one plain array: lists of arrays, uneven parts, batches of messages, objects. */
 #pragma once
 
 #include "running.h"

@@ -16,7 +16,7 @@ static int forks; /* number of forks between the first process and this one */
 
 typedef struct {
   PyObject_HEAD
-  PyObject *owner; /* of the binding and the group; NULL after success */
+  PyObject *owner; /* owner of the binding and the group; NULL after success */
   Binding *binding;
   PyObject *result;     /* return value; with several messages: list of their arrays */
   PyObject *kept;       /* argument of make_work() */

@@ -194,7 +194,7 @@ void Collectives::ignore_if_left(int r, Send send) {
 
 // Return false if the calls of all ranks are needed, because the root's data is large: see awaited().
 bool Collectives::receive_some(Call& call, Ranks needed) {
-  call.report = last_;  // for ranks whose calls this rank does not need
+  call.report = last_;  // default for ranks whose calls this rank does not need
   call.report.ago = 0;
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);

@@ -18,9 +18,9 @@ int fl_listen_for_hosts(fl_group *group);
 
 /* The hosts of a group. */
 typedef struct {
-  const int *numbers;       /* by rank: host number, from 0 without gaps */
-  const int *ports;         /* by rank: result of fl_listen_for_hosts */
-  const char *const *names; /* by host */
+  const int *numbers;       /* for each rank: host number, from 0 without gaps */
+  const int *ports;         /* for each rank: result of fl_listen_for_hosts */
+  const char *const *names; /* name of each host */
   int count;                /* number of hosts */
   double seconds;           /* silence after which a host is lost; 0: hosts are not monitored */
 } fl_hosts;

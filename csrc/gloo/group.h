@@ -60,7 +60,7 @@ class Group {
   const std::unique_ptr<Port> port_;
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
-  std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();  // of operations that run() has ended
+  std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();  // shared by the operations that run() has ended
   Queue queue_;  // last: destroyed before the objects that its operations use
 };
 

@@ -149,7 +149,7 @@ class Collectives::ReductionInParts {
   const int rank_, size_, collector_;
   const Parts parts_;
   const size_t piece_bytes_, depth_;  // depth_: chunks of each part in transit or being reduced
-  const size_t first_;                // index of the first chunk's place in the rooms
+  const size_t first_;                // index of the first chunk in the receive buffers (rooms)
   const bool in_place_;               // the result overwrites the sent data
   char* const data_;
   char* const output_;

@@ -40,11 +40,11 @@ uint64_t hash_of_shape(const fl_signature& s) {
   return hash;
 }
 
-// Like same_call, from the first lines only.
+// Like same_call, but compare only the first lines of the calls.
 bool alike(const Call& a, const Call& b, bool free) {
   constexpr uint32_t kMayDiffer = kRunsAhead | kIsLarge | kCanRead;
   if (((a.kind | b.kind) & kAny) != 0) {
-    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // and part_of
+    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // bits of verb and part_of
     return ((a.kind ^ b.kind) & kVerb) == 0 && a.root == b.root;
   }
   return (a.kind | kMayDiffer) == (b.kind | kMayDiffer) && a.root == b.root && a.scale == b.scale &&
@@ -339,7 +339,7 @@ bool Collectives::compare_call(uint32_t number) {
   compared_ = number;
   if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
     mismatches_.forget_old(number);
-    if (mismatches_.empty()) pass_rows(number);  // else the ranks that need data raised, and no data moved
+    if (mismatches_.empty()) pass_rows(number);  // otherwise the ranks that need data raised, and no data moved
   }
   if (same && mismatches_.empty()) return true;
   // The sites are requested when the mismatch is raised.
@@ -353,7 +353,7 @@ bool Collectives::compare_call(uint32_t number) {
   return same;
 }
 
-// Full comparison with the same result on every rank, also if the own call has FL_ANY.
+// Compare the full calls. Every rank gets the same result, also a rank whose own call has FL_ANY.
 bool Collectives::all_call_the_same(uint32_t number) const {
   return are_one_call(calls(number).data(), size_);
 }
@@ -377,7 +377,7 @@ void Collectives::raise_now() {
   }
   try {
     wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
-  } catch (const Failure&) {  // their calls stay unknown
+  } catch (const Failure&) {  // the calls of late ranks stay unknown
   }
   throw Mismatch();
 }

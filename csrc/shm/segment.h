@@ -67,7 +67,7 @@ struct alignas(2 * kLine) Call {
     char tiny[kTinyBytes];
     uint32_t payload;  // index of the payload with the data, up to kInlineBytes
     struct {
-      uint64_t address;  // of the data in this rank's process
+      uint64_t address;  // address of the data in this rank's process
       Costs costs;
     } large;  // more than kInlineBytes
   };
@@ -92,17 +92,17 @@ struct alignas(kLine) Farewell {
   char message[4000];
 };
 
-// A request for a part of another rank's array that this rank cannot read: see Collectives::ask_for.
+// A request for a part of another rank's array that this rank cannot read: see Collectives::request_read.
 struct alignas(kLine) ReadRequest {
   Counter requested;      // number of requests by this rank
   Counter served;         // number of served requests, raised by the owner
   int32_t owner;          // rank that is asked
-  uint64_t begin, bytes;  // of the data that the owner sends in this call
+  uint64_t begin, bytes;  // range of the data that the owner sends in this call
 };
 
 // Memory that one rank writes and others read. Counters are never reset.
 struct alignas(kLine) RankBlock {
-  Call calls[kCalls];  // by number
+  Call calls[kCalls];  // index: call number modulo kCalls
   Description descriptions[kCalls];
   alignas(4096) char payloads[kPayloads][kInlineBytes];
   alignas(kLine) Counter filled;   // chunks that this rank has put into its slots

@@ -16,8 +16,8 @@ fl_group *fl_shm_open(const char *path, int create, int is_named, int rank, int 
 fl_group *fl_shm_part(fl_group *whole, const int *ranks, unsigned number, const char *path, int create,
                       int is_named, int rank, int size);
 
-/* Compare the calls that were run with FL_AHEAD as far as the other ranks have made them. `is_behind`: some
-   are missing. Returns a failure if calls differ or a rank is more than `seconds` late, else NULL. */
+/* Compare the calls that were run with FL_AHEAD as far as the other ranks have made them. *is_behind: whether
+   some have not. Return a failure if calls differ or a rank is more than `seconds` late, else NULL. */
 fl_op *fl_look_back(fl_group *group, double seconds, int *is_behind);
 
 /* fl_exchange on the caller's thread, in two steps. fl_post does not sleep. It returns NULL if all

@@ -10,7 +10,7 @@
 namespace fl {
 namespace {
 
-// Polls of the other ranks' calls: by the next call, and by a waiting thread.
+// Patience for the other ranks' calls: of the next call, and of a waiting thread.
 constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
 constexpr int kSpins = sized(1000, 1);
 

@@ -33,7 +33,7 @@ class Dataset(abc.ABC):
 
     def take(self, indices: Indices) -> Sample:
         """Return the samples at ``indices`` (batch,) as one batch of new, stacked arrays."""
-        return stack([self.get(int(index)) for index in indices])
+        return stack_samples([self.get(int(index)) for index in indices])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
         """Return the sample at ``index``; a negative index counts from the end.
@@ -57,7 +57,7 @@ class Dataset(abc.ABC):
         """Record that an iteration returns sample ``index`` now. The default does nothing."""
 
 
-def stack(samples: Sequence[Sample]) -> Sample:
+def stack_samples(samples: Sequence[Sample]) -> Sample:
     """Return a batch with the samples' fields stacked along a new first dimension.
 
     Raises ValueError if samples differ in their number of fields or in the shape of a field.

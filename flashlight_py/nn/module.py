@@ -151,7 +151,7 @@ class Module(Structured, ABC):
         for shards in shards_of(self.params()):
             shards.check("state_dict")
         parameters = {
-            name: variable.placement.whole(variable.data)
+            name: variable.placement.full_state(variable.data)
             if variable.placement is not None and variable.placement.is_cut
             else variable.data
             for name, variable in self.named_params().items()

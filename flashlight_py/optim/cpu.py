@@ -34,7 +34,7 @@ def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) 
 
 
 @functools.cache
-def native() -> Any | None:
+def optimizer_kernels() -> Any | None:
     """Return the module of native kernels, or None with a warning if it is missing."""
     return _native.optional("optim", "optimizers step in NumPy, some ten times slower")
 
@@ -157,7 +157,7 @@ def sum_of_squares(grad: Array) -> float:
     if is_cupy(grad):
         wide = grad.astype(np.float64).reshape(-1)
         return float(wide.dot(wide))
-    module = native()
+    module = optimizer_kernels()
     if module is not None and (sum_ := module.sum_of_squares(grad)) is not None:
         return float(sum_)
     return reference_sum(grad)

@@ -240,7 +240,7 @@ class PartPlacement(Placement, GradSink):
         part = self.flat.part[self.local_range]
         return [(part, variable.grad, *states)] if part.size else []
 
-    def whole(self, state: Array) -> Array:
+    def full_state(self, state: Array) -> Array:
         return self.shards.group.all_gather(state).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:

@@ -85,7 +85,7 @@ class HostPlacement(Placement, GradSink):
         assert variable.grad is not None
         return sum_of_squares(variable.grad)
 
-    def whole(self, state: Array) -> Array:
+    def full_state(self, state: Array) -> Array:
         memory = self.shards.memory
         if not memory.across:
             return state

@@ -34,7 +34,7 @@ from flashlight_py.distributed.internal import (
     leave_to_python,
 )
 from flashlight_py.errors import DistributedError
-from flashlight_py.trace.records import RankTimeline, call_text
+from flashlight_py.trace.records import RankTimeline, recorded_call_text
 
 # Number of clock exchanges per rank. The fastest exchange counts, because it had the least delay.
 _ROUNDS = 16
@@ -231,7 +231,7 @@ def _events(timeline: RankTimeline) -> Iterator[_Event]:
     offset = timeline.offset
     for call in timeline.calls:
         verb, start, end = call["verb"], call["started"], call.get("ended", timeline.until)
-        arguments: dict[str, Any] = {"call": call_text(call)}
+        arguments: dict[str, Any] = {"call": recorded_call_text(call)}
         arguments |= {name: value for name, value in call.items() if name not in _SHOWN}
         if "ended" not in call:
             arguments["running"] = True

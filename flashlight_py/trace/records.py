@@ -58,7 +58,7 @@ def _read(path: Path) -> FlightRecord:
         raise ValueError(f"{path}: expected a flight record, got no field {error}") from error
 
 
-def call_text(call: dict[str, Any]) -> str:
+def recorded_call_text(call: dict[str, Any]) -> str:
     """Return a call as code, for example ``all_reduce(float32 (4,), op=sum)``."""
     shape = call.get("shape")
     extents = "" if shape is None else f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
@@ -163,7 +163,7 @@ def _signature(call: dict[str, Any]) -> tuple[Any, ...]:
 def _call_and_line(call: dict[str, Any]) -> str:
     at = f" at {call['line']}" if "line" in call else ""
     via = f" through {call['via']}" if "via" in call else ""
-    return f"{call_text(call)}{at}{via}"
+    return f"{recorded_call_text(call)}{at}{via}"
 
 
 def _state(call: dict[str, Any]) -> str:

@@ -166,7 +166,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
             except Exception as failure:  # noqa: BLE001 (any type; every rank raises an error)
                 error, words = failure, reason_of(failure)
         offer = words, "" if file is None else file.path, layout
-        offers = [pickle.loads(each) for each in store.exchange(pickle.dumps(offer))]
+        offers = [pickle.loads(data) for data in store.exchange(pickle.dumps(offer))]
         _, path, layout = offers[loader]
         _raise_first(store, "while loading", [problem for problem, _, _ in offers], error)
         try:

@@ -235,10 +235,10 @@ class _Move:
     """
 
     def __init__(
-        self, members: Membership, verb: Verb, given: Any, root: int, mine: list[Array]
+        self, members: Membership, verb: Verb, values: Any, root: int, arrays: list[Array]
     ) -> None:
-        self._members, self._verb, self._given, self._root = members, verb, given, root
-        self._mine, self._backend = mine, members.backend()
+        self._members, self._verb, self._given, self._root = members, verb, values, root
+        self._mine, self._backend = arrays, members.backend()
         self._sources = range(members.size) if verb.ragged else range(root, root + 1)
 
     def begin(self) -> Array:

@@ -368,14 +368,18 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
         packed = list(map(as_packed, checked)) if packs else checked
         is_copied = any(map(operator.is_not, packed, checked))
         if is_copied:  # native code reduces the copies
-            how: dict[str, Any] = {"contiguous": limit >= 0, "group": group, "async_op": async_op}
-            work: Any = all_reduce_multiple(packed, scale, op=op, **how)
+            options: dict[str, Any] = {
+                "contiguous": limit >= 0,
+                "group": group,
+                "async_op": async_op,
+            }
+            work: Any = all_reduce_multiple(packed, scale, op=op, **options)
         else:
             for array in {array.dtype: array for array in checked}.values():
                 resolve_reduction(verb, array.dtype, op, scale, members.size)
             plan = plan_messages(sorted(checked, key=is_cupy), limit)
-            how = {"op": op, "scale": scale, "async_op": async_op}
-            work = AllOf([_reduce_together(members, batch, limit, **how) for batch in plan])
+            options = {"op": op, "scale": scale, "async_op": async_op}
+            work = AllOf([_reduce_together(members, batch, limit, **options) for batch in plan])
 
         def results(_: Any) -> list[Any]:
             for array, copy in zip(checked, packed, strict=True):

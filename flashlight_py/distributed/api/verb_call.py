@@ -221,7 +221,7 @@ class Output(NamedTuple):
     None stands for a new array.
     """
 
-    given: Any
+    argument: Any
     array: Array | None
     packed: Array | None
 
@@ -231,14 +231,14 @@ NEW = Output(np.empty(0), None, None)
 
 # Allocating a large result costs more than filling it, because the kernel clears every page.
 def prepare_output(
-    name: str, out: Any, like: Any, shape: tuple[int | None, ...], given: Any
+    name: str, out: Any, like: Any, shape: tuple[int | None, ...], argument: Any
 ) -> Output:
     """Return the destination of a result of ``shape``: ``out``, or a new array like ``given``.
 
     The first entry of ``shape`` is None if unknown.
     """
     if out is None:
-        return NEW if type(given) is np.ndarray else Output(given, None, None)
+        return NEW if type(argument) is np.ndarray else Output(argument, None, None)
     array = as_array(f"{name}(out=)", out, of_any_dtype=True, mutable=True)
     first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
     is_other = array.dtype.newbyteorder("=") != like.dtype.newbyteorder("=")
@@ -273,20 +273,20 @@ def finish(
         return store_result(work.wait(), space, back)
     if space.packed is not space.array or back is not None:
         return group.keep(Then(work, lambda value: store_result(value, space, back)))
-    if space.array is None and kind_of(space.given) is OTHER:
+    if space.array is None and kind_of(space.argument) is OTHER:
         return work
     return Then(work, lambda value: store_result(value, space, back))
 
 
 def store_result(value: Any, space: Output, back: Callable[[Array], Array] | None) -> Any:
     """Return the user's result after a backend has returned ``value`` or filled ``space``."""
-    given, array, packed = space
+    argument, array, packed = space
     part = value if packed is None else packed
     if back is not None:
         part = back(part)
     if array is not None and part is not array:
         array[...] = part
-    return user_result(given, part, array is not None)
+    return user_result(argument, part, array is not None)
 
 
 # Default arguments of native code, and other names of its arguments.
@@ -296,7 +296,7 @@ _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src
 
 _make_entry: Any = None
 with contextlib.suppress(BackendUnavailableError):  # otherwise the first call warns
-    _make_entry = _native.load("fast").verb
+    _make_entry = _native.load_extension("fast").verb
     # Pickled by name. As a method and in repr() it behaves like the function.
     _make_entry.__reduce__ = lambda entry: entry.__qualname__
     _make_entry.__get__ = lambda entry, one, _=None: (

@@ -92,7 +92,7 @@ class GlooBackend(NativeBackend):
         is_watched: bool = False,
         at_once: bool = False,
     ) -> None:
-        native = _native.load("gloo")
+        native = _native.load_extension("gloo")
         super().__init__(native, store, timeout)
         self._joining, self.network_ranks = joining, list(range(self.size))
         self._begin(native, self._create(address), at_once)
@@ -212,7 +212,7 @@ class _Part(GlooBackend):
     """Some ranks of ``parent``, on its connections."""
 
     def __init__(self, parent: GlooBackend, store: Store, timeout: float) -> None:
-        native, subgroup = _native.load("gloo"), store.subgroup
+        native, subgroup = _native.load_extension("gloo"), store.subgroup
         assert subgroup is not None
         store.processes = [parent.processes[rank] for rank in subgroup.ranks]
         NativeBackend.__init__(self, native, store, timeout)

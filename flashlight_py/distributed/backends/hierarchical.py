@@ -230,8 +230,8 @@ class HierarchicalBackend(Backend):
         self._running.append(work)
         return work
 
-    def _run_on_thread(self, place: Site, call: Call, number: int, run: Callable[[], Any]) -> Any:
-        with called_at(place):
+    def _run_on_thread(self, site: Site, call: Call, number: int, run: Callable[[], Any]) -> Any:
+        with called_at(site):
             return self._run(call, number, run)
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
@@ -420,7 +420,7 @@ class PartWork(Work):
             with suppress(DistributedError):  # the wait that finds the error raises it
                 flat.wait(min(left, _LOOK_SECONDS))  # registers the waiting thread
             if self._claim is not None and not self._is_decided():
-                native = _native.load("gloo")
+                native = _native.load_extension("gloo")
                 claim = native.ffi.cast("int32_t *", self._claim.ctypes.data)
                 native.lib.fl_claim_wait(claim, min(left, _SLICE_SECONDS))
         return True

@@ -76,7 +76,7 @@ class HostCalls:
         self._even = self._leaders == largest
         self._max_bytes = _MAX_BYTES // (len(hosts) - 1)
         self._max_rank_bytes = self._max_bytes // largest
-        self._native = _native.load("gloo")
+        self._native = _native.load_extension("gloo")
         self._runs_ahead = runs_ahead
 
     def load(self, call: Call) -> Load:

@@ -255,11 +255,11 @@ class NativeBackend(Backend):
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
         """Return the Work of an asynchronous native call."""
         # ``arrays`` must outlive the operation; ``place`` in the journal; number of collectives.
-        *arrays, root, peer, place, number = call
+        *arrays, root, peer, entry, number = call
         work: Work = Done(arrays[2])
         if handle:
             work = self._wrapped(handle, verb, arrays, root, self.timeout)
-            work.id, work.number = place, number
+            work.id, work.number = entry, number
         if verb == codes.RECV:
             work.source = peer
         return work
@@ -377,10 +377,10 @@ class NativeBackend(Backend):
 
     def _call_site(self, depth: int = 3) -> Any:
         """Return the current line of user code as an fl_site."""
-        place = caller(depth)
-        if (site := self._sites.get(place)) is None:
-            text = site_of(place).encode()[-SITE_BYTES:]
-            site = self._sites[place] = self.ffi.new("fl_site *", {"text": text})
+        line = caller(depth)
+        if (site := self._sites.get(line)) is None:
+            text = site_of(line).encode()[-SITE_BYTES:]
+            site = self._sites[line] = self.ffi.new("fl_site *", {"text": text})
         return site
 
     def start(self, call: Call) -> Work:

@@ -57,7 +57,7 @@ class ShmBackend(NativeBackend):
     steps = ("fl_begin", "fl_ready", "fl_finish", "fl_post", "fl_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
-        native = _native.load("shm")
+        native = _native.load_extension("shm")
         super().__init__(native, store, timeout)
         self.hosts = [range(self.size)]
         self._named = needs_names(store.spaces)

@@ -144,7 +144,7 @@ def ranks_by_memory(store: Store) -> Sharing:
     file, problem = None, ""
     try:
         try:
-            _native.load("shm")
+            _native.load_extension("shm")
             file = MemoryFile(store.named)
             os.posix_fallocate(file.fd, 0, len(nonce))
             os.pwrite(file.fd, nonce.encode(), 0)
@@ -206,7 +206,7 @@ class Card(NamedTuple):
     host: str
     name: str
     has: str
-    own: Sequence[str]
+    addresses: Sequence[str]
     interface: str = ""
     interface_addresses: Sequence[str] = ()
     sources: Sequence[str] = ()
@@ -218,7 +218,7 @@ class Card(NamedTuple):
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
-    own: Sequence[Sequence[str]],
+    addresses: Sequence[Sequence[str]],
     shared: Collection[str],
     interface: str,
 ) -> str:
@@ -230,12 +230,12 @@ def address_between_hosts(
     """
     own_host, first = hosts[store.rank], hosts[0]
     peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (own_host != first))
-    targets = [address for address in own[peer] if address not in shared]
+    targets = [address for address in addresses[peer] if address not in shared]
     card = Card(
         host=own_host,
         name=system.gethostname(),
         has=", ".join(map(" ".join, interfaces())),
-        own=own[store.rank],
+        addresses=addresses[store.rank],
         interface=interface,
         interface_addresses=addresses_of(interface) if interface else (),
         sources=[source for source in map(source_address, targets) if source],
@@ -279,7 +279,7 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
 
     Raises ValueError if a host has no such address. The error names the host and the reason.
     """
-    shared = shared_addresses((card.host, card.own) for card in cards)
+    shared = shared_addresses((card.host, card.addresses) for card in cards)
     by_host, translated = _connections(cards)
     proven = [card.interface_addresses or by_host[card.host] for card in cards]
     bad = {host: shared | seen.keys() if seen else shared for host, seen in translated.items()}
@@ -297,7 +297,9 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
                 _check_wanted(cards, chosen)
                 return chosen
     lacking = {
-        name: next(rank for rank, own in enumerate(usable) if not _of_family(own, family))
+        name: next(
+            rank for rank, addresses in enumerate(usable) if not _of_family(addresses, family)
+        )
         for family, name in _FAMILIES.items()
     }
     raise ValueError(
@@ -313,7 +315,7 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
     """Return the addresses that a rank may use, best first."""
     good = [source for source in card.sources if source not in bad and not is_loopback(source)]
     for family in _FAMILIES:  # without a route: the only address of a family
-        only = [address for address in _of_family(card.own, family) if address not in bad]
+        only = [address for address in _of_family(card.addresses, family) if address not in bad]
         good += only if len(only) == 1 else []
     return list(dict.fromkeys([*proven, *good]))
 
@@ -334,7 +336,7 @@ def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str,
             translated[client.host][client_ends[0][0]] = own_ends[1][0]
         elif client_ends[1] == own_ends[0] and client.host != cards[0].host:
             for card, (address, _) in ((client, client_ends[0]), (cards[0], own_ends[0])):
-                proven[card.host] += [address] if address in card.own else []
+                proven[card.host] += [address] if address in card.addresses else []
     return proven, translated
 
 
@@ -375,13 +377,15 @@ def _address_problem(
     if card.interface:
         why = f"has no {card.interface!r}"
     elif translated:
-        own, seen = next(iter(translated.items()))
+        address, seen = next(iter(translated.items()))
         why = (
-            f"has the address {own}, but rank 0 sees {seen}: a NAT or a tunnel is between them, "
-            f"and no other host can connect to {own}"
+            f"has the address {address}, but rank 0 sees {seen}: a NAT or a tunnel is between, "
+            f"and no other host can connect to {address}"
         )
-    elif address := min((address for address in card.own if address in shared), default=""):
-        others = {other.name for other in cards if address in other.own and other.host != card.host}
+    elif address := min((address for address in card.addresses if address in shared), default=""):
+        others = {
+            other.name for other in cards if address in other.addresses and other.host != card.host
+        }
         why = (
             f"and {', '.join(sorted(others))} have the same address {address}, which is typical "
             f"behind a NAT, and {card.name} has no other address"

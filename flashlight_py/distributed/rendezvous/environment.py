@@ -344,8 +344,8 @@ def check_size_one(init_method: str, environ: Mapping[str, str] = system.environ
     if text := _rank_by_launcher(environ):
         raise RendezvousError(
             f"{init_method} is a world of one process, and the environment says {text}: each rank "
-            "would silently work alone. Pass that rank and size, or omit init_method to read them. "
-            f"Set {ALONE}=1 if each process is meant to be a world of its own"
+            "would silently train without the other ranks. Pass that rank and size, or omit "
+            f"init_method. Set {ALONE}=1 to make each process a separate world"
         )
 
 
@@ -354,7 +354,7 @@ def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
     if advice := _scheduler_advice(environ):
         raise RendezvousError(
             "this process is one of several, but its rank and the number of ranks are not set: "
-            f"each process would silently be a world of its own. {advice}. If that is meant, set "
+            f"each process would silently be a separate world. {advice}. To allow this, set "
             f"{ALONE}=1"
         )
 
@@ -370,7 +370,7 @@ def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
     if "FLASHLIGHT_FILE" in environ:
         raise RendezvousError(
             "FLASHLIGHT_FILE is set as for one of several ranks, but RANK and WORLD_SIZE are not "
-            "set: this process would silently work alone. Set RANK and WORLD_SIZE as well, unset "
+            "set: this process would silently be a separate world. Set RANK and WORLD_SIZE, unset "
             f"FLASHLIGHT_FILE, or set {ALONE}=1"
         )
     check_schedulers(environ)

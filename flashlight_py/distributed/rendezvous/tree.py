@@ -340,8 +340,10 @@ class TreeNode(Gate):
 
     def _assign_position(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Send a process its position; it becomes a child of this rank if that is here."""
-        point, own = self._point, self._position
-        position = Position(rank, own.rank, own.depth + 1, str(self._processes[point.rank]))
+        point, position_here = self._point, self._position
+        position = Position(
+            rank, position_here.rank, position_here.depth + 1, str(self._processes[point.rank])
+        )
         if self._is_root and point.is_tree and greeting.listens_at != LEAF:
             position = self._record.assign(rank, candidate, greeting)
         elif self._is_root:

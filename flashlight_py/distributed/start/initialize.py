@@ -116,7 +116,7 @@ def create_world(create: StoreFactory, settings: Settings) -> World:
     """Return the world of the processes that join the store. Collective; blocks."""
     _check_threads()
     if settings.backend not in ("auto", "mpi"):
-        _native.load(settings.backend)  # fail before anything is created
+        _native.load_extension(settings.backend)  # fail before anything is created
     new = NewWorld(create(), settings)
     new.store.host_timeout = settings.host_timeout
     abort.install_hooks()  # before MPI extends the hooks

@@ -140,7 +140,7 @@ def _gloo(
     if store.subgroup is not None:
         part: Backend = store.subgroup.parent.part(store, settings.timeout)
         return part
-    _native.load("gloo")
+    _native.load_extension("gloo")
     one_host = all(host == store.hosts[0] for host in store.hosts)
     address = topology.address_inside(settings.interface) if one_host else settings.address
     seconds = settings.timeout, settings.joining_seconds

@@ -30,7 +30,7 @@ class Launcher:
     """
 
     def __init__(self, nccl: NcclLibrary, stream: int, ready: int) -> None:
-        module: Any = _native.load("launch")
+        module: Any = _native.load_extension("launch")
         self._lib, self._ffi = module.lib, module.ffi
         self._struct = launcher = self._ffi.new("fl_launcher *")
         launcher.event_record, launcher.stream_wait, launcher.group_start, launcher.group_end = map(
@@ -80,7 +80,7 @@ class GraphLauncher:
     """
 
     def __init__(self, graph: Any, targets: Sequence[Any]) -> None:
-        module: Any = _native.load("launch")
+        module: Any = _native.load_extension("launch")
         self._lib, self._graph = module.lib, graph
         self._lock = threading.Lock()  # NCCL may free a communicator on another thread
         functions = "cuMemcpyDtoDAsync_v2", "cuGraphLaunch", "cuEventRecord"

@@ -93,7 +93,7 @@ def load_nccl() -> NcclLibrary:
     Raises:
         BackendUnavailableError: If NCCL is missing or too old. The error names every source.
     """
-    ffi, loaded = _native.load("nccl").ffi, _path_in_process()
+    ffi, loaded = _native.load_extension("nccl").ffi, _path_in_process()
     library = open_first(ffi, library_candidates(), ffi.dlopen)
     reason = slow_launch_reason(library.version, loaded, os.environ)
     if not reason:
@@ -124,7 +124,7 @@ def driver_address(name: str) -> int:
     Raises:
         BackendUnavailableError: If the driver cannot be opened.
     """
-    ffi = _native.load("nccl").ffi
+    ffi = _native.load_extension("nccl").ffi
     try:
         return int(ffi.cast("uintptr_t", getattr(ffi.dlopen(DRIVER), name)))
     except OSError as error:
