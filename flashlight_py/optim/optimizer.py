@@ -159,7 +159,7 @@ class FirstOrderOptimizer(Structured, ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate, a number of at least 0. Others raise TypeError or ValueError."""
+        """The learning rate, a number of at least 0. Other values raise TypeError or ValueError."""
         return self._lr.item()
 
     @lr.setter

@@ -119,7 +119,7 @@ class DistributedDataContainer(Dataset):
     def get(self, index: int) -> Any:
         """Return element ``index`` of the share, which must be in [0, len).
 
-        Raises NotInitializedError if the world has changed, or GroupClosedError after a close.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         self._share.require_world()
         return self._data[self._positions[index]]
@@ -362,7 +362,7 @@ class DistributedSampler(InEpochs):
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's indices.
 
-        Raises NotInitializedError if the world has changed, or GroupClosedError after a close.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         return self._counting(self._at(self._positions()).tolist())
 
@@ -465,7 +465,7 @@ class ShardedDataset(InEpochs, Dataset):
     def get(self, index: int) -> Sample:
         """Return this rank's part of global batch ``index``: arrays of shape (part, ...).
 
-        Raises NotInitializedError if the world has changed, or GroupClosedError after a close.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         batch, part = self._part(index)
         if part:

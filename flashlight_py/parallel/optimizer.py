@@ -75,7 +75,7 @@ class DistributedOptimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate, a number of at least 0. Others raise TypeError or ValueError."""
+        """The learning rate, a number of at least 0. Other values raise TypeError or ValueError."""
         return self._optimizer.lr
 
     @lr.setter
