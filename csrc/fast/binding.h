@@ -58,7 +58,7 @@ typedef struct {
   ring *calls;
   PyObject *notes;   /* list: per call of the ring, the line of user code or None */
   PyObject *folders; /* tuple of folders whose code is not user code */
-  PyObject *inside;  /* set of threads that are inside another call of the group */
+  PyObject *inside;  /* set: further threads inside a call, as `callers` in ring.h */
   PyObject *first;   /* list; while it is not empty, Python handles all calls */
   PyObject *dropped; /* like `first`, for all groups; any container */
   cached_site sites[SITES];

@@ -128,7 +128,7 @@ std::optional<Failure> Heartbeat::update() {
   return report();
 }
 
-// Only this thread adds or removes lines.
+// Needs no lock for the links: only this thread adds or removes them.
 void Heartbeat::await() {
   std::vector<const Line*> lines;
   for (const Link& link : links_) lines.push_back(&link.line);

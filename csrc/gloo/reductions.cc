@@ -89,7 +89,7 @@ class Collectives::ReductionInParts {
   }
 
  private:
-  // Chunk `c` of rank r's part; empty behind the part's end.
+  // Return chunk `c` of rank r's part. Chunks behind the part's end are empty.
   Part piece(int r, size_t c) const {
     const size_t begin = std::min(c * piece_bytes_, parts_[r].bytes);
     return {parts_[r].begin + begin, std::min(piece_bytes_, parts_[r].bytes - begin)};
