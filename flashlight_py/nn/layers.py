@@ -261,7 +261,7 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 class Container(Module):
     """A module with a list of modules, which are named by position. Subclasses define ``forward``.
 
-    ``modules`` are the first members, in order. Lists and tuples of modules are flattened.
+    The arguments become members, in order. Lists and tuples of modules are flattened.
 
     Raises:
         TypeError: If a member is not a module.
@@ -377,7 +377,7 @@ class ExponentialMovingAverage(Module):
     def update(self, module: Module) -> None:
         """Move the averages toward the parameters of ``module``, and copy its buffers.
 
-        Call this after ``optimizer.step()``. Raises ValueError for another structure.
+        Call this after ``optimizer.step()``. Raises ValueError if ``module`` has another structure.
         """
         state = {**module.state_dict()}
         for name, variable in self.module.named_params().items():
@@ -453,7 +453,7 @@ class CategoricalCrossEntropy(Function):
 
 
 class ConnectionistTemporalClassification(Function):
-    """The negative log probability of all alignments of a longer input with a target.
+    """The negative log of the total probability of all alignments of a target with a longer input.
 
     Arguments and errors are those of ``functions.connectionist_temporal_classification``.
     """
