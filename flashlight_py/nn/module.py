@@ -165,7 +165,7 @@ class Module(Structured, ABC):
         changed. Every rank of a sharded module must call this with the same state.
 
         Raises:
-            ValueError: If entries are missing, unexpected or of another shape (the message has all).
+            ValueError: If entries are missing, unexpected or of another shape (all are named).
             TypeError: If an entry cannot be cast, such as complex to float.
         """
         named = self.named_params()
