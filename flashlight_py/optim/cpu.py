@@ -29,7 +29,7 @@ FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
 
 
 def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) -> list[float]:
-    """Return the numbers of a rule's fields in step ``time``. See ``FORMS`` for ``norm``."""
+    """Return the values of an optimizer rule's fields in step ``time`` (see ``Field``)."""
     return [FORMS[f[0]](lr, time, f, norm) if isinstance(f, tuple) else f for f in fields]
 
 
@@ -42,9 +42,9 @@ def optimizer_kernels() -> Any | None:
 def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
     """Update the arrays of ``piece`` in place by NumPy or CuPy, with the same bits as csrc/optim.
 
-    Types narrower than float32 are computed in float32 and rounded once. ``numbers`` are the
-    numbers of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same
-    shape. ``grad_scale`` is a factor for the gradient, whose array is not modified.
+    Types narrower than float32 are computed in float32 and rounded once. ``numbers`` are the values
+    of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same shape.
+    ``grad_scale`` is a factor for the gradient, whose array is not modified.
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
@@ -152,8 +152,7 @@ def sum_of_squares(grad: Array) -> float:
     """Return the sum of the squares of all elements, in float64. Blocks until it is computed.
 
     Blocks of 65,536 elements are summed in order. In a block, element ``i`` is added to sum ``i %
-    16``, and the 16 sums are added at the end, one after the other. The sum is equal on all
-    machines.
+    16``, and then the 16 sums are added in order. So the result is equal on all machines.
     """
     if is_cupy(grad):
         wide = grad.astype(np.float64).reshape(-1)

@@ -159,10 +159,7 @@ class FirstOrderOptimizer(Structured, ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate, assignable at any time.
-
-        Assignment raises TypeError if the value is not a number, and ValueError if it is negative.
-        """
+        """The learning rate, a number of at least 0. Other values raise TypeError or ValueError."""
         return self._lr.item()
 
     @lr.setter
@@ -296,7 +293,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list, or raise TypeError or ValueError if it is invalid."""
+    """Return ``params`` as a list; raise TypeError or ValueError unless they are distinct."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}. Pass module.params()"
@@ -347,12 +344,9 @@ class RuleOptimizer(FirstOrderOptimizer):
     def step(self, grad_scale: float = 1.0) -> None:
         """Update every parameter that has a gradient, in place. Gradients are not changed.
 
-        Args:
-            grad_scale: Factor of the gradients, such as a factor that limits their norm.
-
-        Raises:
-            RuntimeError: If a parameter was sharded after the optimizer was created.
-            ValueError: If a parameter had no ``calc_grad`` when its module was sharded.
+        ``grad_scale`` is a factor of the gradients, for example to limit their norm. Raises
+        RuntimeError if a parameter was sharded after the optimizer was created, and ValueError if a
+        parameter had no ``calc_grad`` when its module was sharded.
         """
         module = optimizer_kernels()
         if module is None or self._shards:

@@ -242,8 +242,7 @@ class GradientSync(GradientPass[GradientBucket]):
                 param.grad = None
 
     def _require_finite(self) -> None:
-        """Raise FloatingPointError on all ranks if a gradient or a sum of any rank is not
-        finite."""
+        """Raise FloatingPointError on all ranks if any rank's gradient or sum is not finite."""
         names, self._not_finite = self._not_finite, []
         wrong = bool(names) or not all(_is_finite(bucket.flat) for bucket in self._buckets)
         group = group_or_world(self.reducer.group)

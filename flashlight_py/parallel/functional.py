@@ -202,10 +202,7 @@ _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 # A small message before each call ensures that gradients of different results are never added.
 class DifferentiableCall(InPasses):
-    """A differentiable collective of ``group`` on ``v``, with the same number on all ranks.
-
-    ``rows`` are numbers that the ranks have exchanged, one row per rank.
-    """
+    """A collective of ``group`` on ``v``; ``rows`` are numbers of all ranks, one row per rank."""
 
     def __init__(
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
@@ -223,8 +220,7 @@ class DifferentiableCall(InPasses):
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()
     ) -> Variable:
-        """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
-        Blocks."""
+        """Return ``result`` as a variable. Its backward pass calls ``vjp`` on all ranks. Blocks."""
         table = self._check_same_call(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
         if not any(row[0] for row in table):
