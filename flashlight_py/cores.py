@@ -53,7 +53,7 @@ def check_folder(name: str) -> None:
         os.getcwd()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{name}: the current folder, in which processes start, was deleted. Call os.chdir"
+            f"{name}: the current folder was deleted, and processes start there. Call os.chdir"
         ) from error
 
 

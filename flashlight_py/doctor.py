@@ -139,7 +139,7 @@ def built() -> Iterator[Finding]:
     """Report on each native extension and on optional packages that extend NumPy arrays."""
     for name, (purpose, consequence) in _native.EXTENSIONS.items():
         try:
-            _native.load(name)
+            _native.load_extension(name)
             yield Finding(name, OK, purpose)
         except BackendUnavailableError as error:  # noqa: PERF203 - each extension may fail
             reason = str(error).partition(": ")[2] or str(error)

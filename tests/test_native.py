@@ -35,7 +35,7 @@ def absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["shm", "gloo", "fast", "tagi", "optim", "nn", "tape", "nccl"])
 def test_missing_extensions_name_an_existing_remedy(name: str, absent: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=f"No module named .*_{name}'") as caught:
-        _native.load(name)
+        _native.load_extension(name)
     assert "pip install --force-reinstall" in str(caught.value)
     packages = {word for found in INSTALLS.findall(str(caught.value)) for word in found.split()}
     assert packages == ({"libgloo-dev"} if name == "gloo" else set())

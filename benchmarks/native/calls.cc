@@ -1,9 +1,10 @@
-// What one call between ranks of a host takes, natively: each rank in a process of its own, on a core of its
-// own where there are as many, makes `calls` calls of one verb and stamps the begin and the end of each.
+// Time of one collective in shared memory, called from C++. Each rank is a process, pinned to a separate core
+// if the machine has enough cores. It makes `calls` calls of one verb and measures each call.
 //
-// Arguments: verb (fl_verb), bytes, ranks, calls. Prints for each rank, in microseconds, the least time of a
-// call, the quantiles 10, 50 and 90 %, and the mean of all, which is what a loop sees.
+// Usage: calls VERB BYTES RANKS CALLS, with the number of the verb in fl_verb. For each rank it prints, in
+// microseconds, the minimum, the quantiles 10, 50 and 90 %, and the mean over the whole loop.
 //
+// Compile it in the root of the repository:
 // g++ -std=c++17 -O3 -pthread -I. benchmarks/native/calls.cc csrc/common/[!c]*.cc \
 //   csrc/reduce/*.cc $(ls csrc/shm/*.cc | grep -v capi) -o calls
 #include <sched.h>

@@ -1,4 +1,5 @@
-/* Nanoseconds that the native all_reduce takes to record a call, the best of five times a million. */
+/* Prints the nanoseconds that the native all_reduce takes to record a call: the fastest of five rounds with a
+   million calls each. recorder.py compiles and runs this file. */
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,7 +1,7 @@
-// What it costs to write what another core reads: two threads, each on a core of its own, fill a
-// slot with `bytes`, wait for the other's, and add that to their array, again and again.
+// Cost of writing data that another core reads. Two threads run on separate cores. In each step a thread fills
+// its slot with `bytes` bytes, waits for the other thread's slot, and adds its content to an array.
 //
-// Arguments: bytes, "ordinary" or "streamed". Prints microseconds per step for filling and adding.
+// Usage: stores BYTES ordinary|streamed. Prints the microseconds per step for filling and for adding.
 #include <pthread.h>
 
 #include <atomic>

@@ -1,8 +1,8 @@
 /* An NCCL collective with the events that order it between two streams, and a CUDA graph launch with the copies
  * of its arguments.
  *
- * NCCL and CUDA driver functions are passed as addresses, so that neither is needed to build this. Streams, events,
- * graphs and communicators are handles. */
+ * NCCL and CUDA driver functions are passed as addresses, so that this file is built without NCCL and CUDA. Streams,
+ * events, graphs and communicators are handles. */
 
 enum {
   FL_ALL_REDUCE,
@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
   uintptr_t event_record, stream_wait; /* cuEventRecord, cuStreamWaitEvent */
   uintptr_t group_start, group_end;
-  uintptr_t functions[7];   /* by kind */
+  uintptr_t functions[7];   /* NCCL functions, by kind (FL_ALL_REDUCE ...) */
   uintptr_t stream, ready;  /* the communication stream; an event */
 } fl_launcher;
 

@@ -13,7 +13,7 @@ enum { GELU, GELU_BY_TANH, SILU, SIGMOID };
 #define FL_KERNELS "csrc/nn/elements.inc"
 #include "../common/each_set.inc"
 
-// (result, table, indices), sizes (count, width, rows of the table): look up rows of the table.
+// Arrays (result, table, indices), sizes (count, width, rows of the table): look up rows of the table.
 template <typename R>
 void take_rows(char* const* arrays, const int64_t* sizes, const double*) {
   const int64_t* index = reinterpret_cast<const int64_t*>(arrays[2]);
@@ -23,7 +23,7 @@ void take_rows(char* const* arrays, const int64_t* sizes, const double*) {
   }
 }
 
-// (result, rows, indices), sizes (count, width, rows of the result): add each row to result[index].
+// Arrays (result, rows, indices), sizes (count, width, rows of the result): add each row to result[index].
 template <typename R>
 void add_rows(char* const* arrays, const int64_t* sizes, const double*) {
   const int64_t count = sizes[0], width = sizes[1];

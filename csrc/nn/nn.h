@@ -28,7 +28,7 @@ struct Row {
 // The rows of each file, ended by one without a name.
 extern const Row convolutions[], pools[], norms[], attentions[], elements[];
 
-// Let NumPy's arrays of this thread use kept blocks; false with an exception.
+// Let new NumPy arrays of this thread reuse freed blocks; false with an exception.
 bool keep_freed();
 // Begin a backward pass: blocks unused for several passes are unmapped.
 void begin_pass();

@@ -17,7 +17,7 @@ struct Piece {
   size_t size;
 };
 
-// One step; `numbers` are the numbers of the rule.
+// Run one step. `numbers`: values of the rule's fields.
 using Step = void (*)(const Piece&, const double* numbers, double scale);
 
 struct Rule {

@@ -6,7 +6,7 @@
 namespace fl::optim {
 namespace {
 
-// Bytes from which a step releases the GIL.
+// Number of bytes from which a step releases the GIL.
 constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
 
 // Exponent for std::pow: Python's pow() and multiplication differ in the last bit of one of 1,200 squares.

@@ -29,7 +29,7 @@ inline Owned new_reference(PyObject* object) {
   return Owned(object);
 }
 
-// A field of a rule: an expression of FORMS in flashlight_py/optim/cpu.py, or the number `a`.
+// A field of an update rule: an expression of FORMS in flashlight_py/optim/cpu.py, or the number `a`.
 enum Form { LR, SHRINK, RATE, ROOT, INVERSE, FORMS, NUMBER = FORMS };
 struct Field {
   Form form;
@@ -80,7 +80,7 @@ bool take_state(int number, PyObject* state, Task* task);
 bool run_all(const std::vector<Task>& tasks, const Source& source);
 void run(const Task& task, const Rule& rule, const double* numbers, double scale);
 
-// Steps(pieces, lr, counts, norms, rule, scale), for a method table.
+// Steps(pieces, lr, counts, norms, rule, scale) for a method table: see prepared.cc.
 PyObject* prepare(PyObject* module, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace fl::optim

@@ -9,9 +9,9 @@ namespace fl {
 
 // into[i] = scale * (from[0][i] op from[1][i] op ...), always in this order, so that the bits do not depend
 // on the rank that computes them. float16 and bfloat16 accumulate in float32 and round once. Integers wrap,
-// and are multiplied by the integral scale. min and max propagate NaN like NumPy. and, or and xor are bitwise
-// for integers, logical for bool, and ignore the scale. avg is sum with scale / ranks. `into` may be one of
-// `from`. Returns false if op does not support dtype.
+// and are then multiplied by the scale, an integer. min and max propagate NaN like NumPy. and, or and xor are
+// bitwise for integers, logical for bool, and ignore the scale. avg is sum with scale / ranks. `into` may be
+// one of `from`. Returns false if op does not support dtype.
 bool reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
             size_t count);
 

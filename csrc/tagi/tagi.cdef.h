@@ -81,7 +81,7 @@ typedef struct {
   float center, scale, weight, bias, weight_variance, gain, bias_variance;
 } fl_tagi_affine;
 
-/* Sum of each row; sum of squared differences from the row's center. */
+/* Write the sum of each row; or the sum of squared differences from the row's center. */
 void fl_tagi_row_sums(const fl_tagi_rows *rows, const float *units, double *sums);
 void fl_tagi_row_squares(const fl_tagi_rows *rows, const float *units, const float *centers,
                          double *sums);
@@ -90,19 +90,19 @@ void fl_tagi_standardize(const fl_tagi_rows *rows, const float *mean, const floa
                          const fl_tagi_affine *affine, float *t_out, float *mean_out,
                          float *variance_out);
 
-/* Four sums per row, `[4, batch, features]`: of t d, t^2 e, d, e. Unless d_out is NULL, also d times f and
-   e times f^2, where f is the row's `back`, times slope unless that is NULL. */
+/* Write four sums per row, `[4, batch, features]`: of t d, t^2 e, d and e. Unless d_out is NULL, write d f and
+   e f^2 to d_out and e_out. f is the row's `back`, multiplied by `slope` unless `slope` is NULL. */
 void fl_tagi_standardize_back(const fl_tagi_rows *rows, const float *t, const float *d,
                               const float *e, const float *slope, const float *back, double *sums,
                               float *d_out, float *e_out);
 
-/* Flat outputs of a network: outputs per sample, observed outputs, observed outputs per sample. */
+/* Flat outputs of a network. Counts: outputs per sample, observed outputs, observed outputs per sample. */
 typedef struct {
   const float *mean, *variance, *slope; /* NULL: all variances are 0, all slopes 1 */
   size_t per_sample, observed, observed_per_sample;
 } fl_tagi_outputs;
 
 /* Compute the deltas of observed outputs; see flashlight_py/tagi/updater.py. NULL indices: every output.
-   errors_step 0: all use the first error variance. */
+   errors_step 0: all outputs use the first error variance. */
 void fl_tagi_observe(const fl_tagi_outputs *outputs, const int64_t *indices, const float *observed,
                      const float *errors, size_t errors_step, float *d, float *e);

@@ -25,7 +25,7 @@ struct Native final : public Instruction {
   int64_t elements;
   enum { MOST = 16 };
   int count = 0, at[MOST];  // entries of the arrays; -1: array not passed
-  char* arrays[MOST];       // of the current run
+  char* arrays[MOST];       // addresses in the current run
   std::vector<int64_t> sizes;
   std::vector<double> numbers;
 
@@ -34,7 +34,7 @@ struct Native final : public Instruction {
     try {
       kernel(arrays, sizes.data(), numbers.data());
     } catch (const std::bad_alloc&) {
-      const PyGILState_STATE state = PyGILState_Ensure();  // it may run without the GIL
+      const PyGILState_STATE state = PyGILState_Ensure();  // the step may run without the GIL
       PyErr_NoMemory();
       PyGILState_Release(state);
       return Outcome::failed;
@@ -44,7 +44,7 @@ struct Native final : public Instruction {
   int64_t work() const override { return elements; }
 };
 
-// Leaves the captured path unless a truth value is true.
+// Leaves the captured path if the truth value in an array is false.
 struct Require final : public Instruction {
   int at;
 
@@ -53,7 +53,7 @@ struct Require final : public Instruction {
   bool may_leave() const override { return true; }
 };
 
-// Find the loop of `ufunc` for the dtype characters `types`, or an own loop by name.
+// Find the loop of a ufunc for the dtype characters `types`, or a loop of this folder by name.
 bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
   *data = nullptr;
   if (PyUnicode_Check(function)) {
@@ -100,7 +100,7 @@ bool read_elementwise(PyObject* described, size_t dimensions, Elementwise* op) {
   return PyErr_Occurred() == nullptr && find_loop(function, types, &op->loop, &op->data);
 }
 
-// ("loops", dimensions, ((function, types, at, steps, itemsizes), ...))
+// Read ("loops", dimensions, ((function, types, at, steps, itemsizes), ...))
 std::unique_ptr<Instruction> read_loops(PyObject* described) {
   PyObject *extents, *operations;
   std::vector<intptr_t> dimensions;
@@ -113,7 +113,7 @@ std::unique_ptr<Instruction> read_loops(PyObject* described) {
   return is_read ? group(std::move(group_of), dimensions) : nullptr;
 }
 
-// ("reduce", ufunc, types, rows, columns, itemsize, along rows, initial value or None, from, to)
+// Read ("reduce", ufunc, types, rows, columns, itemsize, along rows, initial value or None, from, to)
 std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   PyObject *ufunc, *types;
   auto instruction = std::make_unique<Reduction>();
@@ -128,13 +128,13 @@ std::unique_ptr<Instruction> read_reduction(PyObject* described) {
   return instruction;
 }
 
-// ("call", function, args)
+// Read ("call", function, args).
 std::unique_ptr<Instruction> read_call(PyObject* described) {
   auto instruction = std::make_unique<Call>();
   return read(described, 1, &instruction->function, &instruction->args) ? std::move(instruction) : nullptr;
 }
 
-// Find an own kernel by name, or a kernel of csrc/nn by the address of its row, whose first field it is.
+// Find a kernel of this folder by name, or a kernel of csrc/nn by the address of its Row.
 Kernel* find_kernel(PyObject* kernel_name) {
   if (PyLong_Check(kernel_name)) return *static_cast<Kernel* const*>(PyLong_AsVoidPtr(kernel_name));
   const char* name = PyUnicode_AsUTF8AndSize(kernel_name, nullptr);
@@ -143,7 +143,7 @@ Kernel* find_kernel(PyObject* kernel_name) {
   return kernel;
 }
 
-// ("native", kernel, work, sizes, numbers, for each array whether it is passed, entries ...)
+// Read ("native", kernel, work, sizes, numbers, for each array whether it is passed, entries ...)
 std::unique_ptr<Instruction> read_native(PyObject* described) {
   const Owned fixed(PyTuple_GetSlice(described, 0, 6));
   auto instruction = std::make_unique<Native>();
@@ -165,7 +165,7 @@ std::unique_ptr<Instruction> read_native(PyObject* described) {
   return is_read ? std::move(instruction) : nullptr;
 }
 
-// ("require", at)
+// Read ("require", at).
 std::unique_ptr<Instruction> read_require(PyObject* described) {
   auto instruction = std::make_unique<Require>();
   return read(described, 1, &instruction->at) ? std::move(instruction) : nullptr;

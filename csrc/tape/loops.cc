@@ -10,7 +10,7 @@
 namespace fl::tape {
 namespace {
 
-// Elements of a strip. A few operands of this size fit into the first-level cache.
+// Number of elements of a strip. A few operands of this size fit into the first-level cache.
 constexpr intptr_t STRIP = 2048;
 // Maximum number of elements of a vector. At the end of a loop NumPy produces other NaN bits.
 constexpr intptr_t VECTOR = 64;
@@ -100,7 +100,7 @@ class Rows final : public Instruction {
     }
   }
 
-  // A row used for all rows, such as a bias, repeated as often as a block has rows.
+  // A one-row operand, such as a bias, repeated as often as a block has rows.
   struct Tile {
     int at;
     intptr_t step, itemsize;

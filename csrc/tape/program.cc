@@ -11,7 +11,7 @@ const int64_t* structure;
 
 namespace {
 
-// Elements from which a step releases the GIL.
+// Number of elements from which a step releases the GIL.
 constexpr int64_t WORK_WITHOUT_GIL = 100000;
 
 PyArrayObject* as_array(const Owned& object) { return reinterpret_cast<PyArrayObject*>(object.get()); }
@@ -118,8 +118,8 @@ int same_value(PyObject* before, PyObject* after) {
   return PyObject_RichCompareBool(first.get(), second.get(), Py_EQ);
 }
 
-// (arguments, names, (arrays of the state, names of the function, gradients), table, instructions, bindings,
-// result, occupied, keep)
+// Read (arguments, names, (arrays of the state, names of the function, gradients), table, instructions,
+// bindings, result, occupied, keep)
 std::unique_ptr<Program> Program::read(PyObject* description) {
   PyObject *arguments{}, *names{}, *state{}, *table{}, *instructions{}, *bindings{}, *result{}, *occupied{};
   PyObject *keep{}, *arrays{}, *names_read{}, *gradients{};
@@ -147,7 +147,7 @@ std::unique_ptr<Program> Program::read(PyObject* description) {
   return is_read ? std::move(program) : nullptr;
 }
 
-// (kind, value or an array of the same form, cell or None)
+// Read (kind, value or an array of the same form, cell or None)
 bool Program::read_argument(PyObject* described) {
   arrays_.emplace_back();
   Argument& argument = arguments_.emplace_back();
@@ -159,7 +159,7 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// (index of an argument or, after these, of a new array, else -1; address or offset)
+// Read (index in the list of arguments and then new arrays, or -1; address, or offset in that array).
 bool Program::read_table(PyObject* described) {
   int argument;
   intptr_t address;
@@ -183,7 +183,7 @@ bool Program::read_instruction_of(PyObject* described) {
   return true;
 }
 
-// (kind, object, node, at, like, parts)
+// Read (kind, object, node, at, like, parts)
 bool Program::read_result(PyObject* described, Result* to) {
   PyObject* parts;
   if (!tape::read(described, 0, &to->kind, &to->object, &to->node, &to->at, &to->like, &parts)) return false;
@@ -216,7 +216,7 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
   return answer;
 }
 
-// Values first: comparing them may run Python code that changes arrays.
+// Compare values first, because that may run Python code that changes arrays.
 int Program::take_arguments(PyObject* args, PyObject* kwargs) {
   for (const bool is_array : {false, true}) {
     for (size_t i = 0; i < arguments_.size(); ++i) {
@@ -284,7 +284,7 @@ int Program::state_is_unchanged() const {
   }
   for (const Binding& element : gradients_read_) {
     const Owned now = slots.get(element.variable, Slots::GRAD);
-    if (now == nullptr) PyErr_Clear();  // it was deleted
+    if (now == nullptr) PyErr_Clear();  // the name was deleted
     if (now.get() != element.value) return 0;
   }
   for (const State& element : state_) {

@@ -17,7 +17,7 @@ class Instruction {
  public:
   virtual ~Instruction() = default;
   virtual Outcome run(Table table) = 0;
-  // Approximate number of elements; -1: it needs the GIL.
+  // Approximate number of elements; -1: the instruction needs the GIL.
   virtual int64_t work() const = 0;
   virtual bool may_leave() const { return false; }
 };
@@ -29,7 +29,7 @@ using Loop = void (*)(char** args, const intptr_t* count, const intptr_t* steps,
 
 enum { MOST_OPERANDS = 4, MOST_DIMENSIONS = 8 };
 
-// One elementwise operation. `steps` are in bytes, per dimension of the group.
+// One elementwise operation. `steps`: bytes between elements, for each dimension of the group.
 struct Elementwise {
   Loop loop;
   void* data;
@@ -43,13 +43,13 @@ struct Elementwise {
   intptr_t ahead(int operand) const { return itemsize[operand] == 0 ? 0 : steps[operand][0]; }
 };
 
-// Operations over the same elements, strip by strip, so that intermediate results stay in cache. Several
-// operations need at most two dimensions.
+// Operations over the same elements, strip by strip, so that intermediate results stay in cache. A group of
+// several operations may have at most two dimensions.
 std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
                                    const std::vector<intptr_t>& dimensions);
 
 // A reduction of `rows` x `columns` with a ufunc's loop like NumPy: along each row, or down the columns.
-// Results start from the bytes at `initial`, or from the first element if it is null.
+// Results start from the value at `initial`; null: from the first element.
 struct Reduction final : public Instruction {
   Loop loop;
   void* data;
@@ -64,7 +64,7 @@ struct Reduction final : public Instruction {
 
 // Addresses of BLAS functions; is_long: their integers have 64 bits.
 struct Blas {
-  void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // for float and double
+  void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // index 0: float, 1: double
   bool is_long = false;
 };
 extern Blas blas;
@@ -72,19 +72,17 @@ extern Blas blas;
 // A kernel of csrc/nn or of this folder.
 using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
 
-// Find an own kernel by name, for float ("gemm:f4") or double ("gemm:f8"); null if unknown. Arrays are
-// row-major unless transposed; steps are in elements. Names with arrays; sizes:
-//   gemm: a, b, c = a @ b; whether a and b are transposed, rows and columns of c, inner size, steps of a and
-//       b.
-//   gemv: matrix, x, y = matrix @ x; whether row-major, whether transposed, rows, columns, step, step of x.
+// Find a kernel of this folder by name, for float ("gemm:f4") or double ("gemm:f8"); null if unknown. Arrays
+// are row-major unless transposed; steps are in elements. Each line has a name: the arrays; the sizes.
+//   gemm: a, b, c = a @ b; 1 if a is transposed, 1 if b is, rows of c, columns of c, inner size, steps of a, b.
+//   gemv: matrix, x, y = matrix @ x; 1 if row-major, 1 if transposed, rows, columns, step, step of x.
 //   dot: x, y, sum of products; count, steps of x and y.
-//   outer: a, b, c[i, j] = 0 + a[i] * b[j]; 1 if a is one number, 2 if b is, else 0; rows, columns, step of
-//       a.
+//   outer: a, b, c[i, j] = 0 + a[i] * b[j]; 1 if a is one number, 2 if b is, else 0; rows, columns, a's step.
 //   add_rows: a matrix, the sum of its rows; rows, columns.
 Kernel* own_kernel(const char* name);
 
-// Find an own elementwise loop by name: casts ("cast:f4:f8"), copies by element size ("copy:8"), selections
-// ("where:8"); null if unknown.
+// Find an elementwise loop of this folder by name: casts ("cast:f4:f8"), copies by element size ("copy:8"),
+// selections ("where:8"); null if unknown.
 Loop own_loop(const char* name);
 
 }  // namespace fl::tape

@@ -32,7 +32,7 @@ EXTENSIONS = {
 _LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}
 
 
-def load(name: str) -> ModuleType:
+def load_extension(name: str) -> ModuleType:
     """Return the extension module ``flashlight_py._native._<name>``.
 
     Raises:
@@ -53,7 +53,7 @@ def optional(name: str, without: str) -> Any | None:
     The warning names the effect (``without``) and the reason.
     """
     try:
-        return load(name)
+        return load_extension(name)
     except BackendUnavailableError as error:
         logging.getLogger("flashlight_py").warning("%s: %s", without, error)
         return None

@@ -63,9 +63,8 @@ class Variable(Leaf):
     def array(self) -> Array:
         """The value. Assignment replaces the array without a copy; shape and dtype must stay.
 
-        Raises:
-            TypeError: If the new value is not an array, or has another dtype.
-            ValueError: If the new array has another shape, or if the variable is sharded.
+        Assignment raises TypeError if the new value is not an array or has another dtype, and
+        ValueError if its shape differs or if the variable is sharded.
         """
         return self.data
 
@@ -87,9 +86,8 @@ class Variable(Leaf):
     def calc_grad(self) -> bool:
         """Whether ``backward()`` computes a gradient for this variable; assignable on leaves.
 
-        Raises:
-            TypeError: If it is set to True and the dtype has no gradient.
-            ValueError: If it is set on the result of an operation.
+        Assigning True raises TypeError if the dtype has no gradient. Assignment raises ValueError
+        if the variable is the result of an operation.
         """
         return self._calc_grad
 
@@ -100,7 +98,7 @@ class Variable(Leaf):
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
-        # a result that became a leaf has no such attribute
+        # the attribute is missing if the variable was a result before
         self.changed = getattr(self, "changed", 0)
         structure.changed()
 
@@ -119,12 +117,10 @@ class Variable(Leaf):
 
         A buffer may be a view into a larger array. If ``grad`` is None, the first contribution is
         copied to the buffer. Later contributions are added in place, and ``grad`` is the buffer.
-        The value is None for parameters of a sharded module (see ``fl.fully_shard``).
-
-        Raises:
-            TypeError: If the buffer is not an array, or its dtype differs from the variable's.
-            ValueError: If the buffer has another shape or is read-only, or unless this is an
-                unsharded leaf.
+        The value is None for parameters of a sharded module (see ``fl.fully_shard``). Assignment
+        raises TypeError if the buffer is not an array or its dtype differs from the variable's. It
+        raises ValueError if the buffer has another shape or is read-only, or unless this is an
+        unsharded leaf.
         """
         return None if isinstance(self.buffer, GradSink) else self.buffer
 

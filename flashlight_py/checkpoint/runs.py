@@ -151,7 +151,8 @@ def save(
 class Checkpoint(NamedTuple):
     """A loaded checkpoint: its step, its path on rank 0, and the saved ``extra``.
 
-    ``ranks`` is the number of ranks that saved it. ``skipped`` has the reason for each newer one.
+    ``ranks`` is the number of ranks that saved it. ``skipped`` contains, for each newer checkpoint,
+    the reason why it was not used.
     """
 
     step: int
@@ -370,9 +371,8 @@ class Attempt:
     def end(self, failures: Sequence[Any]) -> None:
         """Raise if any of ``failures``, the reports of the ranks in order, is not None.
 
-        This rank raises its own TypeError, ValueError or CheckpointError. Otherwise it raises the
-        error of the first rank that failed, with its report. Failures of other classes become
-        CheckpointError.
+        A rank that failed with a TypeError, ValueError or CheckpointError raises it. Other ranks
+        raise the error of the first failed rank, as CheckpointError if it is of another class.
         """
         if isinstance(self._error, TypeError | ValueError | errors.CheckpointError):
             raise self._error

@@ -179,10 +179,9 @@ class PReLU(Module):
 
 
 class Dropout(Plain):
-    """Random zeros and a scale-up of all other elements in training; the identity otherwise.
+    """Random zeros, with probability ``ratio``, in training; the identity in evaluation.
 
-    Raises:
-        ValueError: Unless ``0 <= ratio < 1``. ``ratio`` is the probability of zeroing an element.
+    The other elements are scaled up. Raises ValueError unless ``0 <= ratio < 1``.
     """
 
     def __init__(self, ratio: float = 0.5) -> None:
@@ -261,10 +260,8 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 class Container(Module):
     """A module with a list of modules, which are named by position. Subclasses define ``forward``.
 
-    The arguments become members, in order. Lists and tuples of modules are flattened.
-
-    Raises:
-        TypeError: If a member is not a module.
+    ``modules`` are the first members, in order. Lists and tuples of modules are flattened. Raises
+    TypeError if a member is not a module.
     """
 
     _unsearched = "_members"
@@ -358,7 +355,7 @@ class ExponentialMovingAverage(Module):
     """A copy of a module in evaluation mode, with averages of the module's parameters.
 
     The averages are initialised to the parameters, in float32 if the parameters are narrower.
-    ``decay`` is the share of an average that an update keeps.
+    ``update`` replaces an average by ``decay * average + (1 - decay) * parameter``.
 
     Raises:
         ValueError: If ``decay`` is outside of 0 to 1.
@@ -421,8 +418,8 @@ class HuberLoss(Function):
 class KLDivergence(Function):
     """``sum(target * (log(target) - log_probabilities))`` over classes, averaged over samples.
 
-    Both inputs have shape ``[..., classes]``. The result for ``reduction="none"`` has shape
-    ``[...]``. Targets of 0 add 0. ``"mean"`` is torch's ``"batchmean"``.
+    Both inputs have shape ``[..., classes]``, and the result has no dimensions, or with
+    ``reduction="none"`` shape ``[...]``. Targets of 0 add 0. ``"mean"`` is torch's ``"batchmean"``.
     """
 
     def __init__(self, reduction: str = "mean") -> None:
@@ -437,10 +434,9 @@ class BinaryCrossEntropy(Function):
 
 
 class CategoricalCrossEntropy(Function):
-    """The negative log probability of the target classes. The input has log probabilities.
+    """The negative log probability of the target classes, from log probabilities.
 
-    Arguments are those of ``functions.categorical_cross_entropy``. Raises ValueError if
-    ``label_smoothing`` is outside of 0 to 1.
+    Arguments and errors are those of ``functions.categorical_cross_entropy``.
     """
 
     def __init__(

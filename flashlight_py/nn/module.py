@@ -151,7 +151,7 @@ class Module(Structured, ABC):
         for shards in shards_of(self.params()):
             shards.check("state_dict")
         parameters = {
-            name: variable.placement.whole(variable.data)
+            name: variable.placement.full_state(variable.data)
             if variable.placement is not None and variable.placement.is_cut
             else variable.data
             for name, variable in self.named_params().items()
@@ -161,12 +161,10 @@ class Module(Structured, ABC):
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy ``state`` into the existing arrays, in place and across devices.
 
-        Floating dtypes are cast to the module's dtypes. If an entry does not fit, nothing is
-        changed. Every rank of a sharded module must call this with the same state.
-
-        Raises:
-            ValueError: If entries are missing, unexpected or of another shape (all are named).
-            TypeError: If an entry cannot be cast, such as complex to float.
+        Floating dtypes are cast to the module's dtypes. Nothing is changed unless every entry fits.
+        Every rank of a sharded module must call this with the same state. Raises ValueError, which
+        names all wrong entries, if entries are missing, unexpected or of another shape. Raises
+        TypeError if an entry cannot be cast, such as complex to float.
         """
         named = self.named_params()
         for name, variable in named.items():
@@ -272,7 +270,7 @@ class Module(Structured, ABC):
         return walked
 
     def _visit(self, prefix: str, met: set[int], visited: _Named, in_containers: _Named) -> _Named:
-        """Append this and the modules in attributes to ``visited``, others to ``in_containers``."""
+        """Append self and modules in attributes to ``visited``, others to ``in_containers``."""
         visited.append((prefix, self))
         met.add(id(self))
         for name, child in self.children():
@@ -328,7 +326,7 @@ def _holds_module(owner: Module, container: Any) -> bool:
 
 
 # Cached searches, by the ids of a module and a large container: the module, structure and length at
-# the search, and the result. The module is compared because another module may reuse the ids.
+# the search, and the result. The module is compared because a later module may have the same id.
 _searched: dict[tuple[int, int], tuple[weakref.ref[Module], tuple[int, int], bool]] = {}
 
 

@@ -71,7 +71,7 @@ def _limit_values(grads: list[Array], sharded: Any, limit: float) -> None:
             xp, bound = array_module(grad), grad.dtype.type(limit)
             xp.maximum(xp.minimum(grad, bound, out=grad), -bound, out=grad)
     for shards, _ in sharded:
-        # waits until all ranks have changed their shards, or failed
+        # waits until every rank has changed its shards or failed
         shards.group.all_reduce(np.zeros(1))
 
 

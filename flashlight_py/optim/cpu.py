@@ -29,12 +29,12 @@ FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
 
 
 def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) -> list[float]:
-    """Return the values of the fields of an update rule in step ``time`` of a parameter."""
+    """Return the values of an optimizer rule's fields in step ``time`` (see ``Field``)."""
     return [FORMS[f[0]](lr, time, f, norm) if isinstance(f, tuple) else f for f in fields]
 
 
 @functools.cache
-def native() -> Any | None:
+def optimizer_kernels() -> Any | None:
     """Return the module of native kernels, or None with a warning if it is missing."""
     return _native.optional("optim", "optimizers step in NumPy, about ten times slower")
 
@@ -42,9 +42,9 @@ def native() -> Any | None:
 def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
     """Update the arrays of ``piece`` in place by NumPy or CuPy, with the same bits as csrc/optim.
 
-    Types narrower than float32 are computed in float32 and rounded once. ``numbers`` are the
-    numbers of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same
-    shape. ``grad_scale`` is a factor for the gradient, whose array is not modified.
+    Types narrower than float32 are computed in float32 and rounded once. ``numbers`` are the values
+    of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same shape.
+    ``grad_scale`` is a factor for the gradient, whose array is not modified.
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
@@ -152,13 +152,12 @@ def sum_of_squares(grad: Array) -> float:
     """Return the sum of the squares of all elements, in float64. Blocks until it is computed.
 
     Blocks of 65,536 elements are summed in order. In a block, element ``i`` is added to sum ``i %
-    16``, and the 16 sums are added at the end, one after the other. The sum is equal on all
-    machines.
+    16``, and then the 16 sums are added in order. So the result is equal on all machines.
     """
     if is_cupy(grad):
         wide = grad.astype(np.float64).reshape(-1)
         return float(wide.dot(wide))
-    module = native()
+    module = optimizer_kernels()
     if module is not None and (sum_ := module.sum_of_squares(grad)) is not None:
         return float(sum_)
     return reference_sum(grad)

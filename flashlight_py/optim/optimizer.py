@@ -15,7 +15,7 @@ from flashlight_py.autograd.graph import Changes, note_changes
 from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import NARROW, Array, array_module, device_of, to_device
 from flashlight_py.optim import cpu, cuda
-from flashlight_py.optim.cpu import Rule, native, numbers_of, sum_of_squares
+from flashlight_py.optim.cpu import Rule, numbers_of, optimizer_kernels, sum_of_squares
 from flashlight_py.structure import HoldsState, Structured, as_one, thread_state
 
 
@@ -95,7 +95,7 @@ class Placement(HoldsState, ABC):
         return self.shards.sum_of_squares([variable])
 
     @abstractmethod
-    def whole(self, state: Array) -> Array:
+    def full_state(self, state: Array) -> Array:
         """Return ``state``, made by ``zeros``, in the parameter's shape. May be collective."""
 
     @abstractmethod
@@ -159,10 +159,7 @@ class FirstOrderOptimizer(Structured, ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate, assignable at any time.
-
-        Assignment raises TypeError if the value is not a number, and ValueError if it is negative.
-        """
+        """The learning rate, a number of at least 0. Other values raise TypeError or ValueError."""
         return self._lr.item()
 
     @lr.setter
@@ -194,7 +191,9 @@ class FirstOrderOptimizer(Structured, ABC):
         shape, and may be copies. In this case the call is collective.
         """
         complete = {
-            name: [self._whole(position, entry) for position, entry in enumerate(listed(entries))]
+            name: [
+                self._full_state(position, entry) for position, entry in enumerate(listed(entries))
+            ]
             for name, entries in self._state().items()
         }
         return {"lr": self.lr, **complete}
@@ -255,9 +254,13 @@ class FirstOrderOptimizer(Structured, ABC):
         """Return the state of the rule: lists of arrays or numbers, or arrays of numbers."""
         return {}
 
-    def _whole(self, position: int, entry: Any) -> Any:
+    def _full_state(self, position: int, entry: Any) -> Any:
         placement = self.params[position].placement
-        return entry if placement is None or not hasattr(entry, "shape") else placement.whole(entry)
+        return (
+            entry
+            if placement is None or not hasattr(entry, "shape")
+            else placement.full_state(entry)
+        )
 
 
 def _is_number_like(value: Any, old: int | float) -> bool:
@@ -290,7 +293,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list, or raise TypeError or ValueError if it is invalid."""
+    """Return ``params`` as a list; raise TypeError or ValueError unless they are distinct."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}. Pass module.params()"
@@ -341,14 +344,11 @@ class RuleOptimizer(FirstOrderOptimizer):
     def step(self, grad_scale: float = 1.0) -> None:
         """Update every parameter that has a gradient, in place. Gradients are not changed.
 
-        Args:
-            grad_scale: Factor of the gradients, such as a factor that limits their norm.
-
-        Raises:
-            RuntimeError: If a parameter was sharded after the optimizer was created.
-            ValueError: If a parameter had no ``calc_grad`` when its module was sharded.
+        ``grad_scale`` is a factor of the gradients, for example to limit their norm. Raises
+        RuntimeError if a parameter was sharded after the optimizer was created, and ValueError if a
+        parameter had no ``calc_grad`` when its module was sharded.
         """
-        module = native()
+        module = optimizer_kernels()
         if module is None or self._shards:
             left: Any = range(len(self.params))
         else:
@@ -374,7 +374,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         placed = self._placed(range(len(self.params)), grads)
         pieces = [(position, *piece) for position, _, (piece,) in placed]
         options = self._lr, self._steps, self._square_norms, self._rule(), grad_scale
-        module: Any = native()
+        module: Any = optimizer_kernels()
         if module is not None:
             with suppress(ValueError):  # an array is not supported
                 return module.Steps(pieces, *options)  # type: ignore[no-any-return]
@@ -414,7 +414,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         self, position: int, grad: Array, pieces: Iterable[tuple[Any, ...]], grad_scale: float
     ) -> list[cuda.Step]:
         """Count a parameter's step. Step its pieces on the CPU and return the pieces on GPUs."""
-        steps, norms, module = self._steps, self._square_norms, native()
+        steps, norms, module = self._steps, self._square_norms, optimizer_kernels()
         steps[position] = time = steps.item(position) + 1
 
         def norm(beta: float) -> float:
@@ -448,7 +448,10 @@ class RuleOptimizer(FirstOrderOptimizer):
         """Return the attributes for copies and pickles. Collective like ``state_dict``."""
         in_common = list(map(is_in_common, self.params))
         states = tuple(
-            [self._whole(n, entry) if in_common[n] else entry for n, entry in enumerate(entries)]
+            [
+                self._full_state(n, entry) if in_common[n] else entry
+                for n, entry in enumerate(entries)
+            ]
             for entries in self._states
         )
         made_for = zip(self._made_for, in_common, strict=True)

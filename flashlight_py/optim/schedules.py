@@ -132,9 +132,9 @@ class ExponentialLR(LearningRateSchedule):
 
 
 class LinearLR(LearningRateSchedule):
-    """Warm-up: a linear change from ``start_factor`` to ``end_factor`` times the base rate.
+    """A linear change, such as a warm-up, in ``total_iters`` steps, then a constant rate.
 
-    The rate is constant after ``total_iters`` steps.
+    The factors of the base rate are ``start_factor`` at the start and ``end_factor`` at the end.
     """
 
     def __init__(

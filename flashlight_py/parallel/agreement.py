@@ -31,10 +31,9 @@ def check_modules_agree(
     with_values: bool = False,
     also: Iterable[str] = (),
 ) -> list[int]:
-    """Compare parameters over the ranks, and return digests of their values. Collective, blocking.
+    """Compare names, shapes, dtypes and ``also`` of the ranks' parameters. Collective, blocking.
 
-    Names, shapes, dtypes and the strings ``also`` are compared. The digests, one per rank, are 0
-    without ``with_values``.
+    Return a digest of the values of each rank, or zeros without ``with_values``.
     """
     if group.size == 1:
         return [0]
@@ -135,10 +134,7 @@ def gather_json(data: object, group: ProcessGroup) -> list[Any]:
 
 
 def differences(of_ranks: Sequence[Mapping[Any, Any]]) -> list[str]:
-    """Return a description of each entry that differs between ranks, with its values and ranks.
-
-    The order is the order of rank 0. Entries that rank 0 lacks are last.
-    """
+    """Describe the entries that differ between ranks, with values and ranks, in rank 0's order."""
     names = dict.fromkeys(itertools.chain.from_iterable(of_ranks))
     values = {name: [str(entries.get(name, "nothing")) for entries in of_ranks] for name in names}
     return [f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1]
@@ -153,11 +149,7 @@ def by_rank(entries: Sequence[object]) -> str:
 
 
 def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
-    """Raise ValueError if a parameter is sharded, which ``operation`` does not support.
-
-    With ``may_be_cut``, parameters of ``shard_linear`` are accepted: several ranks may hold the
-    same part of such a parameter. ``check_modules_agree`` compares the parts.
-    """
+    """Raise ValueError if a parameter is sharded; ``may_be_cut`` allows ``shard_linear``."""
     for position, param in enumerate(params):
         if param.placement is not None and not (may_be_cut and param.placement.is_cut):
             description = (

@@ -41,10 +41,9 @@ class Share:
         return {**vars(self), "is_of_group": of_world, "group": None}
 
     def require_world(self) -> None:
-        """Raise NotInitializedError if rank or size of the world have changed.
+        """Raise NotInitializedError if the world changed, GroupClosedError if the group is closed.
 
-        Raise GroupClosedError if the group of the share is closed. A process that is alone now
-        (after a shutdown, or forked by a rank to load data) keeps its share.
+        A process that is alone now (after a shutdown, or a forked data loader) keeps its share.
         """
         rank, size = get_world_rank(), get_world_size()
         if not self.is_of_group or size == 1:
@@ -120,9 +119,7 @@ class DistributedDataContainer(Dataset):
     def get(self, index: int) -> Any:
         """Return element ``index`` of the share, which must be in [0, len).
 
-        Raises:
-            NotInitializedError: If the world has changed since the container was made.
-            GroupClosedError: If the group of the container is closed.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         self._share.require_world()
         return self._data[self._positions[index]]
@@ -365,9 +362,7 @@ class DistributedSampler(InEpochs):
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's indices.
 
-        Raises:
-            NotInitializedError: If the world has changed since the sampler was made.
-            GroupClosedError: If the group of the sampler is closed.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         return self._counting(self._at(self._positions()).tolist())
 
@@ -376,7 +371,7 @@ class DistributedSampler(InEpochs):
         return shares.strided_share(self._left, share.rank, share.size, self._drop_last)
 
     def _counting(self, indices: list[int]) -> Iterator[int]:
-        """Yield ``indices``, and count one sample per rank as used for each index."""
+        """Yield ``indices``; each one counts as one used sample on every rank."""
         left, size = self._left, self._share.size
         end = left - left % size if self._drop_last else left
         for number, index in enumerate(indices, 1):
@@ -470,9 +465,7 @@ class ShardedDataset(InEpochs, Dataset):
     def get(self, index: int) -> Sample:
         """Return this rank's part of global batch ``index``: arrays of shape (part, ...).
 
-        Raises:
-            NotInitializedError: If the world has changed since this object was made.
-            GroupClosedError: If its group is closed.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         batch, part = self._part(index)
         if part:
@@ -484,9 +477,10 @@ class ShardedDataset(InEpochs, Dataset):
     def weight(self, index: SupportsIndex) -> float:
         """Return the weight of this rank's part of global batch ``index``; 0 if the part is empty.
 
-        The weight is rows of the part * size / rows of the batch. The average over ranks of weight
-        * (mean over the part) is the mean over the batch. ``distribute_module_grads`` and
-        ``all_reduce_gradients(module, 1 / size)`` average, so multiply the loss by the weight.
+        The weight is (rows of the part) * (number of ranks) / (rows of the batch). The average over
+        ranks of weight * (mean over the part) is the mean over the batch. Multiply the loss by the
+        weight if gradients are averaged, as by ``distribute_module_grads`` or
+        ``all_reduce_gradients(module, 1 / size)``.
 
         Raises:
             IndexError: If ``index`` is not in [-len, len).

@@ -183,9 +183,10 @@ class GradientBucket(PassBucket):
 class GradientSync(GradientPass[GradientBucket]):
     """A pass that gives complete buckets to ``reducer``, which sums them in place.
 
-    ``flags`` is space for one number per parameter at the end of the last bucket, which tells
-    whether a rank used it. None: a separate message tells this. ``averages``: the reducer returns
-    the mean over the ranks. ``checked``, if set, names parameters whose gradients must be finite.
+    ``flags``: space at the end of the last bucket with one number per parameter, which states
+    whether a rank used it. If None, a separate message sends these numbers. ``averages``: whether
+    the reducer returns the mean over ranks. ``checked``: names of parameters whose gradients must
+    be finite, or None.
     """
 
     checked: Mapping[Variable, str] | None = None
@@ -233,7 +234,7 @@ class GradientSync(GradientPass[GradientBucket]):
         flags: Any = self._flags
         if flags is None:
             flags = used_on_any_rank(self._used_params(), self.reducer.group)
-        elif not self._unused:  # so that the CPU does not wait for a GPU
+        elif not self._unused:  # all were used; reading flags would wait for a GPU
             return
         kept = _kept(flags, list(map(gradient_of, self._params)))
         for param, is_kept in zip(self._params, kept, strict=True):
@@ -241,10 +242,7 @@ class GradientSync(GradientPass[GradientBucket]):
                 param.grad = None
 
     def _require_finite(self) -> None:
-        """Raise FloatingPointError on all ranks if a gradient or a sum is not finite.
-
-        All ranks see the same sums. A hook may hide values, so then the ranks exchange findings.
-        """
+        """Raise FloatingPointError on all ranks if any rank's gradient or sum is not finite."""
         names, self._not_finite = self._not_finite, []
         wrong = bool(names) or not all(_is_finite(bucket.flat) for bucket in self._buckets)
         group = group_or_world(self.reducer.group)
@@ -278,7 +276,8 @@ def _is_finite(array: Array) -> bool:
 
 # The backward pass accumulates into shared memory, so gradients are not packed or copied. The flags
 # are summed at the end of the last bucket, because a separate message would cost a small step a
-# round trip. A parameter that no rank used must end without a gradient.
+# round trip. A hook gets no flags, because it need not compute a sum. A parameter that no rank used
+# must end without a gradient.
 def _bucketed(
     params: Sequence[Variable],
     scale: float | None,
@@ -286,10 +285,7 @@ def _bucketed(
     group: ProcessGroup | None,
     limit: int,
 ) -> GradientSync:
-    """Make all gradients views into flat buckets of at most ``limit`` bytes. Collective, blocking.
-
-    A bucket has one dtype on one device. A hook need not compute a sum, so it gets no flags.
-    """
+    """Make gradients views of flat buckets, each of one dtype and device. Collective, blocking."""
     nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
     planned = [[params[i] for i in indices] for indices in plan_buckets(nbytes, limit, dtypes)]
     buckets = []

@@ -26,15 +26,14 @@ _FAILED = "flashlight_py_failed"
 _WORDS = "backward, and failed"
 
 
-# A sharded pass continues with zeros instead, and rejects its last call. It uses three groups, and
-# only at its last call all ranks have the same state.
+# A sharded pass continues with zeros instead, and rejects its last call: it uses three groups, and
+# only at the last call do all ranks have the same state.
 def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[Array] = ()) -> bool:
-    """Make the pass that ``error`` ends fail on the other ranks at their next collective.
+    """Make the other ranks raise MismatchError at their next collective: ``error`` ends the pass.
 
-    The other ranks raise ``MismatchError``. Nothing is sent if they already know of the error. An
-    interrupt ends all groups, as it does in a verb. ``given`` are the arrays that the other ranks
-    reduce next. Return True if a rank, this or another, has rejected a call. The group then remains
-    usable, and all ranks must call ``end_together``.
+    ``sent`` are the arrays that the other ranks reduce next. Nothing is sent if the other ranks
+    already know of the error. An interrupt ends all groups. Return True if any rank has rejected a
+    call. The group then remains usable, and all ranks must call ``end_together``.
     """
     if error is None or group.size == 1:
         return False
@@ -54,10 +53,7 @@ def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[A
 
 
 def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
-    """Make the pass that the current exception ends fail on ``peer``, which waits for it.
-
-    The collectives of the group are not affected; see ``fail_pass``.
-    """
+    """Send the current exception to ``peer`` instead of the message for which ``peer`` waits."""
     error = sys.exc_info()[1]
     if isinstance(error, Exception):
         with contextlib.suppress(GroupClosedError):

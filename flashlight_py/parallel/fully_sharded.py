@@ -16,9 +16,9 @@ from flashlight_py.parallel.gradient_pass import drop_pass, install_pass
 from flashlight_py.parallel.sharder import HostSharder
 from flashlight_py.parallel.synchronize import broadcast_parameters, give_state, require_module
 
-# Total size of the parameters in bytes. For smaller models, each rank steps alone in less time than
-# ranks need to wait for each other. Time of a sharded step of two ranks, relative to two separate
-# steps: 1.15 at 8 MiB, 0.98 at 16 MiB. Four ranks at 16 MiB: 0.76.
+# Modules with fewer bytes of parameters are not sharded: a separate step of each rank takes less
+# time than ranks need to wait for each other. Time of a sharded step of two ranks, relative to
+# separate steps: 1.15 at 8 MiB, 0.98 at 16 MiB. Four ranks at 16 MiB: 0.76.
 SMALL_BYTES = 12 << 20
 
 
@@ -41,18 +41,18 @@ def fully_shard(
     FLASHLIGHT_DEBUG_SHARED=1 in the environment, NumPy rejects such a write. Copies and pickles of
     the module and its optimizer are ordinary objects of this process.
 
-    A module with less than 12 MiB of parameters is not sharded unless ``across_hosts`` is set. Each
-    rank keeps its own copy, as with :func:`flashlight_py.distribute_module_grads`, because waiting
-    would take longer than a separate step. Ranks that share no memory, for example with Gloo alone,
+    If the parameters have less than 12 MiB and ``across_hosts`` is not set, each rank keeps its own
+    copy, as with :func:`flashlight_py.distribute_module_grads`: ranks would wait for each other
+    longer than a separate step takes. Ranks that share no memory, for example with Gloo alone,
     count as separate hosts. In that case only ``across_hosts`` saves memory.
 
     Args:
         module: Module with the same structure on every rank. CuPy parameters are sharded over all
             ranks and gathered module by module for use (ZeRO-3); see docs/sharding-gpu.md.
         group: Process group. Default: the world.
-        across_hosts: Whether each host steps, and stores optimizer state for, only its part of the
-            parameters, and sends it to the other hosts (ZeRO-1). ``grad`` is then complete only
-            there.
+        across_hosts: Whether each host updates only a part of the parameters, stores optimizer
+            state only for this part, and sends the part to the other hosts (ZeRO-1). ``grad`` is
+            then complete only in this part.
 
     Raises:
         TypeError: If ``module`` is not a Module.
@@ -123,10 +123,7 @@ def fully_shard(
 
 
 def _in_order(module: Module) -> list[Variable]:
-    """Return the parameters in about the order in which a backward pass completes them.
-
-    The layers are reversed. Within a layer the order stays: a weight precedes its bias.
-    """
+    """Return the parameters in about the order in which a backward pass completes them."""
     named = module.named_params()
     layers = itertools.groupby(named, key=lambda name: name.rpartition(".")[0])
     grouped = [[named[name] for name in names] for _, names in layers]

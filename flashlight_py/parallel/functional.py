@@ -68,9 +68,6 @@ def all_reduce(
         scale: Real factor of the result.
         op: ``"sum"`` or ``"avg"``. Another value raises ValueError.
 
-    Returns:
-        A new variable with the shape of ``v``.
-
     Example:
         >>> x = fl.param(np.ones(3))
         >>> y = fl.functional.all_reduce(x, scale=2.0)  # one process: only the scale shows
@@ -181,13 +178,7 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
 
     Args:
         v: Variable with the same shape and dtype on every rank; only the root's values are used.
-        root: Rank in the group.
-
-    Returns:
-        A new variable with the shape of ``v``.
-
-    Raises:
-        ValueError: If ``root`` is not a rank of the group.
+        root: Rank in the group. Another value raises ValueError.
     """
     call = DifferentiableCall("broadcast", v, group)
 
@@ -197,7 +188,8 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
 
     with reject_together(call.group, "functional.broadcast", arrays=[v]):
         root = check_rank(call.group.size, "functional.broadcast", "root", root)
-    # record() is first: in it all ranks wait. The root of a broadcast may return too early.
+    # All ranks wait for each other in record(). broadcast() comes last, because it may end on the
+    # root before the other ranks call it.
     result = copy_of(v.data)
     variable = call.record(v, result, vjp=sum_for_root)
     call.group.broadcast(result, root)
@@ -210,10 +202,7 @@ _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 # A small message before each call ensures that gradients of different results are never added.
 class DifferentiableCall(InPasses):
-    """A differentiable collective of ``group`` on ``v``, with the same number on all ranks.
-
-    ``rows`` are numbers that the ranks have exchanged, one row per rank.
-    """
+    """A collective of ``group`` on ``v``; ``rows`` are numbers of all ranks, one row per rank."""
 
     def __init__(
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
@@ -231,10 +220,7 @@ class DifferentiableCall(InPasses):
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()
     ) -> Variable:
-        """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
-
-        The variable has a gradient on all ranks if ``v`` has one on any rank. Collective, blocking.
-        """
+        """Return ``result`` as a variable. Its backward pass calls ``vjp`` on all ranks. Blocks."""
         table = self._check_same_call(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
         if not any(row[0] for row in table):
@@ -292,9 +278,9 @@ def copy_of(array: Array) -> Array:
 
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
-# The receiver of a message sends the gradient back under a separate tag. It consists of this bit,
-# the tag of the message, and the number of the message among messages with this tag. So backward
-# passes may run in any order.
+# The receiver of a message sends the gradient back under a tag of its own: this bit, the tag of the
+# message, and the number of the message among messages with this tag. So backward passes may run in
+# any order.
 _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
@@ -339,16 +325,14 @@ def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = Non
     """Return the variable that rank ``src`` sends with :func:`send` under ``tag``. Blocks.
 
     Gradient: y = x of rank src, hence dJ/dx = g. The backward pass sends the gradient to ``src``
-    and blocks until ``src`` runs the backward pass of its token.
+    and blocks until ``src`` runs the backward pass of its token. The variable has a gradient if its
+    dtype is real and floating.
 
     Args:
         like: Variable or array with the shape, dtype and device of the message, or a tuple of shape
             and dtype.
         src: Another rank of the group.
         tag: Number from 0 to 32767.
-
-    Returns:
-        A new variable. It has a gradient if its dtype is a real floating dtype.
 
     Raises:
         TypeError: If ``like`` has another type, or as :func:`flashlight_py.recv`.

@@ -123,7 +123,7 @@ class Flat(PassBucket):
         ]
 
     def cut(self, position: int) -> tuple[slice, slice]:
-        """Return the slices of this rank's elements in ``part`` and in the parameter."""
+        """Return this rank's slices of ``part`` and of parameter ``position``."""
         first = self.group.rank * self.row
         start, stop = self.starts[position : position + 2]
         begin, end = (min(max(edge, first), first + self.row) for edge in (start, stop))
@@ -240,7 +240,7 @@ class PartPlacement(Placement, GradSink):
         part = self.flat.part[self.local_range]
         return [(part, variable.grad, *states)] if part.size else []
 
-    def whole(self, state: Array) -> Array:
+    def full_state(self, state: Array) -> Array:
         return self.shards.group.all_gather(state).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:

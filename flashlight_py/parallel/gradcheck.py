@@ -23,9 +23,8 @@ def gradcheck_over_ranks(
 ) -> None:
     """Compare the gradients of J, the sum of all ranks' losses, with central differences.
 
-    It is meant for functions that use ``fl.functional``, and for small arrays, which are copied. A
-    rank's loss is the sum of its result, weighted by fixed numbers of the rank. Collective,
-    blocking.
+    Use it for functions of ``fl.functional`` with small arrays, which are copied. A rank's loss is
+    the sum of the elements of its result, weighted by fixed numbers. Collective, blocking.
 
     Args:
         function: Function of one variable per array, smooth within ``step``. Ranks may pass

@@ -44,18 +44,12 @@ class Joined:
         self._had_data_in_every_pass = True  # whether this rank had data in every pass
 
     def count(self, samples: SupportsIndex) -> None:
-        """Set the number of samples of the next backward pass, its weight in the average.
+        """Set the weight of this rank's next synchronised pass: its number of samples.
 
-        The number holds until the next call. Without a call, every pass has the weight 1. Between
-        two synchronised passes (in ``no_sync``) the numbers of several calls are added. Sends
-        nothing.
-
-        Args:
-            samples: Integer, at least 0. With 0, this rank's gradients are ignored.
-
-        Raises:
-            TypeError: If ``samples`` is not an integer.
-            ValueError: If ``samples`` is negative.
+        If a rank calls this several times before a synchronised pass (see ``no_sync``), the numbers
+        are added. Without a call, a pass has the weight of the previous pass; the first weight is
+        1. Sends nothing. With 0, this rank's gradients are ignored. Raises TypeError if ``samples``
+        is not an integer, and ValueError if it is negative.
         """
         number = check_integer("join: count", "samples", samples)
         self._count = self._count + number if self._counting else number
@@ -70,7 +64,7 @@ class Joined:
         return self._weight
 
     def _add_up(self, samples: int, training: int) -> tuple[int, int]:
-        """Return both sums over all ranks. No gradient has the dtype and shape of this message."""
+        """Return the sums over all ranks. No gradient has the dtype and shape of the message."""
         message = np.array([[samples, training]], np.int64)
         ((all_samples, trained),) = all_reduce(message, group=self._sync.reducer.group).tolist()
         return all_samples, trained

@@ -75,12 +75,7 @@ class DistributedOptimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the inner optimizer, at least 0. It can be assigned at any time.
-
-        Raises:
-            TypeError: If the assigned value is not a number.
-            ValueError: If the assigned value is negative.
-        """
+        """The learning rate, a number of at least 0. Other values raise TypeError or ValueError."""
         return self._optimizer.lr
 
     @lr.setter
@@ -96,11 +91,7 @@ class DistributedOptimizer:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy ``state`` into the inner optimizer, in place.
-
-        Raises:
-            ValueError: If ``state`` does not match the optimizer. Nothing is changed.
-        """
+        """Copy ``state`` into the inner optimizer, or raise ValueError if it does not match."""
         self._optimizer.load_state_dict(state)
 
     @in_step()
@@ -132,7 +123,8 @@ class DistributedOptimizer:
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
-        For optimization rules that apply other arrays than gradients. Collective, blocking.
+        Use this for optimization rules that apply other arrays than gradients. Collective,
+        blocking.
 
         Args:
             updates: Floating or complex arrays (integers too, unless ``average``) of any shapes.

@@ -147,9 +147,9 @@ class ShardedLinear(Linear):
 
     def __repr__(self) -> str:
         out, into = self.weight.placement.shape
-        how = "row" if self.cut.axis else "column"
+        direction = "row" if self.cut.axis else "column"
         sizes = list(self.cut.sizes)
-        return f"Linear({into}, {out}, bias={self.bias is not None}) cut by {how}: {sizes}"
+        return f"Linear({into}, {out}, bias={self.bias is not None}) cut by {direction}: {sizes}"
 
 
 class Cut(Shards):
@@ -194,7 +194,7 @@ class CutParameter(Placement):
         arrays = (variable.data, variable.grad, *states)
         return [tuple(array.reshape(-1) for array in arrays)]
 
-    def whole(self, state: Array) -> Array:
+    def full_state(self, state: Array) -> Array:
         if self._axis == 0:
             return self.shards.group.all_gather(state)
         joined = self.shards.group.all_gather(array_module(state).ascontiguousarray(state.T))

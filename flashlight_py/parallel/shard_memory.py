@@ -249,10 +249,10 @@ class HostMemory:
         total += add_up(arrays, self._scale, np.empty_like(total))
 
     def check(self, operation: str) -> None:
-        """Raise TornStateError if a rank ended or failed while it changed parameters.
+        """Raise TornStateError if a rank of this host ended or failed while it changed parameters.
 
-        Counters also differ while ranks are in ``changing``, so the check first waits for a change
-        by another thread of this rank. Within a change of this thread, it raises RuntimeError.
+        Wait first if another thread of this rank is changing parameters, because ranks' counters
+        then differ as well. Raise RuntimeError if this thread is changing parameters.
         """
         if not self._are_inconsistent():
             return

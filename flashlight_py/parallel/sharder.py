@@ -85,7 +85,7 @@ class HostPlacement(Placement, GradSink):
         assert variable.grad is not None
         return sum_of_squares(variable.grad)
 
-    def whole(self, state: Array) -> Array:
+    def full_state(self, state: Array) -> Array:
         memory = self.shards.memory
         if not memory.across:
             return state
@@ -123,10 +123,7 @@ class HostPlacement(Placement, GradSink):
 
 
 class HostSharder(Shards, GradientPass[HostBucket]):
-    """A pass that sums gradients into memory that all ranks of a host map.
-
-    ``params`` is in the order in which the gradients are sent.
-    """
+    """A pass that sums gradients of ``params``, in sending order, into shared memory of hosts."""
 
     group: ProcessGroup
     is_shared = True
@@ -146,8 +143,8 @@ class HostSharder(Shards, GradientPass[HostBucket]):
     def adopt_params(self) -> None:
         """Move rank 0's parameters into shared memory, bucket by bucket. Collective, blocking.
 
-        If the call fails, each rank's module is unchanged, with two exceptions: arrays may have
-        moved, and the first ranks of other hosts may have values of rank 0.
+        If the call fails, no module changes, except that arrays may have moved and the first ranks
+        of other hosts may have values of rank 0.
         """
         memory, local = self.memory, self.memory.local
         with memory.loading():

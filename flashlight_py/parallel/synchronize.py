@@ -135,9 +135,9 @@ class PeriodicAveraging(Structured):
     """Average of the ranks' parameters every ``every`` steps; between averages ranks train alone.
 
     The algorithm is known as local SGD and is meant for ranks on a slow network. Use it without
-    ``distribute_module_grads``. On every rank, call ``step()`` after each step of the optimizer.
-    Each rank keeps its own optimizer state. The constructor is collective, and ``step`` is when
-    it averages. Call ``step`` outside of captured steps: a step that contains it is not captured.
+    ``distribute_module_grads``. On every rank, call ``step()`` after each step of the optimizer,
+    outside of captured steps. Each rank keeps its own optimizer state. The constructor is
+    collective.
 
     Args:
         module: Module with the same structure on every rank. Start from equal values
@@ -173,11 +173,8 @@ class PeriodicAveraging(Structured):
     def step(self) -> bool:
         """Count a step; after every ``every`` steps average the parameters, in place.
 
-        Returns:
-            Whether the parameters were averaged. Only then the call is collective and blocking.
-
-        Raises:
-            DistributedError: As :func:`flashlight_py.all_reduce`.
+        Return whether the parameters were averaged. Only then is the call collective and blocking,
+        and raises as :func:`flashlight_py.all_reduce`.
         """
         vars(self)["_steps"] += 1  # tells capture() that the step cannot be replayed
         if self._steps % self._every:

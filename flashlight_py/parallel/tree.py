@@ -72,7 +72,8 @@ class Plan:
             len(arrays) == len(self.arrays)
             and all(map(operator.is_, arrays.values(), self.arrays))
             and all(array.flags.writeable for array in self.arrays)
-            and self.facts[1:] == [(k, dtype_text(x.dtype), x.shape) for k, x in arrays.items()]
+            and self.facts[1:]
+            == [(k, native_dtype_name(x.dtype), x.shape) for k, x in arrays.items()]
         )
 
 
@@ -165,7 +166,9 @@ class _Walk:
             return True
         elif not self._is_repeated(name, value):
             on_gpu = is_cupy(content)
-            plan.facts.append((name, "GPU " * on_gpu + dtype_text(content.dtype), content.shape))
+            plan.facts.append(
+                (name, "GPU " * on_gpu + native_dtype_name(content.dtype), content.shape)
+            )
             if content.nbytes:
                 (plan.gpu_arrays if on_gpu else plan.arrays).append(content)
         return False
@@ -176,8 +179,8 @@ class _Walk:
             node, _, container = self._plan.nodes[node]
             if container is value:
                 raise TypeError(
-                    "expected immutable objects that can be created again, got "
-                    f"{type(value).__qualname__}, which contains itself. Remove it from the tree"
+                    "expected an immutable object that does not contain itself, got "
+                    f"{type(value).__qualname__}. Remove its reference to itself"
                 )
             if not is_immutable(container):
                 return
@@ -228,7 +231,7 @@ def inspect_value(value: Any) -> str | Array | Parts | None:
             return _object(value, {"data": value.data, "mask": mask})
         return np.asarray(value)
     if isinstance(value, np.generic):
-        return None if isinstance(value, np.flexible) else f"NumPy {dtype_text(value.dtype)}"
+        return None if isinstance(value, np.flexible) else f"NumPy {native_dtype_name(value.dtype)}"
     parts = _parts(value)
     of_library = hasattr(type(value), "__dlpack__") or hasattr(
         type(value), "__cuda_array_interface__"
@@ -261,7 +264,7 @@ def _array_of(variable: Variable) -> Array:
 
 def _dtype_of(array: Array) -> str:
     """Return the dtype of an array as text, if the array can be sent and changed in place."""
-    name = dtype_text(array.dtype)
+    name = native_dtype_name(array.dtype)
     if not array.flags.writeable:
         raise ValueError(
             "expected an array that can be changed in place, got a read-only array of shape "
@@ -324,7 +327,7 @@ def _check_can_copy(value: Any, make: Callable[[Any], Any]) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def dtype_text(dtype: np.dtype[Any]) -> str:
+def native_dtype_name(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype without its byte order, because data is sent in native order."""
     if dtype.hasobject:
         raise TypeError(
@@ -388,10 +391,7 @@ def _views(arrays: Iterable[Array], buffer: Array) -> Iterator[Array]:
 
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
-    """Replace the numbers of the tree by ``values``, in the order of the plan; return the tree.
-
-    Containers are changed in place. Immutable containers with numbers are created again.
-    """
+    """Set the tree's numbers to ``values`` in the plan's order; return the tree or a new one."""
     changes: dict[int, dict[Any, Any]] = {}
     for (node, key, _), value in zip(plan.numbers, values, strict=True):
         changes.setdefault(node, {})[key] = value

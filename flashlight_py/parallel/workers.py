@@ -50,15 +50,12 @@ Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 
 
 # The module is pickled without its parameters for each pass, which takes about 0.1 ms for a small
-# module. The pickle is sent only if it has changed. So changes of modes, ratios and buffers are
-# detected without a list of attributes.
+# module. The pickle is sent only if it has changed, which detects changes of modes, ratios and
+# buffers.
 def split_parts(
     value: Any, is_part: Callable[[Any], bool], noun: str = ""
 ) -> tuple[bytes, list[Any]]:
-    """Return a pickle of ``value`` with numbers instead of its parts, and the distinct parts.
-
-    ``noun`` names the value in error messages; it is empty in a worker.
-    """
+    """Return a pickle of ``value`` with numbers instead of its parts, and the distinct parts."""
     parts: dict[int, tuple[int, Any]] = {}
 
     def stand_in(value: Any) -> int | None:
@@ -135,8 +132,7 @@ class WorkerShare:
         self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # inputs, results
 
     def __call__(self, link: Connection) -> None:
-        """Answer requests until ``link`` is closed: with a failure or None, the answer, and the
-        output.
+        """Answer requests until ``link`` is closed with (failure or None, answer, output).
 
         After a failure, the answer is a pickle of the exception, or empty if it cannot be pickled.
         """
@@ -161,8 +157,8 @@ class WorkerShare:
     ) -> Answer:
         """Return an answer with the layout of each array; None stands for a parameter's gradient.
 
-        ``module`` is None if the module has not changed. ``places`` is None if this worker has no
-        rows. ``kept`` are the numbers of graphs that the parent still uses.
+        Arguments are None if the module has not changed (``module``) or this worker has no rows
+        (``places``). ``kept`` are the numbers of graphs that the parent still uses.
         """
         self._module = module or self._module
         self._graphs = {graph: self._graphs[graph] for graph in kept if graph in self._graphs}
@@ -224,7 +220,7 @@ def _leaves_below(result: Part) -> list[Variable]:
 
 
 class TeamResources(AbstractContextManager["TeamResources"]):
-    """Processes and memory of a team, in the parent. An exception within ``with`` ends them."""
+    """Processes and memory of a team, in the parent. An exception in ``with`` kills the workers."""
 
     def __init__(self) -> None:
         self.pid, self.is_open = os.getpid(), True
@@ -324,8 +320,7 @@ class Team:
     ) -> list[Any]:
         """Send a request with one share for each of the first workers; return a list for ``fill``.
 
-        Raises:
-            RuntimeError: If the workers have ended, or this process was forked from their parent.
+        Raises RuntimeError if the workers have ended, or this process was forked from their parent.
         """
         end_dropped()
         self._require_open()
@@ -343,15 +338,14 @@ class Team:
             for worker, box, share in zip_longest(self._workers, self._boxes, shares):
                 places = None if share is None else box.put(share)
                 worker.send((*request, places, *arguments))
-            self._is_waiting = True  # within the block: no interrupt may come between
+            self._is_waiting = True  # within the block, so an interrupt cannot precede it
         return self._answers
 
     def fill(self, answers: list[Any]) -> list[Any]:
         """Return the list with the answers. Blocks. Arrays are valid until the next request.
 
-        Raises:
-            RankFailedError: If a worker raised (its exception is the cause) or was killed.
-            RuntimeError: As ``ask``.
+        Raises like ``ask``, and RankFailedError if a worker raised (its exception is the cause) or
+        was killed.
         """
         self._receive()
         errors = [answer for answer in answers if isinstance(answer, RankFailedError)]
@@ -363,9 +357,9 @@ class Team:
         return answers
 
     def _receive(self) -> None:
-        """Receive the answers to the last request if they are pending, and print their text.
+        """Receive pending answers to the last request, and print the text of the workers.
 
-        A share that raised answers a RankFailedError, whose cause is the exception if picklable.
+        If a share raised, its answer is a RankFailedError. Its cause is the exception if picklable.
         """
         if not (self._is_waiting and self.resources.is_open):
             return

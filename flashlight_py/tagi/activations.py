@@ -304,12 +304,12 @@ def tanh_moments(mean: Array, variance: Array, share: float = 1, shift: float = 
         return _call_kernel(module, "between", mean, variance, share, shift)
     m, v, s = _wide(mean, variance)
     xp = array_module(m)
-    far, near = (1 + abs(m)) / s, (1 - abs(m)) / s
-    inside = near >= 0
-    q, g, h = tails(abs(near))
+    far, nearer = (1 + abs(m)) / s, (1 - abs(m)) / s
+    inside = nearer >= 0
+    q, g, h = tails(abs(nearer))
     far_q, far_g, far_h = tails(far)
     moments = xp.where(inside, abs(m), 1) + s * (far_g - g)
-    cut = xp.where(inside, g, g - near)  # mean of the part that the cut at 1 removes
+    cut = xp.where(inside, g, g - nearer)  # mean of the part that the cut at 1 removes
     kept = xp.where(inside, 1 - 2 * q, 0) + h + (far_h - 2 * far_q) + 2 * cut * far_g
     slope = xp.where(inside, 1 - q, q) - far_q
     mean = xp.sign(m) * moments * share + shift
@@ -351,9 +351,9 @@ def tails(a: Array) -> tuple[Array, Array, Array]:
         a: Float64 array of any shape with elements of at least 0.
     """
     xp, x = array_module(a), a * math.sqrt(0.5)
-    near, middle, far = xp.minimum(x, SPLIT), xp.clip(x, SPLIT, 4), xp.maximum(x, 4)
-    square, inverse = near * near, 1 / (far * far)
-    small = (1 - near * quotient(NEAR, square)) * xp.exp(square)
+    low, middle, far = xp.minimum(x, SPLIT), xp.clip(x, SPLIT, 4), xp.maximum(x, 4)
+    square, inverse = low * low, 1 / (far * far)
+    small = (1 - low * quotient(NEAR, square)) * xp.exp(square)
     large = (1 / math.sqrt(math.pi) - inverse * quotient(FAR, inverse)) / far
     scaled = xp.where(x <= SPLIT, small, xp.where(x <= 4, quotient(MIDDLE, middle), large))
     p = xp.exp(-0.5 * a * a) * (1 / math.sqrt(2 * math.pi))  # the density

@@ -16,7 +16,7 @@ def is_available() -> bool:
 def is_nccl_available() -> bool:
     """Return whether NCCL can be loaded and the package's binding of NCCL is built."""
     try:
-        _native.load("nccl")
+        _native.load_extension("nccl")
     except BackendUnavailableError:
         return False
     return True

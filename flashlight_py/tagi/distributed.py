@@ -269,7 +269,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
             self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:
                 layer.on_sums = functools.partial(self._on_sums, self._buckets[-1])
-        return [each.parameters for each in self._buckets]
+        return [bucket.parameters for bucket in self._buckets]
 
     def ranks_of_forward(self) -> ProcessGroup | None:
         """Return the group if a forward pass now adds statistics over its ranks, else None."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import Deltas
-from flashlight_py.tagi.native import floats, native, native_for
+from flashlight_py.tagi.native import floats, native_for, tagi_kernels
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL
 
@@ -262,7 +262,7 @@ class Gates(NamedTuple):
     def _backward_natively(
         self, memory: Pass, d: Array, e: Array, needs_input: bool
     ) -> tuple[Array, Array, Deltas | None]:
-        kernels: Any = native()
+        kernels: Any = tagi_kernels()
         joined, slopes, _ = memory
         rows, steps, n = joined.shape
         no = slopes.shape[3]
@@ -280,7 +280,7 @@ class Gates(NamedTuple):
 
     def _products(self, pairs: int) -> Array:
         """Return weight products of the first ``pairs`` of ``PAIRS``, stacked as rows."""
-        mean, (left, right) = self.weight.mean, (each[:pairs] for each in PAIRS)
+        mean, (left, right) = self.weight.mean, (pair[:pairs] for pair in PAIRS)
         return (mean[left] * mean[right]).reshape(-1, mean.shape[2])
 
 

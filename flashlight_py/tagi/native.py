@@ -11,14 +11,14 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.tagi.states import REAL
 
 
-def native() -> Any | None:
+def tagi_kernels() -> Any | None:
     """Return the CFFI module of the kernels; None, with a warning, if it is not built."""
     return _native.optional("tagi", "fl.tagi computes with NumPy alone, several times slower")
 
 
 def native_for(array: Array) -> Any | None:
     """Return the kernels for ``array``; None for a CuPy array or if they are not built."""
-    return None if is_cupy(array) else native()
+    return None if is_cupy(array) else tagi_kernels()
 
 
 def floats(module: Any, array: Array | None) -> Any:

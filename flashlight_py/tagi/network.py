@@ -295,7 +295,7 @@ class Network:
 def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
     """Return the problems of ``arrays``, which are means and variances in turn."""
     named = list(zip(names, arrays, strict=False))
-    invalid = [f"{name} is not finite" for name, each in named if not np.isfinite(each).all()]
+    invalid = [f"{name} is not finite" for name, array in named if not np.isfinite(array).all()]
     return invalid + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]
 
 
@@ -325,7 +325,7 @@ def _parse(network: Network, path: Path) -> StateDict:
             raise _file_error(path, f"expected {expected!r} for {name}, got {text[:60]!r}")
         offset = text_start + length  # start of the layer's numbers
         sizes = [getattr(layer, name).size for name in FOUR]
-        sizes += [int(each.size) for each in layer.statistics()]
+        sizes += [int(array.size) for array in layer.statistics()]
         end = offset + FLOATS.itemsize * sum(sizes)
         if end > len(data):
             raise _file_error(path, f"it ends within {name}, {layer}")

@@ -12,7 +12,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module, is_cupy, to_device
 from flashlight_py.tagi.activations import Moments
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.native import data_pointer, native
+from flashlight_py.tagi.native import data_pointer, tagi_kernels
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
@@ -335,7 +335,7 @@ class _Rows:
             return None
         if units.shape[2] < SHORTEST or units.strides[2] != REAL.itemsize:
             return None
-        module = native()
+        module = tagi_kernels()
         return None if module is None else cls(module, units)
 
     def call(self, name: str, *arrays: Array | None) -> None:

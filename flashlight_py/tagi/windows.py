@@ -176,7 +176,7 @@ def contiguous_channels(images: Array) -> Array:
     return images if images.strides[2:] == strides else images.copy()
 
 
-def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
+def empty_images(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
     """Return new images for the batch of ``x`` in its memory order of batch and channels."""
     xp, (channels, *size) = array_module(x), shape
     if x.strides[0] < x.strides[1]:
@@ -395,7 +395,7 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
     in the memory order of the images.
     """
     images, _ = readable(images)
-    sums = empty_like(images, (images.shape[1], windows.out_height, windows.out_width))
+    sums = empty_images(images, (images.shape[1], windows.out_height, windows.out_width))
     if call_kernel("sum_windows", windows, None, images, images, sums, *_steps(sums), factor):
         return sums
     padded = windows.padded(images)
@@ -413,7 +413,7 @@ def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) 
     """Return images with ``factor`` times the delta of each window added to its elements: the
     adjoint of :func:`sum_windows`. The result has shape and memory order of ``like``.
     """
-    images, deltas = empty_like(like, like.shape[1:]), contiguous_channels(deltas)
+    images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     arguments = (deltas, images, *_steps(deltas), factor)
     if call_kernel("spread_windows", windows, None, images, *arguments):
         return images
@@ -439,8 +439,8 @@ def largest(
     """
     mean, variance = readable(mean, variance)
     shape = (mean.shape[1], windows.out_height, windows.out_width)
-    best, taken = empty_like(mean, shape), empty_like(mean, shape, np.int32)
-    best_v = None if variance is None else empty_like(mean, shape)
+    best, taken = empty_images(mean, shape), empty_images(mean, shape, np.int32)
+    best_v = None if variance is None else empty_images(mean, shape)
     results = best, best_v, taken
     if call_kernel("largest", windows, None, mean, mean, variance, *results, *_steps(best)):
         return results
@@ -463,7 +463,7 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
     """Return images with the delta of each window added to its element ``taken``, an index from
     :func:`largest`. The result has shape and memory order of ``like``.
     """
-    images, deltas = empty_like(like, like.shape[1:]), contiguous_channels(deltas)
+    images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     images[...] = 0
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))
     if call_kernel("spread_taken", windows, None, images, *arguments, images):

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 Steps = tuple[Shape, ...]  # per operand, the stride in bytes of each dimension
 
 _MOST_DIMENSIONS = 8  # as in csrc/tape/tape.h
-_tape = _native.load("tape")
+_tape = _native.load_extension("tape")
 _blas = libraries.blas("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
 if _blas:
     _tape.use_blas(*_blas)

@@ -140,7 +140,7 @@ class Builder:
         if not cells.isdisjoint(written):
             raise CannotCapture("an argument is changed in place, and passed to a Python function")
         for piece in cells:
-            piece.home = empty_like(piece.array)
+            piece.home = empty_with_strides(piece.array)
         pieces = [each.piece for each in self._returned]
         count = len(self._values)
         for array, piece in [(each.array, each.piece) for each in self._returned]:
@@ -215,7 +215,7 @@ class Builder:
         return VALUE_ARGUMENT, value, None
 
 
-def empty_like(array: Array) -> Array:
+def empty_with_strides(array: Array) -> Array:
     """Return an array with the same strides as ``array``, including gaps."""
     low, high = bounds(array)
     room = np.zeros(high - low, np.uint8)

@@ -41,7 +41,7 @@ from flashlight_py.tape.arrays import (
     unwrap,
 )
 
-_tape = _native.load("tape")
+_tape = _native.load_extension("tape")
 _HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
 _NUMPY = str(Path(np.__file__).parent)
 _LIBRARIES = _PACKAGE, _NUMPY, contextlib.__file__

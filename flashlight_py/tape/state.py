@@ -38,7 +38,7 @@ from flashlight_py.nn import Module
 from flashlight_py.structure import HoldsState, Structured
 from flashlight_py.tape.arrays import KINDS, Number
 
-_tape = _native.load("tape")
+_tape = _native.load_extension("tape")
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")

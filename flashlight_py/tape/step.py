@@ -28,7 +28,7 @@ from flashlight_py.tape.program import (
     Builder,
     array_or_number,
     arrays_of,
-    empty_like,
+    empty_with_strides,
     unwrap_result,
 )
 from flashlight_py.tape.recording import CtrlC, Note, are_numbers, arrays_in, overlaps, user_frame
@@ -48,7 +48,7 @@ _MOST_TRIES = 64
 _MOST_ANEW = 3  # consecutive recordings that change the initial state of the next
 _CHECKED = 3  # number of replays to compare, with check=True
 
-_tape = _native.load("tape")
+_tape = _native.load_extension("tape")
 _slots = ("data", "grad", "node", "hook", "buffer", "placement", "changed", "_calc_grad")
 _tape.use_variables(Variable, tuple(map(Leaf.__dict__.get, _slots)), _tape.address(count))
 _ARE_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -376,7 +376,7 @@ class _Call:
             # Fixed memory: the caller may have the returned array. All recordings share it.
             home = self._homes.get(id(before))
             if home is None:
-                home = empty_like(before)
+                home = empty_with_strides(before)
                 recording.move(before, home)
                 self._homes[id(home)] = home
             recording.notes.append(Note(np.copyto, (home, recording.noted(now)), {}, [], [home]))

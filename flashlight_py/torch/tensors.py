@@ -49,7 +49,7 @@ class ElsewhereError(ValueError):
         self.device = device
 
 
-def require_memory(tensor: torch.Tensor) -> None:
+def require_cpu_tensor(tensor: torch.Tensor) -> None:
     """Raise TypeError for an unsupported layout or dtype, ElsewhereError for another device."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a strided tensor, got {tensor.layout}. Pass x.to_dense()")
@@ -60,10 +60,10 @@ def require_memory(tensor: torch.Tensor) -> None:
 
 
 def one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` or a contiguous copy of it. Raises like ``require_memory``."""
+    """Return ``tensor`` or a contiguous copy of it. Raises like ``require_cpu_tensor``."""
     if hasattr(tensor, "trigger_wait"):  # pending result of a functional collective
         tensor = tensor.trigger_wait()
-    require_memory(tensor)
+    require_cpu_tensor(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain if plain.dtype in CODES else plain.view(_AS_WIDE[plain.element_size()])
 
@@ -71,12 +71,12 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
 def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one-dimensional memory for all ``tensors``, one after the other.
 
-    The result is the tensors' own memory if they are adjacent, such as parts of one tensor.
-    Otherwise it is new memory, and ``copied`` copies to or from it. Raises like ``require_memory``,
-    and TypeError if the tensors ``alike``, which the same collective uses, have different dtypes.
+    If the tensors are adjacent, such as parts of one tensor, the result is their own memory.
+    Otherwise it is new memory, and ``copied`` copies to or from it. Raises like
+    ``require_cpu_tensor``, and TypeError if the tensors ``alike`` have different dtypes.
     """
     for tensor in alike:
-        require_memory(tensor)
+        require_cpu_tensor(tensor)
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     if len(dtypes := {tensor.dtype for tensor in alike}) > 1:
         names = sorted(map(str, dtypes))

@@ -28,10 +28,7 @@ class RankTimeline:
 
 @dataclass(kw_only=True)
 class FlightRecord(RankTimeline):
-    """Content of the file that one rank has written; ``calls`` and ``groups`` are unchanged.
-
-    The common clock is the clock of the hosts, in nanoseconds since 1970.
-    """
+    """Content of a rank's file. The common clock is the hosts' clock: nanoseconds since 1970."""
 
     size: int
     job: str
@@ -42,7 +39,7 @@ class FlightRecord(RankTimeline):
 
 
 def read_records(folder: Path) -> list[FlightRecord]:
-    """Return the records of the newest job in ``folder``, by rank; raise ValueError without any."""
+    """Return the newest job's records in ``folder``, by rank; ValueError if there are none."""
     records = [_read(path) for path in sorted(folder.glob("rank*.json"))]
     if not records:
         raise ValueError(f"{folder}: expected flight records (rank0.json, ...), got none")
@@ -61,7 +58,7 @@ def _read(path: Path) -> FlightRecord:
         raise ValueError(f"{path}: expected a flight record, got no field {error}") from error
 
 
-def call_text(call: dict[str, Any]) -> str:
+def recorded_call_text(call: dict[str, Any]) -> str:
     """Return a call as code, for example ``all_reduce(float32 (4,), op=sum)``."""
     shape = call.get("shape")
     extents = "" if shape is None else f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
@@ -166,7 +163,7 @@ def _signature(call: dict[str, Any]) -> tuple[Any, ...]:
 def _call_and_line(call: dict[str, Any]) -> str:
     at = f" at {call['line']}" if "line" in call else ""
     via = f" through {call['via']}" if "via" in call else ""
-    return f"{call_text(call)}{at}{via}"
+    return f"{recorded_call_text(call)}{at}{via}"
 
 
 def _state(call: dict[str, Any]) -> str:

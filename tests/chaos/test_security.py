@@ -172,7 +172,7 @@ def test_ranks_do_not_map_memory_of_another_user(tmp_path: Path) -> None:
     from flashlight_py import _native
 
     try:
-        native = _native.load("shm")
+        native = _native.load_extension("shm")
     except BackendUnavailableError as error:
         pytest.skip(str(error))
     file = tmp_path / "memory"

@@ -239,7 +239,7 @@ class StandInNccl:
 
 def install(cpu: Backend, devices: int = 8) -> StandInNccl:
     """Make this process see ``devices`` GPUs and NCCL 2.27.3."""
-    ffi = _native.load("nccl").ffi
+    ffi = _native.load_extension("nccl").ffi
     nccl = StandInNccl(ffi, cpu)
     sys.modules["cupy"] = StandInCupy(devices)
     library = StandInLibrary(ffi, nccl, "stand-in", 22703)

@@ -43,7 +43,7 @@ class Raw:
 
     def __init__(self, size: int) -> None:
         try:
-            native = _native.load("gloo")
+            native = _native.load_extension("gloo")
         except BackendUnavailableError as error:
             pytest.skip(str(error))
         self.ffi, self.lib, self.size = native.ffi, native.lib, size

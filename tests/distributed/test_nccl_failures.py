@@ -36,7 +36,7 @@ from flashlight_py.errors import (
 from tests.cupy_stand_in import LOG, Event, StandInArray, StandInCupy, Stream
 from tests.distributed.nccl_stand_in import StandInLibrary, StandInNccl
 
-ffi = _native.load("nccl").ffi
+ffi = _native.load_extension("nccl").ffi
 IN_PROGRESS, REMOTE, INVALID_USAGE, SYSTEM_ERROR = 7, 6, 5, 2
 
 

@@ -31,7 +31,7 @@ from tests.distributed.conformance import dtype_of, on_ranks
 from tests.distributed.harness import run_ranks
 from tests.distributed.jobs import free_port
 
-ffi = _native.load("nccl").ffi
+ffi = _native.load_extension("nccl").ffi
 needs_none = pytest.mark.skipif(
     any(Path("/dev").glob("nvidia[0-9]*")), reason="shows what happens without a GPU"
 )

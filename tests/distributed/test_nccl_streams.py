@@ -148,7 +148,7 @@ def test_launcher_passes_arguments_as_declared_in_c(tmp_path: Path) -> None:
     source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so"
     source.write_text(LIBRARY)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source], check=True)
-    ffi = _native.load("nccl").ffi
+    ffi = _native.load_extension("nccl").ffi
     nccl = NcclLibrary(ffi, ffi.dlopen(str(built)), str(built), 23203)
     made = Communicator(nccl, bytes(range(128)), 3, 5, 30.0)
     assert made.scaled_sum("all_reduce", 0.25, "float32", nccl.lib.ncclFloat32) == OP
@@ -177,7 +177,7 @@ class Noting:
         self.log: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        cast = _native.load("nccl").ffi.cast
+        cast = _native.load_extension("nccl").ffi.cast
 
         def note(*arguments: Any) -> int:
             self.log.append((name, *(int(cast("uintptr_t", each)) for each in arguments)))
@@ -189,7 +189,7 @@ class Noting:
 @pytest.mark.parametrize("is_group", [False, True])
 def test_launcher_calls_nccl_between_the_events_of_two_streams(is_group: bool) -> None:
     """The communication stream waits for the caller's stream 0x66, which then waits for it."""
-    ffi = _native.load("nccl").ffi
+    ffi = _native.load_extension("nccl").ffi
     for kind, call in enumerate(LAUNCHED):
         lib = Noting()
         launcher = Launcher(StandInLibrary(ffi, lib, "stand-in", 23203), STREAM, 0x77)

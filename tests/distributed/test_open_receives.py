@@ -15,7 +15,7 @@ from flashlight_py.errors import (
     MismatchError,
     PeerLostError,
 )
-from flashlight_py.trace.records import call_text
+from flashlight_py.trace.records import recorded_call_text
 from tests.distributed.conformance import WORLDS, on_ranks, ranks_in
 
 
@@ -146,7 +146,7 @@ def test_world_of_one_receives_partially_from_itself() -> None:
 
 def test_flight_record_shows_a_receive_from_any_rank() -> None:
     call = {"verb": "recv", "dtype": "float64", "shape": [3], "peer": -1, "tag": 7}
-    assert call_text(call) == "recv(float64 (3,), peer=any, tag=7)"
+    assert recorded_call_text(call) == "recv(float64 (3,), peer=any, tag=7)"
 
 
 @on_ranks(

@@ -151,7 +151,7 @@ def test_missing_shared_memory_on_a_host_warns_once(
     listener = logging.Handler(logging.WARNING)
     listener.emit = records.append  # type: ignore[method-assign]
     logging.getLogger("flashlight_py").addHandler(listener)
-    load = _native.load
+    load = _native.load_extension
     why = "the shm backend is not available: a test hides it"
 
     def load_others(name: str) -> Any:
@@ -160,7 +160,7 @@ def test_missing_shared_memory_on_a_host_warns_once(
         return load(name)
 
     if rank in hidden:
-        _native.load = load_others
+        _native.load_extension = load_others
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": str(tmp_path / "meet")}
     fl.distributed_init(*place)
     assert fl.all_reduce(np.array(rank)) == sum(range(size))

@@ -207,7 +207,7 @@ def test_name_ranks_shortens_long_lists() -> None:
 
 def test_error_about_many_ranks_says_how_many_are_omitted() -> None:
     """A lost rack or all other ranks: more processes than an error can name."""
-    size, native = 100_000, _native.load("shm")
+    size, native = 100_000, _native.load_extension("shm")
 
     def missing(_: Any, room: Any, capacity: int) -> int:
         room[0 : size - 1] = range(1, size)

@@ -19,7 +19,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import _native
-from flashlight_py._native import load
+from flashlight_py._native import load_extension
 from flashlight_py.distributed import api
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import RESULTS
@@ -45,7 +45,7 @@ X = np.zeros((4, 3), np.float32)
 
 @pytest.mark.parametrize("library", ["shm", "gloo"])
 def test_codes_match_the_native_libraries(library: str) -> None:
-    lib = _native.load(library).lib
+    lib = _native.load_extension(library).lib
     for verb in VERBS:
         assert verb.code == getattr(lib, f"FL_{verb.name.upper()}")
         if verb.uneven:
@@ -177,7 +177,7 @@ def test_step_of_a_composed_call_names_the_call() -> None:
 # Native objects run plain calls. Otherwise they behave like functions -----------------------------
 
 
-ENTRIES = [name for name in api.__all__ if type(getattr(fl, name)) is load("fast").verb]
+ENTRIES = [name for name in api.__all__ if type(getattr(fl, name)) is load_extension("fast").verb]
 
 
 def test_array_verbs_are_native_entries() -> None:

@@ -50,7 +50,7 @@ def connect_ranks(keys: list[bytes], pause: float = 0.0) -> list[Any]:
     The last rank makes the others wait for ``pause`` seconds after the exchange.
     """
     try:
-        _native.load("gloo")
+        _native.load_extension("gloo")
     except BackendUnavailableError as error:
         pytest.skip(str(error))
     shared: list[dict[int, bytes]] = [{} for _ in range(4)]

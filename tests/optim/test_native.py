@@ -16,7 +16,7 @@ from flashlight_py.optim.cpu import INVERSE, LR
 from tests.cupy_stand_in import StandInCupy
 from tests.optim.test_optimizers import RULES, Make
 
-MODULE = cpu.native()
+MODULE = cpu.optimizer_kernels()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
 
 EVERY_RULE = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
@@ -300,14 +300,14 @@ def test_prepared_steps_keep_their_arrays() -> None:
     steps()
     assert array.tolist() == [0.5] * 1000
     with pytest.raises(TypeError, match="Steps\\(pieces"):
-        cpu.native().Steps([])  # type: ignore[union-attr]
+        cpu.optimizer_kernels().Steps([])  # type: ignore[union-attr]
 
 
 def test_missing_native_module_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "flashlight_py._native._optim", None)
-    for cached in (_native.optional, cpu.native):
+    for cached in (_native.optional, cpu.optimizer_kernels):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "flashlight_py"):
@@ -317,7 +317,7 @@ def test_missing_native_module_warns_once(
                 optim.SGDOptimizer([variable], 1.0).step()
                 assert variable.data.tolist() == [0.0]
     finally:
-        for cached in (_native.optional, cpu.native):
+        for cached in (_native.optional, cpu.optimizer_kernels):
             cached.cache_clear()
     assert len(caplog.records) == 1
     assert "optimizers step in NumPy" in caplog.text

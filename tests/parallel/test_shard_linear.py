@@ -196,7 +196,7 @@ def test_divided_layers_can_be_trained_data_parallel(rank: int, size: int) -> No
     for variable, whole in zip(net.params(), plain.params(), strict=True):
         grad = variable.grad
         if variable.placement is not None:
-            grad = variable.placement.whole(grad)
+            grad = variable.placement.full_state(grad)
         assert_close(grad, whole.grad)
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from flashlight_py.tagi.native import native
+from flashlight_py.tagi.native import tagi_kernels
 
-needs_kernels = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
+needs_kernels = pytest.mark.skipif(
+    tagi_kernels() is None, reason="the native kernels are not built"
+)
 
 
 def in_numpy(function: Callable[..., Any], *args: Any) -> Any:

@@ -30,7 +30,7 @@ class StandInDriver:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.launched: Callable[[], None] = lambda: None
         self.is_capturing = False
-        ffi = nccl_stand_in._native.load("nccl").ffi
+        ffi = nccl_stand_in._native.load_extension("nccl").ffi
         functions: Any = StandInNccl(ffi, None)
         functions.cuMemcpyDtoDAsync_v2 = self._copy
         functions.cuGraphLaunch = lambda *_: self.launched() or 0

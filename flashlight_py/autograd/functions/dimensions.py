@@ -187,7 +187,7 @@ def index(x: Input, where: Any) -> Variable:
 
 
 def _as_index(where: Any, array: Array) -> Any:
-    """Return the index with copies of its arrays and variables, on the device of ``array``."""
+    """Return the index with its variables and arrays copied to the device of ``array``."""
     if isinstance(where, tuple):
         return tuple(_as_index(part, array) for part in where)
     if isinstance(where, Variable):
@@ -474,8 +474,8 @@ def matmul(a: Operand, b: Operand) -> Variable:
     """Return ``a @ b`` by NumPy's rules, as a new array. Dtypes behave as in :func:`linear`.
 
     ``a`` has shape ``[..., n, k]``, or ``[k]`` (a row). ``b`` has shape ``[..., k, m]``, or ``[k]``
-    (a column). Leading dimensions broadcast. The result has shape ``[..., n, m]``, without the
-    dimension of a row or column.
+    (a column). Leading dimensions broadcast. The result has shape ``[..., n, m]``, without n if
+    ``a`` is a row and without m if ``b`` is a column.
 
     Raises:
         ValueError: If the inner sizes differ, or if an operand has no dimensions.

@@ -39,7 +39,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
     array, ndim = x.data, max(x.ndim, 1)
     if not -ndim <= axis < ndim:
         raise ValueError(f"{name}: axis must be a dimension of shape {array.shape}, got {axis}")
-    # An array without rows is valid, since a rank may have no samples.
+    # An array without rows is valid: a rank may have no samples.
     if x.ndim and not array.shape[axis]:
         check_filled(name, x)
     native = kernel(name, array) if axis in (-1, ndim - 1) else None

@@ -35,7 +35,7 @@ def layer_norm(
 def rms_norm(x: Input, weight: Input | None = None, eps: float = 1e-5) -> Variable:
     """Return ``x / sqrt(mean(x ** 2) + eps) * weight`` (Zhang and Sennrich, 2019).
 
-    The mean is over the last dimensions of ``x``, as many as ``weight`` has, or one without
+    The mean is over as many last dimensions of ``x`` as ``weight`` has, or over one without
     ``weight``. Raises ValueError if a shape does not fit, or if the dimensions are empty.
     """
     return _of_rows("rms_norm", as_float32(x), weight, None, eps, 1)

@@ -368,14 +368,18 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
         packed = list(map(as_packed, checked)) if packs else checked
         is_copied = any(map(operator.is_not, packed, checked))
         if is_copied:  # native code reduces the copies
-            how: dict[str, Any] = {"contiguous": limit >= 0, "group": group, "async_op": async_op}
-            work: Any = all_reduce_multiple(packed, scale, op=op, **how)
+            options: dict[str, Any] = {
+                "contiguous": limit >= 0,
+                "group": group,
+                "async_op": async_op,
+            }
+            work: Any = all_reduce_multiple(packed, scale, op=op, **options)
         else:
             for array in {array.dtype: array for array in checked}.values():
                 resolve_reduction(verb, array.dtype, op, scale, members.size)
             plan = plan_messages(sorted(checked, key=is_cupy), limit)
-            how = {"op": op, "scale": scale, "async_op": async_op}
-            work = AllOf([_reduce_together(members, batch, limit, **how) for batch in plan])
+            options = {"op": op, "scale": scale, "async_op": async_op}
+            work = AllOf([_reduce_together(members, batch, limit, **options) for batch in plan])
 
         def results(_: Any) -> list[Any]:
             for array, copy in zip(checked, packed, strict=True):
@@ -393,7 +397,7 @@ def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
     """Yield the calls that other ranks start. Read only if this rank rejects its arguments."""
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]
-    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks make one call for each
+    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks: a call for each
     yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + invalid))
 
 
@@ -447,7 +451,7 @@ def _reduce_together(
         flat, digest = array_module(arrays[0]).concatenate([x.ravel() for x in arrays]), 0
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
-        root = 1 + (digest >> 34)  # the ranks compare it: other shapes may have as many elements
+        root = 1 + (digest >> 34)  # ranks compare it: other shapes may have as many elements
         y = collective(members, ALL_REDUCE, flat, root=root, **options)
         unpack = partial(_unpack, [(flat, *arrays)], [])
     together = Then(y if isinstance(y, Work) else Done(), unpack)

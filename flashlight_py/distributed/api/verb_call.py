@@ -113,7 +113,7 @@ PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
 def resolve_reduction(
     verb: str, dtype: np.dtype[Any], op: Op, scale: float, size: int, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Return the checked operation and scale. Unless ``of_some``, an average is a scaled sum."""
+    """Check and return operation and scale. An average of all ranks (not ``of_some``) is a sum."""
     reduce_op = parse_op(verb, op)
     factor = check_op_and_scale(verb, dtype, reduce_op, scale)
     if reduce_op is ReduceOp.AVG and not of_some:
@@ -221,7 +221,7 @@ class Output(NamedTuple):
     None stands for a new array.
     """
 
-    given: Any
+    argument: Any
     array: Array | None
     packed: Array | None
 
@@ -231,14 +231,14 @@ NEW = Output(np.empty(0), None, None)
 
 # Allocating a large result costs more than filling it, because the kernel clears every page.
 def prepare_output(
-    name: str, out: Any, like: Any, shape: tuple[int | None, ...], given: Any
+    name: str, out: Any, like: Any, shape: tuple[int | None, ...], argument: Any
 ) -> Output:
     """Return the destination of a result of ``shape``: ``out``, or a new array like ``given``.
 
     The first entry of ``shape`` is None if unknown.
     """
     if out is None:
-        return NEW if type(given) is np.ndarray else Output(given, None, None)
+        return NEW if type(argument) is np.ndarray else Output(argument, None, None)
     array = as_array(f"{name}(out=)", out, of_any_dtype=True, mutable=True)
     first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
     is_other = array.dtype.newbyteorder("=") != like.dtype.newbyteorder("=")
@@ -265,28 +265,25 @@ def finish(
     space: Output,
     back: Callable[[Array], Array] | None = None,
 ) -> Any:
-    """Return the result in ``space`` or as a new array, or a Work for it.
-
-    ``back`` is the ``back`` of its ``Terms``.
-    """
+    """Return the result in ``space`` or a new array, or a Work for it. ``back``: see ``Terms``."""
     if call.blocking:
         return store_result(work.wait(), space, back)
     if space.packed is not space.array or back is not None:
         return group.keep(Then(work, lambda value: store_result(value, space, back)))
-    if space.array is None and kind_of(space.given) is OTHER:
+    if space.array is None and kind_of(space.argument) is OTHER:
         return work
     return Then(work, lambda value: store_result(value, space, back))
 
 
 def store_result(value: Any, space: Output, back: Callable[[Array], Array] | None) -> Any:
     """Return the user's result after a backend has returned ``value`` or filled ``space``."""
-    given, array, packed = space
+    argument, array, packed = space
     part = value if packed is None else packed
     if back is not None:
         part = back(part)
     if array is not None and part is not array:
         array[...] = part
-    return user_result(given, part, array is not None)
+    return user_result(argument, part, array is not None)
 
 
 # Default arguments of native code, and other names of its arguments.
@@ -295,8 +292,8 @@ _OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": 
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _make_entry: Any = None
-with contextlib.suppress(BackendUnavailableError):  # otherwise the first call warns
-    _make_entry = _native.load("fast").verb
+with contextlib.suppress(BackendUnavailableError):  # else the first call warns
+    _make_entry = _native.load_extension("fast").verb
     # Pickled by name. As a method and in repr() it behaves like the function.
     _make_entry.__reduce__ = lambda entry: entry.__qualname__
     _make_entry.__get__ = lambda entry, one, _=None: (
@@ -369,7 +366,7 @@ class reject_together:
         if error is not None and not isinstance(error, Exception):
             group.end(error)
         if isinstance(error, MismatchError) and self._calls == group.journal.count[0]:
-            # The rank that rejected its arguments counts the call, too.
+            # The rank with invalid arguments has counted the call as well.
             group.journal.record_rejection(str(self._verb), error)
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return  # the other ranks already know
@@ -377,7 +374,7 @@ class reject_together:
             return
         if self._calls not in (None, group.journal.count[0]):
             return
-        if not group.journal.has_recorded(error):  # else a call has begun or was rejected
+        if not group.journal.has_recorded(error):  # no call notified the ranks
             self.reject(error)
 
     def reject(self, error: Exception) -> None:

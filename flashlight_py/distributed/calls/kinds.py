@@ -61,12 +61,12 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any] | None:
         return None
 
 
-def user_result(given: Any, array: Array | None, in_place: bool) -> Any:
+def user_result(argument: Any, array: Array | None, in_place: bool) -> Any:
     """Return the user's result: ``given`` if it was filled, else ``array`` in the same library."""
-    kind = OTHER if type(given) is np.ndarray else kind_of(given)
+    kind = OTHER if type(argument) is np.ndarray else kind_of(argument)
     if in_place and kind.is_filled:
-        return given
-    return array if kind is OTHER or array is None else kind.make(array, given)
+        return argument
+    return array if kind is OTHER or array is None else kind.make(array, argument)
 
 
 def copy_to_fill(array: Array) -> Array:
@@ -98,7 +98,7 @@ def _by_dlpack(value: Any) -> Array:
     return np.from_dlpack(value)
 
 
-# CuPy would block, or not wait, depending on its environment. So the stream is hidden from it.
+# Hide the stream from CuPy: depending on its environment, CuPy would block, or would not wait.
 def _by_cuda(value: Any) -> Array:
     """Return a CuPy array of the same memory. The current stream waits for the owner's stream."""
     import cupy

@@ -1,8 +1,8 @@
 """Topology: hosts, GPUs and shared memory of the ranks, and addresses between hosts.
 
-Shared memory is detected by trying, because names do not show it in containers. A host name may map
-to the loopback, and hosts behind a NAT may share an address. If both ends of a connection with rank
-0 see the same addresses, these addresses work. Other routes are looked up without sending.
+Shared memory is tested with a file, because host names do not show it in containers. A host name
+may map to the loopback, and hosts behind a NAT may share an address. If both ends of a connection
+with rank 0 see the same addresses, these addresses work. Other routes are looked up locally.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 class DeviceRule:
     """Rank and local rank, which determine the CUDA device.
 
-    With ``max_per_node`` it is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Otherwise it is
-    the local rank modulo the number of visible devices, as a launcher may assign one to each rank.
+    With ``max_per_node``, the index is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Otherwise
+    it is the local rank modulo the number of visible devices: a launcher may show only one.
     """
 
     rank: int = 0
@@ -74,8 +74,7 @@ def gpu_identity(cupy: Any, index: int) -> str:
 # Shared memory ------------------------------------------------------------------------------------
 
 
-# The first exchange of every kind of rendezvous. It also detects two ranks in one process, so every
-# rank gets that error at the same time.
+# First exchange of every rendezvous. Two ranks in one process: all ranks raise at the same time.
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Exchange the host and process of each rank of ``store``. Collective, blocking.
 
@@ -104,7 +103,7 @@ class Sharing(NamedTuple):
     """Groups of ranks that share memory, in the order of their first ranks.
 
     ``of`` is the index of each rank's group. ``across[i]`` has the rank at position i of every
-    group, as far as the smallest group reaches. ``apart`` says why there are not fewer groups.
+    group, for positions in the smallest group. ``apart`` is the reason why groups are separate.
     """
 
     groups: Sequence[Sequence[int]]
@@ -144,7 +143,7 @@ def ranks_by_memory(store: Store) -> Sharing:
     file, problem = None, ""
     try:
         try:
-            _native.load("shm")
+            _native.load_extension("shm")
             file = MemoryFile(store.named)
             os.posix_fallocate(file.fd, 0, len(nonce))
             os.pwrite(file.fd, nonce.encode(), 0)
@@ -199,14 +198,14 @@ class Card(NamedTuple):
     """The addresses that a rank reports.
 
     ``host`` identifies the host, and messages show ``name``. ``has`` lists its interfaces as text,
-    and ``own`` its addresses. The user chose the ``interface`` with ``interface_addresses``.
+    and ``own`` its addresses. ``interface`` is the user's choice, with ``interface_addresses``.
     Packets to other hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
     """
 
     host: str
     name: str
     has: str
-    own: Sequence[str]
+    addresses: Sequence[str]
     interface: str = ""
     interface_addresses: Sequence[str] = ()
     sources: Sequence[str] = ()
@@ -218,7 +217,7 @@ class Card(NamedTuple):
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
-    own: Sequence[Sequence[str]],
+    addresses: Sequence[Sequence[str]],
     shared: Collection[str],
     interface: str,
 ) -> str:
@@ -230,12 +229,12 @@ def address_between_hosts(
     """
     own_host, first = hosts[store.rank], hosts[0]
     peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (own_host != first))
-    targets = [address for address in own[peer] if address not in shared]
+    targets = [address for address in addresses[peer] if address not in shared]
     card = Card(
         host=own_host,
         name=system.gethostname(),
         has=", ".join(map(" ".join, interfaces())),
-        own=own[store.rank],
+        addresses=addresses[store.rank],
         interface=interface,
         interface_addresses=addresses_of(interface) if interface else (),
         sources=[source for source in map(source_address, targets) if source],
@@ -279,7 +278,7 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
 
     Raises ValueError if a host has no such address. The error names the host and the reason.
     """
-    shared = shared_addresses((card.host, card.own) for card in cards)
+    shared = shared_addresses((card.host, card.addresses) for card in cards)
     by_host, translated = _connections(cards)
     proven = [card.interface_addresses or by_host[card.host] for card in cards]
     bad = {host: shared | seen.keys() if seen else shared for host, seen in translated.items()}
@@ -297,7 +296,9 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
                 _check_wanted(cards, chosen)
                 return chosen
     lacking = {
-        name: next(rank for rank, own in enumerate(usable) if not _of_family(own, family))
+        name: next(
+            rank for rank, addresses in enumerate(usable) if not _of_family(addresses, family)
+        )
         for family, name in _FAMILIES.items()
     }
     raise ValueError(
@@ -313,13 +314,13 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
     """Return the addresses that a rank may use, best first."""
     good = [source for source in card.sources if source not in bad and not is_loopback(source)]
     for family in _FAMILIES:  # without a route: the only address of a family
-        only = [address for address in _of_family(card.own, family) if address not in bad]
+        only = [address for address in _of_family(card.addresses, family) if address not in bad]
         good += only if len(only) == 1 else []
     return list(dict.fromkeys([*proven, *good]))
 
 
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """Return, by host, addresses that a connection with rank 0 proves, and translated ones.
+    """Return, by host, addresses that a connection with rank 0 proves, and translated addresses.
 
     If both ends report the same addresses, nothing translates them. Addresses that their host does
     not list (with a zone) are not used. The second result maps reported to translated addresses.
@@ -334,7 +335,7 @@ def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str,
             translated[client.host][client_ends[0][0]] = own_ends[1][0]
         elif client_ends[1] == own_ends[0] and client.host != cards[0].host:
             for card, (address, _) in ((client, client_ends[0]), (cards[0], own_ends[0])):
-                proven[card.host] += [address] if address in card.own else []
+                proven[card.host] += [address] if address in card.addresses else []
     return proven, translated
 
 
@@ -375,13 +376,15 @@ def _address_problem(
     if card.interface:
         why = f"has no {card.interface!r}"
     elif translated:
-        own, seen = next(iter(translated.items()))
+        address, seen = next(iter(translated.items()))
         why = (
-            f"has the address {own}, but rank 0 sees {seen}: a NAT or a tunnel is between them, "
-            f"and no other host can connect to {own}"
+            f"has the address {address}, but rank 0 sees {seen}: a NAT or a tunnel is between, "
+            f"and no other host can connect to {address}"
         )
-    elif address := min((address for address in card.own if address in shared), default=""):
-        others = {other.name for other in cards if address in other.own and other.host != card.host}
+    elif address := min((address for address in card.addresses if address in shared), default=""):
+        others = {
+            other.name for other in cards if address in other.addresses and other.host != card.host
+        }
         why = (
             f"and {', '.join(sorted(others))} have the same address {address}, which is typical "
             f"behind a NAT, and {card.name} has no other address"
