@@ -47,7 +47,7 @@ class Module(Structured, ABC):
     # replaces forward; gets the module as first argument
     _instead: Callable[..., Any] | None = None
     _paused: tuple[Variable, ...] = ()  # parameters whose calc_grad eval() has switched off
-    _unsearched = ""  # attribute with a list of modules that have other names
+    _unsearched = ""  # attribute that ``children`` does not search for modules
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
