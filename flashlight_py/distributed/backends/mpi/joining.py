@@ -46,7 +46,7 @@ def connect_mpi(
     _check_cards(cards)
     control = join_cpus()
     try:
-        # All members are running: each has just reported.
+        # Every member has just reported, so all members are running.
         members = mpi.COMM_WORLD.Get_group().Incl([other.world_rank for other in cards])
         comm = mpi.COMM_WORLD.Create_group(members)
         members.Free()
