@@ -86,8 +86,7 @@ class Variable(Leaf):
     def calc_grad(self) -> bool:
         """Whether ``backward()`` computes a gradient for this variable; assignable on leaves.
 
-        Assigning True raises TypeError if the dtype has no gradient. Assignment raises ValueError
-        if the variable is the result of an operation.
+        True raises TypeError if the dtype has no gradient. Results of operations raise ValueError.
         """
         return self._calc_grad
 
@@ -332,10 +331,7 @@ class Variable(Leaf):
 
 
 def input(array: Array) -> Variable:
-    """Return a leaf without gradient, such as data, that shares ``array`` of any shape and dtype.
-
-    Raises TypeError if ``array`` is not an array.
-    """
+    """Return a leaf without gradient that shares ``array`` of any shape and dtype."""
     return Variable(array)
 
 
@@ -344,10 +340,7 @@ no_grad = input
 
 
 def param(array: Array) -> Variable:
-    """Return a leaf with gradient, such as a parameter, that shares ``array`` of any shape.
-
-    Raises TypeError if ``array`` is not an array of a real floating dtype.
-    """
+    """Return a leaf with gradient that shares ``array`` of any shape, real and floating."""
     return Variable(array, True)
 
 
