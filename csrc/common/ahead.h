@@ -78,7 +78,7 @@ class Mismatches {
   struct Call {
     uint32_t number;
     CallReport report;
-    std::vector<bool> raised;  // by rank: whether it raised this mismatch, in this call or later
+    std::vector<bool> raised;  // for each rank: whether it raised this mismatch, in this call or later
     bool is_raised = false;  // the same for this rank, also in calls not compared yet
   };
   // `most_ahead`: number of calls by which a rank may be ahead of another rank.

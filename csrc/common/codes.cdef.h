@@ -33,29 +33,29 @@ typedef enum {
 #define FL_DIMENSIONS 8
 #define FL_SITE_BYTES 256
 
-/* Special values of the number of dimensions: see fl_signature. */
+/* Special values of ndim: see fl_signature. */
 #define FL_ANY -1
 #define FL_REFUSED -2
 #define FL_WITHDRAWN -3
 
-/* Flags in the dtype: the array is on a GPU; the ranks only compare the call. */
+/* Flags of fl_signature.dtype: the array is on a GPU; the ranks only compare the call. */
 #define FL_ON_GPU 32
 #define FL_COMPARED 64
 
-/* Verbs that occur only in flight records; object verbs in the order of COMPOSED (call.py). */
+/* Verbs of flight records only. Object verbs are in the order of COMPOSED in call.py. */
 #define FL_SENDRECV 32
 #define FL_BROADCAST_OBJECT 33
 #define FL_ALL_GATHER_OBJECT 34
 #define FL_GATHER_OBJECT 35
 #define FL_SCATTER_OBJECT 36
 
-/* Flight records: number of recorded calls, and flags of a call. */
+/* Flight records: number of recorded calls per group, and flags of a recorded call. */
 #define FL_RECORDED_CALLS 512
 #define FL_RECORDED_FAILED 1
 #define FL_RECORDED_PLACED 2
 #define FL_RECORDED_ASYNC 4
 
-/* Properties of a verb, as flags, for csrc/fast. */
+/* Flags of a verb's properties, for csrc/fast. */
 #define FL_VERB_KNOWN 1
 #define FL_VERB_ROOTED 2
 #define FL_VERB_IN_PLACE 4

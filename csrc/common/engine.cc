@@ -232,7 +232,7 @@ bool Engine::poll(const Awaited& awaited, Patience patience, int hint) {
   return false;
 }
 
-// Wait until a message has ended, or `until`. A failure ends all messages of the group.
+// Wait until an awaited message has ended, or until the time `until`. A failure ends all messages of the group.
 void Engine::wait(Port& port, const Awaited& awaited, int hint, Clock::time_point until, InterruptCheck interrupt) {
   const struct Caller {
     Engine& engine;

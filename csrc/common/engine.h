@@ -45,10 +45,10 @@ struct Record {
   uint8_t path;
   uint16_t site;  // number of the sender's call site, defined by a kSite record
   int32_t tag;
-  uint32_t bytes;   // of the data sent with this record
-  uint32_t token;  // of the Message concerned, assigned by the rank that owns it; 0: none
+  uint32_t bytes;   // size of the data sent with this record
+  uint32_t token;  // number of the Message concerned, assigned by the rank that owns it; 0: none
   uint32_t group;   // used by the transport
-  uint64_t digest;  // of the sender's signature
+  uint64_t digest;  // digest of the sender's signature
   union {
     char tiny[kTinyMessage];  // the data, if it fits
     struct {
@@ -58,7 +58,7 @@ struct Record {
   };
   // Read if the digests differ, or if the record does not contain all data.
   fl_signature call;
-  uint64_t address;  // of the data in the sender's process; 0: not readable
+  uint64_t address;  // address of the data in the sender's process; 0: not readable
 };
 static_assert(sizeof(Record) == 192, "three cache lines");
 
@@ -67,7 +67,7 @@ class Wire {
  public:
   struct Room {
     Record* record = nullptr;  // null: no record
-    char* data = nullptr;      // for data that does not fit into the record
+    char* data = nullptr;      // memory for data that does not fit into the record
     uint64_t group = 0;        // group of the record
   };
   // Group number in records for a group that this rank has left.
@@ -169,7 +169,7 @@ class Message final : public fl_op {
     const Record offer;
     const int from;        // engine rank
     size_t done = 0;       // bytes transferred
-    uint32_t token = 0;    // of this message, if peers must address it
+    uint32_t token = 0;    // token of this message, if peers must address it
     Choice::Trial trial;   // receiver only
     bool is_busy = false;  // a thread reads without the lock
     std::unique_ptr<Wire::Flow> flow;
@@ -191,8 +191,8 @@ class Message final : public fl_op {
   int64_t* stamp_ = nullptr;
   Port* port_;
   union {
-    fl_match* match_;  // of an unmatched receive
-    uint32_t token_;   // of an offer
+    fl_match* match_;  // output of an unmatched receive
+    uint32_t token_;   // token of an offer
     Movement* movement_;
     Outcome* outcome_;  // kHasOutcome
   };
@@ -279,7 +279,7 @@ class Port {
   const uint64_t group_;
   const int rank_;
   const std::vector<int> ranks_;  // engine ranks
-  std::vector<int> numbers_;      // by engine rank: group rank; -1: not a member
+  std::vector<int> numbers_;      // group rank of each engine rank; -1: not a member
   Transport& transport_;
   // Guarded by the engine's lock.
   bool is_closed_ = false;
@@ -288,12 +288,12 @@ class Port {
   int failing_ = 0;  // threads that are about to end all messages
   uint64_t posted_count_ = 0;
   uint32_t searches_ = 0;
-  std::vector<uint32_t> sent_;                // by rank: messages sent
-  std::vector<uint32_t> answered_at_;         // by rank: time of the last answer to an offer, in milliseconds
+  std::vector<uint32_t> sent_;                // number of messages sent to each rank
+  std::vector<uint32_t> answered_at_;         // for each rank: time of its last answer to an offer, in milliseconds
   Table<Message> posted_;                     // open receives
   Table<Arrival> arrivals_;                   // messages without a receive
-  std::vector<int> arrived_;                  // by rank: number of entries in arrivals_
-  std::vector<std::vector<int32_t>> wanted_;  // by rank: tags of its long-waiting receives
+  std::vector<int> arrived_;                  // number of entries of each rank in arrivals_
+  std::vector<std::vector<int32_t>> wanted_;  // tags of the long-waiting receives of each rank
   std::deque<CallReport> refusals_;
   std::atomic<bool> has_refusal_{false};
 };
@@ -421,7 +421,7 @@ class Engine {
   std::atomic<size_t> open_{0};     // open messages and queued answers
   std::atomic<int> callers_{0};     // waiting threads
   std::atomic<uint32_t> calls_{0};  // calls so far
-  uint32_t calls_seen_ = 0;         // at the last tick
+  uint32_t calls_seen_ = 0;         // value of calls_ at the last tick
   uint32_t passes_ = 0;
   std::atomic<bool> stopping_{false};
   Ticker ticker_{[this] { tick(); }};

@@ -13,8 +13,8 @@ constexpr size_t kMostWanted = 16;
 
 size_t bytes_of(const fl_signature& call) { return static_cast<size_t>(call.count) * call.itemsize; }
 
-// Return a digest of all that same_call() compares except the tag. Equal for signatures that same_message()
-// accepts; different, with 64 bits, otherwise.
+// Return a 64-bit digest of the fields that same_call() compares, except the tag. Signatures that
+// same_message() accepts have equal digests; other signatures almost certainly have different digests.
 uint64_t digest_of(const fl_signature& s) {
   uint64_t scale, digest = 0x9e3779b97f4a7c15u;
   std::memcpy(&scale, &s.scale, sizeof scale);
@@ -499,7 +499,7 @@ void Engine::read_chunk(Message& message, Lock& lock) {
 
 void Engine::receive_data(const Record& record, const char* data) {
   Message* const message = by_token(record.token);
-  if (message == nullptr) return;  // it has failed
+  if (message == nullptr) return;  // the message has failed
   Message::Movement& movement = *message->movement_;
   const size_t all = message->bytes();
   if (movement.flow != nullptr) {

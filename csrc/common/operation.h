@@ -148,9 +148,9 @@ class Helper {
 
 struct Operation : Outcome {
   std::shared_ptr<Shared> shared;
-  Helper* helper = nullptr;  // of an operation without a thread; valid while it is pending
+  Helper* helper = nullptr;  // completes an operation that has no thread; valid while it is pending
   double seconds = 0;
-  Clock::time_point deadline = Clock::time_point::max();  // of its waits, set when it begins to run
+  Clock::time_point deadline = Clock::time_point::max();  // deadline of its waits, set when it begins to run
   std::function<void(Operation&)> run;
   // Results; readable once status is not FL_PENDING.
   fl_status status = FL_PENDING;

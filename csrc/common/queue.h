@@ -78,7 +78,7 @@ class Queue {
 
   Transport& transport_;
   const std::shared_ptr<ThreadPool> crew_;
-  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards what follows
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards the members below
   std::list<Pending> waiting_;                                         // queued behind the running operation
   Pending running_;                                                    // on a thread; null: no operation
   bool is_busy_ = false;                                               // an operation runs

@@ -23,7 +23,7 @@ typedef struct {
   int64_t count;     /* elements */
   int32_t itemsize;  /* bytes */
   int32_t ndim;
-  int64_t shape[FL_DIMENSIONS]; /* with more dimensions, the last entry is a hash of the rest */
+  int64_t shape[FL_DIMENSIONS]; /* with more dimensions, the last entry is a hash of the remaining ones */
   int64_t part_of;   /* number, 1 to 31, of the composed operation whose step this call is; 0: no step */
 } fl_signature;
 

@@ -43,7 +43,7 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
   started_op *started = &all->ops[all->count++];
   *started = (started_op){.verb = FL_SEND, .peer = -1};
   if (PyList_Append(all->arrays, x) != 0) return 0;
-  if (peer == Py_None) return 1; /* no peer */
+  if (peer == Py_None) return 1; /* no message */
   const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
   plain_call call;
   if (!plain_message(sends ? FL_SEND : FL_RECV, x, peer, PyTuple_GetItem(op, TAG), PyTuple_GetItem(op, PARTIAL),

@@ -1,7 +1,7 @@
 /* Flight records with the line of user code: the innermost frame outside this package and its callers.
 
-   It runs no Python code, so that no signal handler can raise inside a collective. Exception: a new line is
-   looked up in Python before a call begins. */
+   This file runs no Python code, so that no signal handler can raise inside a collective. Exception: a new
+   line is looked up in Python before a call begins. */
 
 #include "binding.h"
 
@@ -19,7 +19,7 @@ int binding_names(void) {
   return name_back && name_file && name_function && name_instruction;
 }
 
-enum { NAMELESS = 2 }; /* contextlib, the second of the folders */
+enum { NAMELESS = 2 }; /* number of the second folder, contextlib */
 
 /* Return the number, from 1, of the package or library folder that contains `code`; 0: it is user code. */
 static int is_ours(Binding *binding, PyObject *code) {

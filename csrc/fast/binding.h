@@ -16,7 +16,7 @@ typedef struct {
 
 /* A code object, and whether it belongs to the package. */
 typedef struct {
-  PyObject *code; /* or NULL */
+  PyObject *code; /* NULL: empty entry */
   int is_ours;
 } cached_code;
 
@@ -44,7 +44,7 @@ typedef struct {
   void *group;
   int rank, size;
   double seconds;
-  long long packed_bytes[2]; /* maximum size of arrays to pack; asynchronous */
+  long long packed_bytes[2]; /* maximum bytes of an array to pack: blocking, asynchronous */
   native_library library;
   PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */
@@ -58,7 +58,7 @@ typedef struct {
   ring *calls;
   PyObject *notes;   /* list: per call of the ring, the line of user code or None */
   PyObject *folders; /* tuple of folders whose code is not user code */
-  PyObject *inside;  /* set of threads that are inside another call of the group */
+  PyObject *inside;  /* set: further threads inside a call, as `callers` in ring.h */
   PyObject *first;   /* list; while it is not empty, Python handles all calls */
   PyObject *dropped; /* like `first`, for all groups; any container */
   cached_site sites[SITES];

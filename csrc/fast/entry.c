@@ -99,7 +99,7 @@ static PyObject *call_entry(PyObject *self, PyObject *const *args, size_t flags,
     result = verb->native(PyCFunction_GetSelf(native), arguments + is_pair, is_pair ? PAIR : GROUP);
     called_verb = before;
     Py_DECREF(native);
-    if (result != NULL && PyTuple_CheckExact(result)) { /* from native_several: work to do at the end */
+    if (result != NULL && PyTuple_CheckExact(result)) { /* from native_several: (Work, arrays to unpack at the end) */
       PyObject *const started = result;
       result = PyObject_CallMethod(self, "finish", "OOO", started, arguments[1], arguments[GROUP]);
       Py_DECREF(started);

@@ -13,7 +13,7 @@ enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 d
 
 /* A frame: this header, the lengths of the buffers, the buffers, and the content, each padded. */
 typedef struct {
-  int64_t bytes; /* of the content: pickle data without buffers, the length of another frame, or a message */
+  int64_t bytes; /* bytes of the content: pickle data without buffers, length of another frame, or a message */
   int32_t kind, buffers;
 } frame_head;
 
@@ -103,8 +103,8 @@ static PyObject *frame_of(PyObject *object) {
   return frame;
 }
 
-/* Return the frames of a scatter, one per rank and of equal length; NULL with an exception. NULL without one:
-   Python must handle it, because unequal frames would need too much padding. */
+/* Return the frames of a scatter, one per rank and of equal length; NULL with an exception. NULL without an
+   exception: Python must handle the scatter, because unequal frames would need too much padding. */
 static PyObject *frames_of(PyObject *objects, int size) {
   if (!PyList_CheckExact(objects) || PyList_Size(objects) != size) return NULL;
   PyObject *frames = PyList_New(0), *joined = NULL;
@@ -154,8 +154,8 @@ static int is_root(const object_call *call) { return call->binding->rank == call
 /* Received data: memory of `op` or of `owner`. */
 typedef struct {
   const Binding *binding;
-  fl_op *op;       /* or NULL */
-  PyObject *owner; /* or NULL; owner of arrays over the data */
+  fl_op *op;       /* NULL: `owner` has the memory */
+  PyObject *owner; /* array that owns `data`; or NULL */
   char *data;
   size_t bytes;
 } received;
@@ -215,8 +215,8 @@ static PyObject *unpickled(received *all, const frame_head *head, char *at) {
   return object;
 }
 
-/* Return the list of received objects in rank order, with this rank's own object, or with the one received
-   object. None if only other ranks receive. NULL: exception, or, without one, missing data. */
+/* Return a list: all objects in rank order with this rank's own object, or the single received object. Return
+   None if only other ranks receive. NULL: an exception; NULL without an exception: missing data. */
 static PyObject *objects_of(const object_call *call, received *all) {
   const int several = gathers(call), receives = call->verb != FL_GATHER_OBJECT || is_root(call);
   char *at = all->data, *end = several ? at + all->bytes : at + 1;

@@ -21,10 +21,10 @@ enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
 typedef struct {
   fl_signature signature;
   void *data, *output; /* arguments of fl_..._run */
-  fl_room room;        /* of gathers */
-  fl_match match;      /* of a receive from any rank or of fewer rows: then `output` points here */
+  fl_room room;        /* output buffer of a gather */
+  fl_match match;      /* for a receive from any rank or of fewer rows: `output` then points here */
   int64_t rows;        /* rows of `out` in an uneven all_to_all */
-  int peer;            /* of a message, -1: any; -1 for other calls */
+  int peer;            /* peer of a message (-1: any rank); -1 for other calls */
   int is_scattered;    /* `data` is not contiguous; allowed only in a group of one rank */
   double seconds;      /* timeout of the call */
   PyObject *result;    /* return value on success; an owned reference, or NULL */

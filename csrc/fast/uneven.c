@@ -38,7 +38,7 @@ static plain_call table_of(int size, int64_t *counts, int64_t *table) {
   return call;
 }
 
-/* Run a step that must directly follow, with no call of another thread in between. */
+/* Run the next step of the call. No call of another thread may come in between. */
 static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row) {
   if (binding->library.begin(binding->group, &call->signature, call->data, binding->seconds, NULL)) {
     return finish_collective(binding, call, row);

@@ -16,7 +16,7 @@ static int forks; /* number of forks between the first process and this one */
 
 typedef struct {
   PyObject_HEAD
-  PyObject *owner; /* of the binding and the group; NULL after success */
+  PyObject *owner; /* owner of the binding and the group; NULL after success */
   Binding *binding;
   PyObject *result;     /* return value; with several messages: list of their arrays */
   PyObject *kept;       /* argument of make_work() */
@@ -54,8 +54,8 @@ static void free_work(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* Keep `work` alive, because the library writes into its arrays. When the number has doubled, Works that
-   ended well are released; failures stay for sync_distributed(). 0 with an exception. */
+/* Keep `work` alive, because the library writes into its arrays. When the number of kept Works has doubled,
+   release those that ended well; failed Works stay for sync_distributed(). 0 with an exception. */
 static int track(Binding *binding, PyObject *work) {
   PyObject *running = binding->running;
   if (PyDict_SetItem(running, work, Py_None) < 0) return 0;

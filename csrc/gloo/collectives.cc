@@ -181,8 +181,8 @@ void Collectives::await_leaving(int r) {
   for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
 
-// Ignore a failed send to a rank that has closed the group, because it may have completed its part. If this
-// rank needs data from it, the later wait fails.
+// Ignore a failed send to a rank that has closed the group, because that rank may have completed its part. If
+// this rank needs data from it, the later wait fails.
 template <typename Send>
 void Collectives::ignore_if_left(int r, Send send) {
   try {
@@ -194,7 +194,7 @@ void Collectives::ignore_if_left(int r, Send send) {
 
 // Return false if the calls of all ranks are needed, because the root's data is large: see awaited().
 bool Collectives::receive_some(Call& call, Ranks needed) {
-  call.report = last_;  // for ranks whose calls this rank does not need
+  call.report = last_;  // default for ranks whose calls this rank does not need
   call.report.ago = 0;
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);

@@ -54,10 +54,10 @@ class Collectives {
 
   // Post the receives of the first headers. Call it once, after every peer is connected.
   void open();
-  // Wait, at most until `end`, until everything that returned calls sent is on the wire.
+  // Wait, at most until `end`, until all data that earlier calls sent is on the wire.
   void flush(Clock::time_point end) noexcept;
 
-  // True if `rank` has announced a call that this rank has not made; written to `call`. Not during a call.
+  // True if `rank` has announced a call that this rank has not made; `call` receives it. Not during a call.
   bool is_ahead(int rank, fl_signature& call) const;
 
   // Return the last known calls of the other ranks with their ages.
@@ -79,18 +79,18 @@ class Collectives {
   void all_to_all_uneven(Call& call, const fl_sections& sections, void* output);
 
  private:
-  // Maximum payload, in bytes, that travels inside the header: one step instead of two. Copying more takes
-  // longer than the second step.
+  // Maximum payload, in bytes, that travels inside the header, which saves the second step of a call. To copy
+  // a larger payload takes longer than that step.
   static constexpr size_t kInlineBytes = 65 << 10;
-  // Number of calls by which a rank that needs no data of other ranks may be ahead. Twice as many frames
-  // accept unrequested headers: the sender of a header has the headers of the call kMostAhead + 1 before it,
-  // whose ranks have compared, and released, the call another kMostAhead + 1 before.
+  // kMostAhead: number of calls by which a rank that needs no data of other ranks may be ahead. kTurns: number
+  // of frames for unrequested headers. It suffices: with n = kMostAhead + 1, the sender of header k has all
+  // headers of call k - n, and the senders of these headers have compared and released call k - 2 n.
   static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
   // Maximum number of calls whose sent data may wait for the kernel.
   static constexpr uint32_t kLeaving = 8;
   // Headers that no rank waits for are sent with MSG_MORE, except every kHurryEvery-th.
   static constexpr uint32_t kHurryEvery = 16;
-  // Whether a rank waits for all other ranks in a call or may return before they call.
+  // In a call, a rank waits for all other ranks or may return before they call.
   enum WaitMode : uint32_t { kWaits, kRunsAhead };
   struct Frame {
     fl_signature signature;
@@ -177,7 +177,7 @@ class Collectives {
   std::vector<uint32_t> leaving_, received_;
   std::vector<OwnCall> own_calls_;  // the last calls of this rank, as long as they may not be compared
   Relay relay_;
-  Waiter* waiter_ = nullptr;  // of the running call
+  Waiter* waiter_ = nullptr;  // waits of the running call
   std::vector<int> pending_;  // ranks to which a small payload was sent separately
   uint32_t calls_ = 0;        // calls so far, with few ranks
   uint32_t compared_ = 0;     // number of the last compared call

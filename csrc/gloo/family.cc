@@ -119,7 +119,7 @@ void Family::deliver() const noexcept {
   }
 }
 
-// On Gloo's thread, before any other message on this connection.
+// Called on Gloo's thread, before any other message on this connection.
 void Family::connected(int peer, Pair& pair) {
   std::vector<std::pair<uint64_t, Notes>> unsent;
   {

@@ -53,9 +53,9 @@ class Family {
   void abandon() const noexcept;
 
   const std::shared_ptr<Links> links;
-  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for asynchronous operations
+  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // threads for asynchronous operations
   GlooWire wire{*links};
-  Engine engine{wire, links->size};  // of messages; its ranks are ranks of the whole group
+  Engine engine{wire, links->size};  // progresses messages; its ranks are ranks of the whole group
 
  private:
   using Notes = std::vector<std::string>;
@@ -71,7 +71,7 @@ class Family {
   std::mutex losing_;  // held while groups handle losses, so that no group is removed
   std::mutex mutex_;  // guards the members below; to hold a pair's lock too, lock the pair first
   std::map<uint64_t, Mesh*> groups_;
-  std::vector<Pair*> connections_;  // by rank; null: not connected
+  std::vector<Pair*> connections_;  // to each rank; null: not connected
   // By rank: notifications of removed groups for members that connect later.
   std::map<int, std::vector<std::pair<uint64_t, Notes>>> late_notes_;
   // Notifications about groups that this rank has not created yet.

@@ -18,16 +18,16 @@ int fl_listen_for_hosts(fl_group *group);
 
 /* The hosts of a group. */
 typedef struct {
-  const int *numbers;       /* by rank: host number, from 0 without gaps */
-  const int *ports;         /* by rank: result of fl_listen_for_hosts */
-  const char *const *names; /* by host */
+  const int *numbers;       /* for each rank: host number, from 0 without gaps */
+  const int *ports;         /* for each rank: result of fl_listen_for_hosts */
+  const char *const *names; /* name of each host */
   int count;                /* number of hosts */
   double seconds;           /* silence after which a host is lost; 0: hosts are not monitored */
 } fl_hosts;
 
-/* Start to monitor the hosts. A lost host ends the running operations with FL_HOST_LOST, or else the next
-   one. Without fl_listen_for_hosts, another group monitors the hosts and takes this one along. `addresses`
-   and `key` as for fl_connect. */
+/* Start to monitor the hosts. A lost host ends the running operations with FL_HOST_LOST; if none is running,
+   the next operation. If fl_listen_for_hosts was not called, another group monitors the hosts and ends this
+   group: see fl_take_along. `addresses` and `key` as for fl_connect. */
 int fl_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses, size_t address_bytes,
                    const char *key);
 

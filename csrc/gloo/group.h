@@ -39,8 +39,8 @@ class Group {
 
   // Start an operation; collectives run on a thread, in order.
   Handle start(const Request& call);
-  // Run an operation on the caller's thread; if earlier operations are pending, start it instead. Null:
-  // success without a result to fetch.
+  // Run an operation on the caller's thread; if earlier operations are pending, start it instead. A
+  // null result means success without a result to fetch.
   Handle run(const Request& call);
   // Run several messages; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
@@ -60,7 +60,7 @@ class Group {
   const std::unique_ptr<Port> port_;
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
-  std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();  // of operations that run() has ended
+  std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();  // shared by the operations that run() has ended
   Queue queue_;  // last: destroyed before the objects that its operations use
 };
 

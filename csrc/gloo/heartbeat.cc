@@ -89,7 +89,7 @@ void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   // Ranks of one host receive a lost host's last answers at most two intervals apart.
   settling_ = hosts_->count() > 2 ? 2 * interval_ : Clock::duration{};
   looked_ = beats_ = due_ = time_now();
-  // All ranks of this host ask the next host; one rank asks each other host.
+  // All ranks of this host ask the next host. For each other distance one rank asks.
   const int ranks = static_cast<int>(local.size());
   for (int bit = 0; 1 << bit < hosts_->count(); ++bit) {
     if (bit == 0 || bit % ranks == host_index_ % ranks) watched_.push_back({1 << bit, -1, looked_});
@@ -128,7 +128,7 @@ std::optional<Failure> Heartbeat::update() {
   return report();
 }
 
-// Only this thread adds or removes lines.
+// Needs no lock for the links: only this thread adds or removes them.
 void Heartbeat::await() {
   std::vector<const Line*> lines;
   for (const Link& link : links_) lines.push_back(&link.line);
@@ -245,7 +245,7 @@ void Heartbeat::handle_answer(Link& answers) {
 
 // Asking -------------------------------------------------------------------------------------
 
-// Called once per interval.
+// Ask the watched hosts, once per interval.
 void Heartbeat::ask_hosts() {
   beats_ = looked_ + interval_;
   std::set<int> hosts_asked;
@@ -434,7 +434,7 @@ void Heartbeat::send_news() {
   for (Link& link : links_) {
     const bool is_known = link.is_ours ? link.has_shown : link.is_proven;
     if (!is_known || link.news_sent == news_.size()) continue;
-    const bool is_near = host(link.peer) == own_host_;  // the peer gets it on the other connection
+    const bool is_near = host(link.peer) == own_host_;  // of two connections one suffices
     if (is_near ? link.is_ours : !stays_here) link.news_sent += link.line.send(news_.substr(link.news_sent));
   }
 }

@@ -33,17 +33,17 @@ struct Hosts {
   int count() const { return static_cast<int>(names.size()); }
 
   const std::vector<int> numbers;             // by rank: host number, from 0 without gaps
-  const std::vector<std::string> names;       // by host
+  const std::vector<std::string> names;       // of each host, by number
   const std::vector<sockaddr_in6> addresses;  // by rank: address of its Heartbeat, IPv4 or IPv6
-  const std::string key;                      // of the proofs
+  const std::string key;                      // secret key of the proofs
   const double seconds;                       // silence after which a host is lost
-  std::vector<std::vector<int>> ranks;        // by host
+  std::vector<std::vector<int>> ranks;        // ranks of each host
   size_t most = 0;                            // maximum number of ranks on one host
 };
 
 // The heartbeat of one rank. It uses separate connections, because a byte queued behind 64 MB on a slow link
 // would be late. A few connections suffice, because any rank can answer for its host. Everything runs on one
-// thread without blocking. Beats do not wake it, because they are read every 0.25 s; other data does.
+// thread without blocking. Beats do not wake that thread, which reads them every 0.25 s; other data does.
 class Heartbeat {
  public:
   // Listen at `local` on a free port. Throws.
@@ -79,7 +79,7 @@ class Heartbeat {
     int peer = -1;          // an asking rank sends its number first
     bool is_fresh = false;  // made after the host became silent
     bool has_shown = false, is_proven = false;
-    bool is_leaving = false;  // the peer announced it
+    bool is_leaving = false;  // the peer has announced that it leaves
     size_t news_sent = 0;     // bytes of news sent
   };
   struct Watched {  // a host that this rank asks
@@ -89,7 +89,7 @@ class Heartbeat {
   };
   struct Doubt {  // a host under suspicion
     Clock::time_point since;
-    bool has_answered = false;  // by its kernel
+    bool has_answered = false;  // the host's kernel has answered
   };
   struct Loss {
     char kind;
@@ -129,13 +129,13 @@ class Heartbeat {
   bool is_leaving_ = false;
   std::shared_ptr<const Hosts> hosts_;
   Prover prover_;
-  int own_host_ = 0, host_index_ = 0;  // this host; index of this rank in it
+  int own_host_ = 0, host_index_ = 0;  // this rank's host; its index among the ranks of the host
   Clock::duration interval_{}, doubt_{}, limit_{}, settling_{};
-  Clock::time_point looked_, beats_, due_;  // last look, next beats, next look
+  Clock::time_point looked_, beats_, due_;  // last update(), next beats, next update()
   Clock::time_point visited_;               // last question from another host
   std::list<Link> links_;
   std::list<Watched> watched_;
-  std::map<int, Doubt> doubts_;  // by host: asked over new connections while a host is silent
+  std::map<int, Doubt> doubts_;  // key: silent host that this rank asks over new connections
   std::set<int> left_;           // ranks that have left the group or have died
   Losses lost_, unsent_, unreported_;
   Clock::time_point sends_at_, reports_ = kNever;

@@ -137,7 +137,7 @@ std::optional<Line> Listener::accept() {
   return socket_number < 0 ? std::nullopt : std::make_optional<Line>(socket_number);
 }
 
-// A pending connection that cannot be accepted would wake the poll forever.
+// Without a free descriptor do not poll the listener: a pending connection would wake the poll forever.
 void Listener::await(const std::vector<const Line*>& lines, Clock::time_point end) {
   std::vector<pollfd> events{{bell_, POLLIN, 0}, {has_room_ ? socket_ : -1, POLLIN, 0}};
   for (const Line* line : lines) events.push_back(line->awaited());

@@ -65,7 +65,7 @@ class Listener {
   Listener(const Listener&) = delete;
 
   int port() const { return port_; }
-  // Return a new connection; nothing if there is no connection or no descriptor.
+  // Return a new connection; nothing if there is no new connection or no free descriptor.
   std::optional<Line> accept();
 
   // Wait for a new connection, an event of `lines`, `end`, or ring().

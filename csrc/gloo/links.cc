@@ -100,7 +100,7 @@ class Links::Attempt : public Handler {
   struct Greeting {
     int32_t rank;
     int32_t asks;    // asks only for the number of begun collectives
-    uint64_t group;  // of this group
+    uint64_t group;  // whose collectives are counted
     int64_t calls;   // the answer
     char proof[FL_PROOF_BYTES];
   };

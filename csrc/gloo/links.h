@@ -79,7 +79,7 @@ class Links : public Context {
 
   const bool listens_on_;
   std::vector<char> address_;
-  std::string addresses_;  // of all ranks, concatenated
+  std::string addresses_;  // concatenated addresses of all ranks
   Prover prover_;
   ConnectedHandler on_connected_;
   Pair::NoteHandler note_handler_;
@@ -90,7 +90,7 @@ class Links : public Context {
   Descriptors descriptors_;
   double seconds_ = 0;
   Persistence reading_;
-  std::unique_ptr<std::atomic<int>[]> states_;  // by peer; written under lock_
+  std::unique_ptr<std::atomic<int>[]> states_;  // state of each peer; written under lock_
 
   std::mutex closing_;  // one thread closes; other threads wait for it
   std::mutex asking_;   // one thread asks at a time
@@ -98,8 +98,8 @@ class Links : public Context {
   std::condition_variable changed_;
   bool is_open_ = false;
   std::map<Attempt*, std::unique_ptr<Attempt>> attempts_;
-  std::vector<std::string> problems_;  // by peer: reason why there is no connection
-  std::map<int, int64_t> answers_;     // of calls_of()
+  std::vector<std::string> problems_;  // for each peer: reason why there is no connection
+  std::map<int, int64_t> answers_;     // results of calls_of(): number of calls by peer
 };
 
 }  // namespace fl

@@ -40,7 +40,7 @@ std::string text_for_peers(std::string message, const std::string& name) {
 // The reason why a rank gave up. Wire format: kMark, status, number of missing ranks, these ranks, text.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
-  static constexpr size_t kMostBytes = 4000;  // of text
+  static constexpr size_t kMostBytes = 4000;  // maximum bytes of the text
 
   int status = 0;
   std::vector<int> missing;
@@ -162,7 +162,7 @@ Failure Mesh::not_connected(int peer, const std::string& problem) {
 
 Pair& Mesh::pair_with(int peer) {
   if (!is_connected(peer)) require(peer);
-  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or has given up: see explain
+  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or it gave up: see explain
   return *links_.pair(ranks_[peer]);
 }
 
@@ -196,7 +196,7 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
 
 // Notifications between members ---------------------------------------------------------------
 
-// Called on Gloo's or a reading thread with a pair locked, so another thread notifies the other ranks.
+// Called on Gloo's or a reading thread with a pair locked. Therefore another thread notifies the other ranks.
 void Mesh::receive_note(int peer, const std::string& text) {
   const bool is_hearsay = text[0] == kHearsay;
   bool is_first = false;
@@ -418,7 +418,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   });
 }
 
-// Only once: peers use the first reason.
+// Report only once, because peers use the first reason.
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
   const Farewell farewell{failure.status, failure.missing, text_for_peers(failure.what(), name(rank))};

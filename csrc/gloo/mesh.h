@@ -27,7 +27,7 @@ struct Companion {
 
 class Mesh : public Transport, public Connections, public Route {
  public:
-  // A whole group; and a subgroup of `ranks`, this rank among them, that shares the connections of `whole`.
+  // Create a whole group; or a subgroup of `ranks`, this rank among them, with the connections of `whole`.
   // `number` identifies the subgroup: equal on all its ranks, and unique among groups with these connections.
   Mesh(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
   Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number);
@@ -170,14 +170,14 @@ class Mesh : public Transport, public Connections, public Route {
   const std::vector<int> ranks_;  // ranks of the whole group
   const double connect_seconds_;
   std::atomic<bool> has_reported_{false};  // the other ranks know the reason of this rank
-  std::atomic<bool> has_farewell_{false};  // of any peer
+  std::atomic<bool> has_farewell_{false};  // a peer has sent its reason
   std::atomic<bool> has_news_{false};      // a peer has given up or closed the group
   std::atomic<bool> is_leaving_{false};
   std::atomic<int64_t> calls_{0};
   std::atomic<int> awaited_{-1};
 
   mutable std::mutex mutex_;  // guards the members below
-  std::vector<PeerState> peer_states_;  // by rank
+  std::vector<PeerState> peer_states_;  // one entry per rank
   PeerFarewell first_farewell_{};  // the first reason received, perhaps through other ranks
   std::vector<Companion> companions_;
 };

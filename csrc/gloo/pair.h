@@ -70,7 +70,7 @@ class Pair : public gloo::transport::tcp::Pair {
 
   // Set whether Gloo's thread reads arriving data (initially true).
   void set_served(bool served);
-  // Read what has arrived, on this thread.
+  // Read arrived data on this thread.
   void read_available();
 
   // Send. Messages of one slot of a group keep their order. Throws if the connection is broken. `at_leisure`:
@@ -91,7 +91,7 @@ class Pair : public gloo::transport::tcp::Pair {
   // arrives for the buffer is dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
-  // Time at which the connection ended, or kNever; and Gloo's reason.
+  // Return the time at which the connection ended, or kNever; and Gloo's text of the reason.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
   // True if the kernel has accepted everything sent, or if the connection has ended.
@@ -114,7 +114,7 @@ class Pair : public gloo::transport::tcp::Pair {
     bool is_open = false;             // the peer accepts messages without requests
   };
   struct GroupState {
-    std::unordered_map<uint64_t, SlotQueues> slots;  // by slot
+    std::unordered_map<uint64_t, SlotQueues> slots;  // key: slot
     bool is_over_here = false, is_over_there = false;
   };
   using Queues = std::unordered_map<uint64_t, SlotQueues>;
@@ -141,12 +141,12 @@ class Pair : public gloo::transport::tcp::Pair {
   Parcels& parcels_;
   std::atomic<Clock::time_point> ended_at_{kNever};
   // Guarded by the pair's mutex.
-  std::unordered_map<uint64_t, GroupState> group_states_;  // by group
+  std::unordered_map<uint64_t, GroupState> group_states_;  // key: group number
   std::list<OwnedBuffer> owned_;  // outgoing data that the pair owns
   bool is_matched_ = false;  // the arriving message has been matched with a buffer
   std::string note_;
   std::optional<Parcel> parcel_;
-  std::unique_ptr<char[]> discarded_;  // for arriving data without a buffer
+  std::unique_ptr<char[]> discarded_;  // memory for arriving data that no buffer waits for
   // Bytes read beyond the current buffer, and whether the kernel has no more.
   std::unique_ptr<char[]> beyond_;
   size_t beyond_begin_ = 0, beyond_end_ = 0;

@@ -12,8 +12,8 @@ constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 // Maximum number of chunks per rank that can arrive without a request, and bytes for the chunks of all ranks.
 constexpr size_t kMostSlots = 8, kAllBytes = 8 << 20;
 
-// Maximum size, in bytes, that two ranks exchange in one step and both reduce. Above it, half the additions
-// save more than a step costs.
+// Maximum size, in bytes, that two ranks exchange in one step and both reduce. For larger arrays, halving the
+// additions per rank saves more time than the second step costs.
 constexpr size_t kInOneStep = 4 << 20;
 
 // Collector value: all ranks get the reduced parts.
@@ -89,7 +89,7 @@ class Collectives::ReductionInParts {
   }
 
  private:
-  // Chunk `c` of rank r's part; empty behind the part's end.
+  // Return chunk `c` of rank r's part. Chunks behind the part's end are empty.
   Part piece(int r, size_t c) const {
     const size_t begin = std::min(c * piece_bytes_, parts_[r].bytes);
     return {parts_[r].begin + begin, std::min(piece_bytes_, parts_[r].bytes - begin)};
@@ -149,7 +149,7 @@ class Collectives::ReductionInParts {
   const int rank_, size_, collector_;
   const Parts parts_;
   const size_t piece_bytes_, depth_;  // depth_: chunks of each part in transit or being reduced
-  const size_t first_;                // index of the first chunk's place in the rooms
+  const size_t first_;                // index of the first chunk in the receive buffers (rooms)
   const bool in_place_;               // the result overwrites the sent data
   char* const data_;
   char* const output_;

@@ -81,9 +81,9 @@ class Relay {
  private:
   // Two receives per step: requesting the next message before sending the last saves half a round trip.
   static constexpr size_t kTurns = 2;
-  static constexpr size_t kAlignment = 16;  // of payloads that are reduced: complex long double
+  static constexpr size_t kAlignment = 16;  // in bytes, of payloads: they may be reduced as complex long double
   struct alignas(kAlignment) Head {
-    uint64_t bytes;  // of the payload, which follows
+    uint64_t bytes;  // size of the payload, which follows this Head
     fl_signature call;
     fl_site site;
     uint64_t arrived;  // nonzero: the fields above have arrived

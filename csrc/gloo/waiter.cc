@@ -56,7 +56,7 @@ void Watch::work() {
   }
 }
 
-// Without the mutex, because chores may end waits.
+// Run the chores without the mutex, because they may end waits.
 void Watch::do_chores(std::unique_lock<std::mutex>& lock) {
   const auto chores = std::exchange(chores_, {});
   lock.unlock();

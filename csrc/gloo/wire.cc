@@ -12,7 +12,7 @@ constexpr size_t kSmall = 1 << 10;
 // this thread must be scheduled first.
 constexpr int kPolls = 200;
 
-// With more ranks a thread polls only the peer that it waits for.
+// Maximum number of ranks that a thread polls. With more ranks it polls only the peer that it waits for.
 constexpr int kMostPolled = 8;
 
 }  // namespace
@@ -27,7 +27,7 @@ Wire::Room GlooWire::reserve(int peer, size_t bytes) {
     try {
       links_.reach(peer);
     } catch (const std::exception&) {
-      // A later check reports it as lost.
+      // A later check reports the peer as lost.
     }
     return {};
   }
@@ -78,7 +78,7 @@ void GlooWire::drop(int peer) {
 
 // Memory to memory -----------------------------------------------------------------------------
 
-// A route of one group over existing connections, with one buffer.
+// A transfer with one buffer, over existing connections, as a Route of one group.
 class GlooWire::Stream final : public Flow, private Route, private Receiver::Mover, private Receiver {
  public:
   Stream(GlooWire& wire, const Moves& moves)

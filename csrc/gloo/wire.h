@@ -61,7 +61,7 @@ class GlooWire final : public Wire, public Parcels {
   Links& links_;
   Futex futex_;
   Persistence polling_;
-  const std::unique_ptr<PeerState[]> peer_states_;  // by peer
+  const std::unique_ptr<PeerState[]> peer_states_;  // one entry per peer
 };
 
 }  // namespace fl

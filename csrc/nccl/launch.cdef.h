@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
   uintptr_t event_record, stream_wait; /* cuEventRecord, cuStreamWaitEvent */
   uintptr_t group_start, group_end;
-  uintptr_t functions[7];   /* by kind */
+  uintptr_t functions[7];   /* NCCL functions, by kind (FL_ALL_REDUCE ...) */
   uintptr_t stream, ready;  /* the communication stream; an event */
 } fl_launcher;
 

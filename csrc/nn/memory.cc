@@ -23,7 +23,7 @@ namespace fl::nn {
 namespace {
 
 constexpr size_t LEAST = 32 << 10, LIMIT = 32 << 20, LINE = 64, PAGE = 4096;
-constexpr size_t HUGE_FROM = 4 << 20;  // as in NumPy
+constexpr size_t HUGE_FROM = 4 << 20;  // same limit as in NumPy, in bytes
 constexpr size_t PASSES = 8;           // passes after which an unused block is unmapped
 constexpr size_t MOST_MAPPED = 16384;  // a process may have 65,530 mappings (vm.max_map_count)
 
@@ -37,7 +37,7 @@ struct Block {
   size_t room, pass;  // `pass`: number of the backward pass that freed it
 };
 
-Block kept[LIMIT / LEAST];  // in the order of freeing
+Block kept[LIMIT / LEAST];  // sorted by the time of freeing
 size_t count = 0, bytes = 0, pass = 0;
 std::atomic<size_t> turn = 0, mapped = 0;
 // Use only try_lock: in a forked process the mutex may stay locked forever.

@@ -80,7 +80,7 @@ bool take_state(int number, PyObject* state, Task* task);
 bool run_all(const std::vector<Task>& tasks, const Source& source);
 void run(const Task& task, const Rule& rule, const double* numbers, double scale);
 
-// Steps(pieces, lr, counts, norms, rule, scale), for a method table.
+// Steps(pieces, lr, counts, norms, rule, scale) for a method table: see prepared.cc.
 PyObject* prepare(PyObject* module, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace fl::optim

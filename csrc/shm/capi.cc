@@ -13,7 +13,7 @@ struct fl_posted {
   int count;
   fl::ShmGroup* group;
   fl::Port::Posted messages;
-  std::exception_ptr error;  // in `not_posted`: the reason
+  std::exception_ptr error;  // only in `not_posted`: the reason why it was not posted
 };
 
 struct fl_region {

@@ -189,7 +189,7 @@ class Collectives {
   Segment& segment_;
   Peers& peers_;
   Remote& remote_;
-  Watch watch_;  // of the running call
+  Watch watch_;  // waits of the running call
   const int rank_, size_;
   uint32_t calls_ = 0;     // number of calls that this rank has announced
   uint32_t compared_ = 0;  // number of the last compared call
@@ -208,7 +208,7 @@ class Collectives {
   std::vector<Region> regions_;  // elements keep their index; a dropped region stays, empty
   std::vector<const void*> from_;
   Choice choice_;
-  Choice::Trial trial_;  // of the running call
+  Choice::Trial trial_;  // copy path of the running call
   std::vector<char> scratch_;
 };
 

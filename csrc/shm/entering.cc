@@ -1,10 +1,10 @@
 // Start of a call: what each rank announces, whose calls it awaits, and how the calls are compared.
 //
-// Most verbs need every rank's call. A rank that needs fewer returns ahead of other ranks; for example, the
-// root of a small broadcast needs no call. It compares the other calls in its later calls, and may be
+// Most verbs need every rank's call. A rank that needs fewer calls returns ahead of other ranks: for example,
+// the root of a small broadcast needs no call. It compares the other calls in its later calls, and may be
 // kMostAhead calls ahead of the last compared one. If calls differ, a rank that detects it raises at once.
 // The next call in which every rank waits for every other rank then does nothing and raises on all ranks,
-// because some ranks do not know yet. All ranks derive the same result from the announced calls.
+// because some ranks have not detected it. All ranks derive the same result from the announced calls.
 
 #include "../common/signature.h"
 #include "collectives.h"
@@ -40,11 +40,11 @@ uint64_t hash_of_shape(const fl_signature& s) {
   return hash;
 }
 
-// Like same_call, from the first lines only.
+// Like same_call, but compare only the first lines of the calls.
 bool alike(const Call& a, const Call& b, bool free) {
   constexpr uint32_t kMayDiffer = kRunsAhead | kIsLarge | kCanRead;
   if (((a.kind | b.kind) & kAny) != 0) {
-    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // and part_of
+    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // bits of verb and part_of
     return ((a.kind ^ b.kind) & kVerb) == 0 && a.root == b.root;
   }
   return (a.kind | kMayDiffer) == (b.kind | kMayDiffer) && a.root == b.root && a.scale == b.scale &&
@@ -194,7 +194,7 @@ void Collectives::write_call(const fl_signature& signature, const Outgoing& outg
 }
 
 // Announce the address of data that is not in the call, and the costs for choosing its path. A rank that does
-// not know the total size always announces them.
+// not know the total size always announces both.
 void Collectives::announce_large(const fl_signature& signature, const void* data, Call& call) {
   if (is_compared(signature)) return;
   const bool knows = signature.ndim != FL_ANY && signature.verb != FL_ALL_TO_ALL_UNEVEN;
@@ -339,7 +339,7 @@ bool Collectives::compare_call(uint32_t number) {
   compared_ = number;
   if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
     mismatches_.forget_old(number);
-    if (mismatches_.empty()) pass_rows(number);  // else the ranks that need data raised, and no data moved
+    if (mismatches_.empty()) pass_rows(number);  // otherwise the ranks that need data raised, and no data moved
   }
   if (same && mismatches_.empty()) return true;
   // The sites are requested when the mismatch is raised.
@@ -353,7 +353,7 @@ bool Collectives::compare_call(uint32_t number) {
   return same;
 }
 
-// Full comparison with the same result on every rank, also if the own call has FL_ANY.
+// Compare the full calls. Every rank gets the same result, also a rank whose own call has FL_ANY.
 bool Collectives::all_call_the_same(uint32_t number) const {
   return are_one_call(calls(number).data(), size_);
 }
@@ -377,7 +377,7 @@ void Collectives::raise_now() {
   }
   try {
     wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
-  } catch (const Failure&) {  // their calls stay unknown
+  } catch (const Failure&) {  // the calls of late ranks stay unknown
   }
   throw Mismatch();
 }

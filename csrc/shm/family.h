@@ -53,7 +53,7 @@ class Family {
   Remote remote;
   Rings rings;
   Engine engine;  // its ranks are ranks of the segment
-  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for asynchronous collectives
+  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // threads for asynchronous collectives
 
  private:
   void tick() {

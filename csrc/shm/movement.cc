@@ -158,7 +158,7 @@ void Collectives::move_rows(const fl_signature& signature, const Rows& rows, con
   choice_.end(trial_);
 }
 
-// Count the chunks of a gather that this rank left before the other ranks called, as if it had moved rows.
+// After a gather from which this rank returned ahead: count its chunks, as if this rank had moved rows.
 void Collectives::pass_rows(uint32_t number) {
   const fl_signature& signature = description_of(rank_, number).signature;
   size_t largest = 0;
@@ -169,7 +169,7 @@ void Collectives::pass_rows(uint32_t number) {
   pass_chunks(direct ? 1 : chunks_of(largest, chunk_for(largest)));
 }
 
-// Count chunks in which this rank has moved nothing.
+// Skip chunks: count them as moved, so that the counters of all ranks agree.
 void Collectives::pass_chunks(uint32_t chunks) {
   RankBlock& block = segment_.block(rank_);
   chunks_ += chunks;

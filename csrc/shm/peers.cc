@@ -31,7 +31,7 @@ std::shared_ptr<Process> Process::find(int32_t pid) {
   const std::lock_guard<std::mutex> lock(cache.mutex);
   auto& slot = cache.processes[pid];
   auto process = slot.lock();
-  if (process != nullptr && !process->has_ended()) return process;  // else the PID may have been reused
+  if (process != nullptr && !process->has_ended()) return process;  // else another process may have this PID now
   process = std::make_shared<Process>(open_process(pid));
   slot = process;
   return process;
@@ -59,10 +59,10 @@ Peers::~Peers() { close_files(); }
 void Peers::close_files() noexcept { processes_.clear(); }
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
-  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // whatever other ranks report
-  // A rank that shuts down waits for all ranks. A rank that waits for a message from it would block both
-  // until the timeout, so its wait ends after half a second; a receive from any rank ends when all other
-  // ranks have left. Messages begun before still arrive. Polling does not count as waiting.
+  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // takes precedence over reports of other ranks
+  // A rank that shuts down waits for all ranks. If another rank waits for a message from it, both would wait
+  // until the timeout. Therefore that wait ends after half a second; a receive from any rank ends when all
+  // other ranks have left. Messages begun before still arrive. Polling does not count as waiting.
   if (auto failure = farewell(concern)) return failure;
   const std::vector<int> dead_ranks = dead(concern);
   if (!dead_ranks.empty()) {
@@ -156,7 +156,7 @@ void Peers::give_up(const Failure& failure) noexcept {
   }
   std::strncpy(farewell.message, failure.what(), sizeof farewell.message - 1);
   farewell.is_set.set(1);
-  full_fence();  // before later changes of memory that peers read
+  full_fence();  // peers see the farewell before later changes of the memory that they read
 }
 
 // Watch ---------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
   } while (!counter.wait(target, Patience{0, 0}, kSliceMilliseconds));
 }
 
-// A rank that is gone may have raised the counter just before; then the wait succeeds.
+// A rank that is gone may have raised the counter just before its end; then the wait succeeds.
 void Watch::check_loss(const Counter& counter, uint32_t target, Clock::time_point since, int peer) {
   if (const auto lost = loss()) {
     if (counter.reached(target)) return;

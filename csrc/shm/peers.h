@@ -102,7 +102,7 @@ class Peers : public Transport {
   std::atomic<bool> stopped_{false};                 // carries no other data; a late reader checks again
   std::atomic<bool> has_farewell_{false};            // the farewell is written or being written
   std::mutex mutex_;                                 // guards the members below
-  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null: not requested yet
+  std::vector<std::shared_ptr<Process>> processes_;  // process of each rank; null: not looked up yet
 };
 
 // The waits of one operation, on one thread.

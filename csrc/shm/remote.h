@@ -6,11 +6,11 @@
 
 namespace fl {
 
-// Bytes from which a direct read may pay off: half the copying for a system call and a wait at the end.
+// Bytes from which a direct read may be faster: one copy less, but a system call and a wait at the end.
 constexpr size_t kReadBytes = sized(16 << 10, 64);
 
 // Linux lets a process read the memory of another process of the same user (process_vm_readv), unless Yama, a
-// container or namespaces forbid it. Therefore each rank tries.
+// container or namespaces forbid it. Therefore each rank tests whether it can read.
 class Remote {
  public:
   Remote(const Segment& segment, int rank, int size);
@@ -33,7 +33,7 @@ class Remote {
   const int rank_, size_;
   const std::unique_ptr<uint64_t> token_;  // value that other ranks try to read
   std::mutex mutex_;
-  std::vector<Answer> answers_;  // by rank
+  std::vector<Answer> answers_;  // for each rank: whether its memory can be read
   std::atomic<Answer> all_{kUnknown};
 };
 

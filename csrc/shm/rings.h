@@ -37,7 +37,7 @@ class Rings final : public Wire {
     uint32_t sent = 0, seen_drained = 0;  // records
     uint32_t at = 0, drained_at = 0;      // bytes of data: written, released
     uint32_t reserved_at = 0;
-    std::vector<uint32_t> ends;  // by record in the ring: end of its data
+    std::vector<uint32_t> ends;  // for each record in the ring: end of its data
     uint32_t received = 0;       // records
     Choice choice{1};
   };
@@ -50,7 +50,7 @@ class Rings final : public Wire {
   Segment& segment_;
   Remote& remote_;
   const int rank_;
-  std::unique_ptr<Ends[]> ends_;  // by peer
+  std::unique_ptr<Ends[]> ends_;  // one entry per peer
   std::unordered_set<uint32_t> left_groups_;
 };
 

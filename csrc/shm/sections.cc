@@ -12,7 +12,7 @@ size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 // The path of a section through the slots: one piece in each chunk.
 struct Route {
-  size_t bytes = 0;     // of the section
+  size_t bytes = 0;     // size of the section
   size_t in_array = 0;  // offset in the array
   size_t piece = 0;     // bytes of a piece
   size_t in_slot = 0;   // offset of its pieces in a slot
@@ -27,7 +27,7 @@ struct Route {
 struct Collectives::Sections {
   int ranks;
   size_t equal = 0;                 // bytes of every section, or
-  const int64_t* uneven = nullptr;  // of each: [source * ranks + destination]
+  const int64_t* uneven = nullptr;  // bytes of section [source * ranks + destination]
   int only_source = -1;             // other ranks send nothing; -1: all ranks send
 
   size_t bytes(int source, int destination) const {
@@ -55,7 +55,7 @@ struct Collectives::Sections {
 // all sections arrive evenly whatever their lengths.
 struct Collectives::Routes {
   uint32_t chunks = 1;
-  std::vector<Route> give, take;  // by destination, by source
+  std::vector<Route> give, take;  // routes by destination; routes by source
 
   Routes(const Sections& sections, int rank, size_t chunk_bytes) {
     const int ranks = sections.ranks;

@@ -13,7 +13,7 @@ constexpr size_t kPage = sized(4096, 64);
 // Containers provide 64 MB of /dev/shm, often less: a segment stays below about 10 MB.
 constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kDataBudget = 2 << 20;
-// Chunks of this size leave space for the arrays in a second-level cache.
+// Maximum bytes of a chunk, so that a second-level cache has space for chunks and arrays.
 constexpr size_t kMaxChunk = sized(256 << 10, 256);
 constexpr size_t kMostData = sized(256 << 10, 512), kLeastData = sized(1 << 10, 512);
 constexpr size_t kRecordBudget = 2 << 20;

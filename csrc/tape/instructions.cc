@@ -25,7 +25,7 @@ struct Native final : public Instruction {
   int64_t elements;
   enum { MOST = 16 };
   int count = 0, at[MOST];  // entries of the arrays; -1: array not passed
-  char* arrays[MOST];       // of the current run
+  char* arrays[MOST];       // addresses in the current run
   std::vector<int64_t> sizes;
   std::vector<double> numbers;
 

@@ -227,9 +227,9 @@ PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, step_slots};
 
 PyMethodDef methods[] = {
-    {"address", caught<address>, METH_O, "address(array): of its first element."},
-    {"at", caught<at>, METH_VARARGS, "at(owner, address, like): an array like another, in memory of its owner."},
-    {"bounds", caught<bounds>, METH_O, "bounds(array): the addresses between which its elements lie."},
+    {"address", caught<address>, METH_O, "address(array): return the address of its first element."},
+    {"at", caught<at>, METH_VARARGS, "at(owner, address, like): return an array like `like` in owner's memory."},
+    {"bounds", caught<bounds>, METH_O, "bounds(array): return the start and end address of its elements."},
     {"new_memory", caught<new_memory>, METH_NOARGS, nullptr},
     {"use_memory", caught<use_memory>, METH_O, nullptr},
     {"find_memory", caught<find_memory>, METH_VARARGS, nullptr},

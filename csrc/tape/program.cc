@@ -159,7 +159,7 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// Read (index of an argument or, after these, of a new array, else -1; address or offset)
+// Read (index in the list of arguments and then new arrays, or -1; address, or offset in that array).
 bool Program::read_table(PyObject* described) {
   int argument;
   intptr_t address;
@@ -284,7 +284,7 @@ int Program::state_is_unchanged() const {
   }
   for (const Binding& element : gradients_read_) {
     const Owned now = slots.get(element.variable, Slots::GRAD);
-    if (now == nullptr) PyErr_Clear();  // it was deleted
+    if (now == nullptr) PyErr_Clear();  // the name was deleted
     if (now.get() != element.value) return 0;
   }
   for (const State& element : state_) {

@@ -172,11 +172,11 @@ class Program {
   struct Name {  // the value of a name that the function uses
     PyObject *holder, *name, *value;
     bool is_items;         // `value` is the length of container `holder`, or a copy of a set
-    bool is_number;        // or a string: compared by value
-    PyObject* descriptor;  // of an attribute in C, such as a cell's; else None
+    bool is_number;        // a number or a string: compared by value
+    PyObject* descriptor;  // descriptor of an attribute in C, such as a cell's; else None
     bool is_in_dict;       // `holder` is a dict; else, if `index` >= 0, a list
     Py_ssize_t index;
-    descrgetfunc read;  // of `descriptor`
+    descrgetfunc read;  // getter of `descriptor`
 
     void prepare();
     int is_as_before() const;  // 1 or 0; -1 with an exception
@@ -195,14 +195,14 @@ class Program {
   int state_is_unchanged() const;
   bool are_disjoint() const;
   bool set_arguments();
-  Outcome run(Py_ssize_t* count);  // of instructions that were run
+  Outcome run(Py_ssize_t* count);  // `count`: number of instructions that were run
   PyObject* build(const Result& result, PyObject* args, PyObject* kwargs);
   PyObject* build_array(const Result& result);
 
   Owned description_;  // keeps all referenced objects alive
   std::vector<Argument> arguments_;
-  std::vector<PyObject*> names_;  // of keyword arguments, which come last
-  std::vector<Owned> arrays_;     // of the arguments of this call
+  std::vector<PyObject*> names_;  // names of the keyword arguments, which come last
+  std::vector<Owned> arrays_;     // arrays of the arguments of this call
   std::vector<State> state_;
   std::vector<Name> names_read_;
   std::vector<char*> table_;

@@ -64,7 +64,7 @@ struct Reduction final : public Instruction {
 
 // Addresses of BLAS functions; is_long: their integers have 64 bits.
 struct Blas {
-  void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // for float and double
+  void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // index 0: float, 1: double
   bool is_long = false;
 };
 extern Blas blas;

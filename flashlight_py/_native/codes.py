@@ -23,29 +23,29 @@ DTYPES = (
 DIMENSIONS = 8
 SITE_BYTES = 256
 
-# Special values of the number of dimensions: see fl_signature.
+# Special values of ndim: see fl_signature.
 ANY = -1
 REFUSED = -2
 WITHDRAWN = -3
 
-# Flags in the dtype: the array is on a GPU; the ranks only compare the call.
+# Flags of fl_signature.dtype: the array is on a GPU; the ranks only compare the call.
 ON_GPU = 32
 COMPARED = 64
 
-# Verbs that occur only in flight records; object verbs in the order of COMPOSED (call.py).
+# Verbs of flight records only. Object verbs are in the order of COMPOSED in call.py.
 SENDRECV = 32
 BROADCAST_OBJECT = 33
 ALL_GATHER_OBJECT = 34
 GATHER_OBJECT = 35
 SCATTER_OBJECT = 36
 
-# Flight records: number of recorded calls, and flags of a call.
+# Flight records: number of recorded calls per group, and flags of a recorded call.
 RECORDED_CALLS = 512
 RECORDED_FAILED = 1
 RECORDED_PLACED = 2
 RECORDED_ASYNC = 4
 
-# Properties of a verb, as flags, for csrc/fast.
+# Flags of a verb's properties, for csrc/fast.
 VERB_KNOWN = 1
 VERB_ROOTED = 2
 VERB_IN_PLACE = 4

@@ -70,9 +70,9 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
 def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a one-dimensional tensor with room for all ``tensors``, one after the other.
 
-    The result shares the tensors' memory if they are adjacent, such as parts of one tensor.
-    Otherwise it is new memory, and ``copied`` copies to or from it. Raises like ``require_memory``,
-    and TypeError if ``alike``, all tensors of the same collective, have different dtypes.
+    If the tensors are adjacent, such as parts of one tensor, the result is their own memory.
+    Otherwise it is new memory, and ``copied`` copies to or from it. Raises like
+    ``require_cpu_tensor``, and TypeError if the tensors ``alike`` have different dtypes.
     """
     for tensor in alike:
         require_cpu_tensor(tensor)
