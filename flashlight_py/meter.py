@@ -33,7 +33,7 @@ class Meter(Structured, abc.ABC):
 
     ``state`` contains only sums. So the element-wise sum of the states of several meters is the
     state of a meter over all their data. ``meter.value_of(sum of every process's meter.state())``
-    is the value over all processes. It changes no meter.
+    is the value over all processes; it does not change ``meter``.
     """
 
     @abc.abstractmethod
@@ -56,7 +56,7 @@ class Meter(Structured, abc.ABC):
 class _Sums(Meter):
     """A meter with an array of sums on the host, and one on the device for CuPy arrays."""
 
-    _device_sums: Array | None = None  # CUDA graphs write to it, so its address on a device stays
+    _device_sums: Array | None = None  # CUDA graphs write to it, so its address does not change
 
     def __init__(self, number: int) -> None:
         self._sums: State = np.zeros(number)
@@ -218,10 +218,7 @@ class CountMeter(_Sums):
 
 
 class MSEMeter(_Sums):
-    """Mean over the calls of ``add`` of the squared error, summed over the elements of a call.
-
-    With one sample per call, this is the mean over samples.
-    """
+    """Squared error summed over the elements of each call of ``add``, averaged over the calls."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -248,7 +245,8 @@ class MSEMeter(_Sums):
 class TimeMeter(_Sums):
     """A stopwatch in seconds, initially stopped; with ``unit`` it gives seconds per unit.
 
-    Several synchronised meters give the mean of their seconds, or all seconds over all units.
+    The value of several synchronised meters is the mean of their seconds, or, with ``unit``, all
+    seconds divided by all units.
     """
 
     def __init__(self, unit: bool = False) -> None:

@@ -27,8 +27,8 @@ inline void expect_to_write(const volatile void* line) {
 // (docs/shared-memory.md). For fewer bytes, streaming to memory costs more than it saves.
 constexpr size_t kStreamBytes = 2048;
 
-// Bytes from which the C library copies with rep movsb. That takes two to five times as long if source and
-// destination have different offsets in a cache line, as arrays and slots do (docs/shared-memory.md).
+// Bytes from which the C library copies with rep movsb. This instruction takes two to five times as long if
+// source and destination differ in their offset in a cache line, like arrays and slots (docs/shared-memory.md).
 constexpr size_t kLongBytes = 2048;
 
 #ifdef FL_HAS_SSE2

@@ -13,8 +13,8 @@ constexpr size_t kMostWanted = 16;
 
 size_t bytes_of(const fl_signature& call) { return static_cast<size_t>(call.count) * call.itemsize; }
 
-// Return a digest of all that same_call() compares except the tag. Equal for signatures that same_message()
-// accepts; different, with 64 bits, otherwise.
+// Return a 64-bit digest of the fields that same_call() compares, except the tag. Signatures that
+// same_message() accepts have equal digests; other signatures almost certainly have different digests.
 uint64_t digest_of(const fl_signature& s) {
   uint64_t scale, digest = 0x9e3779b97f4a7c15u;
   std::memcpy(&scale, &s.scale, sizeof scale);

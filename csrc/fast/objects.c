@@ -103,8 +103,8 @@ static PyObject *frame_of(PyObject *object) {
   return frame;
 }
 
-/* Return the frames of a scatter, one per rank and of equal length; NULL with an exception. NULL without one:
-   Python must handle it, because unequal frames would need too much padding. */
+/* Return the frames of a scatter, one per rank and of equal length; NULL with an exception. NULL without an
+   exception: Python must handle the scatter, because unequal frames would need too much padding. */
 static PyObject *frames_of(PyObject *objects, int size) {
   if (!PyList_CheckExact(objects) || PyList_Size(objects) != size) return NULL;
   PyObject *frames = PyList_New(0), *joined = NULL;

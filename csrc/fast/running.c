@@ -6,8 +6,8 @@
 
 #include "../shm/shm.cdef.h"
 
-/* Polls (about 3 us) before the GIL is released. That must be rare: it takes so long that the peer, which waits
-   for this rank, would release its GIL too, and so on in later calls. */
+/* Polls (about 3 us) before the GIL is released. A release must be rare: it takes so long that the peer, which
+   waits for this rank, would release its GIL too, and so on in later calls. */
 enum { SPINS_WITH_GIL = 100, SPINS_FOR_MESSAGES = 400 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 

@@ -140,8 +140,8 @@ static PyObject *run_all(Binding *binding, PyObject *xs, const list *all) {
   return xs;
 }
 
-/* Mark the arrays that travel with `first` as done. Append the message's array to `arrays`, and if it is
-   packed a tuple (packed array, its arrays ...) to `packs`; 0 with an exception. */
+/* Mark the arrays that travel with `first` as done. Append the message's array to `arrays`. If the
+   message is packed, append (packed array, its arrays ...) to `packs`. 0 with an exception. */
 static int pack_message(const list *all, item *first, PyObject *arrays, PyObject *packs) {
   const int number = choose(all, first);
   plain_call call;

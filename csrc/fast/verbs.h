@@ -9,8 +9,8 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
 /* The type of the public verbs: see entry.c. */
 PyObject *entry_type(void);
 
-/* Run all_to_all with `rows`. NotImplemented, without effect, if Python must handle it. If `out` has the
-   wrong number of rows, the result is another array. */
+/* Run all_to_all with `rows`. Return NotImplemented, without effect, if Python must handle the call. If `out`
+   has the wrong number of rows, the result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
 /* Run all_reduce on a list of arrays; return the list, or NotImplemented like native_uneven. Asynchronous:

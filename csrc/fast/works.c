@@ -54,8 +54,8 @@ static void free_work(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* Keep `work` alive, because the library writes into its arrays. When the number has doubled, Works that
-   ended well are released; failures stay for sync_distributed(). 0 with an exception. */
+/* Keep `work` alive, because the library writes into its arrays. When the number of kept Works has doubled,
+   release those that ended well; failed Works stay for sync_distributed(). 0 with an exception. */
 static int track(Binding *binding, PyObject *work) {
   PyObject *running = binding->running;
   if (PyDict_SetItem(running, work, Py_None) < 0) return 0;

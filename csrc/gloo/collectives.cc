@@ -181,8 +181,8 @@ void Collectives::await_leaving(int r) {
   for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
 
-// Ignore a failed send to a rank that has closed the group, because it may have completed its part. If this
-// rank needs data from it, the later wait fails.
+// Ignore a failed send to a rank that has closed the group, because that rank may have completed its part. If
+// this rank needs data from it, the later wait fails.
 template <typename Send>
 void Collectives::ignore_if_left(int r, Send send) {
   try {

@@ -25,9 +25,9 @@ typedef struct {
   double seconds;           /* silence after which a host is lost; 0: hosts are not monitored */
 } fl_hosts;
 
-/* Start to monitor the hosts. A lost host ends the running operations with FL_HOST_LOST, or else the next
-   one. Without fl_listen_for_hosts, another group monitors the hosts and takes this one along. `addresses`
-   and `key` as for fl_connect. */
+/* Start to monitor the hosts. A lost host ends the running operations with FL_HOST_LOST; if none is running,
+   the next operation. If fl_listen_for_hosts was not called, another group monitors the hosts and ends this
+   group: see fl_take_along. `addresses` and `key` as for fl_connect. */
 int fl_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses, size_t address_bytes,
                    const char *key);
 

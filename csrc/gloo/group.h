@@ -39,8 +39,8 @@ class Group {
 
   // Start an operation; collectives run on a thread, in order.
   Handle start(const Request& call);
-  // Run an operation on the caller's thread; if earlier operations are pending, start it instead. Null:
-  // success without a result to fetch.
+  // Run an operation on the caller's thread; if earlier operations are pending, start it instead. A
+  // null result means success without a result to fetch.
   Handle run(const Request& call);
   // Run several messages; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {

@@ -43,7 +43,7 @@ struct Hosts {
 
 // The heartbeat of one rank. It uses separate connections, because a byte queued behind 64 MB on a slow link
 // would be late. A few connections suffice, because any rank can answer for its host. Everything runs on one
-// thread without blocking. Beats do not wake it, because they are read every 0.25 s; other data does.
+// thread without blocking. Beats do not wake that thread, which reads them every 0.25 s; other data does.
 class Heartbeat {
  public:
   // Listen at `local` on a free port. Throws.

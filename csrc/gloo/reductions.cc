@@ -12,8 +12,8 @@ constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 // Maximum number of chunks per rank that can arrive without a request, and bytes for the chunks of all ranks.
 constexpr size_t kMostSlots = 8, kAllBytes = 8 << 20;
 
-// Maximum size, in bytes, that two ranks exchange in one step and both reduce. Above it, half the additions
-// save more than a step costs.
+// Maximum size, in bytes, that two ranks exchange in one step and both reduce. For larger arrays, halving the
+// additions per rank saves more time than the second step costs.
 constexpr size_t kInOneStep = 4 << 20;
 
 // Collector value: all ranks get the reduced parts.

@@ -42,8 +42,8 @@ void Collectives::read(int r, size_t begin, void* into, size_t bytes) {
   if (done < bytes) request_read(r, begin + done, static_cast<char*>(into) + done, bytes - done);
 }
 
-// Ask rank r to copy data that cannot be read from its memory into a slot of this rank. It does so while it
-// waits, here or in end_reading(). The slots are free, because all ranks have called.
+// Ask rank r to copy data that cannot be read from its memory into a slot of this rank. Rank r does so while
+// it waits, here or in end_reading(). The slots are free, because all ranks have called.
 void Collectives::request_read(int r, size_t begin, char* into, size_t bytes) {
   ReadRequest& request = segment_.block(rank_).request;
   for (size_t done = 0; done < bytes;) {

@@ -1,10 +1,10 @@
 // Start of a call: what each rank announces, whose calls it awaits, and how the calls are compared.
 //
-// Most verbs need every rank's call. A rank that needs fewer returns ahead of other ranks; for example, the
-// root of a small broadcast needs no call. It compares the other calls in its later calls, and may be
+// Most verbs need every rank's call. A rank that needs fewer calls returns ahead of other ranks: for example,
+// the root of a small broadcast needs no call. It compares the other calls in its later calls, and may be
 // kMostAhead calls ahead of the last compared one. If calls differ, a rank that detects it raises at once.
 // The next call in which every rank waits for every other rank then does nothing and raises on all ranks,
-// because some ranks do not know yet. All ranks derive the same result from the announced calls.
+// because some ranks have not detected it. All ranks derive the same result from the announced calls.
 
 #include "../common/signature.h"
 #include "collectives.h"
@@ -194,7 +194,7 @@ void Collectives::write_call(const fl_signature& signature, const Outgoing& outg
 }
 
 // Announce the address of data that is not in the call, and the costs for choosing its path. A rank that does
-// not know the total size always announces them.
+// not know the total size always announces both.
 void Collectives::announce_large(const fl_signature& signature, const void* data, Call& call) {
   if (is_compared(signature)) return;
   const bool knows = signature.ndim != FL_ANY && signature.verb != FL_ALL_TO_ALL_UNEVEN;

@@ -10,7 +10,7 @@ namespace fl {
 constexpr size_t kReadBytes = sized(16 << 10, 64);
 
 // Linux lets a process read the memory of another process of the same user (process_vm_readv), unless Yama, a
-// container or namespaces forbid it. Therefore each rank tries.
+// container or namespaces forbid it. Therefore each rank tests whether it can read.
 class Remote {
  public:
   Remote(const Segment& segment, int rank, int size);

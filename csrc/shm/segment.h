@@ -30,7 +30,7 @@ class Mapping {
   void close_file();
 
   // Lock byte `number` of the file until it is closed, also by the end of the process; false if impossible.
-  // is_locked() returns true if another mapping holds the lock. Unlike a pidfd, it works across containers.
+  // is_locked() returns true if another mapping holds the lock. Unlike a pidfd, a lock works across containers.
   bool lock(int number) const;
   bool is_locked(int number) const;
 
@@ -53,8 +53,8 @@ constexpr uint32_t kPayloads = sized(4, 2);  // payloads of a rank that other ra
 // calls while it makes a call: see Collectives::find_room.
 constexpr uint32_t kMostAhead = (kCalls - 1) / 2;
 
-// The announcement of a rank's call. A tiny call is in the first line of a pair of lines: one line moves
-// between cores, because processors also prefetch the other line of a pair. The number is raised last.
+// The announcement of a rank's call. A tiny call is in the first of two lines, so one line must move between
+// cores. Calls are aligned to two lines, because processors prefetch lines in pairs. The number is raised last.
 struct alignas(2 * kLine) Call {
   Counter number;
   uint32_t kind;  // part_of, verb, dtype, op and the flags of entering.cc

@@ -28,9 +28,9 @@ fl_posted *fl_post(fl_group *group, const fl_message *messages, int count, doubl
 void fl_deliver(fl_posted *posted, fl_op **results);
 
 /* A collective on the caller's thread in steps. fl_begin announces the call without waiting; 0: no effect,
-   use fl_run. fl_ready polls up to `spins` times (-1: as long as other ranks may need this processor,
-   without sleeping) and returns the state of the other ranks; after FL_COMPLETE nothing remains to wait
-   for. fl_finish waits and does the work, with the result of fl_run. */
+   use fl_run. fl_ready polls without sleeping and returns the state of the other ranks: it polls `spins`
+   times if every rank has its own processor; with -1 only if not, and yields the processor. After
+   FL_COMPLETE nothing remains to wait for. fl_finish waits and does the work, with the result of fl_run. */
 enum { FL_AWAITED = 0, FL_CALLED = 1, FL_COMPLETE = 2 };
 int fl_begin(fl_group *group, const fl_signature *signature, const void *data, double seconds,
              const fl_site *site);

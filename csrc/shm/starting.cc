@@ -1,7 +1,7 @@
 // Asynchronous collectives.
 //
 // A collective whose data travels with its call is announced at once on the caller's thread, so that no other
-// rank waits for this one and no thread must wake up. The first of three completes it: the thread that waits
+// rank waits for this one and no thread must wake up. Whichever is first completes it: the thread that waits
 // for it, the thread that makes the next call, or after a millisecond a thread of the group. Other
 // collectives run in the queue.
 
@@ -79,8 +79,8 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
   return true;
 }
 
-// Complete the begun collective if the other ranks do their part within `patience`; else hand it over to a
-// thread, or leave it. Requires `starting_`.
+// Complete the begun collective if the other ranks do their part within `patience`. Otherwise hand it over to
+// a thread if `or_hand_over`. Requires `starting_`.
 void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
   if (begun_ == nullptr) return;
   Progress progress = collectives_.progress();

@@ -9,8 +9,8 @@
 
 namespace fl {
 
-// A lock that knows its owner. A signal handler may run on a thread that is inside a collective; its calls
-// must not wait for that collective.
+// A lock that knows its owner. A signal handler may run on a thread that is inside a collective; the handler's
+// calls must not wait for that collective.
 class Turn {
  public:
   // Return false if any thread holds the turn, including this one.

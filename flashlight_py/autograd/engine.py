@@ -32,7 +32,7 @@ from flashlight_py.device import Array, array_module
 
 
 class GradSink:
-    """A receiver of a leaf's gradient that replaces the array; see ``Variable.grad_buffer``."""
+    """Receiver of a leaf's gradient. It takes the place of an array in ``Variable.grad_buffer``."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class GradSink:
     dtype: np.dtype[np.generic]
 
     def add(self, leaf: Any, contribution: Array, is_new: bool) -> None:
-        """Add a contribution of the leaf's shape and dtype. Only a new array may be stored."""
+        """Add a contribution of the leaf's shape and dtype. The sink may keep a new array."""
         raise NotImplementedError
 
     def product(self, leaf: Any, a: Array, b: Array) -> "Array | GradSink":
@@ -77,7 +77,7 @@ _current = _Pass()
 
 
 def on_backward_end(callback: EndCallback) -> None:
-    """Call ``callback(completed)`` once when the running backward pass ends. For gradient hooks.
+    """Call ``callback(completed)`` once at the end of the running pass; for use in gradient hooks.
 
     ``completed`` is False if the pass raised, so that gradients are missing or partial. Callbacks
     run on the thread of the pass in the order of registration, before ``backward()`` returns. Every
@@ -98,7 +98,7 @@ def on_backward_end(callback: EndCallback) -> None:
 def at_end(callback: EndCallback, turn: int) -> None:
     """Call ``callback`` at the end of the pass, before callbacks of ``on_backward_end``.
 
-    Callbacks run in the order of ``turn``, so that all ranks use the same order even if their
+    Callbacks run in the order of ``turn``. So the order is the same on all ranks, even if their
     passes stopped at different points.
     """
     assert _current.walk is not None

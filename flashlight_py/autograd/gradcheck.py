@@ -15,13 +15,12 @@ def gradcheck(
     """Compare the gradients of ``function`` with central differences.
 
     The result may have any shape: it is multiplied by fixed weights and summed. Each element of a
-    copy of each array is moved by ``step`` in both directions.
+    copy of each array is changed by ``step`` in both directions.
 
     Args:
-        function: Takes one variable per array. It must be deterministic, and smooth within
-            ``step``.
+        function: Function of one variable per array, deterministic and smooth within ``step``.
         arrays: Arrays of float64 at which to check the gradients.
-        step: Distance by which an element is moved.
+        step: Change of an element for the differences.
         tolerance: Maximum difference, relative to the larger gradient or to 1, whichever is larger.
 
     Raises:

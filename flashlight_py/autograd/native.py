@@ -59,7 +59,7 @@ def _kernel(name: str) -> Kernel | None:
 
 
 def kernel(name: str, array: Array) -> Kernel | None:
-    """Return the kernel ``name`` for the dtype and library of ``array``, or None."""
+    """Return the kernel ``name`` for ``array``, or None for other dtypes and libraries."""
     dtype = array.dtype
     is_supported = dtype.char in "fd" and dtype.isnative and not is_cupy(array)
     return _kernel(f"{name}:{dtype.char}") if is_supported else None
@@ -84,7 +84,7 @@ def channels_second(array: Array) -> Array:
 
 
 def is_channels_last(x: Array) -> bool:
-    """Return whether ``x`` is not C-contiguous, as images with the channels last in memory."""
+    """Return whether ``x`` is not C-contiguous, like images that store the channels last."""
     return x.ndim > 2 and not x.flags.c_contiguous
 
 
@@ -94,8 +94,8 @@ def apply_elementwise(
 ) -> Any:  # fmt: skip
     """Return the results of an elementwise kernel, or None without a kernel.
 
-    ``is_last`` selects the memory layout with channels last, for the order of elements and for the
-    results. By default it is the layout of ``x``.
+    ``is_last`` selects the layout with channels last for results and for the order of elements. By
+    default it is the layout of ``x``.
     """
     native = kernel(name, x)
     if native is None:
@@ -132,8 +132,8 @@ def record_jointly(
 ) -> Variable:
     """Return the result of an operation ``name`` whose gradients ``back`` computes together.
 
-    ``back`` returns one gradient per input, of which some may be None. Parameters follow the first
-    input. They get their gradients first, so that their hooks run early.
+    ``back`` returns one gradient per entry of ``inputs``. Entries may be None. After the first
+    input come parameters, which get their gradients first, so that their hooks run early.
     """
 
     def vjp(position: int) -> Any:

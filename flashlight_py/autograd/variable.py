@@ -63,9 +63,8 @@ class Variable(Leaf):
     def array(self) -> Array:
         """The value. Assignment replaces the array without a copy; shape and dtype must stay.
 
-        Raises:
-            TypeError: If the new value is not an array, or has another dtype.
-            ValueError: If the new array has another shape, or if the variable is sharded.
+        Assignment raises TypeError if the new value is not an array or has another dtype, and
+        ValueError if its shape differs or if the variable is sharded.
         """
         return self.data
 
@@ -87,9 +86,7 @@ class Variable(Leaf):
     def calc_grad(self) -> bool:
         """Whether ``backward()`` computes a gradient for this variable; assignable on leaves.
 
-        Raises:
-            TypeError: If it is set to True and the dtype has no gradient.
-            ValueError: If it is set on the result of an operation.
+        True raises TypeError if the dtype has no gradient. Results of operations raise ValueError.
         """
         return self._calc_grad
 
@@ -100,7 +97,7 @@ class Variable(Leaf):
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
-        # a result that became a leaf has no such attribute
+        # the attribute is missing if the variable was a result before
         self.changed = getattr(self, "changed", 0)
         structure.changed()
 
@@ -119,12 +116,10 @@ class Variable(Leaf):
 
         A buffer may be a view into a larger array. If ``grad`` is None, the first contribution is
         copied to the buffer. Later contributions are added in place, and ``grad`` is the buffer.
-        The value is None for parameters of a sharded module (see ``fl.fully_shard``).
-
-        Raises:
-            TypeError: If the buffer is not an array, or its dtype differs from the variable's.
-            ValueError: If the buffer has another shape or is read-only, or unless this is an
-                unsharded leaf.
+        The value is None for parameters of a sharded module (see ``fl.fully_shard``). Assignment
+        raises TypeError if the buffer is not an array or its dtype differs from the variable's. It
+        raises ValueError if the buffer has another shape or is read-only, or unless this is an
+        unsharded leaf.
         """
         return None if isinstance(self.buffer, GradSink) else self.buffer
 
@@ -173,7 +168,7 @@ class Variable(Leaf):
         note_changes((self,))
 
     def numpy(self) -> Array:
-        """Return the array on the CPU, else a NumPy copy. Blocks until a copy is complete."""
+        """Return the array if it is on the CPU, else a NumPy copy. Blocks until it is complete."""
         return to_device(self.data, "cpu")
 
     def scalar(self) -> float:
@@ -201,7 +196,7 @@ class Variable(Leaf):
         self.grad = None
 
     def register_grad_hook(self, hook: GradHook) -> None:
-        """Call ``hook(self)`` in every backward pass once this leaf's gradient is complete.
+        """Call ``hook(self)`` in every backward pass when this leaf's gradient is complete.
 
         The pass continues after the hook, so hooks of the last layer run first. The hook may read
         and replace ``grad``. A new hook replaces the previous hook. Passes that do not use the
@@ -336,10 +331,7 @@ class Variable(Leaf):
 
 
 def input(array: Array) -> Variable:
-    """Return a leaf without gradient, such as data, that shares ``array`` of any shape and dtype.
-
-    Raises TypeError if ``array`` is not an array.
-    """
+    """Return a leaf without gradient that shares ``array`` of any shape and dtype."""
     return Variable(array)
 
 
@@ -348,10 +340,7 @@ no_grad = input
 
 
 def param(array: Array) -> Variable:
-    """Return a leaf with gradient, such as a parameter, that shares ``array`` of any shape.
-
-    Raises TypeError if ``array`` is not an array of a real floating dtype.
-    """
+    """Return a leaf with gradient that shares ``array`` of any shape, real and floating."""
     return Variable(array, True)
 
 
@@ -365,8 +354,8 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 
     Args:
         array: The result.
-        inputs: Each input with its vector-Jacobian product (see ``engine``). Earlier hooks run
-            first.
+        inputs: Each input with its vector-Jacobian product (see ``engine``). Hooks of earlier
+            inputs run first.
         through: See ``Node``.
     """
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
@@ -378,7 +367,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 def record_all(
     array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
 ) -> Variable:
-    """Record like :func:`record`. Inputs in a sequence save half a microsecond."""
+    """Record like :func:`record`. One sequence of inputs saves half a microsecond."""
     edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge

@@ -79,10 +79,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _sha256_of(pieces: Iterable[Array], move: Callable[[memoryview], object]) -> str:
-    """Return the hexadecimal SHA-256 of ``pieces``; pass each part to ``move`` first.
-
-    A thread digests a part while the next part is moved.
-    """
+    """Pass parts of ``pieces`` to ``move``, digest them in a thread, and return the hex SHA-256."""
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as thread:
         added = thread.submit(digest.update, b"")
@@ -104,10 +101,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of the manifest file: the step, number of ranks, saved parts and state file.
-
-    ``parts`` are the passed arguments of ``save``, and ``ranks`` is the number of ranks that saved.
-    """
+    """Content of the manifest file. ``parts`` are the arguments of ``save`` that were passed."""
 
     step: int
     ranks: int

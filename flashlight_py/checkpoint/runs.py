@@ -70,7 +70,7 @@ def save(
     sampler: Part | None = None, schedule: Part | None = None, rng: Any = None, step: int = 0,
     extra: Any = None, keep: int = 3, group: ProcessGroup | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint into the directory ``path``, and keep the newest ``keep`` checkpoints.
+    """Write a checkpoint into the directory ``path``, and return the path of the checkpoint.
 
     Collective, blocking. Rank 0 writes its own module, optimizer, sampler, schedule and extra,
     which are the same on all ranks in data-parallel training. The random state of every rank is
@@ -98,9 +98,6 @@ def save(
             the link is removed. A failed removal is a warning. Other entries are not touched.
         group: Group that saves together. Default: the world. The other ranks wait while rank 0
             writes, so writing must not take longer than the timeout of the group.
-
-    Returns:
-        The path of the new checkpoint.
 
     Raises:
         TypeError: If an argument has the wrong type, or contains an object that cannot be saved.
@@ -151,7 +148,8 @@ def save(
 class Checkpoint(NamedTuple):
     """A loaded checkpoint: its step, its path on rank 0, and the saved ``extra``.
 
-    ``ranks`` is the number of ranks that saved it. ``skipped`` has the reason for each newer one.
+    ``ranks`` is the number of ranks that saved it. ``skipped`` contains, for each newer checkpoint,
+    the reason why it was not used.
     """
 
     step: int
@@ -370,9 +368,8 @@ class Attempt:
     def end(self, failures: Sequence[Any]) -> None:
         """Raise if any of ``failures``, the reports of the ranks in order, is not None.
 
-        This rank raises its own TypeError, ValueError or CheckpointError. Otherwise it raises the
-        error of the first rank that failed, with its report. Failures of other classes become
-        CheckpointError.
+        A rank that failed with a TypeError, ValueError or CheckpointError raises it. Other ranks
+        raise the error of the first failed rank, as CheckpointError if it is of another class.
         """
         if isinstance(self._error, TypeError | ValueError | errors.CheckpointError):
             raise self._error

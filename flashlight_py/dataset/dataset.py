@@ -58,7 +58,7 @@ class Dataset(abc.ABC):
 
 
 def stack_samples(samples: Sequence[Sample]) -> Sample:
-    """Return one batch: each field of ``samples`` stacked along a new first dimension.
+    """Return a batch with the samples' fields stacked along a new first dimension.
 
     Raises ValueError if samples differ in their number of fields or in the shape of a field.
     """
@@ -125,7 +125,7 @@ class TensorDataset(Dataset):
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
         """Return an iterator over views of up to ``batch_size`` rows, ending at row ``stop``.
 
-        It runs no Python code per batch, which would take as long as a small training step.
+        The iterator runs no Python code, which would take as long as a small training step.
         """
         starts = range(0, stop, batch_size)
         stops = [*starts[1:], stop] if starts else []
@@ -213,8 +213,9 @@ class BatchDataset(Dataset):
 class ResampleDataset(Dataset):
     """The samples of ``dataset`` at ``indices``, in that order; an index may be repeated.
 
-    ``indices`` is a sequence of integers, or a function from [0, n) to an index that is called once
-    per sample. ``n`` can only be passed with a function. Default: the length of ``dataset``.
+    ``indices`` is a sequence of integers, or a function from a position in [0, n) to an index,
+    which is called once per position. ``n`` can only be passed with a function. Default: the length
+    of ``dataset``.
 
     Raises:
         ValueError: If an index is not in [0, len(dataset)), or ``n`` is passed with a sequence.

@@ -37,7 +37,8 @@ class PrefetchDataset(Dataset):
     program must start its work under ``if __name__ == "__main__":``.
 
     Args:
-        dataset: Dataset that makes the samples. Its ``set_epoch``, if defined, is called by ours.
+        dataset: Dataset that makes the samples. ``set_epoch`` also calls its ``set_epoch``, if
+            defined.
         threads: Number of workers, at least 0.
         prefetch_size: Number of samples that are made in advance, at least 1.
         workers: ``"threads"`` or ``"processes"``.

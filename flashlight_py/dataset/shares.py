@@ -23,9 +23,9 @@ def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> r
     """Return every ``shares``-th position of ``n``, starting at position ``share``.
 
     Sizes differ by at most one. With ``drop_last`` the last n % shares positions are left out, and
-    all sizes are equal. After each of s shares has used k positions, the first s * k positions are
-    used. If all shares together use ``batch`` positions per step, a multiple of s, step t covers
-    [batch * t, batch * (t + 1)).
+    all sizes are equal. When each of s shares has used k positions, the first s * k positions of
+    ``n`` are used. So if all shares together use ``batch`` positions per step, a multiple of s,
+    step t uses [batch * t, batch * (t + 1)).
 
     Example:
         >>> [list(strided_share(5, share, 3)) for share in range(3)]
@@ -45,10 +45,9 @@ def batch_positions(index: int, n: int, batch_size: int) -> range:
 
 
 def weight_of_part(part: int, total: int, parts: int) -> float:
-    """Return the weight of the mean over one part of a batch in the mean over the batch.
+    """Return the weight of a part with ``part`` of ``total`` samples, if there are ``parts`` parts.
 
-    With c samples in a part and C in all parts, the average over the parts of weight * mean, 1 /
-    parts * sum(c * parts / C * mean), is the sum over all samples divided by C.
+    The average over the parts of weight * (mean over the part) is the mean over all samples.
     """
     return part * parts / total
 
@@ -60,10 +59,10 @@ def partition_by_round_robin(
 
     Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. The
     remaining samples are divided evenly if there is at least one per partition, and dropped
-    otherwise. So every partition has the same number of batches, as processes need that communicate
-    once per batch. With ``allow_empty`` nothing is dropped, and some partitions may have one batch
-    fewer. The rule is that of flashlight's ``partitionByRoundRobin``. The result is a new ascending
-    int64 array of shape (samples of the partition,).
+    otherwise. So every partition has the same number of batches. With ``allow_empty`` nothing is
+    dropped, and some partitions may have one batch fewer. The rule is flashlight's
+    ``partitionByRoundRobin``. The result is a new ascending int64 array of shape (samples of the
+    partition,).
 
     Raises:
         ValueError: If ``n`` < 0, ``batch_size`` < 1, or ``partition`` is not in [0, partitions).
@@ -84,17 +83,17 @@ def partition_by_round_robin(
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     """Return an int64 permutation of ``n`` samples that depends only on seed and epoch.
 
-    Each sample draws a key of 64 bits. Its number replaces the lowest bits of the key, and the keys
-    are sorted. The computation uses only integers from PCG64 (O'Neill, 2014), whose stream NumPy
-    guarantees for a fixed seed. So the permutation is the same on every platform and with every
-    NumPy version. ``Generator.permutation`` does not guarantee this.
+    Each sample draws a key of 64 bits. The sample's number replaces the lowest bits of the key, and
+    the keys are sorted. The computation uses only integers from PCG64 (O'Neill, 2014), whose stream
+    NumPy guarantees for a fixed seed. So the permutation is the same on every platform and with
+    every NumPy version, unlike ``Generator.permutation``.
 
     Example:
         >>> epoch_order(5, seed=0, epoch=0).tolist()
         [3, 1, 4, 2, 0]
     """
-    # The epoch is the spawn key, which gives separate streams. As entropy, [seed, epoch] would not
-    # always do so: the words of a large seed overlap with the epoch.
+    # The spawn key gives each epoch a separate stream. The entropy [seed, epoch] would not: the
+    # words of a large seed overlap with the epoch.
     seeds = np.random.SeedSequence(seed, spawn_key=(epoch,))
     keys = np.random.PCG64(seeds).random_raw(n)
     bits = n.bit_length()

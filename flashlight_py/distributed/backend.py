@@ -28,7 +28,7 @@ class Backend(abc.ABC):
     kind: DistributedBackend
     path: str  # for reports: "shared memory", "Gloo over TCP"
     timeout: float  # seconds that one operation may take
-    rank: int  # of this process in the group
+    rank: int  # rank of this process in the group
     size: int  # number of ranks
     processes: Sequence[str] = ()  # one text per rank for errors: "process 12 on host a"
     hosts: Sequence[Sequence[int]] = ()  # lists of ranks that share memory; (): no ranks do
@@ -84,7 +84,7 @@ class Backend(abc.ABC):
         return None
 
     def leave(self) -> None:  # noqa: B027
-        """Notify the other ranks that this rank starts no more messages. Does not block."""
+        """Notify the other ranks that this rank starts no further messages. Does not block."""
 
     def abandon(self) -> None:  # noqa: B027
         """Close file descriptors only. Called in a process that was forked from the rank."""
@@ -94,5 +94,5 @@ class Backend(abc.ABC):
         return False
 
     def is_calling(self) -> bool:
-        """Return whether this thread is inside a call, so that it runs a signal handler."""
+        """Return whether this thread is inside a call. Then the caller is a signal handler."""
         return False

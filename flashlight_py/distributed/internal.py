@@ -74,8 +74,7 @@ def graph_launcher(graph: Any, targets: Sequence[Any]) -> GraphLauncher:
 def nccl_library() -> tuple[str, str]:
     """Load the NCCL library, and return its version and path.
 
-    Raises:
-        BackendUnavailableError: If the library cannot be loaded.
+    Raises BackendUnavailableError if the library cannot be loaded.
     """
     from flashlight_py.distributed.backends.nccl.library import load_nccl, version_text
 

@@ -88,7 +88,7 @@ class Work(abc.ABC, Generic[Result_co]):
 
 
 def _wait_for(work: Work, ended: futures.Future[Any]) -> None:
-    if ended.set_running_or_notify_cancel():  # a cancelled task cannot cancel it now
+    if ended.set_running_or_notify_cancel():  # a cancelled task cannot cancel ``ended`` now
         try:
             ended.set_result(work.wait())
         except BaseException as failure:  # noqa: BLE001 - the awaiting task raises it
@@ -129,22 +129,21 @@ class Then(Work):
         self._work = work
         self._finish: Callable[[Any], Any] | None = finish
         self._value: Any = None
-        self._failure: BaseException | None = None  # of ``finish``: every wait raises it
+        self._failure: BaseException | None = None  # error of ``finish``, raised by every wait
         self._making = threading.RLock()  # re-entrant: a signal handler may wait on the same thread
         self._is_made_now = False
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the other operation, finish, and return the result.
+        """Wait for the other operation, and return the result of ``finish``.
 
-        Raises:
-            RuntimeError: If a signal handler calls it while the same thread computes this result.
+        Raises RuntimeError in a signal handler that has interrupted ``finish`` on its own thread.
         """
         limit = threading.TIMEOUT_MAX if timeout is None else timeout
         end = time.monotonic() + limit
         try:
             value = self._work.wait(timeout)
         except FAILURES as failure:
-            self.is_settled = not getattr(failure, "goes_on", False)  # a wait limit is not final
+            self.is_settled = not getattr(failure, "goes_on", False)  # a wait timeout is not final
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
@@ -213,7 +212,7 @@ class AllOf(Work[list[Any]]):
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Wait for each operation, up to ``timeout`` seconds each. Then raise the first failure.
 
-        A GroupClosedError is raised only without other failures, which would be its cause.
+        A GroupClosedError is raised only if no operation failed otherwise: it may be a consequence.
         """
         if self._failure is not None:
             raise self._failure
@@ -223,7 +222,7 @@ class AllOf(Work[list[Any]]):
             try:
                 results.append(work.wait(timeout))
             except (DistributedError, ValueError) as failure:  # noqa: PERF203
-                failures.append(failure)  # the other operations still use their arrays
+                failures.append(failure)  # wait on: the other operations still use their arrays
         if not failures:
             return results
         first_failure = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))

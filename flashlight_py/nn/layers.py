@@ -22,11 +22,9 @@ class Linear(Module):
 
     The weight ``[out_features, in_features]`` is initialised uniformly within ``sqrt(3 /
     in_features)`` of 0, and the bias ``[out_features]`` within ``1 / sqrt(in_features)``, as in
-    flashlight. ``dtype`` is the dtype of the parameters.
-
-    Raises:
-        ValueError: If a size is below 1. A call raises it if the input's last dimension differs.
-        TypeError: If a size is not an integer.
+    flashlight. ``dtype`` is the dtype of the parameters. Raises TypeError if a size is not an
+    integer, and ValueError if it is below 1. A call raises ValueError if the input's last dimension
+    differs.
     """
 
     def __init__(
@@ -161,11 +159,8 @@ class PReLU(Module):
     """``x`` above 0, else ``weight * x``: ``[batch, channels, ...]`` to the same shape.
 
     The weight ``[channels]`` has ``dtype`` and is initialised to ``value``. With 1 channel, the
-    weight applies to all channels.
-
-    Raises:
-        ValueError: If ``channels`` is below 1. A call raises it if the channels differ.
-        TypeError: If ``channels`` is not an integer.
+    weight applies to all channels. Raises TypeError if ``channels`` is not an integer, and
+    ValueError if it is below 1. A call raises ValueError if the channels differ.
     """
 
     def __init__(self, channels: int = 1, value: float = 0.25, dtype: Any = "float32") -> None:
@@ -179,10 +174,9 @@ class PReLU(Module):
 
 
 class Dropout(Plain):
-    """Random zeros and a scale-up of all other elements in training; the identity otherwise.
+    """Random zeros, with probability ``ratio``, in training; the identity in evaluation.
 
-    Raises:
-        ValueError: Unless ``0 <= ratio < 1``. ``ratio`` is the probability of zeroing an element.
+    The other elements are scaled up. Raises ValueError unless ``0 <= ratio < 1``.
     """
 
     def __init__(self, ratio: float = 0.5) -> None:
@@ -261,10 +255,8 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 class Container(Module):
     """A module with a list of modules, which are named by position. Subclasses define ``forward``.
 
-    ``modules`` are the first members, in order. Lists and tuples of modules are flattened.
-
-    Raises:
-        TypeError: If a member is not a module.
+    ``modules`` are the first members, in order. Lists and tuples of modules are flattened. Raises
+    TypeError if a member is not a module.
     """
 
     _unsearched = "_members"
@@ -358,7 +350,7 @@ class ExponentialMovingAverage(Module):
     """A copy of a module in evaluation mode, with averages of the module's parameters.
 
     The averages are initialised to the parameters, in float32 if the parameters are narrower.
-    ``decay`` is the share of an average that an update keeps.
+    ``update`` replaces an average by ``decay * average + (1 - decay) * parameter``.
 
     Raises:
         ValueError: If ``decay`` is outside of 0 to 1.
@@ -377,7 +369,7 @@ class ExponentialMovingAverage(Module):
     def update(self, module: Module) -> None:
         """Move the averages toward the parameters of ``module``, and copy its buffers.
 
-        Call this after ``optimizer.step()``. Raises ValueError for another structure.
+        Call this after ``optimizer.step()``. Raises ValueError if ``module`` has another structure.
         """
         state = {**module.state_dict()}
         for name, variable in self.module.named_params().items():
@@ -421,8 +413,8 @@ class HuberLoss(Function):
 class KLDivergence(Function):
     """``sum(target * (log(target) - log_probabilities))`` over classes, averaged over samples.
 
-    Both inputs have shape ``[..., classes]``. The result for ``reduction="none"`` has shape
-    ``[...]``. Targets of 0 add 0. ``"mean"`` is torch's ``"batchmean"``.
+    Both inputs have shape ``[..., classes]``, and the result has no dimensions, or with
+    ``reduction="none"`` shape ``[...]``. Targets of 0 add 0. ``"mean"`` is torch's ``"batchmean"``.
     """
 
     def __init__(self, reduction: str = "mean") -> None:
@@ -437,10 +429,9 @@ class BinaryCrossEntropy(Function):
 
 
 class CategoricalCrossEntropy(Function):
-    """The negative log probability of the target classes. The input has log probabilities.
+    """The negative log probability of the target classes, from log probabilities.
 
-    Arguments are those of ``functions.categorical_cross_entropy``. Raises ValueError if
-    ``label_smoothing`` is outside of 0 to 1.
+    Arguments and errors are those of ``functions.categorical_cross_entropy``.
     """
 
     def __init__(
@@ -453,7 +444,7 @@ class CategoricalCrossEntropy(Function):
 
 
 class ConnectionistTemporalClassification(Function):
-    """The negative log probability of all alignments of a longer input with a target.
+    """The negative log of the total probability of all alignments of a target with a longer input.
 
     Arguments and errors are those of ``functions.connectionist_temporal_classification``.
     """

@@ -47,7 +47,7 @@ class Module(Structured, ABC):
     # replaces forward; gets the module as first argument
     _instead: Callable[..., Any] | None = None
     _paused: tuple[Variable, ...] = ()  # parameters whose calc_grad eval() has switched off
-    _unsearched = ""  # attribute with a list of modules with other names
+    _unsearched = ""  # attribute that ``children`` does not search for modules
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -88,12 +88,12 @@ class Module(Structured, ABC):
             yield from _modules_in(value, name, met)
 
     def params(self) -> list[Variable]:
-        """Return all parameters without duplicates: direct ones first, then the submodules'."""
+        """Return all parameters without duplicates: of this module first, then of submodules."""
         values = [value for _, module in self._walk() for value in vars(module).values()]
         return list(dict.fromkeys(value for value in values if isinstance(value, Variable)))
 
     def named_params(self) -> dict[str, Variable]:
-        """Return all parameters without duplicates, by dotted name. The first name counts."""
+        """Return each parameter once, by dotted name: a shared parameter by its first name."""
         first_names: dict[Variable, str] = {}
         for prefix, module in self._walk():
             for name, variable in module._own_params():
@@ -131,7 +131,7 @@ class Module(Structured, ABC):
     def eval(self: SomeModule) -> SomeModule:
         """Switch this module and its submodules to evaluation: no dropout and no graph.
 
-        ``calc_grad`` of all parameters is off until ``train()``. Keeps hooks. Returns the module.
+        ``calc_grad`` of all parameters is off until ``train()``. Hooks stay. Returns the module.
         """
         for _, module in self._walk():
             module.training = False
@@ -162,11 +162,9 @@ class Module(Structured, ABC):
         """Copy ``state`` into the existing arrays, in place and across devices.
 
         Floating dtypes are cast to the module's dtypes. Nothing is changed unless every entry fits.
-        Every rank of a sharded module must call this with the same state.
-
-        Raises:
-            ValueError: If entries are missing, unexpected or of another shape; names them all.
-            TypeError: If an entry cannot be cast, such as complex to float.
+        Every rank of a sharded module must call this with the same state. Raises ValueError, which
+        names all wrong entries, if entries are missing, unexpected or of another shape. Raises
+        TypeError if an entry cannot be cast, such as complex to float.
         """
         named = self.named_params()
         for name, variable in named.items():
@@ -272,7 +270,7 @@ class Module(Structured, ABC):
         return walked
 
     def _visit(self, prefix: str, met: set[int], visited: _Named, in_containers: _Named) -> _Named:
-        """Append this module and the modules in attributes to ``found``, others to ``held``."""
+        """Append self and modules in attributes to ``visited``, others to ``in_containers``."""
         visited.append((prefix, self))
         met.add(id(self))
         for name, child in self.children():
@@ -328,7 +326,7 @@ def _holds_module(owner: Module, container: Any) -> bool:
 
 
 # Cached searches, by the ids of a module and a large container: the module, structure and length at
-# the search, and the result. The module is compared because another module may reuse the ids.
+# the search, and the result. The module is compared because a later module may have the same id.
 _searched: dict[tuple[int, int], tuple[weakref.ref[Module], tuple[int, int], bool]] = {}
 
 

@@ -39,8 +39,7 @@ class Affine(Plain):
 class LayerNorm(Affine):
     """Normalization over the last dimensions, of the given ``shape``; see ``functions.layer_norm``.
 
-    Raises:
-        ValueError: If a size is below 1. A call raises it if the input does not fit.
+    Raises ValueError if a size is below 1. A call raises it if the input does not fit.
     """
 
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-5, bias: bool = True) -> None:
@@ -55,8 +54,7 @@ class LayerNorm(Affine):
 class RMSNorm(Affine):
     """Division by the root mean square of the last dimension; see ``functions.rms_norm``.
 
-    Raises:
-        ValueError: If ``size`` is below 1. A call raises it if the input's last dimension differs.
+    Raises ValueError if ``size`` is below 1. A call raises it if the last dimension differs.
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:

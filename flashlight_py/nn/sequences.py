@@ -225,8 +225,7 @@ class Transformer(Module):
 class PositionEmbedding(Module):
     """A learned vector per position, added to the input ``[batch, at most positions, dim]``.
 
-    Raises:
-        ValueError: If a size is below 1. A call raises it if the input does not fit.
+    Raises ValueError if a size is below 1. A call raises it if the input does not fit.
     """
 
     def __init__(self, positions: int, dim: int) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy, widened
 
-# A field of a rule is a number, or a form with parameters, such as (LR,) or (SHRINK, decay), whose
-# number is computed from memory in each step. A form's function takes the rate, the parameter's
-# step number (from 1), the field, and a function ``norm(decay)``. ``norm`` adds the gradient's
-# squared norm to its running mean and returns the mean. csrc/optim/tasks.cc computes the same bits.
+# A field of an update rule is a number, or a form such as (LR,) or (SHRINK, decay). In each step,
+# the function of the form computes the number from the learning rate, the parameter's step number
+# (from 1), the field, and a function ``norm(decay)``. ``norm`` adds the gradient's squared norm to
+# a running mean and returns the mean. csrc/optim/tasks.cc computes the same bits.
 Field: TypeAlias = "float | tuple[int] | tuple[int, float] | tuple[int, float, float]"
 Rule: TypeAlias = tuple[str, tuple[Field, ...]]
 Numbers: TypeAlias = Sequence[float]
@@ -29,22 +29,22 @@ FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
 
 
 def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) -> list[float]:
-    """Return the numbers of a rule's fields in step ``time``. See ``FORMS`` for ``norm``."""
+    """Return the values of an optimizer rule's fields in step ``time`` (see ``Field``)."""
     return [FORMS[f[0]](lr, time, f, norm) if isinstance(f, tuple) else f for f in fields]
 
 
 @functools.cache
 def optimizer_kernels() -> Any | None:
     """Return the module of native kernels, or None with a warning if it is missing."""
-    return _native.optional("optim", "optimizers step in NumPy, some ten times slower")
+    return _native.optional("optim", "optimizers step in NumPy, about ten times slower")
 
 
 def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
     """Update the arrays of ``piece`` in place by NumPy or CuPy, with the same bits as csrc/optim.
 
-    Types narrower than float32 are computed in float32 and rounded once. ``numbers`` are the
-    numbers of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same
-    shape. ``grad_scale`` is a factor for the gradient, whose array is not modified.
+    Types narrower than float32 are computed in float32 and rounded once. ``numbers`` are the values
+    of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same shape.
+    ``grad_scale`` is a factor for the gradient, whose array is not modified.
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
@@ -133,7 +133,7 @@ RULES: dict[str, Callable[..., Results]] = {
 
 
 def _decayed(grad: Array, param: Array, decay: float) -> Array:
-    return grad + param * decay if decay else grad  # keeps infinite parameters without decay
+    return grad + param * decay if decay else grad  # inf * 0 would be nan
 
 
 def _normal(array: Array) -> Array:
@@ -152,8 +152,7 @@ def sum_of_squares(grad: Array) -> float:
     """Return the sum of the squares of all elements, in float64. Blocks until it is computed.
 
     Blocks of 65,536 elements are summed in order. In a block, element ``i`` is added to sum ``i %
-    16``, and the 16 sums are added at the end, one after the other. The sum is equal on all
-    machines.
+    16``, and then the 16 sums are added in order. So the result is equal on all machines.
     """
     if is_cupy(grad):
         wide = grad.astype(np.float64).reshape(-1)
@@ -167,7 +166,7 @@ def sum_of_squares(grad: Array) -> float:
 def sums_of_squares(grad: Array, blocks: slice = slice(None)) -> list[float]:
     """Return the sum of squares of each block of 65,536 elements in the slice ``blocks``.
 
-    The sums, added in order, are the same on all ranks. An array on a GPU is one block.
+    The total of the sums, added in order, is equal on all ranks. A GPU array is one block.
     """
     if is_cupy(grad):
         return [sum_of_squares(grad)]

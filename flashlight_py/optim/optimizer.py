@@ -30,7 +30,7 @@ class Summing(Protocol):
 
 
 class Shards:
-    """State that all parameters of a sharded module share. ``group`` steps them together."""
+    """State that all parameters of a sharded module share. The ranks of ``group`` update them."""
 
     group: Summing
 
@@ -55,8 +55,8 @@ class Shards:
     def changing(self, operation: str) -> AbstractContextManager[None]:
         """Return a collective, blocking context in which this process may update its shards.
 
-        Other processes do not read old values inside the context, and have updated their shards
-        after it. ``operation`` appears in errors, for example "AdamOptimizer.step".
+        Inside the context, no other process reads old values. After it, all processes have updated
+        their shards. ``operation`` appears in errors, for example "AdamOptimizer.step".
         """
         return nullcontext()
 
@@ -136,7 +136,7 @@ class FirstOrderOptimizer(Structured, ABC):
     """
 
     def __init_subclass__(cls) -> None:
-        """Make the constructor raise on all processes if the arguments of one are invalid."""
+        """Make the constructor raise on all processes if one process passes invalid arguments."""
         super().__init_subclass__()
         init: Any = cls.__init__
 
@@ -159,10 +159,7 @@ class FirstOrderOptimizer(Structured, ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate, assignable at any time.
-
-        Assignment raises TypeError if the value is not a number, and ValueError if it is negative.
-        """
+        """The learning rate, a number of at least 0. Other values raise TypeError or ValueError."""
         return self._lr.item()
 
     @lr.setter
@@ -175,7 +172,7 @@ class FirstOrderOptimizer(Structured, ABC):
         self._lr[0] = number
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Assign an attribute. ``lr`` is in memory that replays read: no structural change."""
+        """Assign an attribute. Replays read ``lr`` from memory, so its change is not structural."""
         (super(Structured, self) if name == "lr" else super()).__setattr__(name, value)
 
     @abstractmethod
@@ -248,7 +245,7 @@ class FirstOrderOptimizer(Structured, ABC):
                 old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for copies and pickles. Shallow copies get their own rate, too."""
+        """Return the attributes for copies and pickles. Even a shallow copy has its own rate."""
         cut = [variable for variable in self.params if not is_in_common(variable)]
         copies = {name: x.copy() for name, x in vars(self).items() if name == "_lr"}
         return {**vars(self), **copies, "_shards": shards_of(cut)}
@@ -296,7 +293,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list, or raise TypeError or ValueError if it is invalid."""
+    """Return ``params`` as a list; raise TypeError or ValueError unless they are distinct."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}. Pass module.params()"
@@ -347,12 +344,9 @@ class RuleOptimizer(FirstOrderOptimizer):
     def step(self, grad_scale: float = 1.0) -> None:
         """Update every parameter that has a gradient, in place. Gradients are not changed.
 
-        Args:
-            grad_scale: Factor of the gradients, such as a factor that limits their norm.
-
-        Raises:
-            RuntimeError: If a parameter was sharded after the optimizer was created.
-            ValueError: If a parameter had no ``calc_grad`` when its module was sharded.
+        ``grad_scale`` is a factor of the gradients, for example to limit their norm. Raises
+        RuntimeError if a parameter was sharded after the optimizer was created, and ValueError if a
+        parameter had no ``calc_grad`` when its module was sharded.
         """
         module = optimizer_kernels()
         if module is None or self._shards:
@@ -372,7 +366,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         self._step_placed(placed, grad_scale)
 
     def prepared(self, grad_scale: float, *grads: Array | None) -> Callable[[], None]:
-        """Return a function that does one step with ``grads`` while no array moves.
+        """Return a function that does one step with ``grads``. It is valid while no array moves.
 
         Each of ``grads`` is the gradient of an unsharded parameter, or None. With native kernels
         the function runs no Python. It reads and counts in the optimizer's memory.

@@ -43,8 +43,7 @@ class Share:
     def require_world(self) -> None:
         """Raise NotInitializedError if the world changed, GroupClosedError if the group is closed.
 
-        A process that is alone now (after a shutdown, or forked by a rank to load data) keeps its
-        share.
+        A process that is alone now (after a shutdown, or a forked data loader) keeps its share.
         """
         rank, size = get_world_rank(), get_world_size()
         if not self.is_of_group or size == 1:
@@ -120,8 +119,7 @@ class DistributedDataContainer(Dataset):
     def get(self, index: int) -> Any:
         """Return element ``index`` of the share, which must be in [0, len).
 
-        Raises NotInitializedError if the world has changed, or GroupClosedError if the group is
-        closed.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         self._share.require_world()
         return self._data[self._positions[index]]
@@ -364,8 +362,7 @@ class DistributedSampler(InEpochs):
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's indices.
 
-        Raises NotInitializedError if the world has changed, or GroupClosedError if the group is
-        closed.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         return self._counting(self._at(self._positions()).tolist())
 
@@ -468,8 +465,7 @@ class ShardedDataset(InEpochs, Dataset):
     def get(self, index: int) -> Sample:
         """Return this rank's part of global batch ``index``: arrays of shape (part, ...).
 
-        Raises NotInitializedError if the world has changed, or GroupClosedError if the group is
-        closed.
+        Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
         batch, part = self._part(index)
         if part:

@@ -242,8 +242,7 @@ class GradientSync(GradientPass[GradientBucket]):
                 param.grad = None
 
     def _require_finite(self) -> None:
-        """Raise FloatingPointError on all ranks if a gradient or a sum of any rank is not
-        finite."""
+        """Raise FloatingPointError on all ranks if any rank's gradient or sum is not finite."""
         names, self._not_finite = self._not_finite, []
         wrong = bool(names) or not all(_is_finite(bucket.flat) for bucket in self._buckets)
         group = group_or_world(self.reducer.group)
@@ -353,11 +352,8 @@ def no_sync(module: Module) -> Iterator[None]:
     """Within the context, backward passes only accumulate this rank's own gradients.
 
     The next backward pass after the context reduces the accumulated sum. The function is not
-    collective, but every rank must run the same passes within the context.
-
-    Raises:
-        ValueError: If neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
-            module, or ``leaves`` was passed to ``distribute_module_grads``.
+    collective, but every rank must run the same passes within the context. Raises ValueError if the
+    module is not distributed, or was distributed with ``leaves``.
     """
     sync = require_gradient_pass(module, "no_sync")
     before, sync.enabled = sync.enabled, False

@@ -123,8 +123,7 @@ class Flat(PassBucket):
         ]
 
     def cut(self, position: int) -> tuple[slice, slice]:
-        """Return this rank's part of parameter ``position``: slices of ``part`` and of the
-        parameter."""
+        """Return this rank's slices of ``part`` and of parameter ``position``."""
         first = self.group.rank * self.row
         start, stop = self.starts[position : position + 2]
         begin, end = (min(max(edge, first), first + self.row) for edge in (start, stop))

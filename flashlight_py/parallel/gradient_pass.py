@@ -235,10 +235,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         """Raise an error for ``operation`` if a rank has ended in the middle of a step."""
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return the weight of this rank's pass, if ``training`` of ``ranks`` have data.
-
-        The weight is the rank's number of samples, relative to the mean over all ranks.
-        """
+        """Return this rank's weight: samples relative to the mean over ranks, or 1 for sums."""
         if not self.averages:
             return 1.0
         return samples * ranks / all_samples if all_samples else 0.0

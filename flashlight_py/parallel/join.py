@@ -64,8 +64,7 @@ class Joined:
         return self._weight
 
     def _add_up(self, samples: int, training: int) -> tuple[int, int]:
-        """Return both sums over all ranks. Gradients never have the dtype and shape of this
-        message."""
+        """Return the sums over all ranks. No gradient has the dtype and shape of the message."""
         message = np.array([[samples, training]], np.int64)
         ((all_samples, trained),) = all_reduce(message, group=self._sync.reducer.group).tolist()
         return all_samples, trained

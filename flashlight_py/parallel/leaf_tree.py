@@ -46,8 +46,7 @@ def push(stack: list[range], leaves: range, count: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
-    """Return the stack of ``rank`` after its last leaf, which is not merged, and the maximum
-    depth."""
+    """Return the stack of ``rank`` with its last leaf not merged, and the maximum depth."""
     stack: list[range] = []
     depth = 0
     leaves = contiguous_share(count, rank, ranks)

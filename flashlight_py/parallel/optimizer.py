@@ -75,8 +75,7 @@ class DistributedOptimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the inner optimizer. Assignment raises TypeError or ValueError
-        unless the value is a number of at least 0."""
+        """The learning rate, a number of at least 0. Other values raise TypeError or ValueError."""
         return self._optimizer.lr
 
     @lr.setter
@@ -92,8 +91,7 @@ class DistributedOptimizer:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy ``state`` into the inner optimizer, in place, or raise ValueError if it does not
-        match."""
+        """Copy ``state`` into the inner optimizer, or raise ValueError if it does not match."""
         self._optimizer.load_state_dict(state)
 
     @in_step()

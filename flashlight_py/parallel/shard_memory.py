@@ -251,8 +251,8 @@ class HostMemory:
     def check(self, operation: str) -> None:
         """Raise TornStateError if a rank of this host ended or failed while it changed parameters.
 
-        The ranks' counters also differ while another thread of this rank changes parameters, so
-        this waits for the end of the change. RuntimeError: this thread is changing parameters.
+        Wait first if another thread of this rank is changing parameters, because ranks' counters
+        then differ as well. Raise RuntimeError if this thread is changing parameters.
         """
         if not self._are_inconsistent():
             return

@@ -123,8 +123,7 @@ class HostPlacement(Placement, GradSink):
 
 
 class HostSharder(Shards, GradientPass[HostBucket]):
-    """A pass that sums gradients of ``params``, in sending order, into memory that a host
-    shares."""
+    """A pass that sums gradients of ``params``, in sending order, into shared memory of hosts."""
 
     group: ProcessGroup
     is_shared = True
@@ -144,8 +143,8 @@ class HostSharder(Shards, GradientPass[HostBucket]):
     def adopt_params(self) -> None:
         """Move rank 0's parameters into shared memory, bucket by bucket. Collective, blocking.
 
-        If the call fails, each rank's module is unchanged, with two exceptions: arrays may have
-        moved, and the first ranks of other hosts may have values of rank 0.
+        If the call fails, no module changes, except that arrays may have moved and the first ranks
+        of other hosts may have values of rank 0.
         """
         memory, local = self.memory, self.memory.local
         with memory.loading():

@@ -391,8 +391,7 @@ def _views(arrays: Iterable[Array], buffer: Array) -> Iterator[Array]:
 
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
-    """Replace the tree's numbers by ``values`` in the plan's order; return the tree, or a new
-    one."""
+    """Set the tree's numbers to ``values`` in the plan's order; return the tree or a new one."""
     changes: dict[int, dict[Any, Any]] = {}
     for (node, key, _), value in zip(plan.numbers, values, strict=True):
         changes.setdefault(node, {})[key] = value

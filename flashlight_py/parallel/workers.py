@@ -157,8 +157,8 @@ class WorkerShare:
     ) -> Answer:
         """Return an answer with the layout of each array; None stands for a parameter's gradient.
 
-        ``module`` is None if the module has not changed. ``places`` is None if this worker has no
-        rows. ``kept`` are the numbers of graphs that the parent still uses.
+        Arguments are None if the module has not changed (``module``) or this worker has no rows
+        (``places``). ``kept`` are the numbers of graphs that the parent still uses.
         """
         self._module = module or self._module
         self._graphs = {graph: self._graphs[graph] for graph in kept if graph in self._graphs}
@@ -220,8 +220,7 @@ def _leaves_below(result: Part) -> list[Variable]:
 
 
 class TeamResources(AbstractContextManager["TeamResources"]):
-    """Processes and memory of a team, in the parent. An exception within ``with`` ends the
-    processes."""
+    """Processes and memory of a team, in the parent. An exception in ``with`` kills the workers."""
 
     def __init__(self) -> None:
         self.pid, self.is_open = os.getpid(), True
@@ -358,9 +357,9 @@ class Team:
         return answers
 
     def _receive(self) -> None:
-        """Receive the answers to the last request if they are pending, and print their text.
+        """Receive pending answers to the last request, and print the text of the workers.
 
-        A share that raised answers a RankFailedError, whose cause is the exception if picklable.
+        If a share raised, its answer is a RankFailedError. Its cause is the exception if picklable.
         """
         if not (self._is_waiting and self.resources.is_open):
             return

@@ -23,7 +23,7 @@ class TorchStore(Store):
     """The ranks that share ``store``, a ``torch.distributed.Store``.
 
     ``timeout`` (seconds) limits each exchange. Rank 0 stores the secret of the job: a process that
-    can read the store can join. The keys of one rendezvous are below its secret, because ranks from
+    can read the store can join. Keys of a rendezvous begin with its secret, because ranks from
     before a restart by torchrun may have left keys.
     """
 
@@ -72,9 +72,9 @@ class TorchStore(Store):
         return Roster.of([text[1:] for text in texts])
 
     def close(self) -> None:
-        """Wait for all ranks. Removes the secret and most keys from the store.
+        """Wait for all ranks, and remove the secret and most keys of the rendezvous.
 
-        Rank 0, whose process may host the store, waits until the other ranks have finished.
+        Rank 0, whose process may host the store, returns last.
         """
         self.exchange(b"")
         if self.rank:

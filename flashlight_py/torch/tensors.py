@@ -71,7 +71,7 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
 def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one-dimensional memory for all ``tensors``, one after the other.
 
-    The result is the tensors' own memory if they are adjacent, such as parts of one tensor.
+    If the tensors are adjacent, such as parts of one tensor, the result is their own memory.
     Otherwise it is new memory, and ``copied`` copies to or from it. Raises like
     ``require_cpu_tensor``, and TypeError if the tensors ``alike`` have different dtypes.
     """

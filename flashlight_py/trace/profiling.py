@@ -154,8 +154,9 @@ def profile(
 def offset_to_rank_0(backend: Backend) -> int:
     """Return the nanoseconds from this rank's monotonic clock to rank 0's clock. Collective.
 
-    0 on rank 0's host. On other hosts, the rank asks rank 0 for its time and assumes an answer
-    halfway (F. Cristian, 1989). The error is at most half the duration of the exchange.
+    The result is 0 on rank 0's host. On other hosts, the rank asks rank 0 for its time and assumes
+    that rank 0 answers halfway through the exchange (F. Cristian, 1989). The error is at most half
+    the duration of the exchange.
     """
     identities = exchange_bytes(backend, host_identity().encode())
     remote_ranks = [rank for rank in range(backend.size) if identities[rank] != identities[0]]
@@ -187,7 +188,7 @@ def _send_times(backend: Backend, rank: int) -> None:
 
 
 FORMAT = "flashlight_py trace 1"
-# Shorter waits are not reported: too short to matter.
+# Shorter waits for late ranks are not reported.
 _LATE_NANOSECONDS = 1000
 # Fields that an event shows by its position and length instead of an argument.
 _SHOWN = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
@@ -293,7 +294,7 @@ def _with_waiting(events: Iterable[_Event]) -> Iterator[_Event]:
 
 
 def _summary(events: Iterable[_Event]) -> dict[str, Any]:
-    """Return calls, bytes and time per verb, and total times of communication and blocking in us.
+    """Return calls, bytes and time (us) per verb, and total times of communication and of blocking.
 
     ``overlapped_us`` is the time of communication during which the program continued.
     """

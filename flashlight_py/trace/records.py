@@ -28,10 +28,7 @@ class RankTimeline:
 
 @dataclass(kw_only=True)
 class FlightRecord(RankTimeline):
-    """Content of the file that one rank has written; ``calls`` and ``groups`` are unchanged.
-
-    The common clock is the clock of the hosts, in nanoseconds since 1970.
-    """
+    """Content of a rank's file. The common clock is the hosts' clock: nanoseconds since 1970."""
 
     size: int
     job: str
@@ -42,7 +39,7 @@ class FlightRecord(RankTimeline):
 
 
 def read_records(folder: Path) -> list[FlightRecord]:
-    """Return the records of the newest job in ``folder``, by rank; raise ValueError without any."""
+    """Return the newest job's records in ``folder``, by rank; ValueError if there are none."""
     records = [_read(path) for path in sorted(folder.glob("rank*.json"))]
     if not records:
         raise ValueError(f"{folder}: expected flight records (rank0.json, ...), got none")

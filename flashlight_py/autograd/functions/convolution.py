@@ -51,7 +51,7 @@ class _Windows(NamedTuple):
         return image, image[:, down : down + height, across : across + width]
 
     def taken(self, images: Array, beyond: float = 0) -> Iterator[tuple[_Two, Array]]:
-        """Yield each window position and its pixels for all outputs. ``beyond``: padding."""
+        """Yield window positions and their pixels, which are ``beyond`` outside of the images."""
         padded, inside = self.padded(images, beyond)
         inside[...] = images
         return ((position, padded[part]) for position, part in self.places())
@@ -131,7 +131,7 @@ def conv_transpose2d(
     x: Input, weight: Variable, bias: Variable | None, stride: _Two, padding: _Two, dilation: _Two,
     groups: int, output_padding: _Two,
 ) -> Variable:  # fmt: skip
-    """Return ``bias`` plus the gradient of ``conv2d``'s images for the output gradient ``x``."""
+    """Return ``bias`` plus the gradient of ``conv2d`` for its images; ``x``: output gradient."""
     x, weight = as_half(x), as_half(weight)
     channels, in_group, *kernel = weight.shape
     numbers = zip(x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=False)
@@ -229,7 +229,7 @@ def _compute(
 
 
 def _by_groups(array: Array, w: _Windows) -> Array:
-    """Return all pixels' channels as ``[groups, pixels, channels per group]``."""
+    """Return the channels of all pixels as ``[groups, pixels, channels per group]``."""
     return array.reshape(-1, w.groups, array.shape[3] // w.groups).swapaxes(0, 1)
 
 
@@ -369,7 +369,7 @@ def _windows(
     name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """Return the windows. ``ends``: channels of ``x`` and of the result, 0: those of ``x``."""
+    """Return the windows. ``ends``: channels of ``x`` and of the result; 0: the same as ``x``."""
     if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
         raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
     batch, channels, *size = x.shape

@@ -187,7 +187,7 @@ def index(x: Input, where: Any) -> Variable:
 
 
 def _as_index(where: Any, array: Array) -> Any:
-    """Return the index with copies of its arrays and variables, on the device of ``array``."""
+    """Return the index with its variables and arrays copied to the device of ``array``."""
     if isinstance(where, tuple):
         return tuple(_as_index(part, array) for part in where)
     if isinstance(where, Variable):
@@ -217,7 +217,7 @@ def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the mean over ``axis``. Raises ValueError without elements."""
+    """Return the mean over ``axis``. Raises ValueError if there are no elements."""
     x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
@@ -266,7 +266,7 @@ def prod(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def logsumexp(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return ``log(sum(exp(x)))`` over ``axis``. Raises ValueError without elements."""
+    """Return ``log(sum(exp(x)))`` over ``axis``. Raises ValueError if there are no elements."""
     x = as_floating(as_float32(x))
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp, top = array_module(array), array.max(axis=axes, keepdims=True)
@@ -323,7 +323,7 @@ def cumsum(x: Input, axis: int) -> Variable:
 
 
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the maximum over ``axis``. Equal elements share the gradient. Empty: ValueError."""
+    """Return the maximum over ``axis``; ValueError if empty. Equal maxima share the gradient."""
     return _extremum("max", as_variable(x), axis, keepdims)
 
 
@@ -474,8 +474,8 @@ def matmul(a: Operand, b: Operand) -> Variable:
     """Return ``a @ b`` by NumPy's rules, as a new array. Dtypes behave as in :func:`linear`.
 
     ``a`` has shape ``[..., n, k]``, or ``[k]`` (a row). ``b`` has shape ``[..., k, m]``, or ``[k]``
-    (a column). Leading dimensions broadcast. The result has shape ``[..., n, m]``, without the
-    dimension of a row or column.
+    (a column). Leading dimensions broadcast. The result has shape ``[..., n, m]``, without n if
+    ``a`` is a row and without m if ``b`` is a column.
 
     Raises:
         ValueError: If the inner sizes differ, or if an operand has no dimensions.

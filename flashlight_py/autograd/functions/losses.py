@@ -39,7 +39,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
     array, ndim = x.data, max(x.ndim, 1)
     if not -ndim <= axis < ndim:
         raise ValueError(f"{name}: axis must be a dimension of shape {array.shape}, got {axis}")
-    # An array without rows is valid, since a rank may have no samples.
+    # An array without rows is valid: a rank may have no samples.
     if x.ndim and not array.shape[axis]:
         check_filled(name, x)
     native = kernel(name, array) if axis in (-1, ndim - 1) else None
@@ -268,7 +268,7 @@ def connectionist_temporal_classification(
     target_lengths: Input | None = None, blank: int = 0, reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Variable:  # fmt: skip
-    """Return the negative log probability of all alignments of the inputs with the targets.
+    """Return the negative log of the total probability of all alignments of inputs and targets.
 
     Graves et al. (ICML 2006), in log space. Forward and backward variables give the gradient. A
     target that is too long for any alignment has an infinite loss and gradient 0.

@@ -1,8 +1,8 @@
 """Normalizations: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
-The functions differ in the elements of each mean and variance. Moments are computed in float32 or
-wider, from deviations from the mean. float16 and bfloat16 are rounded once. Weight and bias may be
-None. Results are new arrays in the memory layout of ``x``.
+The functions differ in the elements over which mean and variance are computed. Variances are
+computed from deviations from the mean, in float32 or wider. Weight and bias may be None. Results
+are new arrays in the memory layout of ``x``; float16 and bfloat16 are rounded once.
 """
 
 import math
@@ -35,7 +35,7 @@ def layer_norm(
 def rms_norm(x: Input, weight: Input | None = None, eps: float = 1e-5) -> Variable:
     """Return ``x / sqrt(mean(x ** 2) + eps) * weight`` (Zhang and Sennrich, 2019).
 
-    The mean is over the last dimensions of ``x``, as many as ``weight`` has, or one without
+    The mean is over as many last dimensions of ``x`` as ``weight`` has, or over one without
     ``weight``. Raises ValueError if a shape does not fit, or if the dimensions are empty.
     """
     return _of_rows("rms_norm", as_float32(x), weight, None, eps, 1)

@@ -13,18 +13,18 @@ from flashlight_py.distributed.groups.membership import Membership
 
 
 class ProcessGroup(Membership):
-    """Ranks of the world and the backend that joins them.
+    """A group: ranks of the world, and the backend that connects them.
 
-    ``rank`` is the rank of this process in the group, or -1 if it is no member; then every verb
-    raises ValueError. ``size`` is the number of ranks, and ``ranks`` are the ranks of the members
-    in the world. Every verb except messages is collective over the group. A verb blocks unless
+    ``rank`` is the rank of this process in the group, or -1 outside it; then every verb raises
+    ValueError. ``size`` is the number of ranks, and ``ranks`` lists the ranks of the members in the
+    world. Every verb except messages is collective over the group. A verb blocks unless
     ``async_op=True``, which returns a ``Work``. A ``with`` block closes the group at its end.
 
     The methods are the public functions of the same names, without the argument ``group``.
     """
 
     def in_step(self, name: str) -> reject_together:
-        """Return a block for the argument checks of ``name``. If it raises, all ranks raise."""
+        """Return a context manager for argument checks of ``name``: if they fail, all raise."""
         return reject_together(self, name)
 
 

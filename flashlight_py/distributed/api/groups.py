@@ -36,11 +36,11 @@ _MOST_WORDS = 200
 def new_group(
     ranks: Sequence[int], *, timeout: float | None = None, group: Group = None
 ) -> ProcessGroup:
-    """Create a group of some ranks of the world, or of ``group``.
+    """Create a group of some ranks of ``group``, the parent (default: the world).
 
-    Collective over the parent; blocks. Every rank of the parent calls it with the same list, also
-    ranks that are not in the list. Collectives of different groups may run at the same time. The
-    group is closed by ``with``, ``close()`` or the end of the world.
+    Collective over the parent; blocks. Every rank of the parent must pass the same list, even ranks
+    that are not in the list. Collectives of different groups may run at the same time. The group is
+    closed by ``with`` or ``close()``, or together with the world.
 
     Args:
         ranks: Ranks in the parent, without duplicates. Their order determines the new ranks.
@@ -74,7 +74,7 @@ def split(
     by ``key``, then by old rank.
 
     Args:
-        color: Any integer. None: this rank joins no group, and receives a group without itself.
+        color: Any integer. None: this rank joins no group. The returned group does not include it.
         key: Any integer.
         timeout, group: As for :func:`new_group`; the timeout in seconds.
 
@@ -179,8 +179,7 @@ def _create_group(
 
 
 # Members of a new group exchange messages through the parent. So no port or file is needed, and the
-# code that joins the world also joins them. Every rank of the parent calls, also ranks outside the
-# new group. If ranks pass different groups, they all raise instead of waiting for each other.
+# code that joins the world also joins the members.
 class MemberStore(Store):
     """The members of a new group as a store that uses the backend of the parent.
 
@@ -200,7 +199,7 @@ class MemberStore(Store):
 
     def exchange(self, payload: bytes) -> Roster:
         """Send ``payload`` and return the payloads of all members. Collective; blocks."""
-        payloads = [payload]  # of this rank, then of the members below it
+        payloads = [payload]  # payloads of this rank, then of the members below it
         for member in self._below:
             payloads += Roster(self._receive(member))
         roster = Roster.of(payloads)

@@ -62,7 +62,7 @@ def shared_empty(
         with members.journal.recording("shared_empty", like=(kind, extents)):
             if (
                 math.prod(extents) * kind.itemsize * backend.size < LITTLE
-            ):  # the kernel always grants this
+            ):  # the kernel grants this much
                 return shared_array(backend, extents, kind)
             store = BackendStore(backend, "shared_empty")
             array: Array = made_together(store, lambda: shared_array(backend, extents, kind))
@@ -80,9 +80,9 @@ def host_array(
 
     Use it for data sets: eight ranks need one copy instead of eight. The memory is anonymous. It is
     freed when the last rank has dropped the last array or view, or has ended for any reason.
-    Writing to the array raises ValueError; no rank maps it writable. It outlives the group. Ranks
-    that cannot share memory count as separate hosts. If they run on one machine, a warning is
-    logged.
+    Writing to the array raises ValueError; no rank maps it writable. The array remains valid after
+    the group is closed. Ranks that cannot share memory count as separate hosts. If such ranks run
+    on one machine, a warning is logged.
 
     Collective; blocks. Other ranks wait while one rank loads, so loading must take less than the
     timeout of the group. ``load`` must not call a collective of the group.
@@ -94,7 +94,7 @@ def host_array(
             ``"r"`` needs only 16 MB in addition.
         shape: If passed, ``load`` is called with a new writable C-ordered array of zeros, and fills
             it in place, without a second copy. ``load`` must not keep the array.
-        dtype: Dtype of that array. Used only with ``shape``.
+        dtype: Dtype of the array of zeros. Used only with ``shape``.
         group: The process group. Default: the world.
 
     Returns:
@@ -233,7 +233,7 @@ def _check_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copy in steps, and release the pages of an unchanged file after each step."""
+    """Copy in steps. After each step, release the pages of a read-only ``numpy.memmap``."""
     source, target = np.atleast_1d(source, target)
     rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
     base: Any = source

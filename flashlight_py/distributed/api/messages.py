@@ -33,17 +33,17 @@ X = TypeVar("X")
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
-    A small array (up to 16 KB, in a world of one host) may be changed as soon as it is copied. A
-    larger array may be changed after ``dst`` has received it. With ``FLASHLIGHT_CHECKS=sync`` this
-    holds for every array. ``tag`` is an integer from 0 to 2**31 - 1; the receiver passes the same
-    tag. Messages between two ranks with one tag are received in the order of sending.
+    The call returns when ``dst`` has received ``x``. Exception: in a world of one host, an array of
+    up to 16 KB is copied, and the call returns at once unless ``FLASHLIGHT_CHECKS=sync`` is set.
+    ``tag`` is an integer from 0 to 2**31 - 1; the receiver passes the same tag. Messages between
+    two ranks with one tag are received in the order of sending.
 
     Raises:
         ValueError: If ``dst`` is no other rank of the group, or ``tag`` is out of range.
         CollectiveTimeoutError: If ``dst`` does not receive within the timeout. The error names the
             tag that ``dst`` waits for.
-        MismatchError: If ``dst`` receives another shape or dtype. Both ranks raise; this rank
-            raises in its next call of the group if the send has ended.
+        MismatchError: If ``dst`` receives another shape or dtype. Both ranks raise. If the send has
+            returned already, this rank raises in its next call of the group.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
     _message(send, x, dst, tag, group)
@@ -56,12 +56,12 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
     Args:
         x: Array to fill, with the shape and dtype of the sent array.
         src: Rank in the group. None: any other rank, for NumPy arrays. A message fills the first
-            matching receive that was called. Among messages that arrived before, a receive from any
-            rank takes the oldest message of one rank, and serves the ranks in turn. To learn the
+            matching receive that was called. If messages have arrived before the call, a receive
+            from any rank takes the oldest message of one rank; ranks take turns. To learn the
             sender, use :func:`irecv`: ``work = fl.irecv(x, None)``, ``work.wait()``,
             ``work.source``. All ranks must stay in the group until the receive has ended.
         tag: An integer from 0 to 2**31 - 1.
-        partial: For NumPy arrays: the message may have fewer rows than ``x``. It fills the first.
+        partial: True if the message may have fewer rows than the NumPy array ``x``.
         group: The process group. Default: the world.
 
     Returns:
@@ -71,8 +71,8 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
         ValueError: If ``src`` is no other rank of the group, ``tag`` is out of range, or with
             ``partial`` the array has no dimension.
         PeerLostError: If ``src`` exited or died. For None: if any rank did, and no message is left.
-        CollectiveTimeoutError: If ``src`` does not send within the timeout. The error names the tag
-            of its messages.
+        CollectiveTimeoutError: If ``src`` sends no message with ``tag`` within the timeout. The
+            error names the tag of other messages of ``src``.
         MismatchError: If ``src`` sends another shape or dtype. Both ranks raise.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
@@ -101,11 +101,11 @@ def irecv(
     """Start to receive a message of rank ``src`` into array ``x``, and return a ``Work`` at once.
 
     Like :func:`recv`, but other operations may run at the same time. Do not use ``x`` until
-    ``wait()`` has returned; its result is that of :func:`recv`. The attribute ``source`` of the
-    ``Work`` is then the sender. Receives with one tag are filled in call order.
+    ``wait()`` has returned; its result is that of :func:`recv`. Afterwards the attribute ``source``
+    of the ``Work`` is the sender. Receives with one tag are filled in call order.
 
     Raises:
-        TypeError, ValueError, DistributedError: As for :func:`recv`.
+        TypeError, ValueError, DistributedError: As for :func:`send`.
     """
     return _message(irecv, x, src, tag, group, partial)
 
@@ -178,7 +178,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list
         group: The process group. Default: the world.
 
     Raises:
-        ValueError: If a filled array shares memory with another array, or as for :func:`recv`.
+        ValueError: If an array to fill shares memory with another array, or as for :func:`recv`.
         TypeError: If an entry of ``ops`` is no ``P2POp``, or as for :func:`send`.
         DistributedError: As for :func:`send` and :func:`recv`.
     """
@@ -240,10 +240,10 @@ def _message(
 
 
 def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
-    """Start messages in order. Messages of one device start together, messages of GPUs last."""
+    """Start messages: first to this rank itself, then all NumPy arrays, then all GPU arrays."""
     calls = [message.call for message in messages]
 
-    def phase(i: int) -> int:  # to this rank, then to other ranks, then GPU arrays
+    def phase(i: int) -> int:
         return 0 if calls[i].peer == members.rank else 1 + is_cupy(calls[i].array)
 
     works: dict[int, Work] = {}
@@ -264,7 +264,7 @@ def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
 
 
 def _begin(members: Membership, call: Call) -> Work:
-    """Start one message of a NumPy array, or one to this rank itself."""
+    """Start one message of a NumPy array, or one message to this rank itself."""
     if call.peer != members.rank:
         return members.run(call)
     members.backend()  # raises GroupClosedError if the group is closed

@@ -79,8 +79,8 @@ def all_gather(
             the dtype must be equal. An array without dimensions counts as one row. Or a list or
             tuple of arrays of any shapes and dtypes, in the same order on every rank; all are
             checked before any is sent.
-        out: Array of the shape of the result that is filled instead of a new one, which saves the
-            allocation; for a list, a list of arrays. If it overlaps ``x``, ``x`` is copied.
+        out: Array of the shape of the result, which is filled instead of a new array; for a list, a
+            list of arrays. If it overlaps ``x``, ``x`` is copied.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
@@ -88,8 +88,8 @@ def all_gather(
         ``out``; for a list, a list of arrays; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: If ``out`` has another shape or dtype. If only its first dimension is wrong, it
-            is raised after all ranks have called, and the other ranks have their result.
+        ValueError: If ``out`` has another shape or dtype. If only its first dimension is wrong, the
+            error is raised after all ranks have called, and the other ranks have their result.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
@@ -149,8 +149,8 @@ def scatter(
         the ``Work``. Blocks unless ``async_op``.
 
     Raises:
-        ValueError: If ``root`` is no rank of the group, ``xs`` of the root cannot be split like
-            this, or ``out`` of the root does not match.
+        ValueError: If ``root`` is no rank of the group, ``xs`` of the root cannot be split into
+            these parts, or ``out`` of the root does not match.
         MismatchError: If the ``out`` of another rank has a wrong shape or dtype, or the ranks pass
             different ``rows``. Every rank raises it.
         TypeError, DistributedError: As for :func:`all_reduce`.
@@ -188,20 +188,20 @@ def all_to_all(
             ``rows`` and ``return_rows``.
         out: Array to fill, as for :func:`all_gather`; for a list, a list of arrays.
         rows: Number of rows for each rank, if the parts are unequal. Either all ranks pass it or no
-            rank does; the numbers may differ. The ranks exchange them first, so the call blocks
+            rank does; the numbers may differ. The ranks exchange ``rows`` first, so the call blocks
             until every rank has called, even with ``async_op``.
         return_rows: True to also return the number of rows received from each rank.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        A new array of the kind of ``x``, of its shape if parts are equal, or ``out``. A list
-        returns new arrays, one from each rank, or ``out``. ``return_rows`` returns a pair of the
-        array and the list of received rows. ``async_op`` returns a ``Work``; else the call blocks.
+        A new array of the kind of ``x``, of its shape if parts are equal, or ``out``. For a list:
+            new arrays, one from each rank, or ``out``. With ``return_rows``: a pair of the array
+            and the list of received rows. With ``async_op``: a ``Work``; otherwise the call blocks.
 
     Raises:
         ValueError: If the first dimension cannot be split, ``rows`` is not one integer per rank, or
-            ``out`` does not match. If only the parts of other ranks do not match, it is raised
-            after all ranks have called, and the other ranks have their result.
+            ``out`` does not match. If only the parts of other ranks do not match, the error is
+            raised after all ranks have called, and the other ranks have their result.
         TypeError, DistributedError: As for :func:`all_reduce`.
 
     Example:

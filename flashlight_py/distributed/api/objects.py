@@ -50,9 +50,9 @@ _MOST_PADDING = 65536
 # Maximum bytes of the reason why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
 _NOTHING = np.empty(0, np.uint8)
-# First message of send_object: a short pickle, whose first byte is 0x80; or 0, the length of a long
-# pickle, a number and the rank; or the byte 1 and the reason why pickling failed. A long pickle
-# follows with a negative tag that only this sender uses, because threads may send concurrently.
+# First message of send_object, by its first byte. 0x80: a short pickle. 0: the length of a long
+# pickle, a number and the rank. 1: the reason why pickling failed. A long pickle follows with a
+# negative tag that only this sender uses, because threads may send concurrently.
 _FIRST_BYTES = 16384
 _LATER, _NO_PICKLE = 0, b"\1"
 _LATER_TAGS = -2
@@ -68,7 +68,7 @@ def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> 
     Raises:
         ValueError: If ``root`` is no rank of the group.
         TypeError: If the object cannot be pickled. Every rank raises it, and no rank receives an
-            object. An error of unpickling is raised on its rank, with a note that names the ranks.
+            object. An error of unpickling is raised only where it occurs; a note names the ranks.
         DistributedError: As for :func:`all_reduce`.
     """
     return _run(BROADCAST_OBJECT, obj, root, group)[0]
@@ -175,7 +175,7 @@ def _reason_bytes(error: Exception) -> bytes:
 
 
 def _run(verb: Verb, obj: Any, root: Any, group: Group) -> Any:
-    """Run an object verb. Return the list of objects for this rank; None: it receives nothing."""
+    """Run an object verb. Return this rank's list of objects, or None if it receives nothing."""
     try:
         result = (world_fast.objects if group is None else members_of(group).fast.objects)(
             verb.code, obj, root
@@ -286,7 +286,7 @@ class _Move:
         return _NOTHING if received is None else received
 
     def _object(self, frame: Frame, source: int) -> Any:
-        """Return the object of rank ``source``. An error of its class gets a note with the rank."""
+        """Return the object of rank ``source``. A note on an unpickling error names the rank."""
         try:
             return pickle.loads(frame.content, buffers=frame.buffers)
         except Exception as error:

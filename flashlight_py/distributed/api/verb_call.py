@@ -113,7 +113,7 @@ PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
 def resolve_reduction(
     verb: str, dtype: np.dtype[Any], op: Op, scale: float, size: int, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Return the checked operation and scale. Unless ``of_some``, an average is a scaled sum."""
+    """Check and return operation and scale. An average of all ranks (not ``of_some``) is a sum."""
     reduce_op = parse_op(verb, op)
     factor = check_op_and_scale(verb, dtype, reduce_op, scale)
     if reduce_op is ReduceOp.AVG and not of_some:
@@ -265,10 +265,7 @@ def finish(
     space: Output,
     back: Callable[[Array], Array] | None = None,
 ) -> Any:
-    """Return the result in ``space`` or as a new array, or a Work for it.
-
-    ``back`` is the ``back`` of its ``Terms``.
-    """
+    """Return the result in ``space`` or a new array, or a Work for it. ``back``: see ``Terms``."""
     if call.blocking:
         return store_result(work.wait(), space, back)
     if space.packed is not space.array or back is not None:
@@ -295,7 +292,7 @@ _OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": 
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _make_entry: Any = None
-with contextlib.suppress(BackendUnavailableError):  # otherwise the first call warns
+with contextlib.suppress(BackendUnavailableError):  # else the first call warns
     _make_entry = _native.load_extension("fast").verb
     # Pickled by name. As a method and in repr() it behaves like the function.
     _make_entry.__reduce__ = lambda entry: entry.__qualname__
@@ -369,7 +366,7 @@ class reject_together:
         if error is not None and not isinstance(error, Exception):
             group.end(error)
         if isinstance(error, MismatchError) and self._calls == group.journal.count[0]:
-            # The rank that rejected its arguments counts the call, too.
+            # The rank with invalid arguments has counted the call as well.
             group.journal.record_rejection(str(self._verb), error)
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return  # the other ranks already know
@@ -377,7 +374,7 @@ class reject_together:
             return
         if self._calls not in (None, group.journal.count[0]):
             return
-        if not group.journal.has_recorded(error):  # else a call has begun or was rejected
+        if not group.journal.has_recorded(error):  # no call notified the ranks
             self.reject(error)
 
     def reject(self, error: Exception) -> None:

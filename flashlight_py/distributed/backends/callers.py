@@ -1,7 +1,7 @@
 """Callbacks of native calls into Python, and the threads that are inside a call.
 
-A native library calls Python while it waits: to run signal handlers (Ctrl-C), and to find the line
-of user code that called it. A signal handler may start another call, or raise.
+A native library calls Python while the library waits: to run signal handlers (Ctrl-C), and to find
+the line of user code of the call. A signal handler may start another call, or raise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Callers:
     """
 
     def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
-        self._name, self._parts = name, parts  # backends that this backend is composed of
+        self._name, self._parts = name, parts  # parts: backends of which this backend consists
         self.threads: set[int] = set()
         self.native_header: Sequence[int] | None = None  # header of the ring of recorded calls
 

@@ -14,8 +14,8 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
 
-# Header of a frame: length of the content, kind, number of buffers. The lengths of the buffers, the
-# buffers and the content follow, each padded. csrc/fast/objects.c uses the same format.
+# Header of a frame: length of the content, kind, number of buffers. Then follow the lengths of the
+# buffers, the buffers and the content, each padded. csrc/fast/objects.c uses the same format.
 _HEAD = struct.Struct("=qii")
 _ALIGNED = 16
 CONTENT, PROBLEM, LATER = range(3)

@@ -39,7 +39,7 @@ class _GlooCards(NamedTuple):
     """Data that all ranks exchange before they connect. Each field has an entry per rank."""
 
     peers: Sequence[Peer]
-    addresses: bytes  # concatenated
+    addresses: bytes  # addresses of all ranks, concatenated
     ports: Sequence[int]  # TCP ports for heartbeats of other hosts
     limits: Sequence[float]  # Seconds that a host may be silent
 
@@ -66,7 +66,7 @@ class GlooBackend(NativeBackend):
         key: Secret of the job. Both ends of a connection prove that they know it.
         host_timeout: Seconds until a silent host is lost (csrc/gloo/heartbeat.h); 0: no limit. The
             largest value of all ranks applies.
-        lazily: Connect all pairs on first use. By default those of small collectives connect first.
+        lazily: Connect all pairs on first use. Default: connect the pairs of small collectives now.
         is_watched: A larger group watches the hosts and aborts this group.
         at_once: No call returns before all ranks have made it, in subgroups as well.
 
@@ -151,7 +151,7 @@ class GlooBackend(NativeBackend):
         work = NativeWork(self, "connect", op, cards.addresses, seconds)
         waiting = Waiting("connecting through Gloo")
         while True:
-            with suppress(CollectiveTimeoutError):  # the next wait raises it again
+            with suppress(CollectiveTimeoutError):  # raised again by the next wait
                 work.wait(_LOOK_SECONDS)
             if work.is_completed():
                 break
@@ -184,7 +184,7 @@ class GlooBackend(NativeBackend):
     def lost(self, doing: str) -> DistributedError | None:
         """See ``Backend``. Detects the end of ranks on other machines only during a wait."""
         dead = self._dead(doing)
-        return super().lost(doing) or dead  # a rank that could report a reason did so first
+        return super().lost(doing) or dead  # a reported reason takes precedence
 
     def _dead(self, doing: str) -> PeerLostError | None:
         """Return an error if processes of this machine have ended. Gloo does not detect this."""

@@ -3,7 +3,7 @@
 The data of a small array is sent with the comparison of the calls. The data of a large array
 follows later; see ``hierarchical_calls.py``. A reduction adds the ranks of each host in order, then
 the hosts in order. The result has the same bits on every rank, and in every run with the same
-placement. A receive from any rank is open in both backends until one of them has a message.
+placement. A receive from any rank waits in both backends until one of them has a message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds that an open receive polls a backend, and seconds between its checks for failures.
+# Seconds that a receive from any rank polls a backend, and seconds between its checks for failures.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
 _NEVER = 1e9  # a timeout in seconds that never ends
@@ -57,10 +57,10 @@ class HierarchicalBackend(Backend):
         rank: Rank of this process.
         hosts: Ranks of each host. Every rank is in exactly one list.
         inside: Backend for the ranks of this host, in the order of ``hosts``.
-        between: Backend for the ranks with this local rank on all hosts; None if a host has none.
+        between: Backend for the ranks with this local rank on all hosts; None if a host lacks one.
         flat: Backend for all ranks. It runs the verbs that gain nothing from the hierarchy.
-        timeout: Seconds that ``inside`` allows each operation. Other hosts get a little more.
-        checked: Compare calls before data moves. Otherwise a mismatch between hosts breaks the
+        timeout: Seconds that ``inside`` allows each operation. Operations between hosts get more.
+        checked: Compare calls before data moves. If False, a mismatch between hosts breaks the
             group, at once or after the timeout.
     """
 
@@ -104,10 +104,10 @@ class HierarchicalBackend(Backend):
             verbs.REDUCE_SCATTER: self._calls.reduce_scatter,
             verbs.ALL_GATHER: self._all_gather,
         }
-        self._rows: Sequence[int] = ()  # rows of each rank's array in the compared call
+        self._rows: Sequence[int] = ()  # row counts of all ranks in the compared call
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
-        self._failed: list[FutureWork] = []  # ended with an error that no ``wait`` raised
+        self._failed: list[FutureWork] = []  # failed operations whose error no ``wait`` raised
         self._receives: list[Then] = []
         self._beginning = threading.RLock()  # reentrant: signal handlers run on its owner
         self._notified: list[Backend] = []  # backends aborted because another one was lost
@@ -120,8 +120,8 @@ class HierarchicalBackend(Backend):
 
     def _set_timeouts(self, seconds: float) -> None:
         self.timeout = self._agreement.timeout = seconds
-        # Data takes longer than the comparison, and a local peer may wait for another host: a
-        # rank that waits for the late rank itself must time out first.
+        # Longer than a timeout inside a host: data follows the comparison, and a local peer may
+        # itself wait for another host. That peer must time out first, to name the late rank.
         self._far = self._calls.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
@@ -150,8 +150,8 @@ class HierarchicalBackend(Backend):
     def _receive_open(self, call: Call) -> Work:
         claim = np.zeros(1, np.int32)
         limit = self.timeout if call.seconds is None else call.seconds
-        # Backends with their ranks and a timeout in seconds. Only ``flat``, the last one, ends a
-        # receive that waits in vain.
+        # Backends with their ranks and a timeout in seconds. Only ``flat``, the last one, ends the
+        # receive after the timeout.
         parts: list[tuple[Backend, Sequence[int], float]] = [(self._flat, range(self.size), limit)]
         if self._inside.size > 1:
             parts.insert(0, (self._inside, self._host, _NEVER))
@@ -167,7 +167,7 @@ class HierarchicalBackend(Backend):
         return Done(receive.receive()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
-        """Compare row counts or the shape of a scatter; the agreement covers the rest."""
+        """Compare row counts or the shape of a scatter. The agreement has compared the rest."""
         differs = call.is_ragged or call.verb is verbs.SCATTER
         return self._on_all_ranks(call) if differs or not self._checked else None
 
@@ -192,7 +192,7 @@ class HierarchicalBackend(Backend):
         def inside() -> Array | MemoryError:
             try:
                 return shared_array(self._inside, shape, dtype)
-            except MemoryError as error:  # need not break the group
+            except MemoryError as error:  # the group need not end
                 return error
 
         array: Array | MemoryError = self._start(call, inside).wait()
@@ -202,18 +202,18 @@ class HierarchicalBackend(Backend):
 
     def _refuse(self, call: Call) -> Work:
         """Make the other ranks raise. Without checks this ends the group."""
-        if not self._checked:  # the other ranks may be inside any call
+        if not self._checked:  # others may be in any call
             self.end(MismatchError(f"{names([self.rank])} called {call}"))
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
         assert isinstance(work, FutureWork)
-        work.is_settled = True  # this rank raises its own error
+        work.is_settled = True  # the caller raises the error
         return work
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
         """Run a blocking call on this thread if no call is pending; otherwise queue the call."""
         thread, number = self._callers.check(call.name), self.count[0]
-        ended = list(takewhile(FutureWork.is_completed, self._running))  # they end in order
+        ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
         if ended:
             self._running = self._running[len(ended) :]
             self._failed = [work for work in (*self._failed, *ended) if not work.has_ended_well()]
@@ -235,7 +235,7 @@ class HierarchicalBackend(Backend):
             return self._run(call, number, run)
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
-        """Compare the calls, then run. If one backend breaks, end the others too."""
+        """Compare the calls, then run. If one backend breaks, end the other backends too."""
         for part in self._parts:
             part.count = (number,)  # number of the call for errors
         try:
@@ -253,8 +253,8 @@ class HierarchicalBackend(Backend):
                 self._close_backends()
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
-            # If much data is in flight between hosts, the connection may close before the reason of
-            # a loss arrives. The ranks of this host know the reason.
+            # If much data is in flight between hosts, the connection may close before the reason
+            # arrives. Ranks of this host then know the reason.
             loss = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
             cause = loss if isinstance(loss, PeerLostError) else error
             self.end(cause)
@@ -300,7 +300,7 @@ class HierarchicalBackend(Backend):
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
-    # Natively as well: a rank that waits in shared memory for a busy rank is notified at once.
+    # Ends waits natively as well: a rank that waits in shared memory is notified at once.
     def end(self, error: DistributedError) -> None:
         """End all backends because of ``error`` in one of them."""
         self.abort(error)
@@ -315,7 +315,7 @@ class HierarchicalBackend(Backend):
             backend.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``. Notifies the other backends, as not all ranks are connected in each."""
+        """See ``Backend``. Notifies the other backends: each connects only some ranks."""
         losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
         cause = next(filter(None, losses.values()), None)
         if isinstance(cause, PeerLostError):
@@ -333,7 +333,7 @@ class HierarchicalBackend(Backend):
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
-        # In a signal handler its queue may be locked. The thread then stops by itself.
+        # In a signal handler, the queue may be locked. The thread then stops by itself.
         if thread is not None and not self._callers.contains_this_thread():
             thread.shutdown(cancel_futures=True)
 
@@ -381,7 +381,7 @@ class PartWork(Work):
     """The message ``call``, as operations of one or two backends. If one fails, all end.
 
     ``works`` pairs each operation with the ranks of its backend, numbered as in this group. The
-    operations of a receive from any rank share ``claim``.
+    operations of a receive from any rank share ``claim`` (see ``Call``).
     """
 
     def __init__(

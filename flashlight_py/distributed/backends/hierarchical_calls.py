@@ -1,7 +1,8 @@
 """Collectives between hosts. A small array is sent with the comparison of the calls.
 
-A large array is reduced or collected inside each host. Leader i of each host then exchanges section
-i with the other leaders, which uses all links and cores. Then hosts share the sections.
+A large array is reduced or collected inside each host, and cut into sections, one for each leader.
+Leader i of each host then exchanges section i with the leaders i of other hosts, which uses all
+links and cores. Then the ranks of a host share the sections.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from flashlight_py.distributed.work import Done, Work
 # Maximum bytes from one host to another in a comparison. Gloo sends them in the same message.
 _MAX_BYTES = 63 << 10
 
-# Arrays up to this size are carried by one leader: sections would only multiply messages.
+# Up to this number of bytes, one leader sends the array: sections would only multiply messages.
 _SMALL_BYTES = 64 << 10
 
-# Longer arrays are cut into chunks: one is reduced or shared inside while another is in flight.
+# Longer arrays (bytes) are cut into chunks: a chunk is reduced inside a host during the transfer of
+# another chunk between hosts.
 _CHUNK_BYTES = 16 << 20
 
 _DONE = Done()
@@ -48,12 +50,12 @@ _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 class HostCalls:
     """The collectives of rank ``rank`` in ``hosts``.
 
-    For a small call, ``load`` returns the data to send with the comparison, and ``take`` the
-    result: one exchange instead of two or three. A mismatch is detected before any array changes.
-    The other methods run large arrays, after all ranks have made the same call.
+    For a small call, ``load`` returns the data to send with the comparison, and ``take`` returns
+    the result. This needs one exchange instead of two or three. A mismatch is detected before any
+    array changes. The other methods run large arrays, after all ranks have made the same call.
 
     ``inside`` and ``between``: see ``HierarchicalBackend``. ``far`` is the timeout between hosts in
-    seconds. ``runs_ahead`` is called if a call returns before a local peer returns from it.
+    seconds. ``runs_ahead`` is called if a call returns while a local peer may still be in the call.
     """
 
     far: float
@@ -72,7 +74,7 @@ class HostCalls:
         self._host_of = {r: h for h, host in enumerate(hosts) for r in host}
         self._home = self._host_of[rank]
         self._leaders, largest = min(map(len, hosts)), max(map(len, hosts))
-        # All ranks are leaders, and the section of a leader is the data of that rank.
+        # If True, all ranks are leaders, and the section of a leader is the data of that rank.
         self._even = self._leaders == largest
         self._max_bytes = _MAX_BYTES // (len(hosts) - 1)
         self._max_rank_bytes = self._max_bytes // largest
@@ -213,7 +215,7 @@ class HostCalls:
         """Fill ``regions``, one for each host; ``data`` is the part of this rank."""
         home, index = regions[self._home], self._inside.rank
         work: Work = _DONE
-        if self._even:  # its section is its own data, so it can start at once
+        if self._even:  # the section is this rank's data: start at once
             work = self._start_gather(data, blocking=False)
         self._inside.start(Call(ALL_GATHER, data, out=home.flat)).wait()
         if self._between is not None and not self._even:
@@ -298,8 +300,7 @@ class HostCalls:
     ) -> Array:
         """Return the rows in ``gathered``, which are sorted by host, in rank order.
 
-        Raises:
-            ValueError: If ``call.out`` has another number of rows.
+        Raises ValueError if ``call.out`` has another number of rows.
         """
         if call.out is not None:
             check_out_rows(call.name, call.out, sum(rows), self._rank, self._size)

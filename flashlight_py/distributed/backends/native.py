@@ -66,7 +66,7 @@ from flashlight_py.errors import DistributedError, GroupClosedError
 
 _ARRAY = object()
 
-_LEAST_RUNNING = 8  # Number of running operations above which completed operations are removed.
+_LEAST_RUNNING = 8  # number of running operations that triggers a removal of ended operations
 SLOWER = "small calls take some microseconds longer"
 _SEEN = 1024  # Maximum number of dtype names that are remembered
 # Numbers of the calls that consist of several steps; 0: the call is not a step.
@@ -138,7 +138,7 @@ class NativeBackend(Backend):
     ``timeout`` (seconds) bounds one operation.
     """
 
-    journal: Journal | None = None  # of the group that uses this backend
+    journal: Journal | None = None  # journal of the group
     steps: tuple[str, ...] = ()  # C functions for calls in several steps, if any
     finds_shape = True
     asks_for_sites = False  # whether the library asks for the call site of a blocking call
@@ -147,10 +147,10 @@ class NativeBackend(Backend):
         self.ffi, self.lib = native.ffi, native.lib
         self.rank, self.size, self.timeout = store.rank, store.size, timeout
         self.processes = store.processes
-        # Numbers of the ranks as users know them.
+        # Numbers of the ranks in messages to users.
         self.numbers = list(store.numbers) or list(range(self.size))
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
-        # Handle of the group in the library; None after close(). It is freed when no call uses it.
+        # Handle of the group in the library; None after close(). Its last user frees it.
         self.group: Any = None
         abort.watch(self)
         self._sites: dict[Site, Any] = {}
@@ -234,8 +234,8 @@ class NativeBackend(Backend):
         return self._address_of(self._call_site(1))
 
     def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
-        """Return the result of a blocking native call that has not ended with plain success."""
-        root, number, limit = call  # ``number`` of the call in the journal; ``limit`` in seconds
+        """Return the result of a blocking native call that did not simply succeed."""
+        root, number, limit = call  # ``number``: of the call in the journal; ``limit``: seconds
         try:
             if verb == SENDRECV.code:
                 arrays = x, out, out
@@ -248,13 +248,13 @@ class NativeBackend(Backend):
         except BaseException as error:
             if self.journal is not None:
                 self.journal.record_failure(number, error)
-            if not isinstance(error, Exception):  # else later steps of a queued call would go on
+            if not isinstance(error, Exception):  # later steps must not run
                 abort.report(error, [self])
             raise
 
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
         """Return the Work of an asynchronous native call."""
-        # ``arrays`` must outlive the operation; ``place`` in the journal; number of collectives.
+        # ``arrays`` must outlive the operation; ``number`` counts collectives.
         *arrays, root, peer, entry, number = call
         work: Work = Done(arrays[2])
         if handle:
@@ -267,7 +267,7 @@ class NativeBackend(Backend):
     def _wrapped(
         self, handle: int, verb: int, arrays: Sequence[Any], root: int, seconds: float
     ) -> NativeWork:
-        """Return the Work of the operation at address ``handle``; it keeps ``arrays`` alive."""
+        """Return a Work for the operation at address ``handle``, with ``arrays`` kept."""
         x, out, made, *_ = arrays
         result = made
         if made is None and (NATIVE[verb] in OBJECTS or verb == codes.SCATTER):
@@ -282,7 +282,7 @@ class NativeBackend(Backend):
     def _refuse(self, call: Call) -> Work:
         """Join ``call`` with a signature that matches no other rank, so that all ranks raise."""
         if self.group is None:
-            return Done()  # the other ranks know that this group has ended
+            return Done()  # the group has ended: other ranks know
         return self._launch(replace(call, blocking=False), result=None)
 
     def call_ahead(self, rank: int) -> str:
@@ -332,7 +332,7 @@ class NativeBackend(Backend):
                 site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
-                # The rank may have returned from such a call before another rank asks for its site.
+                # This rank may return from such a call before another rank asks for the call site.
                 runs_ahead = verb.rooted or verb.prefix
                 site = self.ffi.NULL if asks and not runs_ahead else self._call_site()
             addresses = source, target, call.peer
@@ -344,10 +344,10 @@ class NativeBackend(Backend):
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else None if result is COMPARED else result)
         if call.compared:
-            array = None  # a comparison does not read it
+            array = None  # the comparison reads no array
         kept, results = (array, output, room, keep), (result, array, output, root)
         work = NativeWork(self, call.name, handle, kept, seconds, *results)
-        if not (call.compared or call.refusal):  # otherwise the comparing code keeps the Work
+        if not (call.compared or call.refusal):  # else the caller keeps the Work
             self._track(work)
         return work
 
@@ -423,7 +423,7 @@ class NativeBackend(Backend):
     def _gather(self, call: Call) -> Work:
         """Start a gather. The library writes into ``out`` if the received bytes fit exactly."""
         room, out = self.ffi.NULL, call.out
-        if out is not None and out.nbytes:  # otherwise the wait counts the rows
+        if out is not None and out.nbytes:  # else the wait counts rows
             room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
         receives = call.verb.fills(self.rank, call.root)
         return self._launch(call, output=out, room=room, result=GATHERED if receives else None)

@@ -45,7 +45,7 @@ dtype_names: dict[int, str] = {}
 
 # Maximum number of missing ranks whose calls in other groups are reported.
 _MOST_QUERIED = 64
-# First letter of a message for other ranks. It selects the class that they raise.
+# First letter of a message for other ranks. The letter selects the class that they raise.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
 _LEFT = "it has left the group"  # the text of csrc/common
 _GIVEN_UP = "it gave up waiting for this rank: "  # the text of csrc/common
@@ -101,7 +101,7 @@ def failure(
 def _ended_normally(
     backend: NativeBackend, handle: Any, missing: Sequence[int], number: int
 ) -> str:
-    """Return how many calls the first of ``missing`` made before it left the group."""
+    """Return that the first of ``missing`` left the group, and after how many calls, if known."""
     words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
         return words  # a message, or the group broke before this call
@@ -169,7 +169,7 @@ def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: An
 
 
 def _deadlock(where: str, backend: NativeBackend, handle: Any, others: str, limit: str) -> str:
-    """Return the error for ranks that wait for each other in different groups."""
+    """Return the error text for ranks that wait for each other in different groups."""
     signatures = backend.lib.fl_op_signatures(handle)
     waiting = f"{backend.name} waits for a message"
     if signatures != backend.ffi.NULL:
@@ -220,7 +220,7 @@ def _call_in_other_group(backend: NativeBackend, rank: int) -> str:
         if other is backend or call_ahead is None or rank >= len(backend.processes):
             continue
         if other.composite is not None and other.composite is backend.composite:
-            continue  # backends of one group: a call may use several of them
+            continue  # same group: a call uses several backends
         same = [r for r, who in enumerate(other.processes) if who == backend.processes[rank]]
         if same and (call := call_ahead(same[0])):
             return f"{call} as rank {same[0]} of a group of {other.size}"
@@ -253,7 +253,7 @@ def _array(signature: Any, name: str) -> str:
         name, ndim = name or dtype_names.get(last, f"dtype #{last:x}"), ndim - 1
     extents = [str(signature.shape[d]) for d in range(min(ndim, codes.DIMENSIONS))]
     if signature.ndim > codes.DIMENSIONS:
-        # The last entry is a hash of the remaining extents: it shows whether shapes differ there.
+        # Last entry: a hash of the remaining extents, which shows whether they differ.
         folded = signature.shape[codes.DIMENSIONS - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {ndim} dimensions"
     device = "cupy " if signature.dtype & codes.ON_GPU else ""

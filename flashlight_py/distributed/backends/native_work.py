@@ -45,7 +45,7 @@ _WITH_SHAPES = {
 
 
 def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
-    """Return ``pointer``; its collection calls ``free`` and then releases ``kept``.
+    """Return ``pointer``. When it is collected, ``free`` is called and then ``kept`` is released.
 
     ``free`` and its caller are C functions. In Python code that runs during a collection, the
     exception of a signal handler (Ctrl-C) would be lost.
@@ -57,7 +57,7 @@ def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object
 
 def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     """Return ``pointer``, which keeps ``kept`` alive."""
-    return freed_by(ffi, pointer, id, kept)  # id() does nothing
+    return freed_by(ffi, pointer, id, kept)  # id: a function without effect
 
 
 @functools.cache
@@ -71,10 +71,10 @@ class NativeWork(Work):
 
     ``wait`` returns ``result``, which it first creates if ``result`` is a placeholder such as
     ``GATHERED``. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is the result
-    of a gather if all ranks pass as many rows. A description may replace an array.
+    of a gather if all ranks pass equal row counts. A description may replace an array.
     """
 
-    id = 0  # position in the backend's journal if native code recorded the call
+    id = 0  # position in the backend's journal, for native records
 
     def __init__(
         self,
@@ -205,6 +205,6 @@ class NativeWork(Work):
         return array
 
     def _fetched(self) -> tuple[Any, int]:
-        """Return address and length of the received bytes; NULL: they are in the caller's array."""
+        """Return address and length of the received bytes. NULL: they are in the caller's array."""
         count = self._backend.ffi.new("size_t *")
         return self._lib.fl_op_output(self._handle, count), count[0]

@@ -42,12 +42,11 @@ class ShmBackend(NativeBackend):
     """Backend for the ranks of ``store``, all on this host. Creation is collective and blocks.
 
     ``timeout`` (seconds) bounds each wait of an operation. With ``at_once`` no call returns before
-    all ranks have made it. If a larger group shares memory (``Store.memory_subgroup``), messages
-    use that memory.
+    all ranks have made the call. If the ranks share the memory of a larger group
+    (``Store.memory_subgroup``), messages use that memory.
 
-    Raises:
-        BackendUnavailableError: If the native extension is missing, or shared memory is too small
-            or not writable. Every rank raises.
+    Raises BackendUnavailableError on every rank if the native extension is missing, or shared
+    memory is too small or not writable.
     """
 
     kind = DistributedBackend.SHM
@@ -90,7 +89,7 @@ class ShmBackend(NativeBackend):
     def look_back(self, name: str, seconds: float) -> bool:
         """Compare calls that this rank made before other ranks joined; see ``ComparesAhead``."""
         if (group := self.group) is None:
-            return True  # the group has ended; waits raise the reason
+            return True  # the next wait raises
         is_behind = self.ffi.new("int *")
         handle = self.lib.fl_look_back(group, seconds, is_behind)
         if handle != self.ffi.NULL:
@@ -127,8 +126,8 @@ class ShmBackend(NativeBackend):
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
             return [made_together(store, lambda: ordinary_empty(shape, dtype, self.size))]
         pointer = self.ffi.cast("char *", self.lib.fl_region_array(region))
-        # The array may be collected during a wait that holds the lock of the group. It is therefore
-        # freed before the next operation.
+        # The array may be collected during a wait that holds the lock of the group. The next
+        # operation therefore frees the memory.
         owners = (
             freed_by(self.ffi, pointer, self._first.append),
             freed_by(self.ffi, region, self.lib.fl_free_region),

@@ -33,11 +33,11 @@ for name in ("longdouble", "clongdouble"):  # NumPy names them by width
     _CODES[np.dtype(name).name] = _CODES[name]
 
 _LONG_NAME = 128  # characters of a dtype name; longer names are shortened
-_SEEN = 1024  # size of dtype caches; only programs that create dtypes from data need more
+_SEEN = 1024  # size of dtype caches
 
 MIN_DTYPE_DIGEST = 1 << 62
 """Smallest value of ``dtype_digest``. It is larger than any dimension."""
-# Units of dates. 1000 of a unit equal one of the unit before it.
+# Units of dates. 1000 of each unit equal one of the unit before it in this list.
 _UNITS = ("s", "ms", "us", "ns", "ps", "fs", "as")
 
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
@@ -118,7 +118,7 @@ def _unwrap(verb: str, value: Any, writes: bool) -> Array:
             f"({type(array).__name__}). Pass np.array(x)."
         )
     has_grad = is_instance(array, "torch", "Tensor") and array.requires_grad
-    if has_grad and sys.modules["torch"].is_grad_enabled():  # its history would miss this
+    if has_grad and sys.modules["torch"].is_grad_enabled():  # autograd would miss the verb
         raise ValueError(
             f"{verb}: expected a tensor without grad, got a {array.dtype} tensor of shape "
             f"{tuple(array.shape)} that requires grad. Pass x.detach(), which shares its memory."
@@ -279,7 +279,7 @@ def parse_op(verb: str, op: object) -> ReduceOp:
 
 @functools.lru_cache(maxsize=_SEEN)
 def identity_of(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
-    """Return the identity element of ``op``; None: the dtype has none."""
+    """Return the identity element of ``op``, or None if ``dtype`` has no identity element."""
     if op is ReduceOp.AVG or dtype.kind in "mM":
         return None
     if op not in _EXTREMES:
@@ -370,8 +370,8 @@ class Terms(NamedTuple):
 def pack_terms(array: Array, op: ReduceOp) -> Terms:
     """Return the array and operation that a backend reduces for ``array`` and ``op``.
 
-    The array is ``array`` packed. For logical operations it holds truth values, and for dates
-    integers. NaT is the smallest integer, and must be the result of any reduction with NaT. For a
+    The array is ``array`` packed. For logical operations it contains truth values, for dates
+    integers. NaT is the smallest integer, and any reduction with NaT must return NaT. For a
     maximum, 1 is subtracted from all integers: NaT wraps around to the largest.
     """
     packed = as_packed(array)

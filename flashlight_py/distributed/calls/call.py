@@ -29,7 +29,7 @@ COMPOSED = (
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("new_group", "split", "shared_empty", "all_to_all(rows=...)", "scatter(rows=...)"),
     *("all_reduce_location(min)", "all_reduce_location(max)"),
-    # Users often call these on rank 0 alone by mistake. The name states the remedy in the error.
+    # Users often call save and load on rank 0 alone by mistake. Errors show this remedy.
     *(
         "save(collective, to be called on every rank)",
         "load(collective, to be called on every rank)",
@@ -81,12 +81,12 @@ class Call:
             do not compare calls; the arrays may be on a GPU. If shapes may differ, the result is
             the first dimension of every rank. For a scatter, it is the dtype and shape of a part on
             the root. For other verbs it is None.
-        holds: Dtype and shape that ``array`` represents, if they differ from its own. Dates are
+        holds: Dtype and shape that ``array`` represents, if they differ from its own: dates are
             reduced as integers, and parts of a scatter may carry their dtype.
         refusal: Reason why this rank rejects its arguments. The rank joins the call, so that the
             other ranks raise ``MismatchError``. No data moves and no rank waits.
         is_ahead: True if a comparison may end before the other ranks join. Only a backend that
-            ``ComparesAhead`` (nccl/comparing.py) sets it, and compares later.
+            ``ComparesAhead`` (nccl/comparing.py) sets it, and compares the call later.
     """
 
     verb: Verb
@@ -140,7 +140,7 @@ class Call:
     def room(self, rows: int) -> Array:
         """Return the array for a result of ``rows`` rows: ``out`` if it matches, else a new array.
 
-        A wrong ``out`` is not rejected here, because the other ranks already joined the call.
+        Does not reject a wrong ``out``, because the other ranks have joined the call already.
         """
         if self.out is not None and self.out.shape[0] == rows:
             return self.out
@@ -155,7 +155,7 @@ class Call:
     @property
     def key(self) -> str:
         """Text that is equal on all ranks if their calls match."""
-        like = None if self.verb is SCATTER else self.like  # a receiver may not know more
+        like = None if self.verb is SCATTER else self.like  # a receiver may not know it
         part_of = "" if self.part_of == SHUTDOWN else composed(self.part_of, self.root)
         return self.refusal or f"{part_of}\n{self._text(like, self.is_ragged)}"
 
@@ -179,9 +179,9 @@ class Call:
 def call_text(
     verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
 ) -> str:
-    """Return a call as text. ``about`` describes its array; ``rows`` is empty if parts are equal.
+    """Return a call as text. ``about`` describes its array; ``rows`` is "" if parts are equal.
 
-    The root of an all_reduce is a digest of the shapes of its packed arrays, or 0.
+    The ``root`` of an all_reduce is a digest of the shapes of its packed arrays, or 0.
     """
     if root and verb is ALL_REDUCE:
         about += f" of packed arrays #{root:x}"

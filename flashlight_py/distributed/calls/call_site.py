@@ -29,12 +29,12 @@ def _is_ours(path: str) -> bool:
 
 
 def hidden_files() -> tuple[str, ...]:
-    """Return the folders and files that contain no user code."""
+    """Return the folders and files of this package and of hidden folders: no user code."""
     return tuple(_folders)
 
 
 def hide_folder(folder: str) -> None:
-    """Skip a folder or file when the calling line is searched, because it calls verbs for users."""
+    """Hide a folder or file that calls verbs for users: ``caller`` skips its lines."""
     if folder not in _folders:
         _folders.append(folder)
         _is_ours.cache_clear()
@@ -43,7 +43,7 @@ def hide_folder(folder: str) -> None:
 def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
     """Return the innermost frame outside this package, and the package code that it called.
 
-    The first ``depth`` frames are known to belong to the package. Skipping them saves time.
+    ``depth``: number of innermost frames that are skipped unchecked, as they belong to the package.
     """
     frame = sys._getframe(depth)
     code = ours = frame.f_code
@@ -55,7 +55,7 @@ def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
     return frame, ours
 
 
-# The line of an earlier call that this thread continues.
+# Line that ``called_at`` has set for this thread.
 _pinned: ContextVar[Site | None] = ContextVar("site", default=None)
 
 

@@ -49,7 +49,7 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, float]:
     """Return two factors: for the result of each host, and for the result over all hosts.
 
-    A 16-bit mean is scaled down before the numbers leave the host, so that the sum cannot overflow.
+    A 16-bit mean is scaled before it is sent to other hosts, so that the sum cannot overflow.
     """
     first = is_narrow(dtype) and op is ReduceOp.SUM and abs(scale) <= 1
     return (scale, 1.0) if first else (1.0, scale)

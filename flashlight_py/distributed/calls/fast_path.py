@@ -14,8 +14,8 @@ dropped: deque[weakref.ref[Any]] = deque()
 class FastPath(Protocol):
     """Native entry points of one group for the calls of users; see ``csrc/fast``.
 
-    Each returns NotImplemented, without side effects, if ``Backend.start`` must handle the call:
-    for unusual arrays, for invalid arguments, and while a profile or a step is recorded.
+    Each entry point returns NotImplemented, without side effects, if ``Backend.start`` must handle
+    the call: for unusual arrays, for invalid arguments, and while a profile or step is recorded.
 
     Instead of an array, callers may pass ``(address, dtype code, shape, owner)``: contiguous,
     writable memory that exists as long as ``owner``. A result then needs ``out``.
@@ -44,14 +44,14 @@ class FastPath(Protocol):
     def sendrecv(self, *args: Any) -> Any:
         """Run ``(x, dst, out, src, tag, recv_tag)``, or start ``(ops,)``, a list of messages.
 
-        For a list, return one entry per message: its array if it has ended, else its Work.
+        For a list, return one entry per message: its array if the message has ended, else its Work.
         """
 
     def objects(self, code: int, value: object, root: int) -> Any:
         """Run the object verb ``code`` and return the list of received objects.
 
-        Return None if only other ranks receive. It may instead return the array of all frames
-        (exchange.py), the number of the call, and the frame of this rank. Python then finishes it.
+        Return None if only other ranks receive. The result may instead be the array of all frames
+        (exchange.py), the number of the call, and the frame of this rank. Python then unpickles.
         """
 
     barrier: Callable[..., Any]
@@ -66,7 +66,7 @@ def left_to_python(*arguments: object) -> Any:
 class EntryPoints:
     """A ``FastPath`` whose functions are replaced when the group is closed or changes.
 
-    Look up a function for each call. A kept reference would keep the native group alive.
+    Look up a function for each call: a kept function would keep the native group alive.
     """
 
     __slots__ = ("barrier", "collective", "objects", "sendrecv")

@@ -45,7 +45,7 @@ _CALL = np.dtype(
     + [(name, "i4") for name in ("flags", "peer", "tag")]
     + [("id", "u8")]
 )
-# Indices of 8-byte words in its header.
+# Indices of 8-byte words in the header of the ring.
 _NUMBER, _WRITTEN, _OFF, CALLERS = 0, 1, 2, slice(3, 8)
 
 _NOTED = "flashlight_py_noted"  # attribute of errors: names of groups that recorded the error
@@ -64,8 +64,8 @@ on_failure: Callable[[BaseException], None] | None = None
 """Called with the exception of each failed call."""
 
 
-# The number counts the calls of the group; 0: a message. ``bytes`` is None if dtype and shape
-# determine the size. Fields that a call does not use are None or missing at the end.
+# Field ``number`` counts the calls of the group; 0: a message. ``bytes`` is None if dtype and shape
+# determine the size. Fields that a call does not use are None, or missing at the end.
 _FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "tag", "bytes")
 
 
@@ -80,10 +80,10 @@ class Record:
     error = ""
     id = 0  # number of the entry in the ring
     is_async = False
-    size: int | None = None  # bytes, if unknown when the call began
+    size: int | None = None  # bytes, set later if unknown at the start
     waits: tuple[tuple[int, int], ...] = ()
     work: weakref.ref[Work] | None = None
-    flight: Any = None  # of a collective that runs on the GPU
+    flight: Any = None  # for a collective on the GPU
 
     def __init__(self, values: tuple[Any, ...], started: int, line: Instruction | None) -> None:
         self.values, self.started, self.line = values, started, line
@@ -116,7 +116,7 @@ class Record:
         return {name: value for name, value in fields.items() if value is not None}
 
     def _settle(self) -> None:
-        """Set ``ended`` if the operation has ended and no thread waited for it."""
+        """Set ``ended`` if the operation has ended, even if no thread waited for it."""
         if self.ended:
             return
         work = None if self.work is None else self.work()
@@ -215,11 +215,11 @@ class Journal(Ring):
         record.ended = monotonic_ns()
 
     def begin(self, verb: str, array: Any, op: ReduceOp) -> Record:
-        """Count and record a call that begins now. The fast path of the caller notes its end."""
+        """Count and record a call that begins now. The caller's fast path records its end."""
         return self._begin((self.name, self._count(), verb, array.dtype, array.shape, op), 4)
 
     def record_rejection(self, verb: str, error: Exception, peer: int | None = None) -> None:
-        """Count and record a call that ``error`` ended before it began, here or on another rank."""
+        """Count and record a call that ``error`` of this or another rank ended before it began."""
         number = self._count() if peer is None else 0
         fields = (self.name, number, verb, None, None, None, None, peer)
         _fail(self._begin(fields, 4), error)
@@ -256,7 +256,7 @@ class Journal(Ring):
             slot = (call - 1) % codes.RECORDED_CALLS
             if isinstance(note := notes[slot], Record) and note.id == call:
                 records.append(note)
-            elif calls[slot]["id"] == call:  # else a later call has overwritten it
+            elif calls[slot]["id"] == call:  # else overwritten by a later call
                 records.append(self._record(calls[slot], note, rate))
         return records
 
@@ -265,7 +265,7 @@ class Journal(Ring):
         return number
 
     def _failed(self, record: Record, number: int, error: BaseException) -> None:
-        """Note how call ``number`` ended; 0: a message, which is not counted."""
+        """Record how call ``number`` failed; 0: a message, which is not counted."""
         if number and not getattr(error, "has_begun", True):
             self.header[_NUMBER] -= 1
         _fail(record, error)

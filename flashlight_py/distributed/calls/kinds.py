@@ -98,7 +98,7 @@ def _by_dlpack(value: Any) -> Array:
     return np.from_dlpack(value)
 
 
-# CuPy would block, or not wait, depending on its environment. So the stream is hidden from it.
+# Hide the stream from CuPy: depending on its environment, CuPy would block, or would not wait.
 def _by_cuda(value: Any) -> Array:
     """Return a CuPy array of the same memory. The current stream waits for the owner's stream."""
     import cupy

@@ -26,7 +26,7 @@ class SelfMessages:
         return Done(array)
 
     def recv(self, array: Array, tag: int, partial: bool = False) -> Work:
-        """Fill ``array`` with the oldest message with this tag, or with the next one.
+        """Fill ``array`` with the oldest message with this tag, else with the next message.
 
         With ``partial`` the message may have fewer rows. The result is then the filled part.
         """

@@ -23,15 +23,15 @@ from flashlight_py.tracebacks import folded, is_full
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Bytes of a report: csrc sends at most this much.
+# Maximum bytes of a report that csrc sends.
 _BYTES = 3900
 _SUMMARY_BYTES = 500
 
 after_report: list[Callable[[], None]] = []
 """Functions to call after an uncaught exception has been printed and reported."""
 
-# A WeakSet runs Python code when a backend is collected. An exception of a signal handler would be
-# lost there.
+# Not a WeakSet: that runs Python code when a backend is collected, and an exception of a signal
+# handler would be lost in this code.
 _open: dict[weakref.ref[Backend], None] = {}
 
 
@@ -83,7 +83,7 @@ class _Hooks:
         self._of_threads(args)
 
     def _is_rank(self) -> bool:
-        """Return whether this process installed the hooks, so that it is not a forked child."""
+        """Return whether this process has installed the hooks. False in a forked child."""
         return _hooks is self and self._pid == os.getpid()
 
 
@@ -117,7 +117,7 @@ def uninstall_hooks() -> None:
 
 
 def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
-    """Report to the other ranks of ``backends`` (default: all open ones) that this rank ends."""
+    """Report the end of this rank to the other ranks of ``backends`` (default: all open ones)."""
     words = _report_text(error)
     for backend in open_backends() if backends is None else backends:
         backend.abort(words)
@@ -138,9 +138,9 @@ class abort_on_exception:
     there, the hook for uncaught exceptions does not run. To start again, call
     ``distributed_shutdown`` and ``distributed_init`` on every rank.
 
-    Not collective. Blocks for at most half a second. Works in any thread; of nested blocks, the
-    innermost reports. ``KeyboardInterrupt`` is reported, and so is ``SystemExit`` unless its code
-    is 0 or None. In a world of one process, such as before ``distributed_init``, it has no effect.
+    Not collective. Blocks for at most half a second. Works in any thread. If blocks are nested, the
+    innermost block reports. ``KeyboardInterrupt`` is reported, and so is ``SystemExit`` unless its
+    code is 0 or None. No effect in a world of one process, such as before ``distributed_init``.
 
     Raises:
         TypeError: If it decorates a coroutine or generator function, because the call only creates
@@ -157,7 +157,7 @@ class abort_on_exception:
     """
 
     def __call__(self, func: F) -> F:
-        """Return ``func``, wrapped so that each call runs in such a block."""
+        """Return ``func``, wrapped so that each call runs in a block that reports its exception."""
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
         if any(is_kind(func) for is_kind in kinds):
             raise TypeError(

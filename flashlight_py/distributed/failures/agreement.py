@@ -1,6 +1,6 @@
 """Comparison of calls across hosts, at the start of every collective.
 
-The ranks of a host compare first, then one rank of each host, then the ranks of a host receive the
+The ranks of a host compare first, then one rank of each host. Then the ranks of a host receive the
 result. Small data is sent along.
 """
 
@@ -23,9 +23,9 @@ from flashlight_py.distributed.verbs import ALL_GATHER, GATHER
 from flashlight_py.errors import MismatchError
 
 _KEY_BYTES = 16
-# Bytes of the text of a call and its line. It is exchanged only if calls differ.
+# Maximum bytes of the text of a call and its line. The text is exchanged only if calls differ.
 _TEXT_BYTES = 320
-# Alignment in bytes of the data in a message, and of the next message. Fits every dtype.
+# Alignment in bytes of the data in a message, and of the next message. Sufficient for every dtype.
 _ALIGNED = 16
 
 _EMPTY = np.empty(0, np.uint8)
@@ -34,8 +34,8 @@ _EMPTY = np.empty(0, np.uint8)
 def between_hosts(seconds: float, times: int = 1) -> float:
     """Return the timeout between hosts if the timeout inside a host is ``seconds``.
 
-    It is longer, so that the host of a late rank can name the rank. ``times`` is the number of
-    ranks in a chain in which each waits for the next.
+    The result is longer, so that the host of a late rank can name the rank. ``times`` is the number
+    of ranks in a chain in which each waits for the next.
     """
     for _ in range(times):
         seconds += min(2.0, 0.2 * seconds)
@@ -115,9 +115,8 @@ class Agreement:
         The result also has the number of rows of each rank, host by host. ``number`` counts user
         calls. ``call.seconds`` limits each step; None: the timeout of the group.
 
-        Raises:
-            MismatchError: If the calls differ. Every rank raises it, and no array has changed.
-            DistributedError: As for ``Work.wait``.
+        Raises MismatchError on every rank if the calls differ; no array has changed. Raises
+        DistributedError like ``Work.wait``.
         """
         message = self.exchange(call.key, load, call.seconds)
         if not any(message.digest):
@@ -126,7 +125,7 @@ class Agreement:
         return message
 
     def runs_ahead(self) -> None:
-        """Note that the last call ended here while a local peer may still wait for other hosts."""
+        """Record that a local peer may still be in the last call, waiting for other hosts."""
         self._is_ahead = True
 
     def last(self) -> str:
@@ -136,10 +135,10 @@ class Agreement:
     def exchange(self, key: str, load: Load, seconds: float | None) -> RankMessage:
         """Return the combined loads of all ranks. The digest is zero if their keys differ."""
         limit = self.timeout if seconds is None else seconds
-        # A local peer may be late by three timeouts of other hosts.
+        # A local peer that waits for other hosts may be late by three of their timeouts.
         ahead = seconds is None and self._is_ahead
         seconds, self._is_ahead = between_hosts(limit, 4) if ahead else limit, False
-        # Rank 0 of the host has the answer. It is not late while it waits for another host.
+        # Rank 0 of the host sends the answer. It is not late while it waits for another host.
         answered = between_hosts(seconds, 2)
         digest = hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()
         own_message = RankMessage(digest, (load.length,), load.data).packed()
@@ -149,7 +148,7 @@ class Agreement:
             sent = _combine(unpack_messages(local), load.inside)
             gathered = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
             answer = _combine(unpack_messages(gathered), load.between).packed()
-            # Its local peers wait already. Other hosts wait in their next call.
+            # Local peers wait for the answer already. Other hosts wait only in their next call.
             answered = limit
         return unpack_messages(self._inside.step(ALL_GATHER, answer, answered))[0]
 

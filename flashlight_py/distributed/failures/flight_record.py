@@ -1,9 +1,9 @@
 """The flight record: a readable file per rank with its last calls and the stacks of its threads.
 
-It is written after a failed call, at SIGUSR1, and after another rank has written its record. A
-thread waits for the signal, because the main thread may hang in a library: faulthandler writes the
-stacks to a pipe inside the signal handler, and the thread adds the calls. If the program already
-handles SIGUSR1, its handler remains, and this one is not installed.
+The file is written after a failed call, at SIGUSR1, and after another rank has written its record.
+A thread waits for the signal, because the main thread may hang in a library: faulthandler writes
+the stacks to a pipe inside the signal handler, and the thread adds the calls. If the program
+already handles SIGUSR1, its handler remains, and the handler of this module is not installed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     path = store_record(flight, text)
     # A launcher that collects the records of several hosts reads the path from this pipe.
     descriptor, _, inode = system.environ.get(RECORDS, "").partition(":")
-    with suppress(OSError, ValueError):  # no pipe, or a program in between closed it
+    with suppress(OSError, ValueError):  # no pipe, or already closed
         status = os.fstat(int(descriptor))
         if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
             system.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
@@ -101,10 +101,10 @@ def store_record(flight: Flight, text: str) -> Path:
         if _age(flight.folder) is None:
             raise PermissionError(f"flight record: {flight.folder} must be a folder of this user")
         _remove_oldest(flight.folder.parent)
-    # Readers see a complete file or none, even if the rank dies meanwhile.
+    # Readers see a complete file or no file, even if the rank dies while it writes.
     part = flight.folder / f".rank{flight.rank}-{system.random_bytes(6).hex()}"
     try:
-        # Lone surrogates, as in file names, are written as JSON escapes.
+        # Lone surrogates, such as in file names, are written as JSON escapes.
         create_private(part, text.encode(errors="backslashreplace"))
         part.replace(flight.file)
     finally:
@@ -172,7 +172,7 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
 
 
 def _readable(fields: dict[str, Any], now: int) -> dict[str, Any]:
-    """Put the state and the age of the call before its other fields."""
+    """Return ``fields`` with the state and the age of the call before the other fields."""
     started, ended = fields["started"], fields.get("ended")
     state = "failed" if "error" in fields else "running" if ended is None else "ended"
     return {
@@ -204,7 +204,7 @@ def stacks() -> list[str]:
             for line in "".join(traceback.format_list([entry])).rstrip().splitlines()
         ]
         lines += [f"Thread {names.get(ident, ident)} (most recent call last):", *entries]
-    del frame  # a frame that refers to itself is a cycle
+    del frame  # the frame refers to itself: break the cycle
     return lines
 
 
@@ -232,7 +232,7 @@ _NAME = re.compile(r"rank\d+\.json")
 class OtherRecords:
     """Detection of records that other ranks of the job write from now on.
 
-    The folder may belong to the user or be shared with other jobs. Other files in it are ignored.
+    Other files in the folder are ignored: it may belong to the user or be shared with other jobs.
     """
 
     def __init__(self, flight: Flight) -> None:
@@ -242,12 +242,12 @@ class OtherRecords:
         self._new_records()
 
     def have_written(self, after: float) -> bool:
-        """Return whether another rank has written a record of its own reason since the last call.
+        """Return whether another rank has written a record by itself since the last call.
 
-        Only files later than ``after`` count (seconds of the file system): NFS may list them late.
+        Only files later than ``after`` count (seconds of the file system): NFS may list files late.
         """
         for path, _, when in self._new_records():
-            with suppress(OSError, ValueError):  # replaced meanwhile, or not a record
+            with suppress(OSError, ValueError):  # replaced by now, or no record
                 if when > after * 1e9:
                     fields = read_fields(path)
                     if fields.get("job") == self._flight.job and fields.get("reason") != ANSWER:
@@ -280,8 +280,8 @@ _QUIET_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 # Bytes of the pipe, more than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
-# Seconds that a thread waits for another one to write. If it takes longer, a signal handler may
-# have interrupted the writer and may wait for this thread.
+# Seconds that a thread waits for another thread to write. If the wait is longer, a signal handler
+# may have interrupted the writer and may itself wait for this thread.
 _LOCK_SECONDS = 1.0
 # Seconds to wait for further stacks in the pipe.
 _WRITING_SECONDS = 0.05
@@ -298,7 +298,7 @@ class Watchdog:
         self._others = OtherRecords(flight)
         with contextlib.ExitStack() as undo:
             self._reader, self._writer = _pipe(os.O_CLOEXEC | os.O_NONBLOCK, undo)
-            with suppress(OSError):  # over the limit of this user: keep the default
+            with suppress(OSError):  # above this user's limit: keep the default
                 fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             self._stopping, self._stop = _pipe(os.O_CLOEXEC, undo)
             self._answers_signal = _register_signal(signal.SIGUSR1, self._writer)
@@ -307,7 +307,7 @@ class Watchdog:
             resources = undo.pop_all()
         try:
             self._thread.start()
-        except RuntimeError:  # not started, unless a signal handler raised
+        except RuntimeError:  # the thread did not start
             resources.close()
             raise
 
@@ -328,14 +328,14 @@ class Watchdog:
     def record(self, reason: str, threads: list[str] | None = None) -> Path:
         """Write the record and return its path. Raises OSError if it cannot be written."""
         with self._locked():
-            self._written = system.wall_clock()  # approximate; used also if writing fails
+            self._written = system.wall_clock()  # estimate, used if writing fails
             path = write_record(self.flight, reason, threads)
             self._written = path.stat().st_mtime  # from the clock of the file system
             return path
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Exclude other threads, but wait for them at most ``_LOCK_SECONDS``."""
+        """Exclude other threads, after a wait of at most ``_LOCK_SECONDS`` for them."""
         has_lock = self._lock.acquire(timeout=_LOCK_SECONDS)
         try:
             yield
@@ -380,7 +380,7 @@ class Watchdog:
             if ready:
                 self.write("SIGUSR1", self._stacks().splitlines())
                 continue
-            with self._locked():  # this rank may write for its own reason meanwhile
+            with self._locked():  # another thread may write the record now
                 if self._others.have_written(after=self._written + _QUIET_SECONDS):
                     self.write(ANSWER, level=logging.INFO)
 
@@ -401,9 +401,9 @@ def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _register_signal(number: signal.Signals, file: int) -> bool:
-    """Write the stacks to ``file`` when the signal arrives, unless other code handles the signal.
+    """Write the stacks to ``file`` when the signal arrives, unless the program handles the signal.
 
-    MPICH handles it, to detect ended processes. Its handler is called afterwards.
+    MPICH's handler, which detects ended processes, is kept and called afterwards.
     """
     handler = _handler(number)
     by_mpi = "mpi4py" in sys.modules and system.getsignal(number) is signal.SIG_DFL

@@ -28,7 +28,7 @@ HOST_ADVICE = (
 
 
 def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
-    """Return a clause that names the processes of ``ranks``, as far as they are known."""
+    """Return a clause that names the known processes of ``ranks``."""
     texts = [processes[rank] for rank in ranks if rank < len(processes)]
     listed, more = ", ".join(texts[:MOST_RANKS]), len(texts) - MOST_RANKS
     listed += f" and {more} more" if more > 0 else ""
@@ -55,7 +55,7 @@ def different_calls(
 
 
 def did_not_join(where: str, who: str, limit: str, detail: str, which: str, last: str = "") -> str:
-    """Return an error text: ``who`` did not join within ``limit``. ``which`` names processes."""
+    """Return an error text: ``who`` did not join in ``limit``. ``which`` names the processes."""
     return (
         f"{where}: {who} within {limit} ({detail}){which}. {last}It is stuck, slow, or made "
         "another call. For a longer timeout, pass params={'TIMEOUT': seconds} to distributed_init "

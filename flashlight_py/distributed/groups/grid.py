@@ -58,7 +58,8 @@ class Grid:
     def shift(self, dim: int, steps: int = 1) -> tuple[int | None, int | None]:
         """Return ``(src, dst)`` of a shift along ``dim``, like MPI_Cart_shift.
 
-        ``dst`` is the rank ``steps`` positions further, ``src`` the rank as many before, or None.
+        ``dst`` is the rank at ``steps`` positions after this rank, ``src`` the rank at ``steps``
+        positions before it. None: there is no such rank.
 
         Raises:
             ValueError: If the grid has no dimension ``dim``.

@@ -1,8 +1,8 @@
 """Groups without their verbs: members, backends, subgroups, and the open groups of this process.
 
-The garbage collector may free a group during a wait and on any thread. Closing its backends there
-could deadlock with the interrupted call. So the next call of any group closes them, once their
-operations have ended, because other ranks may still wait for these. A shutdown closes all groups.
+The garbage collector may free a group during a wait and on any thread. If it closed the backends,
+it could deadlock with the interrupted call. So the next call of any group closes the backends,
+after their pending operations, for which other ranks may wait. A shutdown closes all groups.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# The backends of each open group. Weak references run no Python code when a group is collected. In
-# such code, an exception of a signal handler would be lost.
+# Backends of each open group. Weak references run no Python code when a group is collected: there,
+# an exception of a signal handler would be lost.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
 
 _LEAST_UNFINISHED = 8  # number of kept results that triggers the first cleanup
@@ -63,7 +63,7 @@ class Membership:
     """Ranks of the world, and the backends that join them. ``rank`` is -1 on other processes."""
 
     rank = -1
-    gpus: Backend | None = None  # backend for CuPy arrays, once the GPUs are joined
+    gpus: Backend | None = None  # backend for CuPy arrays; None before the GPUs are joined
     _forked = False
 
     def __init__(
@@ -73,10 +73,10 @@ class Membership:
         joiner: Joiner | None = None,
         first_use: Callable[[], None] | None = None,
     ) -> None:
-        self.on_first_use = first_use  # called by the first call; disables the fast path until then
+        self.on_first_use = first_use  # called by the first call; until then, no fast path
         self.fast = EntryPoints()
         self._backend, self._joiner = backend, joiner
-        self._backends: list[Backend] = []  # backends to close, also if the group is dropped
+        self._backends: list[Backend] = []  # closed also if the group is dropped
         self._children: dict[weakref.ref[Membership], None] = {}
         self._unfinished: list[Then] = []
         self._most_unfinished = _LEAST_UNFINISHED
@@ -102,7 +102,7 @@ class Membership:
         self.on_first_use = None
         self.fast.replace_by(self.backend().bind(self.journal))
         if self.gpus is not None:
-            self.fast.barrier = left_to_python  # a barrier must wait for the GPUs too
+            self.fast.barrier = left_to_python  # only Python also waits for the GPUs
         if self is _world:
             use_as_world(self)
 
@@ -251,7 +251,7 @@ class Membership:
         self.backend().synchronize()
 
     def is_calling(self) -> bool:
-        """Return whether this thread is inside a call, so that it runs a signal handler."""
+        """Return whether this thread is inside a call. Then the caller is a signal handler."""
         return any(backend.is_calling() for backend in (self.gpus, self._backend) if backend)
 
     def end(self, error: BaseException) -> None:
@@ -261,8 +261,8 @@ class Membership:
     def close(self) -> None:
         """End pending operations, also of subgroups, and release all resources.
 
-        Not collective; idempotent. A verb on another thread raises GroupClosedError, and so does a
-        verb that was interrupted by a signal handler which closes the group.
+        Not collective; idempotent. Verbs that run on other threads raise GroupClosedError. So does
+        a verb of this thread if a signal handler that interrupted it closes the group.
         """
         for reference in list(self._children):
             if (child := reference()) is not None:
@@ -297,7 +297,7 @@ def close_dropped() -> None:
     for _ in range(len(dropped)):
         try:
             group = dropped[0]
-        except IndexError:  # another thread runs this function too
+        except IndexError:  # a concurrent call removed it
             return
         dropped.rotate(-1)  # stays in the list until closed, even after an interrupt
         backends = _watched.get(group, [])
@@ -311,7 +311,7 @@ def close_dropped() -> None:
 
 
 def leave_all() -> None:
-    """Notify the other ranks of all groups that this rank starts no more messages."""
+    """Notify the other ranks of all groups that this rank starts no further messages."""
     for backends in list(_watched.values()):
         for backend in list(backends):
             backend.leave()

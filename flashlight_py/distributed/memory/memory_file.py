@@ -1,8 +1,8 @@
 """Memory that several processes of one user map: files that do not outlive the processes.
 
 If the processes see each other in /proc, the file has no name (``memfd_create``) and ends with the
-last process. Containers of one pod share /dev/shm, but often not their processes. There the file
-has a name until all processes have mapped it. Files of killed owners are removed later.
+last process. Containers of one pod share /dev/shm, but often not /proc. There the file has a name
+until all processes have mapped it. A later job removes the files of killed owners.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashlight_py.errors import DistributedError, OutOfMemoryError, Unavailable
 
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "flashlight-"
-# Seconds for which a new file is not removed: its owner may not have locked it yet.
+# Seconds for which a new file is kept even without a lock: its owner may not have locked it yet.
 _YOUNG = 60.0
 
 
@@ -35,7 +35,7 @@ def process_space() -> str:
     """
     space = boot_id_and_namespace("pid")
     is_open = space and os.stat("/proc/self").st_uid == os.geteuid()  # /proc denies access else
-    return space if is_open and hasattr(os, "memfd_create") else ""  # not in every Python
+    return space if is_open and hasattr(os, "memfd_create") else ""  # some Pythons lack it
 
 
 def needs_names(spaces: Sequence[str]) -> bool:
@@ -118,7 +118,7 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
         if file is not None:
             file.close()
         elif path and named:
-            # All ranks have mapped it. Every rank removes the name, in case that rank 0 was killed.
+            # All ranks have mapped the file. Every rank removes its name: rank 0 may be dead.
             Path(path).unlink(missing_ok=True)
     return mapped
 

@@ -23,17 +23,16 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import BARRIER
 
-ROOT = Path("/")  # of /proc and /sys; tests replace it
+ROOT = Path("/")  # parent of /proc and /sys; tests replace it
 
-# Bytes of all ranks of a host below which nothing is checked. A check takes 0.1 ms.
+# No check below this number of bytes of all ranks of a host. A check takes 0.1 ms.
 LITTLE = 64 << 20
 # Share of the available memory that stays free for other needs of the processes.
 _RESERVE = 1 / 20
 # Bytes reserved between two checks, as other processes may allocate meanwhile.
 _CHUNK_BYTES = 256 << 20
 
-# Files of a control group: limit, use, and the prefix of cache entries in memory.stat. Version 2,
-# then version 1.
+# Files of a control group: limit, use, and prefix of cache entries in memory.stat. Versions 2, 1.
 _FILES = [
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -48,10 +47,10 @@ class SharesMemory(Protocol):
 
 
 def available(ranks: int = 1) -> tuple[int, str]:
-    """Return the number of bytes that this process may still allocate, and what limits it.
+    """Return the number of bytes that this process may still allocate, and the limiting resource.
 
-    Each of ``ranks`` processes of this machine may allocate that many, each in its own control
-    group. File caches and swap count as free, except that limits of control groups exclude swap.
+    The number is valid if ``ranks`` processes of this machine allocate as much, each in its own
+    control group. File caches and swap count as free, except that control groups exclude swap.
     """
     free: list[tuple[int, str]] = _if_known(_of_machine, ranks)
     for limit in _limits(ROOT):
@@ -95,7 +94,7 @@ def shared_arrays(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]
 
 
 def shared_array(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return this rank's array of ``shared_arrays``, which is cheap to reduce."""
+    """Return this rank's array of ``shared_arrays``. Reductions of the array need no copies."""
     arrays = shared_arrays(backend, shape, dtype)
     return arrays[backend.rank if len(arrays) > 1 else 0]
 
@@ -149,10 +148,10 @@ def _numbers(path: Path) -> dict[str, str]:
 
 
 def _if_known(read: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return a list with ``read(*arguments)``, or [] if the value is unknown."""
+    """Return a list with ``read(*arguments)``, or [] if the value cannot be read."""
     try:
         return [read(*arguments)]
     # A kernel may lack a file or line, a group may have no limit ("max") or vanish, and containers
-    # may differ. An unknown value is no limit: an error on one rank would hang other ranks.
+    # may differ. An unknown value counts as no limit: an error on one rank would hang other ranks.
     except (OSError, ValueError, KeyError, IndexError):
         return []

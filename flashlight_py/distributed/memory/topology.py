@@ -1,8 +1,8 @@
 """Topology: hosts, GPUs and shared memory of the ranks, and addresses between hosts.
 
-Shared memory is detected by trying, because names do not show it in containers. A host name may map
-to the loopback, and hosts behind a NAT may share an address. If both ends of a connection with rank
-0 see the same addresses, these addresses work. Other routes are looked up without sending.
+Shared memory is tested with a file, because host names do not show it in containers. A host name
+may map to the loopback, and hosts behind a NAT may share an address. If both ends of a connection
+with rank 0 see the same addresses, these addresses work. Other routes are looked up locally.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 class DeviceRule:
     """Rank and local rank, which determine the CUDA device.
 
-    With ``max_per_node`` it is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Otherwise it is
-    the local rank modulo the number of visible devices, as a launcher may assign one to each rank.
+    With ``max_per_node``, the index is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Otherwise
+    it is the local rank modulo the number of visible devices: a launcher may show only one.
     """
 
     rank: int = 0
@@ -74,8 +74,7 @@ def gpu_identity(cupy: Any, index: int) -> str:
 # Shared memory ------------------------------------------------------------------------------------
 
 
-# The first exchange of every kind of rendezvous. It also detects two ranks in one process, so every
-# rank gets that error at the same time.
+# First exchange of every rendezvous. Two ranks in one process: all ranks raise at the same time.
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Exchange the host and process of each rank of ``store``. Collective, blocking.
 
@@ -104,7 +103,7 @@ class Sharing(NamedTuple):
     """Groups of ranks that share memory, in the order of their first ranks.
 
     ``of`` is the index of each rank's group. ``across[i]`` has the rank at position i of every
-    group, as far as the smallest group reaches. ``apart`` says why there are not fewer groups.
+    group, for positions in the smallest group. ``apart`` is the reason why groups are separate.
     """
 
     groups: Sequence[Sequence[int]]
@@ -198,9 +197,9 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses that a rank reports.
 
-    ``host`` identifies the host, and messages show ``name``. ``has`` lists its interfaces as text,
-    and ``own`` its addresses. The user chose the ``interface`` with ``interface_addresses``.
-    Packets to other hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
+    ``host`` identifies the host, and messages show ``name``. ``has`` is a text that lists its
+    interfaces. ``interface`` is the user's choice, with ``interface_addresses``. Packets to other
+    hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
     """
 
     host: str
@@ -224,9 +223,9 @@ def address_between_hosts(
 ) -> str:
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
-    ``hosts`` are the host identities of the ranks and ``own`` their ``own_addresses``. ``shared``
-    are addresses that several hosts have, and ``interface`` is the user's choice or "". Raises
-    RendezvousError on every rank if other hosts cannot reach an address of each host.
+    ``hosts`` are the host identities of the ranks, and ``addresses`` their ``own_addresses``.
+    ``shared`` are addresses that several hosts have. ``interface`` is the user's choice or "".
+    Raises RendezvousError on every rank if other hosts cannot reach an address of each host.
     """
     own_host, first = hosts[store.rank], hosts[0]
     peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (own_host != first))
@@ -321,7 +320,7 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
 
 
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """Return, by host, addresses that a connection with rank 0 proves, and translated ones.
+    """Return, by host, addresses that a connection with rank 0 proves, and translated addresses.
 
     If both ends report the same addresses, nothing translates them. Addresses that their host does
     not list (with a zone) are not used. The second result maps reported to translated addresses.

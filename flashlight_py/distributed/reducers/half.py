@@ -22,7 +22,7 @@ _BLOCK = 1 << 14
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14, as float32
-_HALF = np.uint32(0x3F00_0000)  # 0.5, whose last bit is 2**-24, like that of small float16
+_HALF = np.uint32(0x3F00_0000)  # 0.5: its last bit is 2**-24, like the last bit of small float16
 _REBIAS = np.uint32((127 - 15) << 23)  # difference of the exponent biases
 
 
@@ -46,7 +46,7 @@ class CastCompression(Compression):
         bits = narrow.view(np.uint16)
         overflowed = bits & 0x7FFF == self._infinity  # isinf takes 20 times as long
         if overflowed.any():
-            bits[overflowed & array_module(flat).isfinite(flat)] -= 1  # to the largest number
+            bits[overflowed & array_module(flat).isfinite(flat)] -= 1  # largest finite number
         return narrow
 
     def _widen(self, narrow: Array, out: Array) -> None:
@@ -56,10 +56,10 @@ class CastCompression(Compression):
 class Float16Compression(CastCompression):
     """Sends arrays as float16: half the bytes of float32, a quarter of float64.
 
-    Each value is rounded to 11 bits before it is sent (a relative error of 2**-11), summed over the
-    ranks and scaled in float32, and rounded once more. A finite number that is too large for
-    float16 is sent as +-65504, the largest float16, so that one outlier cannot make parameters
-    infinite. Infinities and NaN are sent unchanged. Numbers below 6e-5 lose digits, and below 3e-8
+    Each value is rounded to 11 bits (a relative error of 2**-11), and sent. The ranks sum and scale
+    in float32, and round the result once more. A finite number that is too large for float16 is
+    sent as +-65504, the largest float16, so that one outlier cannot make parameters infinite.
+    Infinities and NaN are sent unchanged. Numbers below 6e-5 lose digits, and numbers below 3e-8
     become 0. For such gradients, use ``Bfloat16Compression`` or multiply the loss by a constant.
 
     CuPy arrays are summed and scaled by NCCL, which rounds in its own way.
@@ -89,10 +89,10 @@ class Float16Compression(CastCompression):
 class Bfloat16Compression(CastCompression):
     """Sends arrays as bfloat16: half the bytes of float32, a quarter of float64.
 
-    Each value is rounded to 8 bits before it is sent (a relative error of 2**-8), summed over the
-    ranks and scaled in float32, and rounded once more. The range is that of float32. Float64
-    numbers beyond 3.4e38 are sent as the largest number, infinities and NaN unchanged. Needs
-    ml_dtypes, and for CuPy arrays a CuPy with bfloat16.
+    Each value is rounded to 8 bits (a relative error of 2**-8), and sent. The ranks sum and scale
+    in float32, and round the result once more. The range is that of float32: float64 numbers beyond
+    3.4e38 are sent as the largest number. Infinities and NaN are sent unchanged. Needs ml_dtypes,
+    and for CuPy arrays a CuPy with bfloat16.
 
     Raises:
         ImportError: If ml_dtypes is not installed.

@@ -24,13 +24,13 @@ class Bucket:
     Until the hook's Work has ended, ``flat`` belongs to the hook, which may overwrite it.
 
     Args:
-        index: Number of the bucket in the step, from 0. It has the same arrays in every step and on
-            every rank, so a hook may keep state for it.
+        index: Number of the bucket in the step, from 0. A bucket has the same arrays in every step
+            and on every rank, so a hook may keep state for it.
         flat: All arrays as one: one-dimensional, C-contiguous, of one dtype, on one device.
         parts: The arrays as views into ``flat`` with their own shapes.
         scale: Factor of the sums.
         group: Group whose ranks reduce.
-        inline_bytes: Maximum bytes of a message that blocks, which costs less than a thread.
+        inline_bytes: Maximum bytes of a blocking message, which costs less than a thread.
     """
 
     index: int
@@ -52,7 +52,7 @@ class Bucket:
         return Done(array)
 
     def all_gather(self, array: Array) -> Work:
-        """Return a new array: the ranks' arrays (any shape and dtype) along the first dimension."""
+        """Return a new array: arrays of all ranks, of any shape and dtype, joined along axis 0."""
         if self._pays_inline(array):
             return Done(self.group.all_gather(array))
         return self.group.all_gather(array, async_op=True)
@@ -142,7 +142,7 @@ class Compression(abc.ABC):
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy the result of ``state_dict`` of this rank; the next step then has the same bits.
 
-        The next step compares the shapes of the arrays with its buckets.
+        The next step raises ValueError if the shapes do not fit its buckets.
 
         Raises:
             ValueError: If a name does not belong to this hook. Nothing is loaded.

@@ -50,7 +50,7 @@ def wait_for_ranks(group: ProcessGroup, doing: str) -> None:
 
 
 def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
-    """Write the sum of ``arrays``, in their order, times ``scale`` to ``out`` and return it.
+    """Write the sum of ``arrays``, in their order, times ``scale`` to ``out``. Return ``out``.
 
     All arrays are flat, contiguous, and of the same size and dtype. Not collective.
     """
@@ -69,10 +69,10 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
 def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
-    The ranks must share memory. All ranks read what one rank writes, and the caller must order
-    reads and writes. ``purpose`` appears in errors. The host must also have ``unwritten`` bytes,
-    the part of its other mappings that no rank has written yet. Every rank raises OutOfMemoryError
-    or UnavailableEverywhereError like ``map_together``, or DistributedError like ``all_reduce``.
+    The ranks must share memory. The ranks read each other's writes, and the caller must order reads
+    and writes. ``purpose`` appears in errors. The host must also have ``unwritten`` bytes for its
+    other mappings that no rank has written yet. Every rank raises OutOfMemoryError or
+    UnavailableEverywhereError like ``map_together``, or DistributedError like ``all_reduce``.
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:

@@ -13,8 +13,7 @@ from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
 
-# Relative length below which the remainder of a column, after its projections were removed, is only
-# rounding error.
+# Relative length of a column without its projections below which it is only rounding error.
 _MIN_LENGTH = 1e-12
 # Number of elements of a block that stays in a second-level cache.
 _BLOCK = 1 << 15
@@ -25,10 +24,10 @@ class PowerSGDCompression(Compression):
 
     A gradient of two or more dimensions counts as a matrix of ``shape[0]`` rows. For matrices M of
     the ranks, ``P = orthonormal(sum of M Q)`` and ``Q = sum of M.T P``. The result is ``P Q.T``.
-    Each rank adds the part that ``P P.T M`` lacks to its next gradient (error feedback). The next
-    step starts with this Q (warm start). If the sum of the matrices has no larger rank, the first
-    step is exact. Gradients of one dimension, and matrices that are too small, are sent exactly, in
-    the same message as all ``M Q``.
+    Each rank adds the difference of M and ``P P.T M`` to its next gradient (error feedback). The
+    next step starts with this Q (warm start). If the sum of the matrices has at most rank ``rank``,
+    the first step is exact. Gradients of one dimension, and matrices that are too small, are sent
+    exactly, in the same message as all ``M Q``.
 
     Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization (2019), algorithms 1 and 2.
@@ -38,11 +37,11 @@ class PowerSGDCompression(Compression):
     all ranks, and the state of its bucket is dropped.
 
     Args:
-        rank: Columns of the thin matrices, at least 1. More are more exact, and more bytes.
+        rank: Columns of the thin matrices, at least 1. More columns: more exact, more bytes.
         start_step: Steps (from 0) that are reduced exactly before compression starts. Early
             gradients change fast, and some hundred exact steps often help.
-        min_compression: Minimum ratio of size before and after, at least 1. Other matrices are not
-            compressed.
+        min_compression: Minimum ratio of size before and after, at least 1. Matrices with a smaller
+            ratio are sent exactly.
         seed: Seed of the random Q in the first step, the same on every rank.
 
     Raises:
@@ -146,7 +145,7 @@ class PowerSGDCompression(Compression):
         return Then(bucket.all_reduce(message), finish)
 
     def _residual(self, bucket: Bucket) -> Array:
-        """Return the unsent residual of earlier steps; the caller changes it in place."""
+        """Return the unsent residual of earlier steps. The caller changes it in place."""
         zeros = functools.partial(array_module(bucket.flat).zeros_like, bucket.flat)
         return self._get_state(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat, zeros)
 
@@ -159,9 +158,9 @@ class PowerSGDCompression(Compression):
     def _get_state(
         self, name: str, shape: tuple[int, ...], like: Array, create: Callable[[], Array]
     ) -> Array:
-        """Return the state ``name`` on the device of ``like``; ``first()`` creates it.
+        """Return the state ``name`` on the device of ``like``; ``create()`` makes a missing state.
 
-        Raises ValueError if its shape is not ``shape``, or its dtype is not that of ``like``.
+        Raises ValueError if its shape is not ``shape``, or its dtype is not the dtype of ``like``.
         """
         state = self._state.get(name)
         if state is None:
@@ -193,10 +192,10 @@ def _matrix(array: Array) -> Array:
 def orthonormal(columns: Array) -> Array:
     """Return a new matrix (n, r), r <= n, whose columns are an orthonormal basis of ``columns``.
 
-    The first j columns span the first j of ``columns``. If these are linearly dependent or zero,
-    arbitrary directions replace them, the same on every rank. The result is NaN if ``columns`` is
-    not finite. Gram-Schmidt in float64. Each column is projected twice, which is enough: Giraud,
-    Langou, Rozloznik, The loss of orthogonality in the Gram-Schmidt process (2005).
+    For every j, the first j columns of both span the same space. If columns are zero or linearly
+    dependent, arbitrary directions replace them, the same on every rank. The result is NaN if
+    ``columns`` is not finite. Gram-Schmidt in float64. Each column is projected twice, which is
+    enough: Giraud, Langou, Rozloznik, The loss of orthogonality in the Gram-Schmidt process (2005).
     """
     xp = array_module(columns)
     if not xp.isfinite(columns).all():
@@ -211,7 +210,7 @@ def orthonormal(columns: Array) -> Array:
 
 
 def _project_away(row: Array, earlier: Array) -> bool:
-    """Make ``row`` orthogonal to ``earlier``, of length 1; return False if it vanishes."""
+    """Make ``row`` orthogonal to ``earlier`` and of length 1; return False if nothing remains."""
     sqrt = array_module(row).sqrt
     before = sqrt(_dot(row, row))
     for _ in range(2):
@@ -227,8 +226,8 @@ def _project_away(row: Array, earlier: Array) -> bool:
 def uniform_numbers(like: Array, shape: tuple[int, ...], *seed: int) -> Array:
     """Return random numbers in [-1, 1), of the dtype and on the device of ``like``.
 
-    They are made from the bits of PCG64, which NumPy guarantees for a seed. The results of NumPy's
-    distributions may differ between releases, and so between ranks.
+    They are made from the bits of PCG64, which NumPy guarantees for a seed. NumPy's distributions
+    may differ between releases, and so between ranks.
     """
     bits = np.random.PCG64(list(seed)).random_raw(math.prod(shape))
     numbers = (bits >> np.uint64(11)) * 2.0**-52 - 1

@@ -22,7 +22,7 @@ from flashlight_py.structure import HoldsState
 
 
 class Filling:
-    """A bucket of at most ``limit`` bytes that is being filled. A larger item is a bucket alone."""
+    """A bucket of at most ``limit`` bytes that is being filled. A larger item fills it alone."""
 
     def __init__(self, limit: int) -> None:
         if limit <= 0:
@@ -32,9 +32,9 @@ class Filling:
         self._items: list[Any] = []
 
     def add(self, item: Any, size: int, kind: object = None) -> list[Any]:
-        """Add an item of ``size`` bytes; return the bucket that it closes, or an empty list.
+        """Add an item of ``size`` bytes. Return the items of the bucket that it closes, or [].
 
-        An item closes the bucket if it does not fit, or if its ``kind`` differs.
+        An item closes the previous bucket if it does not fit, or if its ``kind`` differs.
         """
         ends = self._items and (kind != self._kind or self._bytes + size > self._limit)
         ended = self.take() if ends else []
@@ -58,9 +58,9 @@ def plan_buckets(
 ) -> list[list[int]]:
     """Cut a sequence of arrays into buckets of at most ``limit`` bytes, the same on every rank.
 
-    ``sizes`` are the bytes of each array, in the order in which the arrays become ready. A larger
-    array is a bucket alone. Arrays of different ``kinds`` do not share a bucket. Returns the
-    buckets in order, each a list of consecutive indices. Arrays of zero bytes count.
+    ``sizes`` are the bytes of each array, in the order in which the arrays become ready. An array
+    above ``limit`` has its own bucket. Arrays of different ``kinds`` do not share a bucket. Returns
+    the buckets in order, each a list of consecutive indices. Arrays of zero bytes are included.
 
     Example:
         >>> plan_buckets([6, 4, 3, 20, 1], limit=10)
@@ -73,7 +73,7 @@ def plan_buckets(
 
 
 # Maximum bytes of an array that is reduced without a thread. A thread costs some 100 us while
-# Python computes. Shared memory reduces 1 MB in less.
+# Python computes. In shared memory, the reduction of 1 MB takes less.
 INLINE_BYTES = 1 << 20
 
 
@@ -86,7 +86,7 @@ class Reducer(HoldsState, abc.ABC):
 
     @abc.abstractmethod
     def add(self, array: Any) -> None:
-        """Add an array (any shape), which :meth:`finalize` has reduced in place on its return."""
+        """Add an array of any shape. After :meth:`finalize`, it contains the reduced values."""
 
     @abc.abstractmethod
     def finalize(self) -> None:
@@ -127,7 +127,7 @@ class _Pending(Reducer):
     ) -> None:
         super().__init__(scale, group=group)
         self._hook = hook
-        _Pending.abandon(self)  # not the method of a subclass, which is not initialised
+        _Pending.abandon(self)  # a subclass is not initialised yet
 
     def finalize(self) -> None:
         """Block until all added arrays have been reduced; raises the errors of ``all_reduce``."""
@@ -163,7 +163,7 @@ class EagerReducer(_Pending):
     """Starts to reduce each array when it is added, and waits in ``finalize``.
 
     Small NumPy arrays are reduced at once, blocking, unless larger arrays are in progress: a thread
-    for them costs more time than it saves. CuPy arrays always overlap, without a thread.
+    for small arrays costs more time than it saves. CuPy arrays always overlap, without a thread.
 
     A ``hook`` reduces the arrays, which must be flat. ``parts`` are the views into each array, in
     the order of ``add``. Raises TypeError if ``hook`` is not callable, or rejects the dtype.
@@ -208,8 +208,8 @@ class CoalescingReducer(_Pending):
         bucket_bytes: Maximum bytes of a bucket (default 20 MiB, as in flashlight). A bucket is sent
             when it is full, or the next array does not fit. A larger array is sent alone at once.
         hook: Hook that reduces the buckets, such as ``Float16Compression()``. A bucket then has one
-            dtype and one device, and buckets are numbered from 0 after each ``finalize``: add the
-            same arrays in the same order in every step.
+            dtype and one device. Buckets are numbered from 0 after each ``finalize``: add the same
+            arrays in the same order in every step.
         group: Group whose ranks reduce. Default: the world.
 
     Raises:
@@ -300,7 +300,7 @@ class CoalescingReducer(_Pending):
 
 def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:
     """Sum arrays over the ranks and multiply by ``scale``, in place. Collective, blocking."""
-    # With one bucket nothing can overlap, and a thread would only cost time.
+    # One bucket cannot overlap with another bucket, and a thread would only cost time.
     is_large = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
     reducer = CoalescingReducer(scale, async_op=is_large, group=group)
     for array in arrays:

@@ -5,8 +5,8 @@ sbatch(1), mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), flux-run(1), LS
 (JSM_NAMESPACE_RANK), Jobs of Kubernetes and JobSets (JOB_COMPLETION_INDEX), SkyPilot, AWS Batch
 (multi-node parallel jobs), dstack and HPE Cray PALS.
 
-If the environment describes several processes, a world of one is an error or a warning. For
-schedulers that start a process per node without a rank, the error names variables to set.
+If the environment describes several processes, a world of one process causes an error or a warning.
+If a scheduler starts a process per node without a rank, the error names variables to set.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class LaunchEnvironment:
     launcher: str
     rank: int
     size: int
-    local_rank: int | None = None  # on this host; None: unknown
+    local_rank: int | None = None  # rank on this host; None: unknown
     local_size: int | None = None
     variables: tuple[str, ...] = ()  # names of the variables that were read
     master_address: str | None = None  # host of rank 0; None: unknown
     master_port: int | None = None
     file: str | None = None  # path for a rendezvous by files
-    addresses: tuple[str, ...] = ()  # of rank 0's host, if the launcher lists them
+    addresses: tuple[str, ...] = ()  # addresses of rank 0's host, if the launcher lists them
 
     @property
     def source(self) -> str:
@@ -97,7 +97,7 @@ class _Names(NamedTuple):
 
 
 _INNER = _Names("launcher", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# The first launcher whose variables are set counts.
+# The first launcher in this list whose variables are set is used.
 _OUTER = (
     _Names.prefixed("openmpi", "OMPI_COMM_WORLD_"),
     _Names.prefixed("mvapich", "MV2_COMM_WORLD_"),
@@ -110,9 +110,9 @@ _OUTER = (
 def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | None:
     """Return the launch described by ``environ`` (default: ``os.environ``), or None.
 
-    The innermost launcher wins: torchrun or flrun, then an MPI, Flux or jsrun, then a Slurm step,
-    then Kubernetes, whose pod is one rank. A shell inside ``salloc`` or a batch script is no Slurm
-    task, although it has Slurm's variables.
+    The innermost launcher is used: torchrun or flrun, then an MPI, Flux or jsrun, then a Slurm
+    step, then Kubernetes, whose pod is one rank. A shell inside ``salloc`` or a batch script is no
+    Slurm task, although it has Slurm's variables.
 
     Raises ValueError if variables are incomplete, no integers, out of range or contradictory.
     """
@@ -158,7 +158,7 @@ def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
 
 
 def _pod(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return the launch of a pod with one rank; None if its ranks are numbered inside."""
+    """Return the launch of a pod with one rank; None if ranks are numbered inside the pod."""
     ranks = environ.get("PET_NPROC_PER_NODE", "1")
     if "RANK" in environ or ranks != "1":
         return None
@@ -203,9 +203,9 @@ def agent_port(environ: Mapping[str, str] = system.environ) -> int | None:
 
 
 def derived_port(run: int, part: int = 0) -> int:
-    """Return a port that all ranks of a run derive alike, and other runs rarely use.
+    """Return a port that all ranks of a run compute alike, and other runs rarely use.
 
-    It is below 32768, the first port that Linux assigns automatically.
+    The port is below 32768, the first port that Linux assigns automatically.
     """
     return 12_000 + (run * 31 + part) % 20_000
 
@@ -217,7 +217,7 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     step = _integer(environ, "SLURM_STEP_ID")
     if step is None or not 0 <= step < _FIRST_SPECIAL_STEP or "SLURM_PROCID" not in environ:
         return None
-    # In a step, SLURM_NTASKS may be that of the job. SLURM_STEP_NUM_TASKS is that of the step.
+    # In a step, SLURM_NTASKS may describe the job. SLURM_STEP_NUM_TASKS describes the step.
     has_step_size = "SLURM_STEP_NUM_TASKS" in environ
     size_name = "SLURM_STEP_NUM_TASKS" if has_step_size else "SLURM_NTASKS"
     launch = _Names("slurm", "SLURM_PROCID", size_name, "SLURM_LOCALID").read(environ)
@@ -279,7 +279,7 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
 class _Scheduler(NamedTuple):
     """The variables of one scheduler; ``address`` is a shell expression for the first node.
 
-    ``ranks_per_node`` is the variable with the number of ranks per node, if there is one.
+    ``ranks_per_node`` is the variable with the number of ranks per node, or "" without one.
     """
 
     name: str
@@ -362,8 +362,8 @@ def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
 def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
     """Raise RendezvousError if a rendezvous file or a scheduler of nodes is set, but no rank.
 
-    A single process in a Slurm job of several tasks only logs a warning, as shells and batch
-    scripts of a job are used to try out single processes.
+    A single process in a Slurm job of several tasks only logs a warning: users try out single
+    processes in shells and batch scripts of a job.
     """
     if is_alone(environ):
         return

@@ -2,15 +2,15 @@
 
 Rank 0 listens on the loopback and announces its run in a file with a random name: address, process
 and a secret of this run. Only its user can read the file, so a process that knows the secret is a
-rank. The other ranks connect to that port. A rank that gets no answer, perhaps on another host,
-creates a file that asks rank 0 to listen on and announce its other addresses as well.
+rank. The other ranks connect to the announced port. A rank that gets no answer, perhaps on another
+host, creates a file that asks rank 0 to listen on its other addresses and to announce them.
 
 Files of a dead run do no harm: its process is known to be dead, its address rejects connections, or
 another program listens there and does not know the secret. Rank 0 removes such files at its end. A
 rank that finds no rank 0 keeps looking, so a rank 0 that died during the rendezvous may be
-restarted. Rank 0 connects to every other announced rank 0. If that process lives, it answers that
-two processes claim this rank, or that its run has started. A rank has one connection, so only one
-of two runs at the same path can become complete. File times are not used, so clocks may differ.
+restarted. Rank 0 connects to every other announced rank 0. If the other process is alive, it
+answers that two processes claim rank 0, or that its run has started. A rank has one connection, so
+only one of two runs at the same path can become complete. Clocks may differ: no file time is used.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from flashlight_py.distributed.rendezvous.wire import NoServerError, Offer, Sile
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
-# Seconds to wait for an answer at an announcement. The short value is for a rank 0 that started at
-# the same time: both may wait for each other.
+# Seconds to wait for an answer from an announced rank 0. The short value is for two ranks 0 that
+# start at the same time: both may wait for each other.
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
 LOOPBACK = "127.0.0.1"
-VERSION = 3  # of the format of announcements
+VERSION = 3  # version of the announcement format
 
 _NONCE = "[0-9a-f]{16}"
 # Pattern of the name after the run, by the kind of file.
@@ -75,7 +75,7 @@ class Announcement(NamedTuple):
         """Return the announcement in ``content``; raises ValueError if it is invalid."""
         try:
             record = json.loads(content)
-        except (ValueError, RecursionError) as error:  # nested too deeply
+        except (ValueError, RecursionError) as error:  # e.g. nested too deeply
             raise ValueError("must be an announcement, and is truncated or another file") from error
         version = record.get("version") if isinstance(record, dict) else None
         if version != VERSION:
@@ -100,8 +100,8 @@ class SharedDirectory:
     temporary name, closed (an NFS client sends everything at close) and renamed. It therefore
     appears completely or not at all. The content is JSON.
 
-    ``path`` is an existing directory (with files ``flashlight.*``), or a path whose parent exists
-    (with files of that name beside it). ``nonce`` is random for every object. Raises
+    ``path`` is an existing directory (with files ``flashlight.*``), or a path whose parent
+    directory exists (with files of that name). ``nonce`` is random for every object. Raises
     RendezvousError if the directory does not exist, or no file can be created.
     """
 
@@ -117,7 +117,7 @@ class SharedDirectory:
         self._counter = itertools.count()
         self._cache: dict[Name, Announcement] = {}
         self.ignored: dict[str, str] = {}  # ignored files, with the reason
-        # The owner of files that this process creates. An NFS server may map root to nobody.
+        # User id of files that this process creates. An NFS server may map root to nobody.
         try:
             probe = self._make_temporary(b"")
             self._owner = probe.lstat().st_uid
@@ -217,7 +217,7 @@ class FileStore(TreeStore):
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
         self._contacted: set[str] = set()
-        # Number of failed connections by run; files that ask for other addresses.
+        # Number of failed connections by run; files that ask rank 0 for its other addresses.
         self._failures: Counter[str] = Counter()
         self._ask_files: set[Name] = set()
         super().__init__(rank, size, timeout, [LOOPBACK])
@@ -258,7 +258,7 @@ class FileStore(TreeStore):
         return self._listeners[-1]
 
     def _announce(self) -> None:
-        """Write the addresses to a new file, since files never change; remove the old file."""
+        """Write the addresses to a new file, and remove the old file: files never change."""
         previous = self._announced
         self._announced = Name("run", self.run, str(int(previous.rest) + 1 if previous else 0))
         first, *more = (int(listener.getsockname()[1]) for listener in self._listeners)
@@ -308,7 +308,7 @@ class FileStore(TreeStore):
             return
         dead = (self._earlier - self._alive) | {self.run}
         files = [name for name in self._directory.names() if name.run in dead]
-        # Announcements first, so that no rank connects to a run that ends.
+        # Remove announcements first, so that no rank connects to a run that ends.
         for name in sorted(files, key=lambda name: name.kind != "run"):
             self._directory.remove(name)
 

@@ -1,8 +1,8 @@
 """The admission check of a rank: connecting processes must prove to belong to the run.
 
-This module also finds a rank's own position. In a tree, the rank asks rank 0 and connects to the
-parent that rank 0 names, or to a local socket if another rank speaks for the host. ``MeetingPoint``
-defines where rank 0 listens.
+This module also finds a rank's position. In a tree, the rank asks rank 0 and connects to the parent
+that rank 0 names. If another rank speaks for the host, the rank connects to that speaker by a local
+socket. ``MeetingPoint`` defines where rank 0 listens.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from flashlight_py.distributed.rendezvous.wire import (
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import family_of
 
-# Seconds between attempts to find rank 0. A long wait costs a file server ten requests a second.
+# Seconds between attempts to find rank 0: first, factor, longest. At the longest, a waiting rank
+# sends ten requests a second to a file server.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
 _BUSY_SECONDS = 0.001  # seconds per rank for which rank 0 may be busy with other ranks
 # Seconds to wait for the parent that rank 0 assigned, plus one second per tree level; and seconds
 # for which a rank that lost its parent looks for a silent rank 0.
 _PARENT_SECONDS, _LOST_SECONDS = 5.0, 6.0
 SHORT_SECONDS = 2.0  # seconds for a short message, or for reading the reason of a failure
-_SPARE_CANDIDATES = 64  # connections without proof beyond one per rank; more are a flood
+_SPARE_CANDIDATES = 64  # allowed connections without proof, in addition to one per rank
 # In a tree: maximum number of connections without proof, and seconds after which such a connection
 # may be dropped for a new one. The kernel queues further connections.
 _TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
@@ -69,16 +70,16 @@ class MeetingPoint(Store):
     """A store whose ranks connect to rank 0. Subclasses define where and how rank 0 listens."""
 
     timeout: float  # Seconds for each exchange
-    name: str  # for messages
+    name: str  # name for messages
     kind: str  # "path" or "address", for messages
     run_option: str  # option that must differ between runs
-    job_secret: Secret  # that clients of rank 0 must know
-    is_common = False  # processes of this user that connect must know the secret
+    job_secret: Secret  # secret that clients of rank 0 must know
+    is_common = False  # another secret of a process of this user is an error
     can_move = False  # during the rendezvous, another rank 0 may replace a dead one
     patience = math.inf  # seconds that a client waits for the answer to an offer
     next_poll = math.inf  # time of the next call of ``poll`` (``time.monotonic``)
     note = ""  # added to rank 0's reports of missing ranks
-    local_rank: int | None = None  # on this host; None: unknown
+    local_rank: int | None = None  # rank on this host; None: unknown
 
     @cached_property
     def is_tree(self) -> bool:
@@ -90,7 +91,7 @@ class MeetingPoint(Store):
 
     @abc.abstractmethod
     def remedy(self) -> str:
-        """Return a remedy for ranks that have not arrived."""
+        """Return a remedy for ranks that have not joined."""
 
     @abc.abstractmethod
     def listen(self, backlog: int) -> list[system.Socket]:
@@ -127,7 +128,7 @@ class Gate(abc.ABC):
 
     def __init__(self, point: MeetingPoint) -> None:
         self._point, self._size = point, point.size
-        self._secret: Secret = point.job_secret  # of ranks that connect to this rank
+        self._secret: Secret = point.job_secret  # secret of ranks that connect to this rank
         self.selector = system.Selector()
         self._listeners: list[system.Socket] = []
         self._backlog = self._size + _SPARE_CANDIDATES
@@ -136,7 +137,7 @@ class Gate(abc.ABC):
         self._rejected_hosts: set[str] = set()  # hosts of processes with another secret
         self._round = 0
         self._verdict = ""  # why this run has failed, or ""
-        self._notified: set[int] = set()  # ranks that know this reason
+        self._notified: set[int] = set()  # ranks that know the verdict
         self._up: Connection | None = None  # connection to the parent
         self._process = this_process()
         self._position = Position(point.rank, 0, 0, str(self._process))
@@ -144,7 +145,7 @@ class Gate(abc.ABC):
         self._loss = ""  # why that parent is lost, or ""
         self._problem = ""  # why the assigned parent was not reached, or ""
         self._deadline = math.inf
-        self._host, self._is_speaker = "", False  # listens for other hosts; for its own host
+        self._host, self._is_speaker = "", False  # address for other hosts; speaks for its host
 
     @abc.abstractmethod
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
@@ -152,7 +153,7 @@ class Gate(abc.ABC):
 
     @abc.abstractmethod
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
-        """Give a process that knows the secret its position, or reject it with a reason."""
+        """Give a process with the secret its position, or reject the process with a reason."""
 
     @abc.abstractmethod
     def _handle_messages(self, connection: Connection) -> None:
@@ -172,7 +173,7 @@ class Gate(abc.ABC):
         for key, mask in ready:
             if not isinstance(key.data, Connection):
                 self._accept(key.data)
-            elif key.data.wire.fileno() >= 0:  # a message on another connection may have closed it
+            elif key.data.wire.fileno() >= 0:  # may be closed by now
                 if mask & EVENT_WRITE and key.data.flush():
                     self.selector.modify(key.data.wire, EVENT_READ, key.data)
                 if mask & EVENT_READ:
@@ -200,7 +201,7 @@ class Gate(abc.ABC):
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
                 self._drop(self._candidates[0])
-            return  # the client hung up, or the next pass accepts it
+            return  # the client hung up, or the next call accepts it
         self.selector.register(connection.wire, EVENT_READ, connection)
         self._candidates.append(connection)
         if len(self._candidates) > limit:
@@ -258,7 +259,7 @@ class Gate(abc.ABC):
 
     def _reject_secret(self, candidate: Connection, greeting: Greeting) -> None:
         """Reject a process without the secret. If the same user owns it, the run fails as well."""
-        if not self._point.is_common:  # a client of another run that listened here before
+        if not self._point.is_common:  # a client of an earlier run here
             self._reject(candidate, Kind.SECRET, "")
             return
         # before the client hangs up
@@ -296,7 +297,7 @@ class Gate(abc.ABC):
         If the speaker of this host does not appear in time, this rank becomes a speaker.
         """
         point, pause, problem = self._point, FIRST_PAUSE, ""
-        is_first = self._round == 0  # later rank 0 is known
+        is_first = self._round == 0  # later, rank 0 is known
         waiting = Waiting(f"rendezvous at {point.name}")
         speaks_from = system.monotonic()
         has_speaker = point.is_tree and bool(point.local_rank)
@@ -325,7 +326,7 @@ class Gate(abc.ABC):
                                 self._problem = "the run has failed, and other ranks report why"
                                 self._deadline = now
                             self._deadline = min(self._deadline, speaks_from + _LOST_SECONDS)
-                # A rank 0 that is merely late reports that itself once it runs.
+                # A rank 0 that is only late logs its own report when it starts.
                 waiting.log_missing([0] if problem else [], problem)
                 system.sleep(max(0.0, min(pause, self._deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
@@ -335,9 +336,9 @@ class Gate(abc.ABC):
         raise self._failure(f"{missing}{problem}; {point.remedy()}", joining=True)
 
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
-        """Greet rank 0 and connect to the parent that it assigns; return whether that answered.
+        """Greet rank 0 and connect to the assigned parent; return whether the parent answered.
 
-        With ``patience`` (seconds), ``offer`` is that parent. With ``inside`` (a time), connect to
+        With ``patience`` (seconds), ``offer`` is the parent. With ``inside`` (a time), connect to
         the speaker of this host. Raises NoServerError if no process with the secret answers.
         """
         point, is_asking = self._point, not (inside or patience)
@@ -406,7 +407,7 @@ class Gate(abc.ABC):
         return self._host
 
     def _become_speaker(self, secret: Secret) -> None:
-        """Listen for other ranks of this host, unless another rank does so already."""
+        """Listen for other ranks of this host, unless another rank already does."""
         self._secret = secret
         if self._is_speaker or not self._point.is_tree or self._point.local_rank is None:
             return

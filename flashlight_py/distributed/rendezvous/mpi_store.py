@@ -27,7 +27,7 @@ def load_mpi() -> Any:
     try:
         import mpi4py
 
-        # The program's own import or setting of mpi4py takes precedence.
+        # If the program imported mpi4py.MPI or set rc.finalize, keep its choice.
         finalizes = "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None
         if finalizes:
             mpi4py.rc.finalize = False  # forked children would finalise as well
@@ -70,7 +70,7 @@ def check_world(declared: LaunchEnvironment | None, size: int) -> None:
     )
 
 
-# MPI only distributes the address. The tree then names missing ranks and reports aborts.
+# MPI distributes only the address. The tree then names missing ranks and reports aborts.
 class MpiStore(TreeStore):
     """A store over ``MPI.COMM_WORLD``, which gives rank and size. Initialises MPI.
 

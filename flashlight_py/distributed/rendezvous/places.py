@@ -15,7 +15,7 @@ from flashlight_py.interfaces import family_of, is_loopback
 FAN = 8  # children of a host: a larger value loads each host more, a smaller value adds levels
 
 # A rank that asks again within ``_SOON`` seconds has not reached its parent. The second request may
-# use one of ``_SPARE`` extra slots of rank 0. The fourth request always gets a slot there.
+# use one of ``_SPARE`` extra slots of rank 0. The fourth request always gets a slot of rank 0.
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
 # A rank, its parent, the length of its identity, and the length of its payload.
@@ -63,7 +63,7 @@ class TreeRecord:
     """The ranks below rank 0, which is the process ``peer``. Hosts get slots as they arrive."""
 
     def __init__(self, peer: Peer) -> None:
-        self.payloads: dict[int, bytes] = {}  # of this round, by rank
+        self.payloads: dict[int, bytes] = {}  # payloads of this round, by rank
         # Whether all ranks were asked for their payloads, and which ranks have answered since.
         self.is_asked, self.answered = False, set[int]()
         self.departed: dict[int, str] = {}  # descriptions of ranks that joined and left
@@ -75,7 +75,7 @@ class TreeRecord:
         self._returned: dict[int, tuple[float, int]] = {}
 
     def begin(self, payload: bytes, is_first: bool) -> None:
-        """Begin a round with the ``payload`` of rank 0. After the first round no rank joins."""
+        """Begin a round with the ``payload`` of rank 0. Ranks join only in the first round."""
         if not is_first:
             self._identities.clear()
             self._openings.clear()
@@ -90,7 +90,7 @@ class TreeRecord:
         self.is_asked, self.answered = True, set()
 
     def add_entries(self, body: bytes) -> str:
-        """Record the entries in ``body``; return why two of them contradict each other, or ""."""
+        """Record the entries in ``body``. Return why two entries contradict each other, or ""."""
         for rank, parent, who, payload in _entries(body):
             if who:
                 if self.is_claimed(rank, who):
@@ -103,7 +103,7 @@ class TreeRecord:
         return ""
 
     def is_claimed(self, rank: int, who: bytes) -> bool:
-        """Return whether another process than ``who`` has sent an entry of ``rank``."""
+        """Return whether a process other than ``who`` has sent an entry of ``rank``."""
         return rank in self.payloads and self._identities.get(rank, who) != who
 
     def process(self, rank: int) -> str:
@@ -113,10 +113,10 @@ class TreeRecord:
     def remove(self, rank: int, parent: int) -> None:
         """Remove ``rank``, last recorded below ``parent``, and the payloads of its subtree.
 
-        Live ranks of the subtree send their payloads again, from another position.
+        Live ranks of the subtree send their payloads again, from their new position.
         """
         if not self.is_below(rank, parent):
-            return  # it has another position already
+            return  # already moved
         self.departed[rank] = self.process(rank)
         self._openings.pop(rank, None)
         lost, more = set[int](), {rank}
@@ -132,7 +132,7 @@ class TreeRecord:
         return self._parents.get(rank) == parent
 
     def missing(self, size: int) -> list[int]:
-        """Return the ranks without a payload, or their ancestors that do not pass a payload on.
+        """Return the ranks without a payload, or ancestors that did not pass their payload on.
 
         Live ranks answer when asked. An ancestor that has not answered is therefore named.
         """
@@ -164,7 +164,7 @@ class TreeRecord:
             self._returned[rank] = now, times
             room += (0, _SPARE, _SPARE, _ANY)[min(times, 4) - 1]
             if silent := self._openings.pop(greeting.lost_parent, None):
-                self._openings[silent.rank] = silent  # use it last for other ranks
+                self._openings[silent.rank] = silent  # last choice for other ranks
         if room <= 0:
             for other in self._openings.values():
                 is_usable = other.accepts(address) and other.rank != greeting.lost_parent
@@ -177,7 +177,7 @@ class TreeRecord:
         self._parents[rank] = opening.rank
         self._identities[rank] = identity(greeting.peer)
         # Only a rank whose own address equals the address that rank 0 sees gets children: behind a
-        # NAT the addresses differ. A zone (IPv6) is valid on one link only.
+        # NAT the addresses differ. An IPv6 address with a zone is valid on one link only.
         host, _, port = greeting.listens_at.partition(" ")
         if host == address and port.isdecimal() and not any(candidate.address[3:]):
             room = self._openings[rank].room if rank in self._openings else FAN

@@ -1,8 +1,8 @@
 """The secret of a job, and how two processes prove to each other that they know it.
 
 The job's secret is in the environment: FLASHLIGHT_SECRET, which launchers set, or MASTER_SECRET.
-Without it, processes of one host use the user's secret, a file that no other user may read.
-Processes of several hosts then have no secret, and any process that reaches rank 0 can join.
+Without these variables, processes of one host use the user's secret, a file that no other user may
+read. Processes of several hosts then have no secret, and any process that reaches rank 0 can join.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashlight_py.interfaces import is_own
 
 VARIABLES = ("FLASHLIGHT_SECRET", "MASTER_SECRET")
 NONCE_BYTES = 32
-# End of a nonce: an HTTP server that listens there by mistake answers an empty line at once.
+# End of a nonce. If an HTTP server listens there by mistake, it answers an empty line at once.
 _LINE_END = b"\r\n\r\n"
 FILE_NAME = "flashlight-secret"
 REMEDY = (
@@ -83,8 +83,8 @@ class Secret:
                 f"cannot create a file for the secret of this user's jobs ({error}); {REMEDY}"
             ) from error
 
-    # Both ends bind to the address of the other end to find out whether they share a host. The
-    # user's file is the secret exactly if both can read it, whatever the name of rank 0's host is.
+    # Each end binds to the address of the other end to find out whether they share a host. The
+    # user's file is the secret exactly if both ends can read it, whatever rank 0's host is called.
     @property
     def common(self) -> bytes:
         """The secret of all ranks; b"" if they may be on several hosts without a secret."""
@@ -92,7 +92,7 @@ class Secret:
 
     def key(self, other: tuple[Any, ...]) -> bytes:
         """Return the secret shared with the process at the socket address ``other``."""
-        # Comparing with our own address is not enough: a client may use any address of its host.
+        # A comparison with the own address is not enough: a client may use any address of its host.
         return self.common or (self.of_user if is_own(other[0], other[2:]) else b"")
 
 

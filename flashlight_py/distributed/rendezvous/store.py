@@ -31,10 +31,10 @@ class Store(abc.ABC):
     rank: int
     size: int
     processes: Sequence[str] = ()  # description of each rank's process, for errors; empty: unknown
-    numbers: Sequence[int] = ()  # of the ranks among ``total`` ranks, if this is a sub-store
+    numbers: Sequence[int] = ()  # numbers of the ranks in a larger group, if this is a sub-store
     total: int = 0
     hosts: Sequence[str] = ()  # identity of each rank's host; empty: unknown
-    spaces: Sequence[str] = ("",)  # equal if processes see each other's PIDs; "": unknown
+    spaces: Sequence[str] = ("",)  # equal if processes see each other in /proc; "": unknown
     named = True  # shared memory needs a file name, as PID namespaces may differ
     # By rank, for each rank that has a rendezvous connection to this rank: address and port of this
     # end, and of the other end.
@@ -42,16 +42,16 @@ class Store(abc.ABC):
     secret: bytes = b""  # secret that all ranks knew before the first exchange, if any
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit
     subgroup: Subgroup | None = None  # set if the ranks have connections already
-    memory_subgroup: Subgroup | None = None  # set if they share memory; rank -1: does not
+    memory_subgroup: Subgroup | None = None  # set if the ranks share memory; rank -1: does not
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> Roster:
         """Return the payloads of all ranks, in rank order. Collective, blocking.
 
         Raises:
-            RendezvousError: If a rank did not arrive within the timeout, died or aborted (the error
-                names the rank); if two processes claim one rank; if ranks pass different world
-                sizes; or if an earlier exchange failed. Every reachable rank raises.
+            RendezvousError: If a rank (named) did not join within the timeout, died or aborted; if
+                two processes claim one rank; if ranks pass different world sizes; or if an earlier
+                exchange failed. Every reachable rank raises.
         """
 
     def close(self) -> None:  # noqa: B027 (optional, like ``abort``)
@@ -59,8 +59,7 @@ class Store(abc.ABC):
 
         The default does nothing: another object owns and closes the connections.
 
-        Raises:
-            RendezvousError: If a rank (named) did not leave within the timeout, or died.
+        Raises RendezvousError if a rank (named) did not leave within the timeout, or died.
         """
 
     def abort(self, reason: str) -> None:  # noqa: B027 (optional)
@@ -130,7 +129,7 @@ class Subgroup(NamedTuple):
     is_flat: bool  # no other backend: no ranks share memory
 
     def among(self, ranks: Sequence[int]) -> Subgroup:
-        """Return the subgroup of some of these ranks, by their position, with a new number."""
+        """Return the subgroup of the ranks at these positions, with a new number."""
         ranks = [self.ranks[rank] for rank in ranks]
         return Subgroup(self.parent, ranks, self.number + 1, self.is_flat)
 
@@ -138,7 +137,7 @@ class Subgroup(NamedTuple):
 class SubStore(Store):
     """A store for the ranks ``ranks`` of ``store``, which include this rank.
 
-    Each exchange is an exchange of ``store``: all of its ranks must make the same number of them.
+    Each exchange is an exchange of ``store``, which all ranks of ``store`` must join.
     """
 
     def __init__(self, store: Store, ranks: Sequence[int]) -> None:
@@ -161,7 +160,7 @@ class Peer(NamedTuple):
 
     host: str
     pid: int
-    machine: str = ""  # identifies kernel and PID namespace; "": /proc does not tell
+    machine: str = ""  # identifies kernel and PID namespace; "": unknown
     started: str = ""  # start time, since a PID may be reused; "": unknown
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
 """Rendezvous at a TCP port of rank 0, given by MASTER_ADDR and MASTER_PORT.
 
 If MASTER_ADDR is an address, rank 0 listens only there; if it is a name, at all addresses of its
-host. The other ranks connect until rank 0 answers at an address. Both sides prove that they know
-the job's secret, which is never sent. A job on several hosts may have no secret: then any process
-that can reach the port can join.
+host. The other ranks try the addresses until rank 0 answers. Both sides prove that they know the
+job's secret, which is never sent. A job on several hosts may have no secret: then any process that
+can reach the port can join.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere, resolved
 
-# Rank 0 inherits a listening socket. If a port were only chosen, another program could take it.
+# Rank 0 inherits a listening socket: no other program can take its port.
 LISTENER = "FLASHLIGHT_LISTENER"
 """Environment variable: descriptor of an inherited socket that listens at MASTER_PORT."""
 
@@ -32,9 +32,9 @@ LISTENER = "FLASHLIGHT_LISTENER"
 class TcpStore(TreeStore):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` is in seconds per exchange.
 
-    ``one_host``: all ranks are on one host, so they know the user's secret if the job has none.
-    ``also`` are further addresses of rank 0. Raises ValueError if an argument is out of range, and
-    RendezvousError if rank 0 cannot listen there, or like ``Secret.find``.
+    ``one_host``: all ranks are on one host, so they know the user's secret if the job has no
+    secret. ``also`` are further addresses of rank 0. Raises ValueError if an argument is out of
+    range, and RendezvousError if rank 0 cannot listen there, or like ``Secret.find``.
     """
 
     kind, run_option, is_common = "address", "MASTER_PORT", True
@@ -59,7 +59,7 @@ class TcpStore(TreeStore):
         self.secret = self.job_secret.common
         loopback: list[str] = []
         if is_local(host):
-            with suppress(OSError):  # listening or connecting raises the reason
+            with suppress(OSError):  # raised later, by listen or connect
                 loopback = [str(address) for address, *_ in resolved(host, port)]
         super().__init__(rank, size, timeout, loopback)
 
@@ -123,8 +123,8 @@ def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[syste
     listeners, problem = [], OSError(errno.EADDRNOTAVAIL, "")
     for address in addresses:
         try:
-            # It sets SO_REUSEADDR. Otherwise the port of a run that has just ended would be blocked
-            # for a minute.
+            # create_server sets SO_REUSEADDR. Otherwise the port of a run that has just ended would
+            # be blocked for a minute.
             family = family_of(address[0])
             listeners.append(system.create_server(address, family=family, backlog=backlog))
         except OSError as error:  # noqa: PERF203 - each for itself

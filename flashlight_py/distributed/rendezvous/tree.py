@@ -1,12 +1,12 @@
 """A tree of ranks that exchange payloads: each rank sends its payload up and receives all payloads.
 
-In a small job, rank 0 is the parent of all ranks. In a large one (``MeetingPoint.is_tree``) one
+In a small job, rank 0 is the parent of all ranks. In a large job (``MeetingPoint.is_tree``) one
 rank speaks for each host, and the other ranks of the host connect to this speaker by a local
-socket. A speaker asks rank 0 for its parent and connects to it. A process has at most some dozens
-of connections to other hosts. In the first exchange, payloads travel up in batches as they arrive;
-a rank that loses its parent asks for another one and sends them again. In later exchanges each
-node sends the payloads of its subtree at once, and a closed connection means a dead rank. A rank
-that detects why the rendezvous fails notifies its neighbours, which notify theirs.
+socket. A speaker asks rank 0 for its parent and connects to the parent. A process has at most some
+dozens of connections to other hosts. In the first exchange, payloads travel up in batches as they
+arrive. A rank that loses its parent asks for another parent and sends the payloads again. In later
+exchanges each node sends the payloads of its subtree at once, and a closed connection means a dead
+rank. A rank that detects why the rendezvous fails notifies its neighbours, which notify theirs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from flashlight_py.interfaces import source_address
 
 # Seconds for rank 0 to report missing ranks, and additional seconds per tree level.
 _ANSWER_SECONDS, _LEVEL_SECONDS = 2.0, 0.25
-_QUERY_SECONDS = 1.0  # seconds in which all ranks send their payloads when asked
-_STALL_SECONDS = 0.5  # seconds after which no rank waits for a rank that does not read its roster
+_QUERY_SECONDS = 1.0  # seconds in which ranks must send payloads that rank 0 asks for
+_STALL_SECONDS = 0.5  # seconds that a rank waits for a child that does not read the roster
 _log = logging.getLogger("flashlight_py")
 
 
@@ -59,15 +59,15 @@ class TreeNode(Gate):
 
     def __init__(self, point: MeetingPoint) -> None:
         super().__init__(point)
-        self.members: dict[int, Connection] = {}  # children
+        self.members: dict[int, Connection] = {}  # connections to children
         self._is_root = point.rank == 0
         self._processes = {point.rank: self._process}
         self._record = TreeRecord(self._process)  # used by rank 0
         self._payload, self._roster = b"", b""
         self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
-        self._log: list[tuple[int, Kind, bytes]] = []  # sent up in the first round, by child
+        self._log: list[tuple[int, Kind, bytes]] = []  # entries of the first round, by child
         self._complete: set[int] = set()  # children whose subtree is complete in this round
-        self._sends_partial = True  # send payloads up before all have arrived
+        self._sends_partial = True  # send payloads up before all arrive
         self._is_late = False  # the deadline has passed, and the parent knows it
         self._is_leaving, self._departed = False, set[int]()
         # On rank 0: connection ends by rank, and ranks that joined without a secret.
@@ -99,7 +99,7 @@ class TreeNode(Gate):
             if not self._roster:  # the roster is the last message of a round
                 self._send_up()
             if not self._roster:
-                if is_over and system.monotonic() >= self._deadline:  # it may have been moved
+                if is_over and system.monotonic() >= self._deadline:  # unless it was moved
                     self._handle_deadline()
                 if self._is_root:
                     self._poll(waiting)
@@ -143,7 +143,7 @@ class TreeNode(Gate):
             waiting.log_missing(self._record.missing(self._size))
 
     def _finish(self) -> None:
-        """Send the roster down. A rank that does not read for a while gets it later."""
+        """Send the roster down. A rank that does not read for some time gets the roster later."""
         self._round += 1
         if self._round == 1 and self._is_root:
             self._point.next_poll, self._point.ends = math.inf, self._ends
@@ -210,7 +210,7 @@ class TreeNode(Gate):
                 self._log.append((rank, *self._pending[-1]))
 
     def _handle_lost(self, body: bytes) -> None:
-        """Handle lost connections as rank 0; ignore ranks that have another parent by now."""
+        """As rank 0, handle lost connections. Ignore ranks that have another parent by now."""
         for line in body.decode().splitlines():
             rank, parent, reason = line.split(" ", 2)
             if self._round == 0:
@@ -219,7 +219,7 @@ class TreeNode(Gate):
                 raise self._failure(reason)
 
     def _handle_late(self, is_up: bool, body: bytes) -> None:
-        """Handle a passed deadline, unless the roster was sent meanwhile."""
+        """Handle a deadline that has passed, unless the roster was sent meanwhile."""
         if body != str(self._round).encode():
             return
         if self._is_leaving:
@@ -310,7 +310,7 @@ class TreeNode(Gate):
         """
         rank, size, peer, listens_at, _ = greeting
         if self._round == 0 and rank in self.members and self._processes[rank] == peer:
-            self._handle_end(self.members[rank], False, True)  # its end is detected later
+            self._handle_end(self.members[rank], False, True)  # else detected later
         reason, own_rank = "", self._point.rank
         own_text = f"rank {own_rank}: {self._processes[own_rank]}"
         if rank in self.members or rank == own_rank:
@@ -339,7 +339,7 @@ class TreeNode(Gate):
             self._assign_position(candidate, rank, greeting)
 
     def _assign_position(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
-        """Send a process its position; it becomes a child of this rank if that is here."""
+        """Send a process its position. If its parent is this rank, the process becomes a child."""
         point, position_here = self._point, self._position
         position = Position(
             rank, position_here.rank, position_here.depth + 1, str(self._processes[point.rank])
@@ -381,11 +381,11 @@ class TreeNode(Gate):
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not leave")
-                # A rank further from rank 0 gives up earlier, and names the ranks it waits for.
+                # A rank with a greater depth gives up earlier, and names its missing ranks.
                 settle = _QUERY_SECONDS / (self._position.depth or 0.5)
                 has_asked, self._deadline = True, system.monotonic() + settle
                 self._ask(self._departed)
-        except RendezvousError:  # rank 0 knows
+        except RendezvousError:  # rank 0 raises it
             if self._is_root:
                 raise
             return
@@ -450,7 +450,7 @@ class TreeStore(MeetingPoint):
     """A store whose ranks meet in a tree."""
 
     def __init__(self, rank: int, size: int, timeout: float, loopback: Sequence[str] = ()) -> None:
-        """Create the tree; the ranks need one of the ``loopback`` addresses of this host."""
+        """Create the tree. This host needs one of the ``loopback`` addresses."""
         self.rank, self.size, self.timeout = rank, size, timeout
         if size > 1 and loopback and not any(map(source_address, loopback)):
             raise self.error(

@@ -28,7 +28,7 @@ _MAGIC = b"FLrv"
 _VERSION = 5
 _HEADER = struct.Struct("!4sHHQ")
 _MAPPED = "::ffff:"
-# Errors of a connection whose other end is silent and did not close.
+# Errors of a connection whose other end is silent but has not closed the connection.
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 _PROBES = 5
 _CHUNK_BYTES = 1 << 28  # maximum bytes of one read
@@ -37,9 +37,9 @@ PROOF_BYTES = 32
 _UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # bytes of a message, without and with proof
 _LOCAL_ENDS = ("127.0.0.1", 0)  # both ends of a connection inside a host, which has no addresses
 LEAF = "leaf"  # in a greeting: no rank connects to its sender
-_LONGEST_CONNECT = 5.0  # Seconds until silent hosts are contacted again
+_LONGEST_CONNECT = 5.0  # Maximum seconds until silent hosts are contacted again.
 _NEXT_SECONDS = 0.25  # Seconds until the next address is tried in parallel (RFC 8305)
-# If one address rejects, rank 0 may not listen yet. Seconds that other addresses get then.
+# Seconds for other addresses after one address rejects: rank 0 may not listen yet.
 _REFUSED_SECONDS = 1.0
 
 
@@ -50,14 +50,14 @@ class Kind(enum.IntEnum):
     WELCOME = 2  # server: its proof; the proof of the client was right
     PAYLOAD = 3  # up: all payloads of the sender's subtree in this round
     ROSTER = 4  # down: the payloads of all ranks
-    LATE = 5  # up: the deadline has passed; down: send your payloads; round as text
+    LATE = 5  # up: the deadline has passed; down: send your payloads. Body: the round
     FAILURE = 6  # up or down, after WELCOME: why the run fails or rejects the client
     GOODBYE = 7  # up: all ranks of the sender's subtree leave
     CHALLENGE = 8  # server: its nonce
     PROOF = 9  # client: its proof and its greeting
     SECRET = 10  # server: the client's proof is wrong, so the secrets differ
     POSITION = 11  # server: the client's ``Position`` in the tree
-    PART = 12  # up: like PAYLOAD, but more may follow
+    PART = 12  # up: like PAYLOAD, but more payloads may follow
     LOST = 13  # up: a lost rank, its parent, and the reason, as text
 
 
@@ -76,7 +76,7 @@ class WireError(Exception):
 class Greeting(NamedTuple):
     """A client's rank, its world size, and its process.
 
-    In a tree also its address and port for other ranks, or ``LEAF``, and a lost parent's rank.
+    In a tree: also its address and port for other ranks, or ``LEAF``, and its lost parent's rank.
     """
 
     rank: int
@@ -123,7 +123,7 @@ class Position(NamedTuple):
 # Pickled objects can run code on the receiver, so a rank that joins proves to know the secret. TLS
 # would need certificates and slow down connected ranks.
 class Handshake(NamedTuple):
-    """One side's view of a handshake: the key that both sides should know, and both nonces."""
+    """One side's view of a handshake: the common key, and both nonces."""
 
     key: bytes
     client_nonce: bytes
@@ -163,20 +163,20 @@ class Connection:
         self.ends = self.local_address[:2], self.address[:2]  # of this end, and of the other end
         self.since = system.monotonic()
         self.handshake: Handshake | None = None
-        self.rank: int | None = None  # of the other end, once it has proven to be a rank
+        self.rank: int | None = None  # rank of the other end; None before its proof
         self.is_rejected = False  # its last message has been sent
         self.inbox: deque[Packet] = deque()  # received messages
         self.has_ended = False  # no more messages arrive
         self.is_unreachable = False  # has_ended, because the other host is silent
-        self._kind: Kind | None = None  # of the message that is being received; None: in the header
-        self._chunks, self._missing = list[bytes](), _HEADER.size  # received, and missing bytes
+        self._kind: Kind | None = None  # kind of the incoming message; None: in the header
+        self._chunks, self._missing = list[bytes](), _HEADER.size  # received chunks; missing bytes
         self._limit = _UNPROVEN_LIMIT
         self._unsent: deque[bytes | memoryview] = deque()  # parts of messages
 
     def trust(self, host_timeout: float) -> None:
         """Accept long messages, and end if the other host is silent for ``host_timeout`` seconds.
 
-        0 means no limit. The kernels send the probes and answers, even if the processes are busy.
+        0 means no limit. The kernels send and answer the probes, even if the processes are busy.
         """
         self._limit = _MEMBER_LIMIT
         if host_timeout and not self.is_local:
@@ -225,7 +225,7 @@ class Connection:
         try:
             data = self.wire.recv(min(_CHUNK_BYTES, self._missing))
         except OSError as error:
-            if isinstance(error, TimeoutError) and error.errno is None:  # not the kernel's
+            if isinstance(error, TimeoutError) and error.errno is None:  # raised by Python
                 return
             self.is_unreachable = error.errno in _UNREACHABLE
             data = b""
@@ -280,7 +280,7 @@ def _packed(kind: Kind, body: bytes) -> Sequence[bytes]:
 
 
 def unmapped(address: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an IPv4 address that is mapped to IPv6 as IPv4; other addresses unchanged."""
+    """Return an IPv4 address that is mapped to IPv6 as IPv4. Other addresses do not change."""
     host = str(address[0])
     return (host.removeprefix(_MAPPED), address[1]) if host.startswith(_MAPPED) else address
 
@@ -333,15 +333,15 @@ class SilentError(NoServerError):
 
 
 class WrongServerError(NoServerError):
-    """A process answers that is not the expected rank 0."""
+    """The process that answers is not the expected rank 0."""
 
 
 class SecretError(WrongServerError):
-    """A rank 0 answers that knows another secret."""
+    """The rank 0 that answers has another secret."""
 
 
-# If several addresses of a rank 0 fail, the error of the last class in this list is raised. A
-# silent rank 0 or a rank 0 with another secret exists, but any program may listen at some address.
+# If several addresses of a rank 0 fail, the error of the class that is last in this list is raised.
+# Errors of a rank 0 (silent, or another secret) say more than errors of any other program.
 _BY_PRIORITY = (WrongServerError, NoServerError, SilentError, SecretError)
 
 
@@ -410,7 +410,7 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
 def claim(offer: Offer, size: int, seconds: float) -> str:
     """Greet the rank 0 of ``offer`` as another rank 0; return the reason of its rejection.
 
-    "" if it accepted the connection and did not answer within ``seconds``. Raises like ``greet``.
+    Return "" if it accepted and did not answer within ``seconds``. Raises like ``greet``.
     """
     greeting, deadline = Greeting(0, size, this_process()), system.monotonic() + seconds
     connection = greet(offer, lambda _: greeting, deadline)

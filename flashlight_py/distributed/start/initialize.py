@@ -58,8 +58,8 @@ def distributed_init(
     torch.distributed has joined the ranks through its backend "flashlight", it returns at once.
 
     If ranks share a host, NumPy's OpenBLAS uses this rank's share of the cores until the shutdown.
-    OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and the program override the number of threads, which
-    ``describe`` reports.
+    To choose another number of threads, set OPENBLAS_NUM_THREADS or OMP_NUM_THREADS, or change it
+    in the program. ``describe`` reports the number.
 
     Args:
         init_method: ``DistributedInit.MPI``: started by ``mpirun``; MPI provides rank and size.
@@ -170,9 +170,9 @@ def distributed_shutdown() -> None:
     """Leave the world. Collective. Afterwards this process is rank 0 of 1.
 
     Blocks until every rank calls it, so that no last operation is interrupted, unless the group
-    failed before. A rank that waits for a message which this rank has not started to send raises
-    PeerLostError. So finish the messages of other threads before this call. Without this call, the
-    process releases all resources when it exits.
+    failed before. Finish the messages of other threads before this call: a rank that still waits
+    for a message which this rank has not started to send raises PeerLostError. Without this call,
+    the process releases all resources when it exits.
 
     In a signal handler that interrupted a verb of the world, it does not wait. That verb raises
     GroupClosedError after the handler, and the other ranks raise PeerLostError.
@@ -231,7 +231,7 @@ class NewWorld:
     store: Store
     settings: Settings
     undo: ExitStack = field(default_factory=ExitStack)  # callbacks that undo the steps if one fails
-    facts: Facts = field(init=False)  # of all ranks
+    facts: Facts = field(init=False)  # facts about all ranks
     host_ranks: Sequence[int] = ()  # ranks of this host
     world: World = field(init=False)
 
@@ -247,7 +247,7 @@ def exchange_facts(new: NewWorld) -> None:
     job = flight_record.new_job() if store.rank == 0 else ""
     own_facts = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
     texts = store.exchange(json.dumps(own_facts).encode())
-    # An eavesdropper on the exchange cannot compute this key without the secret.
+    # An eavesdropper on the exchange cannot compute the job key: it depends on the secret.
     new.settings = replace(new.settings, job_key=texts.derived(derived_key, store.secret))
     new.facts = texts.derived(Facts.read)
     new.host_ranks = new.facts.ranks_by_host[host]
@@ -290,12 +290,12 @@ def join_gpus_early(new: NewWorld) -> None:
     except errors.UnavailableEverywhereError as error:
         if is_required:
             raise
-        # Scripts with MAX_DEVICE_PER_NODE also run on machines without a GPU.
+        # MAX_DEVICE_PER_NODE may be set on machines without a GPU.
         _log.info("MAX_DEVICE_PER_NODE is set, but the GPUs cannot be joined: %s", error)
 
 
 def close_store(new: NewWorld) -> None:
-    """Close the store when all ranks do. It leaves no files."""
+    """Close the store when all ranks do. No files remain."""
     new.store.close()
 
 
@@ -334,7 +334,7 @@ class Facts(NamedTuple):
         ranks_by_host: dict[str, list[int]] = {}
         interned = dict[Any, Any]()  # stores equal values once, for jobs of many ranks
         rows = list[tuple[Any, ...]]()
-        hashes = list[int]()  # of processes, which need less memory
+        hashes = list[int]()  # hashes of processes, which need less memory
         for rank, text in enumerate(texts):
             host, _, cores, _, process, addresses = json.loads(text)
             ranks_by_host.setdefault(host, []).append(rank)

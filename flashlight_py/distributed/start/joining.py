@@ -90,7 +90,7 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
     host_ranks = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
-    if len(host_ranks) == 1:  # as many exchanges as the other ranks make
+    if len(host_ranks) == 1:  # exchange as often as ranks of larger hosts
         store.exchange(b"")
         store.exchange(b"")
     else:
@@ -107,8 +107,8 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
         return Choice(_gloo(store, settings), why, failed)
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    # Backends of all ranks, and of one rank per host; two exchanges. They compare at once: a late
-    # rejection would stop a call that other hosts have half finished.
+    # Connect all ranks, then one rank per host: two exchanges. These backends compare at once: a
+    # late rejection would stop a call that other hosts have half finished.
     limits = replace(settings, timeout=between_hosts(settings.timeout))
     flat, between = _gloo(store, limits, lazily=True, at_once=True), None
     if (local := host_ranks.index(store.rank)) < len(sharing.across):

@@ -44,7 +44,7 @@ class Settings:
     master_port: int | None = None
     joining: float = 0.0  # seconds to join ranks, if more than the timeout
     job_key: bytes = field(default=b"", repr=False)
-    address: str = ""  # of this host, for connections between hosts
+    address: str = ""  # address of this host for other hosts
 
     @property
     def joining_seconds(self) -> float:
@@ -155,7 +155,7 @@ def read_init_method(
 ) -> tuple[DistributedInit | None, Mapping[str, Any] | None]:
     """Translate ``"env://"``, ``"file://PATH"``, ``"tcp://HOST:PORT"`` and names of backends.
 
-    Returns the method (None: the environment decides), and ``params`` with the keys that the text
+    Returns the method (None: the environment decides), and ``params`` with the keys that ``value``
     implies. Raises ValueError if ``value`` is unknown or contradicts ``params``.
     """
     if isinstance(value, DistributedBackend):  # its integers would be valid methods

@@ -111,7 +111,7 @@ def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
         if launch.local_size == size:
             file = str(private_folder(system.environ) / f"torchrun-{port}")
         else:
-            port = environment.derived_port(port, 1)  # offset 0 would return 13600 itself
+            port = environment.derived_port(port, 1)  # at offset 0, 13600 is its own result
     store: FileStore | TcpStore
     if file is not None:
         store = FileStore(file, rank, size, timeout)

@@ -1,4 +1,4 @@
-"""The world: the group of all ranks, and the place of this process in it."""
+"""The world: the group of all ranks, and the rank of this process on its host."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def set_world(world: World | None) -> None:
     membership.use_as_world(current_world().group)
 
 
-_inherited: list[World | None] = []  # worlds of parents: a child must not use, close or free them
+_inherited: list[World | None] = []  # inherited worlds, which a child must not use, close or free
 
 
 def _forget_in_child() -> None:

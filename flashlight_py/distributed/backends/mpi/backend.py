@@ -4,8 +4,8 @@ The ranks compare each call over ``control``, their CPU backend, which detects m
 or lost ranks. MPI then moves the arrays: collectives one after another, messages in parallel.
 
 MPI makes progress only while a thread calls it. Operations are therefore generators that yield
-while they wait, and each wait steps all operations of all groups of this process. A background
-thread steps them while no thread waits, if MPI allows calls from any thread.
+while they wait, and each wait steps all operations of all groups of this process. If no thread
+waits, a background thread steps the operations, provided that MPI allows calls from any thread.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _CHECK_SECONDS = 0.05
 _COMPARISON_SECONDS = 0.5
 _CLOSED = "the group was closed"
 
-# MPI has no wait with a time limit, so a wait polls. First it yields the processor between polls,
-# then it sleeps a tenth of the time since the last event. A sleep adds at most a tenth.
+# MPI has no wait with a time limit, so a wait polls. After some polls it yields the processor, then
+# it sleeps a tenth of the time since the last event: sleeps add at most a tenth.
 _POLLS = 20
 _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
-# Seconds of a short wait, which marks a comparison as awaited.
+# Seconds of a wait that only marks a comparison as awaited.
 _NO_TIME = 1e-4
 # Seconds that the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
 
-# Calls, requests and groups of failed operations. MPI cannot cancel a collective, which may still
-# use its arrays and its communicator, so they live as long as the process.
+# Calls, requests and groups of failed operations, kept as long as the process: MPI cannot cancel a
+# collective, which may still use its arrays and its communicator.
 _abandoned: list[Any] = []
 
 
@@ -81,7 +81,7 @@ class Operation(Work):
         self._group = group
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Store the result or error. Requests that MPI still works on are kept."""
+        """Store the result or error. Keep requests that MPI may still run."""
         if self.ended:  # a signal handler has closed the group meanwhile
             return
         if inspect.getgeneratorstate(self.steps) != inspect.GEN_RUNNING:
@@ -90,7 +90,7 @@ class Operation(Work):
         if error is None and self.room is not None:
             try:
                 check_out_rows(self.name, self.room, value.shape[0], group.rank, group.size)
-            except ValueError as failure:  # on this rank only: the group remains usable
+            except ValueError as failure:  # on this rank only
                 error = failure
         self._value, self.error, self.is_settled, self.ended = value, error, error is None, True
 
@@ -99,7 +99,7 @@ class Operation(Work):
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
-        except DistributedError as error:  # else the comparison was closed, or failed alone
+        except DistributedError as error:  # other errors: closed, or failed alone
             if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
                 return error
         return None
@@ -129,7 +129,7 @@ class Operation(Work):
         return self._end_time
 
 
-# MPI's tag of a message is the number of the sender's comparison. Both ends know that number, even
+# MPI's tag of a message is the number of the sender's comparison. Both ends know the number, even
 # in a receive from any rank.
 class MpiBackend(Backend):
     """Backend for the ranks of ``comm``; ``control`` is the CPU backend that compares calls.
@@ -176,7 +176,7 @@ class MpiBackend(Backend):
         return MpiGpuBackend(self, self._gpu_aware)
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``. The library chooses the order of a reduction."""
+        """Start ``call``; see ``Backend``. MPI chooses the order of ranks in a reduction."""
         thread = self._callers.check(call.name)
         self.control.count = self.count
         try:
@@ -243,7 +243,7 @@ class MpiBackend(Backend):
     def advance(self) -> None:
         """Take each operation as far as possible without waiting."""
         while self._queue and self._step(self._queue[0]):
-            if self._queue:  # empty if the step made the group unusable
+            if self._queue:  # empty if a step has ended the group
                 self._moved_count += self._queue.popleft().deadline < math.inf
         for operation in tuple(self._messages):
             if not operation.ended and self._step(operation) and operation in self._messages:
@@ -273,14 +273,14 @@ class MpiBackend(Backend):
         return operation.ended
 
     def _check_peers(self, operation: Operation) -> None:
-        """From time to time: end the group if a rank is lost, or after the deadline."""
+        """Every ``_CHECK_SECONDS``: end the group if a rank is lost, or the deadline has passed."""
         now = time.monotonic()
         if now < min(operation.next_check, operation.deadline):
             return
         operation.next_check = now + _CHECK_SECONDS
         loss = self.control.lost(operation.name)
-        if loss is not None and not operation.is_suspect:  # a rank that left has sent its data:
-            operation.is_suspect = True  # the data may still end this operation
+        if loss is not None and not operation.is_suspect:  # the lost rank may have sent the data,
+            operation.is_suspect = True  # so this operation may still end well
         elif loss is not None:
             self._break(operation, loss)
         elif now >= operation.deadline:
@@ -320,7 +320,7 @@ class MpiBackend(Backend):
         self._end_all(f"this group failed earlier: {cause}", for_all)
 
     def _end_all(self, reason: str, error: DistributedError | None = None) -> None:
-        """End all operations with ``reason``, or with an ``error`` that concerns other ranks."""
+        """End all operations, with ``reason`` or an ``error`` that concerns other ranks."""
         self._unusable = text = reason
         kind: type[DistributedError] = GroupClosedError
         if error is not None:
@@ -355,7 +355,7 @@ class MpiBackend(Backend):
             if self._unusable == _CLOSED:
                 return
             healthy = not self._unusable and not self.pending()
-            if not healthy:  # ranks that wait for this one must not go on
+            if not healthy:  # peers that wait must fail
                 self.control.abort(self._lost("close", "it has left the group"))
             self.control.close()
             self.leaving.leave(self._moved_count if healthy else UNFINISHED)
@@ -427,7 +427,7 @@ class Progress:
         calls, requests, done = tuple(begins), list[Any](), False
         self._moving += 1
         try:
-            # In C only: if a signal handler raises, no running request is lost.
+            # In C only: an exception of a signal handler cannot lose a running request.
             requests.extend(map(partial.__call__, calls))
             while not (done := self.mpi.Request.Testall(requests)):
                 yield
@@ -501,7 +501,7 @@ class Progress:
         return sum(group.pending() for group in tuple(self._groups))
 
     def _close_all(self) -> None:
-        """At exit: leave every group, so that no rank waits for this one in vain."""
+        """At exit: leave every group, so that no other rank waits for this rank."""
         if self._pid != os.getpid():
             return  # a forked child is no rank of its parent's groups
         for group in tuple(self._groups):

@@ -31,9 +31,8 @@ def connect_mpi(
     bounds each operation. With ``checked``, equal on all ranks, all calls are compared.
     ``gpu_aware`` means that the library accepts pointers to GPU memory.
 
-    Raises:
-        UnavailableEverywhereError: If a rank lacks mpi4py or a library, MPI did not start the
-            processes together, or settings differ. Every rank raises.
+    Raises UnavailableEverywhereError on every rank if a rank lacks mpi4py or a library, MPI did not
+    start the processes together, or settings differ.
     """
     mpi: Any = None
     try:
@@ -46,7 +45,7 @@ def connect_mpi(
     _check_cards(cards)
     control = join_cpus()
     try:
-        # All members are running: each has just reported.
+        # Every member has just reported, so all members are running.
         members = mpi.COMM_WORLD.Get_group().Incl([other.world_rank for other in cards])
         comm = mpi.COMM_WORLD.Create_group(members)
         members.Free()

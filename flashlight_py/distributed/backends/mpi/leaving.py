@@ -1,8 +1,8 @@
 """The end of a rank: its last message to the other ranks, and the end of the job after an error.
 
 A rank that raises ends the job, because the other ranks and MPI_Finalize would wait for it. The
-uncaught exception is printed and reported, and the other ranks have a moment to print theirs. Once
-mpirun has read the output, MPI ends all processes with exit code 1.
+uncaught exception is printed and reported, and the other ranks have a moment to print their errors.
+After mpirun has read the output, MPI ends all processes with exit code 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 # Replaces the count if an operation is running or was abandoned.
 UNFINISHED = -1
-# Seconds that a rank whose program raised waits for readers of its output and other ranks.
+# Maximum seconds that a failed rank waits for readers of its output, and for other ranks.
 _LINGER_SECONDS = 1.0
 _LOOK_SECONDS = 1e-3
 
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 1e-3
 class Leaving:
     """The last messages of the ranks of ``comm``: how many collectives have moved arrays.
 
-    They use a communicator of their own. Both communicators are freed only after all ranks have
+    The messages use a second communicator. Both communicators are freed only after all ranks have
     left: MPI cannot cancel an abandoned operation, and would assign it to a new group.
     """
 
@@ -52,7 +52,7 @@ class Leaving:
         return False
 
     def free(self) -> bool:
-        """Free the communicators if all ranks completed the same calls; return whether."""
+        """Free the communicators if all ranks completed the same calls; return whether they did."""
         is_over = UNFINISHED < min(self._counts) == max(self._counts)
         for comm in self._comms if is_over else ():
             with contextlib.suppress(self._mpi.Exception):
@@ -72,13 +72,13 @@ def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
         for descriptor in (1, 2):
             _await_reader(descriptor, end)
         linger(end)
-    finally:  # also after Ctrl-C or a broken pipe; no exit handlers run
+    finally:  # also after Ctrl-C or a broken pipe; Abort runs no exit handlers
         mpi.COMM_WORLD.Abort(1)
 
 
 def _await_reader(descriptor: int, end: float) -> None:
     """Wait until the reader of a pipe has read all output. There is no event for this."""
-    with contextlib.suppress(OSError):  # the descriptor is closed
+    with contextlib.suppress(OSError):
         while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < end:
             if not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):
                 return

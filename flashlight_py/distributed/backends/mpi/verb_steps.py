@@ -1,8 +1,8 @@
 """The steps of each verb. Reductions run in the library (``_form_of``) or here, in rank order.
 
-Arrays move as bytes, by the library's collectives or by pairs of messages. Pairs can move more than
-2 GB and GPU memory, which some libraries reject in non-blocking collectives. All ranks choose by
-numbers that are equal on all of them.
+Arrays move as bytes, by the library's collectives or by pairs of messages. Messages can move more
+than 2 GB and GPU memory, which some libraries reject in non-blocking collectives. The choice
+depends only on numbers that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.combining import RESULTS, combined, split_rows
 from flashlight_py.distributed.constants import ReduceOp
 
-# The largest count of MPI-3's functions. MPI-4 has larger counts, but not every library has MPI-4,
-# and chunks of 2 GB cost nothing.
+# The largest count of MPI-3. Not every library has MPI-4, and chunks of 2 GB cost nothing.
 LARGEST_BYTES = 2**31 - 1
 # The tag of the messages of a collective, and the largest tag that MPI guarantees.
 _COLLECTIVE_TAG, _LARGEST_TAG = 0, 32767
-# Bytes of all ranks together that are combined at a time for a verb that the library lacks.
+# For a verb that the library lacks: bytes of all ranks together that are combined at a time.
 _CHUNK_BYTES = 4 << 20
 
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
 
-Steps: TypeAlias = Generator[None, None, Any]  # yields while it must wait; returns the result
+Steps: TypeAlias = Generator[None, None, Any]  # yields while it waits; returns the result
 Until: TypeAlias = Callable[[Iterable[partial[Any]]], Steps]  # ``Progress.until``
 
 
@@ -75,9 +74,9 @@ def on_device(array: Any, steps: Steps) -> Steps:
 
 
 class VerbSteps:
-    """The steps of calls between the ranks of ``comm``, by verb. They return the call's result.
+    """For each verb, the steps that run a call among the ranks of ``comm`` and return its result.
 
-    ``gpu_aware`` means that the library accepts pointers to GPU memory.
+    ``gpu_aware`` means that the MPI library accepts pointers to GPU memory.
     """
 
     def __init__(self, mpi: Any, comm: Any, until: Until, gpu_aware: bool) -> None:
@@ -185,7 +184,7 @@ class VerbSteps:
     def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
         part, like = call.out, call.like
         library: Any = np if like is None else array_module(like)
-        if self._gpu_aware:  # receivers may not know the kind of the root's array
+        if self._gpu_aware:  # a receiver may not know the kind of the array
             on_gpu = np.array([library is not np], np.uint8)
             yield from self.broadcast(on_gpu, call.root)
             library = sys.modules["cupy"] if on_gpu[0] else np
@@ -238,7 +237,7 @@ class VerbSteps:
     def broadcast(self, data: Array, root: int) -> Steps:
         """Overwrite ``data`` with the data of ``root``."""
         if self._needs_pairs(data, 0):
-            # Scatter, then all_gather (van de Geijn): each link carries 2 sizes of the array.
+            # Scatter, then all_gather (van de Geijn): each link carries the array twice.
             counts = self.shares(data.size)
             parts = _by_rank(data, counts)
             part = parts[self._rank]
@@ -349,7 +348,7 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
 
     None if ranks would get different bits. Minima and maxima of floats are sent as integers in the
     same order, because MPI's result for NaN and signed zeros depends on the order of the ranks.
-    16-bit floats are summed as float32 and rounded once.
+    16-bit floats are summed as float32; the result is rounded to 16 bits.
     """
     if is_cupy(array):
         return None

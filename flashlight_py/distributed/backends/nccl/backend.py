@@ -78,7 +78,7 @@ class NcclBackend(Backend):
     def start(self, call: Call) -> Work:
         """See ``Backend``. NCCL chooses the order in which a reduction adds the ranks.
 
-        The host must know sizes and peers for gathers, scatter, all_to_all and messages. These
+        For gathers, scatter, all_to_all and messages, the host must know sizes and peers. These
         calls block until every rank (for a message: the peer) has called, even if not ``blocking``.
         """
         if call.refusal:
@@ -130,7 +130,7 @@ class NcclBackend(Backend):
         return self._reduce_pairs(call, launching.ALL_REDUCE, [(array, array)], array)
 
     def _reduce_scatter(self, call: Call) -> Work:
-        """Reduce to this rank's part. Parts of unequal length are reduced one by one."""
+        """Reduce to this rank's part. Parts of unequal length are reduced one after another."""
         array, rows = call.array, call.rows or [len(call.array) // self.size] * self.size
         with self.on_device():
             part = call.room(rows[self.rank])
@@ -197,7 +197,7 @@ class NcclBackend(Backend):
     def _scatter(self, call: Call) -> Work:
         out = call.out
         if out is None:
-            assert call.array is not None  # ``out`` shows the other ranks that a GPU is meant
+            assert call.array is not None  # ``out`` selects the GPU backend
             out = self._empty(call.array.shape[1:], call.array.dtype)
         self._comparing.compare(call)
         sent = dict.fromkeys(range(self.size), out.nbytes)
@@ -230,7 +230,7 @@ class NcclBackend(Backend):
         return self._launch(call, steps, arrays, result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
-        """Let ``run`` fill ``out`` or a new array. The wait raises if the row counts differ."""
+        """Let ``run`` fill ``out`` or a new array. If the row counts differ, the wait raises."""
         with self.on_device():
             out, room = call.out, call.room(rows)
         work = run(room)
@@ -267,7 +267,7 @@ class NcclBackend(Backend):
             work = StreamWork(self, newest, None)
             work.block()  # ends at the latest when the watchdog aborts
             work.wait()
-        self._comparisons.finish()  # a kernel ends normally if only the scales differ
+        self._comparisons.finish()  # a kernel also ends normally if scales differ
         self.communicator.require_unbroken()
 
     def is_busy(self) -> bool:
@@ -281,7 +281,7 @@ class NcclBackend(Backend):
                 self._comparisons.find_lost("close")  # do not wait for ranks that have ended
             seconds = min(FINALIZE_SECONDS, self.communicator.timeout)
             if self.communicator.close(poll(self._is_over, seconds)):
-                self._comparisons.finish(FINALIZE_SECONDS)  # otherwise no rank waits for this one
+                self._comparisons.finish(FINALIZE_SECONDS)  # else other ranks need no comparison
         self._flights.clear()
         # Break reference cycles: the garbage collector would free stream and events late.
         self.communicator.on_wait = self.communicator.find_missing = None
@@ -303,10 +303,11 @@ class NcclBackend(Backend):
     ) -> Work:
         """Launch ``steps`` on the device as one operation, unless all ``arrays`` are empty.
 
-        ``arrays`` are all arrays that the device reads or writes. With ``together`` the steps form
-        one operation with those of other ranks. ``prepare`` runs on the communication stream before
-        and returns the steps; ``finish`` runs there afterwards. A blocking call makes the caller's
-        current stream wait, never the host. Raises the errors of :meth:`Communicator.call`.
+        ``arrays`` are all arrays that the device reads or writes. With ``together``, the steps are
+        one operation with the steps of other ranks. On the communication stream, ``prepare`` runs
+        before the steps and returns them, and ``finish`` runs after them. A blocking call makes the
+        caller's current stream wait, never the host. Raises the errors of
+        :meth:`Communicator.call`.
         """
         verb, kept = name or call.name, [array for array in arrays if array.size]
         communicator, launcher = self.communicator, self._launcher
@@ -315,7 +316,7 @@ class NcclBackend(Backend):
             if not kept:
                 return Done(result)
             caller, recorder = int(self.current_stream().ptr), thread_state.recorder
-            # The host never sees the end of an event that a graph has captured.
+            # The host never detects the end of an event that a graph has captured.
             event = self._free_event(verb) if recorder is None else self._make_event()
             by_one_call = communicator.child and prepare is None and finish is None
             if not by_one_call:
@@ -353,7 +354,7 @@ class NcclBackend(Backend):
         return f"NCCL launches collectives on its own threads: {self.communicator.nccl.slow_reason}"
 
     def add_captured(self, captured: Any) -> None:
-        """Call ``captured.release()`` before this group ends; ``captured`` is weakly referenced."""
+        """Call ``captured.release()`` before this group ends. Keeps only a weak reference."""
         self.communicator.captured.add(captured)
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
@@ -393,7 +394,7 @@ class NcclBackend(Backend):
         return self._cupy.cuda.get_current_stream(self.device)
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return a new array that belongs to the caller's current stream."""
+        """Return a new array whose memory belongs to the caller's current stream."""
         with self.on_device():
             array: Array = self._cupy.empty(shape, dtype)
         return array
@@ -460,7 +461,7 @@ def _moving(kind: int, peer: int, start: int, nbytes: int) -> Step:
 
 
 def _blocks(array: Array, lengths: dict[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, address, number of bytes) for each rank with a nonzero length."""
+    """Yield (rank, address, number of bytes) for each rank's block of nonzero length."""
     start = _address(array)
     for rank, length in lengths.items():
         if length:
@@ -488,7 +489,7 @@ class StreamWork(Work):
         with communicator.lock:
             if communicator.broken is not None and not self.flight.has_ended:
                 raise communicator.error()
-        if not self.flight.has_ended:  # otherwise another collective may use the event
+        if not self.flight.has_ended:  # else another collective uses the event
             with backend.on_device():
                 backend.current_stream().wait_event(self.flight.event)
         return self._result

@@ -50,17 +50,16 @@ _LEAVE_SECONDS = 1.0
 class Communicator:
     """This rank's communicator of ``size`` ranks. Creation is collective and blocks.
 
-    The current CUDA device is that of the rank. ``timeout`` is in seconds. A caller holds ``lock``
-    during each call, so that all ranks make calls in the same order. Ending the communicator needs
-    no ``lock``. If set, ``find_missing`` completes the error of a failure. ``on_wait`` is called a
-    few times a second while a call waits, and may end the communicator.
+    The current CUDA device must be the device of the rank. ``timeout`` is in seconds. A caller
+    holds ``lock`` during each call, so that all ranks make calls in the same order. Ending the
+    communicator needs no ``lock``. If set, ``find_missing`` adds the missing ranks to the error of
+    a failure. A call that waits runs ``on_wait`` some times a second, which may end the group.
 
     ``captured`` are objects with CUDA graphs that launch on this communicator. NCCL frees a
     communicator only after its graphs, so ``release`` of each object is called first.
 
-    Raises:
-        CollectiveTimeoutError: If another rank does not join in time.
-        DistributedError: If NCCL fails. The error has NCCL's text.
+    Raises CollectiveTimeoutError if another rank does not join in time, and DistributedError with
+    NCCL's text if NCCL fails.
     """
 
     def __init__(
@@ -110,9 +109,8 @@ class Communicator:
         ``begin`` returns an NCCL status. If ``connects``, it may wait for other ranks and therefore
         gets the non-blocking communicator.
 
-        Raises:
-            CollectiveTimeoutError: If another rank is needed and does not join in time.
-            DistributedError: If NCCL fails, or ``on_wait`` finds an error.
+        Raises CollectiveTimeoutError if another rank is needed and does not join in time, and
+        DistributedError if NCCL fails or ``on_wait`` finds an error.
         """
         if self.broken is not None:
             raise self.error()
@@ -120,13 +118,13 @@ class Communicator:
             status = self._launch(begin)
         else:
             with self._using:
-                if self.broken is not None:  # may have broken since the check
+                if self.broken is not None:  # may have ended since ``require``
                     raise self.error()
                 status = begin(self.handle)
         self._check(verb, status)
 
     def _launch(self, begin: Callable[[Any], int]) -> int:
-        """Call ``begin`` with the second communicator, unless it is broken; the caller raises."""
+        """Call ``begin`` with the second communicator, unless broken. The caller raises errors."""
         with self._launching:
             if self.broken is not None:
                 return int(self.lib.ncclSuccess)
@@ -162,11 +160,7 @@ class Communicator:
             return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
 
     def require(self, verb: str) -> None:
-        """Raise if the communicator is unusable: first the error that ended it, later:
-
-        Raises:
-            GroupClosedError: If the group was closed, or that error was raised before.
-        """
+        """Raise the error that ended the communicator; after the first time, GroupClosedError."""
         self.require_unbroken()
         if self.broken is not None:
             raise GroupClosedError(f"{self.doing(verb)}: NCCL failed before: {self.error()}")
@@ -179,7 +173,7 @@ class Communicator:
             raise self.error()
 
     def error(self) -> DistributedError:
-        """Return the error that ended the communicator. This may first ask for missing ranks."""
+        """Return the error that ended the communicator. The first call asks ``find_missing``."""
         assert self.broken is not None
         self._was_raised = True
         ask, self.find_missing = self.find_missing, None
@@ -213,7 +207,7 @@ class Communicator:
     def fail(self, error: DistributedError) -> None:
         """End the communicator and its kernels because of ``error``. Any thread may call this.
 
-        Blocks for about 0.5 s, and for another second if a thread does not leave a launch.
+        Blocks for about 0.5 s, or 1.5 s if a thread does not leave a launch.
         """
         with self._using:
             if self.broken is not None:
@@ -290,7 +284,7 @@ class Communicator:
     def _settle(self, seconds: float, on_wait: Callable[[], None] | None = None) -> int:
         """Return the state once nothing is in progress, or after ``seconds``.
 
-        ``on_wait`` replaces the watchdog, which waits for the caller's lock, and may end the call.
+        ``on_wait`` replaces the watchdog, which needs the caller's lock. It may end the call.
         """
         begin = checked = time.monotonic()
         while (state := self.poll()) == self.lib.ncclInProgress:

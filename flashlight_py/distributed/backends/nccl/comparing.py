@@ -1,8 +1,8 @@
 """Comparison of the ranks' calls over the group's backend for NumPy arrays.
 
 NCCL compares nothing. A call that reduces or broadcasts starts on the device at once. If the calls
-differ or a rank is missing, the communicator is aborted, because NCCL's kernels would wait forever.
-For all other calls the host needs sizes or peers, so they are compared first.
+differ or a rank is missing, the communicator is aborted: NCCL's kernels would wait forever. All
+other calls are compared before they start, because the host needs sizes or peers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds that ranks have to answer if a rank seems to be missing. They ask as well, as soon as
-# their own watchdog detects that the collective does not end.
+# Seconds that ranks have to answer if a rank seems to be missing. Every rank asks when its own
+# watchdog detects that the collective does not end.
 _DIAGNOSIS_SECONDS = 2.0
-_ENDING_SECONDS = 1.0  # Seconds until a process ends after its sockets have closed
+_ENDING_SECONDS = 1.0  # Seconds until a process ends after its sockets have closed.
 _ENDS_OF_GROUPS = (MismatchError, PeerLostError, CollectiveTimeoutError, GroupClosedError)
 
 
@@ -55,11 +55,8 @@ class ComparesAhead(Protocol):
     def look_back(self, name: str, seconds: float) -> bool:
         """Return whether all ranks have joined the calls that this rank made ahead. Does not block.
 
-        ``name`` is the name of the last call, for errors.
-
-        Raises:
-            MismatchError: If the ranks made different calls.
-            CollectiveTimeoutError: If a rank has not made a call for ``seconds``.
+        ``name`` is the name of the last call, for errors. Raises MismatchError if the ranks made
+        different calls, and CollectiveTimeoutError if a rank has not made a call for ``seconds``.
         """
 
 
@@ -73,15 +70,15 @@ class Comparisons:
         self._cpu, self.communicator = cpu, communicator
         self._looks_back = cpu.look_back if isinstance(cpu, ComparesAhead) else None
         self._posted: deque[Work] = deque()
-        # Protects ``_posted``. Not the communicator's lock, which is held during a launch: the
-        # watchdog must be able to end a launch.
+        # Protects ``_posted``. The communicator's lock is held during a launch, which the watchdog
+        # must be able to end. So the watchdog needs another lock.
         self._lock = threading.RLock()  # reentrant: signal handlers run on its owner
         self.latest: Work = Done()
-        # Number of calls that a backend compares later; number of compared calls, and when.
+        # _ahead: number of calls made ahead. compared_ahead: number of compared calls, and when.
         self._ahead, self.compared_ahead, self._name = 0, (0, 0.0), ""
 
     def post(self, call: Call) -> None:
-        """Start to compare ``call``, before NCCL starts it. The caller holds the lock.
+        """Start to compare ``call``, before NCCL starts it. The caller holds ``communicator.lock``.
 
         Raises DistributedError if an earlier comparison failed.
         """
@@ -91,7 +88,7 @@ class Comparisons:
         self.communicator.require(call.name)
 
     def refuse(self, call: Call) -> None:
-        """Make other ranks raise for ``call``, whose arguments are invalid (message: the peer)."""
+        """Make the other ranks, or the peer of a message, raise: this rank rejected ``call``."""
         if call.verb.is_message:
             self._cpu.start(call)
             return
@@ -164,7 +161,7 @@ class Comparisons:
         return rows
 
     def run(self, calls: Sequence[Call]) -> Any:
-        """Return the result of ``calls`` on the CPU backend; raises the errors of ``compare``."""
+        """Run ``calls`` together on the CPU backend; return the result. Raises like ``compare``."""
         cpu = self._cpu
         try:
             work = cpu.start(calls[0]) if len(calls) == 1 else cpu.start_many(calls)
@@ -191,7 +188,7 @@ class Comparisons:
 
     def _end(self, error: DistributedError) -> None:
         """End running collectives, and the waits of other ranks for this rank over ``cpu``."""
-        self.communicator.find_missing = None  # ``error`` tells already
+        self.communicator.find_missing = None  # ``error`` names them already
         self.communicator.fail(error)
         self._cpu.abort(error)
 
@@ -202,7 +199,7 @@ class Comparisons:
         try:
             self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
         except MismatchError:
-            # The answer may be a call that a rank made ahead before it ended.
+            # A query may return a call that a rank made ahead before its process ended.
             if (lost := self._lost_within(_ENDING_SECONDS)) is not None:
                 return PeerLostError, f"Asked over {self._cpu.path}: {lost}"
             return None, f"Every rank answered over {self._cpu.path}, so no rank is lost"
@@ -232,7 +229,7 @@ def _failure(work: Work, seconds: float | None = None) -> DistributedError | Non
 
 
 class _Ahead(Work):
-    """The comparison of call ``number`` of the calls that a backend compares later."""
+    """Call ``number``, of calls that a backend compares later."""
 
     def __init__(self, comparisons: Comparisons, number: int) -> None:
         self._comparisons, self._number, self._ended = comparisons, number, 0.0

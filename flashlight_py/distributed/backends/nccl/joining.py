@@ -44,11 +44,8 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
     """Connect the ranks of ``cpu``, each on the GPU that ``rule`` selects. Collective, blocking.
 
     ``timeout`` (seconds) bounds each collective, and ``joining`` each step of the connection.
-
-    Raises:
-        UnavailableEverywhereError: If a rank lacks NCCL, CuPy or a GPU of its own. Every rank
-            raises.
-        DistributedError: If NCCL fails, or a rank does not join. The error names the rank.
+    Raises on every rank UnavailableEverywhereError if a rank lacks NCCL, CuPy or a GPU of its own.
+    Raises DistributedError if NCCL fails, or a rank (named) does not join.
     """
     tools, card = _tools(rule, first=cpu.rank == 0)
     unique_id, slow_reason = exchange_cards(cpu, card, joining)
@@ -82,10 +79,8 @@ def _tools(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] 
 def exchange_cards(cpu: Backend, card: NcclCard, seconds: float | None = None) -> tuple[bytes, str]:
     """Exchange ``card``; return the communicator's unique id, and why calls are slow, or "".
 
-    Raises:
-        UnavailableEverywhereError: If a rank has a problem, NCCL versions differ, or two ranks use
-            one GPU. Every rank raises.
-        DistributedError: As in ``Work.wait``. The error names a rank that did not join.
+    Raises on every rank UnavailableEverywhereError if a rank has a problem, NCCL versions differ,
+    or two ranks use one GPU. Raises DistributedError like ``Work.wait``; it names a missing rank.
     """
     texts = exchange_bytes(cpu, json.dumps(card).encode(), seconds=seconds)
     cards = [NcclCard(*json.loads(text)) for text in texts]

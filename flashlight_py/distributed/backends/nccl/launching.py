@@ -25,8 +25,7 @@ Step = tuple[int, int, int, int, int, int, int]
 class Launcher:
     """Launcher of NCCL calls on the stream at address ``stream``. ``ready`` is a CUDA event.
 
-    Raises:
-        BackendUnavailableError: If the native module or CUDA's driver is missing.
+    Raises BackendUnavailableError if the native module or CUDA's driver is missing.
     """
 
     def __init__(self, nccl: NcclLibrary, stream: int, ready: int) -> None:
@@ -46,11 +45,7 @@ class Launcher:
         return self._ffi.new("fl_step[]", steps)
 
     def wait_for(self, caller: int) -> None:
-        """Make the communication stream wait for the work that is queued on the stream ``caller``.
-
-        Raises:
-            DistributedError: If CUDA fails.
-        """
+        """Let the communication stream wait for ``caller``. Raises DistributedError."""
         launcher = self._struct
         _require(self._lib.fl_order(launcher, launcher.ready, caller, launcher.stream))
 
@@ -62,7 +57,7 @@ class Launcher:
     def launch(
         self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool
     ) -> int:
-        """Wait for stream ``caller``, call NCCL, record ``done``; ``waits``: then block ``caller``.
+        """Wait for stream ``caller``, call NCCL, record ``done``. If ``waits``, block ``caller``.
 
         Return NCCL's status; ``done`` is recorded only after ncclSuccess. Raises like ``wait_for``.
         """
@@ -75,8 +70,7 @@ class Launcher:
 class GraphLauncher:
     """Launcher of ``graph``, a CUDA graph of CuPy, after copies to the contiguous ``targets``.
 
-    Raises:
-        BackendUnavailableError: As for ``Launcher``.
+    Raises BackendUnavailableError like ``Launcher``.
     """
 
     def __init__(self, graph: Any, targets: Sequence[Any]) -> None:
@@ -92,9 +86,7 @@ class GraphLauncher:
     def launch(self, sources: Iterable[int], stream: int, done: int = 0) -> None:
         """Copy from ``sources``, launch on ``stream``, and record the event ``done`` if not 0.
 
-        Raises:
-            GroupClosedError: If the graph was released.
-            DistributedError: If CUDA fails.
+        Raises GroupClosedError if the graph was released, and DistributedError if CUDA fails.
         """
         blocks, count = self._blocks, 0
         for count, source in enumerate(sources, 1):

@@ -57,11 +57,7 @@ class NcclLibrary:
         return int(self.ffi.cast("uintptr_t", getattr(self.lib, name)))
 
     def unique_id(self) -> bytes:
-        """Return a new id of 128 bytes with which the ranks of a communicator connect.
-
-        Raises:
-            DistributedError: If NCCL cannot create an id.
-        """
+        """Return a new id of 128 bytes for the ranks of a communicator. Raises DistributedError."""
         buffer = self.ffi.new("ncclUniqueId *")
         status = self.lib.ncclGetUniqueId(buffer)
         if status != self.lib.ncclSuccess:
@@ -88,10 +84,8 @@ def load_nccl() -> NcclLibrary:
     """Return NCCL from the first source that has it: variable, wheel, CuPy, system.
 
     Sets ``NCCL_RUNTIME_CONNECT=0`` in the environment of this process, unless it is set or another
-    library has loaded NCCL before.
-
-    Raises:
-        BackendUnavailableError: If NCCL is missing or too old. The error names every source.
+    library has loaded NCCL before. Raises BackendUnavailableError, which names every source, if
+    NCCL is missing or too old.
     """
     ffi, loaded = _native.load_extension("nccl").ffi, _path_in_process()
     library = open_first(ffi, library_candidates(), ffi.dlopen)
@@ -119,11 +113,7 @@ def slow_launch_reason(version: int, loaded: str | None, environment: Mapping[st
 
 @functools.cache
 def driver_address(name: str) -> int:
-    """Return the address of a function of CUDA's driver.
-
-    Raises:
-        BackendUnavailableError: If the driver cannot be opened.
-    """
+    """Return the address of a function of CUDA's driver, or raise BackendUnavailableError."""
     ffi = _native.load_extension("nccl").ffi
     try:
         return int(ffi.cast("uintptr_t", getattr(ffi.dlopen(DRIVER), name)))
@@ -164,8 +154,7 @@ def open_first(
 ) -> NcclLibrary:
     """Return the first library of ``sources`` that opens and is new enough.
 
-    Raises:
-        BackendUnavailableError: If no library is usable. The error has the problem of each source.
+    Raises BackendUnavailableError with the problem of each source if no library is usable.
     """
     problems, number = [], ffi.new("int *")
     for source, path in sources:

@@ -24,7 +24,7 @@ OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 OPS |= {ReduceOp.AND: 3, ReduceOp.OR: 2}
 
 _REDUCED_AS = {"bool": "uint8", "complex64": "float32", "complex128": "float64"}
-# NCCL has no 16-bit integers. The lower 16 bits of sums and products in 32 bits are right.
+# NCCL has no 16-bit integers. In 32 bits, the lower 16 bits of sums and products are correct.
 _WIDENED = {"int16": "int32", "uint16": "int32"}
 
 
@@ -54,8 +54,7 @@ class NcclForm(NamedTuple):
 def form_of(dtype: np.dtype[Any], op: ReduceOp) -> NcclForm:
     """Return the form in which NCCL reduces elements of ``dtype`` with ``op``.
 
-    Raises:
-        TypeError: If NCCL cannot reduce them. The error lists alternatives.
+    Raises TypeError, which lists alternatives, if NCCL cannot reduce such elements.
     """
     name, reason = dtype.name, ""
     if op is ReduceOp.XOR or (op in (ReduceOp.AND, ReduceOp.OR) and name != "bool"):

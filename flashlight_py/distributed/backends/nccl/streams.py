@@ -1,8 +1,8 @@
 """The order between a group's communication stream and the compute streams of users.
 
 A collective waits for the work that was queued on the caller's current stream. A request for the
-result makes the caller's stream wait for the collective. The host waits for neither stream, so only
-the watchdog detects a collective that cannot end.
+result makes the caller's stream wait for the collective. The host never waits, so only the watchdog
+detects a collective that cannot end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DeviceFlight:
     ended: float | None = None
 
     def start_time(self, free: float = 0.0) -> float:
-        """Return when it can start: all ranks have called, and the stream is ``free``."""
+        """Return the time of the start: all ranks have called, and the stream is ``free``."""
         if not self.compared.is_completed():
             return math.inf  # the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
@@ -156,7 +156,7 @@ class NcclWatchdog:
         communicator = self._communicator
         self._comparisons.check()
         self._comparisons.look_back()
-        # The state of an aborted communicator looks like a normal end.
+        # An aborted communicator reports a state like after a normal end.
         if communicator.broken is not None:
             return
         oldest, now = self._flights.oldest(), time.monotonic()
@@ -169,7 +169,7 @@ class NcclWatchdog:
             status = self._runtime.eventQuery(oldest.event.ptr)
             is_failure = status not in _NO_FAILURES
             failure = str(self._runtime.CUDARuntimeError(status)) if is_failure else ""
-            if not oldest.has_ended:  # otherwise another collective uses the event
+            if not oldest.has_ended:  # else another collective uses it
                 communicator.watch(oldest.verb, oldest.start_time(self._flights.last_end), failure)
         elif blocks:
             communicator.watch("launch", math.inf)
