@@ -70,7 +70,7 @@ def save(
     sampler: Part | None = None, schedule: Part | None = None, rng: Any = None, step: int = 0,
     extra: Any = None, keep: int = 3, group: ProcessGroup | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint into the directory ``path``, and keep the newest ``keep`` checkpoints.
+    """Write a checkpoint into the directory ``path``, and return the path of the checkpoint.
 
     Collective, blocking. Rank 0 writes its own module, optimizer, sampler, schedule and extra,
     which are the same on all ranks in data-parallel training. The random state of every rank is
@@ -98,9 +98,6 @@ def save(
             the link is removed. A failed removal is a warning. Other entries are not touched.
         group: Group that saves together. Default: the world. The other ranks wait while rank 0
             writes, so writing must not take longer than the timeout of the group.
-
-    Returns:
-        The path of the new checkpoint.
 
     Raises:
         TypeError: If an argument has the wrong type, or contains an object that cannot be saved.

@@ -22,11 +22,9 @@ class Linear(Module):
 
     The weight ``[out_features, in_features]`` is initialised uniformly within ``sqrt(3 /
     in_features)`` of 0, and the bias ``[out_features]`` within ``1 / sqrt(in_features)``, as in
-    flashlight. ``dtype`` is the dtype of the parameters.
-
-    Raises:
-        ValueError: If a size is below 1. A call raises it if the input's last dimension differs.
-        TypeError: If a size is not an integer.
+    flashlight. ``dtype`` is the dtype of the parameters. Raises TypeError if a size is not an
+    integer, and ValueError if it is below 1. A call raises ValueError if the input's last dimension
+    differs.
     """
 
     def __init__(
@@ -161,11 +159,8 @@ class PReLU(Module):
     """``x`` above 0, else ``weight * x``: ``[batch, channels, ...]`` to the same shape.
 
     The weight ``[channels]`` has ``dtype`` and is initialised to ``value``. With 1 channel, the
-    weight applies to all channels.
-
-    Raises:
-        ValueError: If ``channels`` is below 1. A call raises it if the channels differ.
-        TypeError: If ``channels`` is not an integer.
+    weight applies to all channels. Raises TypeError if ``channels`` is not an integer, and
+    ValueError if it is below 1. A call raises ValueError if the channels differ.
     """
 
     def __init__(self, channels: int = 1, value: float = 0.25, dtype: Any = "float32") -> None:
@@ -374,7 +369,7 @@ class ExponentialMovingAverage(Module):
     def update(self, module: Module) -> None:
         """Move the averages toward the parameters of ``module``, and copy its buffers.
 
-        Call this after ``optimizer.step()``. Raises ValueError for another structure.
+        Call this after ``optimizer.step()``. Raises ValueError if ``module`` has another structure.
         """
         state = {**module.state_dict()}
         for name, variable in self.module.named_params().items():
@@ -449,7 +444,7 @@ class CategoricalCrossEntropy(Function):
 
 
 class ConnectionistTemporalClassification(Function):
-    """The negative log probability of all alignments of a longer input with a target.
+    """The negative log of the total probability of all alignments of a target with a longer input.
 
     Arguments and errors are those of ``functions.connectionist_temporal_classification``.
     """

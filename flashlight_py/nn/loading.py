@@ -22,7 +22,7 @@ def load_torch(
     The layers have torch's names and shapes. Floating dtypes are cast to the module's dtypes. torch
     is not imported. ``num_batches_tracked`` is ignored. Any name of a shared parameter can load it.
     Nothing is changed unless every entry fits. Every rank of a sharded module must pass the same
-    state.
+    state. Returns the missing and the unexpected names: two lists, which are empty if ``strict``.
 
     Args:
         module: Module to load.
@@ -31,9 +31,6 @@ def load_torch(
         strict: Whether missing and unexpected names are errors.
         rename: Function from a name in ``state`` to the module's name, such as ``lambda name:
             name.removeprefix("model.")``.
-
-    Returns:
-        The missing and the unexpected names: two lists, which are empty if ``strict``.
 
     Raises:
         TypeError: If ``module`` is not a Module, ``state`` is not a state dict, or an entry is not

@@ -19,8 +19,8 @@ def clip_grad_norm(
 ) -> float:
     """Scale all gradients by a common factor so that their joint L2 norm is at most ``max_norm``.
 
-    In place. Parameters without a gradient count as zeros. If the norm is infinite or nan, the
-    gradients are not changed. Blocks until the norm is computed.
+    In place; returns the norm before scaling. Parameters without a gradient count as zeros. If the
+    norm is infinite or nan, the gradients are not changed. Blocks until the norm is computed.
 
     If all ranks have the same parameters, call this after the gradients are reduced, without a
     group. The norm is then the same on every rank. If ranks have different parameters of one model,
@@ -34,9 +34,6 @@ def clip_grad_norm(
         max_norm: Limit, at least 0.
         group: Ranks that have the other gradients of the norm, such as ``fl.new_group(ranks)``.
             Each rank of the group must call this. Default: no other ranks.
-
-    Returns:
-        The norm before scaling.
 
     Raises:
         TypeError: If ``params`` is no iterable of variables, or ``max_norm`` no number.

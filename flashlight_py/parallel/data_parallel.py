@@ -352,11 +352,8 @@ def no_sync(module: Module) -> Iterator[None]:
     """Within the context, backward passes only accumulate this rank's own gradients.
 
     The next backward pass after the context reduces the accumulated sum. The function is not
-    collective, but every rank must run the same passes within the context.
-
-    Raises:
-        ValueError: If neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
-            module, or ``leaves`` was passed to ``distribute_module_grads``.
+    collective, but every rank must run the same passes within the context. Raises ValueError if the
+    module is not distributed, or was distributed with ``leaves``.
     """
     sync = require_gradient_pass(module, "no_sync")
     before, sync.enabled = sync.enabled, False

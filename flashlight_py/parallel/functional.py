@@ -89,16 +89,13 @@ def reduce_scatter(
     """Return this rank's part of ``scale`` times the sum (or average) of all ranks' ``v``.
 
     Gradient: y_r = scale * sum_q (part r of x_q), hence part r of dJ/dx_q = scale * g_r. A scaled
-    all_gather of the gradients computes it.
+    all_gather of the gradients computes it. y_r has shape ``(v.shape[0] // size, *v.shape[1:])``.
 
     Args:
         v: Variable with the same shape and dtype on every rank. Its first dimension is a multiple
             of the number of ranks.
         scale: Real factor of the result.
         op: ``"sum"`` or ``"avg"``. Another value raises ValueError.
-
-    Returns:
-        A new variable of shape ``(v.shape[0] // size, *v.shape[1:])``.
     """
     call = DifferentiableCall("reduce_scatter", v, group, op)
     factor = scale / call.group.size if call.op is ReduceOp.AVG else scale
@@ -117,14 +114,12 @@ def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
 
     Gradient: the rows q of y_r are x_q on every rank r, hence dJ/dx_q = sum_r (rows q of g_r). A
     reduce_scatter of the gradients computes it. If the ranks pass different numbers of rows, an
-    all_reduce computes it and sends twice the bytes; each rank keeps its own rows.
+    all_reduce computes it and sends twice the bytes; each rank keeps its own rows. The result has
+    shape ``(sum of first dimensions, *v.shape[1:])``.
 
     Args:
         v: Variable whose dtype and dimensions except the first are the same on every rank. A
             variable without dimensions counts as one row.
-
-    Returns:
-        A new variable of shape ``(sum of first dimensions, *v.shape[1:])``.
     """
     call = DifferentiableCall("all_gather", v, group)
     shape, rank = v.shape, call.group.rank
@@ -147,18 +142,13 @@ def all_to_all(
     """Return the parts of all ranks' ``v`` for this rank: rank r gets part r of each ``v``.
 
     Gradient: part q of y_r is part r of x_q, hence part r of dJ/dx_q = part q of g_r. An all_to_all
-    of the gradients computes it.
+    of the gradients computes it. The result is in rank order and has shape ``(number of rows
+    received, *v.shape[1:])``. A first dimension that does not fit ``rows`` raises ValueError.
 
     Args:
         v: Variable whose dtype and dimensions except the first are the same on every rank.
         rows: Number of rows of ``v`` for each rank, on all ranks or on none. Default: equal parts;
             the first dimension is then the same everywhere, and a multiple of the number of ranks.
-
-    Returns:
-        A new variable of shape ``(number of rows received, *v.shape[1:])``, in rank order.
-
-    Raises:
-        ValueError: If the first dimension cannot be divided as ``rows`` requires.
     """
     call = DifferentiableCall("all_to_all", v, group)
 

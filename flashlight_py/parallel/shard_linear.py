@@ -47,7 +47,8 @@ def shard_linear(
     ``distribute_module_grads(module, group=...)`` of their group. ``clip_grad_norm`` includes the
     parts of all ranks and becomes collective. Copies of the layer belong to the same group.
 
-    Collective, blocking. Calling a row layer is collective forward, a column layer backward.
+    Collective, blocking; returns ``layer``, now of a subclass of Linear. A call of a row layer is
+    collective in the forward pass, and a call of a column layer in the backward pass.
 
     Args:
         layer: Layer with the same values on every rank.
@@ -55,9 +56,6 @@ def shard_linear(
         sizes: Number of outputs (inputs) of each rank, at least 0, the same on every rank. The sum
             is the size of the layer. Default: sizes that differ by at most one.
         group: Group of the ranks that share the layer. Default: the world.
-
-    Returns:
-        ``layer``, now of a subclass of Linear.
 
     Raises:
         TypeError: If ``layer`` is not a Linear, or is already divided.
