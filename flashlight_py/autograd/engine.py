@@ -77,7 +77,7 @@ _current = _Pass()
 
 
 def on_backward_end(callback: EndCallback) -> None:
-    """Call ``callback(completed)`` once when the running backward pass ends. For gradient hooks.
+    """Call ``callback(completed)`` once at the end of the running pass; for use in gradient hooks.
 
     ``completed`` is False if the pass raised, so that gradients are missing or partial. Callbacks
     run on the thread of the pass in the order of registration, before ``backward()`` returns. Every

@@ -76,7 +76,7 @@ _recorded = itertools.count()
 
 
 class OrderedNode(Node):
-    """An operation that a pass visits before all ordered nodes with an earlier recording."""
+    """An operation that a pass visits before all ordered nodes that were recorded earlier."""
 
     __slots__ = ("turn",)
 
@@ -97,7 +97,7 @@ class Outline(Node):
         self.ordered = False
 
     def targets(self) -> tuple[list[Target], bool]:
-        """Return the sources outside of the block, and whether an ordered operation uses them."""
+        """Return the sources outside of the computation, and whether it has ordered operations."""
         seen: dict[Target, None] = {self: None}
         unseen: list[Outline] = [self]
         ordered = False
@@ -161,7 +161,7 @@ class Walk:
         self.owned: set[Node] = set()
         self.callbacks: list[tuple[int, EndCallback]] = []
         self.replaced: dict[Target, Node] = {}  # parts and the nodes that replace them
-        self._inside: set[Node] = set()  # parts used inside their computation
+        self._inside: set[Node] = set()  # parts whose nodes have more uses in the new graph
 
     def count(
         self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]

@@ -84,7 +84,7 @@ def channels_second(array: Array) -> Array:
 
 
 def is_channels_last(x: Array) -> bool:
-    """Return whether ``x`` is not C-contiguous, as images with the channels last in memory."""
+    """Return whether ``x`` is not C-contiguous, like images that store the channels last."""
     return x.ndim > 2 and not x.flags.c_contiguous
 
 
@@ -132,8 +132,8 @@ def record_jointly(
 ) -> Variable:
     """Return the result of an operation ``name`` whose gradients ``back`` computes together.
 
-    ``back`` returns one gradient per input, of which some may be None. Parameters follow the first
-    input. They get their gradients first, so that their hooks run early.
+    ``back`` returns one gradient per entry of ``inputs``. Entries may be None. After the first
+    input come parameters, which get their gradients first, so that their hooks run early.
     """
 
     def vjp(position: int) -> Any:

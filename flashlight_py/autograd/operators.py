@@ -93,7 +93,7 @@ _UFUNCS: dict[Any, Callable[..., Variable]] = {
     **{np.subtract: elementwise.sub, np.multiply: elementwise.mul, np.divide: elementwise.div},
     **{np.power: elementwise.pow, np.square: lambda x: x * x, np.absolute: elementwise.abs},
 }
-# Implementations of other NumPy functions, and how many leading positional arguments agree.
+# Implementations of other NumPy functions, and how many positional arguments are the same.
 _AS_HERE = "sum mean var max min stack transpose reshape tile squeeze expand_dims flip std prod"
 _FUNCTIONS: dict[Any, tuple[Callable[..., Any], int]] = {
     **{getattr(np, name): (getattr(functions, name), 2) for name in _AS_HERE.split()},

@@ -168,7 +168,7 @@ class Variable(Leaf):
         note_changes((self,))
 
     def numpy(self) -> Array:
-        """Return the array on the CPU, else a NumPy copy. Blocks until a copy is complete."""
+        """Return the array if it is on the CPU, else a NumPy copy. Blocks until it is complete."""
         return to_device(self.data, "cpu")
 
     def scalar(self) -> float:
@@ -196,7 +196,7 @@ class Variable(Leaf):
         self.grad = None
 
     def register_grad_hook(self, hook: GradHook) -> None:
-        """Call ``hook(self)`` in every backward pass once this leaf's gradient is complete.
+        """Call ``hook(self)`` in every backward pass when this leaf's gradient is complete.
 
         The pass continues after the hook, so hooks of the last layer run first. The hook may read
         and replace ``grad``. A new hook replaces the previous hook. Passes that do not use the
@@ -354,8 +354,8 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 
     Args:
         array: The result.
-        inputs: Each input with its vector-Jacobian product (see ``engine``). Earlier hooks run
-            first.
+        inputs: Each input with its vector-Jacobian product (see ``engine``). Hooks of earlier
+            inputs run first.
         through: See ``Node``.
     """
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
@@ -367,7 +367,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 def record_all(
     array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
 ) -> Variable:
-    """Record like :func:`record`. Inputs in a sequence save half a microsecond."""
+    """Record like :func:`record`. One sequence of inputs saves half a microsecond."""
     edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge

@@ -31,8 +31,7 @@ class Poll:
         self._selector.close()
 
     def watch(self, descriptor: int, callback: Callable[[], object], writing: bool = False) -> None:
-        """Call ``callback`` whenever ``descriptor`` is readable or at its end, or with ``writing``
-        writable.
+        """Call ``callback`` when ``descriptor`` is readable or ended, or if ``writing``, writable.
 
         Raises:
             PermissionError: If ``descriptor`` is a regular file, which is always ready.

@@ -116,7 +116,7 @@ def spawn(
 
 
 def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes], list[int]]:
-    """Run one attempt; return pickled results by rank and exit codes. Errors leave no process."""
+    """Run one attempt; return results by rank and exit codes. An error leaves no process."""
     with (
         tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
         closing(Poll()) as poll,

@@ -89,7 +89,7 @@ class Conv1D(Conv2D):
 
 
 class ConvTranspose2D(Conv2D):
-    """The gradient of a :class:`Conv2D` from ``out_channels`` to ``in_channels``, for its input.
+    """Transposed convolution: the gradient of a :class:`Conv2D` with respect to its input.
 
     It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, (height - 1) * stride
     - 2 * padding + dilation * (kernel - 1) + 1 + output_padding, ...]``. The weight has shape

@@ -369,7 +369,7 @@ class ExponentialMovingAverage(Module):
     def update(self, module: Module) -> None:
         """Move the averages toward the parameters of ``module``, and copy its buffers.
 
-        Call this after ``optimizer.step()``. Raises ValueError for another structure.
+        Call this after ``optimizer.step()``. Raises ValueError if ``module`` has another structure.
         """
         state = {**module.state_dict()}
         for name, variable in self.module.named_params().items():
@@ -444,7 +444,7 @@ class CategoricalCrossEntropy(Function):
 
 
 class ConnectionistTemporalClassification(Function):
-    """The negative log probability of all alignments of a longer input with a target.
+    """The negative log of the total probability of all alignments of a target with a longer input.
 
     Arguments and errors are those of ``functions.connectionist_temporal_classification``.
     """

@@ -47,7 +47,7 @@ class Module(Structured, ABC):
     # replaces forward; gets the module as first argument
     _instead: Callable[..., Any] | None = None
     _paused: tuple[Variable, ...] = ()  # parameters whose calc_grad eval() has switched off
-    _unsearched = ""  # attribute with a list of modules with other names
+    _unsearched = ""  # attribute that ``children`` does not search for modules
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -88,12 +88,12 @@ class Module(Structured, ABC):
             yield from _modules_in(value, name, met)
 
     def params(self) -> list[Variable]:
-        """Return all parameters without duplicates: direct ones first, then the submodules'."""
+        """Return all parameters without duplicates: of this module first, then of submodules."""
         values = [value for _, module in self._walk() for value in vars(module).values()]
         return list(dict.fromkeys(value for value in values if isinstance(value, Variable)))
 
     def named_params(self) -> dict[str, Variable]:
-        """Return all parameters without duplicates, by dotted name. The first name counts."""
+        """Return each parameter once, by dotted name: a shared parameter by its first name."""
         first_names: dict[Variable, str] = {}
         for prefix, module in self._walk():
             for name, variable in module._own_params():
@@ -131,7 +131,7 @@ class Module(Structured, ABC):
     def eval(self: SomeModule) -> SomeModule:
         """Switch this module and its submodules to evaluation: no dropout and no graph.
 
-        ``calc_grad`` of all parameters is off until ``train()``. Keeps hooks. Returns the module.
+        ``calc_grad`` of all parameters is off until ``train()``. Hooks stay. Returns the module.
         """
         for _, module in self._walk():
             module.training = False

@@ -1,4 +1,4 @@
-"""The optimizers. Each has a rule of rules.inc, the rule's numbers, and names of its state.
+"""The optimizers. Each class names its update rule in rules.inc, its numbers and its state arrays.
 
 See :class:`FirstOrderOptimizer` for common arguments and errors.
 """

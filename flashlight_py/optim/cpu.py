@@ -10,10 +10,10 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy, widened
 
-# A field of a rule is a number, or a form with parameters, such as (LR,) or (SHRINK, decay), whose
-# number is computed from memory in each step. A form's function takes the rate, the parameter's
-# step number (from 1), the field, and a function ``norm(decay)``. ``norm`` adds the gradient's
-# squared norm to its running mean and returns the mean. csrc/optim/tasks.cc computes the same bits.
+# A field of an update rule is a number, or a form such as (LR,) or (SHRINK, decay). In each step,
+# the function of the form computes the number from the learning rate, the parameter's step number
+# (from 1), the field, and a function ``norm(decay)``. ``norm`` adds the gradient's squared norm to
+# a running mean and returns the mean. csrc/optim/tasks.cc computes the same bits.
 Field: TypeAlias = "float | tuple[int] | tuple[int, float] | tuple[int, float, float]"
 Rule: TypeAlias = tuple[str, tuple[Field, ...]]
 Numbers: TypeAlias = Sequence[float]
@@ -36,7 +36,7 @@ def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) 
 @functools.cache
 def optimizer_kernels() -> Any | None:
     """Return the module of native kernels, or None with a warning if it is missing."""
-    return _native.optional("optim", "optimizers step in NumPy, some ten times slower")
+    return _native.optional("optim", "optimizers step in NumPy, about ten times slower")
 
 
 def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
@@ -133,7 +133,7 @@ RULES: dict[str, Callable[..., Results]] = {
 
 
 def _decayed(grad: Array, param: Array, decay: float) -> Array:
-    return grad + param * decay if decay else grad  # keeps infinite parameters without decay
+    return grad + param * decay if decay else grad  # inf * 0 would be nan
 
 
 def _normal(array: Array) -> Array:
@@ -166,7 +166,7 @@ def sum_of_squares(grad: Array) -> float:
 def sums_of_squares(grad: Array, blocks: slice = slice(None)) -> list[float]:
     """Return the sum of squares of each block of 65,536 elements in the slice ``blocks``.
 
-    The sums, added in order, are the same on all ranks. An array on a GPU is one block.
+    The total of the sums, added in order, is equal on all ranks. A GPU array is one block.
     """
     if is_cupy(grad):
         return [sum_of_squares(grad)]

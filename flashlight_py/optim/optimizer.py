@@ -30,7 +30,7 @@ class Summing(Protocol):
 
 
 class Shards:
-    """State that all parameters of a sharded module share. ``group`` steps them together."""
+    """State that all parameters of a sharded module share. The ranks of ``group`` update them."""
 
     group: Summing
 
@@ -55,8 +55,8 @@ class Shards:
     def changing(self, operation: str) -> AbstractContextManager[None]:
         """Return a collective, blocking context in which this process may update its shards.
 
-        Other processes do not read old values inside the context, and have updated their shards
-        after it. ``operation`` appears in errors, for example "AdamOptimizer.step".
+        Inside the context, no other process reads old values. After it, all processes have updated
+        their shards. ``operation`` appears in errors, for example "AdamOptimizer.step".
         """
         return nullcontext()
 
@@ -136,7 +136,7 @@ class FirstOrderOptimizer(Structured, ABC):
     """
 
     def __init_subclass__(cls) -> None:
-        """Make the constructor raise on all processes if the arguments of one are invalid."""
+        """Make the constructor raise on all processes if one process passes invalid arguments."""
         super().__init_subclass__()
         init: Any = cls.__init__
 
@@ -172,7 +172,7 @@ class FirstOrderOptimizer(Structured, ABC):
         self._lr[0] = number
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Assign an attribute. ``lr`` is in memory that replays read: no structural change."""
+        """Assign an attribute. Replays read ``lr`` from memory, so its change is not structural."""
         (super(Structured, self) if name == "lr" else super()).__setattr__(name, value)
 
     @abstractmethod
@@ -245,7 +245,7 @@ class FirstOrderOptimizer(Structured, ABC):
                 old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for copies and pickles. Shallow copies get their own rate, too."""
+        """Return the attributes for copies and pickles. Even a shallow copy has its own rate."""
         cut = [variable for variable in self.params if not is_in_common(variable)]
         copies = {name: x.copy() for name, x in vars(self).items() if name == "_lr"}
         return {**vars(self), **copies, "_shards": shards_of(cut)}
@@ -366,7 +366,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         self._step_placed(placed, grad_scale)
 
     def prepared(self, grad_scale: float, *grads: Array | None) -> Callable[[], None]:
-        """Return a function that does one step with ``grads`` while no array moves.
+        """Return a function that does one step with ``grads``. It is valid while no array moves.
 
         Each of ``grads`` is the gradient of an unsharded parameter, or None. With native kernels
         the function runs no Python. It reads and counts in the optimizer's memory.

@@ -24,9 +24,9 @@ class LearningRateSchedule:
     """A schedule that sets ``optimizer.lr`` depending on the number of calls of ``step()``.
 
     The base rate is the optimizer's rate at the creation of the schedule. If an earlier schedule
-    has set this rate, the earlier base rate is used (torch's ``initial_lr``). The rate of step 0 is
-    set at once. Momentum is not changed. Rates, factors and ``gamma`` are at least 0. Lengths such
-    as ``step_size``, ``total_iters`` and ``T_max`` are numbers of steps, at least 1.
+    has set this rate, the base rate of that schedule is used (torch's ``initial_lr``). The rate of
+    step 0 is set at once. Momentum is not changed. Rates, factors and ``gamma`` are at least 0.
+    Lengths such as ``step_size``, ``total_iters`` and ``T_max`` are numbers of steps, at least 1.
 
     Args:
         optimizer: Optimizer of ``fl.optim``, or another object with an assignable ``lr``.
@@ -93,7 +93,7 @@ class LearningRateSchedule:
     def _go_to(self, base: float, step: int) -> None:
         self.optimizer.lr = self._formula(base, step)  # formula or optimizer may raise
         self.base_lr, self.last_step = base, step
-        if hasattr(self.optimizer, "__dict__"):  # an array, so that it is no change of structure
+        if hasattr(self.optimizer, "__dict__"):  # a value in an array is no structural change
             vars(self.optimizer).setdefault("_scheduled", np.empty(2))[:] = self.optimizer.lr, base
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class LambdaLR(LearningRateSchedule):
 
 
 class StepLR(LearningRateSchedule):
-    """The rate times ``gamma`` after every ``step_size`` steps."""
+    """A rate that is multiplied by ``gamma`` after every ``step_size`` steps."""
 
     def __init__(self, optimizer: HasRate, step_size: int, gamma: float = 0.1) -> None:
         size, gamma = _steps("step_size", step_size), check_at_least_zero("gamma", gamma)
@@ -116,7 +116,7 @@ class StepLR(LearningRateSchedule):
 
 
 class MultiStepLR(LearningRateSchedule):
-    """The rate times ``gamma`` at each of the ``milestones`` (numbers of steps, in any order)."""
+    """A rate that is multiplied by ``gamma`` at each of the ``milestones`` (steps, any order)."""
 
     def __init__(self, optimizer: HasRate, milestones: Sequence[int], gamma: float = 0.1) -> None:
         steps, gamma = sorted(milestones), check_at_least_zero("gamma", gamma)
@@ -124,7 +124,7 @@ class MultiStepLR(LearningRateSchedule):
 
 
 class ExponentialLR(LearningRateSchedule):
-    """The rate times ``gamma`` after every step."""
+    """A rate that is multiplied by ``gamma`` after every step."""
 
     def __init__(self, optimizer: HasRate, gamma: float) -> None:
         gamma = check_at_least_zero("gamma", gamma)
@@ -175,7 +175,7 @@ class OneCycleLR(LearningRateSchedule):
         anneal_strategy: Shape of each phase: ``"cos"`` or ``"linear"``.
         div_factor: The first rate is ``max_lr / div_factor``. Above 0.
         final_div_factor: The last rate is the first rate divided by ``final_div_factor``. Above 0.
-        three_phase: Fall to the first rate as fast as the rise, then to the last rate.
+        three_phase: Whether to fall to the first rate as fast as the rise, then to the last rate.
 
     Raises:
         ValueError: If the length is missing, or if a phase has less than one step. ``step()``
@@ -236,8 +236,8 @@ class SequentialLR(LearningRateSchedule):
     schedule.
 
     Raises:
-        ValueError: If a schedule belongs to another optimizer or follows a metric, or if the
-            milestones are not ascending and one fewer than the schedules.
+        ValueError: If a schedule belongs to another optimizer or follows a metric, the milestones
+            are not ascending, or their number is not one less than the number of schedules.
 
     Example:
         >>> optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(2))], lr=1.0)
@@ -272,13 +272,13 @@ class SequentialLR(LearningRateSchedule):
 
 
 class ReduceLROnPlateau(LearningRateSchedule):
-    """The rate times ``factor``, down to ``min_lr``, each time a metric stops improving.
+    """A rate that is multiplied by ``factor``, down to ``min_lr``, when a metric stops improving.
 
     Call ``step(metric)`` after each evaluation, with the same number on every rank. A metric is
     better if it differs from the best by ``threshold``, relative to the best (``"rel"``) or
     absolute (``"abs"``). Mode ``"min"`` prefers lower values, ``"max"`` higher values. After more
-    than ``patience`` steps without a better metric, the rate falls, and ``cooldown`` steps do not
-    count.
+    than ``patience`` steps without a better metric, the rate falls, and the next ``cooldown`` steps
+    are not counted.
 
     Raises:
         ValueError: If a mode is unknown, or if a number is out of range.

@@ -167,8 +167,8 @@ class BatchNorm2d(Normalization):
     def _batch_statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         """Return mean and variance of each feature in float64.
 
-        Squares are of differences to the mean of this process. So no precision is lost if means are
-        large compared with their differences.
+        The squares are of differences to the mean of this process. This keeps precision if means
+        are large compared with their differences.
         """
         xp = array_module(m)
         n = float(m.shape[0] * m.shape[2])

@@ -146,7 +146,11 @@ class Sequential(Network):
         self.input_delta_z_buffer.mean = None  # layers may have overwritten the arrays
 
     def check_deltas(self) -> tuple[Array, Array]:
-        """Return the deltas for a backward pass, or raise the errors of :meth:`backward`."""
+        """Return the deltas for a backward pass.
+
+        Raises:
+            RuntimeError, ValueError: See :meth:`backward`.
+        """
         d, e = self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance
         if d is None or e is None:
             raise RuntimeError(

@@ -128,8 +128,8 @@ def patches(
 ) -> None:
     """Write the windows of a chunk as columns, ``[channels * kernel**2, windows]``.
 
-    The contiguous arrays ``out`` receive the windows of ``mean``, then with ``variance`` those of
-    it and of ``mean**2 + variance``, otherwise of ``mean**2``. Images must come from
+    The contiguous arrays ``out`` receive windows of ``mean``, ``variance`` and ``mean**2 +
+    variance``, or without ``variance`` of ``mean`` and ``mean**2``. Images must come from
     :func:`readable`.
     """
     columns = out if variance is not None else (out[0], None, *out[1:], None)[:3]

@@ -199,7 +199,7 @@ def glu(x: Input, axis: int = -1) -> Variable:
 
 
 def erf_of(array: Array) -> Any:
-    """Return the error function of a float32 or float64 array, new, with an error of 4 ulp.
+    """Return the error function of a float32 or float64 array, as a new array, within 4 ulp.
 
     Cody's third approximation, for 4 and above, is not needed: 1 - erf is about 1e-8 there, so that
     8 digits of the second approximation are enough.

@@ -23,7 +23,7 @@ def attention(
     """Return ``softmax(scale * q @ k.T + mask) @ v`` for each head of each sample.
 
     The full matrix of weights is never stored. Tiles of it are computed, and computed again in the
-    backward pass (Dao et al., FlashAttention, 2022). A query without allowed keys gets 0.
+    backward pass (Dao et al., FlashAttention, 2022). Queries without allowed keys have result 0.
 
     Args:
         q: Shape ``[batch, heads, queries, width]``, with any strides.

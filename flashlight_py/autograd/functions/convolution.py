@@ -131,7 +131,7 @@ def conv_transpose2d(
     x: Input, weight: Variable, bias: Variable | None, stride: _Two, padding: _Two, dilation: _Two,
     groups: int, output_padding: _Two,
 ) -> Variable:  # fmt: skip
-    """Return ``bias`` plus the gradient of ``conv2d``'s images for the output gradient ``x``."""
+    """Return ``bias`` plus the gradient of ``conv2d`` for its images; ``x``: output gradient."""
     x, weight = as_half(x), as_half(weight)
     channels, in_group, *kernel = weight.shape
     numbers = zip(x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=False)

@@ -217,7 +217,7 @@ def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the mean over ``axis``. Raises ValueError without elements."""
+    """Return the mean over ``axis``. Raises ValueError if there are no elements."""
     x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
@@ -266,7 +266,7 @@ def prod(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def logsumexp(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return ``log(sum(exp(x)))`` over ``axis``. Raises ValueError without elements."""
+    """Return ``log(sum(exp(x)))`` over ``axis``. Raises ValueError if there are no elements."""
     x = as_floating(as_float32(x))
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp, top = array_module(array), array.max(axis=axes, keepdims=True)
@@ -323,7 +323,7 @@ def cumsum(x: Input, axis: int) -> Variable:
 
 
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the maximum over ``axis``. Equal elements share the gradient. Empty: ValueError."""
+    """Return the maximum over ``axis``; ValueError if empty. Equal maxima share the gradient."""
     return _extremum("max", as_variable(x), axis, keepdims)
 
 

@@ -268,7 +268,7 @@ def connectionist_temporal_classification(
     target_lengths: Input | None = None, blank: int = 0, reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Variable:  # fmt: skip
-    """Return the negative log probability of all alignments of the inputs with the targets.
+    """Return the negative log of the total probability of all alignments of inputs and targets.
 
     Graves et al. (ICML 2006), in log space. Forward and backward variables give the gradient. A
     target that is too long for any alignment has an infinite loss and gradient 0.

@@ -1,8 +1,8 @@
 """Normalizations: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
-The functions differ in the elements of each mean and variance. Moments are computed in float32 or
-wider, from deviations from the mean. float16 and bfloat16 are rounded once. Weight and bias may be
-None. Results are new arrays in the memory layout of ``x``.
+The functions differ in the elements over which mean and variance are computed. Variances are
+computed from deviations from the mean, in float32 or wider. Weight and bias may be None. Results
+are new arrays in the memory layout of ``x``; float16 and bfloat16 are rounded once.
 """
 
 import math

@@ -13,8 +13,8 @@ from flashlight_py.autograd.variable import Input, Variable, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
-# Function of a step, the gradients of h and c after it. It returns the gradients of the gates'
-# inputs (of the input part, and of the recurrent part if different) and of the states before it.
+# Function of a step and the gradients of h and c after it. It returns the gradients of the gates'
+# inputs (for the input part, and for the recurrent part if different) and of h and c before it.
 _Back: TypeAlias = Callable[[int, Array, Any], tuple[Any, Any]]
 _Prepare: TypeAlias = Callable[[], _Back]
 

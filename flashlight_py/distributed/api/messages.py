@@ -240,7 +240,7 @@ def _message(
 
 
 def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
-    """Start messages: first to this rank itself, then of NumPy arrays, last of GPU arrays."""
+    """Start messages: first to this rank itself, then all NumPy arrays, then all GPU arrays."""
     calls = [message.call for message in messages]
 
     def phase(i: int) -> int:

@@ -68,7 +68,7 @@ def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> 
     Raises:
         ValueError: If ``root`` is no rank of the group.
         TypeError: If the object cannot be pickled. Every rank raises it, and no rank receives an
-            object. An error of unpickling is raised only on the rank that unpickles, with a note.
+            object. An error of unpickling is raised only where it occurs; a note names the ranks.
         DistributedError: As for :func:`all_reduce`.
     """
     return _run(BROADCAST_OBJECT, obj, root, group)[0]

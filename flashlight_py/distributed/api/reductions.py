@@ -397,7 +397,7 @@ def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
     """Yield the calls that other ranks start. Read only if this rank rejects its arguments."""
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]
-    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks: a call for each
+    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks make one call for each
     yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + invalid))
 
 

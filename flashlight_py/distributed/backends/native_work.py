@@ -184,7 +184,7 @@ class NativeWork(Work):
             return result
         signatures = self._signatures()
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if result is not None and row_count(result) == rows:  # else: rows of zero bytes
+        if result is not None and row_count(result) == rows:  # rows of zero bytes
             return result
         if self._out is not None:
             check_out_rows(self._name, self._out, rows, backend.rank, backend.size)

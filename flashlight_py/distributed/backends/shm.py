@@ -45,9 +45,8 @@ class ShmBackend(NativeBackend):
     all ranks have made the call. If the ranks share the memory of a larger group
     (``Store.memory_subgroup``), messages use that memory.
 
-    Raises:
-        BackendUnavailableError: If the native extension is missing, or shared memory is too small
-            or not writable. Every rank raises.
+    Raises BackendUnavailableError on every rank if the native extension is missing, or shared
+    memory is too small or not writable.
     """
 
     kind = DistributedBackend.SHM

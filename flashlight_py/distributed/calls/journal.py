@@ -80,7 +80,7 @@ class Record:
     error = ""
     id = 0  # number of the entry in the ring
     is_async = False
-    size: int | None = None  # bytes; None if known at the begin
+    size: int | None = None  # bytes, set later if unknown at the start
     waits: tuple[tuple[int, int], ...] = ()
     work: weakref.ref[Work] | None = None
     flight: Any = None  # for a collective on the GPU

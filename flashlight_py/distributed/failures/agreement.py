@@ -115,9 +115,8 @@ class Agreement:
         The result also has the number of rows of each rank, host by host. ``number`` counts user
         calls. ``call.seconds`` limits each step; None: the timeout of the group.
 
-        Raises:
-            MismatchError: If the calls differ. Every rank raises it, and no array has changed.
-            DistributedError: As for ``Work.wait``.
+        Raises MismatchError on every rank if the calls differ; no array has changed. Raises
+        DistributedError like ``Work.wait``.
         """
         message = self.exchange(call.key, load, call.seconds)
         if not any(message.digest):

@@ -298,7 +298,7 @@ class Watchdog:
         self._others = OtherRecords(flight)
         with contextlib.ExitStack() as undo:
             self._reader, self._writer = _pipe(os.O_CLOEXEC | os.O_NONBLOCK, undo)
-            with suppress(OSError):  # limit of this user: keep the default
+            with suppress(OSError):  # above this user's limit: keep the default
                 fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             self._stopping, self._stop = _pipe(os.O_CLOEXEC, undo)
             self._answers_signal = _register_signal(signal.SIGUSR1, self._writer)

@@ -28,7 +28,7 @@ HOST_ADVICE = (
 
 
 def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
-    """Return a clause that names the processes of ``ranks``, if they are known."""
+    """Return a clause that names the known processes of ``ranks``."""
     texts = [processes[rank] for rank in ranks if rank < len(processes)]
     listed, more = ", ".join(texts[:MOST_RANKS]), len(texts) - MOST_RANKS
     listed += f" and {more} more" if more > 0 else ""

@@ -197,9 +197,9 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses that a rank reports.
 
-    ``host`` identifies the host, and messages show ``name``. ``has`` lists its interfaces as text,
-    and ``own`` its addresses. ``interface`` is the user's choice, with ``interface_addresses``.
-    Packets to other hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
+    ``host`` identifies the host, and messages show ``name``. ``has`` is a text that lists its
+    interfaces. ``interface`` is the user's choice, with ``interface_addresses``. Packets to other
+    hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
     """
 
     host: str
@@ -223,9 +223,9 @@ def address_between_hosts(
 ) -> str:
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
-    ``hosts`` are the host identities of the ranks and ``own`` their ``own_addresses``. ``shared``
-    are addresses that several hosts have, and ``interface`` is the user's choice or "". Raises
-    RendezvousError on every rank if other hosts cannot reach an address of each host.
+    ``hosts`` are the host identities of the ranks, and ``addresses`` their ``own_addresses``.
+    ``shared`` are addresses that several hosts have. ``interface`` is the user's choice or "".
+    Raises RendezvousError on every rank if other hosts cannot reach an address of each host.
     """
     own_host, first = hosts[store.rank], hosts[0]
     peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (own_host != first))

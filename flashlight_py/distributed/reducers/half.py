@@ -46,7 +46,7 @@ class CastCompression(Compression):
         bits = narrow.view(np.uint16)
         overflowed = bits & 0x7FFF == self._infinity  # isinf takes 20 times as long
         if overflowed.any():
-            bits[overflowed & array_module(flat).isfinite(flat)] -= 1  # finite: largest number
+            bits[overflowed & array_module(flat).isfinite(flat)] -= 1  # largest finite number
         return narrow
 
     def _widen(self, narrow: Array, out: Array) -> None:

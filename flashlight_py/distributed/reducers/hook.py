@@ -52,7 +52,7 @@ class Bucket:
         return Done(array)
 
     def all_gather(self, array: Array) -> Work:
-        """Return a new array: the arrays of all ranks (any dtype) joined along dimension 0."""
+        """Return a new array: arrays of all ranks, of any shape and dtype, joined along axis 0."""
         if self._pays_inline(array):
             return Done(self.group.all_gather(array))
         return self.group.all_gather(array, async_op=True)

@@ -13,7 +13,7 @@ from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
 
-# If a column shrinks below this ratio without its projections, the rest is rounding error.
+# Relative length of a column without its projections below which it is only rounding error.
 _MIN_LENGTH = 1e-12
 # Number of elements of a block that stays in a second-level cache.
 _BLOCK = 1 << 15
@@ -145,7 +145,7 @@ class PowerSGDCompression(Compression):
         return Then(bucket.all_reduce(message), finish)
 
     def _residual(self, bucket: Bucket) -> Array:
-        """Return the unsent rest of earlier steps. The caller changes it in place."""
+        """Return the unsent residual of earlier steps. The caller changes it in place."""
         zeros = functools.partial(array_module(bucket.flat).zeros_like, bucket.flat)
         return self._get_state(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat, zeros)
 

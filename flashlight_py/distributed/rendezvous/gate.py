@@ -145,7 +145,7 @@ class Gate(abc.ABC):
         self._loss = ""  # why that parent is lost, or ""
         self._problem = ""  # why the assigned parent was not reached, or ""
         self._deadline = math.inf
-        self._host, self._is_speaker = "", False  # local socket name
+        self._host, self._is_speaker = "", False  # address for other hosts; speaks for its host
 
     @abc.abstractmethod
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
@@ -201,7 +201,7 @@ class Gate(abc.ABC):
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
                 self._drop(self._candidates[0])
-            return  # the client hung up, or retry later
+            return  # the client hung up, or the next call accepts it
         self.selector.register(connection.wire, EVENT_READ, connection)
         self._candidates.append(connection)
         if len(self._candidates) > limit:
@@ -262,7 +262,7 @@ class Gate(abc.ABC):
         if not self._point.is_common:  # a client of an earlier run here
             self._reject(candidate, Kind.SECRET, "")
             return
-        # before it hangs up
+        # before the client hangs up
         host, user = candidate.address[0], socket_user(candidate.address, candidate.local_address)
         self._reject(candidate, Kind.SECRET, "")
         reason = (

@@ -59,8 +59,7 @@ class Store(abc.ABC):
 
         The default does nothing: another object owns and closes the connections.
 
-        Raises:
-            RendezvousError: If a rank (named) did not leave within the timeout, or died.
+        Raises RendezvousError if a rank (named) did not leave within the timeout, or died.
         """
 
     def abort(self, reason: str) -> None:  # noqa: B027 (optional)

@@ -31,9 +31,8 @@ def connect_mpi(
     bounds each operation. With ``checked``, equal on all ranks, all calls are compared.
     ``gpu_aware`` means that the library accepts pointers to GPU memory.
 
-    Raises:
-        UnavailableEverywhereError: If a rank lacks mpi4py or a library, MPI did not start the
-            processes together, or settings differ. Every rank raises.
+    Raises UnavailableEverywhereError on every rank if a rank lacks mpi4py or a library, MPI did not
+    start the processes together, or settings differ.
     """
     mpi: Any = None
     try:

@@ -58,9 +58,8 @@ class Communicator:
     ``captured`` are objects with CUDA graphs that launch on this communicator. NCCL frees a
     communicator only after its graphs, so ``release`` of each object is called first.
 
-    Raises:
-        CollectiveTimeoutError: If another rank does not join in time.
-        DistributedError: If NCCL fails. The error has NCCL's text.
+    Raises CollectiveTimeoutError if another rank does not join in time, and DistributedError with
+    NCCL's text if NCCL fails.
     """
 
     def __init__(
@@ -110,9 +109,8 @@ class Communicator:
         ``begin`` returns an NCCL status. If ``connects``, it may wait for other ranks and therefore
         gets the non-blocking communicator.
 
-        Raises:
-            CollectiveTimeoutError: If another rank is needed and does not join in time.
-            DistributedError: If NCCL fails, or ``on_wait`` finds an error.
+        Raises CollectiveTimeoutError if another rank is needed and does not join in time, and
+        DistributedError if NCCL fails or ``on_wait`` finds an error.
         """
         if self.broken is not None:
             raise self.error()

@@ -169,7 +169,7 @@ class NcclWatchdog:
             status = self._runtime.eventQuery(oldest.event.ptr)
             is_failure = status not in _NO_FAILURES
             failure = str(self._runtime.CUDARuntimeError(status)) if is_failure else ""
-            if not oldest.has_ended:  # else the event is in use again
+            if not oldest.has_ended:  # else another collective uses it
                 communicator.watch(oldest.verb, oldest.start_time(self._flights.last_end), failure)
         elif blocks:
             communicator.watch("launch", math.inf)
