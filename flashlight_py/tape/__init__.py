@@ -67,6 +67,6 @@ def capture(
     if not callable(step):
         raise TypeError(f"capture: step must be callable, got {type(step).__name__}")
     roots = tuple(state or ())
-    if any(hasattr(each, "__array_interface__") for each in roots):
+    if any(hasattr(root, "__array_interface__") for root in roots):
         raise TypeError("capture: state must have owners of arrays, got an array. Pass a list")
     return Captured(step, roots, check)

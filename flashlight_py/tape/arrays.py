@@ -87,13 +87,13 @@ class Recorded(NDArrayOperatorsMixin):
     __class__ = property(lambda _: np.ndarray)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if any(isinstance(each, Variable) for each in inputs):
+        if any(isinstance(value, Variable) for value in inputs):
             return NotImplemented  # the variable handles the operation
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         return compute(function, *inputs, **options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        if any(issubclass(each, Variable) for each in types):
+        if any(issubclass(kind, Variable) for kind in types):
             return NotImplemented
         if function in _SAY_NOTHING_OF_VALUES:
             return function(*map(unwrap, args), **options)
@@ -158,7 +158,7 @@ class Recorded(NDArrayOperatorsMixin):
         return Number(compute(np.copy, self).plain)
 
     def mean(self, axis: Any = None, *more: Any, **options: Any) -> Any:
-        options = {name: each for name, each in options.items() if each is not None}
+        options = {name: value for name, value in options.items() if value is not None}
         if more or options.keys() - {"keepdims"} or self.plain.dtype.char not in "fdFD":
             return compute(np.ndarray.mean, self, axis, *more, **options)
         total = self.sum(axis, **options)
@@ -235,8 +235,8 @@ STAND_INS = {Number, *KINDS}
 def _reading(method: str, words: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any) -> Any:
         is_number = type(self) is RecordedScalar and method != "__complex__"  # few numbers have it
-        own = self.plain[()] if is_number else self.plain
-        return getattr(reject_read(words, own), method)(*unwrap(args))
+        value = self.plain[()] if is_number else self.plain
+        return getattr(reject_read(words, value), method)(*unwrap(args))
 
     return call
 

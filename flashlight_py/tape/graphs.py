@@ -165,13 +165,13 @@ class Graph:
         self.recorder, self.key, self._result = recorder, key, result
         self._stream: Any = None  # stream of the last launch
         self.inputs = inputs = [array for _, array in pairs]
-        flags = [given.flags.c_contiguous or given.flags.f_contiguous for given, _ in pairs]
+        flags = [array.flags.c_contiguous or array.flags.f_contiguous for array, _ in pairs]
         self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
         self._strided = [number for number, is_plain in enumerate(flags) if not is_plain]
         self._graph: Any = graph_launcher(graph, [inputs[number] for number in self._plain])
         self._names = state.names
         self._kept = {id(value) for _, value in state.held}
-        before = {place.holder: grad for place, grad in state.held if place.slot == "grad"}
+        before = {field.holder: grad for field, grad in state.held if field.slot == "grad"}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
         self._memory = _spans_of(state, [grad for _, grad in self._reads])
         changed = [v for v in before if v in recorder.grads_set or v.grad is not before[v]]
@@ -194,7 +194,7 @@ class Graph:
             if state().signature != self.signature:
                 return False
             self.stamp = stamp
-        names = all(place.has(value) for place, value in self._names)
+        names = all(field.has(value) for field, value in self._names)
         return names and all(variable.grad is before for variable, before in self._reads)
 
     def replay(self, arrays: Sequence[Any]) -> Any:
@@ -232,7 +232,7 @@ class Graph:
     def changes(self, arrays: Sequence[Any]) -> bool:
         """Return whether the last replay has changed an argument. Blocks until it has ended."""
         pairs = zip(arrays, self.inputs, strict=True)
-        return any(given.tobytes() != array.tobytes() for given, array in pairs)
+        return any(before.tobytes() != array.tobytes() for before, array in pairs)
 
     def _copied(self, value: Any) -> Any:
         """Return ``value``, or a copy if it is an array that the next replay overwrites."""
@@ -322,7 +322,7 @@ class Graphs:
         self._captures += 1
         recorder = Recorder(state.variables, self._groups)
         held = plain_arrays(tuple([value for _, value in state.held]))
-        host = [(each, each.copy()) for each in held if not is_cupy(each)]
+        host = [(array, array.copy()) for array in held if not is_cupy(array)]
         draws, drawn = generator().bit_generator, generator().bit_generator.state
         try:
             graph, reason = self._record(recorder, key, args, options, state)
@@ -382,7 +382,7 @@ class Graphs:
         self, recorder: Recorder, key: Any, args: tuple[Any, ...], options: dict[str, Any],
         state: State,
     ) -> tuple[Graph | None, str]:  # fmt: skip
-        """Run the step while CUDA captures it. Return the graph, and why it failed or ""."""
+        """Capture the step as a CUDA graph. Return the graph or None, and why it failed or ""."""
         import cupy
 
         # Memory that only the graph uses.
@@ -390,7 +390,7 @@ class Graphs:
         stream = cupy.cuda.Stream(non_blocking=True)
         pairs: list[Any] = []
 
-        def place(value: Any) -> Any:
+        def stage(value: Any) -> Any:
             if not is_cupy(data := _data_of(value)):
                 return value
             array = data.copy(order="K")
@@ -403,7 +403,7 @@ class Graphs:
                     if group.gpus is not None:
                         stack.enter_context(group.gpus.communicator.lock)  # type: ignore[attr-defined]
                 stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
-                placed = [*map(place, args)], {name: place(x) for name, x in options.items()}
+                placed = [*map(stage, args)], {name: stage(x) for name, x in options.items()}
                 stack.enter_context(stream)
                 recorder.begin(stack)
                 capture_products(stack, recorder)
@@ -417,9 +417,9 @@ class Graphs:
         except (RuntimeError, TypeError, ValueError, MemoryError) as error:
             return None, recorder.left or f"{type(error).__name__}: {error}"
         recorder.keep(pool)
-        for each in map(_data_of, items_in(result)):
-            if not (each is None or isinstance(each, str) or is_cupy(each)):
-                recorder.leave(f"it returns an object of {type(each).__name__}; return GPU arrays")
+        for value in map(_data_of, items_in(result)):
+            if not (value is None or isinstance(value, str) or is_cupy(value)):
+                recorder.leave(f"it returns an object of {type(value).__name__}; return GPU arrays")
         return Graph(captured[0], recorder, key, pairs, result, state), recorder.left
 
 
@@ -480,20 +480,20 @@ def _extremes(group: Membership, number: int) -> tuple[int, int]:
 
 
 def _moved(state: State) -> str:
-    """Return a reason if the graph would read arrays that are not state any more, else "".
+    """Return a reason if the graph would read arrays that were replaced in the state, else "".
 
     Gradients may be replaced, because a replay sets them.
     """
-    arrays = [each for each in state.held if each[0].slot]
-    for place, value in (*arrays, *state.names):
-        if place.slot != "grad" and not place.has(value):
-            return f"{format_path(place.path)} gets another value; write into its array instead"
+    arrays = [item for item in state.held if item[0].slot]
+    for field, value in (*arrays, *state.names):
+        if field.slot != "grad" and not field.has(value):
+            return f"{format_path(field.path)} gets another value; write into its array instead"
     return ""
 
 
 def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
     """Return address ranges of the GPU arrays of ``state``, with gradients only from ``grads``."""
-    held = [value for place, value in state.held if place.slot != "grad"]
+    held = [value for field, value in state.held if field.slot != "grad"]
     arrays = plain_arrays((*held, *grads))
     return merged(_range(array) for array in arrays if is_cupy(array) and array.size)
 
@@ -523,10 +523,10 @@ def _form(value: Any) -> Any:
 
 def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
     """Undo the changes that Python made during a capture. The device has run nothing."""
-    moved = [each for each in state.names if each[0].key is not ITEMS and not each[0].has(each[1])]
-    for place, value in (*moved, *state.held):
-        is_short = isinstance(place.holder, (list, deque)) and len(place.holder) <= place.key
-        place.holder.append(value) if is_short else place.set(value)
+    moved = [item for item in state.names if item[0].key is not ITEMS and not item[0].has(item[1])]
+    for field, value in (*moved, *state.held):
+        is_short = isinstance(field.holder, (list, deque)) and len(field.holder) <= field.key
+        field.holder.append(value) if is_short else field.set(value)
     for array, copy in host:
         np.copyto(array, copy)
 

@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
 
 
 class Elementwise(NamedTuple):
-    """An elementwise operation: a ufunc with its dtypes, or a name of ``OWN``.
+    """An elementwise operation: a ufunc with its dtypes, or a name of ``KERNEL_NAMES``.
 
     The result is the last operand. ``numpy.add`` with two operands sums all elements.
     """
@@ -78,20 +78,20 @@ class Loops:
     @property
     def operands(self) -> list[Operand]:
         """All operands of all operations."""
-        return [each for operation in self.operations for each in operation.operands]
+        return [operand for operation in self.operations for operand in operation.operands]
 
     def take(self, new: Loops) -> bool:
         """Append ``new`` if both can run strip by strip, and return whether this was done."""
-        own, other, dimensions = self.operations, new.operations, self.dimensions
+        first, second, dimensions = self.operations, new.operations, self.dimensions
         if dimensions != new.dimensions:
             dimensions = max(dimensions, new.dimensions, key=len)
-            own, other = self._spread_over(dimensions), new._spread_over(dimensions)
-        fits = len(dimensions) <= 2 and own and other and not own[-1].sums()
-        if not fits or (len(dimensions) > 1 and other[-1].sums()):
+            first, second = self._spread_over(dimensions), new._spread_over(dimensions)
+        fits = len(dimensions) <= 2 and first and second and not first[-1].sums()
+        if not fits or (len(dimensions) > 1 and second[-1].sums()):
             return False
-        if any(a.disturbs(b) or b.disturbs(a) for a in own for b in other):
+        if any(a.disturbs(b) or b.disturbs(a) for a in first for b in second):
             return False
-        self.dimensions, self.operations = dimensions, [*own, *other]
+        self.dimensions, self.operations = dimensions, [*first, *second]
         return True
 
     def _spread_over(self, dimensions: Shape) -> list[Elementwise]:
@@ -101,8 +101,8 @@ class Loops:
         if len(dimensions) != 2 or self.dimensions != (dimensions[0] * dimensions[1],):
             return []
         return [
-            each._replace(steps=tuple([(dimensions[1] * step, step) for (step,) in each.steps]))
-            for each in self.operations
+            loop._replace(steps=tuple([(dimensions[1] * step, step) for (step,) in loop.steps]))
+            for loop in self.operations
         ]
 
 
@@ -124,9 +124,9 @@ def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
     if note.required is not None:
         return [Instruction(("require",), note.operands[-1:])]
     if type(note.function) is Kernel:
-        _, sizes, numbers, *given = note.args
-        are_given = (*(True for _ in note.made), *(each is not None for each in given))
-        work = sum(each.array.size for each in note.operands)
+        _, sizes, numbers, *arrays = note.args
+        are_given = (*(True for _ in note.made), *(array is not None for array in arrays))
+        work = sum(operand.array.size for operand in note.operands)
         begin = "native", note.function.address, work, sizes, numbers, are_given
         return [Instruction(begin, note.operands)]
     rule = _RULES.get(note.function)
@@ -153,12 +153,12 @@ class _Rules:
 
     def elementwise(self, note: Note, instead: np.ufunc | None = None) -> None:
         ufunc: Any = instead or note.function
-        out, given = _result_of(note, "casting"), note.args[: ufunc.nin]
-        need(ufunc is not np.power or _is_plain_power(given, out))
-        dtypes = ufunc.resolve_dtypes((*map(_dtype_of, given), None))
+        out, inputs = _result_of(note, "casting"), note.args[: ufunc.nin]
+        need(ufunc is not np.power or _is_plain_power(inputs, out))
+        dtypes = ufunc.resolve_dtypes((*map(_dtype_of, inputs), None))
         need(not ufunc.signature and all(x.isbuiltin == 1 and not x.hasobject for x in dtypes))
         need(dtypes[-1] == out.dtype)
-        operands, types = list(map(self._as, given, dtypes)), tuple([each.num for each in dtypes])
+        operands, types = list(map(self._as, inputs, dtypes)), tuple([x.num for x in dtypes])
         if ufunc in _LIMITS and out.dtype.char in "fd" and operands[1].size == 1 < out.size:
             ufunc, types = f"{ufunc.__name__}:{out.dtype.str[1:]}", ()
         self._loops(ufunc, types, *operands, out)
@@ -178,7 +178,7 @@ class _Rules:
         return np.asarray(value, dtype)
 
     def _loops(self, function: Any, types: tuple[int, ...], *arrays: Array) -> None:
-        need(types or function in OWN)
+        need(types or function in KERNEL_NAMES)
         if arrays[-1].size:
             dimensions, steps = _walk(arrays)
             need(len(dimensions) <= _MOST_DIMENSIONS)
@@ -219,7 +219,7 @@ class _Rules:
     def reshape(self, note: Note) -> None:
         source = note.args[0]
         need(note.made and isinstance(source, np.ndarray) and note.made[0].flags.c_contiguous)
-        need(not note.options and not any(isinstance(each, str) for each in note.args))
+        need(not note.options and not any(isinstance(x, str) for x in note.args))
         self._copy(source, note.made[0].reshape(source.shape))
 
     def where(self, note: Note) -> None:
@@ -255,10 +255,10 @@ class _Rules:
         need(a.ndim == b.ndim == 1 or (a.ndim == b.ndim == 2 and c.flags.c_contiguous))
         arrays, size, k = (a, b, c), c.itemsize, b.shape[0]
         m, n = a.size // k, b.size // k
-        matrices = [each for each, count in ((a, m), (b, n)) if count > 1]
-        plain = [each.flags.c_contiguous for each in matrices]
-        steps = [each.shape[is_plain] for each, is_plain in zip(matrices, plain, strict=True)]
-        need(k == 1 or all(each.flags.forc for each in matrices))
+        matrices = [matrix for matrix, count in ((a, m), (b, n)) if count > 1]
+        plain = [matrix.flags.c_contiguous for matrix in matrices]
+        steps = [matrix.shape[is_plain] for matrix, is_plain in zip(matrices, plain, strict=True)]
+        need(k == 1 or all(matrix.flags.forc for matrix in matrices))
         sizes: list[int]
         if k == 1:
             need(a.strides[0] % size == 0 and (n == 1 or b.strides[-1] == size))
@@ -271,7 +271,7 @@ class _Rules:
             is_itself = a.shape == b.shape[::-1] and a.strides == b.strides[::-1]
             need(not (is_itself and address_of(a) == address_of(b)))
             name, work = "gemm", m * n * k // 8 + 1
-            sizes = [*(not each for each in plain), m, n, k, *steps]
+            sizes = [*(not flag for flag in plain), m, n, k, *steps]
         else:
             arrays = (a, b, c) if n == 1 else (b, a, c)
             step = _step(b, 0) if n == 1 else _step(a, -1)
@@ -312,7 +312,7 @@ def _longest_sum() -> int:
     """
     for longest, columns in ((sys.maxsize, 9_001), (_BUFFERED, 1_001)):
         x = np.random.default_rng(0).standard_normal((7, columns))
-        matrices = [each.astype(kind) for each in (x, 0 * -abs(x)) for kind in ("f4", "f8")]
+        matrices = [data.astype(kind) for data in (x, 0 * -abs(x)) for kind in ("f4", "f8")]
         if all(map(_is_added_in_order, matrices)):
             return longest
     warnings.warn(
@@ -359,33 +359,33 @@ def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
     Dimensions are in the order of the strides, like in NumPy, if all operands agree.
     """
     if arrays[-1].size == 1:  # NumPy does not loop over one element, but passes these strides
-        if len({each.ndim for each in arrays if each.ndim}) > 1:
+        if len({array.ndim for array in arrays if array.ndim}) > 1:
             return (1,), ((0,),) * len(arrays)
-        takes = [*(each.ndim > 0 for each in arrays[:-1]), True]
-        steps = [each.strides[0] if each.ndim == 1 else each.itemsize for each in arrays]
-        return (1,), tuple([(step * own,) for step, own in zip(steps, takes, strict=True)])
+        takes = [*(array.ndim > 0 for array in arrays[:-1]), True]
+        steps = [array.strides[0] if array.ndim == 1 else array.itemsize for array in arrays]
+        return (1,), tuple([(step * taken,) for step, taken in zip(steps, takes, strict=True)])
     shape = arrays[-1].shape
-    strides = [np.broadcast_to(each, shape).strides for each in arrays]
+    strides = [np.broadcast_to(array, shape).strides for array in arrays]
     axes: list[tuple[int, Shape]] = []  # fastest first, with the strides of all operands
     by_axis = zip(shape, zip(*strides, strict=True), strict=True)
     for new in reversed([axis for axis in by_axis if axis[0] > 1]):
-        place = len(axes)
+        index = len(axes)
         for at in reversed(range(len(axes))):
             both = zip(new[1], axes[at][1], strict=True)
-            is_slower = [abs(own) >= abs(other) for own, other in both if own and other]
+            is_slower = [abs(step) >= abs(other) for step, other in both if step and other]
             if any(is_slower):
                 break
             if is_slower:
-                place = at
-        axes.insert(place, new)
-    found = [axes[0]]
+                index = at
+        axes.insert(index, new)
+    loops = [axes[0]]
     for extent, slower in axes[1:]:
-        inner, own = found[0]
-        if all(step == one * inner for step, one in zip(slower, own, strict=True)):
-            found[0] = extent * inner, own
+        inner, faster = loops[0]
+        if all(step == one * inner for step, one in zip(slower, faster, strict=True)):
+            loops[0] = extent * inner, faster
         else:
-            found.insert(0, (extent, slower))
-    dimensions, by_dimension = zip(*found, strict=True)
+            loops.insert(0, (extent, slower))
+    dimensions, by_dimension = zip(*loops, strict=True)
     return dimensions, tuple(zip(*by_dimension, strict=True))
 
 
@@ -396,11 +396,11 @@ def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> 
     """
     if function in _FAULTY and steps[-1][-1] != 1:
         return False
-    if len(steps[-1]) == 1 or all(each.dtype.kind not in "fc" for each in arrays):
+    if len(steps[-1]) == 1 or all(array.dtype.kind not in "fc" for array in arrays):
         return True
     return function not in (np.fmax, np.fmin) and all(
-        each.dtype.char not in "eFD" and own[-1] in (0, each.itemsize)
-        for each, own in zip(arrays, steps, strict=True)
+        array.dtype.char not in "eFD" and step[-1] in (0, array.itemsize)
+        for array, step in zip(arrays, steps, strict=True)
     )
 
 
@@ -410,7 +410,7 @@ def _is_plain_power(args: Any, out: Array) -> bool:
     Integer powers may raise, and NumPy computes constant exponents differently.
     """
     arrays = [out, *(x for x in args if isinstance(x, np.ndarray) and x.size > 1)]
-    are_alike = all(each.shape == out.shape and each.flags.c_contiguous for each in arrays)
+    are_alike = all(array.shape == out.shape and array.flags.c_contiguous for array in arrays)
     return are_alike and out.dtype.kind not in "iu"
 
 
@@ -418,8 +418,8 @@ def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
     """Return the shape as a matrix, and whether it is reduced along rows (else columns)."""
     shape, ndim = source.shape, source.ndim
     need(source.flags.c_contiguous and ndim)
-    given = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    axes = sorted([operator.index(each) % ndim for each in given])
+    numbers = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    axes = sorted([operator.index(number) % ndim for number in numbers])
     count = len(axes)
     along_rows = axes == [*range(ndim - count, ndim)]
     need(count and (along_rows or axes == [*range(count)]))
@@ -445,7 +445,7 @@ _BUFFERED = 8192  # elements that NumPy casts at a time
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS = {np.add: 0, np.multiply: 1, np.logical_and: True, np.logical_or: False}
 _FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")
-OWN = {  # in csrc/tape/kernels.cc
+KERNEL_NAMES = {  # in csrc/tape/kernels.cc
     *(f"cast:{a}:{b}" for a in _FROM_INTEGERS for b in ("b1", "i1", "i2", "i4", "i8", "f4", "f8")),
     *("cast:f4:f8", "cast:f8:f4", "cast:f4:b1", "cast:f8:b1"),
     *(f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)),

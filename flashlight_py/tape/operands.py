@@ -68,9 +68,9 @@ class Memory:
             if array is not None:
                 piece = self.inputs[number] = Piece(*bounds(array), array)
                 piece.argument, piece.at = number, piece.low - address_of(array)
-        made = [Piece(*bounds(each), each, True) for each in recording.made]
+        made = [Piece(*bounds(array), array, True) for array in recording.made]
         self.elsewhere = Piece(0, 0)
-        pieces = [each for each in (*self.inputs.values(), *made) if each.low < each.high]
+        pieces = [piece for piece in (*self.inputs.values(), *made) if piece.low < piece.high]
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
         self._operands: dict[int, Operand] = {}  # by ids of arrays
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
@@ -80,7 +80,7 @@ class Memory:
         )
 
     def make(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return a new array that the step creates as well."""
+        """Return a new array that the program also creates."""
         array = np.empty(shape, dtype)
         insort(self._pieces, Piece(*bounds(array), array, True), key=attrgetter("low"))
         return array
@@ -111,7 +111,7 @@ def may_raise(note: Note) -> bool:
     """Return whether values determine if a note raises. Such a note is always executed."""
     function = note.function.args[0] if isinstance(note.function, partial) else note.function
     if function in (np.power, operator.pow):
-        return any(each.dtype.kind in "iu" for each in note.made)
+        return any(array.dtype.kind in "iu" for array in note.made)
     if function is operator.setitem:
         return True
     if function in _INDEXING:
@@ -134,11 +134,11 @@ def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
     for note in notes[:end]:
         is_condition = note.required is not None
         if (is_condition or not (note.effect or note.changed)) and not any(
-            each.overlaps(other) for each in note.operands for other in changed.get(each.piece, ())
+            x.overlaps(other) for x in note.operands for other in changed.get(x.piece, ())
         ):
             first.append(note)
             continue
-        is_late = any(each.effect for each in late) or any(not p.is_made for p in changed)
+        is_late = any(x.effect for x in late) or any(not p.is_made for p in changed)
         if is_condition and is_late and note.function is np.all:
             raise CannotCapture(
                 "a value is checked after a change of state, so a failed check could not restart "
@@ -146,7 +146,7 @@ def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
             )
         raises = is_condition and is_late
         late.append(memory.with_operands(replace(note, required=None)) if raises else note)
-        for each in note.written:
-            changed.setdefault(each.piece, []).append(each)
-    may_leave = any(each.required is not None for each in (*first, *late))
+        for operand in note.written:
+            changed.setdefault(operand.piece, []).append(operand)
+    may_leave = any(x.required is not None for x in (*first, *late))
     return [*first, *late, *notes[end:]], may_leave

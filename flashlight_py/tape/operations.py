@@ -34,11 +34,11 @@ class StepRecording(Recording):
 
     def end(self) -> None:
         super().end()
-        if any(each.is_pending for each in self.begun):
+        if any(work.is_pending for work in self.begun):
             self.leave("the step does not wait for an operation that it starts,")
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Do an operation with side effects. Every replay repeats it."""
+        """Run an operation with side effects. Every replay repeats the operation."""
         if function in self._ones:
             return self._ones[function](self, function, args, options)
         plain_args, plain_options = map_items((args, options), self._frozen)
@@ -50,25 +50,25 @@ class StepRecording(Recording):
             self.effect(function, noted, changed=[self.noted(result)])
             return same[0]
         if isinstance(result, float):  # computed from the arrays, such as a norm
-            found = np.float64(result)
-            return Number(self.effect(function, noted, found, [*arrays_in(noted)]).plain)
+            number = np.float64(result)
+            return Number(self.effect(function, noted, number, [*arrays_in(noted)]).plain)
         if isinstance(result, (np.ndarray, np.generic)):
             return self.effect(function, noted, result)
         self.effect(function if result is None else _returning(function, result), noted)
         return result
 
     def check(self, function: Any, args: tuple[Any, ...], _: Any) -> None:
-        """Do ``structure.require_all``, and note it."""
-        met, given = args[0].all(), unwrap(args)
-        if type(met) in KINDS:
-            found = bool(met.plain)
-            self.truth(met, found, *((function, self.noted(given)) if found else ()))
-        function(*given)
+        """Run ``structure.require_all``, and note the check."""
+        condition, plain = args[0].all(), unwrap(args)
+        if type(condition) in KINDS:
+            is_met = bool(condition.plain)
+            self.truth(condition, is_met, *((function, self.noted(plain)) if is_met else ()))
+        function(*plain)
 
     def step(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Do the step of an optimizer, and let every replay repeat it."""
+        """Run the step of an optimizer. Every replay repeats the step."""
         optimizer, scale = args[0], unwrap((*args[1:], *options.values(), 1.0)[0])
-        if optimizer._shards:  # its parts are noted, one of which is an operation
+        if optimizer._shards:  # noted in parts; one part is such an operation
             function(*args, **options)
             return
         if any(type(variable.data) not in KINDS for variable in optimizer.params):
@@ -76,10 +76,10 @@ class StepRecording(Recording):
         grads = [unwrap(variable.grad) for variable in optimizer.params]
         noted: Any = (self.noted(tuple(grads)), {})
         self.without(lambda: function(*args, **options))
-        own = [unwrap(variable.data) for variable in optimizer.params]
+        data = [unwrap(variable.data) for variable in optimizer.params]
         step: Any = functools.partial(optimizer.prepared, scale)
         step.prepared = step  # replays call the returned function
-        self.effect(step, noted, changed=own)
+        self.effect(step, noted, changed=data)
 
     # Methods that do and note these functions instead of as_one().
     _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
@@ -88,15 +88,15 @@ class StepRecording(Recording):
     }
 
     def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
-        """Do ``calls``, let every replay repeat them, and return a stand-in of the result."""
+        """Run ``calls``, which every replay repeats, and return a stand-in of the result."""
         first, again = calls[0], RepeatedCalls(group, calls, name)
-        stand_ins = [each for call in calls for each in (call.array, call.out)]
-        are_recorded = all(each is None or type(each) in KINDS for each in stand_ins)
+        stand_ins = [array for call in calls for array in (call.array, call.out)]
+        are_recorded = all(array is None or type(array) in KINDS for array in stand_ins)
         if first.refusal or first.received or not are_recorded:
             self.leave("it sends data that is not an array of the step,")
         arrays = unwrap(stand_ins)
         noted: Any = (tuple(self.noted(arrays)), {})
-        changed = [each for each in noted[0] if each is not None]
+        changed = [array for array in noted[0] if array is not None]
         work: Work = self.without(lambda: again.begin(arrays))
         if not first.blocking:
             return Later(self, work, again, noted, changed)
@@ -135,8 +135,8 @@ class RepeatedCalls:
 
     def begin(self, arrays: Sequence[Any]) -> Work:
         """Start the calls through Python."""
-        given = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
-        calls = [replace(call, array=array, out=out) for call, array, out in given]
+        triples = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
+        calls = [replace(call, array=array, out=out) for call, array, out in triples]
         several, group = len(calls) > 1, members_of(self._group)
         return group.run_many(calls, self.__name__) if several else group.run(calls[0])
 

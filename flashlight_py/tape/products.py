@@ -68,7 +68,7 @@ def capture_products(stack: ExitStack, recorder: Any) -> None:
 
 def _is_for_blas(a: Any, b: Any) -> bool:
     """Return whether CuPy uses cuBLAS for ``a @ b`` and ``_product`` supports it."""
-    dtypes = {each.dtype.char if is_cupy(each) else "" for each in (a, b)}
+    dtypes = {x.dtype.char if is_cupy(x) else "" for x in (a, b)}
     if len(dtypes) > 1 or not dtypes <= _TYPES.keys():
         return False
     is_matrix = a.ndim > 1 and b.ndim > 1 and bool(a.size and b.size)
@@ -93,15 +93,15 @@ def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
     room = pointer(workspace.data.ptr), ctypes.c_size_t(workspace.nbytes)
     _require(library.cublasSetWorkspace_v2(handle, *room))
     # cuBLAS stores matrices by columns, so the transposed product of swapped operands is computed.
-    how = handle, b_form, a_form, m, n, k, one
+    leading = handle, b_form, a_form, m, n, k, one
     operands = (b, b_lead, b_step), (a, a_lead, a_step), (result, m, n * m)
     first, second, third = [
-        (pointer(each.data.ptr), code, lead, *([ctypes.c_longlong(step)] if outer else []))
-        for each, lead, step in operands
+        (pointer(array.data.ptr), code, lead, *([ctypes.c_longlong(step)] if outer else []))
+        for array, lead, step in operands
     ]
     rest = (*([math.prod(outer)] if outer else []), compute, algorithm)
     multiply = library.cublasGemmStridedBatchedEx if outer else library.cublasGemmEx
-    _require(multiply(*how, *first, *second, zero, *third, *rest))
+    _require(multiply(*leading, *first, *second, zero, *third, *rest))
     if out is None:
         return result  # type: ignore[no-any-return]
     out[...] = result

@@ -39,7 +39,7 @@ class Builder:
     ) -> None:
         self._memory, self._values, self._result, self._forget = memory, values, result, forget
         self._noted = memory.recording.noted
-        self._returned = [memory.of(self._noted(each)) for each in arrays_of(result)]
+        self._returned = [memory.of(self._noted(array)) for array in arrays_of(result)]
         self._kept: list[Piece] = []  # pieces with their own memory
         for stand_in, array in kept:
             if memory.of(stand_in).piece.is_made:
@@ -59,10 +59,10 @@ class Builder:
         notes = self._needed(notes)
         groups = lowered(notes, memory)
         calls = [group for group in groups if isinstance(group, Note)]
-        written = {each.piece for note in notes for each in note.written}
-        self._find_homes({each.piece for note in calls for each in note.operands}, written)
-        since = Arena(groups, [each.piece for each in self._returned], grads, lend).since
-        bindings = [(*each, since.get(id(each[-1]), -1)) for each in bindings]
+        written = {x.piece for note in notes for x in note.written}
+        self._find_homes({x.piece for note in calls for x in note.operands}, written)
+        since = Arena(groups, [x.piece for x in self._returned], grads, lend).since
+        bindings = [(*binding, since.get(id(binding[-1]), -1)) for binding in bindings]
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
         arguments = tuple(map(self._describe_argument, range(len(self._values)), self._values))
@@ -84,17 +84,17 @@ class Builder:
         if not is_variable and kind not in _STAND_INS:
             raise CannotCapture(f"it returns an object of type {kind.__name__}")
         if is_variable:
-            own, given, is_state = result, self._values, result in memory.recording.variables
+            source, inputs, is_state = result, self._values, result in memory.recording.variables
         else:
-            own, given = result.array if kind is Number else result.plain, memory.arguments
-            is_state = memory.of(self._noted(own)).piece is memory.elsewhere
-        for number, value in enumerate(given):
-            if value is own:
+            source, inputs = result.array if kind is Number else result.plain, memory.arguments
+            is_state = memory.of(self._noted(source)).piece is memory.elsewhere
+        for number, value in enumerate(inputs):
+            if value is source:
                 return ARGUMENT_ITSELF, None, None, number, None, ()
         if is_state:
             return CONSTANT, array_or_number(result), None, 0, None, ()
         if not is_variable:
-            return _STAND_INS[kind], None, None, *self._entry_of_result(own), ()
+            return _STAND_INS[kind], None, None, *self._entry_of_result(source), ()
         if type(result.data) not in KINDS:
             raise CannotCapture("it returns a new variable of an array that it has not computed")
         array: Any = result.data.plain
@@ -109,17 +109,17 @@ class Builder:
         Notes that create constant arrays are dropped unless the arrays are written. Users may write
         to gradients, and to the returned arrays of the recorded call.
         """
-        changed = {*self._kept, *(each.piece for each in self._returned)}
+        changed = {*self._kept, *(x.piece for x in self._returned)}
         needed = {*changed, self._memory.elsewhere, *self._memory.inputs.values()}
         kept = []
         for note in reversed(notes):
-            pieces = [each.piece for each in note.written]
+            pieces = [x.piece for x in note.written]
             if needed.isdisjoint(pieces) and not (note.effect or may_raise(note)):
                 continue
             if not _is_constant(note):
                 kept.append(note)
                 changed.update(pieces if note.changed else ())
-                needed.update([each.piece for each in note.operands])
+                needed.update([x.piece for x in note.operands])
                 continue
             constant, made = note.function(*note.args, **note.options), note.made[0]
             if pieces[0] in changed:
@@ -141,9 +141,9 @@ class Builder:
             raise CannotCapture("an argument is changed in place, and passed to a Python function")
         for piece in cells:
             piece.home = empty_with_strides(piece.array)
-        pieces = [each.piece for each in self._returned]
+        pieces = [x.piece for x in self._returned]
         count = len(self._values)
-        for array, piece in [(each.array, each.piece) for each in self._returned]:
+        for array, piece in [(x.array, x.piece) for x in self._returned]:
             is_free = piece.is_placed_freely() and piece not in called and pieces.count(piece) == 1
             is_whole = array.flags.c_contiguous and array.nbytes == piece.high - piece.low
             if is_free and is_whole and array.nbytes >= _LARGE_RESULT:
@@ -152,14 +152,14 @@ class Builder:
     def _entries(self, operands: Sequence[Operand]) -> tuple[int, ...]:
         """Return the table entries with the addresses of ``operands``."""
         table = self._table
-        for each in operands:
-            if each.entry < 0:
-                piece = each.piece
-                place = piece.argument, address_of(each.array) - piece.low + piece.at
-                each.entry = table.setdefault(place, len(table))
-                owner = each.array if piece.array is None else piece.home
-                self._owners.setdefault(each.entry, owner)
-        return tuple([each.entry for each in operands])
+        for operand in operands:
+            if operand.entry < 0:
+                piece = operand.piece
+                key = piece.argument, address_of(operand.array) - piece.low + piece.at
+                operand.entry = table.setdefault(key, len(table))
+                owner = operand.array if piece.array is None else piece.home
+                self._owners.setdefault(operand.entry, owner)
+        return tuple([operand.entry for operand in operands])
 
     def _entry_of_result(self, array: Array) -> tuple[int, Array]:
         operand = self._memory.of(self._noted(array))
@@ -185,7 +185,7 @@ class Builder:
         if isinstance(group, Loops):
             operations = []
             for ufunc, types, operands, steps in group.operations:
-                sizes = [0 if each.piece.is_strip else each.array.itemsize for each in operands]
+                sizes = [0 if x.piece.is_strip else x.array.itemsize for x in operands]
                 operations.append((ufunc, types, self._entries(operands), steps, tuple(sizes)))
             return "loops", group.dimensions, operations
         if isinstance(group, Instruction):
@@ -275,7 +275,7 @@ class Arena:
                 uses.setdefault(operand.piece, [when, when])[1] = when
         for piece in returned:
             uses.setdefault(piece, [len(groups)] * 2)[1] = len(groups)
-        self._uses = {piece: each for piece, each in uses.items() if piece.is_placed_freely()}
+        self._uses = {piece: span for piece, span in uses.items() if piece.is_placed_freely()}
         self._large = {piece for piece in self._uses if piece.array.nbytes >= _LARGE}
         for when, group in enumerate(groups if self._large else ()):
             if isinstance(group, Loops) and len(group.operations) > 1:
@@ -283,7 +283,7 @@ class Arena:
         self.since = {id(piece.home): uses.get(piece, [0])[0] for piece in grads}
         lent = grads if lend else ()
         large = [p for p in lent if p.home.nbytes >= _LARGE and p.home.flags.c_contiguous]
-        self._place(sorted([(uses.get(p, [0])[0], id(p), p.home) for p in large]))
+        self._assign(sorted([(uses.get(p, [0])[0], id(p), p.home) for p in large]))
 
     def _share(self, group: Loops, when: int) -> None:
         """Find large arrays that need only a strip, or can reuse the memory of another array.
@@ -307,7 +307,7 @@ class Arena:
         free: list[int] = []
         count = 0
         for index, operation in enumerate(group.operations):
-            *read, new = pieces = [each.piece for each in operation.operands]
+            *read, new = pieces = [x.piece for x in operation.operands]
             is_new = new in self._large and first[new] == index and new not in partial
             is_new = is_new and self._uses[new][0] == when
             if is_new and self._uses[new][1] == when and new.array.size > strip_elements:
@@ -327,10 +327,10 @@ class Arena:
                         self._large.remove(new)
                         last[old] = last[new]
                         break
-            used = [each for each in dict.fromkeys(pieces) if each in self._strips]
-            free += [self._strips[each] for each in used if last[each] == index]
+            used = [piece for piece in dict.fromkeys(pieces) if piece in self._strips]
+            free += [self._strips[piece] for piece in used if last[piece] == index]
 
-    def _place(self, lent: list[tuple[int, int, Any]]) -> None:
+    def _assign(self, lent: list[tuple[int, int, Any]]) -> None:
         """Assign memory to each piece, largest first: ``lent`` memory or new memory."""
         homes = [array for _, _, array in lent]
         rooms: list[list[Part]] = []
@@ -342,11 +342,11 @@ class Arena:
         slots: dict[int, list[tuple[int, int]]] = {}  # by size: end of use, and offset
         end = 0
         sizes = {p: -(-max(1, p.high - p.low) // _LINE) * _LINE for p in self._uses}
-        for piece in sorted(sizes, key=lambda each: (-sizes[each], self._uses[each])):
+        for piece in sorted(sizes, key=lambda p: (-sizes[p], self._uses[p])):
             size, (first, last) = sizes[piece], self._uses[piece]
             if size >= _LARGE:
                 candidates = ((n, _gap(parts, size, first, last)) for n, parts in enumerate(rooms))
-                number, at = next(place for place in candidates if place[1] < _ALWAYS)
+                number, at = next(pair for pair in candidates if pair[1] < _ALWAYS)
                 insort(rooms[number], (at, at + size, first, last))
             else:  # small pieces of equal size share slots
                 slot, number = slots.setdefault(size, []), len(lent)
@@ -380,7 +380,7 @@ def _begin(array: Any) -> int:
 def _gap(parts: list[Part], size: int, first: int, last: int) -> int:
     """Return the offset of the first ``size`` bytes that are free from ``first`` to ``last``."""
     at = 0
-    for begin, end in [each[:2] for each in parts if each[2] <= last and first <= each[3]]:
+    for begin, end in [part[:2] for part in parts if part[2] <= last and first <= part[3]]:
         if at + size <= begin:
             break
         at = max(at, end)

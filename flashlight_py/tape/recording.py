@@ -42,7 +42,7 @@ from flashlight_py.tape.arrays import (
 )
 
 _tape = _native.load_extension("tape")
-_HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
+_FOLDER, _PACKAGE = map(str, Path(__file__).parents[:2])
 _NUMPY = str(Path(np.__file__).parent)
 _LIBRARIES = _PACKAGE, _NUMPY, contextlib.__file__
 _NUMBERS = {*np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "?", "E"}  # E: bfloat16
@@ -154,9 +154,9 @@ class Recording(Watcher):
         for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
             keep(stand_in, None)  # not valid for another recording
 
-    def leave_reading(self, how: str) -> None:
+    def leave_reading(self, reader: str) -> None:
         self.leave(
-            f"{how} reads a value that is computed in it", "return it, and read it after that"
+            f"{reader} reads a value that is computed in it", "return it, and read it after that"
         )
 
     def drawing(self, generator: Any) -> Draws:
@@ -193,7 +193,7 @@ class Recording(Watcher):
         wrapped = outs[0] if len(outs) == 1 else self.wrap(result, made)
         if made and type(result) in (tuple, list) and len(made) != len([*arrays_in(result)]):
             self.leave("a function returns new arrays and arrays that share memory,")
-        changed = [self._changed(each) for each in outs if each is not None]
+        changed = [self._changed(out) for out in outs if out is not None]
         if result is None and plain_args and type(plain_args[0]) is np.ndarray:
             changed.append(self._changed(args[0]))  # functions such as copyto() and sort()
         elif type(function) is not np.ufunc and _has_other_outs(function, args, options, result):
@@ -209,15 +209,15 @@ class Recording(Watcher):
         for value in values:
             kind = type(value)
             if kind in KINDS:
-                own, seen = value.plain, value.noted
-                if seen is None and (seen := self._noted(own)) is own:
-                    keep(value, own)  # state, whose memory does not move
+                plain, seen = value.plain, value.noted
+                if seen is None and (seen := self._noted(plain)) is plain:
+                    keep(value, plain)  # state, whose memory does not move
             elif kind in _SIMPLE:
-                own = seen = value
+                plain = seen = value
             else:
-                own = unwrap(value)
-                seen = self.noted(own)
-            owns.append(own)
+                plain = unwrap(value)
+                seen = self.noted(plain)
+            owns.append(plain)
             noted.append(seen)
         return owns, noted
 
@@ -234,30 +234,30 @@ class Recording(Watcher):
         return noted
 
     def truth(self, value: Any, is_true: bool, function: Any = np.all, args: Any = ()) -> None:
-        """Note that package code has read a truth value, which was ``is_true``.
+        """Note that package code has read the truth value ``value``, which was ``is_true``.
 
         If a replay computes another value, the step runs eagerly. If the replay has modified arrays
         before, it calls ``function``, which raises. User code must not read truth values.
         """
-        frame, _ = user_frame((_HERE, _NUMPY))
+        frame, _ = user_frame((_FOLDER, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
             self.leave(
                 "a truth value reads a value that is computed in it",
                 "check arguments before the call, and what is computed after it: return that",
             )
             return
-        is_as_found = value.astype(np.bool_) if is_true else np.logical_not(value)
-        required = self.noted(is_as_found.plain)
+        condition = value.astype(np.bool_) if is_true else np.logical_not(value)
+        required = self.noted(condition.plain)
         self.notes.append(Note(function, args, effect=True, required=required))
 
     def effect(
-        self, function: Any, given: Any = ((), {}), result: Any = None, changed: Any = ()
+        self, function: Any, inputs: Any = ((), {}), result: Any = None, changed: Any = ()
     ) -> Any:
-        """Note an operation that was done, and return a stand-in of its ``result``."""
+        """Note an operation that has run, and return a stand-in of its ``result``."""
         made: list[Array] = []
         wrapped = self.wrap(result, made)
         if not self.left:
-            self.notes.append(Note(function, given[0], given[1], made, list(changed), True))
+            self.notes.append(Note(function, inputs[0], inputs[1], made, list(changed), True))
         return wrapped
 
     def _frozen(self, value: Any) -> Any:
@@ -321,7 +321,7 @@ class Recording(Watcher):
         """Return stand-ins of a result. New memory is added to ``made``."""
         kind = type(result)
         if kind is tuple or kind is list:
-            return kind([self.wrap(each, made) for each in result])
+            return kind([self.wrap(item, made) for item in result])
         is_scalar = kind is not np.ndarray and isinstance(result, np.generic)
         if kind is not np.ndarray and not is_scalar:
             if result is not None:
@@ -335,8 +335,8 @@ class Recording(Watcher):
             memory = _tape.find_memory(self._memory, array)
         if memory is not None and memory[0] not in self._numbers:
             self._numbers.add(memory[0])
-            whole = memory if array.base is None else _tape.find_memory(self._memory, array.base)
-            self.made.append(whole[1])
+            base = memory if array.base is None else _tape.find_memory(self._memory, array.base)
+            self.made.append(base[1])
             made.append(memory[1])
         noted = array if memory is None else memory[1]
         return RecordedScalar(array, noted) if is_scalar else Recorded(array, noted)
@@ -439,14 +439,14 @@ def _noted_kind(kind: Any) -> Any:
     def read(variable: Variable) -> Any:
         if thread_state.recorder is not None and variable not in thread_state.recorder.grads_set:
             thread_state.recorder.grads_read.add(variable)
-        return own.__get__(variable)  # super() fails if another thread changes the class
+        return slot.__get__(variable)  # super() fails if another thread changes the class
 
     def write(variable: Variable, grad: Any) -> None:
         if thread_state.recorder is not None:
             thread_state.recorder.grads_set.add(variable)
-        own.__set__(variable, grad)
+        slot.__set__(variable, grad)
 
-    own, make = kind.grad, lambda _, *args, **options: kind(*args, **options)
+    slot, make = kind.grad, lambda _, *args, **options: kind(*args, **options)
     members = {"__slots__": (), "__new__": make, "grad": property(read, write)}
     return type(kind.__name__, (_Noted, kind), members)
 
@@ -472,8 +472,8 @@ def _is_dot(args: Sequence[Any], result: Any) -> bool:
     a, b = args[:2]
     if not (type(a) is type(b) is np.ndarray and a.ndim == b.ndim == 2 and a.shape[1] > 1):
         return False  # signs of zeros differ for one column
-    found = a.dot(b)
-    return bool(found.dtype == result.dtype and found.tobytes() == result.tobytes())
+    product = a.dot(b)
+    return bool(product.dtype == result.dtype and product.tobytes() == result.tobytes())
 
 
 def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: Any) -> bool:
@@ -497,7 +497,7 @@ def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
     and raise if they do not fit into an integer.
     """
     is_python = type(getattr(function, "_implementation", None)) is FunctionType
-    numbers = [number for number, each in enumerate(args) if _has_numbers(each)]
+    numbers = [number for number, arg in enumerate(args) if _has_numbers(arg)]
     is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # raises
     if numbers and (is_python or function in _MIND_NUMBERS or is_changed):
         return functools.partial(_call_with_numbers, function, numbers)

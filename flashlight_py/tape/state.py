@@ -1,7 +1,7 @@
-"""The state of a step: the arrays that it names, their owners, and their structure.
+"""The state of a step: the arrays that it uses by name, their owners, and their structure.
 
 The search follows closure variables, defaults, globals, the object of a method, user functions that
-are named there, and ``capture(state=)``. It collects arrays, variables, modules, optimizers and
+the step names, and ``capture(state=)``. It collects arrays, variables, modules, optimizers and
 meters, also in containers, and hooks of variables. Values of other types, such as numbers, are
 compared if the bytecode of the functions loads their names.
 """
@@ -48,8 +48,8 @@ INSTEAD = "keep it in an array, or pass it as an argument"
 ITEMS = object()  # key of the number of items, or of the items of a set
 
 
-class Place(NamedTuple):
-    """The location of a value: an item, an attribute or a variable of a function."""
+class Field(NamedTuple):
+    """A location of a value: an item, an attribute or a variable of a function."""
 
     holder: Any
     key: Any
@@ -93,24 +93,24 @@ def format_path(path: Any) -> str:
     return str(text).replace("._members", "")
 
 
-# Origin of a value: a holder that reports changes, another holder, or a name in a function (whose
-# object's attributes are searched as well).
-_TOLD, _FOUND, _NAMED = range(3)
+# Where a value was found: in a holder that reports changes, in another holder, or by a name in a
+# function (then the attributes of the value are searched as well).
+_REPORTED, _HELD, _NAMED = range(3)
 _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 
 
 class State:
-    """The state that ``function`` and ``roots`` refer to, at the creation of this object.
+    """The state that ``function`` and ``roots`` refer to when this object is created.
 
-    ``held``: locations of arrays and of tuples with arrays, with their values. ``names``: locations
-    whose changes are not reported, with values that replays compare. ``variables``: without
-    duplicates. ``signature``: steps with equal signatures compute the same. ``numbers``: numbers of
-    the state by path. ``reason``: why the step cannot be recorded, or empty.
+    ``held``: locations and values of arrays and of tuples with arrays. ``names``: locations whose
+    changes are not reported, with the values that replays compare. ``variables``: each variable
+    once. ``signature``: steps with equal signatures compute the same. ``numbers``: numbers of the
+    state by path. ``reason``: why the step cannot be recorded, or empty.
     """
 
     def __init__(self, function: Callable[..., Any], roots: Iterable[Any] = ()) -> None:
-        self.held: list[tuple[Place, Any]] = []
-        self.names: list[tuple[Place, Any]] = []
+        self.held: list[tuple[Field, Any]] = []
+        self.names: list[tuple[Field, Any]] = []
         self.variables: list[Variable] = []
         self.numbers: list[tuple[Any, list[str]]] = []
         self.reason = ""
@@ -118,7 +118,7 @@ class State:
         self._structure: list[Any] = [world, dtype]
         self._package = _package_of(function)
         self._seen: dict[Any, Any] = {}  # keeps the objects, so that ids stay unique
-        self._ways: dict[type, Any] = {}
+        self._kinds: dict[type, Any] = {}
         self._unseen: list[tuple[Any, Any, int]] = []
         self._hooks: list[tuple[Any, Any, int]] = []  # visited last, after the variables
         self._objects: list[tuple[Any, Any]] = []  # objects whose loaded attributes are compared
@@ -127,80 +127,80 @@ class State:
             self._start(root, type(root).__name__)
         self._start(function, getattr(function, "__name__", "step"))
         while self._unseen or self._hooks or self._note_loaded():
-            value, path, how = (self._unseen or self._hooks).pop()
-            known, way = len(self._unseen), self._kind(value)
+            value, path, origin = (self._unseen or self._hooks).pop()
+            start, kind = len(self._unseen), self._kind(value)
             if isinstance(value, FunctionType):  # hooks of the library are visited as well
-                way = State._visit_function
-            visit = (id(value), None) if how == _NAMED else id(value)
-            if not callable(way):
+                kind = State._visit_function
+            visit = (id(value), None) if origin == _NAMED else id(value)
+            if not callable(kind):
                 self._start(value, path)
             elif visit not in self._seen:
                 self._seen[visit] = value
-                way(self, value, path, how)
-                self._unseen[known:] = reversed(self._unseen[known:])  # keeps the order
+                kind(self, value, path, origin)
+                self._unseen[start:] = reversed(self._unseen[start:])  # keeps the order
         self.signature = tuple(self._structure)
 
     def _kind(self, value: Any) -> Any:
-        """Return the method that visits values of this type, else the name of the category."""
-        way = self._ways.get(type(value))
-        if way is None:
-            found = (way for kinds, way in _WAYS if issubclass(type(value), kinds))
-            way = next(found, "array" if is_cupy(value) else "other")
-            self._ways[type(value)] = way
-        if way == "other" and "__wrapped__" in getattr(value, "__dict__", ()):
+        """Return the method that visits values of this type, or the name of a category."""
+        kind = self._kinds.get(type(value))
+        if kind is None:
+            matches = (kind for kinds, kind in _VISITORS if issubclass(type(value), kinds))
+            kind = next(matches, "array" if is_cupy(value) else "other")
+            self._kinds[type(value)] = kind
+        if kind == "other" and "__wrapped__" in getattr(value, "__dict__", ()):
             return State._visit_callable  # for example a captured step
-        return "other" if way is State._visit_function and _is_library(value) else way
+        return "other" if kind is State._visit_function and _is_library(value) else kind
 
     def _start(self, root: Any, path: Any) -> None:
-        """Search the attributes of an object that was named, of any class."""
-        way = self._kind(root)
-        if callable(way):
-            self._unseen.append((root, path, _NAMED if way is State._visit_items else _FOUND))
-        elif way == "other" and id(root) not in self._seen:
+        """Search the attributes of an object of any class to which a function refers by name."""
+        kind = self._kind(root)
+        if callable(kind):
+            self._unseen.append((root, path, _NAMED if kind is State._visit_items else _HELD))
+        elif kind == "other" and id(root) not in self._seen:
             self._seen[id(root)] = root
             self._objects.append((root, path))
             for holder, name, value in () if isinstance(root, ModuleType) else parts(root):
                 self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _note_loaded(self) -> bool:
-        """Note attributes that functions load by name. Return whether new values were found."""
+        """Note attributes that functions load by name. Return whether values are left to visit."""
         attributes, methods = self._loads.values()
         for one, path in self._objects:  # the list grows in the loop
-            own, found = getattr(one, "__dict__", None), parts(one)
+            members, items = getattr(one, "__dict__", None), parts(one)
             bases = (one if isinstance(one, type) else type(one)).__mro__
             # A class stores attributes in a dict behind a proxy. The dict is twice as fast.
             of_classes = [gc.get_referents(vars(x))[0] for x in bases if self._is_yours(x)]
-            found += [(held, *item) for held in of_classes for item in list(held.items())]
-            first = {name: holder for holder, name, _ in reversed(found)}
+            items += [(held, *item) for held in of_classes for item in list(held.items())]
+            first = {name: holder for holder, name, _ in reversed(items)}
             others = attributes - first.keys() if hasattr(type(one), "__getattr__") else ()
             for name in sorted(others):
                 with suppress(AttributeError, LookupError):  # an attribute of another object
                     value = getattr(one, name)
-                    # Each read may create other objects, without an end.
-                    found += [(one, name, value)] if self._kind(value) == "simple" else []
-            if isinstance(own, dict) and "hasattr" in methods and attributes - first.keys():
-                self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))
-            for holder, name, value in found:
+                    # Each read may create new objects, so that a search would not end.
+                    items += [(one, name, value)] if self._kind(value) == "simple" else []
+            if isinstance(members, dict) and "hasattr" in methods and attributes - first.keys():
+                self._compare(members, ITEMS, (path, _LENGTH, ""), len(members))
+            for holder, name, value in items:
                 of, key = (path, _ATTRIBUTE, name), (id(holder), name, None)
-                is_held = holder is own or first.get(name) is one
+                is_held = holder is members or first.get(name) is one
                 is_simple = self._kind(value) == "simple"
-                is_told = is_simple and holder is own and isinstance(one, Structured)
+                is_reported = is_simple and holder is members and isinstance(one, Structured)
                 is_loaded = name in attributes or (
                     (name in methods or _is_implicit(name, one)) and not is_simple
                 )
-                if not is_loaded or is_told or key in self._seen:
+                if not is_loaded or is_reported or key in self._seen:
                     continue
                 self._seen[key] = holder
                 if isinstance(holder, dict) and not is_held and hasattr(type(value), "__get__"):
                     # A method or property, also of a base class, which super() may call.
-                    behind = [getattr(value, each, None) for each in ("fget", "func", "__func__")]
+                    behind = [getattr(value, attr, None) for attr in ("fget", "func", "__func__")]
                     function = next(filter(None, behind), value)
                     self._start(function, of)
                     self._compare(holder, name, of, value)
                 elif first.get(name, one) is holder and (is_held or not plain_arrays(value)):
                     self._note_value(holder, name, of, value, _NAMED)
-                    if not is_held and isinstance(own, dict):
-                        self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))
+                    if not is_held and isinstance(members, dict):
+                        self._compare(members, ITEMS, (path, _LENGTH, ""), len(members))
         return bool(self._unseen or self._hooks)
 
     def _read_object(self, one: Any, path: Any) -> None:
@@ -221,25 +221,25 @@ class State:
 
     def _compare(self, holder: Any, key: Any, path: Any, value: Any) -> None:
         if (id(holder), key) not in self._seen:
-            place = self._seen[id(holder), key] = Place(holder, key, path)
-            self.names.append((place, value))
+            field = self._seen[id(holder), key] = Field(holder, key, path)
+            self.names.append((field, value))
 
-    def _note_value(self, holder: Any, key: Any, path: Any, value: Any, how: int = _FOUND) -> None:
+    def _note_value(self, holder: Any, key: Any, path: Any, value: Any, via: int = _HELD) -> None:
         """Note a value. Its contents are visited later."""
-        way, arrays = self._kind(value), plain_arrays(value)
-        is_followed = callable(way)
+        kind, arrays = self._kind(value), plain_arrays(value)
+        is_followed = callable(kind)
         if is_followed:
-            is_container = way is State._visit_items
-            self._unseen.append((value, path, how if is_container else min(how, _FOUND)))
-        is_compared = how == _NAMED or is_followed or arrays or value is None
-        if (how == _TOLD and not arrays) or not is_compared or (id(holder), key) in self._seen:
+            is_container = kind is State._visit_items
+            self._unseen.append((value, path, via if is_container else min(via, _HELD)))
+        is_compared = via == _NAMED or is_followed or arrays or value is None
+        if (via == _REPORTED and not arrays) or not is_compared or (id(holder), key) in self._seen:
             return
         if arrays:
-            self.held.append((Place(holder, key, path), value))
+            self.held.append((Field(holder, key, path), value))
             self._structure += map(id, arrays)
-        if how == _NAMED and way == "other":
+        if via == _NAMED and kind == "other":
             self._read_object(value, path)
-        if how == _TOLD:
+        if via == _REPORTED:
             self._seen[id(holder), key] = holder
         else:
             self._compare(holder, key, path, value)
@@ -250,9 +250,9 @@ class State:
         self._structure += [id(variable), variable._calc_grad, _mark(hook), _mark(placement)]
         self._structure += map(id, plain_arrays((data, variable.buffer)))
         for name in ("data", "grad") if variable.buffer is None else ("data", "grad", "buffer"):
-            place = Place(variable, name, (path, _ATTRIBUTE, name))
-            self.held.append((place, getattr(variable, name)))
-        self._hooks += [(each, path, _TOLD) for each in (hook, placement) if each is not None]
+            field = Field(variable, name, (path, _ATTRIBUTE, name))
+            self.held.append((field, getattr(variable, name)))
+        self._hooks += [(x, path, _REPORTED) for x in (hook, placement) if x is not None]
         if getattr(getattr(getattr(hook, "func", None), "__self__", None), "checked", None):
             self.reason = f"the gradient of {format_path(path)} is checked (check_finite=True)"
 
@@ -260,42 +260,42 @@ class State:
         self._structure += [_mark(one), type(one)]
         if not _is_library(one):
             self._objects.append((one, path))
-        has_numbers, own = isinstance(one, Structured), one.__dict__
-        how = _TOLD if _is_library(one) else _FOUND
-        for name, value in list(own.items()):
-            of, way = (path, _ATTRIBUTE, name), self._kind(value)
+        has_numbers, members = isinstance(one, Structured), one.__dict__
+        via = _REPORTED if _is_library(one) else _HELD
+        for name, value in list(members.items()):
+            of, kind = (path, _ATTRIBUTE, name), self._kind(value)
             self._structure += [name, type(value)]
-            if way != "simple":
-                self._note_value(own, name, of, value, how)
+            if kind != "simple":
+                self._note_value(members, name, of, value, via)
             if name == "enabled":  # for example of a loss scale, which reports no change
-                self._compare(own, name, of, value)
+                self._compare(members, name, of, value)
             if has_numbers or name == "enabled":
-                items = parts(value) if way is State._visit_items else [(own, name, value)]
+                items = parts(value) if kind is State._visit_items else [(members, name, value)]
                 numbers = [repr(x) for *_, x in items[:_MANY] if self._kind(x) == "simple"]
-                self._structure += numbers if way != "other" else [_mark(value)]
+                self._structure += numbers if kind != "other" else [_mark(value)]
                 self.numbers.append((of, numbers))
 
-    def _visit_items(self, items: Any, path: Any, how: int) -> None:
-        found = parts(items)
-        first = found[0][2] if found else None
-        is_set = isinstance(items, set) and all(self._kind(x) == "simple" for *_, x in found)
-        if how == _NAMED and not isinstance(items, (tuple, frozenset)):
+    def _visit_items(self, items: Any, path: Any, via: int) -> None:
+        entries = parts(items)
+        first = entries[0][2] if entries else None
+        is_set = isinstance(items, set) and all(self._kind(x) == "simple" for *_, x in entries)
+        if via == _NAMED and not isinstance(items, (tuple, frozenset)):
             of = path if is_set else (path, _LENGTH, "")
-            self._compare(items, ITEMS, of, set(items) if is_set else len(found))
-        if len(found) > _MANY and not isinstance(first, Variable):
+            self._compare(items, ITEMS, of, set(items) if is_set else len(entries))
+        if len(entries) > _MANY and not isinstance(first, Variable):
             return
         is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
         if is_parameter or isinstance(first, Module):  # not a list of results
-            self._structure.append(len(found))
-            if how != _TOLD:
-                self._compare(items, ITEMS, path, len(found))
-        for _, key, value in found:
+            self._structure.append(len(entries))
+            if via != _REPORTED:
+                self._compare(items, ITEMS, path, len(entries))
+        for _, key, value in entries:
             of = (path, _ITEM, key) if self._kind(key) == "simple" else path
             if isinstance(items, (dict, list, deque)):
-                self._note_value(items, key, of, value, how)
+                self._note_value(items, key, of, value, via)
             elif callable(self._kind(value)):
-                self._unseen.append((value, of, how))
-            elif how == _NAMED and self._kind(value) == "other":
+                self._unseen.append((value, of, via))
+            elif via == _NAMED and self._kind(value) == "other":
                 self._read_object(value, of)
 
     def _visit_function(self, function: FunctionType, path: Any, _: int) -> None:
@@ -305,22 +305,22 @@ class State:
         for kind in self._loads if is_yours else ():
             self._loads[kind] |= loads[kind]
         cells = zip(codes[0].co_freevars, function.__closure__ or (), strict=True)
-        places = [(Place(cell, "cell_contents", name), "free") for name, cell in cells]
+        fields = [(Field(cell, "cell_contents", name), "free") for name, cell in cells]
         for code in codes:  # the list grows by inner functions
-            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
         names = dict.fromkeys(chain(*(code.co_names for code in codes)))
         used = (loads["global"] | loads["stored"]) & held.keys()
-        places += [(Place(held, name, name), "global") for name in names if name in used]
-        given = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
-        places += [(Place(function, name, path), "") for name in given]
+        fields += [(Field(held, name, name), "global") for name in names if name in used]
+        defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
+        fields += [(Field(function, name, path), "") for name in defaults]
         for name in sorted(loads["module"]) if is_yours else ():
-            for each in (name, f"{held.get('__package__')}.{name}".rstrip(".")):
-                self._read_object(sys.modules.get(each), each)
-        found = [(place, kind, place.get()) for place, kind in places]
-        for place, kind, value in sorted(found, key=lambda each: not isinstance(each[2], Module)):
-            is_loaded = not kind or place.path in loads[kind]  # modules first, as they have names
+            for module in (name, f"{held.get('__package__')}.{name}".rstrip(".")):
+                self._read_object(sys.modules.get(module), module)
+        values = [(field, kind, field.get()) for field, kind in fields]
+        for field, kind, value in sorted(values, key=lambda x: not isinstance(x[2], Module)):
+            is_loaded = not kind or field.path in loads[kind]  # modules first, as they have names
             is_loaded &= is_yours or self._kind(value) == "other"
-            self._note_value(*place, value, _NAMED if is_loaded else _FOUND)
+            self._note_value(*field, value, _NAMED if is_loaded else _HELD)
 
     def _visit_callable(self, one: Any, path: Any, _: int) -> None:
         if isinstance(one, functools.partial):
@@ -330,8 +330,8 @@ class State:
         else:
             self._start(getattr(one, "__self__", None), "self")
             called = (getattr(one, "__func__", None) or one.__wrapped__,)
-        for each in called:
-            self._start(each, path)
+        for value in called:
+            self._start(value, path)
 
     def changed(self) -> list[Any]:
         """Return the paths of numbers and strings that have changed."""
@@ -340,17 +340,17 @@ class State:
     def save(self, others: dict[str, Any]) -> State:
         """Save the state for ``restore`` and ``differences``. ``others`` are only compared."""
         self._random = random.state_dict()
-        found = [*others.items(), ("the random numbers that follow", self._random)]
-        found += [(format_path(place.path), value) for place, value in self.held]
-        self._bits = [(name, _bits_of(value)) for name, value in found]
+        pairs = [*others.items(), ("the random numbers that follow", self._random)]
+        pairs += [(format_path(field.path), value) for field, value in self.held]
+        self._bits = [(name, _bits_of(value)) for name, value in pairs]
         arrays = plain_arrays((*[value for _, value in self.held], *others["an argument"]))
         self._copies = [(array, array.copy()) for array in arrays]
         return self
 
     def restore(self) -> None:
         """Restore the saved state."""
-        for place, value in self.held:
-            place.set(value)
+        for field, value in self.held:
+            field.set(value)
         for array, copy in self._copies:
             array[...] = copy
         random.load_state_dict(self._random)
@@ -361,7 +361,7 @@ class State:
         return [one[0] for one, another in both if one != another]
 
 
-_WAYS: tuple[tuple[Any, Any], ...] = (
+_VISITORS: tuple[tuple[Any, Any], ...] = (
     ((np.ndarray, *KINDS), "array"),
     (_SIMPLE, "simple"),
     (Variable, State._visit_variable),
@@ -442,7 +442,7 @@ class EveryCall:
 def is_value(value: Any) -> bool:
     """Return whether replays compare ``value`` by value: numbers, strings, and sets of them."""
     items = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(each, (*_SIMPLE, set)) for each in items)
+    return all(isinstance(item, (*_SIMPLE, set)) for item in items)
 
 
 def _mark(value: Any) -> Any:
@@ -474,7 +474,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
     attributes = getattr(one, "__dict__", None)  # avoids setters
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
     slots += ["cell_contents"] if isinstance(one, CellType) else []
-    names: Any = chain(*([each] if isinstance(each, str) else each for each in slots))
+    names: Any = chain(*([slot] if isinstance(slot, str) else slot for slot in slots))
     names = [name for name in names if name[:2] != "__" and hasattr(one, name)]
     items = list(attributes.items()) if isinstance(attributes, dict) else []
     held = [(attributes, *item) for item in items]
@@ -502,7 +502,7 @@ def replace_all(
             holder.discard(value)
             holder.add(change(value))
         elif id(value) in ids and not isinstance(holder, frozenset):  # immutable
-            Place(holder, key, "").set(change(value))
+            Field(holder, key, "").set(change(value))
     if tuples and is_outer:
         replace_all(tuples, change, is_outer=False)
 

@@ -35,7 +35,7 @@ from flashlight_py.tape.recording import CtrlC, Note, are_numbers, arrays_in, ov
 from flashlight_py.tape.state import (
     INSTEAD,
     EveryCall,
-    Place,
+    Field,
     State,
     format_path,
     parts,
@@ -77,8 +77,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
     def __reduce__(self) -> Any:
         names, module = self._name.split("."), sys.modules.get(self.__module__)
-        found = functools.reduce(lambda one, name: getattr(one, name, None), names, module)
-        if found is self:
+        value = functools.reduce(lambda one, name: getattr(one, name, None), names, module)
+        if value is self:
             return self._name  # pickled by name, like a function
         return Captured, (self.__wrapped__, self._state, self.check)
 
@@ -187,7 +187,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
     def _forget(self, gone: weakref.ref[Any]) -> None:
         """Delete the programs of an argument that was deleted."""
         both = self.programs, self._unchecked
-        self.programs, self._unchecked = [[x for x in each if x.is_alive()] for each in both]
+        self.programs, self._unchecked = [[x for x in kind if x.is_alive()] for kind in both]
 
     def _try(self, program: Any, call: _Call) -> Any:
         """Return the result of a replay. Raises if the step itself behaves differently."""
@@ -237,21 +237,21 @@ class _Call:
         self._roots = (*roots, *others)  # arguments such as a model have state
         self.state = State(step, self._roots)
         self._variables = [value for value in self.values if isinstance(value, Variable)]
-        given = [(Place(x, "data", "argument"), x.data) for x in self._variables]
-        self._before = [*self.state.held, *given]
+        arguments = [(Field(x, "data", "argument"), x.data) for x in self._variables]
+        self._before = [*self.state.held, *arguments]
         self._grads = {variable: variable.grad for variable in self.state.variables}
         held = plain_arrays((*self.arrays, *[value for _, value in self._before]))
         self.is_on_gpu = any(map(is_cupy, held))
         self._moved: dict[int, Any] = {}  # replacements of arrays, and of tuples of arrays
-        # stand-ins by id, with the objects, which are kept alive
-        self._known: dict[int, tuple[Any, Any]] = {}
+        # Objects and their stand-ins, by the object's id. The objects are kept alive.
+        self._stand_ins: dict[int, tuple[Any, Any]] = {}
         self.is_to_be_continued = False  # it created state, which another run does not
         self._result: Any = None
 
     @functools.cached_property
     def recording(self) -> StepRecording:
         existing = plain_arrays((*[value for _, value in self._before], *self.arrays))
-        names = {id(value): format_path(place.path) for place, value in self._before}
+        names = {id(value): format_path(field.path) for field, value in self._before}
         return StepRecording(existing, self._swap, [*self.state.variables, *self._variables], names)
 
     def saved(self, result: Any = None) -> State:
@@ -267,7 +267,7 @@ class _Call:
 
     def why_not(self) -> str:
         """Return why an argument or the step is not supported, or ""."""
-        if any(each(self.step) for each in _ARE_LATER):
+        if any(test(self.step) for test in _ARE_LATER):
             return "it is a generator or a coroutine function"
         if self.state.reason:
             return self.state.reason
@@ -315,59 +315,59 @@ class _Call:
     def _swap(self, on: bool) -> None:
         """Replace arrays of the state by stand-ins, or stand-ins by arrays."""
         change = self._stand_in if on else self._stood_for
-        for place, _ in self._before:
-            value = place.get()
+        for field, _ in self._before:
+            value = field.get()
             if value is not None and (replacement := change(value)) is not value:
-                place.set(replacement)
+                field.set(replacement)
 
     def _stand_in(self, value: Any) -> Any:
-        entry: Any = self._known.get(id(value))
+        entry: Any = self._stand_ins.get(id(value))
         if entry is None and type(value) is np.ndarray:
-            entry = self._known[id(value)] = value, Recorded(value)
+            entry = self._stand_ins[id(value)] = value, Recorded(value)
             self.recording.stand_ins.append(weakref.ref(entry[1]))
         elif entry is None and isinstance(value, tuple):
             made = map_items(value, self._stand_in, only_tuples=True)
-            entry = self._known[id(value)] = value, made
-            self._known[id(entry[1])] = entry[::-1]
+            entry = self._stand_ins[id(value)] = value, made
+            self._stand_ins[id(entry[1])] = entry[::-1]
         return entry[1] if entry else value
 
     def _stood_for(self, value: Any) -> Any:
         if isinstance(value, tuple):
-            entry = self._known.get(id(value))
+            entry = self._stand_ins.get(id(value))
             return entry[1] if entry else map_items(value, self._stood_for, only_tuples=True)
         return array_or_number(value)
 
     def _settle(self, after: State) -> None:
         """Let replays copy replaced arrays to fixed memory, where later replays find them."""
         recording, made = self.recording, []
-        known = {(id(place.holder), place.key) for place, _ in self._before}
-        for place, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in known]:
-            place.set(self._stood_for(value))
+        seen = {(id(field.holder), field.key) for field, _ in self._before}
+        for field, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in seen]:
+            field.set(self._stood_for(value))
             made += (arrays := plain_arrays(value))
-            if any(map(recording.is_made, arrays)) and not isinstance(place.holder, list):
+            if any(map(recording.is_made, arrays)) and not isinstance(field.holder, list):
                 self._leave(
-                    f"it puts a new array into {format_path(place.path)}",
+                    f"it puts a new array into {format_path(field.path)}",
                     "create the array before the call, and write into it",
                 )
         changed = [
-            (place, before, now)
-            for place, before in self._before
-            if (now := place.get()) is not before and place.slot != "grad"
+            (field, before, now)
+            for field, before in self._before
+            if (now := field.get()) is not before and field.slot != "grad"
         ]
         new: list[Any] = []  # arrays
-        for place, before, now in changed:
+        for field, before, now in changed:
             both = arrays_in(before), arrays_in(now) if type(now) is type(before) else ()
-            new += [(place, x, y) for x, y in zip_longest(*both) if x is not y]
+            new += [(field, x, y) for x, y in zip_longest(*both) if x is not y]
         values = [[x for _, x in self._before], [x.grad for x in self._grads], made] if new else []
         held, put = Counter(map(id, arrays_in(values))), Counter([id(now) for *_, now in new])
-        for place, before, now in new:
+        for field, before, now in new:
             stays = before is not None and now is not None and recording.is_made(now)
             stays = stays and (now.shape, now.dtype) == (before.shape, before.dtype)
             is_alone = held[id(before)] == put[id(now)] == 1
-            if place.slot == "buffer" or not (stays and is_alone):
-                recording.leave(f"{format_path(place.path)} is replaced; write into it instead")
-            elif any(np.may_share_memory(each, before) for each in arrays_of(self._result)):
-                path = format_path(place.path)
+            if field.slot == "buffer" or not (stays and is_alone):
+                recording.leave(f"{format_path(field.path)} is replaced; write into it instead")
+            elif any(np.may_share_memory(x, before) for x in arrays_of(self._result)):
+                path = format_path(field.path)
                 recording.leave(f"it returns the old array of {path}, which it replaces")
         if recording.left:
             return
@@ -382,10 +382,10 @@ class _Call:
             recording.notes.append(Note(np.copyto, (home, recording.noted(now)), {}, [], [home]))
             np.copyto(home, now)
             homes[id(now)] = self._moved[id(before)] = home
-        for place, before, now in changed:
-            moved = map_items(now, lambda each: homes.get(id(each), each), only_tuples=True)
+        for field, before, now in changed:
+            moved = map_items(now, lambda x: homes.get(id(x), x), only_tuples=True)
             self._moved[id(before)] = moved
-            place.set(moved)
+            field.set(moved)
 
     def _leave(self, reason: str, instead: str = "") -> None:
         """Leave for a reason that another run may not have."""
@@ -395,8 +395,8 @@ class _Call:
     def released(self) -> Any:
         """Return the step's result with arrays instead of stand-ins."""
         result, self._result = unwrap_result(self._result), None
-        self._known.clear()
-        stand_ins = [each for ref in self.recording.stand_ins if (each := ref()) is not None]
+        self._stand_ins.clear()
+        stand_ins = [x for ref in self.recording.stand_ins if (x := ref()) is not None]
         replace_all(stand_ins, self._stood_for)
         return result
 
@@ -406,13 +406,13 @@ class _Call:
         memory = Memory(recording, self.arrays)
         kept: list[Any] = []
         bindings, returned = [], arrays_of(self._result)
-        found = []  # gradients that the step reads before it sets them
+        reads = []  # gradients that the step reads before it sets them
         for variable, before in self._grads.items():
             home = now = variable.grad
             if variable in recording.grads_read:
-                found.append((variable, before))
+                reads.append((variable, before))
             if now is not None and now is not before:
-                if any(np.may_share_memory(now, each) for each in returned):
+                if any(np.may_share_memory(now, x) for x in returned):
                     home = variable.grad = now.copy(order="K")  # replays overwrite it
                 stand_in = recording.noted(now)
                 if memory.of(stand_in).piece in memory.inputs.values():
@@ -423,7 +423,7 @@ class _Call:
                 bindings.append((variable, home))
         builder = Builder(memory, self.values, kept, self._result, forget)
         arrays = plain_arrays(tuple([moved.get(id(value), value) for _, value in self._before]))
-        used = {id(each): each for each in arrays if overlaps(memory.touched, each)}
+        used = {id(x): x for x in arrays if overlaps(memory.touched, x)}
         names = [
             x.described(moved.get(id(value), value))
             for x, value in self.state.names
@@ -431,7 +431,7 @@ class _Call:
             if not (isinstance(value, Variable) and value.node)
             or overlaps(memory.touched, value.data)
         ]
-        state = tuple(used.values()), tuple(names), found
+        state = tuple(used.values()), tuple(names), reads
         return builder.describe(tuple(self.options), state, bindings)
 
 

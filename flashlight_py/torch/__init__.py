@@ -25,21 +25,21 @@ def register() -> None:
 
         if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-            dist.register_rendezvous_handler(NAME, _meet)
+            dist.register_rendezvous_handler(NAME, _rendezvous)
     except Exception as error:  # noqa: BLE001 (future versions of torch)
         why = f"{type(error).__name__}: {error}"
         warnings.warn(f"torch does not take the backend {NAME!r}: {why}", RuntimeWarning)
 
 
 def _create(options: Any, params: Any) -> Any:
-    """Return a process group of the backend for torch."""
+    """Return a process group of this backend."""
     from flashlight_py.torch import joining
 
     return joining.join_process_group(options, params)
 
 
-def _meet(*args: Any, **kwargs: Any) -> Any:
-    """Yield a store and this rank's place for ``init_method="flashlight://"``."""
+def _rendezvous(*args: Any, **kwargs: Any) -> Any:
+    """Yield a store, the rank and the number of ranks for ``init_method="flashlight://"``."""
     from flashlight_py.torch import joining
 
     return joining.rendezvous()

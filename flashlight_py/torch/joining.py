@@ -1,4 +1,4 @@
-"""Creation of process groups from torch's store, and the world that torch shares with us."""
+"""Creation of process groups with torch's store. torch and this package share one world."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     """Join the ranks of a process group. Collective, blocking.
 
     ``options`` are torch's: store, rank, size, timeout and the ranks in the world (empty for the
-    default group). ``params`` are the ``params`` of ``distributed_init``, passed as ``pg_options``.
-    The default group becomes our world. An existing world of ``distributed_init`` is adopted.
+    default group). ``params`` are those of ``distributed_init``, passed as ``pg_options``. The
+    default group becomes this package's world, or uses an existing world.
 
     Raises:
         ValueError: If the existing world has another rank or size, or if ``params`` are invalid.
@@ -83,7 +83,7 @@ def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
 
 
 def rendezvous() -> Iterator[tuple[Any, int, int]]:
-    """Yield a store for the ranks of our world, which is initialised first if necessary."""
+    """Yield a store, rank and size of the world. Creates the world if necessary."""
     if not is_distributed_init():
         initialize.distributed_init()
     world = current_world()

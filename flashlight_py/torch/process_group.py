@@ -1,4 +1,4 @@
-"""A process group of torch.distributed that uses our collectives.
+"""A process group of torch.distributed that uses flashlight_py's collectives.
 
 torch's functions, DDP and functional collectives call its methods. Native code reads contiguous
 tensors directly. Lists of tensors are sent as one array.
@@ -77,18 +77,18 @@ Method = Callable[..., Any]
 
 
 def _in_torchs_terms(method: Method, name: str) -> Method:
-    """Return ``method`` with torch's errors. Tensors on other devices go to their backends."""
+    """Return ``method`` with torch's errors. Tensors of other devices use torch's backends."""
 
     @functools.wraps(method)
-    def called(self: FlashlightGroup, *args: Any, **how: Any) -> Any:
+    def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
         try:
-            return method(self, *args, **how)
+            return method(self, *args, **options)
         except DistributedError as error:
             raise as_torchs(error) from None
         except ElsewhereError as error:
             if (other := self._backend_of(error.device)) is None:
                 raise
-        return getattr(other, name)(*args, **how)
+        return getattr(other, name)(*args, **options)
 
     return called
 
@@ -106,7 +106,7 @@ def _of_torch(cls: type[Any]) -> type[Any]:
 
 
 def _with_fast_path(method: Method) -> Method:
-    """Return the method allreduce with a fast path, which halves the time of blocking calls."""
+    """Return allreduce with a fast path, which halves the duration of blocking calls."""
 
     def allreduce(
         self: FlashlightGroup, tensors: Any, opts: Any = None, timeout: Any = None
@@ -144,7 +144,7 @@ def _root(opts: Any) -> int:
 
 
 def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """Return the number of elements per rank. Empty ``rows`` divide ``tensor`` equally."""
+    """Return the number of elements per rank. If ``rows`` is empty, the ranks get equal parts."""
     length = len(tensor) if tensor.ndim else 1
     of_row = tensor.numel() // length if length else 0
     return [row * of_row for row in rows or [length // size] * size]
@@ -225,10 +225,10 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def gather_single(self, output: Any, input: Any, opts: Any) -> dist.Work:
         root, rows = _root(opts), input.numel()
-        here = self.ours.rank == root
-        self._require(v.GATHER, not here or output.numel() == rows * self.ours.size, input, output)
+        fills = self.ours.rank == root
+        self._require(v.GATHER, not fills or output.numel() == rows * self.ours.size, input, output)
         shapes = (1, rows), (self.ours.size, rows)
-        return self._do(opts, v.GATHER, input, output if here else None, shapes, peer=root)
+        return self._do(opts, v.GATHER, input, output if fills else None, shapes, peer=root)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         rows = output.numel()
@@ -240,12 +240,12 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> dist.Work:
         size = self.ours.size
         if not received and not sent:
-            whole = input.numel() == output.numel() and len(input) % size == 0
-            self._require(v.ALL_TO_ALL, whole, input, output)
+            is_even = input.numel() == output.numel() and len(input) % size == 0
+            self._require(v.ALL_TO_ALL, is_even, input, output)
             shape = size, input.numel() // size
             return self._do(opts, v.ALL_TO_ALL, input, output, (shape, shape))
         counts = _split(input, sent, size), _split(output, received, size)
-        fits = [sum(each) for each in counts] == [input.numel(), output.numel()]
+        fits = [sum(x) for x in counts] == [input.numel(), output.numel()]
         self._require(v.ALL_TO_ALL, fits, input, output, (sent, received))
         before = self._check_counts(opts, *counts)
         shapes = (input.numel(),), (output.numel(),)
@@ -291,7 +291,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return self._gather(v.GATHER, outputs, inputs, opts, _root(opts))
 
     def _gather(self, verb: v.Verb, outputs: Any, inputs: Any, opts: Any, root: int) -> dist.Work:
-        x, parts, whole, before = _only(inputs), _list(outputs), None, None
+        x, parts, joined, before = _only(inputs), _list(outputs), None, None
         rows, size = x.numel(), self.ours.size
         shapes: tuple[Any, Any] = ((1, rows), (size, rows))
         if verb.fills(self.ours.rank, root):
@@ -299,25 +299,25 @@ class FlashlightGroup(dist.ProcessGroup):
             equal = counts == [rows] * size
             fits = len(parts) == size and counts[self.ours.rank] == rows
             self._require(verb, fits and (equal or verb is v.ALL_GATHER), x, parts)
-            whole = self._joined(verb, [x, *parts], parts)
+            joined = self._joined(verb, [x, *parts], parts)
             if not equal:
                 # Lengths may differ, so the ranks first compare their expected lengths, as a shape.
                 compared = 0, *counts[:_MOST_COMPARED]
                 expected = torch.empty(compared, dtype=torch.uint8, device="cpu")
                 before = self._do(opts, v.BROADCAST, expected).work
                 shapes = (rows,), None
-        return self._do(opts, verb, x, whole, shapes, peer=root, parts=parts, before=before)
+        return self._do(opts, verb, x, joined, shapes, peer=root, parts=parts, before=before)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
-        out, root, whole = _only(outputs), _root(opts), None
+        out, root, joined = _only(outputs), _root(opts), None
         rows, parts = out.numel(), _list(inputs)
         if self.ours.rank == root:
             fits = [part.numel() == rows for part in parts] == [True] * self.ours.size
             self._require(v.SCATTER, fits, out, parts)
-            whole = self._joined(v.SCATTER, [out, *parts], parts)
-            copied(whole, parts, back=False)
+            joined = self._joined(v.SCATTER, [out, *parts], parts)
+            copied(joined, parts, back=False)
         shapes = (self.ours.size, rows), (1, rows)
-        return self._do(opts, v.SCATTER, whole, out, shapes, peer=root)
+        return self._do(opts, v.SCATTER, joined, out, shapes, peer=root)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = _SUM, timeout: Any = None
@@ -325,42 +325,42 @@ class FlashlightGroup(dist.ProcessGroup):
         out, parts = _only(outputs), _list(inputs)
         fits = len(parts) == self.ours.size and parts[self.ours.rank].numel() == out.numel()
         self._require(v.REDUCE_SCATTER, fits, out, parts)
-        whole = self._joined(v.REDUCE_SCATTER, [out, *parts], parts)
-        copied(whole, parts, back=False)
+        joined = self._joined(v.REDUCE_SCATTER, [out, *parts], parts)
+        copied(joined, parts, back=False)
         counts = [part.numel() for part in parts]
         equal = len(set(counts)) == 1
         shapes = ((self.ours.size, counts[0]), (1, counts[0])) if equal else (None, (out.numel(),))
         rows = None if equal else counts
-        return self._do(opts, v.REDUCE_SCATTER, whole, out, shapes, reduction=opts, rows=rows)
+        return self._do(opts, v.REDUCE_SCATTER, joined, out, shapes, reduction=opts, rows=rows)
 
     def alltoall(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> dist.Work:
         fits = len(outputs) == len(inputs) == self.ours.size
         self._require(v.ALL_TO_ALL, fits, inputs, outputs)
-        whole = self._joined(v.ALL_TO_ALL, [*inputs, *outputs], inputs)
-        copied(whole, inputs, back=False)
+        joined = self._joined(v.ALL_TO_ALL, [*inputs, *outputs], inputs)
+        copied(joined, inputs, back=False)
         room = self._joined(v.ALL_TO_ALL, outputs, outputs)
         counts, expected = ([part.numel() for part in parts] for parts in (inputs, outputs))
         before = self._check_counts(opts, counts, expected)
-        return self._do(opts, v.ALL_TO_ALL, whole, room, rows=counts, parts=outputs, before=before)
+        return self._do(opts, v.ALL_TO_ALL, joined, room, rows=counts, parts=outputs, before=before)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        whole = self._joined(v.ALL_REDUCE, tensors, tensors)
-        copied(whole, tensors, back=False)
-        return self._do(opts, v.ALL_REDUCE, whole, parts=tensors)
+        joined = self._joined(v.ALL_REDUCE, tensors, tensors)
+        copied(joined, tensors, back=False)
+        return self._do(opts, v.ALL_REDUCE, joined, parts=tensors)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         of_each = zip(zip(*outputs, strict=True), inputs, strict=True)
-        return self._each(self.allgather, of_each, opts)
+        return self._do_each(self.allgather, of_each, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._each(self.all_gather_single, zip(outputs, inputs, strict=True), opts)
+        return self._do_each(self.all_gather_single, zip(outputs, inputs, strict=True), opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> dist.Work:
-        return self._each(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts)
+        return self._do_each(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts)
 
     # Common implementation ------------------------------------------------------------------------
 
@@ -379,23 +379,23 @@ class FlashlightGroup(dist.ProcessGroup):
         parts: Sequence[torch.Tensor] | None = None,
         before: Work | None = None,
     ) -> TensorWork:
-        """Do ``verb`` from ``x`` to ``out``, with ``shapes``, and copy the result to ``parts``.
+        """Run ``verb`` from ``x`` to ``out``, in ``shapes``, and copy the result to ``parts``.
 
         ``reduction`` is the operation if ``opts`` has none. Fails if the call ``before`` fails.
         """
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
         if verb.reduces and x is not None:
             op, scale = _reduction(getattr(opts, "reduceOp", reduction), x.dtype)
-        how: Any = op if rows is None else rows
-        there = None if x is None else native_tensor(x, shapes[0])
+        op_or_rows: Any = op if rows is None else rows
+        source = None if x is None else native_tensor(x, shapes[0])
         room = None if out is None else native_tensor(out, shapes[1])
         work: Any = NotImplemented
-        if (there is None) == (x is None) and (room is None) == (out is None):
+        if (source is None) == (x is None) and (room is None) == (out is None):
             native = self.ours.fast.collective
-            work = native(verb.code, there, room, how, scale, peer, tag, is_async)
+            work = native(verb.code, source, room, op_or_rows, scale, peer, tag, is_async)
         if work is NotImplemented:
-            given = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
-            work = self._packed(verb, x, out, shapes, given, tag)
+            options = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
+            work = self._packed(verb, x, out, shapes, options, tag)
         elif rows is not None and not is_async and work is not room:
             check_out_rows(verb.name, room, len(work), self.ours.rank, self.ours.size)
         if is_async and before is not None:
@@ -415,11 +415,11 @@ class FlashlightGroup(dist.ProcessGroup):
         x: torch.Tensor | None,
         out: torch.Tensor | None,
         shapes: tuple[Any, Any],
-        how: dict[str, Any],
+        call: dict[str, Any],
         tag: int,
     ) -> Any:
-        """Do the verb with contiguous copies, in Python if native code does not support it."""
-        ours, peer, is_async = self.ours, how["root"], how["async_op"]
+        """Run the verb with contiguous copies, in Python if native code does not support it."""
+        ours, peer, is_async = self.ours, call["root"], call["async_op"]
         for tensor in (x, out):
             if tensor is not None and self._backend_of(tensor.device) is not None:
                 raise ElsewhereError(tensor.device)
@@ -434,24 +434,24 @@ class FlashlightGroup(dist.ProcessGroup):
             ]
         source, room = packed
         if source is not None and room is not None:
-            storages = {each.untyped_storage().data_ptr() for each in (source, room)}
+            storages = {tensor.untyped_storage().data_ptr() for tensor in (source, room)}
             if len(storages) == 1:
                 # For example, FSDP gathers into the tensor that contains this rank's part.
                 packed[0] = source = source.clone()
         work: Any = NotImplemented
-        if how["rows"] is None or verb is v.ALL_TO_ALL:
-            there = [None if tensor is None else native_tensor(tensor) for tensor in packed]
-            op = how["op"] if how["rows"] is None else how["rows"]
-            work = ours.fast.collective(verb.code, *there, op, how["scale"], peer, tag, is_async)
+        if call["rows"] is None or verb is v.ALL_TO_ALL:
+            arrays = [None if tensor is None else native_tensor(tensor) for tensor in packed]
+            op = call["op"] if call["rows"] is None else call["rows"]
+            work = ours.fast.collective(verb.code, *arrays, op, call["scale"], peer, tag, is_async)
         if work is NotImplemented:
             if verb.is_message:
-                given = {"dst" if verb is v.SEND else "src": peer, "tag": tag}
+                options = {"dst" if verb is v.SEND else "src": peer, "tag": tag}
             else:
                 names = (*verb.takes, "async_op")
-                given = {name: how[name] for name in names if how[name] is not None}
-                given |= {} if verb.in_place else {"out": room}
+                options = {name: call[name] for name in names if call[name] is not None}
+                options |= {} if verb.in_place else {"out": room}
             prefix = "i" * (is_async and verb.is_message)
-            work = getattr(fl, f"{prefix}{verb}")(source, group=ours, **given)
+            work = getattr(fl, f"{prefix}{verb}")(source, group=ours, **options)
         target, filled = (x, source) if verb.in_place else (out, room)
         if target is None or filled is None or not verb.fills(ours.rank, peer):
             return work
@@ -460,7 +460,7 @@ class FlashlightGroup(dist.ProcessGroup):
         seen = filled.view(target.dtype).view(target.shape)
         return _then(work, is_async, lambda: target.detach().copy_(seen))
 
-    def _each(self, method: Method, calls: Iterable[Sequence[Any]], opts: Any) -> dist.Work:
+    def _do_each(self, method: Method, calls: Iterable[Sequence[Any]], opts: Any) -> dist.Work:
         works = [method(*call, opts) for call in calls]
         if not getattr(opts, "asyncOp", True):
             return self._done
@@ -468,7 +468,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return TensorWork(AllOf([work.work for work in works]), tensors, self._futures)
 
     def _require(self, verb: v.Verb, fits: bool, *tensors: Any) -> None:
-        """Raise ValueError unless the arguments fit. The other ranks raise as well."""
+        """Raise ValueError unless ``fits``. The other ranks raise an error as well."""
         if fits:
             return
         with reject_together(self.ours, verb):
@@ -478,7 +478,7 @@ class FlashlightGroup(dist.ProcessGroup):
             )
 
     def _joined(self, verb: v.Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
-        """Return ``join_tensors``. The tensors ``alike`` must have one dtype and device."""
+        """Return ``join_tensors(alike, tensors)``. Errors are raised on all ranks."""
         for tensor in alike:
             if not tensor.is_cpu and self._backend_of(tensor.device) is not None:
                 raise ElsewhereError(tensor.device)
@@ -599,7 +599,7 @@ class FlashlightGroup(dist.ProcessGroup):
         self._description = text
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing, since every call has a number."""
+        """Do nothing. Every call has a number already."""
 
     def shutdown(self) -> None:
         """End the group. Not collective."""

@@ -16,11 +16,11 @@ from flashlight_py.errors import RendezvousError
 # warning if a wait times out.
 _MOST_PAUSE = 0.05
 _SECRET = "secret"
-_GIVEN, _ABORTED = b"+", b"!"
+_PAYLOAD, _ABORTED = b"+", b"!"
 
 
 class TorchStore(Store):
-    """The ranks that share ``store``, a ``torch.distributed.Store``.
+    """A rendezvous of ranks in ``store``, a ``torch.distributed.Store``.
 
     ``timeout`` (seconds) limits each exchange. Rank 0 stores the secret of the job: a process that
     can read the store can join. Keys of a rendezvous begin with its secret, because ranks from
@@ -61,7 +61,7 @@ class TorchStore(Store):
     def exchange(self, payload: bytes) -> Roster:
         """Send ``payload`` to all ranks and return the payload of every rank; see ``Store``."""
         keys = self._keys(self._count)
-        self._do("set", keys[self.rank], _GIVEN + payload)
+        self._do("set", keys[self.rank], _PAYLOAD + payload)
         texts = self._read(keys, Waiting("they exchange in torch's store"))
         for text in texts:
             if text[:1] == _ABORTED:
@@ -74,7 +74,7 @@ class TorchStore(Store):
     def close(self) -> None:
         """Wait for all ranks, and remove the secret and most keys of the rendezvous.
 
-        Rank 0, whose process may host the store, returns last.
+        Rank 0 returns last, because its process may host the store.
         """
         self.exchange(b"")
         if self.rank:

@@ -1,8 +1,7 @@
 """Tensors as arguments of collectives: by address, or as a contiguous copy.
 
 Native code reads a contiguous tensor as ``(address, dtype code, shape, tensor)``. Other tensors
-(strided, conjugated, or pending results of another collective) are copied, and copied back after
-writes.
+(strided, conjugated, or pending results of another collective) are copied. Results are copied back.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def native_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> A
 
 
 class ElsewhereError(ValueError):
-    """A tensor is on another ``device`` than the CPU."""
+    """A tensor is not on the CPU but on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(
@@ -69,7 +68,7 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one-dimensional memory for all ``tensors``, one after the other.
+    """Return a one-dimensional tensor with room for all ``tensors``, one after the other.
 
     If the tensors are adjacent, such as parts of one tensor, the result is their own memory.
     Otherwise it is new memory, and ``copied`` copies to or from it. Raises like
@@ -90,15 +89,15 @@ def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor])
     return first.detach().as_strided((count,), (1,))
 
 
-def copied(whole: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> None:
-    """Copy ``tensors`` to ``whole``, a result of ``join_tensors``, or ``back``, if necessary."""
-    pointer, start = whole.data_ptr(), 0
+def copied(joined: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> None:
+    """Copy ``tensors`` to ``joined``, a result of ``join_tensors``, or ``back``, if necessary."""
+    pointer, start = joined.data_ptr(), 0
     if pointer == tensors[0].data_ptr():
         return
     for tensor in tensors:
         count, nbytes = tensor.numel(), tensor.nbytes
         if native_tensor(tensor) is None:
-            source, part = tensor.detach(), whole[start : start + count].view(tensor.shape)
+            source, part = tensor.detach(), joined[start : start + count].view(tensor.shape)
             source.copy_(part) if back else part.copy_(source)
         else:  # copy_ and views take 15 us, longer than most copies
             address = tensor.data_ptr()

@@ -18,7 +18,7 @@ from flashlight_py.distributed import Work
 from flashlight_py.distributed.internal import Then, leave_first_at_exit
 from flashlight_py.errors import DistributedError
 
-# Seconds to wait for the first of several operations before checking the other ones.
+# Seconds to wait for the first of several operations before the other operations are checked.
 _LOOK_SECONDS = 0.005
 # Operations of at most _SMALL_BYTES are awaited for _MOMENT seconds before a thread is used.
 _SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
@@ -29,15 +29,15 @@ _kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
 
 def as_torchs(error: DistributedError) -> Exception:
     """Return ``error`` as an instance of its class and of DistBackendError."""
-    found: Exception = error
+    converted: Exception = error
     if isinstance(error, dist.DistBackendError):
-        return found
+        return converted
     kind = type(error)
     if kind not in _types:
         _types[kind] = type(kind.__name__, (dist.DistBackendError, kind), {"__doc__": kind.__doc__})
-    found = _types[kind](*error.args)
-    found.__dict__.update(error.__dict__)
-    return found.with_traceback(error.__traceback__)
+    converted = _types[kind](*error.args)
+    converted.__dict__.update(error.__dict__)
+    return converted.with_traceback(error.__traceback__)
 
 
 class TensorWork(dist.Work):
@@ -68,7 +68,7 @@ class TensorWork(dist.Work):
         self.wait()
 
     def __del__(self) -> None:
-        """Copy the result to the tensors if no call waits for it, unless the process ends."""
+        """If no call waits for the result, copy it to the tensors in the background."""
         if isinstance(self.work, Then) and not self.work.is_settled and not is_finalizing():
             with suppress(RuntimeError):  # Python 3.12 starts no threads at exit
                 kept = TensorWork(self.work, self.tensors, self._futures)
@@ -122,7 +122,7 @@ class TensorWork(dist.Work):
                 self._future = begun
                 begun.set_result(list(self.tensors))
                 return begun
-            # An exception there also fails this future in C++, where DDP waits for it.
+            # An exception of the callback fails this future in C++ too, where DDP waits for it.
             self._future = begun.then(lambda _: self.result())
             if has_ended:
                 begun.set_result(None)
@@ -148,8 +148,8 @@ class Futures:
     def add(self, work: TensorWork, future: torch.futures.Future[Any]) -> None:
         """Complete ``future`` when ``work`` has ended."""
         if self._thread is None:
-            how: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
-            self._thread = threading.Thread(target=_complete, **how)
+            options: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
+            self._thread = threading.Thread(target=_complete, **options)
             self._thread.start()
             # torch 2.6 deletes groups without notice. The world is left first at exit, which ends
             # all operations. Otherwise a C++ thread that waits for Python would abort the process.

@@ -31,9 +31,7 @@ def test_overlap_of_an_empty_trace_is_zero() -> None:
     assert set(overlap_of([]).values()) == {0.0}
 
 
-def test_record_runs_the_steps_without_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_runs_steps_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = record(lambda: steps.append(1), 3, tmp_path / "trace.json.gz")

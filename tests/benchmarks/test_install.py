@@ -10,9 +10,7 @@ from harness.environments import PEERS, Peer, environment_of, libraries_of, pyth
 PEER = Peer("a peer", "a-peer", (), ("a-distribution",), packages=("libopenmpi3",))
 
 
-def test_install_reports_missing_debian_tools(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_install_reports_missing_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     reason = install.install(PEER, tmp_path)
     assert reason == "could not be installed: needs libopenmpi3, but no apt-get here"

@@ -48,8 +48,6 @@ def test_launch_sets_one_thread_per_rank() -> None:
 @pytest.mark.parametrize(
     ("launcher", "module"), [("flrun", "flashlight_py.launch"), ("ray", "harness.on_ray")]
 )
-def test_launch_with_flrun_and_ray_starts_the_worker_program(
-    launcher: Launcher, module: str
-) -> None:
+def test_launch_starts_the_worker_with_flrun_and_ray(launcher: Launcher, module: str) -> None:
     (command,) = launched(launcher, 2).commands
     assert command[:8] == [str(PYTHON), "-m", module, "-n", "2", "-m", "harness.worker", "a_role"]

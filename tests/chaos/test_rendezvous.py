@@ -96,9 +96,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_file_store_raises_on_every_rank_if_the_disk_is_full(
-    ranks: Ranks, small_disk: Path
-) -> None:
+def test_file_store_raises_on_all_ranks_if_the_disk_is_full(ranks: Ranks, small_disk: Path) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(DISK * PAGE))
     assert ends([ranks.start(rank, 3, **plan(small_disk)) for rank in range(3)]) == {1}
@@ -117,9 +115,7 @@ def test_file_store_names_a_read_only_folder(ranks: Ranks, small_disk: Path) -> 
 
 
 @pytest.mark.parametrize("by", [-HOUR, HOUR])
-def test_rendezvous_succeeds_if_clocks_differ_by_an_hour(
-    ranks: Ranks, folder: Path, by: float
-) -> None:
+def test_rendezvous_succeeds_if_clocks_differ(ranks: Ranks, folder: Path, by: float) -> None:
     """This covers the clock of a process, as Python reads it, and the file times of a server."""
     host = ranks.start(0, 2, **plan(folder))
     file = await_file(folder, "run", host)

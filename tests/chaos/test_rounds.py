@@ -37,9 +37,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("backend", "fate"), PAIRS)
-def test_survivors_raise_in_time_and_leave_nothing_behind(
-    ranks: Ranks, backend: str, fate: str
-) -> None:
+def test_survivors_raise_in_time_and_clean_up(ranks: Ranks, backend: str, fate: str) -> None:
     for verb in sample(backend, fate):
         game = Round(backend, verb, fate, seed=1)
         assert play(ranks, game).wrong == [], game.command

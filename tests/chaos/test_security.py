@@ -39,9 +39,7 @@ def start(
     return start_together(ranks, folder, 2, backend, seconds=seconds, **plan)
 
 
-def test_ranks_create_files_and_memory_that_only_their_user_can_open(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_ranks_create_files_and_memory_only_for_their_user(ranks: Ranks, tmp_path: Path) -> None:
     """Ranks create every file exclusively, without following a link, with mode 0600 and any umask.
 
     The ranks record each creation.
@@ -136,9 +134,7 @@ def test_rendezvous_modules_do_not_import_pickle() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "auto"])
-def test_ranks_on_one_host_listen_on_the_loopback_only(
-    ranks: Ranks, tmp_path: Path, backend: str
-) -> None:
+def test_ranks_on_one_host_listen_on_loopback(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     started = start(ranks, tmp_path, backend, seconds=0.5)
     for rank in started:
         rank.await_event("joined")

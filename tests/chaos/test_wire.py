@@ -81,9 +81,7 @@ def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int
 
 
 @pytest.mark.parametrize("each", [1, 2 * DESCRIPTORS])
-def test_strangers_can_only_fail_the_start_while_ranks_connect(
-    ranks: Ranks, tmp_path: Path, each: int
-) -> None:
+def test_strangers_can_only_make_the_start_fail(ranks: Ranks, tmp_path: Path, each: int) -> None:
     """Strangers receive no data. A flood may make the start fail in time on every rank."""
     answers: list[bytes] = []
     starts = 0

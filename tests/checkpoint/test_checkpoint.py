@@ -151,9 +151,7 @@ def test_load_restores_bfloat16(tmp_path: Path) -> None:
     assert found.extra.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_save_copies_gpu_arrays_to_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_copies_gpu_arrays_to_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a stand-in for CuPy that raises for implicit conversions; see tests/gpu."""
     monkeypatch.setitem(sys.modules, "cupy", StandInCupy())
     array = np.arange(6.0).reshape(2, 3).T
@@ -307,9 +305,7 @@ def test_manifest_contains_step_parts_and_state_size(tmp_path: Path) -> None:
     assert manifest["state"]["nbytes"] == os.path.getsize(path / "state.safetensors")
 
 
-def test_load_logs_a_warning_if_it_skips_a_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_load_logs_skipped_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run()
     run.save(tmp_path, 1)
     newest = run.save(tmp_path, 2)

@@ -192,9 +192,7 @@ def test_load_names_a_rank_that_dies_during_the_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])
-def test_save_on_one_rank_raises_that_every_rank_must_call(
-    pool: Any, tmp_path: Path, verb: str
-) -> None:
+def test_save_on_one_rank_requires_all_ranks(pool: Any, tmp_path: Path, verb: str) -> None:
     for said in pool(2).run(saves_on_rank_0_alone, tmp_path, verb == "load"):
         assert f"rank 0 called {verb}(collective, to be called on every rank) at " in said
     assert list(tmp_path.iterdir()) == []
@@ -205,9 +203,7 @@ def test_save_on_one_rank_raises_that_every_rank_must_call(
     [({"env": conformance.two_hosts}, 3), ({"init": "mpi", "params": {"BACKEND": "mpi"}}, 2)],
     ids=["two hosts", "mpi"],
 )
-def test_save_on_one_rank_raises_on_two_hosts_and_mpi(
-    world: Any, size: int, tmp_path: Path
-) -> None:
+def test_save_on_one_rank_raises_on_hosts_and_mpi(world: Any, size: int, tmp_path: Path) -> None:
     if "init" in world:
         pytest.importorskip("mpi4py")
     for said in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):

@@ -86,9 +86,7 @@ def test_load_skips_a_checkpoint_with_missing_files(two: Path, tmp_path: Path) -
         assert fl.load(folder).step == 1
 
 
-def test_load_raises_checkpoint_error_and_changes_nothing_if_all_are_damaged(
-    two: Path, tmp_path: Path
-) -> None:
+def test_load_raises_checkpoint_error_if_all_are_damaged(two: Path, tmp_path: Path) -> None:
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     (tmp_path / "000001-step-1" / "manifest.json").write_text("{}")
     os.truncate(tmp_path / "000002-step-2" / "state.safetensors", 10)
@@ -99,9 +97,7 @@ def test_load_raises_checkpoint_error_and_changes_nothing_if_all_are_damaged(
     assert run.everything() == before
 
 
-def test_load_raises_checkpoint_error_if_the_named_checkpoint_is_damaged(
-    two: Path, tmp_path: Path
-) -> None:
+def test_load_of_a_damaged_checkpoint_raises_checkpoint_error(two: Path, tmp_path: Path) -> None:
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     (tmp_path / "000002-step-2" / "manifest.json").unlink()
     for name in ("000002-step-2", "000003-step-3"):  # the second does not exist
@@ -160,9 +156,7 @@ def test_save_removes_only_old_checkpoints(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_save_warns_if_another_user_owns_an_old_checkpoint(
-    two: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_save_warns_about_files_of_other_users(two: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tempfile.TemporaryDirectory() as shared:
         folder, left = Path(shared), Path(shared, f".writing-{'0' * 16}")
         shutil.copytree(two, folder, dirs_exist_ok=True)
@@ -182,9 +176,7 @@ def test_save_warns_if_another_user_owns_an_old_checkpoint(
 
 @pytest.mark.parametrize("name", ["run", "20261128-step-1"])
 @pytest.mark.parametrize("stray", [*FILES, "20261129-step-1"])
-def test_load_ignores_entries_that_are_not_checkpoints(
-    two: Path, tmp_path: Path, name: str, stray: str
-) -> None:
+def test_load_ignores_other_entries(two: Path, tmp_path: Path, name: str, stray: str) -> None:
     shutil.copytree(two, tmp_path / name)
     (tmp_path / name / stray).write_text("{}")
     assert fl.load(tmp_path / name).step == 2  # type: ignore[union-attr]

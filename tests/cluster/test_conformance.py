@@ -8,7 +8,7 @@ import pytest
 from tests.cluster.hosts import Cluster
 from tests.distributed.test_conformance import (  # noqa: F401 - run here, with the fixture below
     test_all_reduce_location_returns_values_and_ranks,
-    test_all_reduce_multiple_reduces_mixed_arrays,
+    test_all_reduce_multiple_sums_mixed_arrays,
     test_async_verbs_complete_even_if_their_work_is_dropped,
     test_concurrent_verbs_match_numpy_in_any_order_of_waiting,
     test_messages_in_a_ring_arrive_during_collectives_of_a_thread,

@@ -14,7 +14,7 @@ from tests.distributed.conformance import on_ranks
 from tests.distributed.programs import every_verb, run_program
 from tests.distributed.test_conformance import (  # noqa: F401 - run here, with the fixture below
     test_all_reduce_location_returns_values_and_ranks,
-    test_all_reduce_multiple_reduces_mixed_arrays,
+    test_all_reduce_multiple_sums_mixed_arrays,
 )
 
 

@@ -38,9 +38,7 @@ DATASETS = pytest.mark.parametrize(
 @DATASETS
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("policy", ["include_last", "skip_last"])
-def test_batch_dataset_groups_samples_in_order(
-    dataset: Dataset, batch_size: int, policy: str
-) -> None:
+def test_batch_dataset_keeps_the_order(dataset: Dataset, batch_size: int, policy: str) -> None:
     batches = BatchDataset(dataset, batch_size, policy)  # type: ignore[arg-type]
     stop = 7 if policy == "include_last" else 7 // batch_size * batch_size
     expected = [

@@ -30,9 +30,7 @@ def test_epoch_order_is_a_repeatable_permutation(n: int, seed: int, epoch: int) 
         (2**70, 3, [3, 9, 4, 1, 6, 5, 7, 2, 0, 8]),
     ],
 )
-def test_epoch_order_is_the_same_with_every_numpy(
-    seed: int, epoch: int, expected: list[int]
-) -> None:
+def test_epoch_order_is_equal_with_every_numpy(seed: int, epoch: int, expected: list[int]) -> None:
     """A change of these numbers changes the training of every user with a fixed seed."""
     assert epoch_order(10, seed, epoch).tolist() == expected
     thousand = epoch_order(1000, 7, 7)
@@ -83,9 +81,7 @@ def test_partition_drops_nothing_with_allow_empty() -> None:
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 9))
-def test_partitions_are_disjoint_and_have_equally_many_batches(
-    n: int, partitions: int, batch_size: int
-) -> None:
+def test_partitions_are_disjoint_and_equally_long(n: int, partitions: int, batch_size: int) -> None:
     parts = dealt(n, partitions, batch_size)
     samples = sorted(chain(*parts))
     assert samples == list(range(len(samples)))
@@ -95,17 +91,13 @@ def test_partitions_are_disjoint_and_have_equally_many_batches(
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 9))
-def test_partitions_contain_every_sample_once_with_allow_empty(
-    n: int, partitions: int, batch_size: int
-) -> None:
+def test_partitions_have_every_sample_once(n: int, partitions: int, batch_size: int) -> None:
     assert sorted(chain(*dealt(n, partitions, batch_size, allow_empty=True))) == list(range(n))
 
 
 @pytest.mark.parametrize(
     "arguments", [(-1, 0, 1, 1), (5, 2, 2, 1), (5, -1, 2, 1), (5, 0, 2, 0), (5, 0, 0, 1)]
 )
-def test_partition_raises_value_error_for_invalid_arguments(
-    arguments: tuple[int, int, int, int],
-) -> None:
+def test_partition_rejects_invalid_arguments(arguments: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match=f"got n={arguments[0]}, partition={arguments[1]}"):
         partition_by_round_robin(*arguments)

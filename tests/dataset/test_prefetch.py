@@ -184,9 +184,7 @@ def test_prefetch_raises_type_error_if_data_cannot_be_pickled() -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_prefetch_raises_if_the_current_folder_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetch_needs_a_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     with pytest.raises(FileNotFoundError, match=r"^PrefetchDataset: the current folder, .* was de"):

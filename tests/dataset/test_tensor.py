@@ -86,9 +86,7 @@ def stored(request: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("indices", [[3, 1, 2], [1, 1, 0], [0, 2, -1], [2], []])
-def test_take_from_arrays_in_files_keeps_order_and_duplicates(
-    stored: Any, indices: list[int]
-) -> None:
+def test_take_from_file_arrays_keeps_order_and_duplicates(stored: Any, indices: list[int]) -> None:
     taken = TensorDataset(stored).take(np.array(indices, np.int64))
     for field, array in zip(taken, (X, Y), strict=True):
         assert type(field) in (np.ndarray, np.memmap)

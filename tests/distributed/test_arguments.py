@@ -50,9 +50,7 @@ def test_op_accepts_numpy_functions_and_upper_case_names(rank: int, size: int) -
 
 
 @on_ranks(("shm", 2))
-def test_unknown_keyword_raises_type_error_and_the_call_does_not_count(
-    rank: int, size: int
-) -> None:
+def test_unknown_keyword_raises_type_error_and_is_no_call(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(TypeError, match="unexpected keyword argument 'src'"):
             fl.broadcast(np.ones(2), src=0)  # type: ignore[call-overload]

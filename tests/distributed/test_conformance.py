@@ -84,9 +84,7 @@ def test_reductions_have_the_same_bits_in_every_run(rank: int, size: int) -> Non
 
 @pytest.mark.parametrize(("op", "scale"), [("sum", 2.0), ("max", 2.0), ("avg", 1 / 3)])
 @on_ranks()
-def test_all_reduce_multiple_reduces_mixed_arrays(
-    rank: int, size: int, op: Any, scale: float
-) -> None:
+def test_all_reduce_multiple_sums_mixed_arrays(rank: int, size: int, op: Any, scale: float) -> None:
     """Arrays below and above the packing limit, more than one message, contiguous and strided."""
     for contiguous, async_op in itertools.product((False, True), (False, True)):
         names = ["float32", "float16", "float64"] + ["int32"] * (op != "avg")

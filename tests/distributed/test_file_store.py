@@ -107,9 +107,7 @@ def test_file_store_names_an_unwritable_directory(ranks: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("rank", "size", "timeout"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
-def test_store_rejects_invalid_arguments(
-    tmp_path: Path, rank: int, size: int, timeout: float
-) -> None:
+def test_store_checks_its_arguments(tmp_path: Path, rank: int, size: int, timeout: float) -> None:
     with pytest.raises(ValueError, match="got"):
         FileStore(tmp_path / "meeting", rank, size, timeout)
     assert os.listdir(tmp_path) == []
@@ -196,9 +194,7 @@ def put_stale(directory: Path, *kinds: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STALE)
-def test_file_store_removes_each_kind_of_stale_file(
-    ranks: Ranks, tmp_path: Path, kind: str
-) -> None:
+def test_file_store_removes_all_stale_files(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     put_stale(tmp_path, kind)
     ranks.run(3)
     assert os.listdir(tmp_path) == []

@@ -116,9 +116,7 @@ def by_exec() -> int:
 
 @pytest.mark.parametrize("start", [by_fork, by_exec])
 @on_ranks(("gloo", 2), ("shm", 2), lost=1, params={"TIMEOUT": 15})
-def test_killed_rank_is_detected_if_its_child_lives(
-    rank: int, size: int, start: Callable[[], int]
-) -> None:
+def test_killed_rank_with_a_child_is_lost(rank: int, size: int, start: Callable[[], int]) -> None:
     group = fl.new_group(range(size))
     child = group.broadcast_object(start() if rank == 1 else None, root=1)
     group.barrier()

@@ -144,9 +144,7 @@ watch = initialize._watch
 
 
 @on_ranks(("shm", 2), fresh=True, init=None)
-def test_init_releases_everything_if_its_last_step_fails(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_init_releases_resources_if_a_step_fails(rank: int, size: int, tmp_path: Path) -> None:
     folders = {"FILE_PATH": str(tmp_path / "meet"), "TRACE_DIR": str(tmp_path / "records")}
     place = fl.DistributedInit.FILE_SYSTEM, rank, size, {**folders, "BACKEND": "gloo"}
     before = process_state()
@@ -355,9 +353,7 @@ def test_distributed_init_params_override_the_address_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize(("key", "usual"), [("TIMEOUT", 300.0), ("HOST_TIMEOUT", 5.0)])
-def test_settings_read_timeout_variables(
-    key: str, usual: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_read_timeouts(key: str, usual: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert getattr(Settings.from_params({}), key.lower()) == usual
     monkeypatch.setenv(f"FLASHLIGHT_{key}", "60")
     assert getattr(Settings.from_params({}), key.lower()) == 60.0

@@ -114,9 +114,7 @@ def test_sync_distributed_does_not_repeat_a_raised_failure(rank: int, size: int)
 
 @pytest.mark.parametrize("is_reported", [True, False])
 @on_ranks()
-def test_wrong_rows_raise_once_and_keep_other_results(
-    rank: int, size: int, is_reported: bool
-) -> None:
+def test_wrong_rows_raise_once_and_keep_results(rank: int, size: int, is_reported: bool) -> None:
     """Start a call with a wrong ``out``, and another call with a strided array."""
     x, out, gaps = np.ones((rank + 1, 2)), np.zeros((1, 2)), np.ones((3, 4))[:, ::2]
     work = fl.all_gather(x, out=out, async_op=True)

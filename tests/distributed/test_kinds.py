@@ -96,9 +96,7 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 
 
 @in_both
-def test_verbs_return_new_results_of_the_kind_of_the_input(
-    rank: int, size: int, library: str, dtype: str
-) -> None:
+def test_results_have_the_kind_of_the_input(rank: int, size: int, library: str, dtype: str) -> None:
     check = Checks(library, dtype)
     make, same = check.make, check.same
     mine, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
@@ -153,9 +151,7 @@ def test_scatter_returns_the_kind_of_the_input(rank: int, size: int, library: st
 
 
 @in_both
-def test_in_place_verbs_return_the_input_kind(
-    rank: int, size: int, library: str, dtype: str
-) -> None:
+def test_in_place_verbs_return_input_kind(rank: int, size: int, library: str, dtype: str) -> None:
     check = Checks(library, dtype)
     before = [rank + 1, 2 * rank]
     op, total = ("max", [2, 2]) if dtype == "bool" else ("sum", [3, 2])
@@ -313,9 +309,7 @@ class OnlyCuda:
 
 
 @pytest.mark.parametrize("stream", [None, 1, 2, 0x7F00])
-def test_verbs_wait_for_the_producer_s_stream(
-    monkeypatch: pytest.MonkeyPatch, stream: int | None
-) -> None:
+def test_verbs_wait_for_the_producer(monkeypatch: pytest.MonkeyPatch, stream: int | None) -> None:
     cupy = cupy_stand_in.StandInCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cupy_stand_in, "LOG", [])

@@ -127,9 +127,7 @@ def wait_behind_others(group: Group, name: str) -> None:
 
 
 @everywhere(fresh=False)
-def test_message_wait_raises_peer_lost_error_if_the_peer_closes_the_group(
-    rank: int, size: int
-) -> None:
+def test_message_wait_raises_peer_lost_error_if_the_peer_closes(rank: int, size: int) -> None:
     for name in MESSAGES:
         group = fl.new_group(range(size))
         if rank:
@@ -150,9 +148,7 @@ FAST = {"send of 4 MB", "recv", "sync_distributed"}  # the other operations repe
     ],
 )
 @everywhere(fast=2)
-def test_message_wait_raises_peer_lost_error_if_the_peer_shuts_down(
-    rank: int, size: int, name: str
-) -> None:
+def test_message_wait_raises_peer_lost_error_at_shutdown(rank: int, size: int, name: str) -> None:
     """Rank 0 shuts down. Other ranks wait for its messages in the world or in another group."""
     group = fl.new_group(range(size))
     if rank:
@@ -175,9 +171,7 @@ def test_peer_lost_error_says_how_many_fewer_calls_the_rank_made(rank: int, size
 
 @pytest.mark.parametrize("rounds", [0, 3])
 @everywhere(fast=4)
-def test_error_says_that_a_rank_shut_down_after_fewer_calls(
-    rank: int, size: int, rounds: int
-) -> None:
+def test_error_names_a_rank_that_shut_down_earlier(rank: int, size: int, rounds: int) -> None:
     for _ in range(rounds):
         fl.all_reduce(ones())
     end = f"{rounds} calls" + ", 1 fewer than this rank" * (rank != 1)
@@ -200,9 +194,7 @@ QUICK = {"recv of any rank", "isend"}
     ],
 )
 @everywhere()
-def test_message_wait_ends_if_all_other_ranks_shut_down(
-    rank: int, size: int, wait: Any, name: str
-) -> None:
+def test_message_wait_ends_if_other_ranks_leave(rank: int, size: int, wait: Any, name: str) -> None:
     group = fl.new_group(range(size))
     if rank == size - 1:
         wait(group, name)

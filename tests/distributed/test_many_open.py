@@ -201,9 +201,7 @@ def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -
 
 @pytest.mark.parametrize("one_tag", [False, True], ids=["tags", "one tag"])
 @pytest.mark.parametrize("kind", ["irecv", "isend", "irecv of any"])
-def test_open_messages_need_no_thread_and_little_memory(
-    ranks: Any, kind: str, one_tag: bool
-) -> None:
+def test_open_messages_need_no_thread_and_few_bytes(ranks: Any, kind: str, one_tag: bool) -> None:
     if kind == "irecv of any" and ranks.size > 2:
         pytest.skip("any other rank may send here")
     count = OPEN[ranks.size]

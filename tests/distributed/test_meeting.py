@@ -96,9 +96,7 @@ def test_abort_sends_its_reason_to_every_rank(ranks: Ranks, who: int) -> None:
 
 @pytest.mark.parametrize("moment", ["exchanged 0", "exchanged 2"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_exchange_names_a_killed_rank_before_the_timeout(
-    ranks: Ranks, victim: int, moment: str
-) -> None:
+def test_exchange_names_a_killed_rank_early(ranks: Ranks, victim: int, moment: str) -> None:
     """The timeout of 60 s exceeds that of the test, so the death must be detected."""
     started = ranks.start_all(3, {victim: {"pause_at": moment}}, timeout=60.0)
     started[victim].await_event(moment)

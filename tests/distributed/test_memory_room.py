@@ -314,9 +314,7 @@ TAKES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", TAKES)
 @on_ranks(("shm", 2), ("hierarchical", 4))
-def test_every_rank_raises_out_of_memory_error(
-    rank: int, size: int, name: str, tmp_path: Path
-) -> None:
+def test_all_ranks_raise_memory_error(rank: int, size: int, name: str, tmp_path: Path) -> None:
     """Memory is short on all ranks, or on the second of two ranks."""
     assert len(hosts_of(group_or_world(None))) == size // 2
     is_poor = size == 2 or rank >= 2
@@ -338,9 +336,7 @@ def test_every_rank_raises_out_of_memory_error(
 
 
 @on_ranks(("single", 1), ("shm", 2))
-def test_require_memory_allows_all_requests_if_limits_are_unknown(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_require_memory_allows_all_without_limits(rank: int, size: int, tmp_path: Path) -> None:
     """Rank 0's limits are unknown. Small arrays do not get slower by the check of large arrays."""
     exchanges: list[bytes] = []
     exchange = BackendStore.exchange
@@ -378,9 +374,7 @@ def zeros(out: Any) -> None:
 
 
 @on_ranks(("gloo", 2))
-def test_every_rank_raises_out_of_memory_error_over_gloo(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_all_ranks_raise_out_of_memory_over_gloo(rank: int, size: int, tmp_path: Path) -> None:
     lacking = little_memory(tmp_path) if rank == 1 else contextlib.nullcontext()
     why = rf"rank {rank} of 2: .*{LACK}\. rank 1: an array of float32 \(17, 1048576\): 71,303,168 "
     with lacking, pytest.raises(fl.errors.OutOfMemoryError, match=why):
@@ -399,9 +393,7 @@ def test_available_memory_excludes_unwritten_pages(rank: int, size: int, tmp_pat
             fl.optim.AdamOptimizer(sharded.params(), 1e-3)
 
 
-def test_data_parallel_workers_raise_out_of_memory_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_raise_out_of_memory_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashlight_py.parallel.workers import WorkerMemory
 
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))

@@ -314,9 +314,7 @@ def test_random_messages_are_the_same_as_in_mpi(pool: Any, backend: str, size: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "size"), TRIED)
-def test_program_of_10_000_messages_is_the_same_as_in_mpi(
-    pool: Any, backend: str, size: int
-) -> None:
+def test_10_000_messages_return_the_same_as_mpi(pool: Any, backend: str, size: int) -> None:
     programs = [(10_000, 30, 3), (10_000, 1000, 4)]
     ranks = pool(size, **world_of(backend, BY_MPI))
     ranks.run_each(run_on_both, programs, deadline=110.0)

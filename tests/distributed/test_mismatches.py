@@ -234,9 +234,7 @@ ONE, OBJECTS = np.ones(1, int), ["a", "b", "c"]
 
 @pytest.mark.parametrize("odd", range(3))
 @on_ranks(("gloo", 3), ("shm", 3), ("mpi", 3), ("hierarchical", 3))
-def test_mismatch_error_separates_a_composed_verb_from_its_steps(
-    rank: int, size: int, odd: int
-) -> None:
+def test_mismatch_error_separates_a_verb_from_its_steps(rank: int, size: int, odd: int) -> None:
     """One rank calls the verb that is the first step of the other ranks' verb."""
     for name, pair in COMPOSED.items():
         message = mismatch_now_or_later(pair[rank == odd])

@@ -63,9 +63,7 @@ def backend() -> MpiBackend:
 @pytest.mark.parametrize("limit", [50, 10_000])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "longdouble"])
 @on_ranks()
-def test_arrays_above_the_limit_of_a_call_are_sent_in_chunks(
-    rank: int, size: int, dtype: str, limit: int
-) -> None:
+def test_arrays_above_the_limit_use_chunks(rank: int, size: int, dtype: str, limit: int) -> None:
     """With a limit of 50 or 10,000 bytes instead of 2 GB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verb_steps, "LARGEST_BYTES", limit)
@@ -94,9 +92,7 @@ def test_operation_progresses_while_its_rank_does_not_wait(rank: int, size: int)
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "longdouble"])
 @on_ranks()
-def test_min_and_max_of_nan_and_zeros_are_equal_on_all_ranks(
-    rank: int, size: int, name: str
-) -> None:
+def test_min_and_max_of_nan_and_zeros_agree_on_all_ranks(rank: int, size: int, name: str) -> None:
     """NaN and zeros of both signs, in a different order on each rank."""
     odd = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.0, -1.0]
     table = np.array([np.roll(odd, shift) for shift in range(size)])
@@ -331,9 +327,7 @@ class FakeMpi:
         self.aborted.append(code)
 
 
-def test_exception_hook_prints_first_and_is_removed_with_the_last_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exception_hook_prints_first_and_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     before, mpi = sys.excepthook, FakeMpi()

@@ -180,9 +180,7 @@ def test_mpi_store_accepts_a_world_of_its_mpi() -> None:
 
 
 @pytest.mark.parametrize("error", [ImportError("No module"), RuntimeError("cannot load MPI")])
-def test_load_mpi_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_load_mpi_error_names_packages(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     class Failing:
         def __getattr__(self, name: str) -> object:
             raise error

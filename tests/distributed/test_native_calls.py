@@ -259,9 +259,7 @@ def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("count", [3, 30_000])
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(("shm", 2), ("gloo", 2), slow=[("shm", 3), ("gloo", 3)])
-def test_calls_by_address_return_the_same_as_calls_with_arrays(
-    rank: int, size: int, async_op: bool, count: int
-) -> None:
+def test_calls_by_address_equal_calls(rank: int, size: int, async_op: bool, count: int) -> None:
     """Public verbs return the same bits for arrays."""
     settle()
     group = current_world().group
@@ -294,9 +292,7 @@ def test_calls_by_address_return_the_same_as_calls_with_arrays(
 
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
-def test_all_gather_accepts_an_input_inside_its_result(
-    rank: int, size: int, async_op: bool
-) -> None:
+def test_all_gather_accepts_an_input_in_its_result(rank: int, size: int, async_op: bool) -> None:
     """FSDP of torch passes the row of a rank at its position in the result."""
     settle()
     group = current_world().group

@@ -98,9 +98,7 @@ def test_barrier_during_a_reduction_is_reported_once(rank: int, size: int) -> No
 
 @pytest.mark.parametrize("has_called", [False, True])
 @on_ranks(("shm", 2), ("gloo", 2), lost=1)
-def test_dead_rank_raises_peer_lost_error_in_two_seconds(
-    rank: int, size: int, has_called: bool
-) -> None:
+def test_dead_rank_raises_peer_lost_error_soon(rank: int, size: int, has_called: bool) -> None:
     """Rank 1 is killed before or after its call. No operation on the CPU waits for it."""
     world = current_world().group
     cp = gpus(world)

@@ -224,9 +224,7 @@ def test_scaled_sums_are_cached_up_to_a_limit(nccl: Nccl) -> None:
 
 
 @pytest.mark.parametrize(("scale", "kind", "scalar"), [(300.0, "uint8", 44), (-3.0, "int64", -3)])
-def test_integer_scales_wrap_as_on_the_cpu(
-    nccl: Nccl, scale: float, kind: str, scalar: int
-) -> None:
+def test_integer_scales_wrap_like_the_cpu(nccl: Nccl, scale: float, kind: str, scalar: int) -> None:
     codes = {"uint8": nccl.ncclUint8, "int64": nccl.ncclInt64}
     op = communicator(nccl).scaled_sum("all_reduce", scale, kind, codes[kind])
     assert nccl._scales[op] == scalar
@@ -234,9 +232,7 @@ def test_integer_scales_wrap_as_on_the_cpu(
 
 @pytest.mark.parametrize("state", [0, IN_PROGRESS])
 @pytest.mark.parametrize("status", [0, IN_PROGRESS])
-def test_close_destroys_once_or_aborts_if_a_rank_is_missing(
-    nccl: Nccl, status: int, state: int
-) -> None:
+def test_close_aborts_only_if_a_rank_is_missing(nccl: Nccl, status: int, state: int) -> None:
     made = communicator(nccl)
     nccl.answers["ncclCommFinalize"], nccl.state = status, state
     made.close()

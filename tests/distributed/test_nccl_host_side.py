@@ -21,10 +21,10 @@ from tests.gpu.test_contact import test_each_group_has_its_own_communicator
 from tests.gpu.test_hooks import test_hooks_give_equal_results_for_cupy_and_numpy_arrays
 from tests.gpu.test_training import (
     test_state_dicts_of_shards_equal_the_full_state,
-    test_training_on_gpus_equals_one_process_on_the_cpu,
+    test_training_on_gpus_equals_a_cpu_process,
 )
 from tests.gpu.test_verbs import (
-    test_all_reduce_multiple_accepts_mixed_arrays,
+    test_all_reduce_multiple_mixes_arrays,
     test_all_reduce_supports_every_dtype_layout_and_op,
     test_broadcast_and_all_gather_return_correct_arrays,
     test_group_sends_numpy_and_cupy_arrays_with_different_backends,

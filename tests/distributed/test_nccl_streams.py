@@ -75,9 +75,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_next_call_waits_until_the_previous_call_has_started(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_waits_until_the_last_call_began(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy, nccl = StandInCupy(1), Strict()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     for kind, method in ((Event, "record"), (Stream, "wait_event"), (Stream, "__enter__")):

@@ -89,9 +89,7 @@ SIZES = (0, 1, 30, 1000, 100_000)  # on both sides of every threshold, in every 
 
 @pytest.mark.parametrize("sources", [("named",), ("any",), ("any", "named")])
 @on_ranks()
-def test_open_receive_keeps_order_of_a_sender(
-    rank: int, size: int, sources: tuple[str, ...]
-) -> None:
+def test_open_receive_keeps_the_send_order(rank: int, size: int, sources: tuple[str, ...]) -> None:
     """Messages of one rank and tag fill the receives in order.
 
     ``sources`` says how each receive names the sender: "named" or "any".

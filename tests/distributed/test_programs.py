@@ -49,8 +49,6 @@ def test_each_verb_works_in_every_size(ranks: Any) -> None:
         pytest.param("hierarchical", 4, marks=pytest.mark.slow),
     ],
 )
-def test_random_programs_return_the_same_as_mpi(
-    pool: Any, backend: str, size: int, data: st.DataObject
-) -> None:
+def test_random_programs_equal_mpi(pool: Any, backend: str, size: int, data: st.DataObject) -> None:
     ranks = pool(size, **world_of(backend, {"init": "mpi"}))
     ranks.run(run_with_mpi, data.draw(programs(size, VERBS)))

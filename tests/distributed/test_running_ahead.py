@@ -373,9 +373,7 @@ def stand_in() -> Iterator[None]:
 @pytest.mark.parametrize("blocking", [True, False])
 @on_ranks()
 @stand_in()
-def test_compared_calls_move_no_data_but_return_shapes(
-    rank: int, size: int, blocking: bool
-) -> None:
+def test_compared_calls_send_no_data_but_have_shapes(rank: int, size: int, blocking: bool) -> None:
     x = of_gpu(2 * size, 3)
     rows = [1] * (size - 1) + [size + 1]
     for call in (

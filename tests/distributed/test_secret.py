@@ -90,9 +90,7 @@ def test_secret_rejects_files_and_folders_that_other_users_can_read(
         Secret.find(True, {})
 
 
-def test_private_folder_skips_read_only_folders(
-    public: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_folder_is_writable(public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(public))
     folder = public / "run"
     folder.mkdir(mode=0o500)

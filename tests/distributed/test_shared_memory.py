@@ -176,9 +176,7 @@ def test_missing_shared_memory_on_a_host_warns_once(
 
 
 @on_ranks(("shm", 2), fresh=True, env=hosts_by_letter("ab"), init=None)
-def test_backend_shm_raises_on_every_rank_if_memory_is_not_shared(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_backend_shm_raises_if_memory_is_not_shared(rank: int, size: int, tmp_path: Path) -> None:
     params = {"FILE_PATH": str(tmp_path / "meet"), "BACKEND": "shm"}
     with pytest.raises(fl.errors.BackendUnavailableError, match="all ranks must share memory"):
         fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)

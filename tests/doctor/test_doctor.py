@@ -110,9 +110,7 @@ def test_shared_memory_warns_if_small(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "does not exist" in detail
 
 
-def test_gpus_warns_if_a_driver_exists_without_cupy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpus_warns_about_missing_cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 550.1\nGCC\n")
     monkeypatch.setattr(doctor, "_DRIVER", driver)
@@ -122,9 +120,7 @@ def test_gpus_warns_if_a_driver_exists_without_cupy(
     assert second.state is WARNING
 
 
-def test_mpirun_warns_if_it_belongs_to_another_mpi(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_mpirun_warns_about_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     program = tmp_path / "mpirun"
     program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n")
@@ -149,9 +145,7 @@ def test_mpi_reports_library_abi_and_mpirun() -> None:
 
 @NEEDS_MPI
 @pytest.mark.parametrize("cuda", [None, True, False])
-def test_mpi_reports_gpu_pointer_support(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool | None
-) -> None:
+def test_mpi_reports_gpu_support(monkeypatch: pytest.MonkeyPatch, cuda: bool | None) -> None:
     """The facts are constants here, because one MPI has one behaviour."""
     facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", facts, ""))
@@ -163,9 +157,7 @@ def test_mpi_reports_gpu_pointer_support(
 
 
 @NEEDS_MPI
-def test_mpi_is_missing_and_not_tried_if_it_cannot_be_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mpi_is_not_tried_if_it_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = "libmpi.so.12: cannot open"
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", {}, problem))
     monkeypatch.setattr(doctor, "TRIALS", {"mpi": doctor.TRIALS["mpi"]})

@@ -28,9 +28,7 @@ def call_of(size: int, timeout: float | None = None) -> SpawnCall:
 # A rank in a process of the engine ----------------------------------------------------------------
 
 
-def test_start_serve_rejects_a_second_rank_and_keeps_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_start_serve_rejects_a_second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> AbstractContextManager[None]:
         raise AssertionError("changed the environment that the first one reads")
 

@@ -96,9 +96,7 @@ def test_example_ends_if_samples_do_not_divide_evenly() -> None:
     assert len(losses(output)) == 2
 
 
-def test_example_exits_with_an_error_on_every_rank_if_there_are_fewer_samples_than_ranks(
-    tmp_path: Path,
-) -> None:
+def test_example_exits_with_an_error_if_a_rank_has_no_sample(tmp_path: Path) -> None:
     for process in by_file(tmp_path, 2, "--samples", 1):
         output, error = process.communicate(timeout=DEADLINE)
         assert (process.returncode, output) == (1, "")

@@ -73,9 +73,7 @@ def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) 
 
 
 @pytest.mark.slow
-def test_flrun_restarts_with_fewer_ranks_and_ends_with_the_same_bits(
-    tmp_path: Path, expected: str
-) -> None:
+def test_flrun_restarts_with_fewer_ranks_and_equal_bits(tmp_path: Path, expected: str) -> None:
     random = np.random.default_rng(0)
     text, killed = disturbed(tmp_path / "run", random, 3, 1, "--min-n", "2")
     assert killed == 1

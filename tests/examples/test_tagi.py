@@ -23,9 +23,7 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"(?<![\w.])\d+\.?\d*", text)]
 
 
-def test_regression_learns_the_curve_and_predicts_a_large_deviation_far_from_the_points(
-    tmp_path: Path,
-) -> None:
+def test_regression_predicts_a_large_deviation_far_from_points(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     band = tmp_path / "band.png"
     error, within, beyond = numbers(printed("tagi_regression.py", "--plot", band))
@@ -56,9 +54,7 @@ def accuracies(*options: object, ranks: int = 1) -> list[float]:
 @pytest.mark.parametrize(
     ("model", "epochs", "goal"), [("mlp", 10, 98.0), ("cnn", 5, 98.3)], ids=["mlp", "cnn"]
 )
-def test_digits_accuracy_is_equal_for_any_number_of_ranks(
-    model: str, epochs: int, goal: float
-) -> None:
+def test_digits_accuracy_does_not_depend_on_ranks(model: str, epochs: int, goal: float) -> None:
     job = ("--model", model, "--num-epochs", epochs)
     alone, *together = (accuracies(*job, ranks=ranks) for ranks in (1, 2, 4))
     assert alone[-1] >= goal
@@ -83,9 +79,7 @@ def errors_of_resnet(*options: object, ranks: int = 2) -> tuple[str, list[float]
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--sync-batch-norm",)], ids=["local", "sync"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_small_resnet_reaches_its_error_in_the_best_epoch(
-    ranks: int, more: tuple[str, ...]
-) -> None:
+def test_small_resnet_reaches_its_best_error(ranks: int, more: tuple[str, ...]) -> None:
     """Single epochs of such networks may fail, so the best epoch counts."""
     job = ("--model", "small", "--num-epochs", 5, "--batch-size", 64 // ranks, *more)
     first, errors = errors_of_resnet(*job, ranks=ranks)

@@ -158,9 +158,7 @@ def killed(rank: int, size: int, begin: Callable[[], Any]) -> Failure:
 
 
 @pytest.mark.parametrize(("size", "begin"), [(2, joined), (2, connected), (4, connected)])
-def test_survivors_name_a_killed_rank(
-    size: int, begin: Callable[[], Any], measured: Measured
-) -> None:
+def test_ranks_name_a_killed_rank(size: int, begin: Callable[[], Any], measured: Measured) -> None:
     for rank, outcome in enumerate(outcomes(killed, begin, size=size)):
         if rank == 1:
             assert outcome.signal is signal.SIGKILL

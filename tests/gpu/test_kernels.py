@@ -85,9 +85,7 @@ def test_relu_and_mean_squared_error_equal_numpy(dtype: str) -> None:
 
 @EVERY_FLOAT
 @pytest.mark.parametrize("shape", [(20, 1001), (1500, 1001)])
-def test_mean_squared_error_of_many_elements_is_accurate(
-    dtype: str, shape: tuple[int, int]
-) -> None:
+def test_mean_squared_error_of_large_arrays_is_accurate(dtype: str, shape: tuple[int, int]) -> None:
     """Many blocks, any layout, and the same bits in each run."""
     import cupy
 

@@ -48,9 +48,7 @@ def train(rank: int, size: int, device: str, kind: str, sharded: bool = False) -
 @pytest.mark.parametrize(
     ("kind", "sharded"), [("sgd", False), ("nesterov", False), ("adam", False), ("adam", True)]
 )
-def test_training_on_gpus_equals_one_process_on_the_cpu(
-    ranks: Any, kind: str, sharded: bool
-) -> None:
+def test_training_on_gpus_equals_a_cpu_process(ranks: Any, kind: str, sharded: bool) -> None:
     expected = train(0, 1, "cpu", kind)
     for got in ranks.run(train, "cuda", kind, sharded):
         for one, other in zip(got, expected, strict=True):

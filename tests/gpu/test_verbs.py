@@ -11,9 +11,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_all_reduce_multiple_accepts_mixed_arrays(
-    ranks: Any, contiguous: bool, async_op: bool
-) -> None:
+def test_all_reduce_multiple_mixes_arrays(ranks: Any, contiguous: bool, async_op: bool) -> None:
     ranks.run(verbs.all_reduce_multiple_mixed, contiguous, async_op)
 
 

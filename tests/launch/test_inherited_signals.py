@@ -56,9 +56,7 @@ def block() -> None:
 
 
 @pytest.mark.parametrize("before", [ignore, block])
-def test_flrun_returns_exit_codes_without_sigchld(
-    before: Callable[[], None], tmp_path: Path
-) -> None:
+def test_flrun_returns_codes_without_sigchld(before: Callable[[], None], tmp_path: Path) -> None:
     program = write(tmp_path, RANKS)
     done = launch("-n", 2, program, preexec_fn=before, code=7)
     assert "rank 1 of 2" in done.stderr

@@ -43,9 +43,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_flrun_returns_code_of_first_cause(
-    program: Path, what: str, code: int, reported: str
-) -> None:
+def test_flrun_returns_code_of_cause(program: Path, what: str, code: int, reported: str) -> None:
     done = launch("-n", 3, program, what, code=code)
     host = os.uname().nodename
     last = done.stderr.splitlines()[-1]

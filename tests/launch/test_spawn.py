@@ -205,9 +205,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_process")
-def test_spawn_raises_type_error_before_a_start_if_fn_is_not_picklable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_spawn_raises_type_error_if_fn_is_not_picklable(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = multiprocessing.Lock()
     with pytest.raises(TypeError, match="spawn of put: the function or its arguments cannot be"):
         fl.spawn(put, (lock,), nprocs=2)

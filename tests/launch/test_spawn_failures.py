@@ -312,9 +312,7 @@ def test_rank_main_ignores_sigterm_after_handlers_are_restored() -> None:
     assert fl.spawn(be_told_at_the_end, nprocs=1) == [None]
 
 
-def test_spawn_reports_a_deleted_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spawn_reports_a_deleted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)

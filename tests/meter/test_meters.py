@@ -53,9 +53,7 @@ def test_top_k_counts_ties_but_not_nan() -> None:
         (SCORES[:, :1], np.zeros(4, int)),
     ],
 )
-def test_top_k_raises_value_error_for_mismatched_shapes(
-    output: np.ndarray, target: np.ndarray
-) -> None:
+def test_top_k_raises_value_error_for_wrong_shapes(output: np.ndarray, target: np.ndarray) -> None:
     meter = TopKMeter(2)
     with pytest.raises(ValueError, match="got"):
         meter.add(output, target)

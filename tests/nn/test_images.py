@@ -125,7 +125,7 @@ def test_gradients_of_convolution_equal_central_differences(case: Conv) -> None:
 @NATIVE_AND_NOT
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @EVERY_POOL
-def test_pooling_equals_torch(
+def test_pools_equal_torch(
     options: Options, theirs: str, dtype: str, way: str, oracle: Oracle
 ) -> None:
     x = param(images(dtype))

@@ -80,9 +80,7 @@ def found(name: str, convert: Convert) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @BY_NAME
-def test_kernels_equal_array_operations(
-    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_equal_operations(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_kernels = found(name, lambda x: x.astype(dtype))
     monkeypatch.setattr(native, "_kernel", lambda name: None)
     in_numpy = found(name, lambda x: x.astype(dtype))

@@ -45,7 +45,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def off() -> None:
         for module in (optimizer, cpu):
-            monkeypatch.setattr(module, "native", lambda: None)
+            monkeypatch.setattr(module, "optimizer_kernels", lambda: None)
 
     return off
 
@@ -226,7 +226,7 @@ SGD = "sgd", ((LR,), 0.0)
         (([],), (*MEMORY, ("momentum", ((LR,), 0.9, 0.0, 0.0))), IndexError, "range"),
     ],
 )
-def test_native_step_checks_arguments(
+def test_step_checks_arguments(
     states: Any, source: Any, error: type[Exception], match: str
 ) -> None:
     variable = param(np.ones(1))

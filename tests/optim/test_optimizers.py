@@ -254,9 +254,7 @@ def test_shallow_copy_has_its_own_rate() -> None:
 
 
 @MAKES
-def test_steps_and_rates_are_no_structural_changes(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_rates_change_no_structure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, names = make(parameters()), []
     set_attribute = Structured.__setattr__
 

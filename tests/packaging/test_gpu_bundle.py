@@ -136,9 +136,7 @@ def test_run_continues_after_stages_that_fail_or_hang(
     assert f"\n  child {child}\nhangs: timed out" in printed
 
 
-def test_run_prints_results_at_once(
-    program: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_flushes_results(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         *("tests/gpu/test_a.py::test_b[1] PASSED   [ 50%]", "    rank 0: PeerLostError: 0.62 s"),
         *(

@@ -92,9 +92,7 @@ def train_on_two_ranks(python: Path, folder: Path, backend: str) -> list[str]:
     return [each.strip() for each in libraries]
 
 
-def test_wheel_trains_on_two_ranks_in_an_empty_virtual_environment(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     python = empty_environment(tmp_path / "venv")
     run(python, "-m", "pip", "install", "--quiet", wheel)
     installed = run(python, "-m", "pip", "list", "--format=freeze").lower()
@@ -120,9 +118,7 @@ def reason(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-def test_package_without_gloo_works_and_states_the_remedy(
-    wheel: Path, reason: str, tmp_path: Path
-) -> None:
+def test_package_without_gloo_states_the_remedy(wheel: Path, reason: str, tmp_path: Path) -> None:
     """The wheel contains the reason of such a build instead of Gloo's extension."""
     assert "could not be compiled" in reason
     assert "libgloo-dev" in reason
@@ -167,9 +163,7 @@ def test_build_succeeds_without_gloo(tmp_path: Path) -> None:
     ],
     ids=["does not load", "cannot be compiled"],
 )
-def test_build_fails_if_an_extension_does_not_compile(
-    tmp_path: Path, broken: str, said: str
-) -> None:
+def test_build_fails_if_an_extension_fails(tmp_path: Path, broken: str, said: str) -> None:
     sources = copy_of_sources(tmp_path)
     module = sources / "csrc" / "fast" / "fast.c"
     module.write_text(f"{broken}\nvoid (*place)(void) = nowhere;\n{module.read_text()}")

@@ -160,9 +160,7 @@ NO_NUMBER = "expected only numbers"
         (lambda text: text.replace(b"\n", b","), TEXT, NO_NUMBER),
     ],
 )
-def test_load_rejects_a_wrong_file_without_changes(
-    tmp_path: Path, change: Any, kind: str, message: str
-) -> None:
+def test_load_rejects_a_wrong_file(tmp_path: Path, change: Any, kind: str, message: str) -> None:
     _, file = saved(tmp_path)
     changed = Path(f"{file}_3_mb.csv") if kind == TEXT else file
     changed.write_bytes(change(changed.read_bytes()))

@@ -159,9 +159,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any], int]] = {
 
 
 @pytest.mark.parametrize(("step", "calls", "eager"), CALLS.values(), ids=CALLS)
-def test_capture_supports_ways_to_pass_arguments(
-    step: Callable[..., Any], calls: list[Any], eager: int
-) -> None:
+def test_capture_supports_arguments(step: Callable[..., Any], calls: list[Any], eager: int) -> None:
     compare(lambda: step, calls, eager=eager)
 
 

@@ -391,9 +391,7 @@ def rows_of_every_second_element(x: Array, y: Array) -> Any:
     "step", [memory_of_what_ends, beside_a_view_of_an_argument, rows_of_every_second_element]
 )
 @pytest.mark.parametrize("shape", [(300, 70), (3, 5000), (5000, 3), (128, 128), (64, 64)])
-def test_replay_of_shared_memory_equals_eager(
-    step: Callable[..., Any], shape: tuple[int, int]
-) -> None:
+def test_replay_of_aliases_equals_eager(step: Callable[..., Any], shape: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
     compare(lambda: step, [tuple(random.standard_normal((2, *shape))) for _ in range(5)])
 

@@ -296,7 +296,7 @@ def test_unknown_array_stays_eager_and_names_the_line(is_named: bool) -> None:
     def step(x: np.ndarray) -> Any:
         return x * vars(fl)["_elsewhere"].hidden
 
-    told = "" if is_named else r"neither passed .*test_state\.py:\d+ \("
+    told = "" if is_named else r"neither an argument .*test_state\.py:\d+ \("
     change = lambda number, _: np.copyto(elsewhere.hidden, number)  # noqa: E731
     compare(lambda: (step, elsewhere), X[:6], change, told=told, named=is_named)
     del vars(fl)["_elsewhere"]
