@@ -50,7 +50,7 @@ bool process_has_ended(int process);
 ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes);
 void* process_object(const void* type, void* (*make)());
 
-// The only object of this type in a process.
+// Return the only object of type T in this process.
 template <typename T>
 T& process_singleton() {
   static const char type = 0;
@@ -102,7 +102,7 @@ inline void pause_briefly() {
 
 inline void yield_processor() { sched_yield(); }
 
-// Number of processors that this process may use.
+// Return the number of processors that this process may use.
 inline int processors() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;

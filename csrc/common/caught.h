@@ -18,7 +18,7 @@ struct Caught<function> {
   }
 };
 
-// `function`, with std::bad_alloc converted to MemoryError. `function` must hold the GIL when it throws.
+// Call `function` and convert std::bad_alloc to MemoryError. `function` must hold the GIL when it throws.
 template <auto function>
 constexpr auto caught = &Caught<function>::call;
 

@@ -378,7 +378,7 @@ bool Engine::is_claimed(const Message& message) {
          __atomic_load_n(message.match_->claim, __ATOMIC_RELAXED) != 0;
 }
 
-// Tell the sender which tag this rank waits for.
+// Notify the sender for which tag this rank waits.
 void Engine::announce(Message& message) {
   if ((message.flags_ & Message::kAnnounced) != 0) return;
   message.flags_ |= Message::kAnnounced;

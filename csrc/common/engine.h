@@ -133,7 +133,7 @@ inline uint64_t key_of(int peer, int32_t tag) {
   return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 32 | static_cast<uint32_t>(tag);
 }
 
-// The output of a receive may be an fl_match.
+// Return the message of a call. The output of a receive may be an fl_match.
 inline fl_message message_by(const Request& call, const fl_site& site) {
   fl_match* const match = call.signature.verb == FL_RECV ? static_cast<fl_match*>(call.output) : nullptr;
   return {call.signature, call.data, call.peer, site, match};

@@ -52,7 +52,7 @@ bool Engine::send_now(Port& port, const fl_message& request) {
   return put(port, request.signature, request.peer, request.data, site_number(request.site), nullptr) == Sent::kGone;
 }
 
-// With an `outcome`, end the message at once.
+// Begin a message; with an `outcome`, end it at once.
 void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   message.refs_.fetch_add(1, std::memory_order_relaxed);
   open_.fetch_add(1, std::memory_order_relaxed);
@@ -93,7 +93,7 @@ void Engine::queue(Peer& peer, Message& message) {
   peer.last_waiting = &message;
 }
 
-// With a null `message`, send only if no wait is needed.
+// Send a message; with a null `message`, only if no wait is needed.
 Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const void* data, uint16_t site,
                          Message* message) {
   const int to = port.ranks_[peer];
@@ -340,7 +340,7 @@ Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
   }
 }
 
-// False: another receive with the same claim has a message.
+// Take the claim of a receive. False: another receive with the same claim has a message.
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;

@@ -68,7 +68,7 @@ class Transport {
   // Send the reason why this rank gives up to every peer. fail() calls it once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
-  // For sends and receives, from any thread. loss_of() returns why a wait for this rank cannot succeed, if so.
+  // For sends and receives, from any thread. loss_of(): why a wait for this rank cannot succeed, or nothing.
   virtual std::optional<Failure> loss_of(int) { return std::nullopt; }
   virtual bool has_left(int) { return false; }      // the rank's last message has arrived
   virtual bool has_given_up(int) { return false; }  // the rank's data may be changed or freed

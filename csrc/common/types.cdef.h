@@ -67,7 +67,7 @@ typedef struct {
   fl_match *match; /* for receives that need it; else NULL */
 } fl_message;
 
-/* Message of the last failed function on this thread. */
+/* Return the message of the last failed function on this thread. */
 const char *fl_error(void);
 
 typedef struct fl_op fl_op;

@@ -57,7 +57,7 @@ static int has_rows(PyObject *const *args) {
 
 enum { MOST_ARGUMENTS = 9 };
 
-/* Like native_call, but for arrays only, and Python need not handle the call. */
+/* Like native_call, for arrays, after is_left_to_python() has returned 0. */
 static PyObject *call_arrays(PyObject *self, PyObject *const *args, double seconds) {
   Binding *binding = binding_of(self);
   PyObject *x = args[1], *out = args[2];
@@ -86,7 +86,7 @@ static PyObject *call_arrays(PyObject *self, PyObject *const *args, double secon
   return run_collective(binding, x, out, &call);
 }
 
-/* A call with a number; the result is a number of the same kind. */
+/* Run a call with a number; the result is a number of the same kind. */
 static PyObject *call_number(PyObject *self, PyObject *const *args, double seconds) {
   PyObject *call_args[MOST_ARGUMENTS - 1], *array = plain_of_number(args[1]);
   if (array == NULL) return NULL;

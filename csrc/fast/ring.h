@@ -52,7 +52,7 @@ static inline ring_call *ring_begin(ring *r, const fl_signature *signature, int 
   return call;
 }
 
-/* Concurrent calls of one group may have overwritten the entry. */
+/* Record the end of a call, unless concurrent calls of the group have overwritten the entry. */
 static inline void ring_end(ring_call *call, uint64_t id, int failed) {
   if (failed && call->id == id) call->flags |= FL_RECORDED_FAILED;
   fl_stamp(&call->ended, -(int64_t)id);

@@ -24,7 +24,7 @@ static int64_t bytes_of(const item *entry) {
   return entry->call.signature.count * entry->call.signature.itemsize;
 }
 
-/* Read all arrays: 1, or 0 if one is not plain. */
+/* Read all arrays. Return 1, or 0 if an array is not plain. */
 static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args, list *all) {
   PyObject *item_args[] = {args[0], NULL, Py_None, args[3], args[4], args[5], args[6], args[7]};
   const int is_list = PyList_CheckExact(xs);
@@ -95,7 +95,7 @@ static void copy_parts(const item *const *message, int number, char *flat, int i
   }
 }
 
-/* Describe a message and return its array: the only one, or a new packed one; NULL with an exception. */
+/* Describe a message and return its array: its only array, or a new packed array; NULL with an exception. */
 static PyObject *describe(const item *const *message, int number, plain_call *call) {
   PyObject *x = message[0]->x;
   *call = message[0]->call;

@@ -23,7 +23,7 @@ static int read_rows(PyObject *rows, int size, int64_t have, int64_t *counts) {
   return have == 0;
 }
 
-/* The call that exchanges the row counts of all ranks. */
+/* Return the call that exchanges the row counts of all ranks. */
 static plain_call table_of(int size, int64_t *counts, int64_t *table) {
   plain_call call;
   plain_begin(&call, FL_ALL_GATHER);

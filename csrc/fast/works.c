@@ -232,7 +232,7 @@ static int wait_for(work_object *work) {
   return result;
 }
 
-/* wait(timeout=None) */
+/* wait(timeout=None): return the result, or raise the error. */
 static PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
   work_object *work = (work_object *)self;
   const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);

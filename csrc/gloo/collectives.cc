@@ -235,7 +235,7 @@ void Collectives::wait_for(uint32_t number, int r) {
   for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*incoming_buffers_[r], r);
 }
 
-// True even if the header was not awaited.
+// True if the header of rank r has arrived, even if it was not awaited.
 bool Collectives::has_arrived(uint32_t number, int r) const {
   return !is_before(received_[r], number) || !is_before(received_[r] + incoming_buffers_[r]->received(), number);
 }
@@ -386,7 +386,7 @@ bool Collectives::is_ahead(int rank, fl_signature& call) const {
   return true;
 }
 
-// With many ranks, ask the ranks without blocks: a rank that should have relayed them may itself be waiting.
+// With many ranks, ask the ranks whose blocks are missing: a relaying rank may itself wait for these blocks.
 std::vector<int> Collectives::not_arrived(const Call& call) {
   if (uses_relay_ && has_begun_) return mesh_.not_called(relay_.missing(), call.signature.sequence);
   std::vector<int> missing;

@@ -10,7 +10,7 @@ namespace fl {
 // Chunk size, in bytes, of large arrays: one chunk is used while the next is on the wire.
 constexpr size_t kChunkBytes = 512 << 10;
 
-// A byte range of an array; Parts has one for each rank.
+// A byte range of an array; Parts has one range for each rank.
 struct Part {
   size_t begin = 0;
   size_t bytes = 0;
@@ -170,9 +170,9 @@ class Collectives {
   const bool uses_relay_;          // calls travel through other ranks: see Relay
   bool compares_at_once_ = false;  // no call returns before all ranks have made it
   bool has_begun_ = false;
-  // By peer and call. Pages that no payload reaches stay untouched.
+  // Frames by peer and call. Pages that no payload reaches stay untouched.
   Frames outgoing_, incoming_;
-  // By peer: buffer over all frames; number of calls still being sent; last call received.
+  // For each peer: buffer over all frames; number of calls still being sent; last call received.
   std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
   std::vector<uint32_t> leaving_, received_;
   std::vector<OwnCall> own_calls_;  // the last calls of this rank, as long as they may not be compared

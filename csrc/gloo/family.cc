@@ -135,7 +135,7 @@ void Family::connected(int peer, Pair& pair) {
   }
 }
 
-// An unknown group is about to be created by this rank.
+// Keep notes about an unknown group, which this rank is about to create.
 void Family::handle_note(int peer, uint64_t group, const std::string& text) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = groups_.find(group);
@@ -184,7 +184,7 @@ void Family::watch_hosts(std::shared_ptr<const Hosts> hosts) {
   beats_ = std::thread(&Family::beat, this);
 }
 
-// On a separate thread, so that news is forwarded at once, whatever it ends on this rank.
+// Run the heartbeat on a separate thread, so that news is forwarded at once, whatever it ends on this rank.
 void Family::beat() {
   while (!is_going_) {
     if (const auto lost = heartbeat_->update()) watch.soon([this, lost] { lose(*lost); });

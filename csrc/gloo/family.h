@@ -49,7 +49,7 @@ class Family {
   // Seconds until a lost host is detected; 0: hosts are not monitored.
   double patience() const { return patience_; }
 
-  // In a forked child, where the threads do not exist.
+  // In a forked child, where the threads do not exist: close the descriptors.
   void abandon() const noexcept;
 
   const std::shared_ptr<Links> links;

@@ -45,5 +45,5 @@ int fl_take_along(fl_group *group, int (*give_up)(void *other, const char *why),
 fl_op *fl_connect(fl_group *group, const char *addresses, size_t address_bytes, const char *key, int lazily,
                   double seconds);
 
-/* The rank that fl_connect waits for at this moment, or -1. */
+/* Return the rank that fl_connect waits for at this moment, or -1. */
 int fl_awaited(fl_group *group);

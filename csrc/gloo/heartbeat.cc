@@ -16,9 +16,9 @@ namespace {
 constexpr char kBeat = 1, kNews = 2, kLeave = 3;
 // Kinds of losses: no answer; only the kernel answers; this host is cut off; a rank's process has died.
 constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
-// Minimum bytes of news, which wake the peer, unlike beats; maximum runs, and maximum bytes, of one message.
+// One news message: minimum bytes, so that it wakes the peer, unlike beats; maximum runs; maximum bytes.
 constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
-// Pause between two rounds of news, which are sent together: if half of the hosts are lost, there is a lot.
+// Pause in which news is collected and then sent together: if half of the hosts are lost, there is much news.
 constexpr std::chrono::milliseconds kPause{10};
 
 // An asking rank sends its number and its proof.
@@ -187,7 +187,7 @@ void Heartbeat::listen_to(Link& link) {
   link.line.send({kBeat});
 }
 
-// True after both ends have shown valid proofs; the asking rank goes first.
+// True after both ends have shown valid proofs; the asking rank shows its proof first.
 bool Heartbeat::is_proven_now(Link& link) {
   if (link.is_proven) return true;
   int32_t rank = rank_;

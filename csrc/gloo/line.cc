@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kMostWaiting = 16384;
 constexpr int kProbes = 3, kMostIdle = 32767;  // maximum seconds that the kernel accepts
 
-// True if the call failed only for now.
+// True if a system call failed with `error` but may succeed later.
 bool is_later(int error) { return error == EAGAIN || error == EINTR || error == EINPROGRESS; }
 
 void set(int socket, int level, int option, int value) {

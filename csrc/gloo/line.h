@@ -23,10 +23,10 @@ class Line {
   Line(Line&& other) noexcept;
   Line& operator=(Line&&) = delete;
 
-  // Update the state and read what has arrived.
+  // Update the state of the connection and read arrived bytes.
   void update();
   bool is_connected() const { return is_connected_; }
-  // The peer has closed the connection or does not listen. Its kernel said so, therefore its host is alive.
+  // True if the peer has closed the connection or does not listen. Its kernel has answered: its host is alive.
   bool has_left() const { return has_left_; }
   // True if has_left(), or if the connection is broken.
   bool has_ended() const { return has_left_ || is_broken_; }
@@ -34,12 +34,12 @@ class Line {
   // Received bytes that were not taken, at most some kilobytes.
   const std::string& received() const { return received_; }
   std::string take(size_t bytes);
-  // Return the number of bytes that the kernel accepted.
+  // Send `bytes` and return the number of bytes that the kernel accepted.
   size_t send(const std::string& bytes);
 
   // Do not wake for fewer than `bytes` bytes; the next update() reads them.
   void await_at_least(int bytes);
-  // The event to wait for.
+  // Return the event to wait for.
   pollfd awaited() const;
 
   // Mark the connection as broken.

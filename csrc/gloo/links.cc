@@ -15,14 +15,14 @@
 namespace fl {
 namespace {
 
-// Maximum number of unproven connections beyond one per rank.
+// Maximum number of connections without a proof, in addition to one per rank.
 constexpr size_t kSpareAttempts = 64;
 
 // Maximum time in which a waiting thread reads the connection itself: a few times the time to schedule Gloo's
 // thread and then the waiting thread.
 constexpr std::chrono::microseconds kBrief{600};
 
-// The peer closed the connection or is not in this group. The right peer may still connect.
+// Thrown if the peer closed the connection or is not in this group. The right peer may still connect.
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -349,7 +349,7 @@ void Links::adopt(Attempt& attempt) {
   listener_->close();
 }
 
-// Refused: the peer has closed, or keeps its own attempt. The waiting thread tries again.
+// `is_refused`: the peer has closed, or keeps its own attempt. The waiting thread tries again.
 void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;

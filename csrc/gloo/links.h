@@ -24,7 +24,7 @@ class Links : public Context {
   Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on);
   ~Links() override;
 
-  // Address of the listener in Gloo's format.
+  // Return the listener's address in Gloo's format.
   const std::vector<char>& address() const { return address_; }
 
   // Call before open(): enable keep-alive; see keep_alive.

@@ -408,7 +408,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
       try {
         connect(peer);
       } catch (const std::exception&) {
-        // It has left, or the group has ended here.
+        // The peer has left, or the group has ended here.
       }
     }
   };

@@ -37,10 +37,10 @@ class Mesh : public Transport, public Connections, public Route {
 
   // Maximum size of a group whose ranks send their calls directly. Larger groups relay the calls: see Relay.
   static constexpr int kDirect = 8;
-  // Ranks with which this rank exchanges calls.
+  // Return the ranks with which this rank exchanges calls.
   std::vector<int> neighbours() const;
 
-  // Address that peers connect to.
+  // Return the address that peers connect to.
   const std::vector<char>& address() const { return family_->links->address(); }
   // Connect the group. Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `key`
   // see fl_connect. `lazily`: connect neighbours on first use as well.
@@ -60,12 +60,12 @@ class Mesh : public Transport, public Connections, public Route {
   void hurry() {
     for (int peer : neighbours()) links_.pair(ranks_[peer])->hurry();
   }
-  // Before the first operation: no call, also in subgroups, returns before all ranks have made it.
+  // From now on no call, also in subgroups, returns before all ranks have made it. Use before any operation.
   void compare_at_once() { family_->engine.check_at_once(); }
   bool compares_at_once() const { return family_->engine.checks_at_once(); }
   // The threads that run the operations of this mesh.
   const std::shared_ptr<ThreadPool>& crew() const { return family_->crew; }
-  // Return the port for its messages. Destroy it before the mesh.
+  // Return the port for the mesh's messages. Destroy the port before the mesh.
   std::unique_ptr<Port> port();
   // The rank that connect() waits for; -1: none.
   int awaited() const { return awaited_; }
@@ -81,7 +81,7 @@ class Mesh : public Transport, public Connections, public Route {
   // End the group with `failure`, which the other ranks know already.
   void lose(const Failure& failure) noexcept;
 
-  // In a forked child, where the threads do not exist.
+  // In a forked child, where the threads do not exist: close the descriptors.
   void close_descriptors() const noexcept { family_->abandon(); }
 
   // Return a buffer that sends `bytes` bytes at `data`, or receives into them.

@@ -22,7 +22,7 @@ Parts parts_for_others(size_t bytes, int ranks, int root) {
 
 }  // namespace
 
-// Copy payloads that arrived with the headers, then move large ones.
+// Copy payloads that arrived with the headers, then move large payloads.
 void Collectives::deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take) {
   char* const target = static_cast<char*>(into);
   fetch(take);

@@ -19,7 +19,7 @@ namespace tcp = gloo::transport::tcp;
 
 namespace {
 
-// Explicit instantiations skip access checks, so they can name private members. Other Gloos do not compile.
+// Explicit instantiations skip access checks, so they can name private members of this version of Gloo.
 template <typename Of, typename Of::Member member>
 struct Reveal {
   friend typename Of::Member reveal(Of) { return member; }
@@ -261,7 +261,7 @@ void Pair::erase_if_idle(Queues& slots, uint64_t slot) {
   if (!queues.is_open && queues.ready == 0 && queues.sends.empty() && queues.receives.empty()) slots.erase(line);
 }
 
-// Messages that have begun are completed with a copy, as the peer cannot skip the rest. Others are not sent.
+// Complete begun messages with a copy, as the peer cannot skip the rest of them. Drop other messages.
 void Pair::forget(const Receiver& buffer, uint64_t group) {
   const std::lock_guard<std::mutex> lock(m_);
   drop_sends(buffer, group);

@@ -83,7 +83,7 @@ class Pair : public gloo::transport::tcp::Pair {
   void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
   // Send `text` after all earlier data. `is_last`: this rank leaves the group and drops its later messages.
   void send_note(uint64_t group, const std::string& text, bool is_last);
-  // Send a parcel after everything sent before. Throws if the connection is broken.
+  // Send a parcel after all earlier data. Throws if the connection is broken.
   void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
 
@@ -147,7 +147,7 @@ class Pair : public gloo::transport::tcp::Pair {
   std::string note_;
   std::optional<Parcel> parcel_;
   std::unique_ptr<char[]> discarded_;  // memory for arriving data that no buffer waits for
-  // Bytes read beyond the current buffer, and whether the kernel has no more.
+  // Bytes read beyond the current buffer, and whether the kernel has no more bytes.
   std::unique_ptr<char[]> beyond_;
   size_t beyond_begin_ = 0, beyond_end_ = 0;
   bool is_drained_ = false;
@@ -187,7 +187,7 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   void recv(int peer, uint64_t slot, size_t offset, size_t bytes) override;
   using UnboundBuffer::recv;
 
-  // Number of finished receives, or sends, that no wait has consumed.
+  // Return the number of finished receives, or sends, that no wait has consumed.
   uint32_t received() { return now(recvCompletions_); }
   uint32_t sent() { return now(sendCompletions_); }
 

@@ -19,7 +19,7 @@ constexpr size_t kInOneStep = 4 << 20;
 // Collector value: all ranks get the reduced parts.
 constexpr int kAllRanks = -2;
 
-// Bytes reserved for a chunk of one rank.
+// Return the bytes reserved for a chunk of one rank.
 size_t slot_bytes(int ranks) {
   return std::max(kAllBytes / ranks / kMostSlots / kLeastPiece * kLeastPiece, kLeastPiece);
 }
@@ -159,7 +159,7 @@ class Collectives::ReductionInParts {
   std::vector<int> sent_, pending_;  // destinations of sends to be awaited
 };
 
-// The receive buffer for rank r. This rank's own buffer is free for other use.
+// Return the receive buffer for rank r. This rank's own buffer is free for other use.
 gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
 
 void Collectives::make_rooms() {
@@ -235,7 +235,7 @@ void Collectives::reduce_scatter_uneven(Call& call, const fl_sections& sections,
   reduce_sections(call, sections.data, output, adjacent_parts(size_, [&](int r) { return sections.bytes[r]; }));
 }
 
-// Small only if all parts are small, so that every rank chooses the same path.
+// Use the path for small data only if all parts are small, so that every rank chooses the same path.
 void Collectives::reduce_sections(Call& call, const void* data, void* output, const Parts& sections) {
   const bool small = std::all_of(sections.begin(), sections.end(), [](const Part& part) {
     return part.bytes <= kInlineBytes;

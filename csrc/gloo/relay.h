@@ -57,7 +57,7 @@ class Relay {
   size_t bytes(int rank) const { return head(rank).bytes; }
   const char* payload(int rank) const { return &blocks_[begins_[index_of(rank)]] + sizeof(Head); }
 
-  // The ranks whose blocks did not arrive in a failed exchange.
+  // Return the ranks whose blocks did not arrive in a failed exchange.
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < mesh_.size; ++rank) {
@@ -97,7 +97,7 @@ class Relay {
   };
 
   static size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-  // Index of a rank's block. Blocks are stored in arrival order: from this rank downwards.
+  // Return the index of a rank's block. Blocks are stored in arrival order: from this rank downwards.
   size_t index_of(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
   const Head& head(int rank) const {
     return *reinterpret_cast<const Head*>(&blocks_[begins_[index_of(rank)]]);

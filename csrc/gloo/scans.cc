@@ -7,7 +7,7 @@
 namespace fl {
 namespace {
 
-// Chunks in transit or being reduced.
+// Maximum number of chunks in transit or being reduced.
 constexpr size_t kDepth = 2;
 
 // Partial results are sent unrounded: for 16-bit floats as float32.

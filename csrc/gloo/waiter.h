@@ -55,18 +55,18 @@ class Connections {
   virtual bool is_lost(int peer) = 0;
   // True if a lost peer can send nothing more: everything that it sent has arrived.
   virtual bool has_ended_sending(int peer) = 0;
-  // Read briefly what `peer` sends, on the thread that waits for it in `buffer`.
+  // Read arriving data of `peer` for a short time, on the thread that waits for `buffer`.
   virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
   // Return the failure for the error `what` of a wait for `peer`.
   virtual Failure explain(int peer, const std::string& what) = 0;
 
   // End all current and later waits of the group with `reason`. The first reason counts.
   void end(const Failure& reason) noexcept;
-  // Set the reason without ending waits yet.
+  // Set the reason, but do not end waits yet.
   void set_reason(const Failure& reason) noexcept;
   // Return the reason why waits end; wait for one until `end`.
   std::optional<Failure> reason(Clock::time_point end = {}) const;
-  // Wake waits for messages, in the engine.
+  // Wake the engine's waits for messages.
   virtual void wake() noexcept = 0;
   // Wake waits that the latest news concerns, such as waits for a lost rank.
   void wake_concerned() noexcept;
@@ -98,7 +98,7 @@ class Waiter {
   // Run signal handlers; true if a handler asks to give up.
   bool is_interrupted() const { return interrupt_ != nullptr && interrupt_() != 0; }
 
-  // The waiter of the operation on this thread, or null.
+  // Return the waiter of the operation on this thread, or null.
   static Waiter* current() { return current_; }
 
   // Call it every tick of another kind of wait for `peer`. Throws Failure if that wait cannot succeed.

@@ -19,7 +19,7 @@ constexpr int kMostPolled = 8;
 
 GlooWire::GlooWire(Links& links) : links_(links), peer_states_(std::make_unique<PeerState[]>(links.size)) {}
 
-// A missing connection is begun; ended() announces its completion.
+// Begin to connect if there is no connection; ended() announces the result.
 Wire::Room GlooWire::reserve(int peer, size_t bytes) {
   PeerState& state = peer_states_[peer];
   Pair* const pair = links_.pair(peer);

@@ -17,7 +17,7 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
 
 // Large arrays --------------------------------------------------------------------------------
 
-// Choose the copy path for `bytes`, equal on all ranks, by the announced costs. Slots only unless `may_read`.
+// Choose the copy path for `bytes`, equal on all ranks, by the announced costs. Direct reads need `may_read`.
 CopyPath Collectives::choose(const fl_signature& signature, size_t bytes, bool may_read) {
   return choose_in(calls_, signature, bytes, may_read);
 }
@@ -96,7 +96,7 @@ void Collectives::drop_region(const void* array) {
   if (own_location != 0) regions_[(own_location >> 44) - 1].mapping = nullptr;
 }
 
-// Region number (from 1) and offset in this rank's array.
+// Return the region number (from 1) and the offset in this rank's array, packed; 0: not in a region.
 uint64_t Collectives::location_of(const void* data) const {
   const char* at = static_cast<const char*>(data);
   for (size_t i = 0; i < regions_.size(); ++i) {

@@ -165,7 +165,7 @@ class Collectives {
   Routes routes_of(const Sections& sections) const;
   void stream_sections(const Routes& routes, const void* data, const std::function<void(uint32_t)>& consume);
 
-  // Large calls: choice of the copy path, and reads of other ranks' memory.
+  // For large calls: choose the copy path and read other ranks' memory.
   CopyPath choose(const fl_signature& signature, size_t bytes, bool may_read = true);
   CopyPath choose_in(uint32_t number, const fl_signature& signature, size_t bytes, bool may_read);
   // True if `rank` reads the data that this rank shows in the running call.

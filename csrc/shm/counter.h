@@ -1,4 +1,4 @@
-// A counter in shared memory that one process raises and others wait for.
+// A counter in shared memory that one process raises and other processes wait for.
 #pragma once
 
 #include "../common/atomic.h"

@@ -63,7 +63,7 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// With `is_ahead` the call moves no data, needs no other rank, and is compared later.
+// Announce a call. With `is_ahead` it moves no data, needs no other rank, and is compared later.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
@@ -205,7 +205,7 @@ void Collectives::announce_large(const fl_signature& signature, const void* data
   call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(signature, call), bytes)};
 }
 
-// Key of the measured costs: in-place reductions have separate costs.
+// Return the key of the measured costs: in-place reductions have separate costs.
 int Collectives::key_of(const fl_signature& signature, const Call& call) {
   return signature.verb == FL_ALL_REDUCE && call.location != 0 ? 0 : signature.verb;
 }

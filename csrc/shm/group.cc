@@ -6,7 +6,7 @@
 namespace fl {
 namespace {
 
-// Milliseconds that close() waits for a collective of another thread, which ends sooner.
+// Maximum milliseconds that close() waits for a collective of another thread to end.
 constexpr long kLeavingMilliseconds = 500;
 
 }  // namespace
@@ -77,7 +77,7 @@ ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   return was_late ? start_collective(call, site_of(call.site)) : result;
 }
 
-// Throws Failure if the group ends or a signal handler raises.
+// Wait for turn_. Throws Failure if the group ends or a signal handler raises.
 Turn::Guard ShmGroup::await_turn(InterruptCheck interrupt) {
   while (!turn_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) throw peers_.why_ended();

@@ -22,7 +22,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   using Result = std::shared_ptr<Operation>;
 
   ShmGroup(Mapping mapping, int rank, int size);
-  // A subgroup of `whole`. `number`: nonzero, equal on its ranks, unique among subgroups that share ranks.
+  // Create a subgroup. `number`: nonzero, equal on its ranks, unique among subgroups that share ranks.
   ShmGroup(const ShmGroup& whole, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number)
       : ShmGroup(whole.family_, std::move(mapping), rank, ranks, number) {}
   ~ShmGroup();
@@ -30,7 +30,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   // has interrupted, ends when it continues.
   void close();
 
-  // A missing call site is requested with on_mismatch() if needed.
+  // Run an operation. A missing call site is requested with the function of on_mismatch() if needed.
   Handle run(const Request& call);
   // A comparison-only call with `is_ahead` ends at once; look_back() compares it later.
   Handle start(const Request& call);

@@ -30,7 +30,7 @@ void Collectives::wait_for_free_slot(uint32_t chunk) {
   }
 }
 
-// Chunk size for `bytes`, equal on every rank. Small data has several chunks too, to overlap both copies.
+// Return the chunk size for `bytes`, equal on every rank. Small data has several chunks, to overlap both copies.
 size_t Collectives::chunk_for(size_t bytes) const {
   const size_t part = (bytes / kPipelined + kLine - 1) / kLine * kLine;
   return std::min(segment_.chunk_bytes(), std::max(kLeastChunk, part));

@@ -79,7 +79,7 @@ class Peers : public Transport {
 
   void enforce_deadline() override {}
   void stop() override { stopped_.store(true, std::memory_order_relaxed); }
-  // In a forked child, or after the last use.
+  // Close all descriptors: in a forked child, or after the last use.
   void close_files() noexcept;
   Failure explain(const std::string& what) override { return {FL_FAILED, {}, what}; }
   void give_up(const Failure& failure) noexcept override;
@@ -112,12 +112,12 @@ class Watch {
   Watch(Peers& peers, Concern concern, double seconds, InterruptCheck interrupt)
       : peers_(&peers), concern_(concern), seconds_(seconds), interrupt_(interrupt) {}
 
-  // A copy with at most `seconds` per wait.
+  // Return a copy with at most `seconds` per wait.
   Watch at_most(double seconds) const {
     return {*peers_, concern_, std::min(seconds, seconds_), interrupt_};
   }
 
-  // A copy for collective number `call`.
+  // Return a copy for collective number `call`.
   Watch in_call(uint32_t call) const { return {*peers_, Concern{-1, call}, seconds_, interrupt_}; }
 
   // Wait until `counter` of rank `peer` reaches `target`; throws Failure.

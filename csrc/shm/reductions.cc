@@ -7,7 +7,7 @@
 namespace fl {
 namespace {
 
-// Parts of a chunk begin on separate lines, so that ranks do not write to the same line.
+// Parts of a chunk begin at multiples of this number of elements: no two ranks write to the same cache line.
 constexpr size_t kPartElements = sized(64, 16);
 
 // Reducing these dtypes takes longer than moving them, so it should not be done twice.
@@ -17,7 +17,7 @@ bool is_costly(int dtype) {
 
 }  // namespace
 
-// Division of an array into chunks: the element range of each.
+// Division of an array into chunks: the element range of each chunk.
 struct Collectives::Chunks {
   size_t elements, itemsize, per_chunk;
 
@@ -72,7 +72,7 @@ void Collectives::reduce(const fl_signature& signature, void* data) {
   choice_.end(trial_);
 }
 
-// All data came with the calls, and every rank reduces it.
+// Reduce data that came with the calls, on every rank.
 void Collectives::reduce_inline(const fl_signature& signature, const void* data, size_t skip, size_t count,
                                 void* into) {
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;

@@ -35,7 +35,7 @@ struct Collectives::Sections {
     return uneven != nullptr ? static_cast<size_t>(uneven[source * ranks + destination]) : equal;
   }
 
-  // Offset of a section in the source's array; with `ranks` as destination: the end of the array.
+  // Return the offset of a section in the source's array; with `ranks` as destination: the end of the array.
   size_t begin(int source, int destination) const {
     size_t before = 0;
     for (int d = 0; d < destination; ++d) before += bytes(source, d);

@@ -10,7 +10,7 @@ namespace fl {
 namespace {
 
 constexpr size_t kPage = sized(4096, 64);
-// Containers provide 64 MB of /dev/shm, often less: a segment stays below about 10 MB.
+// Maximum bytes of all slots. Containers often have 64 MB of /dev/shm or less: a segment has some 10 MB.
 constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kDataBudget = 2 << 20;
 // Maximum bytes of a chunk, so that a second-level cache has space for chunks and arrays.

@@ -143,7 +143,7 @@ class Segment {
   }
   size_t chunk_bytes() const { return chunk_bytes_; }
   Channel& channel(int from, int to) const { return channels_[pair(from, to)]; }
-  // Records and data bytes per channel; powers of two.
+  // Return the records per channel; the data bytes per channel. Both are powers of two.
   uint32_t records() const { return records_per_channel_; }
   size_t data_bytes() const { return data_bytes_; }
   Record& record(int from, int to, uint32_t number) const {
@@ -152,7 +152,7 @@ class Segment {
   char* data(int from, int to) const { return data_ + pair(from, to) * data_bytes_; }
 
  private:
-  // Index of the channel from one rank to another rank.
+  // Return the index of the channel from one rank to another rank.
   size_t pair(int from, int to) const {
     return static_cast<size_t>(from) * (ranks_ - 1) + (to > from ? to - 1 : to);
   }

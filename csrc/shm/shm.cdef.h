@@ -3,7 +3,7 @@
 typedef struct fl_region fl_region;
 typedef struct fl_posted fl_posted;
 
-/* Bytes of the segment that `ranks` ranks of one host share. */
+/* Return the bytes of the segment that `ranks` ranks of one host share. */
 size_t fl_shm_bytes(int ranks);
 
 /* Map the segment at `path`: an empty unnamed file (/proc/PID/fd/N), or a named file of this user in

@@ -17,7 +17,7 @@ constexpr int kSpins = sized(1000, 1);
 }  // namespace
 
 ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& site, bool is_begun) {
-  // Counts as queued until it has ended for observers too; finish() then releases its function.
+  // The operation counts as queued until its end is visible; finish() then releases its function.
   queued_.fetch_add(1, std::memory_order_relaxed);
   const auto leave = [](std::atomic<int>* count) { count->fetch_sub(1, std::memory_order_relaxed); };
   const std::shared_ptr<std::atomic<int>> queued(&queued_, leave);

@@ -171,9 +171,9 @@ def _join_failed(walk: Walk) -> None:
 def _visit_all(walk: Walk, root: Node) -> None:
     """Visit each node after all its consumers, and call a leaf's hook after its last gradient.
 
-    Ordered nodes, such as message exchanges, wait until no other node is ready. Then the last
-    recorded of the remaining ordered nodes is among the ready ones and is visited next. Ordered
-    nodes are therefore visited in the reverse order of recording.
+    Ordered nodes, such as message exchanges, wait until no other node is ready. Then the
+    ordered node that was recorded last is ready, and is visited next. Ordered nodes are therefore
+    visited in the reverse order of recording.
     """
     pending, grads, replaced = walk.pending, walk.grads, walk.replaced
     walk.count([root], (), pending)

@@ -168,9 +168,8 @@ class Walk:
     ) -> None:
         """Count the edges to each target below ``roots``, down to ``ends``, in ``counts``.
 
-        Roots and ends without incoming edges have 0. ``counts`` is complete even if this raises a
-        RuntimeError because the graph was freed or a leaf was changed. It then shows the waiting
-        nodes.
+        Roots and ends without incoming edges have count 0. ``counts`` is complete even if this
+        raises RuntimeError because the graph was freed or a leaf was changed.
         """
         problem, now = "", Changes.count
         for root in roots:

@@ -340,7 +340,7 @@ no_grad = input
 
 
 def param(array: Array) -> Variable:
-    """Return a leaf with gradient that shares ``array`` of any shape, real and floating."""
+    """Return a leaf with gradient that shares ``array`` of any shape and a real floating dtype."""
     return Variable(array, True)
 
 

@@ -186,8 +186,8 @@ def load(
 
     Args:
         path: Directory that was passed to :func:`flashlight_py.save`; rank 0's path is used.
-        module: Module of the same structure as the saved module. None: it is not loaded.
-        optimizer, sampler, schedule: Like ``module``; the schedule belongs to this optimizer.
+        module: Module of the same structure as the saved module. None: no module is loaded.
+        optimizer, sampler, schedule: Like ``module``. ``schedule`` must belong to ``optimizer``.
         rng: As passed to ``save``. Its generators and those of the package are set in place. For a
             ``module`` that was distributed with ``leaves``, every rank gets rank 0's state.
         group: Group that loads together. Default: the world.
@@ -368,7 +368,7 @@ class Attempt:
     def end(self, failures: Sequence[Any]) -> None:
         """Raise if any of ``failures``, the reports of the ranks in order, is not None.
 
-        A rank that failed with a TypeError, ValueError or CheckpointError raises it. Other ranks
+        A rank that failed with a TypeError, ValueError or CheckpointError raises it. All others
         raise the error of the first failed rank, as CheckpointError if it is of another class.
         """
         if isinstance(self._error, TypeError | ValueError | errors.CheckpointError):

@@ -26,9 +26,9 @@ Workers: TypeAlias = Literal["threads", "processes"]
 class PrefetchDataset(Dataset):
     """The samples of ``dataset``, made in advance by ``threads`` workers during iteration.
 
-    Order and content are those of ``dataset`` for any number of workers. If a sample raises an
-    error, the iteration raises it at that sample. The workers end with the iteration, also if it is
-    not completed. With 0 workers, and for ``dataset[i]``, a sample is made when it is requested.
+    The number of workers changes neither order nor content. If a sample raises an error, the
+    iteration raises it at that sample. The workers end with the iteration, also if it is not
+    completed. With 0 workers, and for ``dataset[i]``, a sample is made when it is requested.
 
     Threads suffice if ``get`` waits for files or computes in NumPy. Several threads call it at the
     same time. Use processes for samples that are computed in Python. Each iteration starts new

@@ -195,11 +195,11 @@ class Module(Structured, ABC):
 
         Example:
             >>> print(fl.nn.Sequential(fl.nn.Linear(3, 2), fl.nn.ReLU()).summary())
-            name  module                   parameters and buffers  numbers
-            ----  -----------------------  ----------------------  -------
-                  Sequential                                             0
-            0     Linear(3, 2, bias=True)  weight [2, 3], bias [2]       8
-            1     ReLU()                                                 0
+            name  module                   parameters and buffers   numbers
+            ----  -----------------------  -----------------------  -------
+                  Sequential                                              0
+            0     Linear(3, 2, bias=True)  weight [2, 3], bias [2]        8
+            1     ReLU()                                                  0
             8 numbers in 2 parameters, 32 bytes; 0 in buffers, 0 bytes
         """
         rows = [("name", "module", "parameters and buffers", "numbers"), ("", "", "", "")]

@@ -24,8 +24,8 @@ def clip_grad_norm(
 
     If all ranks have the same parameters, call this after the gradients are reduced, without a
     group. The norm is then the same on every rank. If ranks have different parameters of one model,
-    pass their group. Their squares are then summed in one small message, and all ranks scale by the
-    same factor. Collective for parameters of sharded modules and of ``shard_linear``: the call
+    pass their group. The ranks then sum their squares in one small message, and scale by the same
+    factor. Collective for parameters of sharded modules and of ``shard_linear``: the call
     returns when every rank has scaled its shards.
 
     Args:

@@ -62,7 +62,8 @@ def distribute_module_grads(
     over ranks, in place. A parameter that a rank does not use counts as zeros. If no rank uses a
     parameter, its gradient is None and optimizers do not change it. Each rank must use at least one
     parameter. Gradients become views into flat buckets, which are sent during the pass. A second
-    call replaces the first. Gradient hooks and ``Module.before_forward`` are used.
+    call replaces the first. The call replaces the parameters' gradient hooks and, if there are
+    buffers to broadcast, ``Module.before_forward``.
 
     Only gradients are reduced. Call :func:`flashlight_py.broadcast_parameters` first to start all
     ranks from the same parameters. Rank 0 of the group warns if the parameters differ.

@@ -147,8 +147,8 @@ def all_to_all(
 
     Args:
         v: Variable whose dtype and dimensions except the first are the same on every rank.
-        rows: Number of rows of ``v`` for each rank, on all ranks or on none. Default: equal parts;
-            the first dimension is then the same everywhere, and a multiple of the number of ranks.
+        rows: Number of rows of ``v`` for each rank. Pass it on all ranks or on no rank. Default:
+            equal parts of a first dimension that is the same on all ranks.
     """
     call = DifferentiableCall("all_to_all", v, group)
 

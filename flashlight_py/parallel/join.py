@@ -116,9 +116,9 @@ def join(
     ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
 
     Args:
-        module: Module of ``distribute_module_grads`` or ``fully_shard``; or a
-            ``fl.tagi.DDPSequential``, whose sums are not weighted and whose averages are over the
-            ranks with data.
+        module: Module of ``distribute_module_grads`` or ``fully_shard``, or a
+            ``fl.tagi.DDPSequential``. The sums of a DDPSequential are not weighted, and its
+            averages are over the ranks with data.
         optimizer: Optimizer whose state is synchronised at the end.
 
     Raises:

@@ -23,7 +23,7 @@ class DistributedOptimizer:
 
     Gradients are sent in buckets of 20 MiB after the backward pass;
     :func:`flashlight_py.distribute_module_grads` sends them during the pass instead. Other
-    attributes are those of the inner optimizer. The constructor is not collective.
+    attributes are read from the inner optimizer. The constructor is not collective.
 
     Args:
         optimizer: Optimizer of ``fl.optim`` or a subclass of ``fl.optim.FirstOrderOptimizer``, the

@@ -117,8 +117,8 @@ class HostMemory:
 
     ``hosts`` are the ranks of each host, and ``host`` is the number of this host. ``local`` is the
     group of this host's ranks. ``between`` is the group of the ranks with the same position on all
-    hosts, or None. With ``across`` each host steps its part and sends it to the others. A rank
-    alone on its host needs no staging buffer. The constructor is collective and blocking.
+    hosts, or None. With ``across`` each host steps a part and sends it to the other hosts. A
+    single rank of a host needs no staging buffer. The constructor is collective and blocking.
     """
 
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:

@@ -74,7 +74,7 @@ class TorchStore(Store):
     def close(self) -> None:
         """Wait for all ranks, and remove the secret and most keys of the rendezvous.
 
-        Rank 0, whose process may host the store, returns last.
+        Rank 0 returns last, because its process may host the store.
         """
         self.exchange(b"")
         if self.rank:

@@ -73,7 +73,7 @@ def test_blas_limit_keeps_the_number_that_the_user_chose(tmp_path: Path) -> None
 
 
 def test_blas_limit_has_no_effect_without_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas.libraries, "mapped", lambda name: [])
+    monkeypatch.setattr(blas.libraries, "loaded_libraries", lambda name: [])
     blas.limit(1)
     try:
         assert blas.reason.startswith("not set: NumPy does not use OpenBLAS")

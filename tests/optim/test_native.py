@@ -45,7 +45,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def off() -> None:
         for module in (optimizer, cpu):
-            monkeypatch.setattr(module, "native", lambda: None)
+            monkeypatch.setattr(module, "optimizer_kernels", lambda: None)
 
     return off
 

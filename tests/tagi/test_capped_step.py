@@ -88,7 +88,7 @@ def test_step_kernel_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
 
 
 def test_step_uses_numpy_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlight_py.tagi.native.native", lambda: None)
+    monkeypatch.setattr("flashlight_py.tagi.native.tagi_kernels", lambda: None)
     ours, reference = arrays(50), arrays(50)
     with np.errstate(all="ignore"):
         actual = step(ours, 2.0)

@@ -239,7 +239,7 @@ clip = clamp  # name in NumPy
 
 
 def dropout(x: Input, ratio: float) -> Variable:
-    """Return ``x`` with elements zeroed with probability ``ratio`` and the remaining scaled up.
+    """Return ``x`` with random elements set to 0 (share: ``ratio``) and other elements scaled up.
 
     The scale ``1 / (1 - ratio)`` keeps the expectation. ``set_seed`` seeds the generator. A ratio
     of 0 returns ``x`` itself. Raises ValueError unless ``0 <= ratio < 1``.

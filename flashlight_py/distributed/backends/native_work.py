@@ -74,7 +74,7 @@ class NativeWork(Work):
     of a gather if all ranks pass equal row counts. A description may replace an array.
     """
 
-    id = 0  # position in the backend's journal, for native records
+    id = 0  # entry in the backend's journal if native code recorded the call
 
     def __init__(
         self,

@@ -281,7 +281,7 @@ class NcclBackend(Backend):
                 self._comparisons.find_lost("close")  # do not wait for ranks that have ended
             seconds = min(FINALIZE_SECONDS, self.communicator.timeout)
             if self.communicator.close(poll(self._is_over, seconds)):
-                self._comparisons.finish(FINALIZE_SECONDS)  # else other ranks need no comparison
+                self._comparisons.finish(FINALIZE_SECONDS)  # else no rank waits for this rank
         self._flights.clear()
         # Break reference cycles: the garbage collector would free stream and events late.
         self.communicator.on_wait = self.communicator.find_missing = None

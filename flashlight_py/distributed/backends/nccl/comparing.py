@@ -229,7 +229,7 @@ def _failure(work: Work, seconds: float | None = None) -> DistributedError | Non
 
 
 class _Ahead(Work):
-    """Call ``number``, of calls that a backend compares later."""
+    """The comparison of call ``number``, one of the calls that a backend compares later."""
 
     def __init__(self, comparisons: Comparisons, number: int) -> None:
         self._comparisons, self._number, self._ended = comparisons, number, 0.0
