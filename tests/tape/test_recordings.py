@@ -205,6 +205,7 @@ def test_cyclic_captured_step_is_collected(check: bool) -> None:
 
 @fl.capture
 def doubled(x: np.ndarray) -> Any:
+    """Return twice as much."""
     return x * 2
 
 
