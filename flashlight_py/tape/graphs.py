@@ -131,14 +131,14 @@ class Recorder(Watcher):
     refuse = post
 
     def compare(self, call: Call) -> list[int]:
-        """Return the rows of each rank: the number of this rank, which the digests compare."""
+        """Return this rank's number of rows for each rank. Digests compare the numbers later."""
         return [len(call.like)] * self._size
 
     def run(self, calls: Any) -> Any:
-        """Refuse a call for which ranks have to exchange something.
+        """Reject a call for which ranks have to exchange data.
 
         Raises:
-            _CannotSend: always.
+            _CannotSend: Always.
         """
         call = calls if isinstance(calls, Call) else calls[0]
         raise _CannotSend(f"{call.name} needs data of other ranks at {line_of_user()}")

@@ -32,7 +32,7 @@ if _blas:
 
 
 def need(condition: object) -> None:
-    """Raise ValueError unless ``condition`` holds. The note then remains a call of NumPy."""
+    """Raise ValueError unless ``condition`` holds, so that the note remains a call of NumPy."""
     if not condition:
         raise ValueError("a note needs a native instruction with the same bits")
 
@@ -60,7 +60,7 @@ class Elementwise(NamedTuple):
         return self.function is np.add and len(self.operands) == 2
 
     def disturbs(self, other: Elementwise) -> bool:
-        """Return whether it writes elements that ``other`` reads or writes in another iteration."""
+        """Return whether the operation writes elements that ``other`` uses in another iteration."""
         written, steps = self.operands[-1], self.steps[-1]
         begin = written.low, written.array.itemsize
         return any(
@@ -81,7 +81,7 @@ class Loops:
         return [operand for operation in self.operations for operand in operation.operands]
 
     def take(self, new: Loops) -> bool:
-        """Append ``new`` if both can run strip by strip, and return whether this was done."""
+        """Append ``new`` if both can run strip by strip. Return whether ``new`` was appended."""
         first, second, dimensions = self.operations, new.operations, self.dimensions
         if dimensions != new.dimensions:
             dimensions = max(dimensions, new.dimensions, key=len)
@@ -95,7 +95,7 @@ class Loops:
         return True
 
     def _spread_over(self, dimensions: Shape) -> list[Elementwise]:
-        """Return the operations with strides for other dimensions with the same elements."""
+        """Return the operations with strides for ``dimensions``, or [] if the elements differ."""
         if self.dimensions == dimensions:
             return self.operations
         if len(dimensions) != 2 or self.dimensions != (dimensions[0] * dimensions[1],):
@@ -354,7 +354,7 @@ def _step(vector: Array, axis: int) -> int:
 
 
 def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
-    """Return the smallest number of dimensions with all elements, and the operands' strides.
+    """Return the shape with the fewest dimensions for all elements, and strides per operand.
 
     Dimensions are in the order of the strides, like in NumPy, if all operands agree.
     """
@@ -435,8 +435,8 @@ def _dtype_of(value: Any) -> Any:
     return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
 
 
-# Functions whose loops write to wrong elements of strided results (NumPy 2.4.6). Only NumPy repeats
-# the error.
+# Functions whose loops write to wrong elements of strided results (NumPy 2.4.6). Replays call
+# NumPy, so that results stay equal.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
 # NumPy is slow with one number. Used if it returns the limit for 0.0 and -0.0, as our loop does.

@@ -108,7 +108,7 @@ _INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.
 
 
 def may_raise(note: Note) -> bool:
-    """Return whether values determine if a note raises. Such a note is always executed."""
+    """Return whether ``note`` may raise for some values. Such a note is always executed."""
     function = note.function.args[0] if isinstance(note.function, partial) else note.function
     if function in (np.power, operator.pow):
         return any(array.dtype.kind in "iu" for array in note.made)
@@ -122,7 +122,7 @@ def may_raise(note: Note) -> bool:
 def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
     """Return notes with conditions before all changes, and whether there are conditions.
 
-    A failing condition, such as an invalid label, then leaves the step before any change. A check
+    If a moved condition fails, for example for an invalid label, nothing has changed yet. A check
     by ``structure.require_all`` of values that depend on a change, such as drawn indices, is not
     moved and raises its error. Raises CannotCapture if another condition depends on a change.
     """

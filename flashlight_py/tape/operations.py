@@ -81,7 +81,7 @@ class StepRecording(Recording):
         step.prepared = step  # replays call the returned function
         self.effect(step, noted, changed=data)
 
-    # Methods that do and note these functions instead of as_one().
+    # Methods that run and note these functions instead of as_one().
     _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
         require_all.__wrapped__: check,  # type: ignore[attr-defined]
         RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ class Later(Work):
         return self._work.is_completed()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait, let every replay wait here, and return the result."""
+        """Wait, as every replay does at this point, and return the result."""
         recording, begun = self._recording, self._begun
         if thread_state.recorder is not recording:  # used after the step
             return self._work.wait(timeout)

@@ -1,6 +1,6 @@
-"""Matrix products of CuPy arrays during the capture of a CUDA graph, which CuPy rejects.
+"""Matrix products of CuPy arrays for the capture of CUDA graphs, in which CuPy's products fail.
 
-cuBLAS is called with the same operands, types and algorithm as by CuPy, so a captured product has
+cuBLAS is called with the operands, types and algorithm that CuPy uses, so a captured product has
 the same bits as an eager product.
 """
 

@@ -54,7 +54,7 @@ class Builder:
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
         """Return the program for csrc/tape/program.cc, or raise CannotCapture."""
         notes, may_leave = hoisted(self._memory)
-        # If the step may leave, gradients must keep their values and lend no memory.
+        # If a replay may be abandoned, gradients must keep their values and lend no memory.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
         notes = self._needed(notes)
         groups = lowered(notes, memory)
@@ -66,7 +66,7 @@ class Builder:
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
         arguments = tuple(map(self._describe_argument, range(len(self._values)), self._values))
-        # Arguments must not share written memory, or, if arguments are written, any memory.
+        # Arguments must not share memory that is written or, if arguments are written, any memory.
         are_apart = written.isdisjoint(memory.inputs.values())
         occupied = [*(memory.changed if are_apart else memory.touched)]
         occupied += [bounds(piece.home) for piece in self._kept]
@@ -259,8 +259,8 @@ Part = tuple[int, int, int, int]
 class Arena:
     """Memory for pieces that the step creates, reused after their last use.
 
-    Arrays ``returned`` are used until the end. ``grads`` have their own memory. ``since``: the
-    first instruction that writes to each gradient, by id. ``lend``: it is free until then.
+    Arrays ``returned`` are used until the end. ``grads`` have their own memory, which is free
+    before their first write if ``lend``. ``since``: instruction of each first write, by id.
     """
 
     def __init__(

@@ -417,7 +417,7 @@ class CtrlC:
 
 
 class _Noted:
-    """First base of a class of observed variables. ``type(variable)(array)`` is not observed."""
+    """First base of the classes of observed variables. ``type(variable)(x)`` is not observed."""
 
     __slots__ = ()
     __init_subclass__ = object.__init_subclass__  # skips __init_subclass__ of user classes
@@ -522,10 +522,10 @@ def _has_numbers(value: Any) -> bool:
     return type(value) is RecordedScalar or (is_list and any(map(_has_numbers, value)))
 
 
-# Address of the first element. Address range of all elements (low, high).
+# Return the address of the first element, and the address range (low, high) of all elements.
 address_of: Callable[[Array], int] = _tape.address
 bounds: Callable[[Array], tuple[int, int]] = _tape.bounds
-# An array with the layout of the last argument, at an address in memory of the first.
+# Return an array at an address in the first array's memory, with the layout of the last array.
 array_at: Callable[[Array, int, Array], Array] = _tape.at
 
 

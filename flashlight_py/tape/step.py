@@ -190,7 +190,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.programs, self._unchecked = [[x for x in kind if x.is_alive()] for kind in both]
 
     def _try(self, program: Any, call: _Call) -> Any:
-        """Return the result of a replay. Raises if the step itself behaves differently."""
+        """Return the result of a replay, and compare it with the step itself."""
         replay = _tape.Step()
         replay.programs, replay.slow, replay.left = [program], self.left, self.left
         before = call.saved()
@@ -203,7 +203,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return result
 
     def _compare(self, call: _Call, before: State, result: Any) -> None:
-        """Raise unless the step itself, from state ``before``, behaves like the replay."""
+        """Run the step from state ``before``. Raise RuntimeError if the replay differs."""
         after = call.saved(result)
         before.restore()
         expected = call.saved(self._run_eagerly(call.args, call.options))
@@ -245,7 +245,7 @@ class _Call:
         self._moved: dict[int, Any] = {}  # replacements of arrays, and of tuples of arrays
         # Objects and their stand-ins, by the object's id. The objects are kept alive.
         self._stand_ins: dict[int, tuple[Any, Any]] = {}
-        self.is_to_be_continued = False  # it created state, which another run does not
+        self.is_to_be_continued = False  # it created state, which the next run does not
         self._result: Any = None
 
     @functools.cached_property
@@ -338,7 +338,7 @@ class _Call:
         return array_or_number(value)
 
     def _settle(self, after: State) -> None:
-        """Let replays copy replaced arrays to fixed memory, where later replays find them."""
+        """Note copies of replaced arrays to fixed memory, where later replays find the arrays."""
         recording, made = self.recording, []
         seen = {(id(field.holder), field.key) for field, _ in self._before}
         for field, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in seen]:
@@ -388,7 +388,7 @@ class _Call:
             field.set(moved)
 
     def _leave(self, reason: str, instead: str = "") -> None:
-        """Leave for a reason that another run may not have."""
+        """Stop the recording for a reason that the next run of the step may not have."""
         self.is_to_be_continued = True
         self.recording.leave(reason, instead)
 

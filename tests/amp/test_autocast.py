@@ -23,7 +23,7 @@ def of_two(*names: str) -> dict[str, Callable[..., Any]]:
     return {name: lambda x, w, name=name: getattr(F, name)(x, x) for name in names}
 
 
-# The policy: one row a function, called with two inputs of shape (2, 3), (3, 3).
+# The policy. Each function is called with two inputs of shapes (2, 3) and (3, 3).
 HALF: dict[str, Callable[..., Any]] = {
     "matmul": F.matmul,
     "linear": F.linear,
@@ -72,7 +72,7 @@ def test_autocast_selects_the_documented_dtypes(
     assert result.dtype.name == ("float64" if given == "float64" else expected)
     result.backward(np.ones_like(result.array))
     assert x.grad.dtype == x.dtype
-    assert function(x, weight).dtype.name == given  # outside
+    assert function(x, weight).dtype.name == given  # outside autocast
 
 
 def test_products_round_their_inputs() -> None:
@@ -226,7 +226,7 @@ def on_ranks(rank: int, size: int, half: str, sharded: bool) -> Any:
         with fl.amp.autocast(half):
             loss = F.categorical_cross_entropy(model(fl.input(x[mine])), fl.input(labels[mine]))
         if turn == 3 and rank == 0:
-            loss = loss * np.inf  # of one rank's gradients
+            loss = loss * np.inf  # makes the gradients of one rank infinite
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -110,7 +110,7 @@ static thread_local struct { long x; } blockIdx, threadIdx;
 #define __device__
 #define __forceinline__ inline
 """
-# Runtime of a kernel whose threads wait for each other.
+# Runtime of a kernel with threads that wait for each other.
 TOGETHER = """
 #include <barrier>
 #include <thread>
@@ -122,7 +122,7 @@ static std::barrier<> *together;
 
 
 class RawKernel:
-    """A kernel whose blocks run one after the other.
+    """A kernel that runs its blocks one after the other.
 
     The threads of a block also run one after the other, unless they wait for each other.
     """

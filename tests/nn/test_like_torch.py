@@ -175,7 +175,7 @@ ROWS_BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROW
 
 def call(row: Row, module: fl.nn.Module, inputs: Any) -> Any:
     if row.name in ("temporal", "smoothed", "entropy_none", "entropy_sum"):
-        # torch takes the logarithms of softmax itself.
+        # torch applies log-softmax in the loss.
         inputs = F.log_softmax(inputs[0]), inputs[1]
     return row.after(module(*inputs))
 
@@ -231,7 +231,7 @@ def test_float16_is_computed_in_float32(row: Row) -> None:
         assert all(v.grad is not None and v.grad.dtype == dtype for v in leaves)
         found.append([result.array, *(v.grad for v in leaves)])
     for half, single in zip(*found, strict=True):
-        most = 0.1 if "transformer" in row.name else 1e-2  # many functions, one after another
+        most = 0.1 if "transformer" in row.name else 1e-2  # errors of many functions add up
         np.testing.assert_allclose(half, single, rtol=1e-2, atol=most)
 
 

@@ -229,7 +229,7 @@ y = list(dict(Held().named_parameters()))
         one, two = Linear(1, 1), Linear(1, 1)
         assert names_of(Free(all=[one, two], l0=one, l1=two)) == ["l0", "l1"]
         assert names_of(Free(all=[one, two, one], l1=two)) == ["l1", "all.0"]
-        first = Free(hidden=[two], inner=one)  # of which another module has the name
+        first = Free(hidden=[two], inner=one)  # another module has this name
         assert names_of(Free(a=first, b=two)) == ["a", "a.inner", "b"]
         assert names_of(Sequential(one, one)) == ["0", "1"]
 
@@ -279,7 +279,7 @@ y = list(dict(Held().named_parameters()))
         assert not any(p.calc_grad for p in model.eval().params())
         assert all(p.calc_grad for p in model.train().params())
         other.load_state_dict(model.state_dict())
-        model.scale.register_grad_hook(lambda _: None)  # which copies have not
+        model.scale.register_grad_hook(lambda _: None)  # copies have no hooks
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.clone()
         for duplicate in (other, *copies):
             for name, array in duplicate.state_dict().items():
@@ -355,7 +355,7 @@ def test_sequential_does_not_fuse_overridden_layers(position: int, way: str) -> 
         module.before_forward = called.append
     elif way == "recompute":
         recompute(module)
-        called.append(module)  # what it does is in its own tests
+        called.append(module)  # other tests check the conversion
     else:
         forward = module.forward
         module.forward = lambda x: (called.append(module), forward(x))[1]  # type: ignore[method-assign,func-returns-value]
@@ -426,11 +426,11 @@ def test_moving_average_follows_parameters_and_copies_buffers(tmp_path: Path) ->
     other = fl.nn.ExponentialMovingAverage(model, 0.75)
     fl.load(tmp_path, module=[model, other])
     np.testing.assert_array_equal(other(x).array, average(x).array)
-    average.train()  # as a parent does
+    average.train()  # called by a parent module
     np.testing.assert_array_equal(other(x).array, average(x).array)
     with pytest.raises(ValueError, match="missing"):
         average.update(fl.nn.Linear(3, 2))
-    with pytest.raises(ValueError, match="shape"):  # that would be broadcast
+    with pytest.raises(ValueError, match="shape"):  # shapes are not broadcast
         fl.nn.ExponentialMovingAverage(fl.nn.Linear(3, 2)).update(fl.nn.Linear(3, 1))
     with pytest.raises(ValueError, match="decay must be 0 to 1, got 2"):
         fl.nn.ExponentialMovingAverage(model, 2)

@@ -166,7 +166,7 @@ def _copied(value: Any, memory: dict[int, Any]) -> Any:
 def training(
     optimizer: Any, loss_of: Callable[..., Any], before_step: Callable[[], Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a training step. Its result is that of ``loss_of``, whose first item is the loss."""
+    """Return a training step. The step returns the results of ``loss_of`` and ``before_step``."""
 
     def step(*given: Any) -> Any:
         optimizer.zero_grad()

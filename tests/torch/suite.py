@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SUITE = "torch.testing._internal.distributed.distributed_test"
-# Conditions and decorators that are true of gloo or MPI alone.
+# Conditions and decorators that are true only for gloo or MPI.
 OF_OTHERS = r'(BACKEND [!=]= |require_backend_is_available\(\{)"(gloo|mpi)"'
 
 
@@ -39,7 +39,7 @@ def loaded(backend: str) -> Any:
     text = Path(spec.origin).read_text()
     TIMEOUT_OVERRIDE.clear()
     if backend != "gloo":
-        import flashlight_py.torch.joining  # whatever ranks need: they are forked
+        import flashlight_py.torch.joining  # imported before the ranks are forked
 
         dist.monitored_barrier = flashlight_py.torch.monitored_barrier  # torch's needs gloo
         for backends in DistTestCases.backend_feature.values():
@@ -50,7 +50,7 @@ def loaded(backend: str) -> Any:
     return suite
 
 
-@functools.cache  # what has been loaded is there in processes that are forked later
+@functools.cache  # forked processes inherit the loaded suite
 def case_of(backend: str) -> type[unittest.TestCase]:
     """Return the tests of the suite as a class."""
     suite = loaded(backend)
