@@ -77,7 +77,7 @@ LinearOp: TypeAlias = Literal["sum", "avg", "SUM", "AVG"] | np.ufunc  # operatio
 
 
 class ReduceOp(enum.IntEnum):
-    """Operations that combine arrays. The values are those of the native kernels."""
+    """Operations that combine arrays. Native kernels use the same values."""
 
     SUM = codes.SUM
     PROD = codes.PROD

@@ -108,7 +108,7 @@ def grid(
 ) -> Grid:
     """Return a Cartesian grid of the ranks of the world, or of ``group``.
 
-    The numbering is that of MPI_Cart_create. Nothing is sent and no group is created.
+    Ranks are numbered like in MPI_Cart_create. Nothing is sent and no group is created.
     ``shift(dim, +1)`` of the result returns the neighbours along a dimension, for :func:`sendrecv`
     and :class:`P2POp`. A neighbour beyond an edge is None, which stands for no rank.
 

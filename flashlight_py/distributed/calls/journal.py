@@ -311,7 +311,7 @@ def _dtype_and_shape(call: Call) -> tuple[Any, Any]:
 
 
 class _Recorded(Work):
-    """An operation whose end is recorded when a thread waits for it."""
+    """An operation that records its end when a thread waits for the operation."""
 
     def __init__(self, work: Work, record: Record) -> None:
         self._work, self._record = work, record

@@ -140,7 +140,7 @@ def to_half(flat: Array) -> NDArray[np.float16]:
 def _half_bits(block: Array) -> NDArray[np.uint32]:
     bits = np.clip(block, -LARGEST, LARGEST).astype(np.float32).view(np.uint32)
     magnitude = bits & _MAGNITUDE
-    # After the addition of 0.5, the last bits are those of the rounded small float16.
+    # After the addition of 0.5, the last bits are the rounded small float16.
     small = (magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - _HALF
     is_small = magnitude < _SMALLEST_NORMAL
     # Add half of the last place minus 1, plus 1 if that place is odd: nearest, ties to even.

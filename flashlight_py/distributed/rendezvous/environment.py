@@ -291,7 +291,7 @@ class _Scheduler(NamedTuple):
     def advice(self, environ: Mapping[str, str]) -> str:
         """Return the scheduler's variables, and how a shell starts one or several ranks on a node.
 
-        "" if this process is alone. Without a number of nodes, several are assumed.
+        Return "" if this process is alone. An unknown number of nodes counts as several.
         """
         ranks = environ.get(self.ranks_per_node, "1")
         is_one = environ.get(self.nodes, "") == "1" and (ranks == "1" or not ranks.isdecimal())
