@@ -1,4 +1,4 @@
-"""What every test may use: pools of real ranks, and the check that a test leaves nothing behind."""
+"""Fixtures of all tests: pools of ranks, and checks that a test leaves nothing behind."""
 
 import contextlib
 import gc
@@ -20,27 +20,27 @@ from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import RankPool
 from tests.nn.oracle import Oracle
 
-# Ranks of other tests may take the processor away at any moment: nothing has a time limit.
+# No time limits: ranks of other tests may use the processor at any moment.
 hypothesis.settings.register_profile(
     "ranks", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("ranks")
 
-# Idle ranks cost memory, about 20 MB each. The conformance suite needs 7 worlds, the modules beside
-# it have worlds in common with it.
+# Each idle rank needs about 20 MB. The conformance suite needs 7 worlds, some of which the
+# neighbouring modules share.
 MOST_WORLDS = 16
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Every process a test starts, however indirectly, inherits this and is recognised by it.
+    # All processes that tests start, also indirectly, inherit this variable, which identifies them.
     os.environ[leftovers.MARK] = uuid.uuid4().hex
-    # Ranks that are meant to fail leave no flight records; the tests of those ask for them.
+    # Ranks that fail intentionally write no flight records. Tests of flight records enable them.
     os.environ["FLASHLIGHT_TRACE_DIR"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_folder() -> Iterator[None]:
-    """Where this user's secret is during the tests, and not among their temporary files."""
+    """Return the folder of this user's secret during the tests, apart from temporary files."""
     with tempfile.TemporaryDirectory(prefix="runtime-") as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder
         yield
@@ -59,16 +59,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # What has been collected stays: the garbage collector need not look at it during each test.
+    # Objects of the collection stay, so the garbage collector need not visit them in each test.
     gc.collect()
     gc.freeze()
 
 
-ranks = ranks_in()  # a module has its own, or a test says in which worlds it runs
+ranks = ranks_in()  # a module or test may set other worlds
 
 
 class Pools:
-    """The pools of this session, by world; the longest unused one makes room for a new one."""
+    """Pools of this session by world. A new pool may replace the least recently used pool."""
 
     def __init__(self) -> None:
         self._pools: OrderedDict[str, RankPool] = OrderedDict()
@@ -78,7 +78,7 @@ class Pools:
         asked = self._pools.setdefault(key, RankPool(size, **world))
         self._pools.move_to_end(key)
         for unused in list(self._pools.values())[:-MOST_WORLDS]:
-            unused.close()  # it starts again if somebody still has it
+            unused.close()  # it restarts at its next use
         return asked
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Pools:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
-    """``pool(size, init="file", params=None)``: ranks that stay between tests.
+    """Return ``pool(size, init="file", params=None)``, a function of ranks that stay between tests.
 
     ``pool(2).run(fn, *args)`` returns the results of ``fn(rank, size, *args)`` in rank order.
     """
@@ -98,7 +98,8 @@ def pool() -> Iterator[Pools]:
 
 @pytest.fixture(scope="session")
 def oracle() -> Iterator[Oracle]:
-    """``oracle(code, grads, **arrays)``: torch's value and gradients; see tests/nn/oracle.py."""
+    """Return ``oracle(code, grads, **arrays)``: torch's value and gradients; see
+    tests/nn/oracle.py."""
     from tests.torch.conftest import interpreter
 
     asked = Oracle(interpreter(), "tests.nn.oracle")
@@ -108,10 +109,10 @@ def oracle() -> Iterator[Oracle]:
 
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
-    """Fail the test if a process, a thread or a shared-memory segment outlives it."""
+    """Fail the test if it leaves a process, a thread or a shared-memory segment."""
     segments, threads = leftovers.segments(), set(threading.enumerate())
     yield
-    # One that waits at a closed descriptor serves whatever gets the number next.
+    # A thread that waits at a closed descriptor would use the next file with this number.
     lingering = set(threading.enumerate()) - threads
     assert not lingering, f"the test left threads running: {lingering}"
     left = leftovers.end_processes()
@@ -120,20 +121,21 @@ def leaves_nothing() -> Iterator[None]:
     assert not orphans, f"the test left shared memory that nobody uses: {orphans}"
 
 
-# Folders whose tests all start processes.
+# Folders in which all tests start processes.
 CHECKED = ("chaos", "cluster", "distributed", "examples", "gpu", "parallel", "trace")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> None:
-    """Check each test of these folders for what it leaves behind."""
+    """Check what each test of these folders leaves behind."""
     if request.path.parent.name in CHECKED:
         request.getfixturevalue("leaves_nothing")
 
 
 @pytest.fixture
 def ctrl_c_is_raised() -> Iterator[None]:
-    """Collect no garbage meanwhile: what a signal raises in a weak reference's callback is lost."""
+    """Disable garbage collection: an exception of a signal handler in a weakref callback is
+    lost."""
     gc.collect()
     gc.disable()
     yield
@@ -142,7 +144,7 @@ def ctrl_c_is_raised() -> Iterator[None]:
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The stand-in for CuPy, where the package looks for CuPy."""
+    """Install the stand-in for CuPy in the package."""
     from tests.cupy_stand_in import StandInCupy, forget_kernels
 
     library = StandInCupy()

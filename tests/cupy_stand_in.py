@@ -1,9 +1,9 @@
 """A stand-in for CuPy that runs on the CPU: its arrays, kernels, streams and events.
 
-It refuses what CuPy refuses: its arrays do not turn into NumPy arrays by themselves and do not mix
-with them. So a test can see, without a GPU, whether a computation stays inside the library of its
-data. ``LOG`` has what was done to streams and events, and copies into and out of buffers of the
-host. It shows what the host does; tests/gpu shows the rest.
+Like CuPy arrays, its arrays are not converted to NumPy arrays implicitly, and operations do not mix
+both. So tests without a GPU detect computations that leave the library of their data. ``LOG``
+records operations of streams and events, and copies to and from host buffers. tests/gpu tests real
+devices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOG: list[tuple[Any, ...]] = []
 
 
 class StandInArray:
-    """A NumPy array in disguise, with CuPy's manners."""
+    """A NumPy array with the interface of a CuPy array."""
 
     __array_ufunc__ = None
 
@@ -38,7 +38,7 @@ class StandInArray:
 
     @property
     def device(self) -> Any:
-        """The device that is current now: one that was chosen stays chosen in these tests."""
+        """Return the current device. These tests do not switch back to an earlier device."""
         return SimpleNamespace(id=self.__dict__.get("elsewhere", Device.current))
 
     def __array__(self, *args: Any, **options: Any) -> Any:
@@ -46,12 +46,12 @@ class StandInArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What MPI takes; of contiguous arrays, in version 2."""
+        """Return the interface that MPI reads, in version 2, of contiguous arrays."""
         return {**self.hidden.__array_interface__, "version": 2}
 
     @property
     def data(self) -> Any:
-        """Where the elements are, as CuPy says it."""
+        """Return the memory pointer, like CuPy."""
         return SimpleNamespace(ptr=self.hidden.ctypes.data)
 
     def get(self, out: np.ndarray | None = None) -> np.ndarray:
@@ -66,7 +66,7 @@ class StandInArray:
         self.hidden[...] = array
 
     def dot(self, other: Any, out: Any = None) -> Any:
-        """As CuPy, a method of the class."""
+        """A method of the class, as in CuPy."""
         return wrapped(self.hidden.dot)(other, **({} if out is None else {"out": out}))
 
     def __getattr__(self, name: str) -> Any:
@@ -100,7 +100,7 @@ def unwrap(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(unwrap(each) for each in value)
     if isinstance(value, np.ndarray) and not (value.size == 1 and value.dtype.names):
-        raise TypeError("unsupported type numpy.ndarray")  # but for what kernels take by value
+        raise TypeError("unsupported type numpy.ndarray")  # except by-value arguments
     return value
 
 
@@ -111,7 +111,7 @@ def unwrap_index(where: Any) -> Any:
 
 
 def wrap(value: Any) -> Any:
-    """CuPy has no scalars: a result without dimensions is an array."""
+    """Return ``value`` as arrays. CuPy has no scalars but arrays without dimensions."""
     return StandInArray(np.asarray(value)) if isinstance(value, (np.ndarray, np.generic)) else value
 
 
@@ -128,7 +128,7 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launching(kernel: Any) -> Any:
-    """Return what launches a compiled kernel, and counts that."""
+    """Return a function that launches a compiled kernel and counts the launches."""
     launch = wrapped(kernel)
     launch.launches = lambda: kernel.launches  # type: ignore[attr-defined]
     return launch
@@ -163,7 +163,7 @@ for _name in ("neg", "abs", "invert"):
 
 
 class StandInGenerator:
-    """Draws as NumPy's, from a state that lies on the device."""
+    """A generator with NumPy's draws and its state on the device."""
 
     def __init__(self, seed: int | None) -> None:
         self._numpy = np.random.default_rng(seed)
@@ -202,7 +202,7 @@ class Device(contextlib.nullcontext[None]):
 
 
 class Event:
-    """``done`` as soon as it is recorded, unless a test sets ``ends_at_once`` to False."""
+    """An event that is done once recorded, unless a test sets ``ends_at_once`` to False."""
 
     ends_at_once = True
     _numbers = itertools.count()
@@ -223,7 +223,7 @@ class Event:
 
 
 class Stream:
-    """The current one is the last that was entered."""
+    """A stream. The current stream is the last one that was entered."""
 
     current: Stream
     by_ptr: ClassVar[weakref.WeakValueDictionary[int, Stream]] = weakref.WeakValueDictionary()
@@ -258,18 +258,18 @@ Stream.current = Stream(name="default")
 
 
 class PinnedMemory(bytearray):
-    """What CuPy returns as memory of the host that cannot be swapped out."""
+    """Memory of the host that is not swapped out."""
 
 
 class StandInCupy(ModuleType):
-    """NumPy's functions on these arrays, under the name ``cupy``, with so many ``devices``."""
+    """NumPy's functions on these arrays, as module ``cupy``, with a number of ``devices``."""
 
     ndarray = StandInArray
     random = SimpleNamespace(default_rng=StandInGenerator)
 
     def __init__(self, devices: int = 1) -> None:
         super().__init__("cupy")
-        self.kernels: list[Any] = []  # raw ones
+        self.kernels: list[Any] = []  # raw kernels
         self.add: Any = wrapped(np.add)
         self.add.at = wrapped(np.add.at)
         Device.current = 0
@@ -277,7 +277,7 @@ class StandInCupy(ModuleType):
             runtime=SimpleNamespace(
                 getDeviceCount=lambda: devices,
                 getDevice=lambda: Device.current,
-                eventQuery=lambda event: 600,  # of what is on its way: cudaErrorNotReady
+                eventQuery=lambda event: 600,  # cudaErrorNotReady, for work in progress
                 eventRecord=lambda event, stream: LOG.append(("record", stream, event)),
                 CUDARuntimeError=RuntimeError,
             ),
@@ -303,7 +303,7 @@ class StandInCupy(ModuleType):
         return wrapped(compiled_kernels.ReductionKernel(*description, **options))
 
     def asarray(self, value: Any, dtype: Any = None) -> StandInArray:
-        """As in CuPy, the way in: takes NumPy arrays too."""
+        """Return an array of this library. As in CuPy, this function also accepts NumPy arrays."""
         if isinstance(value, StandInArray):
             return StandInArray(np.asarray(value.hidden, dtype))
         if hasattr(value, "__cuda_array_interface__"):
@@ -316,7 +316,7 @@ class StandInCupy(ModuleType):
         return self.asarray(value, dtype).copy(order)
 
     def shares_memory(self, a: StandInArray, b: StandInArray, max_work: Any = None) -> bool:
-        """Compare where elements begin, as CuPy does, which takes no limit of work."""
+        """Compare the first addresses, like CuPy, which has no limit of work."""
         if max_work is not None:
             raise NotImplementedError("Not supported for integer `max_work`.")
         return bool(np.intersect1d(_addresses(a.hidden), _addresses(b.hidden)).size)
@@ -329,7 +329,7 @@ class StandInCupy(ModuleType):
 
 
 def _addresses(array: np.ndarray) -> np.ndarray:
-    """Where the elements of ``array`` begin."""
+    """Return the addresses of the elements of ``array``."""
     found = np.array(array.ctypes.data)
     for extent, stride in zip(array.shape, array.strides, strict=True):
         found = np.add.outer(found, np.arange(extent) * stride)
@@ -337,7 +337,7 @@ def _addresses(array: np.ndarray) -> np.ndarray:
 
 
 def forget_kernels() -> None:
-    """Drop what the library of kernels has compiled: by the stand-in, of no use to CuPy."""
+    """Delete the kernels that the stand-in compiled, which CuPy cannot use."""
     for value in [*vars(kernels).values(), *vars(cuda).values()]:
         if hasattr(value, "cache_clear"):
             value.cache_clear()

@@ -1,6 +1,6 @@
-"""Processes that compute with other libraries, each in an interpreter of its own.
+"""Processes that compute with other libraries, each in another interpreter.
 
-One stays from the first comparison to the end of the session, so that a comparison takes
+A process runs from the first comparison to the end of the session, so that a comparison takes
 milliseconds.
 """
 
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-WORDS = 2000  # of what a process that ends has written
+WORDS = 2000  # number of characters of a process's output in errors
 
 
 class Oracle:
-    """A process that answers. One that has ended is started again for the next question.
+    """A process that answers requests. If it has ended, the next request starts it again.
 
     It runs a module of these tests, which calls ``answer_requests``.
     """
 
     def __init__(self, python: str | Path, module: str, **environment: str) -> None:
         self._command = [str(python), "-m", module]
-        # Nothing of this session's: its mark, and what a test may have set for MPI.
+        # Without the mark of this session and variables that a test may have set for MPI.
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
         self._environment = kept | {"PYTHONPATH": str(ROOT), **environment}
         self._process: subprocess.Popen[bytes] | None = None
@@ -35,11 +35,11 @@ class Oracle:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (close() does)
 
     def ask(self, **request: Any) -> Any:
-        """Return the answer.
+        """Return the answer to a request.
 
         Raises:
-            RuntimeError: the request has raised there, or ended the process; holds the traceback,
-                or what the process has written.
+            RuntimeError: If the request raises an error or ends the process. The message contains
+                the traceback, or the output of the process.
         """
         if self._line is None:
             self._start()
@@ -74,7 +74,7 @@ class Oracle:
         self._line = Connection(ours.detach())
 
     def _end(self) -> int:
-        """Wait for a process that has nobody to talk to; return its status."""
+        """Wait for a process without open connections. Return its exit status."""
         assert self._line is not None
         assert self._process is not None
         self._line.close()
@@ -87,9 +87,9 @@ class Oracle:
 
 
 def answer_requests(answer: Callable[..., Any]) -> None:
-    """Answer, in the oracle's process, until the tests end.
+    """Answer requests in the oracle's process, until the tests end.
 
-    The descriptor of the line to them is its only argument.
+    The only argument is the descriptor of the connection to the tests.
     """
     line = Connection(int(sys.argv[1]))
     while True:

@@ -1,4 +1,4 @@
-"""Which cores a process may use, and how ranks share them."""
+"""Number of cores that a process may use, and their division among ranks."""
 
 import os
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_thread_variables_divide_the_cores(processes: int, share: str) -> None:
 
 def test_thread_variables_keep_user_settings() -> None:
     assert set(thread_variables({"MKL_NUM_THREADS": "3"}, 2, 8)) == NAMES - {"MKL_NUM_THREADS"}
-    assert thread_variables({"OMP_NUM_THREADS": "3"}, 2, 8) == {}  # the others follow it
+    assert thread_variables({"OMP_NUM_THREADS": "3"}, 2, 8) == {}  # the other variables follow
 
 
 @pytest.mark.parametrize(

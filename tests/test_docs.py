@@ -1,4 +1,4 @@
-"""What is public is documented, and what the documents show works."""
+"""Public names are documented, and examples in the documentation work."""
 
 import ast
 import builtins
@@ -37,12 +37,13 @@ PACKAGES = (
     "optim",
 )
 PACKAGES += ("parallel", "parallel.functional", "tagi", "trace")
-# A parameter whose name says that it is a duration or a size must have its unit in the docstring.
+# The docstring must state the unit of parameters whose names denote durations or sizes.
 UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
 
 
 def public_names() -> dict[str, Any]:
-    """Every function and class of ours that an ``__all__`` offers, by its shortest name."""
+    """Return all functions and classes of this package in an ``__all__``, by their shortest
+    names."""
     modules: list[ModuleType] = [fl]
     modules += [importlib.import_module(f"flashlight_py.{name}") for name in PACKAGES]
     found: dict[int, tuple[str, Any]] = {}
@@ -55,7 +56,7 @@ def public_names() -> dict[str, Any]:
 
 
 def documented() -> Iterator[tuple[str, Any, str]]:
-    """Every public function, class, method and property: (name, object, docstring)."""
+    """Return (name, object, docstring) of all public functions, classes, methods and properties."""
     for name, value in public_names().items():
         own = inspect.getdoc(value) or ""
         yield name, value, own + referred(own)
@@ -71,18 +72,19 @@ def members(class_name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
             own = inspect.getdoc(getattr(cls, name)) or ""
             yield f"{class_name}.{name}", function, own + referred(own) + overridden(cls, name)
         if name == "__init__" and inspect.isfunction(member):
-            # How to construct an object is documented by its class.
+            # The docstring of a class describes its constructor.
             yield class_name + "()", member, inspect.getdoc(cls) or ""
 
 
 def overridden(cls: type, name: str) -> str:
-    """The docstrings of the methods that this one overrides: what they say holds for it, too."""
+    """Return the docstrings of the overridden methods, which also describe this method."""
     found = (getattr(base, name, None) for base in cls.__mro__[1:])
     return "".join(f"\n\n{inspect.getdoc(each)}" for each in found if inspect.isfunction(each))
 
 
 def referred(doc: str) -> str:
-    """The docstrings that this one refers to for the rest, as ``:func:`flashlight_py.barrier```."""
+    """Return the docstrings to which this docstring refers, as
+    ``:func:`flashlight_py.barrier```."""
     names = re.findall(r":(?:func|class):`flashlight_py\.(\w+)`", doc)
     return "".join(f"\n\n{inspect.getdoc(getattr(fl, name))}" for name in names)
 
@@ -92,13 +94,13 @@ FUNCTIONS = [case for case in CASES if inspect.isfunction(case[1])]
 
 
 def parameters(function: Any) -> dict[str, str]:
-    """The parameters by name, with their annotations as text."""
+    """Return the parameters by name, with their annotations as text."""
     found = inspect.signature(function).parameters.values()
     return {each.name: str(each.annotation) for each in found}
 
 
 def raised_by(function: Any) -> set[str]:
-    """The classes that the function's own body raises by name."""
+    """Return the exception classes that the body of the function raises by name."""
     if function.__code__.co_filename == "<string>":  # what dataclass makes raises nothing
         return set()
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -139,7 +141,7 @@ def test_units_are_documented() -> None:
 
 
 def is_array(annotation: str) -> bool:
-    """Return whether it is ``Array``, as text or as what that is an alias of, and no variable."""
+    """Return whether an annotation is ``Array``, as text or as an alias, and not a variable."""
     names = "Array", str(fl.device.Array)
     return "Variable" not in annotation and any(name in annotation for name in names)
 
@@ -150,14 +152,13 @@ def test_functions_of_arrays_state_shape_or_dtype() -> None:
         for name, function, doc in FUNCTIONS
         if any(is_array(annotation) for annotation in parameters(function).values())
         and not re.search(r"shape|dtype|dimension|element", doc)
-        # Where an array lives has to do with neither.
+        # The device of an array does not matter for these annotations.
         and function.__module__ != "flashlight_py.device"
     ]
     assert not wrong, "these take an array and say neither shape nor dtype"
 
 
 def test_enough_is_looked_at() -> None:
-    """The rules above would pass on nothing at all."""
     names = {name for name, _, _ in CASES}
     assert {"flashlight_py.all_reduce", "flashlight_py.Variable.backward"} <= names
     assert len(names) > 100
@@ -168,7 +169,7 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-# Whose programs newcomers try first; those of the other pages are as many again.
+# Pages whose programs run in every test run. Programs of other pages are slow tests.
 FIRST = ("README", "quick-start")
 PROGRAMS = [
     pytest.param(
@@ -188,7 +189,7 @@ def test_programs_of_the_documents_run_on_two_ranks(program: str, tmp_path: Path
     file = tmp_path / "program.py"
     file.write_text(program)
     command = [*mpirun_command(2), sys.executable, "-W", "error", file]
-    done = run(command, cwd=tmp_path)  # for what it writes
+    done = run(command, cwd=tmp_path)  # with its output
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -226,7 +227,7 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-# What the pages for newcomers call besides the package: objects of the reader's program, built-ins.
+# Names that newcomers' pages call and that are not of the package: the reader's objects, built-ins.
 LOCAL = {"len", "optimizer", "loss", "sampler", "joined", "group"}
 LOCAL |= {"model", "criterion", "sgd", "l", "meter", "var", "module", "train", "eval"}
 LOCAL |= {"clear_grad_hook"}  # of a Variable
@@ -247,8 +248,8 @@ def test_names_that_lead_from_another_library_exist(page: str) -> None:
 
 
 def number_in(source: str, constant: str) -> int:
-    """The value of ``constant = 4 << 10`` in a source file of any language."""
-    # Of `sized(4 << 10, 64)` the second is the model checker's.
+    """Return the value of ``constant = 4 << 10`` in a source file of any language."""
+    # In `sized(4 << 10, 64)` the model checker uses the second number.
     found = re.search(rf"\b{constant}\s*=\s*(?:sized\()?([\d <]+)", source)
     assert found, f"{constant} is not there"
     return int(eval(found[1]))  # digits, spaces and shifts only
@@ -268,7 +269,6 @@ def test_thresholds_of_the_algorithms_are_those_of_the_code() -> None:
 
 
 def test_thresholds_are_found_at_all() -> None:
-    """The rule above would pass on a table that it cannot read."""
     assert {"kTinyBytes", "kChunkBytes", "INLINE_BYTES"} <= {row[0] for row in THRESHOLDS}
     assert len(THRESHOLDS) >= 15
 
@@ -301,7 +301,7 @@ def perceptron() -> fl.nn.Sequential:
 
 
 def sharded(**options: Any) -> fl.nn.Sequential:
-    """A module whose parameters all ranks share: small ones do so only by an option."""
+    """Return a module whose parameters are all sharded. Small parameters need an option."""
     module = perceptron() if options else fl.nn.Sequential(fl.nn.Linear(1800, 1800))
     fl.fully_shard(module, **options)
     return module
@@ -323,8 +323,8 @@ def sgd(module: Any) -> Any:
     return fl.optim.SGDOptimizer(module.params(), 0.1)
 
 
-# What the pages say is not there or is refused: the page and its words; then what raises which
-# error, or lists the names of the kind that are offered.
+# Statements of pages that something does not exist or is rejected: the page and its words, then
+# code that raises the error, or code that lists the existing names.
 ABSENT = re.findall(
     r"^(\S+): (.*)\n    (?:(\w+Error): )?(.*)$",
     """
@@ -405,7 +405,7 @@ def test_absences_are_what_the_pages_say(page: str, words: str, error: str, atte
 
 
 def test_absences_are_tried_or_dated() -> None:
-    """A sentence that says that something is not there stands above, or says when it was so."""
+    """A statement that something does not exist is in the table above, or has a date."""
     claims = re.compile(r"\b(not here|not yet|yet:|not supported|not offered|nothing has run)\b")
     tried = [words for _, words, _, _ in ABSENT]
     wrong = []

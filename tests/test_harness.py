@@ -1,4 +1,4 @@
-"""The harness keeps its promises: results in order, tracebacks, deadlines, nothing left behind."""
+"""The test harness: order of results, tracebacks, deadlines, cleanup."""
 
 import os
 import signal
@@ -213,7 +213,7 @@ def test_mpirun_can_start_the_ranks() -> None:
 
 
 def test_leftover_process_is_found_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that left the process group and lost its parent."""
+    """The process may have left its process group and lost its parent."""
     monkeypatch.setattr(leftovers, "ENDING_SECONDS", 0.1)
     (pid,) = run_ranks(start_child, 1, True, init=None)
     assert list(leftovers.end_processes()) == [pid]

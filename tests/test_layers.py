@@ -1,4 +1,4 @@
-"""The house of docs/design.md stands: imports run one way, optional libraries stay optional."""
+"""The layers of docs/design.md: direction of imports, and optional libraries."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.launch.launcher import run
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashlight_py"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "_native" not in path.parts)
-LONGEST = 700  # of one idea that is told as a whole
+LONGEST = 700  # maximum number of lines of a file
 
-# What each part may import; the first entry that is the module or a package above it counts, so
-# the narrower rule stands before the wider one.
+# Allowed imports of each module or package. The first matching entry applies, so narrow rules
+# precede wide rules.
 FRAMEWORK = ("errors", "device", "random", "kernels", "autograd", "nn", "optim")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "": (*FRAMEWORK, "_version", "distributed", "tape"),
@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "libraries": (),
     "tape": (*FRAMEWORK, "meter", "distributed", "parallel", "libraries", "structure", "_native"),
-    # Workers are processes that this one starts, as the ranks of spawn.
+    # Workers are processes that this process starts, like the ranks of spawn.
     "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
     "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "structure", "_native"),
     "tagi.distributed": ("tagi", "errors", "device", "distributed", "parallel"),
@@ -71,9 +71,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("_version", "errors", "device", "interfaces", "libraries", "_native"),
         *("distributed", "launch"),
     ),
-    # Ranks of engines, too, import the package inside the function that starts them.
+    # Ranks of engines also import the package in the function that starts them.
     "engines": ("launch", "", "interfaces", "distributed"),
-    # The program of a rank imports the package (""), as the script of a user does.
+    # The program of a rank imports the package (""), like a user's script.
     "launch.rank_main": ("launch", ""),
     "launch.records": ("launch", "distributed", "system"),
     "launch": (
@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engines",  # fl.launch.ray, dask and spark
     ),
 }
-# The parts of these packages from the ground up: each may import itself and the parts before it.
+# Parts of these packages from the lowest layer. Each part may import itself and earlier parts.
 LAYERS: dict[str, tuple[str, ...]] = {
     "autograd": (
         *("graph", "engine", "variable", "precision", "native", "functions"),
@@ -108,12 +108,12 @@ OPTIONAL = {
     *("distributed", "pyspark", "ray"),
 }
 
-# May be deleted with their tests and their page: the core finds them by their names alone.
+# Optional parts, which can be deleted with their tests and pages. The core imports them by name.
 WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
 
 
 def name_of(module: Path) -> str:
-    """``flashlight_py/nn/layers.py`` -> ``nn.layers``; a package's ``__init__`` is the package."""
+    """Return a module's name: ``nn.layers`` for ``flashlight_py/nn/layers.py``."""
     parts = module.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
@@ -127,10 +127,10 @@ def rule_for(name: str) -> str | None:
 
 
 def imported(tree: ast.AST, by_name: bool = True) -> Iterator[tuple[int, str]]:
-    """Every import, also inside functions, as (line, dotted name).
+    """Return (line, dotted name) of every import, also inside functions.
 
-    ``by_name``: also the modules that ``import_module`` imports; an f-string, whose beginning is
-    constant, ends with "*".
+    ``by_name`` includes modules that ``import_module`` imports. An f-string with a constant
+    beginning ends with "*".
     """
     for node in ast.walk(tree):
         if by_name and isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
@@ -141,12 +141,12 @@ def imported(tree: ast.AST, by_name: bool = True) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: write imports with the full name"
-            # `from package import name`: the name may be a module, so look at both together.
+            # In `from package import name`, the name may be a module.
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def imported_at_once(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """What an import of the module imports: not what is in functions or under TYPE_CHECKING."""
+    """Return the imports of a module's import, without functions and TYPE_CHECKING blocks."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -177,7 +177,7 @@ def test_imports_follow_the_layers() -> None:
 
 @pytest.mark.parametrize("package", LAYERS)
 def test_layers_inside_a_package_import_downward(package: str) -> None:
-    """Imports for type annotations alone count, too."""
+    """Imports for annotations are included."""
     order = LAYERS[package]
     wrong = []
     for module in MODULES:
@@ -222,22 +222,22 @@ ONE_WAY = ("distributed.rendezvous", "distributed.start", "launch", "engines")
 
 
 def test_modules_import_each_other_in_one_direction() -> None:
-    """Imports inside functions count, but for annotations and public names at their first use."""
+    """Imports in functions are included, except for annotations and lazy public names."""
     names = {name_of(module): module for module in MODULES}
     graph: dict[str, set[str]] = {}
     for name, module in names.items():
         found = (target for _, target in imported(without_lazy_names(module)))
         ours = re.findall(r"^flashlight_py\.([\w.]+)$", "\n".join(found), re.MULTILINE)
-        # `from module import name`: the longest part that is a module.
+        # In `from module import name`, use the longest part that is a module.
         graph[name] = {
             next((part for part in (target, target.rpartition(".")[0]) if part in names), name)
             for target in ours
         } - {name, ""}
-    graphlib.TopologicalSorter(graph).prepare()  # a circle raises CycleError, which shows it
+    graphlib.TopologicalSorter(graph).prepare()  # a cycle raises CycleError, which names it
 
 
 def without_lazy_names(module: Path) -> ast.Module:
-    """The module without what type checkers read, and without its ``__getattr__``."""
+    """Return the module without TYPE_CHECKING blocks and ``__getattr__``."""
     tree = ast.parse(module.read_text())
     is_strict = any(within(name_of(module), package) for package in ONE_WAY)
     tree.body = [
@@ -258,24 +258,24 @@ def test_optional_libraries_are_imported_where_they_are_used() -> None:
         for module in MODULES
         for line, target in imported_at_once(ast.parse(module.read_text()))
         if target.partition(".")[0] in OPTIONAL
-        and not name_of(module).startswith("torch.")  # which torch has asked for
+        and not name_of(module).startswith("torch.")  # required by torch
     ]
     assert not wrong, "\n".join(wrong)
 
 
-# Of the control plane; what is about processes of this machine alone is left out.
+# Modules of the control plane, except modules that handle only processes of this machine.
 CONTROL_PLANE = (
     *("interfaces", "distributed.rendezvous", "distributed.start", "distributed.memory.topology"),
     *("distributed.failures.agreement", "distributed.failures.flight_record"),
     *(f"launch.{name}" for name in ("agent", "channel", "failures", "hosts")),
     *(f"launch.{name}" for name in ("job", "loop", "output", "ranks", "records", "supervisor")),
 )
-# What asks the operating system for nothing.
+# Functions without system calls.
 ASKS_NOTHING = {"inet_pton", "AddressFamily", "strftime", "localtime", "register_at_fork"}
 
 
 def asked_for(module: Path, taken: set[str]) -> Iterator[tuple[int, str]]:
-    """Where a module takes one of ``taken``, or classes and functions of the same libraries."""
+    """Return the lines where a module uses a name of ``taken`` or of the same libraries."""
     libraries = {name.partition(".")[0] for name in taken} - {"os", "signal", "time"}
     tree = ast.parse(module.read_text())
     for line, name in imported(tree):
@@ -292,7 +292,7 @@ def test_control_plane_uses_the_system_module() -> None:
     libraries = {name for _, name in imported(seam)} - {"array", "struct"}
     names = {ast.unparse(node).lstrip("_") for node in ast.walk(seam)}
     taken = {name for name in names if re.match(rf"({'|'.join(libraries)})\.\w*[a-z]", name)}
-    taken -= {"os.fstat", "os.listdir"}  # of files, too, which are where they are
+    taken -= {"os.fstat", "os.listdir"}  # also used for local files
     taken |= {"secrets.token_hex", "secrets.token_bytes"}
     wrong = [
         f"{module.relative_to(ROOT)}:{line}: {name}: take it from flashlight_py/system.py"
@@ -305,7 +305,7 @@ def test_control_plane_uses_the_system_module() -> None:
 
 
 def modules_of(program: str) -> set[str]:
-    """What is imported when ``program`` has run."""
+    """Return the modules that are imported after ``program`` has run."""
     command = [sys.executable, "-W", "error", "-c", f"import sys\n{program}\nprint(*sys.modules)"]
     return set(run(command, code=0).stdout.split())
 
@@ -316,7 +316,7 @@ def test_importing_every_public_name_loads_no_optional_library() -> None:
     assert "flashlight_py.distributed.backends.mpi.backend" not in loaded
     assert "flashlight_py.distributed.backends.nccl.communicator" not in loaded
     native = [name for name in loaded if name.startswith("flashlight_py._native._")]
-    assert native == ["flashlight_py._native._fast"]  # of which verbs are made
+    assert native == ["flashlight_py._native._fast"]  # used by the verbs
 
 
 def test_names_are_imported_at_first_use() -> None:

@@ -1,4 +1,4 @@
-"""Loaded libraries are listed whatever other threads do and whatever becomes of the files."""
+"""Loaded libraries are listed during imports by other threads and after their files are deleted."""
 
 import _ctypes
 import shutil
@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# `PyDLL` keeps the GIL during dlopen, as an import of an extension module does. All files are gone
-# before one is asked for.
+# `PyDLL` holds the GIL during dlopen, like imports of extension modules. All files are deleted
+# before the first request.
 OPENS_AND_LISTS = """
 import ctypes, os, sys, threading
 from flashlight_py import libraries

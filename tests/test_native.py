@@ -1,4 +1,4 @@
-"""An extension that cannot be loaded says why, and what to do; the remedies exist."""
+"""Extensions that cannot be loaded: the error states the reason and a remedy that exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashlight_py import _native, doctor
 from flashlight_py.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parent.parent
-# Packages of Debian that exist; tests have no network to ask.
+# Existing packages of Debian, because tests have no network access.
 DEBIAN = {"chromium", "g++", "libgloo-dev", "python3-dev", "python3-venv"} | {
     *("default-jre-headless", "munge", "slurm-wlm", "iproute2", "iputils-ping"),
     *("openssh-server", "openssh-client"),
@@ -22,7 +22,7 @@ INSTALLS = re.compile(r"apt(?:-get)? install ([a-z0-9][a-z0-9+. -]*)")
 
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A package without any extension; returns the folder where its notes are looked for."""
+    """Remove all extensions from the package, and return the folder of the build notes."""
 
     def missing(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
@@ -73,7 +73,7 @@ def test_texts_name_existing_debian_packages() -> None:
     assert named | libraries <= DEBIAN
 
 
-# Each assigns, returns or frees what exists, and allocates nothing.
+# Functions that assign, return or free existing objects and do not allocate.
 CANNOT_THROW = {
     *("fl_error", "fl_op_ended", "fl_op_stamp", "fl_op_message", "fl_op_missing"),
     *("fl_op_signatures", "fl_op_site", "fl_op_calls_ago", "fl_op_age", "fl_op_output"),
@@ -85,7 +85,7 @@ CANNOT_THROW = {
     *("fl_tagi_row_sums", "fl_tagi_row_squares"),
 }
 CATCHES = re.compile(r"fl::(guarded|done|handles?)\b|\bwith_room\b|catch \(\.\.\.\)")
-# A definition at the beginning of a line, on that line or to a brace at the beginning of one.
+# A definition at the beginning of a line, of one line or up to a closing brace in column 0.
 DEFINED = re.compile(r"^[a-z][^;{}()]*\b(fl_\w+)\([^;{]*?\) \{( [^\n]* \}$|.*?^\}$)", re.M | re.S)
 DECLARED = re.compile(r"\b(fl_\w+)\(")
 

@@ -1,4 +1,4 @@
-"""The documentation site: every page is reached, every public name described, no link is dead."""
+"""The documentation site: all pages are linked, public names described, and links valid."""
 
 import importlib
 import importlib.util
@@ -78,7 +78,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     assert 'href="quick-start.html"' in front
     page = (tmp_path / "api" / "distributed.html").read_text()
     assert 'id="flashlight_py.all_reduce"' in page
-    # Of our own docstrings: no reference in another tool's words, no example as a quotation.
+    # The site converts references and examples of docstrings to HTML.
     assert ":func:" not in page
     assert "<blockquote>" not in page
     for file in tmp_path.rglob("*.html"):

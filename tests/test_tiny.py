@@ -1,4 +1,4 @@
-"""The whole house in ten seconds: one world of shared memory, one of Gloo, of two ranks each."""
+"""A quick test of the package in ten seconds: worlds of two ranks over shared memory and Gloo."""
 
 import os
 import signal
@@ -19,12 +19,12 @@ ranks = ranks_in(("shm", 2), ("gloo", 2))
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    """Skip a test of a public name whose optional package was deleted."""
+    """Skip a test of a public name if its optional package was deleted."""
     return pytest.mark.skipif(name not in fl.__all__, reason=f"there is no fl.{name}")
 
 
 def train(rank: int, size: int, captured: bool) -> list[Any]:
-    """Train on this rank's share of one batch; return the parameters."""
+    """Train on this rank's share of one batch, and return the parameters."""
     random = np.random.default_rng(0)
     x = random.random((8, 3), dtype=np.float32)[rank * 8 // size : (rank + 1) * 8 // size]
     fl.set_seed(0)

@@ -1,4 +1,4 @@
-"""Tracebacks show the user's lines; what they hide is said, and can be had."""
+"""Tracebacks show the user's lines, and state how many frames are hidden and how to show them."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def test_traceback_shows_user_lines() -> None:
     )
     assert hidden[0].endswith(" in parse_op; FLASHLIGHT_FULL_TRACEBACK=1 shows them]")
     assert lines[-1].startswith("ValueError: all_reduce: op must be one of")
-    assert error.__traceback__ is not None  # it is as it was
+    assert error.__traceback__ is not None  # not modified
 
 
 def test_full_traceback_can_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:

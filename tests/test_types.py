@@ -1,4 +1,4 @@
-"""A type checker finds the package where it is installed, and the types of what users call."""
+"""A type checker finds the installed package and infers the types of public calls."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 def test_type_checker_infers_the_declared_types(tmp_path: Path) -> None:
-    """Away from the checkout, so that only what is installed is found."""
+    """The checker runs outside of the checkout, so that it finds only the installed package."""
     program = shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path / "program.py")
     options = ["--strict", "--config-file=", f"--cache-dir={ROOT / '.mypy_cache' / 'user'}"]
     env = {name: value for name, value in os.environ.items() if "PYTHONPATH" not in name}

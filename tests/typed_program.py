@@ -1,7 +1,7 @@
-"""What a user writes, with the types that his type checker must find; ``test_types.py`` runs it.
+"""A user's program with the types that a type checker must infer; ``test_types.py`` checks it.
 
-``assert_type`` is exact: a wider type is an error, and so is Any. Where an error must be found, the
-line says so with ``type: ignore``, which is an error itself where there is nothing to ignore.
+``assert_type`` is exact: a wider type or Any is an error. ``type: ignore`` marks lines with
+expected errors, and is an error itself on other lines.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def collectives(x: Floats, later: bool) -> None:
     assert_type(fl.scatter([x], out=np.empty_like(x)), NDArray[Any])
     assert_type(fl.all_to_all(x, rows=[len(x)]), NDArray[Any])
     assert_type(fl.barrier(), None)
-    fl.all_reduce(x, async_op=later)  # known when it runs
+    fl.all_reduce(x, async_op=later)  # unknown to the type checker
     fl.all_reduce(x, op="sun")  # type: ignore[call-overload]
     fl.reduce_scatter(x, op="max", async_op=1)  # type: ignore[call-overload]
 
@@ -69,7 +69,7 @@ def groups(x: Floats) -> None:
 
 
 class Net(fl.nn.Module):
-    """A module of the user's own; what it returns is known from its ``forward``."""
+    """A module of the user. Its ``forward`` determines the type of results."""
 
     def __init__(self) -> None:
         self.first = fl.nn.Linear(3, 4)

@@ -317,5 +317,5 @@ def test_spawn_reports_a_deleted_folder(tmp_path: Path, monkeypatch: pytest.Monk
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    with pytest.raises(FileNotFoundError, match=r"the current folder, .* was deleted"):
+    with pytest.raises(FileNotFoundError, match=r"the current folder was deleted"):
         fl.spawn(raise_error, nprocs=1)
