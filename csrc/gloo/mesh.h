@@ -67,7 +67,7 @@ class Mesh : public Transport, public Connections, public Route {
   const std::shared_ptr<ThreadPool>& crew() const { return family_->crew; }
   // Return the port for the mesh's messages. Destroy the port before the mesh.
   std::unique_ptr<Port> port();
-  // The rank that connect() waits for; -1: none.
+  // Return the rank that connect() waits for; -1: no rank.
   int awaited() const { return awaited_; }
 
   // Monitor hosts; call both before connect(). listen_for_hosts() returns the port for questions; throws.

@@ -35,7 +35,7 @@ class Relay {
     }
   }
 
-  // Send `site`, `call` and `bytes` bytes at `data` to every rank, and receive those of all. Throws Failure.
+  // Exchange `site`, `call` and the `bytes` bytes at `data` with every rank. Throws Failure.
   void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
     begins_.clear();
     end_ = 0;

@@ -312,7 +312,7 @@ def test_functions_accept_empty_batches(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("function", "arrays", "error", "words"),
     [
-        # The factor is a constant, so that the gradient is half of the usual gradient.
+        # The factor counts as a constant, so the gradient is half of the full derivative.
         (lambda x: x * x.array, [np.ones(2)], AssertionError, "input 0, element 0: expected"),
         (lambda x, y: x * 2.0, [np.ones(2)] * 2, AssertionError, "no gradient of input 1"),
         (F.log, [-np.ones(1)], AssertionError, "nan"),

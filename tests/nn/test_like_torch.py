@@ -175,7 +175,7 @@ ROWS_BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROW
 
 def call(row: Row, module: fl.nn.Module, inputs: Any) -> Any:
     if row.name in ("temporal", "smoothed", "entropy_none", "entropy_sum"):
-        # torch applies log-softmax in the loss.
+        # torch applies log_softmax in this loss, flashlight_py does not.
         inputs = F.log_softmax(inputs[0]), inputs[1]
     return row.after(module(*inputs))
 

@@ -355,7 +355,7 @@ def test_sequential_does_not_fuse_overridden_layers(position: int, way: str) -> 
         module.before_forward = called.append
     elif way == "recompute":
         recompute(module)
-        called.append(module)  # other tests check the conversion
+        called.append(module)  # test_recompute.py checks the passes
     else:
         forward = module.forward
         module.forward = lambda x: (called.append(module), forward(x))[1]  # type: ignore[method-assign,func-returns-value]

@@ -221,7 +221,7 @@ def powers(x: Array, y: Array) -> Any:
 
 
 def truths(x: Array) -> Array:
-    """Some loops of NumPy write Booleans with a stride, which replays must keep."""
+    """Some of NumPy's loops write to wrong elements of strided results. Replays do the same."""
     found = np.stack([x, -x]) > 2
     for ufunc in (np.isnan, np.isinf, np.isfinite, np.signbit):
         ufunc(x, out=found.T[:, 1])
@@ -377,7 +377,7 @@ def memory_of_what_ends(x: Array, y: Array) -> Any:
 
 
 def beside_a_view_of_an_argument(x: Array, y: Array) -> Any:
-    """Use the number of an argument that differs from the number of a created array."""
+    """An argument and a created array have different numbers."""
     return y[::-1], x * 2, y + 1, x[:, ::-1], x
 
 

@@ -62,7 +62,7 @@ def by_variables_and_in_tuples() -> Any:
 
 
 def variables_of_one_name() -> Any:
-    """Return functions that call each other and use the same names for their variables."""
+    """Return a step of two functions with different variables of the same name."""
     weight = fl.param(np.ones(3))
     params = [weight]
 
@@ -432,8 +432,7 @@ def not_left(weight: fl.Variable, x: np.ndarray) -> Any:
 
 
 def written_in_part(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """The step also reads elements that it does not write, so that another gradient is recorded
-    again."""
+    """Return a step that writes some elements of a gradient and reads all elements."""
 
     def step(weight: fl.Variable, x: np.ndarray) -> Any:
         change(weight.grad, x[0] - 0.5)
