@@ -61,7 +61,7 @@ class Field(NamedTuple):
         return self.key if isinstance(self.holder, Variable) else ""
 
     def has(self, value: Any) -> bool:
-        """Return whether it has ``value``: the same object, or an equal number or string."""
+        """Return whether the field has ``value``: the same object, or an equal number or string."""
         now = self.get()
         return now is value or (is_value(value) and _tape.same(value, now))
 
