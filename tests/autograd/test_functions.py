@@ -60,7 +60,7 @@ def test_results_keep_the_dtype_and_gradients_share_no_memory(case: Case, dtype:
             assert not np.shares_memory(grad, other)
 
 
-def test_every_function_has_a_case() -> None:
+def test_cases_cover_every_function() -> None:
     checked_below = {"astype", "dropout", "index"}
     names = {case.name for case in CASES}
     for name in set(functions.__all__) - checked_below:
