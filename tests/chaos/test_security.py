@@ -105,9 +105,7 @@ def test_rendezvous_does_not_unpickle_files(ranks: Ranks, tmp_path: Path) -> Non
 
 
 @as_root
-def test_tcp_store_rejects_another_user_and_does_not_unpickle_its_data(
-    ranks: Ranks, tmp_path: Path, public: Path
-) -> None:
+def test_tcp_store_rejects_data_of_another_user(ranks: Ranks, tmp_path: Path, public: Path) -> None:
     """Another user of this machine claims a rank of root's job before the right process does."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}

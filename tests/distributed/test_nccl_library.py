@@ -121,9 +121,7 @@ def test_communicator_without_a_gpu_raises_with_the_text_of_cuda(nccl: NcclLibra
         Communicator(nccl, nccl.unique_id(), 0, 2, 5.0)
 
 
-def test_library_candidates_uses_only_the_variable_if_it_is_set(
-    monkeypatch: pytest.MonkeyPatch, fresh: None
-) -> None:
+def test_library_candidates_uses_the_variable(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libnccl.so.2")
     assert list(library.library_candidates()) == [(library.VARIABLE, "/nowhere/libnccl.so.2")]
     with pytest.raises(BackendUnavailableError, match=r"/nowhere/libnccl.so.2") as told:
@@ -266,9 +264,7 @@ def test_error_without_a_gpu_has_reason_and_remedy_on_every_rank(rank: int, size
 
 @needs_none
 @on_ranks(("shm", 2), fresh=True, init=None)
-def test_backend_nccl_needs_gpus_but_max_device_per_node_does_not(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_backend_nccl_needs_gpus(rank: int, size: int, tmp_path: Path) -> None:
     """Scripts pass MAX_DEVICE_PER_NODE everywhere, and NumPy arrays need no GPU."""
     place, path = (fl.DistributedInit.FILE_SYSTEM, rank, size), {"FILE_PATH": f"{tmp_path}/meet"}
     with pytest.raises(UnavailableEverywhereError):

@@ -182,9 +182,7 @@ def test_save_warns_about_a_missing_init(tmp_path: Any) -> None:
         (["init"], {}),
     ],
 )
-def test_verb_does_not_warn_after_init_or_without_a_launcher(
-    arguments: list[str], environ: dict[str, str]
-) -> None:
+def test_verb_warns_only_without_init(arguments: list[str], environ: dict[str, str]) -> None:
     assert warned(arguments, environ) == ""
 
 

@@ -267,9 +267,7 @@ def other_library(rank: int) -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], port
 
 
-def test_spawned_ranks_have_a_free_master_port(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_spawned_ranks_have_a_free_master_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     first, second = (set(fl.spawn(other_library, nprocs=2)) for _ in range(2))
     assert len(first) == len(second) == 1

@@ -81,9 +81,7 @@ def part(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_mismatch_writes_records_and_diff_reports_the_call(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mismatch_writes_flight_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "records"
     messages = run_ranks(part, 2, params={"TRACE_DIR": str(folder), "BACKEND": "shm"})
     for rank, message in enumerate(messages):
