@@ -296,9 +296,7 @@ def test_collectives_are_launched_on_the_second_communicator(split: Any, cupy: S
     assert nccl.on[3:] == [("finalize", 2), ("destroy", 2), ("finalize", 1), ("destroy", 1)]
 
 
-def test_first_message_of_a_pair_connects_on_the_non_blocking_communicator(
-    split: Any, cupy: StandInCupy
-) -> None:
+def test_first_message_connects_a_non_blocking_communicator(split: Any, cupy: StandInCupy) -> None:
     backend, nccl = split()
     for _ in range(2):
         backend.start(Call(SEND, cupy.asarray(np.ones(3)), peer=1))

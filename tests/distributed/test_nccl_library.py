@@ -247,9 +247,7 @@ def test_exchange_cards_returns_the_unique_id_of_rank_0(init: str | None, backen
     ],
 )
 @on_ranks(("shm", 2))
-def test_exchange_cards_raises_on_every_rank_if_cards_disagree(
-    rank: int, size: int, cards: Any, told: str
-) -> None:
+def test_exchange_cards_raises_if_cards_differ(rank: int, size: int, cards: Any, told: str) -> None:
     with pytest.raises(UnavailableEverywhereError, match=told) if told else nullcontext():
         exchange_cards(current_world().group.backend(), NcclCard(**cards[rank]))
 
