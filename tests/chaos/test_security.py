@@ -55,8 +55,7 @@ def test_ranks_create_files_and_memory_only_for_their_user(ranks: Ranks, tmp_pat
 
 
 def test_ranks_do_not_write_through_a_symbolic_link(tmp_path: Path) -> None:
-    """Another user has placed a link at a guessed name. Ranks reject it and do not change its
-    target."""
+    """Another user has placed a link at a guessed name. Ranks do not change its target."""
     store = FileStore(tmp_path / "meeting", 0, 2, 5.0)
     precious = tmp_path / "precious"
     precious.write_text("precious")

@@ -203,8 +203,7 @@ def test_load_raises_if_path_is_a_file(two: Path, tmp_path: Path, path: str, rea
 def test_load_uses_a_checkpoint_that_a_job_saves_during_the_call(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``keep=1`` removes the listed checkpoint. A listing may miss entries that are renamed during
-    it."""
+    """``keep=1`` removes the listed checkpoint, and a listing may miss renamed entries."""
     place, name = {
         "in the listing": (Path, "iterdir"),
         "before the manifest": (runs, "read_checkpoint"),

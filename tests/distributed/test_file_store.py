@@ -275,9 +275,7 @@ def answer_clients(server: socket.socket, words: bytes) -> Iterator[None]:
         thread.join()
 
 
-def test_file_store_ignores_a_stale_port_that_another_program_uses(
-    ranks: Ranks, tmp_path: Path, server: socket.socket
-) -> None:
+def test_file_store_skips_foreign_port(ranks: Ranks, tmp_path: Path, server: socket.socket) -> None:
     announce(tmp_path, server)
     with answer_clients(server, b"220 mail.example ESMTP\r\n"):
         ranks.run(3)

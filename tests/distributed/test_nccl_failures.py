@@ -343,9 +343,7 @@ def test_abort_frees_the_communicator_while_a_thread_finds_missing_ranks(nccl: N
         launched.result()
 
 
-def test_abort_keeps_the_communicator_of_a_thread_inside_a_launch(
-    split: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_abort_keeps_a_communicator_in_launch(split: Any, caplog: pytest.LogCaptureFixture) -> None:
     backend, nccl = split(timeout=0.3, leaves=False)
     nccl.blocks = True
     with ThreadPoolExecutor(1) as thread:
