@@ -42,8 +42,7 @@ UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
 
 
 def public_names() -> dict[str, Any]:
-    """Return all functions and classes of this package in an ``__all__``, by their shortest
-    names."""
+    """Return all functions and classes in an ``__all__`` of this package, by shortest name."""
     modules: list[ModuleType] = [fl]
     modules += [importlib.import_module(f"flashlight_py.{name}") for name in PACKAGES]
     found: dict[int, tuple[str, Any]] = {}
@@ -83,8 +82,7 @@ def overridden(cls: type, name: str) -> str:
 
 
 def referred(doc: str) -> str:
-    """Return the docstrings to which this docstring refers, as
-    ``:func:`flashlight_py.barrier```."""
+    """Return the docstrings to which this docstring refers by ``:func:`` and its full name."""
     names = re.findall(r":(?:func|class):`flashlight_py\.(\w+)`", doc)
     return "".join(f"\n\n{inspect.getdoc(getattr(fl, name))}" for name in names)
 
