@@ -219,8 +219,7 @@ class Journal(Ring):
         return self._begin((self.name, self._count(), verb, array.dtype, array.shape, op), 4)
 
     def record_rejection(self, verb: str, error: Exception, peer: int | None = None) -> None:
-        """Count and record a call that did not begin because of ``error``, of this or another
-        rank."""
+        """Count and record a call that did not begin because of ``error`` on any rank."""
         number = self._count() if peer is None else 0
         fields = (self.name, number, verb, None, None, None, None, peer)
         _fail(self._begin(fields, 4), error)
