@@ -98,8 +98,7 @@ def pool() -> Iterator[Pools]:
 
 @pytest.fixture(scope="session")
 def oracle() -> Iterator[Oracle]:
-    """Return ``oracle(code, grads, **arrays)``: torch's value and gradients; see
-    tests/nn/oracle.py."""
+    """Return ``oracle(code, grads, **arrays)``: torch's result and gradients; see tests/nn."""
     from tests.torch.conftest import interpreter
 
     asked = Oracle(interpreter(), "tests.nn.oracle")
@@ -134,8 +133,7 @@ def _nothing_left(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def ctrl_c_is_raised() -> Iterator[None]:
-    """Disable garbage collection: an exception of a signal handler in a weakref callback is
-    lost."""
+    """Collect no garbage: an exception of a signal handler in a weakref callback is lost."""
     gc.collect()
     gc.disable()
     yield

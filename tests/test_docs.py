@@ -42,8 +42,7 @@ UNITS = {"timeout": "seconds", "interval": "seconds", "bytes": "bytes"}
 
 
 def public_names() -> dict[str, Any]:
-    """Return all functions and classes of this package in an ``__all__``, by their shortest
-    names."""
+    """Return all functions and classes in an ``__all__`` of this package, by shortest name."""
     modules: list[ModuleType] = [fl]
     modules += [importlib.import_module(f"flashlight_py.{name}") for name in PACKAGES]
     found: dict[int, tuple[str, Any]] = {}
@@ -83,8 +82,7 @@ def overridden(cls: type, name: str) -> str:
 
 
 def referred(doc: str) -> str:
-    """Return the docstrings to which this docstring refers, as
-    ``:func:`flashlight_py.barrier```."""
+    """Return the docstrings to which this docstring refers by ``:func:`` and its full name."""
     names = re.findall(r":(?:func|class):`flashlight_py\.(\w+)`", doc)
     return "".join(f"\n\n{inspect.getdoc(getattr(fl, name))}" for name in names)
 
@@ -120,7 +118,7 @@ def test_summaries_are_sentences() -> None:
     assert not wrong, "begin with a capital letter and end with a full stop"
 
 
-def test_what_a_function_raises_is_documented() -> None:
+def test_docstrings_list_the_errors_of_a_function() -> None:
     raised = {name: raised_by(function) for name, function, _ in FUNCTIONS}
     documented = {name: doc.partition("Raises:")[2] for name, _, doc in FUNCTIONS}
     wrong = [
@@ -193,7 +191,7 @@ def test_programs_of_the_documents_run_on_two_ranks(program: str, tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_first_program_of_the_readme_is_the_example_and_prints_what_is_shown() -> None:
+def test_readme_shows_the_example_and_its_output() -> None:
     program, shown = blocks("python")[0], blocks("text")[0]
     file = ROOT / "examples" / "all_reduce.py"
     assert program == file.read_text()
@@ -213,7 +211,7 @@ def test_commands_of_the_readme_exist() -> None:
         assert f'"{option}"' in source, option
 
 
-def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+def test_changelog_begins_with_the_package_version() -> None:
     versions = re.findall(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] in ("Unreleased", fl.__version__)
 
@@ -262,7 +260,7 @@ THRESHOLDS = re.findall(
 )
 
 
-def test_thresholds_of_the_algorithms_are_those_of_the_code() -> None:
+def test_thresholds_of_the_page_equal_the_code() -> None:
     for constant, file, number, unit in THRESHOLDS:
         stated = int(number) * {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20}[unit]
         assert number_in((ROOT / file).read_text(), constant) == stated, constant
@@ -273,7 +271,7 @@ def test_thresholds_are_found_at_all() -> None:
     assert len(THRESHOLDS) >= 15
 
 
-def test_every_error_is_explained() -> None:
+def test_page_of_errors_lists_each_class() -> None:
     explained = (ROOT / "docs" / "errors.md").read_text()
     assert not [name for name in fl.errors.__all__ if f"| `{name}` |" not in explained]
 
@@ -394,7 +392,9 @@ from-pytagi: without `set_size`, `set_input_x`, `get_name`
 
 
 @pytest.mark.parametrize(("page", "words", "error", "attempt"), ABSENT)
-def test_absences_are_what_the_pages_say(page: str, words: str, error: str, attempt: str) -> None:
+def test_missing_features_are_missing_as_stated(
+    page: str, words: str, error: str, attempt: str
+) -> None:
     text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
     assert words in text, "the page has changed: so must the table"
     if error:

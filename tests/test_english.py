@@ -143,7 +143,7 @@ def test_names_of_the_package_say_something_about_the_value() -> None:
     assert set(empty) == {"parallel/shard_linear.py: how"}, "the exception is a public argument"
 
 
-def test_a_function_name_exists_once() -> None:
+def test_function_names_exist_once() -> None:
     homes: dict[str, list[str]] = {}
     for path in files("flashlight_py"):
         for node in ast.parse(path.read_text()).body:

@@ -172,9 +172,7 @@ def test_survivors_excludes_the_killed_rank() -> None:
 
 @pytest.mark.parametrize("word", ["a"])
 @on_ranks(("single", 1), ("shm", 2), fresh=True, env={"MY_WORD": "b"})
-def test_rank_tests_support_parameters_and_fixtures(
-    rank: int, size: int, word: str, tmp_path: Path
-) -> None:
+def test_rank_tests_support_fixtures(rank: int, size: int, word: str, tmp_path: Path) -> None:
     assert (rank, size) == (fl.get_world_rank(), fl.get_world_size())
     assert (word, os.environ["MY_WORD"]) == ("a", "b")
     assert tmp_path.is_dir()
@@ -220,9 +218,7 @@ def test_leftover_process_is_found_and_killed(monkeypatch: pytest.MonkeyPatch) -
     assert not is_alive(pid)
 
 
-def test_leftover_segment_is_found_only_if_unused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_leftover_segment_is_found_only_if_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "JOINING_SECONDS", 0.2)
     segment = Path("/dev/shm") / f"test-flashlight-{os.getpid()}"
     segment.write_bytes(b"x" * 4096)

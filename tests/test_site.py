@@ -31,7 +31,7 @@ DESCRIBED = {
 }
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
+def test_navigation_lists_each_page_once() -> None:
     pages = [str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")]
     examples = [f"examples/{file.stem}.md" for file in (ROOT / "examples").glob("*.py")]
     assert sorted(IN_NAV) == sorted([*pages, *examples, "contributing.md", "changelog.md"])
@@ -45,7 +45,7 @@ def test_front_pages_lead_to_every_page(front: str, folder: str) -> None:
     assert not pages - linked
 
 
-def test_every_public_name_is_described() -> None:
+def test_api_pages_list_each_public_name() -> None:
     names = {f.rpartition(".")[2] for f in DESCRIBED}
     public = [name for name in fl.__all__ if callable(getattr(fl, name))]
     assert not [name for name in public if name not in names]

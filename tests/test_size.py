@@ -43,13 +43,13 @@ def lines_in(place: Path) -> int:
 
 
 @pytest.mark.parametrize("places", LIMITS)
-def test_the_number_of_lines_is_within_its_limit(places: str) -> None:
+def test_number_of_lines_is_within_its_limit(places: str) -> None:
     lines = sum(lines_in(ROOT / place) for place in places.split())
     assert lines <= LIMITS[places], f"{places} has {lines} lines"
 
 
 @pytest.mark.parametrize("commit", ["HEAD", "HEAD^1"])
-def test_no_limit_is_higher_than_in_the_last_commits(commit: str) -> None:
+def test_limits_are_not_higher_than_in_the_last_commits(commit: str) -> None:
     command = ["git", "-C", str(ROOT), "show", f"{commit}:tests/test_size.py"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -76,13 +76,13 @@ NAMESAKES = {
 }
 
 
-def test_a_class_name_exists_once() -> None:
+def test_class_names_exist_once() -> None:
     nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == NAMESAKES
 
 
-def test_few_files_tell_the_tape_of_what_they_do() -> None:
+def test_few_files_notify_the_recorder() -> None:
     hooks = re.compile(r"\b(as_one|thread_state\.recorder|flashlight_py\.tape)\b")
     files = [str(path.relative_to(PACKAGE)) for path in FILES if hooks.search(path.read_text())]
     outside = [file for file in files if not file.startswith("tape/")]

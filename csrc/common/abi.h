@@ -1,4 +1,4 @@
-// The part of the C ABI that both native libraries share, for C++.
+// The C ABI that the shared-memory and the Gloo library have in common, as C++ declarations.
 #pragma once
 
 #include <stddef.h>

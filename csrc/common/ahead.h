@@ -1,4 +1,4 @@
-// Comparison of calls from which a rank may return before the other ranks have called: see shm/entering.cc.
+// Comparison of the ranks' calls if a rank may return before other ranks have called: see shm/entering.cc.
 #pragma once
 
 #include <optional>
@@ -33,7 +33,7 @@ inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   }
 }
 
-// True if `rank` does not know how many bytes it receives. Small data would be inside the root's call.
+// True if `rank` does not know how many bytes it receives. If they are few, the root's call contains them.
 inline bool may_be_small(int rank, const fl_signature& call) {
   return root_must_know(call.verb) && call.ndim == FL_ANY && rank != call.root;
 }
@@ -61,8 +61,8 @@ inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks 
   return last;
 }
 
-// Return the ranks whose calls `rank` must await: `needed`, or all ranks if a needed rank awaits all ranks.
-// Reason: that needed rank may raise an earlier mismatch, and then `rank` must raise it too.
+// Return the ranks whose calls `rank` must await: `needed`, or all ranks if a rank in `needed` awaits all
+// ranks. Reason: that rank may raise an earlier mismatch, and then `rank` must raise the same mismatch.
 template <typename WaitsForAll>
 Ranks awaited(const fl_signature* calls, int size, int rank, Ranks needed, WaitsForAll waits_for_all) {
   if (sees_difference(calls, rank, needed)) return needed;
@@ -90,8 +90,8 @@ class Mismatches {
     forget([&](const Call& call) { return number - call.number > most_ahead_; });
   }
 
-  // Record the comparison of call `number`, which must be the next in order. `needed(r)`: ranks whose calls
-  // rank r awaits in this call; all ranks if r can raise an earlier mismatch.
+  // Record the comparison of call `number`, which must follow the last recorded call. `needed(r)`: ranks
+  // whose calls rank r awaits in this call, or all ranks if r can raise an earlier mismatch.
   template <typename Needed>
   void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed,
                 CallReport report) {
@@ -112,9 +112,9 @@ class Mismatches {
     forget([](const Call& c) { return std::find(c.raised.begin(), c.raised.end(), false) == c.raised.end(); });
   }
 
-  // Return the mismatch to raise in call `number`: the first that this rank has not raised. If it has raised
-  // all, return the last mismatch, or nothing if `only_news`. Call forget_old() first if all earlier calls
-  // were compared, and only then.
+  // Return the mismatch to raise in call `number`: the first mismatch that this rank has not raised. If this
+  // rank has raised all, return the last mismatch, or nothing if `only_news`. Call forget_old() first if, and
+  // only if, all earlier calls were compared.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     const auto is_news = [&](const Call& call) {
       return !call.raised[rank_] && !call.is_raised && number - call.number <= most_ahead_;

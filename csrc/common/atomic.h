@@ -32,7 +32,7 @@ constexpr int kNoProcess = -1, kEndedProcess = -2;
 
 #ifdef FL_MODEL
 
-// Return a size or a number of tries: `model`, a small number, so that few accesses reach every branch.
+// Return `model`, a small size or number of tries, so that few accesses reach every branch.
 template <typename T>
 constexpr T sized(T, T model) {
   return model;
@@ -64,7 +64,7 @@ constexpr T sized(T real, T) {
   return real;
 }
 
-// Sleep while `word` equals `expected`: until a wake with a matching bit, the timeout, or a spurious wake-up.
+// Sleep while `word` equals `expected`. End at a wake with a matching bit, a spurious wake, or the timeout.
 inline void futex_wait(const void* word, uint32_t expected, int64_t nanoseconds, uint32_t bits, FutexScope scope) {
   timespec end;
   clock_gettime(CLOCK_MONOTONIC, &end);

@@ -35,7 +35,7 @@ class Choice {
   struct History;
 
  public:
-  // Cost of each path for the slowest rank: a rank that only writes returns before the other ranks finish.
+  // Cost of each path for its slowest rank. A rank that only writes returns before the other ranks finish.
   class Slowest {
    public:
     void add(const Costs& costs) {
@@ -80,7 +80,7 @@ class Choice {
     int next = next_path(best, call, paths);
     const bool is_hopeless = call >= kFirst && slowest[next] > kHopeless * slowest[best];
     if (is_hopeless && call / kTryEvery % kTryHopeless != 0) next = best;
-    // After a change of path the first call runs with the caches of the previous path and is not counted.
+    // The first call on a new path finds the caches as the previous path left them. It is not measured.
     const bool counts = std::exchange(history.last, next) == next;
     return {static_cast<CopyPath>(next), counts, &history, bytes, Clock::now()};
   }
@@ -90,8 +90,8 @@ class Choice {
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.history->cost[trial.path];
     const double now = seconds / static_cast<double>(trial.bytes);
-    // A call faster than `cost` was not disturbed and gets a larger weight. A much slower call was probably
-    // disturbed: alone it must not make another path the best, or this path would be unused for many calls.
+    // A call that took less than `cost` was not disturbed and gets a larger weight. A much slower call was
+    // probably disturbed: alone it must not make another path the best, or this path would rarely be used.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
@@ -123,7 +123,7 @@ class Choice {
     return best;
   }
 
-  // Return the best path, or the path that is due for a trial.
+  // Return the best path, or another path if call number `call` is a trial of that path.
   static int next_path(int best, uint32_t call, int paths) {
     if (call < kFirst) return static_cast<int>((call / kRun + kPastCaches) % paths);
     if (call % kTryEvery >= kRun) return best;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-// ThreadSanitizer does not detect streamed stores.
+// Streamed stores are disabled under ThreadSanitizer, which does not detect them.
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
 #define FL_HAS_SSE2 1
 #include <emmintrin.h>
@@ -33,7 +33,7 @@ constexpr size_t kLongBytes = 2048;
 
 #ifdef FL_HAS_SSE2
 
-// Copy whole cache lines of the destination with `store`, and the bytes before and after them with memcpy.
+// Copy with `store` the cache lines that are completely in the destination. Copy the other bytes with memcpy.
 template <typename Store>
 void copy_lines(void* to, const void* from, size_t bytes, Store store) {
   char* target = static_cast<char*>(to);

@@ -39,7 +39,7 @@ void Engine::stop() {
   ticker_.stop();
 }
 
-// Return the number of `site`. The cache expects that callers pass the same address for the same site.
+// Return the number of `site`. Callers pass one address per site, because the cache compares addresses.
 uint16_t Engine::site_number(const fl_site& site) {
   auto& [known, number] = last_sites_[reinterpret_cast<uintptr_t>(&site) / sizeof site % 16];
   if (known == &site && std::strcmp(site.text, sites_[number].text) == 0) return number;
@@ -65,7 +65,7 @@ uint32_t Engine::token_for(Message& message) {
   free_tokens_.pop_back();
   auto& [uses, holder] = tokens_[index];
   holder = &message;
-  // Never 0, and new for each use: late answers to a failed message match no message.
+  // A token is never 0 and is new for each use, so that late answers match no other message.
   return (++uses << kTokenBits | index) + 1;
 }
 
@@ -130,7 +130,7 @@ void Engine::take_all(Port& port, Visit visit) {
   }
   const auto moving = moving_;
   for (Message* message : moving) {
-    // A thread that reads without the lock detects the end itself.
+    // A thread that is reading the message's data without the lock detects the end itself.
     if (message->port_ == &port && !message->movement_->is_busy) visit(*message);
   }
 }
@@ -148,8 +148,8 @@ void Engine::for_each(const Port& port, Visit visit) const {
   for (Message* message : moving_) visit_own_message(message);
 }
 
-// End all open messages of a group that has ended. `about` and the messages that wait for the missing ranks
-// get the failure `found`; other messages get `why`.
+// End all open messages of a group that has ended. `about`, and messages that wait for a rank in
+// `found->missing`, get the failure `found`. Other messages get `why`.
 void Engine::end_all(Port& port, const Failure& why, const Failure* found, const Message* about) {
   take_all(port, [&](Message& message) {
     const auto waits_for = [&](int rank) { return rank == message.peer_ || message.peer_ < 0; };
@@ -162,7 +162,7 @@ void Engine::end_all(Port& port, const Failure& why, const Failure* found, const
   });
 }
 
-// End an open receive successfully, without a source.
+// End an open receive with FL_OK and without a source.
 void Engine::cancel(Message& message) {
   const Lock lock(mutex_);
   if (message.state_ != Message::kPosted) return;
@@ -175,8 +175,8 @@ const fl_site& Engine::site_of(int from, uint16_t number) const {
   return found == peers_[from].sites.end() ? sites_[0] : found->second;
 }
 
-// Wait until answers about received messages have been sent, because this rank may leave directly afterwards.
-// Peers that have given up are not awaited.
+// Wait until answers about received messages have been sent, because this rank may leave afterwards. Do not
+// wait for peers that have given up.
 void Engine::send_answers(Port& port) {
   const auto is_waited_for = [&](const Control& control) {
     return control.group == port.group_ && control.kind != kCredit && control.kind != kWanted;
@@ -275,7 +275,7 @@ bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   return moved;
 }
 
-// Run on the engine's thread while no caller makes new calls or waits. Callers advance messages themselves.
+// Run by the engine's thread if no caller makes new calls or waits. Otherwise callers advance their messages.
 void Engine::tick() {
   if (open_.load(std::memory_order_relaxed) == 0) return;
   ticker_.activate();
@@ -372,7 +372,7 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
   });
 }
 
-// True if another receive with the same claim has its message.
+// True if a message has arrived for another receive with the same claim.
 bool Engine::is_claimed(const Message& message) {
   return message.match_ != nullptr && message.match_->claim != nullptr &&
          __atomic_load_n(message.match_->claim, __ATOMIC_RELAXED) != 0;

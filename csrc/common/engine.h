@@ -56,7 +56,7 @@ struct Record {
       uint32_t receiver_token;  // kAccepted: token of the receiver's message
     };
   };
-  // Read if the digests differ, or if the record does not contain all data.
+  // The receiver reads `call` if the digests differ, or if the record does not contain all data.
   fl_signature call;
   uint64_t address;  // address of the data in the sender's process; 0: not readable
 };
@@ -76,7 +76,7 @@ class Wire {
 
   // Maximum number of data bytes in one record.
   virtual size_t eager_bytes() const = 0;
-  // Reserve a record to `peer` with `bytes` data bytes, to be filled in and sent. Null record: no space now.
+  // Reserve a record to `peer` with `bytes` data bytes. The caller fills and sends it. Null: no space now.
   virtual Room reserve(int peer, size_t bytes) = 0;
   virtual void send(int peer, const Room& room) = 0;
   // True if all sent records will arrive even if this rank leaves now.
@@ -84,7 +84,7 @@ class Wire {
   // Return the next record from `peer`. It stays valid until drop().
   virtual Room next(int peer) = 0;
   virtual void drop(int peer) = 0;
-  // From now on treat records for this group as records for a group that was left.
+  // From now on treat records for `group` like records for a group that this rank has left.
   virtual void forget(uint64_t /* group */) {}
 
   // A transfer from memory to memory in chunks, of which several are in flight. Each finished chunk appears
@@ -108,7 +108,7 @@ class Wire {
   virtual size_t most_bytes() const { return 0; }
   virtual Choice* choice(int) { return nullptr; }  // null: flow() is used
 
-  // Whether this process can read `peer`'s memory; and the read, without the lock: returns the bytes read.
+  // can_read(): whether this process can read `peer`'s memory. read(): returns the bytes read; needs no lock.
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
@@ -128,7 +128,7 @@ class Port;
 
 constexpr int kNoPeer = -1;
 
-// Key that matches receives and messages: source rank (kNoPeer: any) and tag.
+// Key of receives and messages, which match if keys are equal: source rank (kNoPeer: any) and tag.
 inline uint64_t key_of(int peer, int32_t tag) {
   return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 32 | static_cast<uint32_t>(tag);
 }
@@ -139,7 +139,7 @@ inline fl_message message_by(const Request& call, const fl_site& site) {
   return {call.signature, call.data, call.peer, site, match};
 }
 
-// One open send or receive, or the handle of a finished one.
+// One open send or receive, or the handle of a finished send or receive.
 class Message final : public fl_op {
  public:
   Message(Port& port, const fl_message& request, double seconds, uint16_t site);
@@ -210,7 +210,7 @@ class Message final : public fl_op {
 };
 static_assert(sizeof(Message) <= 200, "there may be many of them");
 
-// Messages that a caller waits for. A null entry has ended; an empty list counts as not ended.
+// Messages that a caller waits for. A null entry is an ended message. An empty list counts as not ended.
 struct Awaited {
   Message* const* messages = nullptr;
   size_t count = 0;
@@ -236,8 +236,8 @@ class Port {
   Handle start(const fl_message& request, double seconds);
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt);
   std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds);
-  // exchange() in two steps. post() does not sleep. Its result is empty if all messages ended well within
-  // `spins` consecutive polls without progress; a negative `spins` means no polling.
+  // exchange() in two steps. post() does not sleep. It returns an empty list if all messages succeeded within
+  // `spins` consecutive polls without progress. A negative `spins`: do not poll.
   using Posted = std::vector<Message*>;
   Posted post(const fl_message* messages, int count, double seconds, int spins);
   std::vector<Handle> finish(const Posted& posted, InterruptCheck interrupt, Clock::time_point until = kNever);
@@ -249,7 +249,7 @@ class Port {
  private:
   friend class Engine;
   friend class Message;
-  // A message without a matching receive.
+  // An arrived message without a matching receive.
   struct Arrival {
     Arrival* next;
     Record record;  // number: source rank
@@ -314,7 +314,7 @@ class Engine {
  private:
   friend class Port;
   friend class Message;
-  // A record without message data that waits for space.
+  // A record without message data that waits until there is space to send it.
   struct Control {
     Kind kind;
     uint64_t group = 0;

@@ -1,4 +1,4 @@
-// Failures of an operation: the reason and the ranks concerned.
+// Failures of an operation: the reason of the failure and the ranks that it names.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ struct Failure : std::runtime_error {
   std::shared_ptr<const Failure> peer_failure;  // failure to report to the other ranks instead
 };
 
-// Reason for a rank that closed its group, as at the normal end of a program.
+// Reason for the loss of a rank that closed its group, as a program does at its normal end.
 constexpr const char* kHasLeft = "it has left the group";
 
 // Return `message` with its source `name` appended, unless `message` already names a source.
@@ -53,7 +53,7 @@ inline std::string with_source(const std::string& message, const std::string& na
 inline Failure given_up_by(int rank, const std::string& name, int self, const Failure& reason) {
   Failure forwarded(reason.status, reason.missing, with_source(reason.what(), name));
   if (std::find(reason.missing.begin(), reason.missing.end(), self) != reason.missing.end()) {
-    // This rank is late, not lost. Other ranks get the reason from both ranks.
+    // The rank `self` is late and not lost. Other ranks get a reason from `rank` and from `self`.
     Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + reason.what());
     failure.peer_failure = std::make_shared<const Failure>(std::move(forwarded));
     return failure;
@@ -68,7 +68,7 @@ inline Failure given_up_by(int rank, const std::string& name, int self, const Fa
   }
 }
 
-// The calls of the ranks differ; `report` has them. The group remains usable.
+// Thrown if the calls of the ranks differ. `report` contains the calls. The group remains usable.
 struct Mismatch : std::exception {
   explicit Mismatch(CallReport report = {}) : report(std::move(report)) {}
   const char* what() const noexcept override { return "the calls of the ranks differ"; }

@@ -12,14 +12,14 @@ namespace fl {
 // no order: a thread that sees the waiter runs after its load of `wakes_` and before the kernel's barrier.
 class Futex {
  public:
-  // Call after a change. Costs almost nothing without waiters.
+  // Call it after a change of the awaited value. If no thread waits, a call costs almost nothing.
   void wake(uint32_t bits) {
     if (waiters_.load(std::memory_order_seq_cst) == 0) return;
     wakes_.fetch_add(1, std::memory_order_relaxed);
     futex_wake(&wakes_, bits, FutexScope::kProcesses);
   }
 
-  // Start a wait. A wake() from now on makes wait() return at once. end_wait() must follow.
+  // Start a wait. If wake() is called from now on, wait() returns at once. Call end_wait() afterwards.
   uint32_t begin_wait() {
     const uint32_t wakes = wakes_.load(std::memory_order_relaxed);
     waiters_.fetch_add(1, std::memory_order_seq_cst);

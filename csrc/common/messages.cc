@@ -6,7 +6,7 @@
 namespace fl {
 namespace {
 
-// Maximum number of bytes sent to a peer that has not taken them. The peer buffers them.
+// Maximum number of bytes sent to a peer and not yet received by its program. The peer buffers these bytes.
 constexpr size_t kMostCredit = sized(1 << 20, 512);
 constexpr size_t kReadAtOnce = sized(4 << 20, 128), kLeastPiece = sized(8 << 10, 64);
 constexpr size_t kMostWanted = 16;
@@ -31,8 +31,8 @@ uint64_t digest_of(const fl_signature& s) {
   return digest;
 }
 
-// Return the bytes charged to the credit: data that the receiver buffers. Offers without data are free,
-// because their sender waits.
+// Return the bytes charged to the credit: data that the receiver buffers. An offer without data costs no
+// credit, because its sender waits.
 size_t charge_of(Kind kind, size_t bytes) {
   return kind == kMessage || bytes > kTinyMessage ? bytes + 64 : 0;
 }
@@ -45,7 +45,7 @@ const char* data_of(const Record& record, const char* data) {
 
 // Sending -------------------------------------------------------------------------------------
 
-// Send a message that no caller must wait for, without a table entry. False: the message needs an entry.
+// Send a message for which no caller must wait, without a table entry. Return false if it needs an entry.
 bool Engine::send_now(Port& port, const fl_message& request) {
   const Peer& peer = peers_[port.ranks_[request.peer]];
   if (peer.waiting != nullptr || !peer.controls.empty()) return false;
@@ -204,7 +204,7 @@ bool Engine::flow_out(Message& message) {
   const size_t all = message.bytes();
   bool moved = false;
   while (movement.done < all) {
-    // At least four chunks, so that filling and draining overlap.
+    // Divide the data into at least four chunks, so that filling one chunk overlaps with draining another.
     const size_t part = std::min(std::max(kLeastPiece, all / 4), wire_.most_bytes());
     const size_t piece = std::min(part, all - movement.done);
     Wire::Room room = wire_.reserve(movement.from, piece > kTinyMessage ? piece : 0);
@@ -227,7 +227,7 @@ bool Engine::flow_out(Message& message) {
 
 // Receiving -----------------------------------------------------------------------------------
 
-// Handle arrived records, usually of rank `hint` only, and continue transfers. Return true after progress.
+// Handle arrived records, usually only from rank `hint`, and continue transfers. True if there was progress.
 bool Engine::progress(Lock& lock, int hint) {
   bool moved = hint != kNoPeer && read_records(hint);
   if (hint == kNoPeer || moved || ++passes_ % 8 == 0) {
@@ -325,7 +325,7 @@ void Engine::arrive(Port& port, int from, const Record& record, const char* data
   deliver(*first, peer, record, data);
 }
 
-// Remove and return the oldest receive that matches.
+// Remove and return the oldest receive that matches `peer` and `tag`.
 Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
   for (;;) {
     Message* const named = port.posted_.first(key_of(peer, tag));
@@ -340,7 +340,7 @@ Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
   }
 }
 
-// Take the claim of a receive. False: another receive with the same claim has a message.
+// Take the claim that several receives share. Return false if another receive has taken the claim.
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
@@ -464,7 +464,7 @@ void Engine::receive_rest(Message& message) {
   control(from, accepted);
 }
 
-// Read the next part. The lock is released during the read.
+// Read the next chunk from the sender's memory. The lock is released during the read.
 void Engine::read_chunk(Message& message, Lock& lock) {
   Message::Movement& movement = *message.movement_;
   Port& port = *message.port_;
@@ -517,7 +517,7 @@ void Engine::receive_data(const Record& record, const char* data) {
   end(*message, FL_OK);
 }
 
-// Handle the answer to an offer of this rank.
+// Handle a peer's answer to an offer of this rank.
 void Engine::handle_answer(int from, const Record& record) {
   Message* const message = by_token(record.token);
   if (message == nullptr) return;

@@ -22,7 +22,7 @@ inline std::vector<int> all_ranks(int size) {
   return ranks;
 }
 
-// Nanoseconds of a fast clock that all processes of a host share; it lags by some milliseconds.
+// Nanoseconds of a fast clock that all processes of a host share. The clock lags by some milliseconds.
 inline int64_t coarse_now() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
@@ -35,7 +35,7 @@ inline int64_t coarse_now() {
 constexpr std::chrono::milliseconds kLastMessages{500};
 constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has not begun this message";
 
-// A time point that no clock reaches and that does not overflow in waits.
+// A time point that is never reached and does not overflow in waits.
 constexpr Clock::time_point kNever{std::chrono::hours{1000000}};
 
 // Called periodically while a caller's thread waits. A nonzero result (from a signal handler) ends the wait.
@@ -54,7 +54,7 @@ struct Request {
   bool is_ahead = false;
 };
 
-// The transport of a group and its state.
+// The transport of a group, and whether the group is usable.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -63,19 +63,19 @@ class Transport {
   virtual void enforce_deadline() = 0;
   // From any thread: end all running and later waits.
   virtual void stop() = 0;
-  // Return the failure for an unexpected error `what` of a running operation.
+  // Return the failure of a running operation that threw an unexpected error with the text `what`.
   virtual Failure explain(const std::string& what) = 0;
-  // Send the reason why this rank gives up to every peer. fail() calls it once.
+  // Send `failure`, the reason why this rank gives up, to every peer. fail() calls this function once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
-  // For sends and receives, from any thread. loss_of(): why a wait for this rank cannot succeed, or nothing.
+  // For sends and receives, from any thread. loss_of(): why a wait for a rank cannot succeed, or nothing.
   virtual std::optional<Failure> loss_of(int) { return std::nullopt; }
   virtual bool has_left(int) { return false; }      // the rank's last message has arrived
   virtual bool has_given_up(int) { return false; }  // the rank's data may be changed or freed
   virtual Patience patience() const { return {0, 200}; }
-  // Record the result of a wait with this patience. Waits without success reduce the patience of later waits.
+  // Record whether a wait was in vain. After waits in vain, later waits have less patience.
   virtual void waited(bool /* in_vain */) {}
-  // Return `found` with its details. Called without a lock, because it may have to request them.
+  // Return `found` with its details. Call it without a lock: it may request the details from other ranks.
   virtual Failure with_details(const Failure& found) { return found; }
 
   // Set the user-visible numbers of the ranks of a subgroup. Call it once, before the first operation.
@@ -106,7 +106,7 @@ struct Bytes {
 // Return `size` uninitialised bytes. The pointer is never null.
 Bytes make_bytes(size_t size);
 
-// The details of a call's result, apart from success.
+// Result of a call except its status: details of a failure, and received data.
 struct Outcome {
   std::string message;
   std::vector<int> missing;
@@ -116,7 +116,7 @@ struct Outcome {
 
 std::unique_ptr<Outcome> outcome_of(const Failure& failure);
 
-// State that threads running operations share with holders of handles. It may outlive the group.
+// State shared by threads that run operations and holders of handles. The state may outlive the group.
 struct Shared {
   std::mutex mutex;
   std::condition_variable work;    // a thread of the group has returned from an operation
@@ -124,7 +124,7 @@ struct Shared {
   Transport* transport = nullptr;  // null once the group is closed
 };
 
-// Address of an operation's end time; see fl_op_stamp.
+// Address at which an operation stores its end time; see fl_op_stamp.
 struct Stamp {
   int64_t* ended = nullptr;
   int64_t running = 0;
@@ -139,7 +139,7 @@ struct Operation;
 // An object that can complete an operation on the waiting thread.
 class Helper {
  public:
-  // Complete `operation` if that needs no waiting; `waits`: the thread is about to wait.
+  // Complete `operation` if no wait is needed. `waits`: the calling thread is about to wait for `operation`.
   virtual void help(const Operation& operation, bool waits) = 0;
 
  protected:
@@ -152,7 +152,7 @@ struct Operation : Outcome {
   double seconds = 0;
   Clock::time_point deadline = Clock::time_point::max();  // deadline of its waits, set when it begins to run
   std::function<void(Operation&)> run;
-  // Results; readable once status is not FL_PENDING.
+  // The following results are readable if `status` is not FL_PENDING.
   fl_status status = FL_PENDING;
   Clock::time_point ended;
   Stamp stamp;
@@ -203,7 +203,7 @@ Clock::time_point deadline_after(double seconds);
 // any exception but Mismatch breaks the transport.
 void execute(Transport& transport, Operation& operation) noexcept;
 
-// Return an operation that ended before it began.
+// Return an operation that has already ended, with `status` and `outcome`.
 std::shared_ptr<Operation> ended_with(fl_status status, Outcome outcome = {});
 
 // End `operation` without running it.

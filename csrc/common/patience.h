@@ -5,15 +5,15 @@
 
 namespace fl {
 
-// Numbers of polls before a wait sleeps: first polls that keep the processor, then polls that yield it.
+// Numbers of polls before a wait sleeps: polls that keep the processor, followed by polls that yield it.
 struct Patience {
   int spins;
   int yields;
 };
 
-// Adapts the polling time: each wait that polled in vain halves the time of the next, so that distant hosts
-// or more threads than processors do not waste processor time. Every kTryEvery-th wait tries the full time,
-// because a wait without polling takes longer.
+// Adapts the polling time. Each wait that polled in vain halves the polling time of the next wait. Otherwise
+// polling would waste processor time if hosts are distant or threads outnumber processors. Every kTryEvery-th
+// wait polls for the full time, because a wait that sleeps takes longer.
 class Persistence {
  public:
   // Number of halvings of the next wait's polling time.

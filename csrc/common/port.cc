@@ -124,8 +124,8 @@ std::optional<Failure> Port::why_ended() const {
   return std::nullopt;
 }
 
-// Begin a message and return its entry; null: it has ended well. With a `refusal`, no message of the call
-// begins and the entry reports the mismatch.
+// Begin a message and return its entry, or null if the message has already succeeded. With a `refusal`, no
+// message of the call begins, and the entry reports the mismatch.
 Message* Port::begin(const fl_message& request, double seconds, bool is_awaited,
                      const std::optional<CallReport>& refusal) {
   const auto why = why_ended();
@@ -150,7 +150,7 @@ Port::Posted Port::begin_all(const fl_message* messages, int count, double secon
   return begun;
 }
 
-// Release a message that ended well and return null; return any other message.
+// Release a message that succeeded and return null. Return any other message.
 Message* Port::release_if_ok(Message* message) {
   if (message != nullptr && message->is_plain_success()) std::exchange(message, nullptr)->release();
   return message;

@@ -105,7 +105,7 @@ Queue::Pending Queue::make(double seconds, std::function<void(Operation&)> run) 
   return operation;
 }
 
-// Return the next operation after the head has ended; null: the queue is idle.
+// After the operation at the head has ended: return the next operation. Null: the queue is idle.
 Queue::Pending Queue::next() {
   is_busy_ = !waiting_.empty();
   if (!is_busy_) return nullptr;
@@ -114,8 +114,8 @@ Queue::Pending Queue::next() {
   return operation;
 }
 
-// Run the head on a thread. If no thread can be created, the head fails and breaks the transport: other ranks
-// wait for it, and a later operation would be out of order.
+// Run the operation at the head on a thread. If no thread can be created, the operation fails and breaks the
+// transport, because other ranks wait for it and a later operation would be out of order.
 void Queue::begin(Pending operation) noexcept {
   while (operation != nullptr) {
     bool closing;

@@ -30,7 +30,7 @@ class ThreadPool {
   ~ThreadPool();  // call when no task runs
   ThreadPool(const ThreadPool&) = delete;
 
-  // Run `task` at once. False: no thread can be created.
+  // Run `task` at once on a thread. Return false if no thread can be created.
   bool run(std::function<void()> task) noexcept;
 
  private:
@@ -57,9 +57,9 @@ class Queue {
   // True if no operation runs on any thread.
   bool is_idle();
 
-  // Run `run` on a thread after all earlier operations. It fails if no thread can be created.
+  // Run `run` on a thread after all earlier operations. The operation fails if no thread can be created.
   std::shared_ptr<Operation> submit(double seconds, std::function<void(Operation&)> run);
-  // The two steps of submit().
+  // make() and the function below it are the two steps of submit().
   std::shared_ptr<Operation> make(double seconds, std::function<void(Operation&)> run) const;
   void submit(std::shared_ptr<Operation> operation);
 

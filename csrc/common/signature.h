@@ -12,15 +12,15 @@ inline uint64_t sequence_of(uint32_t number) { return number != 0 ? number : uin
 
 inline bool is_message(const fl_signature& call) { return call.verb == FL_SEND || call.verb == FL_RECV; }
 
-// True if the first dimension may differ between ranks.
+// True if the first dimension of the arrays may differ between ranks.
 inline bool first_dimension_is_free(int verb) {
   return verb == FL_ALL_GATHER || verb == FL_GATHER || verb == FL_ALL_TO_ALL_UNEVEN;
 }
 
-// True if only the root must know the data's type and shape: see FL_ANY.
+// True if only the root must know the dtype and shape of the data: see FL_ANY.
 inline bool root_must_know(int verb) { return verb == FL_SCATTER || verb == FL_BROADCAST; }
 
-// True if no data moves: see FL_COMPARED.
+// True if the call only compares signatures and moves no data: see FL_COMPARED.
 inline bool is_compared(const fl_signature& call) { return (call.dtype & FL_COMPARED) != 0; }
 
 // True if the ranks need each other's shapes in the result.
@@ -41,13 +41,13 @@ inline bool same_call(const fl_signature& a, const fl_signature& b) {
   return true;
 }
 
-// True if a send and a receive match.
+// True if a send and a receive match, so that the receive can take the sent data.
 inline bool same_message(fl_signature a, const fl_signature& b) {
   a.verb = b.verb;
   return same_call(a, b);
 }
 
-// Return the receive that stores `sent` in `room`, which may have more rows; or `room` if `sent` does not fit.
+// Return `room`, which may have more rows than `sent`, with the row count of `sent` if `sent` fits.
 inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
   fl_signature part = room;
   if (room.ndim <= 0 || sent.shape[0] > room.shape[0] || sent.count > room.count) return room;
@@ -56,7 +56,7 @@ inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
   return same_message(sent, part) ? part : room;
 }
 
-// True if the calls of all ranks agree. Every rank gets the same answer: calls with FL_ANY are compared with
+// True if the calls of all ranks agree. Every rank gets the same answer: a call with FL_ANY is compared with
 // a call that has a full signature.
 inline bool all_same(const fl_signature* calls, int ranks) {
   const auto* full = std::find_if(calls, calls + ranks, [](const fl_signature& call) { return call.ndim != FL_ANY; });
@@ -70,7 +70,7 @@ inline bool are_one_call(const fl_signature* calls, int ranks) {
   return all_same(calls, ranks) && (!root_must_know(calls->verb) || calls[calls->root].ndim != FL_ANY);
 }
 
-// Return the replacement for a call if its rank raises an earlier mismatch. `compared`: last compared call.
+// Return the replacement for `call` if its rank raises an earlier mismatch. `compared`: last compared call.
 inline fl_signature withdrawn(const fl_signature& call, uint32_t compared) {
   fl_signature instead{};
   instead.verb = FL_BARRIER;

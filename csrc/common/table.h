@@ -39,7 +39,7 @@ class Table {
     --size_;
   }
 
-  // Remove all items and visit each.
+  // Remove all items and call `visit` for each item.
   template <typename Visit>
   void clear(Visit visit) {
     size_ = 0;

@@ -18,8 +18,8 @@ class Ticker {
   ~Ticker() { stop(); }
   Ticker(const Ticker&) = delete;
 
-  // Keep ticking for the next kTicks milliseconds; calls close together need no wake-up. Not thread-safe.
-  // Throws if no thread can be created.
+  // Keep ticking for at least kTicks milliseconds. If calls follow closely, the thread needs no wake-up. Not
+  // thread-safe. Throws if no thread can be created.
   void activate() {
     remaining_ticks_.store(kTicks);
     if (is_awake_.load()) return;
@@ -28,7 +28,7 @@ class Ticker {
     activated_.notify_one();
   }
 
-  // Stop: after the return no tick runs.
+  // Stop the thread. After stop() has returned, no tick runs.
   void stop() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -44,7 +44,7 @@ class Ticker {
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
-      // A concurrent activate() sees this thread asleep, or this thread sees the new count (seq_cst).
+      // A concurrent activate() sees that this thread sleeps, or this thread sees the new count (seq_cst).
       is_awake_.store(false);
       activated_.wait(lock, [this] { return stopping_ || remaining_ticks_.load() > 0; });
       is_awake_.store(true, std::memory_order_relaxed);  // a stale value costs one wake-up

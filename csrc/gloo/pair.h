@@ -91,7 +91,7 @@ class Pair : public gloo::transport::tcp::Pair {
   // arrives for the buffer is dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
-  // Return the time at which the connection ended, or kNever; and Gloo's text of the reason.
+  // Return the time at which the connection ended, or kNever. problem() returns Gloo's text of the reason.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
   // True if the kernel has accepted everything sent, or if the connection has ended.

@@ -29,7 +29,7 @@ fl::Mapping map(const char* path, bool create, size_t bytes, bool reserve) {
   return create ? fl::Mapping::create(path, bytes, reserve) : fl::Mapping::open(path, bytes);
 }
 
-// Map a group's segment. Close an unnamed file afterwards, because there may be many groups.
+// Map a group's segment. An unnamed file is closed after the mapping, because there may be many groups.
 fl::Mapping map_segment(const char* path, int create, int is_named, int size, bool has_channels) {
   fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size, has_channels), is_named != 0);
   if (is_named == 0) mapping.close_file();

@@ -17,7 +17,7 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
 
 // Large arrays --------------------------------------------------------------------------------
 
-// Choose the copy path for `bytes`, equal on all ranks, by the announced costs. Direct reads need `may_read`.
+// Choose the copy path by the announced costs. `bytes` is equal on all ranks. Direct reads need `may_read`.
 CopyPath Collectives::choose(const fl_signature& signature, size_t bytes, bool may_read) {
   return choose_in(calls_, signature, bytes, may_read);
 }
@@ -42,8 +42,8 @@ void Collectives::read(int r, size_t begin, void* into, size_t bytes) {
   if (done < bytes) request_read(r, begin + done, static_cast<char*>(into) + done, bytes - done);
 }
 
-// Ask rank r to copy data that cannot be read from its memory into a slot of this rank. Rank r does so while
-// it waits, here or in end_reading(). The slots are free, because all ranks have called.
+// Ask rank r to copy data into a slot of this rank, because this rank cannot read the memory of rank r. Rank
+// r copies while it waits, here or in end_reading(). The slots are free, because all ranks have called.
 void Collectives::request_read(int r, size_t begin, char* into, size_t bytes) {
   ReadRequest& request = segment_.block(rank_).request;
   for (size_t done = 0; done < bytes;) {
@@ -59,7 +59,7 @@ void Collectives::request_read(int r, size_t begin, char* into, size_t bytes) {
   }
 }
 
-// Handle requests of other ranks; return true if there was one.
+// Copy the data that other ranks have requested. Return true if there was a request.
 bool Collectives::serve() {
   bool served = false;
   for (int r = 0; r < size_; ++r) {

@@ -16,7 +16,7 @@ namespace fl {
 constexpr uint32_t kAhead = 2;
 static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
 
-// Up to this many arrays are reduced by one rank; of more arrays every rank reduces a part.
+// Maximum number of arrays that one rank reduces. If there are more arrays, every rank reduces a part.
 constexpr int kFewRanks = sized(4, 3);
 
 // Memory that holds one array of each rank and that all ranks map: see Collectives::add_region.
@@ -29,15 +29,16 @@ struct Region {
 constexpr uint32_t kIsLarge = 1u << 30;  // the data is not in the call, but its address is
 constexpr uint32_t kCanRead = 1u << 31;  // this rank can read the memory of all other ranks
 
-// State of the calls that this rank needs: some are missing; all have arrived; all have arrived with data.
+// State of the calls that this rank needs: some missing; all arrived; all arrived with their data.
 enum class Progress { kAwaited, kCalled, kComplete };
 
-// The collectives. Call begin() first. They throw Failure, or Mismatch before data changes. One thread only.
+// The collectives. Call begin() first. A verb throws Failure, or Mismatch before data changes. One thread
+// only.
 class Collectives {
  public:
   Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size);
 
-  // Begin the next call. Each of its waits may take `seconds`, and can be interrupted on the caller's thread.
+  // Begin the next call. Each of its waits may take `seconds`. `interrupt` is checked on the caller's thread.
   void begin(double seconds, InterruptCheck interrupt);
 
   // Announce this rank's call without waiting: the first step of every verb. The verb's function must follow;
@@ -46,7 +47,7 @@ class Collectives {
   void call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead = false);
   // True if all data for the other ranks fits into the call and the call can be announced at once.
   bool can_begin(const fl_signature& signature);
-  // Continue the announced call, perhaps on another thread, with new limits as for begin().
+  // Continue the announced call, perhaps on another thread. `seconds` and `interrupt` are as for begin().
   void go_on(double seconds, InterruptCheck interrupt);
   Progress progress();
   // From now on no call returns before all ranks have called.
@@ -95,7 +96,7 @@ class Collectives {
   struct Rows;
   struct Sections;
   struct Routes;
-  // The data that a rank sends, and the number of bytes that travel with its call.
+  // The data that a rank sends, and the number of its bytes that travel with the rank's call.
   struct Outgoing {
     const void* data;
     size_t inline_bytes;

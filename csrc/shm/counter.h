@@ -9,7 +9,7 @@ namespace fl {
 // Eight bytes. The containing struct selects the cache line.
 class Counter {
  public:
-  // The counter wraps: compare two values by the sign of their difference.
+  // True if the counter has reached `target`. The sign of the difference decides, because the counter wraps.
   bool reached(uint32_t target) const {
     return static_cast<int32_t>(value_.load(std::memory_order_acquire) - target) >= 0;
   }
@@ -18,12 +18,12 @@ class Counter {
 
   // Set the value and publish all earlier writes. Only the owner calls it.
   void raise(uint32_t value) {
-    // Single order with sleep(): a sleeper sees the new value or is seen here.
+    // Single order with sleep(): a sleeper sees the new value, or this thread sees the sleeper.
     value_.exchange(value, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
 
-  // Like raise() without a wake, for counters that are only polled, or that a later raise() publishes.
+  // Like raise() without a wake: for counters that other ranks only poll, or that a later raise() publishes.
   void set(uint32_t value) { value_.store(value, std::memory_order_release); }
 
   void wake() {
@@ -35,7 +35,7 @@ class Counter {
     return poll(target, patience) || sleep(target, milliseconds);
   }
 
-  // The two steps of wait(): polling, and sleeping.
+  // poll() and sleep() are the two steps of wait().
   bool poll(uint32_t target, Patience patience) {
     for (int i = 0; i < patience.spins; ++i) {
       if (reached(target)) return true;
@@ -48,7 +48,7 @@ class Counter {
     return false;
   }
   bool sleep(uint32_t target, long milliseconds) {
-    // The kernel reads the value again behind a full barrier, so neither access needs an order.
+    // This access needs no order: the kernel reads the value again after a full barrier.
     sleepers_.fetch_add(1, std::memory_order_relaxed);
     const uint32_t observed = value_.load(std::memory_order_relaxed);
     if (static_cast<int32_t>(observed - target) < 0) {

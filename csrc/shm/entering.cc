@@ -30,7 +30,7 @@ uint32_t kind_of(const fl_signature& s) {
   return call | static_cast<uint32_t>(s.dtype) << 8 | static_cast<uint32_t>(s.op);
 }
 
-// FNV-1a over the fields that same_call compares and that are not in the first line of a Call.
+// FNV-1a hash of the fields that same_call() compares, except fields in the first cache line of a Call.
 uint64_t hash_of_shape(const fl_signature& s) {
   uint64_t hash = 1469598103934665603u ^ static_cast<uint64_t>(s.ndim);
   const int dims = std::min(s.ndim, FL_DIMENSIONS);
@@ -63,7 +63,7 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// Announce a call. With `is_ahead` it moves no data, needs no other rank, and is compared later.
+// Announce a call. With `is_ahead`, the call moves no data, needs no other rank, and is compared later.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
@@ -92,7 +92,7 @@ void Collectives::wait_and_show() {
   show_waiting();
 }
 
-// Announce the waiting call, for which there is space now.
+// Announce the waiting call. There is space for the call now.
 void Collectives::show_waiting() {
   is_shown_ = true;
   announce(waiting_, outgoing_of(waiting_, waiting_data_), waiting_site_);
@@ -151,10 +151,10 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // Directly after another call, compare later, because other ranks wait for this announcement.
+    // If this rank made its previous call just now, compare later: other ranks wait for this announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
-    // The payload of a call that raises would become a result on other ranks, so withdraw the call.
+    // If this call will raise, withdraw it: otherwise its payload would become a result on other ranks.
     if (news_ && !is_compared(signature)) return write_call(withdrawn(signature, compared_), {nullptr, 0}, site, now);
   }
   write_call(signature, outgoing, site, now);
@@ -205,7 +205,7 @@ void Collectives::announce_large(const fl_signature& signature, const void* data
   call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(signature, call), bytes)};
 }
 
-// Return the key of the measured costs: in-place reductions have separate costs.
+// Return the key of the costs that were measured for this call. In-place reductions have separate costs.
 int Collectives::key_of(const fl_signature& signature, const Call& call) {
   return signature.verb == FL_ALL_REDUCE && call.location != 0 ? 0 : signature.verb;
 }
@@ -239,7 +239,7 @@ Progress Collectives::progress() {
   return complete ? Progress::kComplete : Progress::kCalled;
 }
 
-// Wait for the needed calls; if all ranks are needed, compare everything.
+// Wait for the calls that this rank needs. If this rank needs all calls, compare them.
 void Collectives::receive_calls(const fl_signature& signature) {
   if (!is_shown_) wait_and_show();
   only_reader_ = -1;
@@ -255,7 +255,7 @@ void Collectives::receive_calls(const fl_signature& signature) {
     same = same && alike(own_call, peer_call, free);
   }
   if (verb == FL_BROADCAST) same = same && (call_of(own_call.root).kind & kAny) == 0;
-  // All ranks are in this call and have read the call before it, so its line is free for the next call.
+  // All ranks are in this call and have read the previous call, so its line is free for the next call.
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
   if (same && compared_ + 1 == calls_ && mismatches_.empty()) {
     compared_ = calls_;  // same result as compare_call
@@ -339,10 +339,10 @@ bool Collectives::compare_call(uint32_t number) {
   compared_ = number;
   if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
     mismatches_.forget_old(number);
-    if (mismatches_.empty()) pass_rows(number);  // otherwise the ranks that need data raised, and no data moved
+    if (mismatches_.empty()) pass_rows(number);  // else ranks have raised the mismatch, and no data was moved
   }
   if (same && mismatches_.empty()) return true;
-  // The sites are requested when the mismatch is raised.
+  // Call sites are not requested here but when the mismatch is raised.
   const auto made = calls(number);
   const auto needed = [&](int r) {
     const auto waits = [&](int other) { return (call_of(other, number).kind & kRunsAhead) == 0; };
@@ -400,7 +400,7 @@ CallReport Collectives::report_of(uint32_t number) {
   return report;
 }
 
-// The site of a rank that has died, was stopped, or detects no mismatch and continues stays unknown.
+// True if the site is known. It stays unknown if the rank died, stopped, or saw no mismatch and continues.
 bool Collectives::has_site(int rank, uint32_t number) {
   Counter& site_known = description_of(rank, number).site_known;
   if (number == 0) return false;  // the counter has wrapped: 0 is also the initial value

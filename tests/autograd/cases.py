@@ -27,8 +27,7 @@ _random = np.random.default_rng(0)
 
 
 def signed(*shape: int) -> np.ndarray:
-    """Return values of both signs. Their magnitudes differ by at least 0.1 from 0 and each
-    other."""
+    """Return values of both signs. Their magnitudes differ by 0.1 or more, also from 0."""
     size = int(np.prod(shape))
     values = 0.1 + np.arange(1, size + 1) / size
     return (_random.permutation(values) * _random.choice([-1, 1], size)).reshape(shape)

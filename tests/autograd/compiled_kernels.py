@@ -20,8 +20,7 @@ C_TYPES = {"float32": "float", "float64": "double", "int64": "long"}
 
 
 class ElementwiseKernel:
-    """A kernel that runs ``operation`` for each element, in order. ``operation`` indexes raw
-    arrays."""
+    """A kernel that runs ``operation`` for each element, in order. Raw arrays are indexed."""
 
     def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
         self.inputs = [each.split()[-2:] for each in inputs.split(",")]
@@ -57,8 +56,7 @@ class ElementwiseKernel:
         return given[self.outputs[-1][1]]
 
     def types(self, given: dict[str, Any]) -> dict[str, str]:
-        """Return the dtype of each placeholder. Arrays of one placeholder must have the same
-        dtype."""
+        """Return the dtype of each placeholder, which must be the same for all of its arrays."""
         found: dict[str, str] = {}
         for kind, name in self.inputs + self.outputs:
             if kind in C_TYPES or name not in given:

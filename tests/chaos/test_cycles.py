@@ -15,9 +15,7 @@ SLACK = 1500
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_init_and_shutdown_release_memory_descriptors_and_threads(
-    ranks: Ranks, tmp_path: Path, backend: str
-) -> None:
+def test_init_and_shutdown_release_resources(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     grown = growth(ranks, tmp_path, backend, CYCLES)
     assert grown["descriptors"] <= 0
     assert grown["threads"] <= 0

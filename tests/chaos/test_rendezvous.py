@@ -70,9 +70,7 @@ def await_file(folder: Path, kind: str, rank: Rank) -> Path:
 
 @pytest.mark.parametrize("how", [*SPOILS, "removed"])
 @pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_file_store_replaces_a_damaged_announcement(
-    ranks: Ranks, folder: Path, how: str, connected: bool
-) -> None:
+def test_file_store_repairs_damage(ranks: Ranks, folder: Path, how: str, connected: bool) -> None:
     """Rank 0 announces itself again to ranks that have not connected."""
     started = [ranks.start(rank, 3, **plan(folder)) for rank in range(1 + connected)]
     file = await_file(folder, "run", started[0])

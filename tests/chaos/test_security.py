@@ -55,8 +55,7 @@ def test_ranks_create_files_and_memory_only_for_their_user(ranks: Ranks, tmp_pat
 
 
 def test_ranks_do_not_write_through_a_symbolic_link(tmp_path: Path) -> None:
-    """Another user has placed a link at a guessed name. Ranks reject it and do not change its
-    target."""
+    """Another user has placed a link at a guessed name. Ranks do not change its target."""
     store = FileStore(tmp_path / "meeting", 0, 2, 5.0)
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -105,9 +104,7 @@ def test_rendezvous_does_not_unpickle_files(ranks: Ranks, tmp_path: Path) -> Non
 
 
 @as_root
-def test_tcp_store_rejects_another_user_and_does_not_unpickle_its_data(
-    ranks: Ranks, tmp_path: Path, public: Path
-) -> None:
+def test_tcp_store_rejects_data_of_another_user(ranks: Ranks, tmp_path: Path, public: Path) -> None:
     """Another user of this machine claims a rank of root's job before the right process does."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"TMPDIR": str(public), "XDG_RUNTIME_DIR": ""}

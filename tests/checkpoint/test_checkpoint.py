@@ -277,9 +277,7 @@ class SlowDigest:
         return ""
 
 
-def test_write_durable_holds_few_copies_if_the_digest_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_durable_holds_few_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies, as of GPU arrays: one is digested, one is written, and one is next."""
     monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
     monkeypatch.setattr(directory, "SMALL_BYTES", 0)

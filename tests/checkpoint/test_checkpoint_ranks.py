@@ -55,9 +55,7 @@ def next_numbers(rank: int, size: int, folder: Path, save: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
-def test_load_restores_random_states_for_another_number_of_ranks(
-    pool: Any, tmp_path: Path, before: int, after: int
-) -> None:
+def test_load_restores_random_states(pool: Any, tmp_path: Path, before: int, after: int) -> None:
     saved = pool(before).run(next_numbers, tmp_path, True)
     loaded = pool(after).run(next_numbers, tmp_path, False)
     for rank, numbers in enumerate(loaded):

@@ -190,9 +190,7 @@ def test_load_ignores_other_entries(two: Path, tmp_path: Path, name: str, stray:
         ("archived", "got 1 checkpoint"),
     ],
 )
-def test_load_raises_checkpoint_error_if_path_is_a_file_or_a_dangling_link(
-    two: Path, tmp_path: Path, path: str, reason: str
-) -> None:
+def test_load_raises_if_path_is_a_file(two: Path, tmp_path: Path, path: str, reason: str) -> None:
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     (tmp_path / "archived").mkdir()
     for link in (tmp_path / "lost", tmp_path / "archived" / "000001-step-1"):
@@ -205,8 +203,7 @@ def test_load_raises_checkpoint_error_if_path_is_a_file_or_a_dangling_link(
 def test_load_uses_a_checkpoint_that_a_job_saves_during_the_call(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``keep=1`` removes the listed checkpoint. A listing may miss entries that are renamed during
-    it."""
+    """``keep=1`` removes the listed checkpoint, and a listing may miss renamed entries."""
     place, name = {
         "in the listing": (Path, "iterdir"),
         "before the manifest": (runs, "read_checkpoint"),

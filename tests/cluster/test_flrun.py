@@ -138,9 +138,7 @@ def test_flrun_names_a_host_that_is_unreachable_at_the_start(cluster: Cluster) -
 
 
 @pytest.mark.slow
-def test_trace_diff_compares_flight_records_of_all_hosts(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trace_diff_compares_all_hosts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each host writes to its own folder."""
     program = write(cluster.folder, MISMATCH)
     monkeypatch.delenv("FLASHLIGHT_TRACE_DIR", raising=False)

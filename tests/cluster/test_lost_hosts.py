@@ -21,8 +21,7 @@ WITHIN = 15.0  # seconds allowed after LIMIT on a busy machine
 
 
 def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) -> None:
-    """Check that ranks raised in time, and that their errors name ``lost`` and contain
-    ``words``."""
+    """Check that ranks raised in time, with errors that contain ``lost`` and ``words``."""
     for end in ends:
         assert end["kind"] == "PeerLostError", end
         assert end["at"] - since < WITHIN

@@ -40,8 +40,7 @@ def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.P
 def finish_all(
     started: Sequence[subprocess.Popen[str]], seconds: float = SOON
 ) -> list[tuple[int, str, str]]:
-    """Return exit codes, outputs and errors of ranks that must end soon. Kill the remaining
-    ranks."""
+    """Return exit codes, outputs and errors of ranks. Kill ranks that do not end soon."""
     try:
         written = [process.communicate(timeout=seconds) for process in started]
     finally:

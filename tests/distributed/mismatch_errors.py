@@ -17,8 +17,7 @@ __all__ = [
 
 
 def mismatch_error(call: Callable[[], Any]) -> str:
-    """Return the text of the MismatchError that ``call`` raises, of this or an earlier call; or
-    ""."""
+    """Return the text of the MismatchError of ``call`` or an earlier call, or ""."""
     try:
         call()
     except fl.errors.MismatchError as error:

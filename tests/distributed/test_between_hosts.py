@@ -139,9 +139,7 @@ def means_of_large_halves(rank: int, size: int) -> None:
         assert np.all(reduced == 60_000)
 
 
-def test_all_reduce_rounds_float16_once_per_host_and_means_do_not_overflow(
-    world: Any,
-) -> None:
+def test_all_reduce_rounds_float16_once_per_host_and_means_do_not_overflow(world: Any) -> None:
     places, ranks = world
     ranks.run(reductions, places, "float16")
     ranks.run(parts, places, "float16")

@@ -58,8 +58,7 @@ def test_reductions_match_numpy_for_every_dtype_in_every_layout(ranks: Any) -> N
 
 
 def test_reductions_match_numpy_for_sizes_around_every_threshold(ranks: Any) -> None:
-    """Inline limits: 16 KB in memory, 64 KB over TCP. Larger arrays use chunks of 512 KB per
-    rank."""
+    """Inline limits: 16 KB in memory, 64 KB over TCP. Chunks above have 512 KB per rank."""
     for verb, dtype in itertools.product(FOR_ALL, ("float32", "float16", "int8")):
         itemsize = conformance.dtype_of(dtype).itemsize
         inline = [(16 << 10) // itemsize, (64 << 10) // max(1, ranks.size - 1) // itemsize]

@@ -172,8 +172,7 @@ class Cut:
 
 
 def test_call_is_compared_only_after_its_whole_header_has_arrived() -> None:
-    """Regression: the first bytes of a call and the rest of an earlier call were read as one
-    call."""
+    """Regression: the start of a call and the end of an earlier call were read as one call."""
     raw = Raw(2)
     cut = Cut(raw.port(1))
     raw.lead(0, 1, cut.port)

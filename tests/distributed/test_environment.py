@@ -90,9 +90,7 @@ def detect_fields(environ: Mapping[str, str]) -> LaunchEnvironment:
         ({"RANK": "1", "WORLD_SIZE": "4", **OPEN_MPI}, ("launcher", 1, 4, None, None)),
     ],
 )
-def test_detect_takes_rank_and_size_from_the_innermost_launcher(
-    environ: dict[str, str], expected: tuple[object, ...]
-) -> None:
+def test_detect_uses_inner_launcher(environ: dict[str, str], expected: tuple[object, ...]) -> None:
     launch = detect_fields(environ)
     where = launch.rank, launch.size, launch.local_rank, launch.local_size
     assert (launch.launcher, *where) == expected

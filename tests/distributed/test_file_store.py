@@ -275,9 +275,7 @@ def answer_clients(server: socket.socket, words: bytes) -> Iterator[None]:
         thread.join()
 
 
-def test_file_store_ignores_a_stale_port_that_another_program_uses(
-    ranks: Ranks, tmp_path: Path, server: socket.socket
-) -> None:
+def test_file_store_skips_foreign_port(ranks: Ranks, tmp_path: Path, server: socket.socket) -> None:
     announce(tmp_path, server)
     with answer_clients(server, b"220 mail.example ESMTP\r\n"):
         ranks.run(3)
@@ -326,9 +324,7 @@ MOMENTS = [(0, first) for first in range(0, 20, 2)] + [(1, first) for first in r
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "first"), MOMENTS)
-def test_file_store_survives_a_kill_between_any_two_file_operations(
-    ranks: Ranks, tmp_path: Path, victim: int, first: int
-) -> None:
+def test_file_store_survives_kills(ranks: Ranks, tmp_path: Path, victim: int, first: int) -> None:
     """Two adjacent moments of death, each followed by a complete run at the same path.
 
     Each survivor either has all payloads or names the dead rank.

@@ -149,9 +149,7 @@ def test_hooks_report_the_bytes_of_each_step(pool: Any) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", HOOKS)
 @on_ranks(("shm", 2))
-def test_hooks_pass_nonfinite_values_to_every_rank_and_drop_them_from_residuals(
-    rank: int, size: int, name: str, value: float
-) -> None:
+def test_hooks_pass_nonfinite_values_to_all(rank: int, size: int, name: str, value: float) -> None:
     """One nonfinite value on rank 0, then a good step."""
     hook = make(name)
     arrays = gradients(rank, 0, "float32")

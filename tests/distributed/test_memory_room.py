@@ -225,9 +225,7 @@ def test_available_memory_ignores_unreadable_limits(
     assert (found, expected[1] in words) == (expected[0], True), words
 
 
-def test_require_memory_skips_small_requests_and_caches_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_require_memory_caches_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups without a limit, or with more memory than the machine, are not read again."""
     files = {**LIMITED, **group(f"{V2}/slurm/job_7", "max", 1), **group(V2, 999 * MB, 1)}
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
@@ -252,9 +250,7 @@ def test_require_memory_skips_small_requests_and_caches_limits(
         memory_room.require_memory(1025 * MB, "an array")  # large requests read the limits again
 
 
-def test_reserve_restores_the_file_if_memory_runs_out_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reserve_restores_file_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
     monkeypatch.setattr(memory_room, "_CHUNK_BYTES", MB)
     monkeypatch.setattr(memory_room, "LITTLE", 0)

@@ -126,9 +126,7 @@ def test_message_of_another_shape_raises_on_both_ends(ranks: Any) -> None:
     indirect=["ranks"],
 )
 @on_ranks()
-def test_arrays_are_staged_unless_the_library_is_gpu_aware(
-    rank: int, size: int, words: str, steps: list[str]
-) -> None:
+def test_arrays_are_staged_if_necessary(rank: int, size: int, words: str, steps: list[str]) -> None:
     """One all_reduce: check describe() and the operations on the GPU."""
     x = on_gpu(np.full(1000, 1.0))
     LOG.clear()

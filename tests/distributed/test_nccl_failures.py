@@ -296,9 +296,7 @@ def test_collectives_are_launched_on_the_second_communicator(split: Any, cupy: S
     assert nccl.on[3:] == [("finalize", 2), ("destroy", 2), ("finalize", 1), ("destroy", 1)]
 
 
-def test_first_message_of_a_pair_connects_on_the_non_blocking_communicator(
-    split: Any, cupy: StandInCupy
-) -> None:
+def test_first_message_connects_a_non_blocking_communicator(split: Any, cupy: StandInCupy) -> None:
     backend, nccl = split()
     for _ in range(2):
         backend.start(Call(SEND, cupy.asarray(np.ones(3)), peer=1))
@@ -345,9 +343,7 @@ def test_abort_frees_the_communicator_while_a_thread_finds_missing_ranks(nccl: N
         launched.result()
 
 
-def test_abort_keeps_the_communicator_of_a_thread_inside_a_launch(
-    split: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_abort_keeps_a_communicator_in_launch(split: Any, caplog: pytest.LogCaptureFixture) -> None:
     backend, nccl = split(timeout=0.3, leaves=False)
     nccl.blocks = True
     with ThreadPoolExecutor(1) as thread:
@@ -582,9 +578,7 @@ def test_several_arrays_are_launched_as_one_operation(backend: Any, nccl: Nccl) 
     assert sum(entry[0] == "record" for entry in LOG) == 2
 
 
-def test_array_on_another_device_is_rejected_before_data_is_sent(
-    backend: Any, nccl: Nccl, cupy: StandInCupy
-) -> None:
+def test_array_on_another_device_is_rejected(backend: Any, nccl: Nccl, cupy: StandInCupy) -> None:
     x = cupy.asarray(np.ones(3))
     x.elsewhere = 1
     nccl.calls.clear()

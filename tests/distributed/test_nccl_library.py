@@ -121,9 +121,7 @@ def test_communicator_without_a_gpu_raises_with_the_text_of_cuda(nccl: NcclLibra
         Communicator(nccl, nccl.unique_id(), 0, 2, 5.0)
 
 
-def test_library_candidates_uses_only_the_variable_if_it_is_set(
-    monkeypatch: pytest.MonkeyPatch, fresh: None
-) -> None:
+def test_library_candidates_uses_the_variable(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libnccl.so.2")
     assert list(library.library_candidates()) == [(library.VARIABLE, "/nowhere/libnccl.so.2")]
     with pytest.raises(BackendUnavailableError, match=r"/nowhere/libnccl.so.2") as told:
@@ -249,9 +247,7 @@ def test_exchange_cards_returns_the_unique_id_of_rank_0(init: str | None, backen
     ],
 )
 @on_ranks(("shm", 2))
-def test_exchange_cards_raises_on_every_rank_if_cards_disagree(
-    rank: int, size: int, cards: Any, told: str
-) -> None:
+def test_exchange_cards_raises_if_cards_differ(rank: int, size: int, cards: Any, told: str) -> None:
     with pytest.raises(UnavailableEverywhereError, match=told) if told else nullcontext():
         exchange_cards(current_world().group.backend(), NcclCard(**cards[rank]))
 
@@ -266,9 +262,7 @@ def test_error_without_a_gpu_has_reason_and_remedy_on_every_rank(rank: int, size
 
 @needs_none
 @on_ranks(("shm", 2), fresh=True, init=None)
-def test_backend_nccl_needs_gpus_but_max_device_per_node_does_not(
-    rank: int, size: int, tmp_path: Path
-) -> None:
+def test_backend_nccl_needs_gpus(rank: int, size: int, tmp_path: Path) -> None:
     """Scripts pass MAX_DEVICE_PER_NODE everywhere, and NumPy arrays need no GPU."""
     place, path = (fl.DistributedInit.FILE_SYSTEM, rank, size), {"FILE_PATH": f"{tmp_path}/meet"}
     with pytest.raises(UnavailableEverywhereError):

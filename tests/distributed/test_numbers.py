@@ -89,9 +89,7 @@ def test_numbers_of_different_kinds_raise_mismatch_error(rank: int, size: int) -
         (2**61, "sum", float("inf"), 1, True),  # rejected later for another reason
     ],
 )
-def test_require_bits_rejects_integers_that_may_exceed_64_bits(
-    x: int, op: str, scale: float, size: int, fits: bool
-) -> None:
+def test_require_bits_limits_integers(x: int, op: str, scale: float, size: int, fits: bool) -> None:
     if fits:
         require_bits("all_reduce", x, ReduceOp[op.upper()], scale, size)
         return

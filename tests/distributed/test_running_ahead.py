@@ -254,7 +254,7 @@ def test_withdrawn_call_raises_the_old_mismatch_once_on_other_ranks(rank: int, s
 
 
 @in_both(2)
-def test_each_of_two_earlier_mismatches_is_raised(rank: int, size: int) -> None:
+def test_two_earlier_mismatches_are_both_raised(rank: int, size: int) -> None:
     """Rank 1 makes the second of two wrong calls after the root has raised the first."""
     raised = []
 

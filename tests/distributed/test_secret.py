@@ -59,9 +59,7 @@ def test_user_secret_is_shared_and_private(tmp_path: Path) -> None:
     assert file.read_text() not in repr(found[0])
 
 
-def test_secret_rejects_files_and_folders_that_other_users_can_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secret_rejects_readable_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / f"flashlight-{os.geteuid()}"
     folder.mkdir()

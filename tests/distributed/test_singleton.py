@@ -46,9 +46,7 @@ def init(size_one: bool) -> None:
 
 
 @pytest.mark.parametrize("name", STARTED)
-def test_init_method_for_a_world_of_one_raises_among_several_ranks(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_init_method_of_one_rank_raises_in_jobs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for variable, value in STARTED[name].items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(fl.errors.RendezvousError, match="rank 2 of 4") as caught:
@@ -101,9 +99,7 @@ def test_single_process_runs_in_a_shell_of_salloc(
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_distributed_init_raises_on_one_of_several_scheduler_nodes(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_init_raises_on_one_of_several_nodes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for variable, value in SCHEDULERS[name].items():
         monkeypatch.setenv(variable, value)
     node, *nodes = SCHEDULERS[name]
@@ -182,9 +178,7 @@ def test_save_warns_about_a_missing_init(tmp_path: Any) -> None:
         (["init"], {}),
     ],
 )
-def test_verb_does_not_warn_after_init_or_without_a_launcher(
-    arguments: list[str], environ: dict[str, str]
-) -> None:
+def test_verb_warns_only_without_init(arguments: list[str], environ: dict[str, str]) -> None:
     assert warned(arguments, environ) == ""
 
 

@@ -59,7 +59,7 @@ def test_rank_that_loses_its_parent_gets_another_position(ranks: Ranks, victim: 
 
 
 @pytest.mark.parametrize("victim", [1, 3, 7])
-def test_every_rank_names_a_rank_that_died_between_exchanges(ranks: Ranks, victim: int) -> None:
+def test_tree_names_a_rank_that_died_between_exchanges(ranks: Ranks, victim: int) -> None:
     started = in_order(ranks, plans={victim: {"pause_at": "exchanged 0"}}, timeout=60.0)
     started[victim].await_event("exchanged 0")
     started.pop(victim).kill()
@@ -68,13 +68,13 @@ def test_every_rank_names_a_rank_that_died_between_exchanges(ranks: Ranks, victi
     assert "has died or exited" in reason
 
 
-def test_every_rank_names_a_missing_rank(ranks: Ranks) -> None:
+def test_tree_names_a_missing_rank_on_every_rank(ranks: Ranks) -> None:
     started = in_order(ranks, 6, timeout=3.0)
     (reason,) = reasons(started)
     assert "ranks 6, 7 of 8 have not arrived within 3 s" in reason
 
 
-def test_every_rank_names_a_late_rank_in_a_later_exchange(ranks: Ranks) -> None:
+def test_tree_names_a_late_rank_in_a_later_exchange(ranks: Ranks) -> None:
     late = {5: {"pause_at": "exchanged 0"}, 7: {"pause_at": "exchanged 0"}}
     started = in_order(ranks, plans=late, timeout=2.0)
     (reason,) = reasons([rank for number, rank in enumerate(started) if number not in late])

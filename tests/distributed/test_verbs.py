@@ -94,7 +94,7 @@ def test_verb_parameters_are_keyword_only_in_one_order(function: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name != "sync_distributed"])
-def test_every_verb_is_a_method_of_groups(name: str) -> None:
+def test_groups_have_a_method_for_every_verb(name: str) -> None:
     function, method = getattr(fl, name), getattr(fl.ProcessGroup, name)
     own, *parameters = inspect.signature(method).parameters.values()
     wanted = inspect.signature(function).parameters.values()

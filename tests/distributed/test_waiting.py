@@ -23,9 +23,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_waiting_logs_missing_ranks_repeatedly(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_waiting_logs_ranks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
 
     def join(number: int) -> None:

@@ -56,9 +56,7 @@ def test_host_name_and_interface_return_states() -> None:
     assert states == {"lo": OK, "127.0.0.1": OK, "nothing0": FAILED}
 
 
-def test_job_secret_reports_the_source_and_not_the_secret(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_job_secret_reports_the_source_and_not_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_SECRET", "short")
     state, _, remedy = doctor.job_secret()
     assert (state, "short" in remedy) == (WARNING, False)

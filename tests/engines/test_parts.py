@@ -101,9 +101,7 @@ class Interrupting:
         """Do nothing: no other thread uses the lock."""
 
 
-def test_end_rank_does_not_interrupt_a_rank_that_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_end_rank_does_not_interrupt_a_rank_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_rank, "_lock", Interrupting())
     with (
         pytest.raises(SystemExit),

@@ -36,9 +36,7 @@ def digest(text: str) -> str:
     ("ranks", "options"),
     [(2, ["--capture"]), *(pytest.param(n, [], marks=pytest.mark.slow) for n in (1, 3, 4))],
 )
-def test_models_with_leaves_have_the_same_bits_on_any_number_of_ranks(
-    name: str, ranks: int, options: list[str]
-) -> None:
+def test_models_with_leaves_have_the_same_bits(name: str, ranks: int, options: list[str]) -> None:
     alone = digest(output(ALONE, name, "--leaves", 8))
     assert digest(output((*FLRUN, ranks), name, "--leaves", 8, *options)) == alone
 

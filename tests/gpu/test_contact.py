@@ -68,9 +68,7 @@ def three_worlds(rank: int, size: int, meeting: Path, params: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("size", "params"), [(1, {}), (2, {}), (2, {"BACKEND": "nccl"}), (4, {})])
-def test_process_can_initialize_and_shut_down_several_worlds(
-    size: int, params: dict[str, Any], tmp_path: Path
-) -> None:
+def test_process_can_join_several_worlds(size: int, params: dict[str, Any], tmp_path: Path) -> None:
     outcomes = run_outcomes(
         three_worlds, size, tmp_path, params, init=None, env=world(size)["env"], deadline=100.0
     )

@@ -160,9 +160,7 @@ print("again", rank, os.environ["WORLD_SIZE"])
 
 @pytest.mark.parametrize("victim", ["rank", "agent"])
 @pytest.mark.parametrize("again", ["--min-n", "--max-restarts"])
-def test_flrun_names_a_killed_rank_or_agent_within_a_second(
-    tmp_path: Path, ssh: str, victim: str, again: str
-) -> None:
+def test_flrun_names_a_killed_process(tmp_path: Path, ssh: str, victim: str, again: str) -> None:
     """With ``--max-restarts`` a lost host gets a new agent; with ``--min-n`` it is excluded."""
     options = ["--hosts", "a,b:2,c", "--ssh", ssh, again, "1"]
     with begin(*options, write(tmp_path, FIRST_STAYS), tmp_path) as process:
@@ -267,9 +265,7 @@ def other_library(rank: int) -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], port
 
 
-def test_spawned_ranks_have_a_free_master_port(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_spawned_ranks_have_a_free_master_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     first, second = (set(fl.spawn(other_library, nprocs=2)) for _ in range(2))
     assert len(first) == len(second) == 1

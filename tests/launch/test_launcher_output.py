@@ -110,9 +110,7 @@ def test_rank_output_shows_a_prompt_on_a_terminal_and_continues_its_line() -> No
     )
 
 
-def test_rank_output_shows_prompts_among_lines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rank_output_shows_prompts_among_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("flashlight_py.system.monotonic", lambda: clock[0])
 

@@ -49,9 +49,7 @@ def test_read_options_builds_the_command(words: list[str], program: tuple[str, .
     assert read_options(words, PYTHON).program == program
 
 
-def test_read_options_prefers_a_file_to_a_program_on_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_options_prefers_file_to_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "", "sh")
     monkeypatch.chdir(tmp_path)
     assert read_options(["sh"], PYTHON).program == (PYTHON, "sh")

@@ -46,9 +46,7 @@ def is_initialised(rank: int) -> bool:
     return fl.is_distributed_init()
 
 
-def test_spawn_uses_all_cores_by_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_spawn_uses_all_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "usable_cores", lambda: 2)
     assert len(fl.spawn(places)) == 2
 

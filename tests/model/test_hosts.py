@@ -60,7 +60,7 @@ def run(folder: Path, shape: int, *flags: str, level: str = "-O2") -> str:
     ("shape", "calls"),
     [(31, 1), *(pytest.param(s, 2, marks=pytest.mark.slow) for s in (31, 21, 22))],
 )
-def test_every_state_is_right(tmp_path: Path, shape: int, calls: int) -> None:
+def test_model_of_hosts_has_no_wrong_state(tmp_path: Path, shape: int, calls: int) -> None:
     text = run(tmp_path, shape, f"-DCALLS={calls}", level="-O0" if calls == 1 else "-O2")
     assert "errors: 0" in text, text
 
@@ -68,7 +68,7 @@ def test_every_state_is_right(tmp_path: Path, shape: int, calls: int) -> None:
 @pytest.mark.parametrize(
     "mutant", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MUTANTS]
 )
-def test_a_mutant_is_refuted(tmp_path: Path, mutant: str) -> None:
+def test_model_checker_refutes_each_mutant(tmp_path: Path, mutant: str) -> None:
     shape, condition = MUTANTS[mutant]
     text = run(tmp_path, shape, "-DCALLS=2", f"-DMUTANT={mutant}", level="-O0")
     assert "errors: 1" in text, text

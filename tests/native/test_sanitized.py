@@ -38,14 +38,14 @@ def make(folder: str, target: str, **variables: int | str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("leaves_nothing")
-def test_random_calls_in_shared_memory_return_what_they_promise() -> None:
+def test_random_calls_in_shared_memory_return_correct_results() -> None:
     """Every verb, dtype and size class, mismatches, ranks that leave or die; then every kernel."""
     make(".", "thread", ROUNDS=300)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not GLOO.exists(), reason="needs libgloo-dev")
-def test_random_worlds_of_gloo_return_what_they_promise() -> None:
+def test_random_worlds_of_gloo_return_correct_results() -> None:
     """Every verb, messages in any order, mismatches, ranks that leave or are late."""
     make("gloo", "address", WORLDS=20)
 
@@ -71,7 +71,7 @@ def test_schedules_end_as_they_must(cases: str) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_weaker_order_of_memory_is_noticed() -> None:
+def test_model_checker_detects_a_weaker_memory_order() -> None:
     """The model checker detects errors: it refutes each weaker memory order in one source file."""
     make("model", "mutants", MUTANTS="csrc/shm/turn.h", SCHEDULES=20000)
 

@@ -31,8 +31,7 @@ def compare(
     oracle: Oracle, code: str, result: Any, leaves: dict[str, Any], rtol: float = 1e-7,
     atol: float = 0, **given: Any,
 ) -> None:  # fmt: skip
-    """Compare ``result`` and the gradients of ``leaves`` with torch. Names are the same in the
-    code."""
+    """Compare ``result`` and gradients of ``leaves`` with torch's tensors of equal names."""
     arrays = {name: leaf.array for name, leaf in leaves.items()}
     theirs = oracle(code, [*leaves], **arrays, **given)
     result.backward(weights_of(result.array))

@@ -18,8 +18,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """A block with branches, dropout, a residual and a running statistic that affects the
-    result."""
+    """A block with branches, dropout, a residual and a running statistic in the result."""
 
     def __init__(self) -> None:
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

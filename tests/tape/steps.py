@@ -180,8 +180,7 @@ def training(
 
 
 def trained(read: Callable[[Any, Any], Any] = lambda loss, x: None) -> Any:
-    """Return a step of a model with dropout, the model and the optimizer. ``read`` gets loss and
-    input."""
+    """Return a step of a model with dropout, the model, and the optimizer."""
     fl.set_seed(1)
     layers = fl.nn.Linear(3, 5), fl.nn.ReLU(), fl.nn.Dropout(0.5), fl.nn.Linear(5, 1)
     model = fl.nn.Sequential(*layers).astype("f8")

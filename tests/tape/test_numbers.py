@@ -245,8 +245,7 @@ def test_number_read_by_a_hook_is_compared() -> None:
 
 
 class Trainer:
-    """A trainer that alternates between two losses and counts calls, which the step does not
-    read."""
+    """A trainer with two alternating losses, and a count of calls that the step ignores."""
 
     def __init__(self) -> None:
         self.weight = fl.param(np.ones(3))

@@ -18,7 +18,7 @@ class Cases:
     _barrier: Callable[..., None]
     assertRaisesRegex: Any
 
-    def test_gather_when_others_have_no_list(self) -> None:
+    def test_gather_if_other_ranks_pass_no_list(self) -> None:
         size = dist.get_world_size()
         for is_async in (False, True):
             x = torch.full((3,), float(self.rank))
@@ -43,7 +43,7 @@ class Cases:
             works[0].wait()
             assert x.tolist() == [0.0] * 3
 
-    def test_monitored_barrier_names_who_is_missing(self) -> None:
+    def test_monitored_barrier_names_missing_ranks(self) -> None:
         group = dist.new_group([0, 1])
         dist.monitored_barrier(group, timedelta(seconds=60))  # other ranks may be absent
         if self.rank == 0:

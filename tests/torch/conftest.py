@@ -77,8 +77,7 @@ class Ranks:
 
 @pytest.fixture(scope="package")  # tests of other folders look for remaining processes
 def torch_ranks() -> Iterator[Ranks]:
-    """Return a function: ``torch_ranks("module.function", size, *args)`` returns the ranks'
-    results."""
+    """Return a function ``torch_ranks("module.function", size, *args)`` of ranks with torch."""
     ranks = Ranks(interpreter())
     yield ranks
     ranks.close()

@@ -128,9 +128,7 @@ def test_watchdog_leaves_nothing_if_it_cannot_start(tmp_path: Path, allowed: int
     assert process_state() == before
 
 
-def test_watchdog_thread_keeps_its_pipe_if_a_signal_interrupts_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_watchdog_start_survives_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     errors: list[object] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
 
