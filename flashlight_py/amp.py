@@ -1,7 +1,7 @@
 """Mixed precision: matrix products in a half dtype, other functions in float32, and a loss scale.
 
 NumPy has no fast half-precision arithmetic on CPUs. There, products are computed in float32 and
-rounded once, and a half dtype only halves stored and sent arrays. The casts take additional time.
+rounded once, and a half dtype only halves bytes stored and sent. The casts take additional time.
 See docs/mixed-precision.md.
 """
 
@@ -64,7 +64,7 @@ class autocast(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def _recreate_cm(self) -> "autocast":
-        """Return a new context per call of a decorated function. Threads may call it at once."""
+        """Return a new context per call of a decorated function, for calls in several threads."""
         return autocast(self.dtype, self.enabled)
 
     def __enter__(self) -> "autocast":
@@ -123,7 +123,7 @@ class DynamicScaler(HoldsState):
         self._scales: dict[str, Any] = {"cpu": np.ones((), np.float32)}
         self._tracker = np.zeros((), np.int64)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
-        # Since the last update(): are gradients finite, and which optimizers stepped.
+        # Since the last update(): whether gradients were finite, and the optimizers that stepped.
         self._are_finite: dict[Any, bool] = {}
         self._stepped: set[Any] = set()
 
@@ -211,7 +211,7 @@ class DynamicScaler(HoldsState):
             shards.wait_for_all()
         if get_world_size() > 1:
             is_finite = not all_reduce(np.array([not is_finite], np.float32), op="max")[0]
-        if grads or get_world_size() > 1:  # a rank may hold no shard
+        if grads or get_world_size() > 1:  # a rank without gradients joins
             self._are_finite[optimizer] = is_finite
 
     def step(self, optimizer: Any) -> Any:
@@ -271,7 +271,7 @@ class DynamicScaler(HoldsState):
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, factors and number of steps since the last change, by torch's names."""
+        """Return torch's entries: the scale, factors, and number of steps since the last change."""
         factors = self.growth_factor, self.backoff_factor
         values = self.get_scale(), *factors, self.growth_interval, self._tracker.item()
         return dict(zip(_STATE, values, strict=True)) if self.enabled else {}
@@ -291,4 +291,4 @@ class DynamicScaler(HoldsState):
             )
         scale, *others = (state[name] for name in _STATE)
         self._set(scale or 1, *others)
-        self._set_scale(scale)  # 0 after many skipped steps, which _set rejects
+        self._set_scale(scale)  # may be 0 after many skipped steps; _set rejects 0

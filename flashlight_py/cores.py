@@ -26,7 +26,7 @@ def usable_cores() -> int:
 
 
 def check_processes(operation: str, count: int, descriptors: int) -> None:
-    """Check that this process can start ``count`` others, with ``descriptors`` open for each.
+    """Check that this process can start ``count`` processes, with ``descriptors`` open for each.
 
     Raises:
         ValueError: If the host has too little memory, or if the limit of descriptors is too low.
@@ -95,9 +95,9 @@ def control_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and their parents; some may be missing."""
     with suppress(OSError):
         for names, path in re.findall(":(.*?):(.*)", (root / "proc/self/cgroup").read_text()):
-            # Version 2 has one hierarchy. Version 1 has one per named set of controllers.
+            # Version 2 has one hierarchy. Version 1 has a hierarchy per named set of controllers.
             for name in {names, *names.split(",")} if names else ("", "unified"):
                 mount = root / "sys/fs/cgroup" / name
-                # In a container the mount may be the process's own group, while the path is longer.
+                # In a container, ``mount`` may be this process's group, but ``path`` is the host's.
                 groups = (mount / path.lstrip("/") / "x").parents
                 yield from (group for group in groups if group.is_relative_to(mount))

@@ -44,7 +44,7 @@ def device_of(array: Array) -> str:
 def to_device(array: Array, device: str) -> Array:
     """Return ``array`` on ``device`` (``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``).
 
-    Returns ``array`` itself if it is there already, else a copy. Blocks for a copy to the CPU.
+    Returns ``array`` itself if it is already on ``device``, else a copy. A copy to the CPU blocks.
 
     Raises:
         ValueError: If ``device`` names neither the CPU nor a CUDA device.
@@ -92,7 +92,7 @@ def cuda(purpose: str = "an array on a GPU") -> tuple[Any, int]:
 
 def constant(value: float, like: Array) -> Any:
     """Return ``value`` as a scalar of the dtype of ``like``."""
-    if type(like) is np.ndarray:  # an array halves the time of NumPy's arithmetic
+    if type(like) is np.ndarray:  # NumPy's arithmetic with an array takes half the time
         return np.asarray(value, like.dtype)
     return like.dtype.type(value)
 
@@ -104,7 +104,7 @@ _FLOATING = "efdgE"
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Return whether ``dtype`` can have gradients: bfloat16 and NumPy's real floating dtypes."""
+    """Return whether ``dtype`` is bfloat16 or a real floating dtype, and so can have gradients."""
     return dtype.char in _FLOATING
 
 
@@ -144,7 +144,7 @@ def bfloat16(otherwise: np.dtype[Any] | None = None) -> np.dtype[Any]:
 
 
 def may_become(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return whether an assignment may cast ``source`` to ``dtype``: not complex to real."""
+    """Return whether an assignment may cast ``source`` to ``dtype``; False for complex to real."""
     # np.can_cast allows every cast to and from bfloat16.
     a, b = (np.float32 if kind.name == "bfloat16" else kind for kind in (source, dtype))
     return np.can_cast(a, b, "same_kind")
@@ -161,7 +161,7 @@ def narrowed(result: Array, like: Array) -> Array:
 
 
 def total(array: Array, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
-    """Return the sum over ``axis``: float32 for float16 and bfloat16, which the caller casts."""
+    """Return the sum over ``axis``; float32 if ``array`` is narrower. The caller casts the sum."""
     wide = np.float32 if array.dtype.char in NARROW else None
     summed: Array = array.sum(axis=axis, keepdims=keepdims, dtype=wide)
     return summed

@@ -100,9 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="per path; default 60")
     add("--rank", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.rank is not None:  # in a process of its own, see ``outcome_of``
+    if options.rank is not None:  # this is a subprocess, see ``outcome_of``
         facts = reduce_arrays(*options.rank) if options.rank else query_mpi()
-        print(json.dumps(facts) * bool(facts))  # from one rank only: lines of two ranks could mix
+        print(json.dumps(facts) * bool(facts))  # only rank 0 has facts
         return 0
     if not options.timeout > 0:
         parser.error(f"--timeout: expected a positive number of seconds, got {options.timeout}")
@@ -188,7 +188,7 @@ def host(option: str) -> Iterator[Finding]:
 
 def shared_memory() -> tuple[str, str, str]:
     """Return state, detail and remedy for ``/dev/shm``: its size and whether it is writable."""
-    # Ranks that can see each other's processes share memory through anonymous files instead.
+    # Ranks that can see each other's processes share anonymous files and need no /dev/shm.
     scope = "only ranks in different containers of this host need it"
     if not SHARED_FOLDER.is_dir():
         detail = f"{SHARED_FOLDER} does not exist, but {scope}. They use Gloo, many times slower"
@@ -347,7 +347,7 @@ def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, A
         last = line
         with contextlib.suppress(ValueError):  # not a line of JSON
             facts = dict(json.loads(line[line.index("{") :])) or facts
-    # From flrun take the last line, its report; from mpirun the last traceback, which says more.
+    # flrun reports in its last line. The last traceback says more than mpirun's last line.
     problem = f"exit code {process.returncode}: {(tail.errors or [last])[-1]}"
     return output, facts, problem if process.returncode or not facts else ""
 
@@ -425,7 +425,7 @@ def query_mpi() -> dict[str, Any]:
 
 SMALL_BYTES, LARGE_BYTES = 4, 4 << 20
 TITLE = f"all_reduce of {SMALL_BYTES} B and {LARGE_BYTES >> 20} MB, float32"
-_SIZES, _ROUNDS = {SMALL_BYTES: 50, LARGE_BYTES: 5}, 5  # calls per round by size in bytes; rounds
+_SIZES, _ROUNDS = {SMALL_BYTES: 50, LARGE_BYTES: 5}, 5  # calls per round by array bytes; rounds
 # Trials by name: number of ranks, BACKEND, and subjects of the findings that must be OK.
 TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "single": (1, "auto", ()),

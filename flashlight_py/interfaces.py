@@ -37,7 +37,7 @@ def addresses_of(names: str) -> list[str]:
     """Return the local addresses that ``names`` selects, or an empty list.
 
     ``names`` is an interface or a local address, or a comma-separated list of them. In a list, the
-    first word that matches decides.
+    first word that selects an address decides.
     """
     return next(filter(None, map(_addresses_of, names.split(","))), [])
 

@@ -30,7 +30,7 @@ from flashlight_py.device import Array
 _log = logging.getLogger("flashlight_py")
 
 PIECE_BYTES = 8 << 20
-SMALL_BYTES = 1 << 14  # bytes; digested faster than a thread starts
+SMALL_BYTES = 1 << 14  # bytes; the digest of fewer bytes takes less time than a thread's start
 
 
 class Content(NamedTuple):
@@ -101,7 +101,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of the manifest file. ``parts`` are the arguments of ``save`` that were passed."""
+    """Content of the manifest file. ``parts``: names of the saved arguments of ``save``."""
 
     step: int
     ranks: int
@@ -110,7 +110,7 @@ class Manifest:
     version: str
 
     def encode(self) -> bytes:
-        """Return the file: JSON with a digest of itself, because its bits may flip as well."""
+        """Return the bytes of the file: JSON that contains its own digest, to detect damage."""
         content = {"format": FORMAT, **asdict(self), "state": self.state._asdict()}
         return _text({"manifest": content, "sha256": _digest(content)})
 
@@ -211,7 +211,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file, or a link without its target; log a warning if this fails."""
+    """Remove a folder, a file, or a link but not its target. If this fails, log a warning."""
     try:
         if _NAME.fullmatch(path.name):
             # A partly removed folder must not have the name of a checkpoint.

@@ -26,7 +26,7 @@ from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
 from flashlight_py.safetensors import flatten_tree, from_bytes, pieces
 
 _log = logging.getLogger("flashlight_py")
-# Exception that all ranks raise for a failure of this kind on one rank. Default: CheckpointError.
+# Class of the error on all ranks, by name of the class on one rank. Default: CheckpointError.
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -226,7 +226,7 @@ def load(
     if intact is None:
         return None
     content = state if members.rank == 0 else np.empty(intact.manifest.state.nbytes, np.uint8)
-    state = members.broadcast(content)  # no Attempt: all ranks raise an error of the group
+    state = members.broadcast(content)  # without Attempt: it raises on all ranks
     tree: dict[str, Any] = {}
     with Attempt("load", members) as attempt:
         tree = from_bytes(state)

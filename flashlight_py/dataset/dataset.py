@@ -54,7 +54,7 @@ class Dataset(abc.ABC):
         return map(self.get, range(len(self)))
 
     def handed_out(self, index: int) -> None:  # noqa: B027 - optional for subclasses
-        """Record that an iteration returns sample ``index`` now. The default does nothing."""
+        """Record that an iteration has returned sample ``index``. The default does nothing."""
 
 
 def stack_samples(samples: Sequence[Sample]) -> Sample:
@@ -123,7 +123,7 @@ class TensorDataset(Dataset):
         return tuple([_rows(array, indices) for array in self.arrays])
 
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
-        """Return an iterator over views of up to ``batch_size`` rows, ending at row ``stop``.
+        """Return an iterator over views of up to ``batch_size`` rows, up to row ``stop``.
 
         The iterator runs no Python code, which would take as long as a small training step.
         """
@@ -137,7 +137,7 @@ class TensorDataset(Dataset):
 
 
 def _rows(array: Any, indices: Indices) -> Array:
-    """Return the rows at ``indices``; each row of an array in a file is read once."""
+    """Return the rows at ``indices``; repeated rows of an array in a file are read once."""
     if hasattr(array, "__array_ufunc__") or hasattr(array, "__dlpack__"):
         return array[indices]  # type: ignore[no-any-return]
     rows = np.add(indices, np.less(indices, 0) * array.shape[0])
@@ -146,15 +146,15 @@ def _rows(array: Any, indices: Indices) -> Array:
 
 
 BatchPolicy: TypeAlias = Literal["include_last", "skip_last", "divisible_only"]
-# Makes one array from a list with the samples' values of one field.
+# Function that makes one array from a list of values, the values of one field in the samples.
 BatchFunction: TypeAlias = Callable[[Sequence[Any]], Array]
 
 
 class BatchDataset(Dataset):
     """Batches of ``batch_size`` consecutive samples of ``dataset``; fields gain a first dimension.
 
-    ``policy`` applies to an incomplete last batch: "include_last" keeps it, "skip_last" drops it,
-    and "divisible_only" raises an error. ``batch_functions`` contains one function per field, which
+    ``policy`` for an incomplete last batch: "include_last" keeps it, "skip_last" drops it,
+    and "divisible_only" raises ValueError. ``batch_functions`` has one function per field, which
     makes an array from a list of values. None, instead of the list or a function, stacks the
     values. Batches of a ``TensorDataset`` without functions are views of its arrays.
 
@@ -265,9 +265,9 @@ class ShuffleDataset(ResampleDataset):
         self.resample()
 
     def resample(self) -> None:
-        """Draw a new order, for example before each epoch. Equal seeds give equal orders."""
+        """Draw the next order, for example before each epoch. The seed determines all orders."""
         self._indices = self._random.permutation(len(self._dataset))
 
     def set_seed(self, seed: int) -> None:
-        """Restart the random numbers from ``seed``, for the next ``resample``."""
+        """Restart the random numbers from ``seed``. The next ``resample`` uses them."""
         self._random = np.random.default_rng(seed)

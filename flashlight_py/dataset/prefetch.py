@@ -1,4 +1,4 @@
-"""Samples that threads or processes make in advance."""
+"""Dataset whose samples are made in advance by threads or processes."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ import numpy as np
 from flashlight_py.cores import check_folder
 from flashlight_py.dataset.dataset import Dataset, Sample
 
-# Function of a sample and a random generator; returns the transformed sample.
+# Function that returns the new sample for (sample, random generator).
 Transform: TypeAlias = Callable[[Sample, np.random.Generator], Sample]
 Workers: TypeAlias = Literal["threads", "processes"]
 
@@ -142,7 +142,7 @@ class PrefetchDataset(Dataset):
         return ProcessPoolExecutor(size, spawn, _begin_worker, (pickled,)), _get_in_worker
 
 
-# In a worker process: the dataset that makes the samples.
+# In a worker process: a list with the dataset that makes the samples.
 _worker_datasets: list[PrefetchDataset] = []
 
 
@@ -155,7 +155,7 @@ def _begin_worker(pickled: bytes) -> None:
 
 
 def _get_in_worker(index: int) -> Sample:
-    """Return the sample at ``index``; convert errors that the parent could not raise."""
+    """Return the sample at ``index``; convert errors that cannot be sent to the parent."""
     try:
         return _worker_datasets[0].get(index)
     except BaseException as error:

@@ -6,7 +6,7 @@ from flashlight_py.dataset.dataset import Indices
 
 
 def contiguous_share(n: int, share: int, shares: int) -> range:
-    """Return the positions, of ``n``, of one of ``shares`` contiguous parts.
+    """Return the positions of part ``share`` if [0, n) is divided into ``shares`` contiguous parts.
 
     Sizes differ by at most one, and the longer parts come first.
 
@@ -20,7 +20,7 @@ def contiguous_share(n: int, share: int, shares: int) -> range:
 
 
 def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> range:
-    """Return every ``shares``-th position of ``n``, starting at position ``share``.
+    """Return every ``shares``-th position in [0, n), starting at position ``share``.
 
     Sizes differ by at most one. With ``drop_last`` the last n % shares positions are left out, and
     all sizes are equal. When each of s shares has used k positions, the first s * k positions of
@@ -40,12 +40,12 @@ def count_batches(n: int, batch_size: int, drop_last: bool) -> int:
 
 
 def batch_positions(index: int, n: int, batch_size: int) -> range:
-    """Return the positions, of ``n``, of batch ``index``."""
+    """Return the positions, in [0, n), of the samples of batch ``index``."""
     return range(n)[index * batch_size : (index + 1) * batch_size]
 
 
 def weight_of_part(part: int, total: int, parts: int) -> float:
-    """Return the weight of a part with ``part`` of ``total`` samples, if there are ``parts`` parts.
+    """Return the weight of one of ``parts`` parts, which has ``part`` of all ``total`` samples.
 
     The average over the parts of weight * (mean over the part) is the mean over all samples.
     """
@@ -55,7 +55,7 @@ def weight_of_part(part: int, total: int, parts: int) -> float:
 def partition_by_round_robin(
     n: int, partition: int, partitions: int, batch_size: int = 1, allow_empty: bool = False
 ) -> Indices:
-    """Return the indices, of ``n`` samples, that belong to ``partition`` of ``partitions``.
+    """Return the indices, in [0, n), of the samples of ``partition``, one of ``partitions``.
 
     Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. The
     remaining samples are divided evenly if there is at least one per partition, and dropped
@@ -100,7 +100,7 @@ def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     keys >>= bits
     keys <<= bits
     keys |= np.arange(n, dtype=np.uint64)
-    keys.sort()  # takes a quarter of the time of argsort
+    keys.sort()  # a quarter of argsort's time
     keys &= (1 << bits) - 1
     order: Indices = keys.view(np.int64)
     return order

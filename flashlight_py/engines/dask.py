@@ -115,7 +115,7 @@ class DaskRanks:
     def end(self) -> None:
         """End the running ranks. Ranks of this attempt that start later end immediately."""
         done = {rank for rank, task in self._tasks.items() if task.done()}
-        living, runs = self._client.nthreads(), dict[str, bool]()  # a dead worker costs 30 s
+        living, runs = self._client.nthreads(), dict[str, bool]()  # asking a dead worker takes 30 s
         workers = {r: w for r, w in enumerate(self._workers) if r not in done and w in living}
         options = {"callback_timeout": _END_SECONDS, "workers": [*workers.values()]}
         with suppress(asyncio.TimeoutError):  # a worker is suspended

@@ -27,7 +27,7 @@ _BACKLOG = 1024
 
 
 class RendezvousAddress(NamedTuple):
-    """Port of rank 0 and the addresses of its host, first the address that the engine uses."""
+    """Port of rank 0 and the addresses of its host. The first address is the engine's."""
 
     addresses: Sequence[str]
     port: int
@@ -35,7 +35,7 @@ class RendezvousAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Description of one attempt, which the engine sends to every rank. ``key`` is unique."""
+    """Description of one attempt, which the engine sends to every rank. ``key`` identifies it."""
 
     size: int
     restarts: int = 0
@@ -187,7 +187,7 @@ def _registered_rank(key: str) -> Iterator[None]:
 
 @contextmanager
 def _interruptible(key: str) -> Iterator[None]:
-    """Allow ``end_rank`` to raise SystemExit in the block. Leave the world outside of the block."""
+    """Allow ``end_rank`` to raise SystemExit in the block. The caller leaves the world after it."""
     global _interruptible_thread  # noqa: PLW0603
     with _lock:
         _raise_if_ended(key)

@@ -115,12 +115,12 @@ class RayRanks:
 
 @contextmanager
 def ray_cluster(ray: Any) -> Iterator[None]:
-    """Unless Ray is initialised, join the cluster at RAY_ADDRESS or start one on the loopback."""
+    """Unless Ray is initialised, join the cluster at RAY_ADDRESS, or start a local cluster."""
     if ray.is_initialized():
         yield
         return
     address = os.environ.get("RAY_ADDRESS")
-    # Ray replaces 127.0.0.1 by the network address of this machine.
+    # Not 127.0.0.1, which Ray replaces by the network address of this machine.
     local_options = {"_node_ip_address": "127.0.0.2", "include_dashboard": False}
     ray.init(address=address or "local", **({} if address else local_options))
     try:
@@ -269,7 +269,7 @@ class _TrainerWorld:
         ray.get(joins)
 
     def on_shutdown(self, workers: Any, _: _TrainerConfig) -> None:
-        """Make the workers leave the world within 5 seconds. Ray kills the others."""
+        """Make the workers leave the world. After 5 seconds, Ray kills the remaining workers."""
         import ray
 
         tasks = workers.execute_async(_leave)

@@ -14,7 +14,7 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.launch.supervisor import CAUSE_SECONDS
 
-SLOT_SECONDS = 60.0  # seconds to wait for slots that other jobs use or a failed attempt frees
+SLOT_SECONDS = 60.0  # seconds to wait until other jobs or a failed attempt free slots
 POLL_SECONDS = 0.5  # seconds between two polls of an engine
 
 Outcomes = dict[int, bytes | Failure]  # by rank: the pickled result, or the failure
@@ -60,7 +60,7 @@ class EngineRanks(Protocol):
 def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
     """Start ``ranks``, wait for them, end them, and return their results in rank order.
 
-    Raises RankFailedError for the first cause, or TimeoutError.
+    Raises RankFailedError for the failure that caused other failures, or TimeoutError.
     """
     outcomes, ends = Outcomes(), call.ends
     waiting, failures = set(range(call.size)), dict[int, Failure]()
@@ -105,7 +105,7 @@ def wait_for_slots(
 
 
 def lost_rank(reason: object) -> Failure:
-    """Return the failure of a rank that ended without a report; ``reason`` is from the engine."""
+    """Return the failure of a rank that ended without a report; the engine states ``reason``."""
     text = str(reason)
     line = next((line for line in text.splitlines() if line.strip()), type(reason).__name__)
     return Failure(f"was lost: {line}", time.monotonic())

@@ -65,7 +65,7 @@ class Agent:
             self.report("ready", attempt, [], [])
             return
         sockets = [self._cleanup.enter_context(keep_port())]
-        if needs_port:  # rank 0 inherits the socket, so nothing can take the port
+        if needs_port:  # rank 0 inherits the socket, so no program can take the port
             self._listener = self._cleanup.enter_context(listen_everywhere(0, _BACKLOG))
             sockets.append(self._listener)
         # The address to which ssh connected, as reported by sshd (ssh(1)), comes first.
@@ -192,7 +192,7 @@ class Agent:
 class LauncherConnection:
     """The connection of an agent to its launcher over the descriptors ``reading`` and ``writing``.
 
-    ``silence`` is "" until no message arrives for ``lost_after`` seconds; then it says since when.
+    ``silence`` is "", or states the duration if no message came for ``lost_after`` seconds.
     """
 
     def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
@@ -219,7 +219,7 @@ class LauncherConnection:
         """Dispatch messages of the launcher to ``agent`` until the end, then end the ranks."""
         while not self.has_ended:
             self._loop.once()
-            # Not in the callback, because ``finish`` itself waits for events of the loop.
+            # Messages are not handled in the callback, because ``finish`` itself waits for events.
             while self._inbox and not self.has_ended:
                 kind, values = self._inbox.popleft()
                 if kind == "leave":

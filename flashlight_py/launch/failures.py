@@ -21,10 +21,10 @@ _LONGEST_CAUSE = 200  # characters of a traceback's last line in the report
 # Lines between the tracebacks of one chain.
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
 _HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second one begins a SyntaxError
-_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch.distributed prefixes each line with it
+_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # prefix of each line in torch.distributed
 
-# Distance of an error from the cause. If ranks wait for each other, a rank that timed out may be
-# the first to fail. A rank that lost a peer is never the cause.
+# Distance of an error from the cause: 1 for a timeout, because a rank that waits may fail first,
+# and 2 for a lost peer, which is never the cause.
 _WAITED, LOST = 1, 2
 CONSEQUENCES: Mapping[type[Exception], int] = {
     CollectiveTimeoutError: _WAITED,
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of_exit(cls, code: int, errors: Sequence[str] = ()) -> Failure:
-        """Describe an exit with ``code``, or minus the signal; ``errors``: see :class:`Tail`."""
+        """Describe an exit. ``code``: exit code or minus the signal; ``errors``: see ``Tail``."""
         error = errors[-1] if errors else ""
         if len(error) > _LONGEST_CAUSE:  # the output of the rank has the full text
             error = f"{error[:_LONGEST_CAUSE]} [...]"
@@ -102,7 +102,7 @@ class Tail:
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe the end of a process; ``code`` is its exit code, minus its signal, or None."""
+    """Describe the end of a process; ``code``: exit code, minus the signal number, or None."""
     if code is None:
         return "has ended (exit code unknown: a SIGCHLD handler reaped the process)"
     if code >= 0:
@@ -118,7 +118,7 @@ def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
 
 
 def _distance_from_cause(error: BaseException) -> int:
-    """Return the distance of the first of CONSEQUENCES in the chain of ``error``; 0 without one."""
+    """Return the distance of the first error of CONSEQUENCES in the chain of ``error``, or 0."""
     visited: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in visited:

@@ -30,7 +30,7 @@ from flashlight_py.launch.ranks import (
 from flashlight_py.launch.records import store_records
 from flashlight_py.launch.supervisor import Supervisor
 
-_CANNOT_RUN = 127  # the exit code of shells for this case
+_CANNOT_RUN = 127  # exit code of shells if a command cannot run
 _FINISHING_SECONDS = 10.0  # seconds for agents to end all processes, after the grace of the ranks
 
 
@@ -117,7 +117,7 @@ class Job:
         self._addresses, self._ports = list[str](), list[int]()  # of the first host, from its agent
         self._is_started = False
         self._stuck: list[int] = []
-        # Flight records by rank: folder on its host, and content. Then messages on missing records.
+        # By rank: its host's folder and its flight record. ``_left_out``: missing records.
         self._records: dict[int, tuple[str, bytes]] = {}
         self._left_out: list[str] = []
         self._supply: Supply | None = None
@@ -136,8 +136,7 @@ class Job:
             self._attempt.on_end(slot.rank for slot in self._slots)
 
     def _finish(self) -> None:
-        """After all ranks have ended, make the agents end leftover processes, and wait until they
-        have.
+        """Let the agents end leftover processes of ended ranks, and wait for the agents.
 
         After a failure, the agents first send the flight records of the ranks.
         """

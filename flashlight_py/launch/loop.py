@@ -97,7 +97,7 @@ class Loop(Poll):
     def watch_child(
         self, process: system.Popen[bytes], callback: Callable[[int], None], is_helper: bool = False
     ) -> None:
-        """Call ``callback`` with the exit code, or minus the signal, after ``process`` is reaped.
+        """Reap ``process``, then call ``callback`` with the exit code, or minus the signal number.
 
         ``is_helper``: the process belongs to the launcher and does not end with the ranks.
         """
@@ -140,12 +140,12 @@ class Loop(Poll):
 
 
 def exit_code_of(end: os.waitid_result) -> int:
-    """Return the exit code of an ended process, or minus its signal."""
+    """Return the exit code of an ended process, or minus the number of its signal."""
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def await_end(process: system.Popen[bytes]) -> int | None:
-    """Wait for the end of ``process`` and return its exit code, or minus the signal.
+    """Wait for the end of ``process``; return its exit code, or minus the number of its signal.
 
     The process is not reaped, so signals still reach the processes in its group. Returns None if
     other code in this process, such as a SIGCHLD handler, has reaped it.

@@ -54,7 +54,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     """Parse ``arguments``, by default ``sys.argv``; exit if an argument is invalid."""
     parser = _parser()
     namespace = parser.parse_args(arguments)
-    # LOCAL_RANK marks a rank, whose launcher has already read the PET_* variables.
+    # With LOCAL_RANK, this process is a rank, and its launcher has read the PET_* variables.
     if not (namespace.hosts or namespace.standalone or "LOCAL_RANK" in os.environ):
         in_pod = {key: os.environ[name] for key, name in _POD_OPTIONS.items() if name in os.environ}
         parser.set_defaults(**in_pod)

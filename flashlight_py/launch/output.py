@@ -78,7 +78,7 @@ class RankOutput:
         return min(self._due_times().values(), default=math.inf)
 
     def flush(self, now: float = math.inf) -> None:
-        """Show the unfinished lines that ``_due_times`` makes due at the time ``now``."""
+        """Show the unfinished lines whose time in ``_due_times`` is at most ``now``."""
         for source, due_time in self._due_times().items():
             if due_time <= now:
                 partial_line, self._partial_lines[source] = self._partial_lines[source], b""

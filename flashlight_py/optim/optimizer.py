@@ -245,7 +245,7 @@ class FirstOrderOptimizer(Structured, ABC):
                 old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for copies and pickles. Even a shallow copy has its own rate."""
+        """Return the attributes for copies and pickles, with a copy of the learning rate."""
         cut = [variable for variable in self.params if not is_in_common(variable)]
         copies = {name: x.copy() for name, x in vars(self).items() if name == "_lr"}
         return {**vars(self), **copies, "_shards": shards_of(cut)}

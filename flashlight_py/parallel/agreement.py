@@ -31,7 +31,7 @@ def check_modules_agree(
     with_values: bool = False,
     also: Iterable[str] = (),
 ) -> list[int]:
-    """Compare names, shapes, dtypes and ``also`` of the ranks' parameters. Collective, blocking.
+    """Compare ``also``, and names, shapes and dtypes of ``params``. Collective, blocking.
 
     Return a digest of the values of each rank, or zeros without ``with_values``.
     """
@@ -134,7 +134,7 @@ def gather_json(data: object, group: ProcessGroup) -> list[Any]:
 
 
 def differences(of_ranks: Sequence[Mapping[Any, Any]]) -> list[str]:
-    """Describe the entries that differ between ranks, with values and ranks, in rank 0's order."""
+    """Describe entries that differ between ranks: each value and its ranks, in rank 0's order."""
     names = dict.fromkeys(itertools.chain.from_iterable(of_ranks))
     values = {name: [str(entries.get(name, "nothing")) for entries in of_ranks] for name in names}
     return [f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1]
@@ -165,7 +165,7 @@ def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool 
 
 
 def check_arithmetic(operation: str, leaves: int, members: ProcessGroup) -> None:
-    """Set BLAS to one thread, and compare all facts that affect bits. Collective, blocking.
+    """Set BLAS to one thread, and compare all facts that affect the bits of results. Collective.
 
     Every rank raises ValueError if BLAS is not OpenBLAS and uses several threads on any rank, and
     MismatchError with a remedy if the facts differ.
@@ -203,6 +203,6 @@ def check_arithmetic(operation: str, leaves: int, members: ProcessGroup) -> None
 
 
 def _features() -> str:
-    """Return the instruction sets that NumPy has loops for and this processor supports."""
+    """Return the instruction sets that both NumPy's loops and this processor support."""
     loops = importlib.import_module("numpy._core._multiarray_umath")
     return " ".join(name for name in loops.__cpu_dispatch__ if loops.__cpu_features__[name])

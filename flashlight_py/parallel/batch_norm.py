@@ -55,7 +55,7 @@ class BatchNorm(LocalBatchNorm):
         count = xp.full(1, local_count, wide.dtype)
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]
-        if local_count < 2:  # the ranks together have at least 2 values if this rank has 2
+        if local_count < 2:  # otherwise the batch of all ranks is large enough
             require_all(count > 1, count, partial(few_values, "BatchNorm", x.shape))
         shape = (1, -1, *[1] * (x.ndim - 2))
         mean = sums[: self.channels] / count

@@ -117,7 +117,7 @@ class DistributedDataContainer(Dataset):
         return len(self._positions)
 
     def get(self, index: int) -> Any:
-        """Return element ``index`` of the share, which must be in [0, len).
+        """Return element ``index`` of the share. ``index`` must be in [0, len).
 
         Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
@@ -163,7 +163,7 @@ def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
 
 
 class InEpochs:
-    """Order of ``n`` samples in each epoch, and the number of samples used so far.
+    """The order of ``n`` samples in each epoch, and the number of samples used so far.
 
     The samples that all ranks together have used are always the first ``consumed`` of the epoch's
     order. So this number is valid for any number of ranks. ``_begin`` is the first position of this
@@ -218,7 +218,7 @@ class InEpochs:
     def set_consumed(self, samples: int) -> None:
         """Set the number of samples of the epoch that all ranks together have used. Not collective.
 
-        Only ``state_dict`` uses the number; iterators do not move. It holds until the epoch
+        Only ``state_dict`` uses the number; iterators do not move. It is kept until the epoch
         changes, a state is loaded, or this method is called again.
 
         Raises:
@@ -267,7 +267,7 @@ class InEpochs:
         self._go_to(epoch, consumed)
 
     def _count(self, used: int) -> None:
-        """Record that all ranks together have used the first ``used`` of the remaining samples."""
+        """Record that the ranks together have used the first ``used`` samples of this pass."""
         if not self._is_set:
             self._consumed = self._begin + used
 
@@ -360,7 +360,7 @@ class DistributedSampler(InEpochs):
         return len(self._positions())
 
     def __iter__(self) -> Iterator[int]:
-        """Return an iterator over this rank's indices.
+        """Return an iterator over this rank's remaining indices.
 
         Raises NotInitializedError if the world changed, GroupClosedError if the group is closed.
         """
@@ -384,8 +384,8 @@ class DistributedSampler(InEpochs):
 class ShardedDataset(InEpochs, Dataset):
     """This rank's part of each global batch; every rank has the same number of items.
 
-    Global batch t consists of the entries [B t, B (t + 1)) of the epoch's order, where B is
-    ``global_batch_size``. It does not depend on the number of ranks. The ranks get contiguous parts
+    Global batch t has the entries [B t, B (t + 1)) of the epoch's order. B is
+    ``global_batch_size``. Batches do not depend on the number of ranks. Ranks get contiguous parts
     whose sizes differ by at most one. If a batch has fewer samples than ranks, some ranks get an
     empty part: arrays with zero rows. Multiply the loss of a part by ``weight(t)``. Training then
     gives the same result for any number of ranks (except for rounding), also with a shorter last
@@ -458,7 +458,7 @@ class ShardedDataset(InEpochs, Dataset):
             yield part
 
     def handed_out(self, index: int) -> None:
-        """Count batch ``index`` and all earlier batches as used; the last one ends the epoch."""
+        """Count batch ``index`` and all earlier batches as used; the last batch ends the epoch."""
         is_last = index + 1 >= len(self)
         self._count(self._left if is_last else (index + 1) * self._batch_size)
 

@@ -133,7 +133,7 @@ def distribute_module_grads(
         raise ValueError(f"distribute_module_grads: bucket_bytes must be positive, got {limit}")
     ignored = _names(module, ignore)
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
-    in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
+    in_order = [param for param in named.values() if param.calc_grad][::-1]  # the order of a pass
     if not in_order:
         raise ValueError("distribute_module_grads: expected parameters with calc_grad, got 0")
     _check_arrays(named if leaves is not None else {}, hook, in_order)
@@ -146,7 +146,7 @@ def distribute_module_grads(
     sync: GradientPass[Any]
     if leaves is not None:
         agreement.check_arithmetic("distribute_module_grads", leaves, members)
-        random.generator()  # creates the generator if there is none
+        random.generator()  # creates the package's generator if needed
         random.load_state_dict(members.broadcast_object(random.state_dict()))
         sync = LeafSync(module, in_order, buffers, leaves, group)
     elif reducer is not None:
@@ -202,7 +202,7 @@ class GradientSync(GradientPass[GradientBucket]):
         super().__init__(reducer, buckets)
         self.averages, self.ends_with_message = averages, flags is None
         self._flags = flags
-        self._not_finite: list[str] = []  # names of parameters, on this rank in this pass
+        self._not_finite: list[str] = []  # names of parameters in this pass
         self.register_hooks()
 
     def _send_bucket(self, bucket: GradientBucket, weight: float) -> None:
@@ -235,7 +235,7 @@ class GradientSync(GradientPass[GradientBucket]):
         flags: Any = self._flags
         if flags is None:
             flags = used_on_any_rank(self._used_params(), self.reducer.group)
-        elif not self._unused:  # all were used; reading flags would wait for a GPU
+        elif not self._unused:  # all parameters were used; flags may be on a GPU
             return
         kept = _kept(flags, list(map(gradient_of, self._params)))
         for param, is_kept in zip(self._params, kept, strict=True):
@@ -263,7 +263,7 @@ class GradientSync(GradientPass[GradientBucket]):
 
 @as_one
 def _kept(flags: Any, grads: list[Array]) -> list[bool]:
-    """Return whether to keep each gradient: a rank used the parameter, or a hook added to it."""
+    """Return for each gradient whether a rank used the parameter or a hook changed its zeros."""
     flags = flags if isinstance(flags, list) else flags.tolist()
     return [bool(flag) or bool(grad.any()) for flag, grad in zip(flags, grads, strict=True)]
 
@@ -295,7 +295,7 @@ def _bucketed(
         room = size + (len(params) if hook is None and bucket_params is planned[-1] else 0)
         if is_cupy(like):
             flat = array_module(like).zeros(room, like.dtype)
-        else:  # shared memory, which is reduced without a copy
+        else:  # shared memory, reduced without a copy
             flat = shared_zeros(room, like.dtype, group)
         buckets.append(GradientBucket(bucket_params, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale

@@ -26,7 +26,7 @@ _FAILED = "flashlight_py_failed"
 _WORDS = "backward, and failed"
 
 
-# A sharded pass continues with zeros instead, and rejects its last call: it uses three groups, and
+# A sharded pass instead continues with zeros and rejects its last call. It uses three groups, and
 # only at the last call do all ranks have the same state.
 def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[Array] = ()) -> bool:
     """Make the other ranks raise MismatchError at their next collective: ``error`` ends the pass.

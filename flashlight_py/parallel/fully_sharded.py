@@ -98,7 +98,7 @@ def fully_shard(
             param.placement.shards.check("fully_shard")
     nbytes = sum(param.data.nbytes for param in named.values())
     if nbytes < SMALL_BYTES and not across_hosts:
-        with reject_together(members, "fully_shard"):  # all ranks or none get separate arrays again
+        with reject_together(members, "fully_shard"):  # on all ranks, or no rank changes
             copies = {p: np.array(p.data) for p in named.values() if p.placement is not None}
             for param, data in copies.items():
                 param.placement, param.data = None, data

@@ -224,7 +224,7 @@ class DifferentiableCall(InPasses):
         return vjp(grad)
 
     def join_failed(self) -> None:
-        """Reject this call if a pass fails before it; the other ranks wait in it."""
+        """Reject this collective if the pass fails earlier, because the other ranks wait in it."""
         fail_pass(self.group, sys.exc_info()[1])
 
     @as_one
@@ -236,7 +236,7 @@ class DifferentiableCall(InPasses):
         row = np.array([self._number, backward, *facts], np.int64)
         table = np.zeros((group.size, row.size), np.int64)
         table[group.rank] = row
-        group.all_reduce(table)  # rows of other ranks are zero, so the sum gathers
+        group.all_reduce(table)  # rows of other ranks are 0: a gather
         if (table[:, :2] != row[:2]).any():
             calls = [
                 f"rank {rank}: call {number} in the {'backward' if backward else 'forward'} pass"
@@ -305,7 +305,7 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
     array = v.data
     group.send(array, dst, tag)
     xp, dtype = array_module(array), array.dtype
-    allocate = functools.partial(xp.empty, array.shape, dtype)  # when the gradient arrives
+    allocate = functools.partial(xp.empty, array.shape, dtype)  # called when the gradient arrives
     message = _GradientMessage(group, RECV, dst, tag)
     token = xp.zeros((), dtype if is_floating(dtype) else np.float32)
     return record_in_order(token, (v, functools.partial(message.receive, allocate)))
@@ -351,12 +351,12 @@ def _checked_tag(verb: str, tag: int) -> int:
 
 
 class _GradientMessage(InPasses):
-    """Transfer of the gradient of the last sent or received message, with its tag."""
+    """Transfer of the gradient of the latest message that was sent or received with ``tag``."""
 
     def __init__(self, group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
         self._group, self._verb, self._peer = group, verb, peer
         self._tag = 0
-        self._has_started = False  # in this pass
+        self._has_started = False  # whether this message has started in the current pass
         self._count(tag)
 
     def receive(self, allocate: Callable[[], Array], _: Array) -> Array:
@@ -369,7 +369,7 @@ class _GradientMessage(InPasses):
         return below
 
     def join_failed(self) -> None:
-        """Reject this message if a pass fails before it; the peer waits for it."""
+        """Reject this message if the pass fails earlier, because the peer waits for the message."""
         if not self._has_started:
             refuse_message(self._group, self._verb, self._peer, self._tag)
 

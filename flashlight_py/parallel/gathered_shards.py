@@ -99,9 +99,9 @@ class Flat(PassBucket):
         self._library = array_module(params[0].data)
         self.dtype = params[0].dtype
         self.arrays: list[Array] | None = None
-        self._full: Array | None = None  # incomplete while _work is set
+        self._full: Array | None = None  # the gathered parameters, incomplete while _work is set
         self._work: Work | None = None
-        self.reduction: Reduction | None = None  # in this pass
+        self.reduction: Reduction | None = None  # of the current pass
         full = self.empty()
         for view, param in zip(self.views(full), params, strict=True):
             view[...] = param.data
@@ -160,10 +160,10 @@ class Flat(PassBucket):
 class Reduction:
     """Gradients of one flat in one pass; each rank receives the mean of its row.
 
-    ``buffers`` hold them until they are sent. ``used`` are parameters with a gradient on this rank.
+    ``buffers`` contain the gradients until ``send``. ``used``: parameters with a gradient here.
     """
 
-    _part: Array  # set by send()
+    _part: Array  # sum of this rank's part; set by send()
 
     def __init__(self, flat: Flat) -> None:
         self.flat, gradients = flat, flat.empty()
@@ -314,7 +314,7 @@ class GatheringSharder(Shards, GradientPass[Flat]):
 
     def _shard_params(self, flat: Flat) -> Flat:
         for position, param in enumerate(flat.params):
-            param.data = flat.part[:0]  # drops the reference to the full array
+            param.data = flat.part[:0]  # no reference to the full array
             param.grad = None
             param.placement = param.buffer = PartPlacement(self, flat, position)
             param.__class__ = PartedVariable
@@ -360,7 +360,7 @@ class GatheringSharder(Shards, GradientPass[Flat]):
         """Return the reduction of ``flat`` in this pass; create it at the first call."""
         if flat.reduction is None:
             self.join_failed()
-            self._settle(but=1)  # first frees the memory of an earlier reduction
+            self._settle(but=1)  # frees the memory of earlier reductions first
             flat.reduction = Reduction(flat)
         return flat.reduction
 

@@ -55,9 +55,9 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
     synchronised.
     """
 
-    averages = True  # the sum is a mean over the ranks
-    ends_with_message = True  # ranks wait for a message after the last bucket
-    is_shared = False  # ranks share the state of the optimizer
+    averages = True  # whether the sum is a mean over the ranks
+    ends_with_message = True  # whether ranks exchange a message after the last bucket
+    is_shared = False  # whether ranks share the state of the optimizer
     not_joined = ""  # reason why ``join`` is not supported
     leaves = 0  # number of leaves of a global batch; 0 without leaves
 
@@ -66,18 +66,18 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         self.weigh: Callable[[bool], float] | None = None
         self.ignored: frozenset[str] = frozenset()
         self.enabled = True
-        self._position = next(_positions)  # among the operations at the end of a backward pass
+        self._position = next(_positions)  # in the order of operations at the end of a pass
         self._buckets = list(buckets)
         self._params = [param for bucket in self._buckets for param in bucket.params]
-        self._unused: set[Variable] = set()  # parameters of sent buckets without a gradient
-        self._sent = 0  # number of buckets in this pass
+        self._unused: set[Variable] = set()  # parameters without gradient, of buckets already sent
+        self._sent = 0  # number of buckets sent in this pass
         self._running = False
-        self._has_failed = False  # on this rank, in this pass
-        self._ends_together = False  # on all ranks, by end_together()
+        self._has_failed = False  # whether this pass failed on this rank
+        self._ends_together = False  # whether all ranks must call end_together()
         self._module: Callable[[], Module | None] = lambda: None
         self._known_params: set[Variable] = set()
         self._new_params: dict[str, Variable] = {}  # parameters that no bucket contains
-        self._structure = self._pending = 0  # at the last search for new parameters
+        self._structure = self._pending = 0  # values at the last search for new parameters
 
     def register_hooks(self) -> None:
         """Set the gradient hooks of the parameters."""
@@ -116,7 +116,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
                 param.register_grad_hook(functools.partial(self._on_new_param))
 
     def _on_new_param(self, _: object) -> None:
-        """Begin the pass for a new parameter, so that all ranks raise at its end."""
+        """Begin a pass that uses a new parameter, so that all ranks raise at the pass's end."""
         if self.enabled and not self._running:
             self._begin()
 
@@ -159,7 +159,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
             self._begin()
 
     def _on_computed(self, completed: bool) -> None:
-        """Send the remaining buckets after the computation, before anything waits."""
+        """Send the remaining buckets after the computation, before this rank waits for any sum."""
         try:
             if completed:
                 self._check_params()
@@ -183,7 +183,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
                 self.fail()
             raise
         finally:
-            if not is_right:  # ranks may hold different parts of the gradients
+            if not is_right:  # the gradients may differ between ranks
                 self._clear_gradients()
             try:
                 if self._has_failed:
@@ -216,7 +216,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
             param.grad = None
 
     def fail(self) -> None:
-        """Make the pass that the current exception ends fail on all ranks."""
+        """Make the current pass, which an exception ends here, fail on all ranks."""
         self._has_failed = True
         self._ends_together = fail_pass(self._members, sys.exc_info()[1], self._next_arrays())
 
@@ -262,7 +262,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         """Wait for the sums, and set the gradients of parameters that no rank used to None."""
 
     def _next_arrays(self) -> Iterable[Array]:
-        """Return arrays like the next message, for which the other ranks wait."""
+        """Return arrays with shape and dtype of the next message, for which other ranks wait."""
         return ()
 
 

@@ -32,7 +32,7 @@ from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree import put_buffer
 from flashlight_py.structure import HoldsState, as_one
 
-_DIGESTED = 1024  # elements of the first and last row in the digest, enough to detect another order
+_DIGESTED = 1024  # elements of the first and of the last row in a digest; detects another order
 
 
 # The seed of a step's random numbers comes from the package's generator, which is the same on every
@@ -128,7 +128,7 @@ class LeafSync(GradientPass[PassBucket]):
         self._leaf = -1  # current leaf; -1 outside of leaves
         self._is_done = False  # whether the gradient of the leaf is complete
         self._error = ""  # error message of this step, or ""
-        self._failure: BaseException | None = None  # exception of the leaf's last pass
+        self._failure: BaseException | None = None  # exception of the current leaf's pass
         self.register_hooks()
 
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
@@ -188,7 +188,7 @@ class LeafSync(GradientPass[PassBucket]):
         self._own_leaves = contiguous_share(count, self.members.rank, self.members.size)
         self._rows_of_leaves = [contiguous_share(rows, leaf, self.leaves) for leaf in range(count)]
         sizes = [len(rows_of_leaf) for rows_of_leaf in self._rows_of_leaves]
-        # Leaves of equal size are scaled at the end, unless the sum could overflow a small dtype.
+        # Sums of leaves of equal size are scaled at the end, unless a small dtype could overflow.
         is_narrow = any(row_set.dtype.itemsize < 4 for row_set in self._rows)
         is_even = len(set(sizes)) == 1 and not is_narrow
         self._weights = None if is_even else [size / rows for size in sizes]
@@ -196,7 +196,7 @@ class LeafSync(GradientPass[PassBucket]):
         self._count_step(rows, *arrays)
         self._used: set[Variable] = set()
         self._buffers.begin()
-        self._stack: list[range] = []  # range of leaves summed in each row
+        self._stack: list[range] = []  # by row: the leaves whose sum it has
         self._error = ""
         self._is_open, self._is_reduced, self._failure = True, False, None
         self._clear_gradients()
@@ -218,7 +218,7 @@ class LeafSync(GradientPass[PassBucket]):
         random.use(None if leaf is None else [self._key, leaf])
 
     def _end(self) -> None:
-        """End the step. If it was left early, restore the buffers and clear the gradients."""
+        """End the step. If the loop ended early, restore the buffers and clear the gradients."""
         self._use_numbers(None)
         self._leaf, self._is_open = -1, False
         error, self._failure = self._failure, None
@@ -229,7 +229,7 @@ class LeafSync(GradientPass[PassBucket]):
             self._clear_gradients()
 
     def join_failed(self) -> None:
-        """Join a pass that fails before its first gradient; see ``InPasses``."""
+        """Make a pass that fails before its first gradient fail on all ranks; see ``InPasses``."""
         if self._leaf >= 0 and not (self._running or self._is_reduced):
             self._join()
 
@@ -276,7 +276,7 @@ class LeafSync(GradientPass[PassBucket]):
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
         if leaf == self._own_leaves[-1]:
-            self._reduce()  # also adds the remaining rows, in one pass over memory
+            self._reduce()  # also adds the other rows, in one pass over memory
         elif merges := push(self._stack, range(leaf, leaf + 1), self._count):
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
@@ -300,7 +300,7 @@ class LeafSync(GradientPass[PassBucket]):
 
     @as_one
     def _compare(self, used: Sequence[int]) -> Sequence[int]:
-        """Return which parameters any rank has used, if all ranks agree on the step."""
+        """Return the flags of parameters that any rank used, if all ranks agree on the step."""
         if self.members.size == 1:
             return used
         facts = json.dumps(self._facts).encode()
@@ -354,7 +354,7 @@ class LeafBuffers(HoldsState):
                 self._before[name][...] = value  # replays of a captured step use this array
             else:
                 self._before[name] = np.array(value)
-        self._first: dict[str, Array] = {}  # other buffers after the first leaf, on rank 0
+        self._first: dict[str, Array] = {}  # buffers not averaged, after leaf 0, on rank 0
 
     def restore(self) -> None:
         """Restore the values from the beginning of the step."""

@@ -25,12 +25,12 @@ Steps: TypeAlias = "list[tuple[int, int]]"
 # A sum that a host sends: its terms as (local rank, row), and the order of additions.
 Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
-_LINE = 64  # elements; shares of two ranks do not share a cache line
-_BLOCK_BYTES = 64 << 10  # of each array per step; partial sums stay in a second-level cache
+_LINE = 64  # elements; the shares of ranks begin at multiples, in different cache lines
+_BLOCK_BYTES = 64 << 10  # of each array per block; partial sums stay in the second-level cache
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
-    """Push the sum of ``leaves``, of ``count`` in all; return the number of merged pairs."""
+    """Push the sum of ``leaves``, some of ``count`` leaves; return the number of merged pairs."""
     stack.append(leaves)
     merges = 0
     while len(stack) > 1:
@@ -46,7 +46,7 @@ def push(stack: list[range], leaves: range, count: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
-    """Return the stack of ``rank`` with its last leaf not merged, and the maximum depth."""
+    """Return the stack of ``rank`` before its last leaf is merged, and the maximum depth."""
     stack: list[range] = []
     depth = 0
     leaves = contiguous_share(count, rank, ranks)
@@ -202,7 +202,7 @@ class Rows(HoldsState):
             np.multiply(self.rows[row], self.dtype.type(factor), out=self.rows[row])
 
     def merge(self, first: int, count: int) -> None:
-        """Replace ``count`` rows from ``first`` on by their sum, added from the last row."""
+        """Replace ``count`` rows from row ``first`` on by their sum; add the last rows first."""
         steps = [(a, a + 1) for a in reversed(range(count - 1))]
         fold(list(self.rows[first : first + count]), steps, 1.0, [self.rows[first]])
 
@@ -230,9 +230,9 @@ class Rows(HoldsState):
             sums.append(np.empty_like(sources[0]) if steps else sources[0])
             if steps:
                 fold(sources, steps, 1.0, [sums[-1]])
-        # Each host receives its part of this share from all hosts.
+        # Each host receives from all hosts its part of this rank's share.
         size, part = across.size, share // across.size
-        empty = np.empty((size, 0, part), self.dtype)  # of a rank without leaves
+        empty = np.empty((size, 0, part), self.dtype)  # sent by a rank without leaves
         parts = [array.reshape(size, 1, part) for array in sums] or [empty]
         sent = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).reshape(-1, part)
         is_even = len({len(host) for host in hosts}) == 1

@@ -108,7 +108,7 @@ class ShardedLinear(Linear):
         """Return this rank's part of ``x @ weight.T + bias`` (column), or the full result (row)."""
         members = self.cut.group
         if self.cut.axis == 0:
-            if x.calc_grad:  # the gradient of x is the sum of the ranks' contributions
+            if x.calc_grad:  # its gradient is the sum over ranks
                 call = DifferentiableCall("shard_linear", x, members)
                 x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
             return F.linear(x, self.weight, self.bias)
@@ -162,7 +162,7 @@ class Cut(Shards):
         return group_or_world(self._group)
 
     def part(self, axis: int) -> tuple[slice, ...]:
-        """Return the index of this rank's part along dimension ``axis``."""
+        """Return slices that select this rank's part along dimension ``axis``."""
         rank = self.group.rank
         ends = list(accumulate(self.sizes))
         return (slice(None),) * axis + (slice(ends[rank] - self.sizes[rank], ends[rank]),)

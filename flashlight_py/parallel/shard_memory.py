@@ -40,7 +40,7 @@ LINE = 64  # bytes of a cache line; parts of ranks begin at multiples
 class HostBucket(PassBucket):
     """Parameters that are sent together, with offsets ``starts`` in flat array ``name``.
 
-    ``chunks`` are slices of this array, each for one staging buffer. The last one may be too long.
+    ``chunks`` are slices of this array, one per staging buffer. The last chunk may be too long.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HostBucket(PassBucket):
         super().__init__(params)
         self.name, self.starts, self.chunks = name, starts, chunks
         self.sizes = [param.size for param in params]
-        self.placements: list[Any] = []  # of the parameters
+        self.placements: list[Any] = []  # of ``params``
 
 
 def plan(
@@ -99,10 +99,10 @@ def plan(
     return buckets, end
 
 
-# Names that waiting ranks compare, because a rank may be in another pass or in a step.
+# Names of operations. Waiting ranks compare them, because a rank may be in a pass or a step.
 BACKWARD = "backward of a sharded module"
 STEP = "optimizer.step of a sharded module"
-# Bytes of staging buffers of all ranks of a host, and limits of one buffer.
+# Bytes of all staging buffers of a host; least and most bytes of one buffer.
 ALL_BYTES = 16 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
 DEBUG = "FLASHLIGHT_DEBUG_SHARED"
@@ -239,7 +239,7 @@ class HostMemory:
         if not adds:
             add_up(arrays, self._scale, total)
             return
-        if len(self.hosts) > 1:  # the sum of earlier passes will be summed between hosts again
+        if len(self.hosts) > 1:  # otherwise every host would add the earlier sum
             host_range = self.host_range(name, self.host)
             edges = (host_range.start - part.start, host_range.stop - part.start)
             low, high = (min(max(edge, 0), total.size) for edge in edges)
@@ -271,7 +271,7 @@ class HostMemory:
                     "with fl.load(path, module=..., optimizer=...), or start again"
                 )
 
-    # Each rank counts begins and ends of steps in shared memory. A killed rank leaves an odd or
+    # Each rank counts begins and ends of changes in shared memory. A killed rank leaves an odd or
     # different number, whenever it dies.
     def _are_inconsistent(self) -> bool:
         return bool((self._marks != self._marks[0]).any() or self._marks[0] % 2)
@@ -321,7 +321,7 @@ class HostMemory:
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
 
     def sum_between_hosts(self) -> None:
-        """Sum the gradients of all hosts; complete when all ranks of this host have returned."""
+        """Sum gradients over all hosts; complete when all ranks of this host have returned."""
         if len(self.hosts) == 1:
             return
         wait_for_ranks(self.local, BACKWARD)

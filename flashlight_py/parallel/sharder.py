@@ -110,7 +110,7 @@ class HostPlacement(Placement, GradSink):
         """Return this rank's gradient that was not sent yet, or None."""
         if leaf.grad is self.total:
             return self.unsent
-        self.unsent = None  # left over from before zero_grad()
+        self.unsent = None  # obsolete since zero_grad()
         return leaf.grad
 
     def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
@@ -138,7 +138,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         self._taken: Counter[tuple[int, str]] = Counter()
         # Optimizers that all ranks step together, in the order of creation.
         self._optimizers = weakref.WeakKeyDictionary[FirstOrderOptimizer, None]()
-        self._error: Exception | None = None  # why the pass fails, if only on this rank
+        self._error: Exception | None = None  # failure of the pass that other ranks do not know
 
     def adopt_params(self) -> None:
         """Move rank 0's parameters into shared memory, bucket by bucket. Collective, blocking.
@@ -267,7 +267,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         """Return whether a bucket's sums are added to the sums of earlier passes."""
         kept = [param.grad is placement.total for param, placement in _with_placements([bucket])]
         for placement, is_kept in zip(bucket.placements, kept, strict=True) if any(kept) else ():
-            for piece in () if is_kept else placement.owned_ranges:  # sums are added to it
+            for piece in () if is_kept else placement.owned_ranges:  # will be added to
                 placement.total.reshape(-1)[piece] = 0
         return any(kept)
 
@@ -287,9 +287,9 @@ class HostSharder(Shards, GradientPass[HostBucket]):
 
     @as_one
     def _complete(self, used: list[bool]) -> list[bool]:
-        """Return which parameters any rank has used; the sums on this host are then complete."""
+        """Return for each parameter whether a rank used it. This host's sums are then complete."""
         self.memory.sum_between_hosts()
-        # Ranks exchange flags after they complete their parts, so then all sums are complete.
+        # Ranks exchange flags after they complete their parts, so all sums are then complete.
         return used_on_any_rank(used, self.group)
 
     def send_zeros(self) -> None:
@@ -358,7 +358,7 @@ def _fill(staging: Array, chunk: slice, bucket: HostBucket, grads: Gradients) ->
 
 
 def _product_into(room: Array, a: Array, b: Array, low: int) -> None:
-    """Write elements of ``a @ b``, in row-major order from element ``low`` on, to ``room``."""
+    """Fill ``room`` with elements of ``a @ b``, in row-major order from element ``low`` on."""
     at, end, columns = low, low + room.size, b.shape[1]
     while at < end:
         row, column = divmod(at, columns)

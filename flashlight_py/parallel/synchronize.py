@@ -176,7 +176,7 @@ class PeriodicAveraging(Structured):
         Return whether the parameters were averaged. Only then is the call collective and blocking,
         and raises as :func:`flashlight_py.all_reduce`.
         """
-        vars(self)["_steps"] += 1  # tells capture() that the step cannot be replayed
+        vars(self)["_steps"] += 1  # a change of structure: capture() cannot replay the step
         if self._steps % self._every:
             return False
         arrays = [param.data for param in self._module.params()]
@@ -309,7 +309,7 @@ _kept: dict[tuple[bytes, int], TreeBuffers] = {}
 
 
 def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
-    """Return buffers for ``plan``, which no other thread uses until they are kept again."""
+    """Return buffers for ``plan``. No other thread uses them until they are in ``_kept`` again."""
     return _kept.pop((plan.description, number_bytes), None) or TreeBuffers(plan, number_bytes)
 
 

@@ -40,7 +40,7 @@ from flashlight_py.parallel.optimizer import DistributedOptimizer
 
 NOTHING = "no array or number"
 
-_ALIGNMENT = 16  # bytes, of arrays in a buffer
+_ALIGNMENT = 16  # bytes; arrays in a buffer begin at multiples
 _NUMBERS = {kind: kind.__name__ for kind in (bool, int, float, complex)}
 
 Facts: TypeAlias = "list[tuple[Any, ...]]"
@@ -100,7 +100,7 @@ class _Walk:
     def __init__(self, tree: object, sort_keys: bool) -> None:
         self._sort_keys = sort_keys
         self._plan = Plan(tree)
-        self._numbers: dict[int, int] = {}  # numbers by address
+        self._numbers: dict[int, int] = {}  # numbers of visited values, by address
         self._kept: list[Any] = []  # temporary objects, so that no other gets their address
         # Containers with entries that are not visited yet, the innermost last.
         self._waiting: list[tuple[int, Iterator[tuple[Any, Any]]]] = [(0, iter([(0, tree)]))]
@@ -142,7 +142,7 @@ class _Walk:
         return number < count
 
     def _visit(self, node: int, name: Any, key: Any, value: Any) -> bool:
-        """Record a value of another type; return whether it is a container to visit now."""
+        """Record ``value`` in the plan; return whether it is a container to visit now."""
         if isinstance(value, Variable):
             value = _array_of(value)
         content, plan = inspect_value(value), self._plan
@@ -189,7 +189,7 @@ class _Walk:
 def kinds_by_path(facts: Facts) -> dict[str, str]:
     """Return the kind of every value by its path: ``float32 (2, 3)`` at ``tree["w"]``."""
     kinds: dict[str, str] = {}
-    paths: list[str] = []  # paths of arrays and containers by number
+    paths: list[str] = []  # paths of arrays and containers, in the order of numbers
     open_containers: list[list[Any]] = []  # path, number of entries left, is_object
     for name, kind, *rest in facts:
         while open_containers and not open_containers[-1][1]:
@@ -274,7 +274,7 @@ def _dtype_of(array: Array) -> str:
 
 
 def _parts(value: Any) -> Parts | None:
-    """Return the parts of a container or of a known kind of object, or None."""
+    """Return the parts of a container or of an object of a supported type, else None."""
     if isinstance(value, tuple):
         if hasattr(value, "_fields") and hasattr(value, "_replace"):
             return _object(value, dict(zip(value._fields, value, strict=True)))
@@ -294,7 +294,7 @@ def _object(value: Any, parts: dict[str, Any]) -> Parts:
 
 
 def _state(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of a known kind of object by name, or None."""
+    """Return the attributes by name if ``value`` is of a supported type, else None."""
     if isinstance(value, Module):
         reject_sharded("synchronize", value.params())
         return dict(value.state_dict())
@@ -316,7 +316,7 @@ def _state(value: Any) -> dict[str, Any] | None:
 
 
 def _check_can_copy(value: Any, make: Callable[[Any], Any]) -> None:
-    """Raise TypeError now if creating the object with the root's numbers would fail later."""
+    """Raise TypeError now if ``make`` would later fail to create ``value`` with new numbers."""
     try:
         make(value)
     except (TypeError, ValueError) as error:

@@ -43,9 +43,9 @@ _can_import_main = cache(main_can_be_imported)
 Part: TypeAlias = "Variable | Array"
 # A parameter of the module (True) or an input (False), and its number.
 Leaf: TypeAlias = tuple[bool, int]
-# Offset in bytes, shape and dtype of an array in shared memory.
+# An array in shared memory: offset in bytes, shape and dtype.
 ArrayLayout: TypeAlias = "tuple[int, tuple[int, ...], np.dtype[np.generic]]"
-# Arrays by leaf or by number of a result, and the leaves that each result depends on.
+# Arrays by leaf or by index of the result, and for each result the leaves it depends on.
 Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 
 
@@ -81,7 +81,7 @@ def array_of(part: Part) -> Array:
 
 
 class WorkerMemory:
-    """Anonymous shared memory that grows as needed; ``fd`` is its inherited descriptor."""
+    """Anonymous shared memory that grows as needed; workers inherit its descriptor ``fd``."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("flashlight workers") if fd is None else fd
@@ -103,7 +103,7 @@ class WorkerMemory:
         return places
 
     def views(self, places: Iterable[ArrayLayout]) -> list[Array]:
-        """Return views of the arrays at ``places``, which stay valid after ``close``."""
+        """Return views of the arrays at ``places``. The views stay valid after ``close``."""
         arrays = []
         for offset, shape, dtype in places:
             end = offset + math.prod(shape) * dtype.itemsize
@@ -129,7 +129,7 @@ class WorkerShare:
             param.buffer = grad
         model.close()
         self._takes_output, self._number, self._module = takes_output, number, b""
-        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # inputs, results
+        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # by number: inputs, results
 
     def __call__(self, link: Connection) -> None:
         """Answer requests until ``link`` is closed with (failure or None, answer, output).
@@ -175,7 +175,7 @@ class WorkerShare:
         """Return results; ``calc_grads`` are flags of parameters and inputs, None for arrays."""
         for param, flag in zip(self._params, calc_grads, strict=False):
             param.calc_grad = bool(flag)
-        # Copies, because the graph needs the inputs and the answer overwrites them.
+        # Copy, because the graph needs the inputs, which the answer overwrites.
         flags = zip(map(np.array, arrays), calc_grads[len(self._params) :], strict=True)
         inputs = [x if flag is None else Variable(x, flag) for x, flag in flags]
         random.set_seed(seed + self._number)
@@ -318,7 +318,7 @@ class Team:
     def ask(
         self, shares: Iterable[Sequence[Array]], module: bytes | None, method: str, *arguments: Any
     ) -> list[Any]:
-        """Send a request with one share for each of the first workers; return a list for ``fill``.
+        """Send one share to each of the first workers. Return a list, which ``fill`` fills.
 
         Raises RuntimeError if the workers have ended, or this process was forked from their parent.
         """
@@ -327,7 +327,7 @@ class Team:
         with suppress(RankFailedError):  # no caller waited for the last request
             self._receive()
         self._require_open()
-        for answer in self._answers:  # the request overwrites arrays that a caller may still use
+        for answer in self._answers:  # copy arrays that the request overwrites
             if isinstance(answer, tuple):
                 answer[0].update({key: np.array(array) for key, array in answer[0].items()})
         self.numbers = {graph: n for graph, n in self.numbers.items() if graph() is not None}
@@ -350,7 +350,7 @@ class Team:
         self._receive()
         errors = [answer for answer in answers if isinstance(answer, RankFailedError)]
         if errors:
-            answers.clear()  # so that the frames of the error do not refer to the list
+            answers.clear()  # the error's frames must not refer to the arrays
             raise errors.pop(0)
         if not answers:
             self._require_open()
@@ -359,7 +359,7 @@ class Team:
     def _receive(self) -> None:
         """Receive pending answers to the last request, and print the text of the workers.
 
-        If a share raised, its answer is a RankFailedError. Its cause is the exception if picklable.
+        If a share raised, its answer is a RankFailedError, caused by the exception if picklable.
         """
         if not (self._is_waiting and self.resources.is_open):
             return
@@ -508,7 +508,7 @@ class DataParallel(Module):
         return f"{WHAT}({self.module!r}, nprocs={self.nprocs})"
 
     def _visit(self, prefix: str, seen: set[int], modules: Any, seen_params: Any) -> Any:
-        """Add this module, and the inner modules under their names without the wrapper."""
+        """Append this module to ``modules``; inner modules have the same names as unwrapped."""
         modules.append((prefix, self))
         return self.module._visit(prefix, seen, modules, seen_params)
 
@@ -622,7 +622,7 @@ class WorkersGraph:
         return grad
 
     def _gradient(self, leaf: Leaf, like: Array, _: object) -> Array:
-        """Return a parameter's gradient from the workers, or an input's, with 0 in other rows."""
+        """Return the workers' gradient of a parameter, or of an input with 0 in our own rows."""
         answers = enumerate(self._team.fill(self._answers))
         parts = [(worker, arrays.pop(leaf)) for worker, (arrays, _) in answers if leaf in arrays]
         if not leaf[0]:
@@ -632,7 +632,7 @@ class WorkersGraph:
             return grad
         total: Array = parts.pop(0)[1]
         for _, part in parts:
-            total += part  # into the first worker's memory, which the pass does not need again
+            total += part  # in place: no later step of the pass reads the first worker's gradient
         return total
 
     def _forget(self, completed: bool) -> None:

@@ -288,7 +288,7 @@ class LayerBlock(_Block):
 
 
 class ResNetBlock(_Block):
-    """The sum of two paths from one input: ``main_block(x) + shortcut(x)``, or ``+ x``.
+    """The sum of two paths: ``main_block(x) + shortcut(x)``, where no shortcut means ``x``.
 
     Means and variances are added, as for independent units. Source: He, Zhang, Ren and Sun, Deep
     residual learning for image recognition, CVPR 2016.

@@ -155,7 +155,7 @@ class Utils:
         """
         values = self._probabilities(ma, Sa, hr_softmax, num_classes)
         if len(values) != batch_size:
-            raise ValueError(f"expected outputs of {batch_size} samples, got {len(values)}")
+            raise ValueError(f"expected outputs of {batch_size} samples, got {len(values)} samples")
         return values.argmax(axis=1).astype(np.int32), values.reshape(-1)
 
     def get_errors(
@@ -286,7 +286,7 @@ class Utils:
 
 
 def _idx(path: Path, number: int, dimensions: int) -> Array:
-    """Return the content of a file in MNIST format, uint8."""
+    """Return the uint8 array in an MNIST file with magic number ``number``, in ``dimensions``."""
     data = path.read_bytes()
     head = 4 * (1 + dimensions)
     sizes = np.frombuffer(data[:head], ">i4").tolist() if len(data) >= head else [0]

@@ -90,7 +90,7 @@ class Windows:
         return padded[:, :, self._every_stride(y, self.out_height)]
 
     def along(self, rows: Array, x: int) -> Array:
-        """Return a view of element ``x`` of every window of these rows."""
+        """Return a view of column ``x`` of every window, for ``rows`` from :meth:`down`."""
         return rows[..., self._every_stride(x, self.out_width)]
 
     def _every_stride(self, first: int, count: int) -> slice:

@@ -36,7 +36,7 @@ from flashlight_py.distributed.internal import (
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline, recorded_call_text
 
-# Number of clock exchanges per rank. The fastest exchange counts, because it had the least delay.
+# Number of clock exchanges per rank. The fastest exchange is used: it had the least delay.
 _ROUNDS = 16
 # Message tag. Tags of users are at least 0, and new groups use -1.
 _TAG = -2
@@ -123,7 +123,7 @@ class Profile:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.stop()
-        else:  # the other ranks may be in any call
+        else:  # no collective: other ranks may be in any call
             self._write_alone(self._end(), f"{type(error).__name__}: {error}")
 
 
@@ -152,7 +152,7 @@ def profile(
 
 
 def offset_to_rank_0(backend: Backend) -> int:
-    """Return the nanoseconds from this rank's monotonic clock to rank 0's clock. Collective.
+    """Return rank 0's clock minus this rank's monotonic clock, in nanoseconds. Collective.
 
     The result is 0 on rank 0's host. On other hosts, the rank asks rank 0 for its time and assumes
     that rank 0 answers halfway through the exchange (F. Cristian, 1989). The error is at most half
@@ -190,7 +190,7 @@ def _send_times(backend: Backend, rank: int) -> None:
 FORMAT = "flashlight_py trace 1"
 # Shorter waits for late ranks are not reported.
 _LATE_NANOSECONDS = 1000
-# Fields that an event shows by its position and length instead of an argument.
+# Fields of a call that its event in the trace shows without an argument.
 _SHOWN = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
 
 
@@ -245,7 +245,7 @@ def _events(timeline: RankTimeline) -> Iterator[_Event]:
 
 
 def _find_late_ranks(by_rank: dict[int, list[_Event]]) -> None:
-    """Add to each collective the last rank and the time that the other ranks waited for it."""
+    """Add to each collective its latest rank and the time that other ranks waited for this rank."""
     calls: dict[tuple[str, int], dict[int, _Event]] = {}
     for rank, events in by_rank.items():
         for event in events:
@@ -270,7 +270,7 @@ def _threads(events: Sequence[_Event]) -> Iterator[tuple[str, Iterator[_Event]]]
 def _separate(events: Iterable[_Event], nested: bool) -> list[list[_Event]]:
     """Return threads whose events do not overlap; with ``nested``, an event may contain others."""
     threads: list[list[_Event]] = []
-    open_ends: list[list[int]] = []  # per thread, the outermost event first
+    open_ends: list[list[int]] = []  # by thread: ends of open events, outermost first
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         for thread, ends in zip(threads, open_ends, strict=True):
             while ends and ends[-1] <= event.start:

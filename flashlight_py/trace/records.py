@@ -13,7 +13,7 @@ class RankTimeline:
     """Calls and spans of one rank. Times are in nanoseconds of the rank's clock.
 
     ``offset`` is added to a time to convert it to the common clock of all ranks. ``calls`` have the
-    form of ``Record.as_dict``. Calls that have not ended were still running at ``until``. ``spans``
+    form of ``Record.as_dict``. Calls without an end were running at ``until``. ``spans``
     are marked by the program: (name, start, end).
     """
 
@@ -65,7 +65,7 @@ def recorded_call_text(call: dict[str, Any]) -> str:
     array = f"{call.get('dtype', '')} {extents}".strip()
     names = ("op", "root", "peer", "tag")
     arguments = {name: call[name] for name in names if name in call}
-    if arguments.get("peer") == -1:  # a receive from any rank
+    if arguments.get("peer") == -1:  # the call receives from any rank
         arguments["peer"] = "any"
     words = [array, *(f"{name}={value}" for name, value in arguments.items())]
     return f"{call['verb']}({', '.join(filter(None, words))})"
@@ -131,7 +131,7 @@ class _Group:
         return []
 
     def _behind(self) -> list[str]:
-        """Return lines on the ranks with fewer calls than others: last calls and lines of code."""
+        """Return lines on ranks with fewer calls than other ranks: last call and line of code."""
         most = max(self._last.values())
         late = [rank for rank, last in self._last.items() if last < most]
         ahead = [rank for rank in self._last if rank not in late]

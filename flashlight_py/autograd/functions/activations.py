@@ -145,7 +145,7 @@ def hardtanh(x: Input, lower: float = -1.0, upper: float = 1.0) -> Variable:
 
 
 def prelu(x: Input, weight: Input) -> Variable:
-    """Return ``x`` above 0, else ``weight * x``. The slope at 0 is ``weight``.
+    """Return ``x`` where ``x > 0``, else ``weight * x``. The derivative at 0 is ``weight``.
 
     ``x`` has shape ``[batch, channels, ...]`` and ``weight`` ``[channels]``. With a ``weight`` of
     shape ``[1]``, ``x`` may have any shape.
