@@ -33,12 +33,12 @@ class FastPath(Protocol):
         async_op: bool,
         seconds: float = ...,
     ) -> Any:
-        """Run the verb ``code``, also a message to or from ``root``. Return the result or a Work.
+        """Run the verb with number ``code``, and return the result or a Work.
 
-        For an all_reduce, ``root`` is a digest of the shapes of the arrays that are packed in
-        ``x``, or 0; the ranks compare it. If ``x`` is a list of arrays, ``out`` states whether
-        small arrays are packed (``native_several`` in csrc/fast). ``seconds`` is the timeout of a
-        blocking collective. Default: the timeout of the group.
+        For a message, ``root`` is the other rank. For an all_reduce, ``root`` is a digest of the
+        shapes of the arrays packed in ``x``, or 0; the ranks compare it. If ``x`` is a list of
+        arrays, ``out`` states whether small arrays are packed (``native_several`` in csrc/fast).
+        ``seconds`` is the timeout of a blocking collective. Default: the timeout of the group.
         """
 
     def sendrecv(self, *args: Any) -> Any:

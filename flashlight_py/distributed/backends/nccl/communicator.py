@@ -304,9 +304,9 @@ class Communicator:
 
     def _late(self, verb: str) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
-            f"{self.doing(verb)}: the call did not end within {self.timeout:g} seconds. Create a "
-            "new group once all ranks run again, or set params={'TIMEOUT': seconds} to a longer "
-            "timeout"
+            f"{self.doing(verb)}: the call did not end within {self.timeout:g} seconds. "
+            "After all ranks run again, create a new group. If the call needs more time, use "
+            "distributed_init(params={'TIMEOUT': seconds})"
         )
 
     def _failure(self, verb: str, status: int) -> DistributedError:
