@@ -20,9 +20,9 @@ from flashlight_py.errors import DistributedError
 class Backend(abc.ABC):
     """Transport between the ranks of one group.
 
-    Arguments are valid when they arrive here; ``api/`` has checked them. Every rank starts its
-    collectives in the same order. Messages between two ranks keep their order per direction and
-    tag. If the calls of ranks disagree, they raise ``MismatchError``; the group remains usable.
+    ``api/`` has checked all arguments. Every rank must start its collectives in the same order.
+    Messages with equal sender, receiver and tag arrive in the order of sending. If the ranks make
+    different calls, they raise ``MismatchError``, and the group remains usable.
     """
 
     kind: DistributedBackend
@@ -33,23 +33,23 @@ class Backend(abc.ABC):
     processes: Sequence[str] = ()  # one text per rank for errors: "process 12 on host a"
     hosts: Sequence[Sequence[int]] = ()  # lists of ranks that share memory; (): no ranks do
     finds_shape = False  # True: receivers of a broadcast may pass no array
-    packed_bytes = 32 << 10, 32 << 10  # bytes of the largest packed array: blocking, async_op
+    packed_bytes = 32 << 10, 32 << 10  # max. bytes of an array to pack: if blocking, if async_op
     count: Sequence[int] = (0,)  # number of collectives that users called in this group
     composite: object = None  # the same object in all parts of a hierarchical backend
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
     memory: Any = None  # backend whose shared memory subgroups reuse, or None
-    memory_ranks: Sequence[int] = ()  # rank in ``memory`` for each rank; -1: not in it
+    memory_ranks: Sequence[int] = ()  # for each rank: its rank in ``memory``, or -1
 
     @abc.abstractmethod
     def start(self, call: Call) -> Work:
-        """Start ``call``. ``Work.wait()`` blocks until its end and returns the result.
+        """Start ``call`` and return a ``Work``, whose ``wait()`` returns the result.
 
         The result is the array for verbs that work in place, and a new array or ``call.out`` for
-        other verbs. An open receive returns ``Matched``. Ranks without a result return None.
+        other verbs; ``Matched`` for an open receive; None on ranks without a result.
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start several calls together, all blocking or all not. The result is a list."""
+        """Start ``calls`` together: all block, or none does. The Work's result is a list."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
@@ -61,7 +61,7 @@ class Backend(abc.ABC):
         return EntryPoints()
 
     def limit(self, seconds: float) -> None:
-        """Set ``timeout`` for later operations. Not collective. Bound fast paths do not change."""
+        """Set ``timeout`` for later operations, but not in existing fast paths. Not collective."""
         self.timeout = seconds
 
     @abc.abstractmethod
@@ -80,19 +80,19 @@ class Backend(abc.ABC):
         """
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return an error of ``doing`` if the group is unusable, else None. Does not block."""
+        """Return the error of operation ``doing`` if the group is unusable, else None. No wait."""
         return None
 
     def leave(self) -> None:  # noqa: B027
         """Notify the other ranks that this rank starts no further messages. Does not block."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Close file descriptors only. Called in a process that was forked from the rank."""
+        """Close file descriptors only. A child that was forked from a rank calls this."""
 
     def is_busy(self) -> bool:
         """Return whether an operation is pending. Other ranks may wait for it."""
         return False
 
     def is_calling(self) -> bool:
-        """Return whether this thread is inside a call. Then the caller is a signal handler."""
+        """Return whether the caller is a signal handler that interrupted a call on this thread."""
         return False

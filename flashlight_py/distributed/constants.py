@@ -16,7 +16,7 @@ class DistributedInit(enum.IntEnum):
     MPI = 0
     """Start by ``mpirun``: MPI provides rank and size (needs mpi4py)."""
     FILE_SYSTEM = 1
-    """A path that all processes can access, in ``params[FILE_PATH]``. Rank and size are passed."""
+    """A file that all processes can access: ``params[FILE_PATH]``. Pass rank and size as well."""
     ENV = 2
     """Environment variables of flrun, torchrun, Slurm, Open MPI, PMI/MPICH, Flux or jsrun."""
 
@@ -47,7 +47,7 @@ class DistributedConstants:
     """Seconds that initialisation and each operation may take. Default: the variable
     FLASHLIGHT_TIMEOUT, else 300."""
     BACKEND = "BACKEND"
-    """``auto`` (default), ``gloo``, ``shm``, ``mpi``, or ``nccl``: ``auto`` with GPUs required."""
+    """``auto`` (default), ``gloo``, ``shm``, ``mpi`` or ``nccl`` (``auto``, but GPUs required)."""
     MPI_CUDA_AWARE = "MPI_CUDA_AWARE"
     """1: with ``BACKEND`` ``mpi``, the MPI library accepts pointers to GPU memory. Default: 0."""
     HOST_TIMEOUT = "HOST_TIMEOUT"
@@ -86,7 +86,7 @@ class ReduceOp(enum.IntEnum):
     AVG = codes.AVG
     """The sum, scaled by 1 / size inside the reduction."""
     AND = codes.AND
-    """Bitwise, for integers and bool, like OR and XOR."""
+    """Bitwise AND of integers or bools. OR and XOR are bitwise, too."""
     OR = codes.OR
     XOR = codes.XOR
     LAND = 8

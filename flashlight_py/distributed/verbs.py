@@ -1,6 +1,6 @@
 """The table of verbs. A verb is a communication function: a collective or a message.
 
-Each row states the arguments of the verb, the arrays that it writes, and how its ranks may differ.
+Each row states the arguments of a verb, the arrays that it writes, and how its ranks may differ.
 All code that handles every verb reads this table: argument checks (``verb_call.py``), native
 signatures, flight records, comparison of calls (``call.py``), tests. See also ``combining.py``.
 """

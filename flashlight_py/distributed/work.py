@@ -41,8 +41,8 @@ class Work(abc.ABC, Generic[Result_co]):
     def wait(self, timeout: float | None = None) -> Result_co:
         """Block until the operation has ended, and return its result.
 
-        Waiting releases the GIL and reacts to Ctrl-C. ``timeout`` limits only this wait, in
-        seconds: the operation continues after that. None: only the timeout of the group applies.
+        Waiting releases the GIL and reacts to Ctrl-C. After ``timeout`` seconds this wait raises an
+        error, but the operation continues. None: only the timeout of the group applies.
 
         Raises:
             CollectiveTimeoutError: If the operation has not ended after ``timeout`` seconds, or a
@@ -71,9 +71,9 @@ class Work(abc.ABC, Generic[Result_co]):
         return None
 
     def cancel(self) -> None:
-        """End a receive from any rank that a backend started for itself. Its result is then None.
+        """Cancel a receive from any rank that a backend, not the user, started: its result is None.
 
-        Has no effect after a message has arrived. Other operations ignore it.
+        No effect on other operations, or after a message has arrived.
         """
 
     def result(self) -> Result_co:
@@ -212,7 +212,7 @@ class AllOf(Work[list[Any]]):
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Wait for each operation, up to ``timeout`` seconds each. Then raise the first failure.
 
-        A GroupClosedError is raised only if no operation failed otherwise: it may be a consequence.
+        A GroupClosedError is raised only if there is no other failure, which may be its cause.
         """
         if self._failure is not None:
             raise self._failure

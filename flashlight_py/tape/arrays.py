@@ -1,4 +1,4 @@
-"""Stand-ins for arrays and numbers while a step is recorded. All their operations are noted.
+"""Stand-ins for arrays and numbers while a step is recorded. Their operations are recorded.
 
 A ``Recorded`` computes like the NumPy array that it represents, and adds a note to the recording of
 the thread. It is not an ndarray, so its elements can only be read by NumPy's protocols and its own
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-    """Return the result of NumPy's ``function``, and note the call."""
+    """Return the result of NumPy's ``function``, and record the call."""
     recording = thread_state.recorder
     if recording is None:
         return function(*unwrap(args), **unwrap(options))
@@ -42,7 +42,7 @@ def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = Fals
         return value
     if issubclass(kind, tuple) or (kind is list and not only_tuples):
         changed = [map_items(item, change, only_tuples) for item in value]
-        # some tuple types cannot be created
+        # Some tuple types cannot be created from their items.
         is_same = kind is not list and all(map(operator.is_, changed, value))
         return value if is_same else getattr(kind, "_make", kind)(changed)
     if kind is dict and not only_tuples:
@@ -66,14 +66,14 @@ def unwrap(value: Any) -> Any:
 
 
 def reject_read(operation: str, value: Any = None) -> Any:
-    """Return ``value``. The recording stops, since ``operation`` reads a computed value."""
+    """Return ``value``, and stop the recording, because ``operation`` reads a computed value."""
     if thread_state.recorder is not None:
         thread_state.recorder.leave_reading(operation)
     return value
 
 
 class Recorded(NDArrayOperatorsMixin):
-    """A stand-in for the array ``plain``. ``noted`` represents it in notes, or is None."""
+    """A stand-in for the array ``plain``. ``noted``: the array that notes refer to, or None."""
 
     __slots__ = ("__weakref__", "noted", "plain")
     plain: Array
@@ -207,7 +207,7 @@ KINDS: set[type] = {Recorded, RecordedScalar}
 
 
 class Number:
-    """A Python number read from an array. The step may return it, but not use it."""
+    """A stand-in for a Python number read from an array. The step may only return it."""
 
     __slots__ = ("__weakref__", "array", "value")
 
@@ -234,7 +234,7 @@ STAND_INS = {Number, *KINDS}
 
 def _reading(method: str, words: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any) -> Any:
-        is_number = type(self) is RecordedScalar and method != "__complex__"  # few numbers have it
+        is_number = type(self) is RecordedScalar and method != "__complex__"  # few have __complex__
         value = self.plain[()] if is_number else self.plain
         return getattr(reject_read(words, value), method)(*unwrap(args))
 
@@ -287,7 +287,7 @@ RecordedScalar.__round__ = _reading("__round__", "round()")  # type: ignore[attr
 
 
 def _is_basic(parts: tuple[Any, ...]) -> bool:
-    """Return whether an index selects elements without the values of arrays."""
+    """Return whether the index ``parts`` contains no array, list or Boolean."""
     basic = (type(None), type(Ellipsis), slice, int, np.integer)
     return all(type(part) is not bool and issubclass(type(part), basic) for part in parts)
 
@@ -304,13 +304,13 @@ def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
 
 
 def _as_scalar(value: Any) -> Any:
-    """Return the result of a number's method: a number, or a copy of an array."""
+    """Return ``value``, the result of a number's method, as a number or as a copy of an array."""
     if type(value) is not Recorded:
         return value
     return value.copy() if value.ndim else RecordedScalar(value.plain)
 
 
-# Python functions that call the method of the same name for objects that are not arrays.
+# NumPy functions that call the method of the same name if the argument is not an array.
 _CALL_METHODS = {np.sum, np.prod, np.mean, np.max, np.min, np.any, np.all, np.clip, np.repeat}
 _SAY_NOTHING_OF_VALUES = {np.shape, np.ndim, np.size, np.result_type, np.can_cast, np.iscomplexobj,
                           np.isrealobj, np.may_share_memory, np.shares_memory}  # fmt: skip
@@ -330,7 +330,7 @@ def _asarray(value: Any, dtype: Any = None) -> Any:
     return compute(np.asarray, value, dtype)
 
 
-# NumPy for code that supports several array libraries. New arrays without inputs are noted, too.
+# Module for code that supports several array libraries. It records the creation of new arrays.
 _library = ModuleType(np.__name__)
 _library.__dict__.update(vars(np), asarray=_asarray)
 for _name in ("array", "zeros", "ones", "full", "empty", "arange", "linspace", "eye", "identity"):

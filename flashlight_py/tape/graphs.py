@@ -39,18 +39,18 @@ from flashlight_py.tape.state import ITEMS, EveryCall, State, format_path, plain
 
 _MOST_GRAPHS = 8  # maximum number of graphs; each keeps the memory of a step
 _MOST_FORMS = 64  # maximum number of argument forms without a graph
-_LEAST_CAPTURES = 16  # captures before most calls must be replays
-_EAGER, _CAPTURE, _NEVER = 0, -1, -2  # votes of a rank, besides the number of a graph
+_LEAST_CAPTURES = 16  # captures after which the step stays eager unless most calls are replays
+_EAGER, _CAPTURE, _NEVER = 0, -1, -2  # votes of a rank; other votes are numbers of graphs
 
 
 class _CannotSend(CannotCapture, DistributedError):
-    """A verb cannot be captured. The vote after the capture notifies the other ranks."""
+    """An error: a verb cannot be captured. The other ranks get it in the vote after the capture."""
 
 
 class Recorder(Watcher):
     """A recorder of the verbs, optimizers and gradients of a step on this thread.
 
-    ``groups``: groups whose ranks have agreed on a capture, or None if the step runs eagerly.
+    ``groups``: groups whose ranks vote to capture the step, or None if the step runs eagerly.
     """
 
     def __init__(self, variables: Iterable[Variable] = (), groups: Any = None) -> None:
@@ -65,11 +65,11 @@ class Recorder(Watcher):
         self._size = 1  # size of the group of the current verb
 
     def keep(self, *values: Any) -> None:
-        """Keep ``values`` alive as long as the graph."""
+        """Keep ``values`` alive until the graph is deleted."""
         self._kept += values
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call ``function``. Each replay updates the numbers of an optimizer's step."""
+        """Call ``function``. Replays of an optimizer's step update numbers such as the rate."""
         if function is not RuleOptimizer.step.__wrapped__:  # type: ignore[attr-defined]
             return function(*args, **options)
         step = CapturedStep(args[0])
@@ -80,13 +80,13 @@ class Recorder(Watcher):
         return None
 
     def table(self, packed: bytes, numbers: int, params: Sequence[Any]) -> Any:
-        """Return the table of a kernel that steps ``params``; see ``CapturedStep.table``."""
+        """Return the table of the kernel that updates ``params``; see ``CapturedStep.table``."""
         import cupy
 
         if not self.steps:
             raise CannotCapture(f"parameters are updated without an optimizer at {line_of_user()}")
         self._tables = self._tables or cupy.cuda.MemoryPool()
-        # Not in memory that earlier kernels of the graph may use.
+        # The table has its own pool, because earlier kernels of the graph may use freed memory.
         with cupy.cuda.using_allocator(self._tables.malloc):
             table = self.steps[-1].table(packed, numbers, params)
         if not self.is_capturing:
@@ -186,7 +186,7 @@ class Graph:
             graph.release()
 
     def fits(self, key: Any, arrays: Sequence[Any], state: Callable[[], State]) -> bool:
-        """Return whether a call with ``arrays`` and the argument form ``key`` can replay this."""
+        """Return whether the graph can replay a call with ``arrays`` and argument form ``key``."""
         if key != self.key or self._graph is None or _have_any(self._memory, arrays):
             return False
         stamp = int(count[0])
@@ -230,7 +230,7 @@ class Graph:
         return map_items(self._result, self._copied)
 
     def changes(self, arrays: Sequence[Any]) -> bool:
-        """Return whether the last replay has changed an argument. Blocks until it has ended."""
+        """Return whether the last replay changed an argument. Blocks until the replay has ended."""
         pairs = zip(arrays, self.inputs, strict=True)
         return any(before.tobytes() != array.tobytes() for before, array in pairs)
 
@@ -259,7 +259,7 @@ class Graphs:
         self.reason = ""  # why the step stays eager, or empty
 
     def __call__(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run the step, replay a graph, or capture the step. All ranks do the same."""
+        """Run the step, replay a graph, or capture the step. All ranks choose the same action."""
         with self._lock:
             if self._groups is not None and not all(group.is_open for group in self._groups):
                 self._graphs, self._warm, self._groups = [], {}, None
@@ -278,7 +278,7 @@ class Graphs:
             return self._run(key, args, options)
 
     def _state(self, values: Iterable[Any]) -> State:
-        """Return the state that the step and its arguments (for example a model) name."""
+        """Return the state to which the step and its arguments, for example a model, refer."""
         others = [value for value in values if not _arrays([value])]
         return State(self._step, (*self._roots, *others))
 
@@ -292,7 +292,7 @@ class Graphs:
                 try:
                     result = ctrl_c.let_in(self._step, *args, **options)
                 except BaseException:
-                    # The caller may catch the error. Votes with the other ranks must continue.
+                    # The caller may catch the error. The next votes of the ranks need these groups.
                     self._groups = list(recorder.groups) or None
                     raise
             self._groups = list(recorder.groups)
@@ -316,7 +316,7 @@ class Graphs:
         return agreed
 
     def _capture(self, key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Capture the step and replay it once. If a rank cannot, all ranks run the step eagerly."""
+        """Capture and replay the step once, or run it eagerly if a rank cannot capture it."""
         values = (*args, *options.values())
         arrays, state = _arrays(values), self._state(values)
         self._captures += 1
@@ -362,11 +362,11 @@ class Graphs:
         return result
 
     def _all_without(self, reason: str) -> bool:
-        """Return whether no rank has a reason to stay eager. Collective, blocking."""
+        """Return whether ``reason`` is empty on all ranks. Collective, blocking."""
         return self._agreed(_EAGER if reason else 1) == 1
 
     def _all_have_captured(self, recorder: Recorder) -> bool:
-        """Return whether ranks have captured equal calls in all groups. Collective, blocking."""
+        """Return whether ranks of each group have captured equal calls. Collective, blocking."""
         digests = [_extremes(group, recorder.digest(group)) for group in self._groups or ()]
         differ = any(least != most for least, most in digests)
         return self._all_without("ranks have captured different calls" if differ else "")
@@ -382,7 +382,7 @@ class Graphs:
         self, recorder: Recorder, key: Any, args: tuple[Any, ...], options: dict[str, Any],
         state: State,
     ) -> tuple[Graph | None, str]:  # fmt: skip
-        """Capture the step as a CUDA graph. Return the graph or None, and why it failed or ""."""
+        """Capture the step as a CUDA graph. Return the graph and "", or None and the reason."""
         import cupy
 
         # Memory that only the graph uses.
@@ -399,7 +399,7 @@ class Graphs:
 
         try:
             with recorder.only, CtrlC() as ctrl_c, ExitStack() as stack:
-                for group in self._groups or ():  # other threads must not launch meanwhile
+                for group in self._groups or ():  # other threads must not launch during the capture
                     if group.gpus is not None:
                         stack.enter_context(group.gpus.communicator.lock)  # type: ignore[attr-defined]
                 stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
@@ -425,7 +425,7 @@ class Graphs:
 
 @contextmanager
 def _capturing(stream: Any) -> Iterator[list[Any]]:
-    """Capture the launches of the block on ``stream``. The list then contains the graph."""
+    """Capture launches on ``stream`` in the ``with`` block. The list then contains the graph."""
     captured: list[Any] = []
     stream.begin_capture()
     try:
@@ -438,7 +438,7 @@ def _capturing(stream: Any) -> Iterator[list[Any]]:
 
 
 def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
-    """Reject copies from the host, because the graph would read memory that is freed."""
+    """Reject copies from the host, because later replays would read freed host memory."""
     import cupy
 
     def allocate(size: int) -> Any:
@@ -454,7 +454,7 @@ def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
 
 
 def _described(call: Call) -> str:
-    """Return a text that must be equal on all ranks for a captured call."""
+    """Return a description of a captured call. It must be equal on all ranks."""
     like = None if call.verb is SCATTER else call.like
     kind = "" if like is None else f"{like.dtype} {like.shape}"
     return f"{call.name} {kind} {call.op} {call.scale} {call.root} {call.rows}"
@@ -480,7 +480,7 @@ def _extremes(group: Membership, number: int) -> tuple[int, int]:
 
 
 def _moved(state: State) -> str:
-    """Return a reason if the graph would read arrays that were replaced in the state, else "".
+    """Return a reason if the step replaced an array or value that the graph reads, else "".
 
     Gradients may be replaced, because a replay sets them.
     """
@@ -492,14 +492,14 @@ def _moved(state: State) -> str:
 
 
 def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
-    """Return address ranges of the GPU arrays of ``state``, with gradients only from ``grads``."""
+    """Return address ranges of the GPU arrays of ``state``, without gradients, and of ``grads``."""
     held = [value for field, value in state.held if field.slot != "grad"]
     arrays = plain_arrays((*held, *grads))
     return merged(_range(array) for array in arrays if is_cupy(array) and array.size)
 
 
 def _have_any(spans: Sequence[tuple[int, int]], arrays: Iterable[Any]) -> bool:
-    """Return whether one of ``arrays`` has memory in one of ``spans``."""
+    """Return whether one of ``arrays`` overlaps one of the address ranges ``spans``."""
     return any(overlaps(spans, array, _range) for array in arrays)
 
 
@@ -522,7 +522,7 @@ def _form(value: Any) -> Any:
 
 
 def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
-    """Undo the changes that Python made during a capture. The device has run nothing."""
+    """Undo changes that Python made during a capture. The GPU has run none of the kernels."""
     moved = [item for item in state.names if item[0].key is not ITEMS and not item[0].has(item[1])]
     for field, value in (*moved, *state.held):
         is_short = isinstance(field.holder, (list, deque)) and len(field.holder) <= field.key

@@ -22,7 +22,7 @@ from flashlight_py.tape.operands import Memory, Operand
 from flashlight_py.tape.recording import Note, address_of, arrays_in, user_frame
 
 Shape = tuple[int, ...]
-Steps = tuple[Shape, ...]  # per operand, the stride in bytes of each dimension
+Steps = tuple[Shape, ...]  # per operand, the strides in bytes
 
 _MOST_DIMENSIONS = 8  # as in csrc/tape/tape.h
 _tape = _native.load_extension("tape")
@@ -56,11 +56,11 @@ class Elementwise(NamedTuple):
     steps: Steps
 
     def sums(self) -> bool:
-        """Return whether the operation sums all elements."""
+        """Return whether the operation adds all elements of its first operand."""
         return self.function is np.add and len(self.operands) == 2
 
     def disturbs(self, other: Elementwise) -> bool:
-        """Return whether the operation writes elements that ``other`` uses in another iteration."""
+        """Return whether this writes elements that ``other`` uses in another iteration."""
         written, steps = self.operands[-1], self.steps[-1]
         begin = written.low, written.array.itemsize
         return any(
@@ -70,7 +70,7 @@ class Elementwise(NamedTuple):
 
 
 class Loops:
-    """Elementwise operations over the same elements. Two or more have at most two dimensions."""
+    """Operations in one loop over the same elements; in two dimensions at most if more than one."""
 
     def __init__(self, dimensions: Shape, operations: list[Elementwise]) -> None:
         self.dimensions, self.operations = dimensions, operations
@@ -81,7 +81,7 @@ class Loops:
         return [operand for operation in self.operations for operand in operation.operands]
 
     def take(self, new: Loops) -> bool:
-        """Append ``new`` if both can run strip by strip. Return whether ``new`` was appended."""
+        """Append operations of ``new`` if all can run strip by strip. Return whether they can."""
         first, second, dimensions = self.operations, new.operations, self.dimensions
         if dimensions != new.dimensions:
             dimensions = max(dimensions, new.dimensions, key=len)
@@ -110,7 +110,7 @@ Group = Loops | Instruction | Note  # one instruction each; a note becomes a cal
 
 
 def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:
-    """Return groups that repeat the notes. May allocate arrays in ``memory``."""
+    """Return groups of instructions for the notes. May allocate arrays in ``memory``."""
     groups: list[Group] = []
     for note in notes:
         for new in _instructions(note, memory):
@@ -144,7 +144,7 @@ def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
 
 
 class _Rules:
-    """Rules that add the instructions of a note to ``groups``."""
+    """Methods that translate a note and add its instructions to ``groups``."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self.groups = memory, list[Group]()
@@ -267,7 +267,7 @@ class _Rules:
         elif m == n == 1:
             name, work, sizes = "dot", k // 4 + 1, [k, _step(a, -1), _step(b, 0)]
         elif m > 1 and n > 1:
-            # NumPy computes only half of the product of a matrix and its own transpose.
+            # For a matrix times its own transpose, NumPy computes only half of the product.
             is_itself = a.shape == b.shape[::-1] and a.strides == b.strides[::-1]
             need(not (is_itself and address_of(a) == address_of(b)))
             name, work = "gemm", m * n * k // 8 + 1
@@ -308,7 +308,7 @@ class _Rules:
 def _longest_sum() -> int:
     """Return the number of adjacent floats up to which NumPy adds in the order of replays.
 
-    NumPy 2.2 starts a new sum after each buffer. Return 0, with a warning, if short sums differ.
+    For NumPy 2.2: the size of a buffer. Return 0, with a warning, if even shorter sums differ.
     """
     for longest, columns in ((sys.maxsize, 9_001), (_BUFFERED, 1_001)):
         x = np.random.default_rng(0).standard_normal((7, columns))
@@ -390,7 +390,7 @@ def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
 
 
 def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> bool:
-    """Return whether the bits do not depend on the strides, or NumPy uses the same strides.
+    """Return whether a native loop with the strides ``steps`` has the same bits as NumPy.
 
     NumPy may loop over several rows or pack them. fmax may return another zero.
     """
@@ -415,7 +415,7 @@ def _is_plain_power(args: Any, out: Array) -> bool:
 
 
 def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
-    """Return the shape as a matrix, and whether it is reduced along rows (else columns)."""
+    """Return the shape of ``source`` as a matrix, and whether rows (else columns) are reduced."""
     shape, ndim = source.shape, source.ndim
     need(source.flags.c_contiguous and ndim)
     numbers = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -424,7 +424,7 @@ def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
     along_rows = axes == [*range(ndim - count, ndim)]
     need(count and (along_rows or axes == [*range(count)]))
     rows = math.prod(shape[: ndim - count if along_rows else count])
-    # NumPy treats columns of one element as one dimension.
+    # If columns have one element, NumPy reduces the matrix like one row.
     is_row = not along_rows and rows == source.size
     return ((1, rows) if is_row else (rows, source.size // rows)), along_rows or is_row
 
@@ -439,9 +439,9 @@ def _dtype_of(value: Any) -> Any:
 # NumPy, so that results stay equal.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
-# NumPy is slow with one number. Used if it returns the limit for 0.0 and -0.0, as our loop does.
+# Functions that return the limit for 0.0 and -0.0, as our loop does. NumPy is slow with a number.
 _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -0.0), 0.0)).any()}
-_BUFFERED = 8192  # elements that NumPy casts at a time
+_BUFFERED = 8192  # elements in a buffer of NumPy
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS = {np.add: 0, np.multiply: 1, np.logical_and: True, np.logical_or: False}
 _FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")

@@ -1,4 +1,4 @@
-"""Operands of notes with their memory, and the order of notes with conditions."""
+"""Operands of notes, their memory, and the order of notes that check a condition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashlight_py.tape.recording import Note, Recording, address_of, arrays_in,
 
 
 class CannotCapture(Exception):
-    """A step cannot be captured. The message states the reason."""
+    """An error: the step cannot be captured. The message states the reason."""
 
 
 @dataclass(eq=False)
@@ -25,8 +25,8 @@ class Piece:
     """A piece of memory: an ``array`` that the step created, an argument, or other memory.
 
     In a replay the piece starts at address ``at`` in the memory of ``home``. The memory of an
-    ``argument``, or of an array that each replay allocates, differs in each call. For these, ``at``
-    is an offset in bytes from the first element, and ``home`` has a copy.
+    ``argument``, or of an array that each replay allocates, differs in each call. For such pieces,
+    ``at`` is an offset in bytes from the first element, and ``home`` has a copy.
     """
 
     low: int
@@ -36,10 +36,10 @@ class Piece:
     argument: int = -1
     at: int = 0
     home: Any = None
-    is_strip: bool = False  # memory for a strip of elements, which is reused
+    is_strip: bool = False  # whether each strip of elements reuses the memory
 
     def is_placed_freely(self) -> bool:
-        """Return whether a replay may use any memory for the piece."""
+        """Return whether replays may store the piece at any address."""
         return self.is_made and self.argument < 0 and self.home is None
 
 
@@ -96,7 +96,7 @@ class Memory:
         return operand
 
     def with_operands(self, note: Note) -> Note:
-        """Return ``note`` after setting its operands."""
+        """Set the operands of ``note`` from its arrays, and return ``note``."""
         values = *note.made, *note.changed, *note.args, *note.options.values(), note.required
         note.operands = list(map(self.of, arrays_in(values)))
         return note
@@ -108,7 +108,7 @@ _INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.
 
 
 def may_raise(note: Note) -> bool:
-    """Return whether ``note`` may raise for some values. Such a note is always executed."""
+    """Return whether ``note`` may raise for some values. Replays always execute such a note."""
     function = note.function.args[0] if isinstance(note.function, partial) else note.function
     if function in (np.power, operator.pow):
         return any(array.dtype.kind in "iu" for array in note.made)
@@ -120,11 +120,11 @@ def may_raise(note: Note) -> bool:
 
 
 def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
-    """Return notes with conditions before all changes, and whether there are conditions.
+    """Return the notes with conditions moved before changes, and whether replays may be abandoned.
 
     If a moved condition fails, for example for an invalid label, nothing has changed yet. A check
     by ``structure.require_all`` of values that depend on a change, such as drawn indices, is not
-    moved and raises its error. Raises CannotCapture if another condition depends on a change.
+    moved and raises its error. Raises CannotCapture if another truth value depends on a change.
     """
     notes = memory.recording.notes
     end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)

@@ -38,7 +38,7 @@ class StepRecording(Recording):
             self.leave("the step does not wait for an operation that it starts,")
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run an operation with side effects. Every replay repeats the operation."""
+        """Run ``function``, which has side effects. Every replay repeats the call."""
         if function in self._ones:
             return self._ones[function](self, function, args, options)
         plain_args, plain_options = map_items((args, options), self._frozen)
@@ -68,7 +68,7 @@ class StepRecording(Recording):
     def step(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Run the step of an optimizer. Every replay repeats the step."""
         optimizer, scale = args[0], unwrap((*args[1:], *options.values(), 1.0)[0])
-        if optimizer._shards:  # noted in parts; one part is such an operation
+        if optimizer._shards:  # each shard records its own step
             function(*args, **options)
             return
         if any(type(variable.data) not in KINDS for variable in optimizer.params):
@@ -81,7 +81,7 @@ class StepRecording(Recording):
         step.prepared = step  # replays call the returned function
         self.effect(step, noted, changed=data)
 
-    # Methods that run and note these functions instead of as_one().
+    # Functions that as_one() passes to a method of this class, which runs and records them.
     _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
         require_all.__wrapped__: check,  # type: ignore[attr-defined]
         RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ class StepRecording(Recording):
 
 
 class RepeatedCalls:
-    """Calls to repeat with other ``array`` and ``out``, in a group or in the current world."""
+    """Calls that replays repeat with other ``array`` and ``out``, in a group or current world."""
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
         is_world = group is members_of(None)
@@ -134,7 +134,7 @@ class RepeatedCalls:
         return work.wait() if call.blocking else work
 
     def begin(self, arrays: Sequence[Any]) -> Work:
-        """Start the calls through Python."""
+        """Start the calls with ``arrays``: ``array`` and ``out`` of each call."""
         triples = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
         calls = [replace(call, array=array, out=out) for call, array, out in triples]
         several, group = len(calls) > 1, members_of(self._group)
@@ -142,7 +142,7 @@ class RepeatedCalls:
 
 
 class Later(Work):
-    """Asynchronous ``work``, which the step waits for later.
+    """The asynchronous ``work`` of a recorded step, until the step waits for it.
 
     ``again(*args)`` starts the work in a replay. ``changed`` arrays are in use until it has ended.
     """
@@ -166,7 +166,7 @@ class Later(Work):
         return self._work.is_completed()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait, as every replay does at this point, and return the result."""
+        """Wait for the work and return its result. Every replay waits at the same point."""
         recording, begun = self._recording, self._begun
         if thread_state.recorder is not recording:  # used after the step
             return self._work.wait(timeout)
@@ -177,7 +177,7 @@ class Later(Work):
 
 
 def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
-    """Return ``function`` with a check that it returns ``recorded``."""
+    """Return a function that calls ``function`` and checks that the result equals ``recorded``."""
 
     def call(*args: Any, **options: Any) -> None:
         result = function(*args, **options)

@@ -24,7 +24,7 @@ from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, 
 # Kinds of arguments in csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT, OBJECT_ARGUMENT = range(4)
 
-_LARGE_RESULT = 1 << 14  # minimum bytes of results that replays write in new arrays
+_LARGE_RESULT = 1 << 14  # minimum bytes of a result for which each replay allocates an array
 
 
 class Builder:
@@ -54,7 +54,7 @@ class Builder:
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
         """Return the program for csrc/tape/program.cc, or raise CannotCapture."""
         notes, may_leave = hoisted(self._memory)
-        # If a replay may be abandoned, gradients must keep their values and lend no memory.
+        # If a replay may be abandoned, gradients keep their values, so no array uses their memory.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
         notes = self._needed(notes)
         groups = lowered(notes, memory)
@@ -66,7 +66,7 @@ class Builder:
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
         arguments = tuple(map(self._describe_argument, range(len(self._values)), self._values))
-        # Arguments must not share memory that is written or, if arguments are written, any memory.
+        # Memory that arguments must not share: written memory, or all memory if they are written.
         are_apart = written.isdisjoint(memory.inputs.values())
         occupied = [*(memory.changed if are_apart else memory.touched)]
         occupied += [bounds(piece.home) for piece in self._kept]
@@ -104,7 +104,7 @@ class Builder:
     # Notes --------------------------------------------------------------------------------------
 
     def _needed(self, notes: Sequence[Note]) -> list[Note]:
-        """Return the notes with effects, or with results that are kept or that other notes need.
+        """Return the notes with side effects, or with results that the user or other notes need.
 
         Notes that create constant arrays are dropped unless the arrays are written. Users may write
         to gradients, and to the returned arrays of the recorded call.
@@ -150,7 +150,7 @@ class Builder:
                 piece.argument, count = count, count + 1
 
     def _entries(self, operands: Sequence[Operand]) -> tuple[int, ...]:
-        """Return the table entries with the addresses of ``operands``."""
+        """Return the numbers of the table entries that contain the addresses of ``operands``."""
         table = self._table
         for operand in operands:
             if operand.entry < 0:
@@ -168,7 +168,7 @@ class Builder:
         return self._entries([operand])[0], array
 
     def _view(self, value: Any) -> Any:
-        """Return the value that Python functions get instead of ``value``."""
+        """Return ``value`` or its view in ``home`` memory, as an argument of a Python function."""
         if isinstance(value, Variable):
             view = self._view(value.data)
             return value if view is value.data else Variable(view)
@@ -223,7 +223,7 @@ def empty_with_strides(array: Array) -> Array:
 
 
 def _fill(targets: list[Array], function: Any) -> None:
-    """Copy the results of ``function`` to ``targets``."""
+    """Copy the arrays that ``function`` returns to ``targets``."""
     for target, result in zip(targets, items_in(function()), strict=True):
         if np.shape(result) != target.shape:
             name = getattr(function.func, "__name__", function.func)
@@ -249,10 +249,10 @@ _CONSTANT = {*_VALUE_FREE, np.asarray, np.array, np.zeros, np.ones, np.full, np.
 
 _LINE = 64  # bytes
 _APART = 4 * _LINE  # so that strips start at different offsets in pages
-_LARGE = 1 << 15  # minimum bytes of arrays for which other memory is searched
+_LARGE = 1 << 15  # minimum size in bytes of arrays that may use the memory of other arrays
 _STRIP = 2048  # elements, in csrc/tape/loops.cc
 _ALWAYS = sys.maxsize
-# A part of memory: begin, end, and the first and the last instruction that uses it.
+# A memory range: begin, end, and the first and the last instruction that uses the range.
 Part = tuple[int, int, int, int]
 
 
@@ -266,7 +266,7 @@ class Arena:
     def __init__(
         self, groups: Sequence[Group], returned: Iterable[Piece], grads: Sequence[Piece], lend: bool
     ) -> None:
-        self._instead: dict[Piece, Piece] = {}  # piece whose memory a piece takes over
+        self._instead: dict[Piece, Piece] = {}  # for a piece: the piece whose memory it reuses
         self._strips: dict[Piece, int] = {}  # number of the strip of a piece
         self._strip_size = 0  # bytes
         uses: dict[Piece, list[int]] = {}  # first and last instruction
@@ -286,7 +286,7 @@ class Arena:
         self._assign(sorted([(uses.get(p, [0])[0], id(p), p.home) for p in large]))
 
     def _share(self, group: Loops, when: int) -> None:
-        """Find large arrays that need only a strip, or can reuse the memory of another array.
+        """Select large arrays that need only a strip, or that can use the memory of another array.
 
         An array reuses the memory of an array that is read for the last time if both are complete:
         loops read each element before they write the element in the same memory.
@@ -367,7 +367,7 @@ class Arena:
             piece.home, piece.at = placed.home, placed.at
 
     def _placed(self, piece: Piece) -> Piece:
-        """Return the piece whose memory ``piece`` uses, often itself."""
+        """Return the piece whose memory ``piece`` uses: another piece, or ``piece`` itself."""
         while piece in self._instead:
             piece = self._instead[piece]
         return piece

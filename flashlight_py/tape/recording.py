@@ -70,12 +70,12 @@ class Note:
 
     @property
     def written(self) -> list[Any]:
-        """Operands that the call creates or modifies."""
+        """Operands of the arrays that the call creates or modifies."""
         return self.operands[: len(self.made) + len(self.changed)]
 
 
 class Watcher:
-    """A recorder of a step that notes reads and writes of the gradients of ``variables``."""
+    """A recorder of a step. It observes reads and writes of the gradients of ``variables``."""
 
     # Locked while a step of this process is recorded, since stand-ins may replace arrays of state.
     only = threading.Lock()
@@ -87,12 +87,12 @@ class Watcher:
         self.grads_set: set[Variable] = set()
 
     def leave(self, reason: str, remedy: str = "") -> None:
-        """Store the first reason why the step cannot be captured, and a remedy. Does not raise."""
+        """Store why the step cannot be captured, unless a reason is stored. Does not raise."""
         if not self.left:
             self.left = f"{reason} at {line_of_user()}" + (remedy and f"; {remedy}")
 
     def drawing(self, generator: Any) -> Any:
-        """Return the generator that this thread uses instead of ``generator``."""
+        """Return ``generator``, or an object that this thread uses instead."""
         return generator
 
     def begin(self, stack: contextlib.ExitStack) -> None:
@@ -152,7 +152,7 @@ class Recording(Watcher):
         """Release the stand-ins after the recording."""
         self._draws.recording = None
         for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
-            keep(stand_in, None)  # not valid for another recording
+            keep(stand_in, None)  # stand-ins are not valid in another recording
 
     def leave_reading(self, reader: str) -> None:
         self.leave(
@@ -204,7 +204,7 @@ class Recording(Watcher):
         return wrapped
 
     def _both(self, values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the arguments for the call, and for the note."""
+        """Return ``values`` with plain arrays for the call, and with stand-ins for the note."""
         owns, noted = [], []
         for value in values:
             kind = type(value)
@@ -222,7 +222,7 @@ class Recording(Watcher):
         return owns, noted
 
     def _changed(self, value: Any) -> Any:
-        """Return the stand-in of an array that is modified."""
+        """Return the note's array for ``value``, which the call modifies."""
         noted = getattr(value, "noted", None)
         if noted is None:
             noted = self._noted(unwrap(value))
@@ -253,7 +253,7 @@ class Recording(Watcher):
     def effect(
         self, function: Any, inputs: Any = ((), {}), result: Any = None, changed: Any = ()
     ) -> Any:
-        """Note an operation that has run, and return a stand-in of its ``result``."""
+        """Record ``function``, which ran with side effects. Return a stand-in of ``result``."""
         made: list[Array] = []
         wrapped = self.wrap(result, made)
         if not self.left:
@@ -261,7 +261,7 @@ class Recording(Watcher):
         return wrapped
 
     def _frozen(self, value: Any) -> Any:
-        """Return ``value`` as every replay passes it to the operation."""
+        """Return ``value`` in the form that every replay passes to the operation."""
         is_new = isinstance(value, Variable) and value not in self.variables
         if is_new and type(value.data) in KINDS:
             return Variable(unwrap(value.data))
@@ -291,7 +291,7 @@ class Recording(Watcher):
         return value
 
     def move(self, old: Array, new: Array) -> None:
-        """Replace the memory of ``old`` by ``new``, with the same layout, in all notes."""
+        """Replace memory of ``old`` by memory of ``new``, of the same layout, in all notes."""
         (low, high), shift = bounds(old), address_of(new) - address_of(old)
 
         def moved(value: Any) -> Any:
@@ -304,7 +304,7 @@ class Recording(Watcher):
                 setattr(note, name, map_items(getattr(note, name), moved))
 
     def _constant(self, array: Array, number: int, stand_in: Array) -> Array:
-        """Return a copy of an array without inputs, such as numpy.ones(3)."""
+        """Return a copy of ``array``, created without inputs, for example by ``numpy.ones(3)``."""
         key = number, address_of(stand_in), array.shape, array.strides, array.dtype.str
         bits = array.tobytes()
         if key not in self._constants or self._constants[key][0] != bits:
@@ -318,7 +318,7 @@ class Recording(Watcher):
         return _tape.find_memory(self._memory, array) is not None
 
     def wrap(self, result: Any, made: list[Array]) -> Any:
-        """Return stand-ins of a result. New memory is added to ``made``."""
+        """Return stand-ins of the arrays in ``result``. Add those with new memory to ``made``."""
         kind = type(result)
         if kind is tuple or kind is list:
             return kind([self.wrap(item, made) for item in result])
@@ -348,7 +348,7 @@ class Recording(Watcher):
 
 
 class Draws:
-    """A stand-in of ``generator``. Replays repeat the draws of this thread."""
+    """A stand-in for ``generator``. Replays repeat the random draws of this thread."""
 
     generator: Any
 
@@ -357,7 +357,7 @@ class Draws:
         self.recording: Recording | None = recording
 
     def __getattr__(self, name: str) -> Any:
-        if name == "generator":  # during a copy
+        if name == "generator":  # copy.copy() looks the name up before the attribute exists
             raise AttributeError(name)
         recording = self.recording
         if name == "bit_generator" and recording is not None and thread_state.recorder is recording:
@@ -377,7 +377,7 @@ class Draws:
 
 
 class CtrlC:
-    """A context that delays Ctrl-C to its end, except within ``let_in``.
+    """A context that delays Ctrl-C until the context ends, except during ``let_in``.
 
     A KeyboardInterrupt then does not interrupt the start or end of a recording. Only the main
     thread handles signals. On other threads the context does nothing.
@@ -468,7 +468,7 @@ def line_of_user() -> str:
 
 
 def _is_dot(args: Sequence[Any], result: Any) -> bool:
-    """Return whether ``dot`` has the same bits as ``matmul``, since NumPy may use other kernels."""
+    """Return whether ``dot`` returns the bits of ``matmul``. NumPy may use different kernels."""
     a, b = args[:2]
     if not (type(a) is type(b) is np.ndarray and a.ndim == b.ndim == 2 and a.shape[1] > 1):
         return False  # signs of zeros differ for one column
@@ -477,7 +477,7 @@ def _is_dot(args: Sequence[Any], result: Any) -> bool:
 
 
 def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: Any) -> bool:
-    """Return whether a function may have modified arguments other than ``out``."""
+    """Return whether ``function`` may have modified an argument other than ``out``."""
     if function in _MAY_OVERWRITE:
         return bool in map(type, args) or not {"copy", "overwrite_input"}.isdisjoint(options)
     is_number = isinstance(result, np.generic)  # for example after writing to a 0-d array
@@ -491,7 +491,7 @@ _MAY_OVERWRITE = {np.nan_to_num, np.median, np.nanmedian, np.percentile, np.nanp
 
 
 def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
-    """Return a function that gets NumPy numbers instead of 0-d arrays of stand-ins.
+    """Return ``function``, called with NumPy numbers instead of 0-d arrays of stand-ins.
 
     Python functions may check the types of arguments. NumPy numbers have other powers than arrays,
     and raise if they do not fit into an integer.
@@ -530,7 +530,7 @@ array_at: Callable[[Array, int, Array], Array] = _tape.at
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted, disjoint ranges of the same memory."""
+    """Return ``ranges`` sorted, with overlapping ranges merged."""
     merged_ranges: list[tuple[int, int]] = []
     for low, high in sorted(set(ranges)):
         if merged_ranges and low < merged_ranges[-1][1]:
@@ -548,7 +548,7 @@ def overlaps(spans: Sequence[tuple[int, int]], array: Any, range_of: Any = bound
 
 
 def arrays_in(value: Any) -> Iterable[Array]:
-    """Yield the arrays in an argument of a note."""
+    """Yield the arrays in ``value``, an argument of a note."""
     for item in items_in(value):
         if type(item) is np.ndarray:
             yield item

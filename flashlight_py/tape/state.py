@@ -43,9 +43,9 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
-_MANY = 1000  # larger containers are data, unless they have variables
+_MANY = 1000  # maximum number of items; a larger container is data, unless it contains variables
 INSTEAD = "keep it in an array, or pass it as an argument"
-ITEMS = object()  # key of the number of items, or of the items of a set
+ITEMS = object()  # key of a field that is the number of items, or all items of a set
 
 
 class Field(NamedTuple):
@@ -61,7 +61,7 @@ class Field(NamedTuple):
         return self.key if isinstance(self.holder, Variable) else ""
 
     def has(self, value: Any) -> bool:
-        """Return whether the location has ``value``. Numbers and strings are compared by value."""
+        """Return whether the field has ``value``: the same object, or an equal number or string."""
         now = self.get()
         return now is value or (is_value(value) and _tape.same(value, now))
 
@@ -93,8 +93,8 @@ def format_path(path: Any) -> str:
     return str(text).replace("._members", "")
 
 
-# Where a value was found: in a holder that reports changes, in another holder, or by a name in a
-# function (then the attributes of the value are searched as well).
+# Location of a value: in a holder that reports changes, in another holder, or a name in a function
+# (only then the attributes of the value are searched).
 _REPORTED, _HELD, _NAMED = range(3)
 _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 
@@ -152,7 +152,7 @@ class State:
         return "other" if kind is State._visit_function and _is_library(value) else kind
 
     def _start(self, root: Any, path: Any) -> None:
-        """Search the attributes of an object of any class to which a function refers by name."""
+        """Search ``root``, an object of any class to which a function refers by name."""
         kind = self._kind(root)
         if callable(kind):
             self._unseen.append((root, path, _NAMED if kind is State._visit_items else _HELD))
@@ -163,12 +163,12 @@ class State:
                 self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _note_loaded(self) -> bool:
-        """Note attributes that functions load by name. Return whether values are left to visit."""
+        """Add attributes that functions load by name. Return whether unvisited values remain."""
         attributes, methods = self._loads.values()
         for one, path in self._objects:  # the list grows in the loop
             members, items = getattr(one, "__dict__", None), parts(one)
             bases = (one if isinstance(one, type) else type(one)).__mro__
-            # A class stores attributes in a dict behind a proxy. The dict is twice as fast.
+            # vars() of a class is a proxy of a dict. Access to the dict is twice as fast.
             of_classes = [gc.get_referents(vars(x))[0] for x in bases if self._is_yours(x)]
             items += [(held, *item) for held in of_classes for item in list(held.items())]
             first = {name: holder for holder, name, _ in reversed(items)}
@@ -176,7 +176,7 @@ class State:
             for name in sorted(others):
                 with suppress(AttributeError, LookupError):  # an attribute of another object
                     value = getattr(one, name)
-                    # Each read may create new objects, so that a search would not end.
+                    # Only simple values: a search of objects that each read creates would not end.
                     items += [(one, name, value)] if self._kind(value) == "simple" else []
             if isinstance(members, dict) and "hasattr" in methods and attributes - first.keys():
                 self._compare(members, ITEMS, (path, _LENGTH, ""), len(members))
@@ -192,7 +192,7 @@ class State:
                     continue
                 self._seen[key] = holder
                 if isinstance(holder, dict) and not is_held and hasattr(type(value), "__get__"):
-                    # A method or property, also of a base class, which super() may call.
+                    # Functions of methods and properties, also of base classes for super().
                     behind = [getattr(value, attr, None) for attr in ("fget", "func", "__func__")]
                     function = next(filter(None, behind), value)
                     self._start(function, of)
@@ -213,7 +213,7 @@ class State:
                     self._compare(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _is_yours(self, one: Any) -> bool:
-        """Return whether a function or class is in the step's package, or is not installed."""
+        """Return whether function or class ``one`` is not installed or in the step's package."""
         package = _package_of(one)
         file = getattr(sys.modules.get(package), "__file__", None) or ""
         is_library = package in _LIBRARIES or package in sys.stdlib_module_names
@@ -225,7 +225,7 @@ class State:
             self.names.append((field, value))
 
     def _note_value(self, holder: Any, key: Any, path: Any, value: Any, via: int = _HELD) -> None:
-        """Note a value. Its contents are visited later."""
+        """Add ``value`` to the state. Its contents are visited later."""
         kind, arrays = self._kind(value), plain_arrays(value)
         is_followed = callable(kind)
         if is_followed:
@@ -356,7 +356,7 @@ class State:
         random.load_state_dict(self._random)
 
     def differences(self, other: State) -> list[str]:
-        """Return the names of values that differ from ``other``."""
+        """Return the names of values that differ between this state and ``other``."""
         both = zip_longest(self._bits, other._bits, fillvalue=("which arrays there are", None))
         return [one[0] for one, another in both if one != another]
 
@@ -387,7 +387,7 @@ _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
 
 @functools.lru_cache(maxsize=1000)
 def loads_of(code: CodeType) -> dict[str, set[str]]:
-    """Return the names that ``code`` and its inner functions load, by kind."""
+    """Return the names that ``code`` and its inner functions load: a set for each kind of load."""
     names_by_kind: dict[str, set[str]] = {kind: set() for kind in _KINDS.values()}
     loads: list[tuple[str, Any]] = []
     for instruction in dis.get_instructions(code):
@@ -424,7 +424,7 @@ class EveryCall:
         self._values: list[dict[str, Any]] = []
 
     def reason(self, state: State, replays: int) -> str:
-        """Store the values before a recording. Return a reason to stop recording, or ""."""
+        """Store values of ``state`` before a recording. Return why recording must end, or ""."""
         self._values = self._values[-self._most :] if replays == self._replays else []
         self._replays = replays
         pairs = [
@@ -446,7 +446,7 @@ def is_value(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """Return a key that is equal only for the same object, or for equal numbers."""
+    """Return a key for comparisons: by identity for objects, by value for numbers."""
     if isinstance(value, MethodType):
         return _mark(value.__func__), _mark(value.__self__)
     try:
@@ -456,7 +456,7 @@ def _mark(value: Any) -> Any:
 
 
 def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the array that ``value`` represents, or the arrays in a tuple. CuPy's included."""
+    """Return the NumPy or CuPy array that ``value`` represents, or the arrays in a tuple."""
     kind = type(value)
     if kind is np.ndarray:
         return [value]
@@ -508,7 +508,7 @@ def replace_all(
 
 
 def _bits_of(value: Any) -> Any:
-    """Return a value that is equal for equal bits. Other types than numbers are ignored."""
+    """Return a key that is equal if the bits of numbers are equal. Other types are ignored."""
     value = value.data if isinstance(value, Variable) else value
     if isinstance(value, (np.ndarray, np.generic)) or is_cupy(value):
         return type(value), value.shape, value.dtype, value.tobytes()

@@ -45,7 +45,7 @@ from flashlight_py.tape.state import (
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
-_MOST_ANEW = 3  # consecutive recordings that change the initial state of the next
+_MOST_ANEW = 3  # maximum number of consecutive recordings that change the state of the next call
 _CHECKED = 3  # number of replays to compare, with check=True
 
 _tape = _native.load_extension("tape")
@@ -68,8 +68,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self._tries = self._anew = 0
         self._constants: list[Any] = []  # constants of the last recordings
         self._changes = EveryCall(_MOST_PROGRAMS)
-        self._homes: Any = weakref.WeakValueDictionary()  # arrays that replaced others
-        self._unchecked: list[Any] = []  # with check: each program as often as it is compared
+        self._homes: Any = weakref.WeakValueDictionary()  # replacements of state arrays
+        self._unchecked: list[Any] = []  # with check: a program for each remaining comparison
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         is_method = instance is not None and not isinstance(self.__wrapped__, staticmethod)
@@ -90,7 +90,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
-        # On GPUs, ranks vote before each call.
+        # On GPUs the lock is not tested, because the ranks vote before each call.
         is_free = call.is_on_gpu or not StepRecording.only.locked()
         reason = call.why_not() if is_free else ""
         if reason or not is_free:
@@ -152,7 +152,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         recording = call.recording
         try:
             call.record(ctrl_c)
-            # Arrays without inputs are constants if two recordings agree.
+            # An array that was created without inputs is a constant if two recordings agree.
             constants = recording.constants
             if constants and constants not in self._constants:
                 before, lines = [*self._constants, []][0][: len(constants)], recording.lines
@@ -185,12 +185,12 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return result
 
     def _forget(self, gone: weakref.ref[Any]) -> None:
-        """Delete the programs of an argument that was deleted."""
+        """Delete the programs that use the deleted argument ``gone``."""
         both = self.programs, self._unchecked
         self.programs, self._unchecked = [[x for x in kind if x.is_alive()] for kind in both]
 
     def _try(self, program: Any, call: _Call) -> Any:
-        """Return the result of a replay, and compare it with the step itself."""
+        """Replay ``program``, compare the result with the step's, and return the result."""
         replay = _tape.Step()
         replay.programs, replay.slow, replay.left = [program], self.left, self.left
         before = call.saved()
@@ -242,10 +242,10 @@ class _Call:
         self._grads = {variable: variable.grad for variable in self.state.variables}
         held = plain_arrays((*self.arrays, *[value for _, value in self._before]))
         self.is_on_gpu = any(map(is_cupy, held))
-        self._moved: dict[int, Any] = {}  # replacements of arrays, and of tuples of arrays
+        self._moved: dict[int, Any] = {}  # new value by the id of the old array, or tuple of arrays
         # Objects and their stand-ins, by the object's id. The objects are kept alive.
         self._stand_ins: dict[int, tuple[Any, Any]] = {}
-        self.is_to_be_continued = False  # it created state, which the next run does not
+        self.is_to_be_continued = False  # this run created state that the next run will find
         self._result: Any = None
 
     @functools.cached_property
@@ -295,7 +295,7 @@ class _Call:
         return ""
 
     def record(self, ctrl_c: CtrlC) -> None:
-        """Run the step, which Ctrl-C may interrupt, and record it."""
+        """Run and record the step. Ctrl-C may interrupt it."""
         recording = self.recording
         stand_ins = list(map(self._stand_in, self.values))
         args, named = stand_ins[: len(self.args)], stand_ins[len(self.args) :]
@@ -338,7 +338,7 @@ class _Call:
         return array_or_number(value)
 
     def _settle(self, after: State) -> None:
-        """Note copies of replaced arrays to fixed memory, where later replays find the arrays."""
+        """Record copies of arrays that the step put into the state to fixed memory for replays."""
         recording, made = self.recording, []
         seen = {(id(field.holder), field.key) for field, _ in self._before}
         for field, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in seen]:
@@ -373,7 +373,7 @@ class _Call:
             return
         homes: dict[int, Array] = {}
         for _, before, now in new:
-            # Fixed memory: the caller may have the returned array. All recordings share it.
+            # All recordings share this fixed memory, because the user may hold the new array.
             home = self._homes.get(id(before))
             if home is None:
                 home = empty_with_strides(before)
@@ -388,7 +388,7 @@ class _Call:
             field.set(moved)
 
     def _leave(self, reason: str, instead: str = "") -> None:
-        """Stop the recording for a reason that the next run of the step may not have."""
+        """Stop this recording. Its reason may not apply to the next run of the step."""
         self.is_to_be_continued = True
         self.recording.leave(reason, instead)
 
@@ -427,7 +427,7 @@ class _Call:
         names = [
             x.described(moved.get(id(value), value))
             for x, value in self.state.names
-            # Otherwise it is the result of an earlier call, which the user keeps there.
+            # Skip a variable that the user keeps: the result of an earlier call.
             if not (isinstance(value, Variable) and value.node)
             or overlaps(memory.touched, value.data)
         ]

@@ -16,7 +16,7 @@ NAME = "flashlight"
 
 
 def register() -> None:
-    """Register the backend in torch.distributed. Other modules are imported at its first use.
+    """Register the backend in torch.distributed. Its modules are imported at the first use.
 
     ``import torch`` calls this function and must not fail, so an error becomes a warning.
     """
@@ -50,7 +50,7 @@ def monitored_barrier(
 ) -> None:
     """Block until all ranks of ``group`` call it, like ``torch.distributed.monitored_barrier``.
 
-    torch's function accepts only gloo. ``timeout`` (seconds, or a timedelta) defaults to the
+    torch's function accepts only gloo. ``timeout``: seconds, or a timedelta. None: the
     group's timeout. ``wait_all_ranks`` has no effect: the error always names all missing ranks.
 
     Raises:

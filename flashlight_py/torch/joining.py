@@ -51,7 +51,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
         return TorchStore(store, rank, size, settings.joining_seconds)
 
     if not ranks and is_distributed_init() and current_world().owner == OWNER:
-        initialize.leave()  # torch 2.6 destroys groups without notice
+        initialize.leave()  # torch 2.6 destroys groups without a call of shutdown()
     if not ranks and is_distributed_init():
         group, ours = current_world().group, False
         if (group.rank, group.size) != (rank, size):
@@ -76,7 +76,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
 
 
 def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
-    """Return the function that ends ``group`` when torch destroys it. Adopted worlds continue."""
+    """Return the function that ends ``group`` if ``ours``. torch calls it to destroy the group."""
     if ours and not is_world:
         return group.close
     return lambda: initialize.leave() if ours and current_world().group is group else None

@@ -52,13 +52,13 @@ _OPS = {
     **{hash(_T.MAX): "max", hash(_T.BAND): "and", hash(_T.BOR): "or", hash(_T.BXOR): "xor"},
     _PREMUL: "sum",
 }
-# gloo adds Booleans as bytes, and every byte except 0 is True.
+# Sums and products of Booleans as in gloo: a byte is True unless it is 0.
 _OF_BOOL = {"sum": "or", "prod": "and"}
 _ALL_REDUCE = v.ALL_REDUCE.code
 # Before torch 2.7 the options do not state whether the call is asynchronous.
 _OPTIONS = dist.AllreduceOptions if hasattr(dist.AllreduceOptions, "asyncOp") else None
-_MOST_COMPARED = 60  # arrays have at most this many dimensions
-# These functions wait immediately, so that no thread has to wake up.
+_MOST_COMPARED = 60  # maximum number of lengths; an array has at most this many dimensions
+# Functions of torch that wait at once, so a call by them blocks and needs no thread.
 _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 _BLOCKING = SimpleNamespace(asyncOp=False)
 Tensors = Sequence[torch.Tensor]
@@ -77,7 +77,7 @@ Method = Callable[..., Any]
 
 
 def _in_torchs_terms(method: Method, name: str) -> Method:
-    """Return ``method`` with torch's errors. Tensors of other devices use torch's backends."""
+    """Return ``method`` with torch's errors. For tensors of other devices, call torch's backend."""
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def _of_torch(cls: type[Any]) -> type[Any]:
 
 
 def _with_fast_path(method: Method) -> Method:
-    """Return allreduce with a fast path, which halves the duration of blocking calls."""
+    """Return ``allreduce`` with a fast path, which halves the duration of blocking calls."""
 
     def allreduce(
         self: FlashlightGroup, tensors: Any, opts: Any = None, timeout: Any = None
@@ -126,7 +126,7 @@ def _with_fast_path(method: Method) -> Method:
 
 
 def _only(tensors: Any) -> torch.Tensor:
-    """Return the tensor in a list of one tensor, which torch's functions pass."""
+    """Return the only tensor in ``tensors``. torch's functions pass a list of one tensor."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     (tensor,) = tensors
@@ -134,7 +134,7 @@ def _only(tensors: Any) -> torch.Tensor:
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors in a list of one list."""
+    """Return the only list in ``tensors``, which is a list of one list."""
     inner = tensors and not isinstance(tensors[0], torch.Tensor)
     return list(tensors[0] if inner else tensors)
 
@@ -144,14 +144,14 @@ def _root(opts: Any) -> int:
 
 
 def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """Return the number of elements per rank. If ``rows`` is empty, the ranks get equal parts."""
+    """Return each rank's number of elements in ``tensor``: equal numbers if ``rows`` is empty."""
     length = len(tensor) if tensor.ndim else 1
     of_row = tensor.numel() // length if length else 0
     return [row * of_row for row in rows or [length // size] * size]
 
 
 def _options_of_message() -> Any:
-    """Return blocking options if torch's ``send`` or ``recv`` is the caller, else None."""
+    """Return options for a blocking call if torch's ``send`` or ``recv`` calls, else None."""
     frame = sys._getframe(2).f_back  # the caller of the method, through ``called``; None for C++
     callers = frame, frame and frame.f_back
     waits = any(caller and caller.f_code in _WAIT_AT_ONCE for caller in callers)
@@ -159,7 +159,7 @@ def _options_of_message() -> Any:
 
 
 def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
-    """Call ``finish`` after ``work`` has ended: now, or in the returned Work."""
+    """Call ``finish`` now, or if ``is_async`` return a Work that calls it when ``work`` ends."""
     if not is_async:
         return finish()
 
@@ -179,7 +179,7 @@ def _shapes(tensors: Any) -> Any:
 
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
-    """Return the name of torch's operation ``op``, and its factor."""
+    """Return the name of this package for torch's operation ``op``, and the factor of results."""
     number = hash(op)
     name = _OPS[number]
     scale = float(op.__getstate__()[1]) if number == _PREMUL else 1.0
@@ -252,7 +252,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return self._do(opts, v.ALL_TO_ALL, input, output, shapes, rows=counts[0], before=before)
 
     def _check_counts(self, opts: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
-        """Return a Work that raises unless the ranks send the ``expected`` numbers of elements."""
+        """Return a Work that raises unless each rank sends the ``expected`` number of elements."""
         counts = torch.tensor(sent, dtype=torch.int64, device="cpu")
         arriving = torch.empty_like(counts)
         work = self._do(opts, v.ALL_TO_ALL, counts, arriving).work
@@ -418,7 +418,7 @@ class FlashlightGroup(dist.ProcessGroup):
         call: dict[str, Any],
         tag: int,
     ) -> Any:
-        """Run the verb with contiguous copies, in Python if native code does not support it."""
+        """Run ``verb`` with contiguous copies, in Python if native code does not support it."""
         ours, peer, is_async = self.ours, call["root"], call["async_op"]
         for tensor in (x, out):
             if tensor is not None and self._backend_of(tensor.device) is not None:
@@ -468,7 +468,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return TensorWork(AllOf([work.work for work in works]), tensors, self._futures)
 
     def _require(self, verb: v.Verb, fits: bool, *tensors: Any) -> None:
-        """Raise ValueError unless ``fits``. The other ranks raise an error as well."""
+        """Raise ValueError on this rank, and an error on the other ranks, unless ``fits``."""
         if fits:
             return
         with reject_together(self.ours, verb):
@@ -478,7 +478,7 @@ class FlashlightGroup(dist.ProcessGroup):
             )
 
     def _joined(self, verb: v.Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
-        """Return ``join_tensors(alike, tensors)``. Errors are raised on all ranks."""
+        """Return ``join_tensors(alike, tensors)``. If it raises, the other ranks raise as well."""
         for tensor in alike:
             if not tensor.is_cpu and self._backend_of(tensor.device) is not None:
                 raise ElsewhereError(tensor.device)
@@ -548,7 +548,7 @@ class FlashlightGroup(dist.ProcessGroup):
         group_desc: str = "",
         device_types: Any = None,
     ) -> FlashlightGroup | None:
-        """Return the group of ``ranks``, collective among them. None if this rank is not in it."""
+        """Return the group of ``ranks``, or None on another rank. Collective over ``ranks``."""
         if self.rank() not in ranks:
             return None
         child: FlashlightGroup = self._join(

@@ -12,8 +12,8 @@ from typing import Any
 from flashlight_py.distributed.internal import NEXT_SECONDS, Roster, Store, Waiting, missing_text
 from flashlight_py.errors import RendezvousError
 
-# Maximum pause between polls, in seconds. A store cannot wait for one of two keys, and prints a
-# warning if a wait times out.
+# Maximum pause between polls, in seconds. torch's store cannot wait for the first of two keys, and
+# it prints a warning if a wait times out.
 _MOST_PAUSE = 0.05
 _SECRET = "secret"
 _PAYLOAD, _ABORTED = b"+", b"!"
@@ -59,7 +59,7 @@ class TorchStore(Store):
         return {rank: self._key(name, rank) for rank in range(first, self.size)}
 
     def exchange(self, payload: bytes) -> Roster:
-        """Send ``payload`` to all ranks and return the payload of every rank; see ``Store``."""
+        """Send ``payload`` to all ranks, and return the payloads of all ranks; see ``Store``."""
         keys = self._keys(self._count)
         self._do("set", keys[self.rank], _PAYLOAD + payload)
         texts = self._read(keys, Waiting("they exchange in torch's store"))
@@ -92,7 +92,7 @@ class TorchStore(Store):
         self._do("set", self._keys(self._count)[self.rank], _ABORTED + text)
 
     def _read(self, keys: dict[int, str], waiting: Waiting) -> list[bytes]:
-        """Return the values of ``keys``, which the ranks set."""
+        """Wait until the ranks have set ``keys``, and return the values."""
         end, every = time.monotonic() + self._timeout, list(keys.values())
         while missing := self._missing(keys):
             if (left := end - time.monotonic()) <= 0:

@@ -23,7 +23,7 @@ _PLAIN, _STRIDED = {torch.Tensor, torch.nn.Parameter}, torch.strided
 
 
 def native_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Address | None:
-    """Return ``tensor`` in ``shape`` for native code, or None if it needs a copy."""
+    """Return ``tensor`` in ``shape`` for native code, or None if native code needs a copy."""
     code = CODES.get(tensor.dtype)
     if (
         code is None
@@ -38,7 +38,7 @@ def native_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> A
 
 
 class ElsewhereError(ValueError):
-    """A tensor is not on the CPU but on ``device``."""
+    """An error: the tensor is on ``device``, not on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class ElsewhereError(ValueError):
 
 
 def require_cpu_tensor(tensor: torch.Tensor) -> None:
-    """Raise TypeError for an unsupported layout or dtype, ElsewhereError for another device."""
+    """Raise TypeError for an unsupported layout or dtype, or ElsewhereError if not on the CPU."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a strided tensor, got {tensor.layout}. Pass x.to_dense()")
     if not tensor.is_cpu:
@@ -71,8 +71,8 @@ def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor])
     """Return a one-dimensional tensor with room for all ``tensors``, one after the other.
 
     If the tensors are adjacent, such as parts of one tensor, the result is their own memory.
-    Otherwise it is new memory, and ``copied`` copies to or from it. Raises like
-    ``require_cpu_tensor``, and TypeError if the tensors ``alike`` have different dtypes.
+    Otherwise the result is new memory, and ``copied`` copies to or from it. Raises like
+    ``require_cpu_tensor``, and TypeError if the tensors in ``alike`` have different dtypes.
     """
     for tensor in alike:
         require_cpu_tensor(tensor)
@@ -90,7 +90,7 @@ def join_tensors(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor])
 
 
 def copied(joined: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> None:
-    """Copy ``tensors`` to ``joined``, a result of ``join_tensors``, or ``back``, if necessary."""
+    """Copy ``tensors`` to ``joined`` of ``join_tensors``, or ``back``, unless memory is shared."""
     pointer, start = joined.data_ptr(), 0
     if pointer == tensors[0].data_ptr():
         return

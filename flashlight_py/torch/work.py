@@ -18,7 +18,7 @@ from flashlight_py.distributed import Work
 from flashlight_py.distributed.internal import Then, leave_first_at_exit
 from flashlight_py.errors import DistributedError
 
-# Seconds to wait for the first of several operations before the other operations are checked.
+# Seconds that the thread waits for one operation before it checks the other operations.
 _LOOK_SECONDS = 0.005
 # Operations of at most _SMALL_BYTES are awaited for _MOMENT seconds before a thread is used.
 _SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
@@ -51,10 +51,10 @@ class TensorWork(dist.Work):
             _kept.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation has ended, at most ``timeout`` unless 0. Returns True.
+        """Block until the operation has ended, for at most ``timeout`` (0: no limit). Returns True.
 
         Raises:
-            DistBackendError: If the operation fails, or does not end in time and continues.
+            DistBackendError: If the operation fails, or exceeds ``timeout``; it then continues.
         """
         if _kept is not None:
             _kept.discard(self)
@@ -68,14 +68,14 @@ class TensorWork(dist.Work):
         self.wait()
 
     def __del__(self) -> None:
-        """If no call waits for the result, copy it to the tensors in the background."""
+        """Copy the result to the tensors in the background, if no call has waited for it."""
         if isinstance(self.work, Then) and not self.work.is_settled and not is_finalizing():
             with suppress(RuntimeError):  # Python 3.12 starts no threads at exit
                 kept = TensorWork(self.work, self.tensors, self._futures)
                 self._futures.add(kept, torch.futures.Future())
 
     def ends_within(self, seconds: float | None) -> bool:
-        """Return whether the operation ends within ``seconds``, or without a limit if None."""
+        """Wait at most ``seconds`` (None: no limit), and return whether the operation has ended."""
         try:
             self.work.wait(seconds)
         except DistributedError as error:
@@ -122,7 +122,7 @@ class TensorWork(dist.Work):
                 self._future = begun
                 begun.set_result(list(self.tensors))
                 return begun
-            # An exception of the callback fails this future in C++ too, where DDP waits for it.
+            # If the callback raises, this future fails, also in C++, where DDP waits for it.
             self._future = begun.then(lambda _: self.result())
             if has_ended:
                 begun.set_result(None)
@@ -151,8 +151,8 @@ class Futures:
             options: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
             self._thread = threading.Thread(target=_complete, **options)
             self._thread.start()
-            # torch 2.6 deletes groups without notice. The world is left first at exit, which ends
-            # all operations. Otherwise a C++ thread that waits for Python would abort the process.
+            # torch 2.6 deletes groups without shutdown(). At exit, leaving the world first ends all
+            # operations. Otherwise a C++ thread that waits for Python would abort the process.
             weakref.finalize(self, _finish, self._asked, self._thread)
             leave_first_at_exit()
         if threading.current_thread() is self._thread:  # a callback, which may wait for it
@@ -174,7 +174,7 @@ def _finish(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
 
 
 def _complete(requests: queue.SimpleQueue[Any]) -> None:
-    """Complete the ``requests`` until None is received and all operations have ended."""
+    """Complete futures of ``requests`` until None is received and all operations have ended."""
     pending: list[Any] = []
     is_open = True
     while is_open or pending:

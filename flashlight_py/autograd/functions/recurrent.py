@@ -177,7 +177,7 @@ _FORWARD: dict[str, Callable[..., _Prepare]] = {"tanh": _tanh, "gru": _gru, "lst
 def _check(
     kind: str, x: Array, weights: Sequence[Variable], state: Sequence[Variable]
 ) -> tuple[int, int, int]:
-    """Return batch, time and hidden size. Raises ValueError if kind or shapes are invalid."""
+    """Return batch size, time steps and hidden size. Raises ValueError for other arguments."""
     if kind not in GATES:
         raise ValueError(f"recurrent: kind must be one of {', '.join(GATES)}, got {kind!r}")
     shapes = [variable.shape for variable in weights]

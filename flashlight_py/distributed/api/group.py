@@ -13,10 +13,10 @@ from flashlight_py.distributed.groups.membership import Membership
 
 
 class ProcessGroup(Membership):
-    """A group: ranks of the world, and the backend that connects them.
+    """A group of ranks of the world, connected by a backend.
 
-    ``rank`` is the rank of this process in the group, or -1 outside it; then every verb raises
-    ValueError. ``size`` is the number of ranks, and ``ranks`` lists the ranks of the members in the
+    ``rank`` is the rank of this process in the group. Outside the group, ``rank`` is -1 and every
+    verb raises ValueError. ``size`` is the number of ranks; ``ranks`` lists their ranks in the
     world. Every verb except messages is collective over the group. A verb blocks unless
     ``async_op=True``, which returns a ``Work``. A ``with`` block closes the group at its end.
 
@@ -24,7 +24,7 @@ class ProcessGroup(Membership):
     """
 
     def in_step(self, name: str) -> reject_together:
-        """Return a context manager for argument checks of ``name``: if they fail, all raise."""
+        """Return a context manager for argument checks of ``name``: all ranks raise if one does."""
         return reject_together(self, name)
 
 

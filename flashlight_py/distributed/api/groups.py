@@ -74,7 +74,7 @@ def split(
     by ``key``, then by old rank.
 
     Args:
-        color: Any integer. None: this rank joins no group. The returned group does not include it.
+        color: Any integer. None: this rank joins no group; ``is_member`` of the result is False.
         key: Any integer.
         timeout, group: As for :func:`new_group`; the timeout in seconds.
 
@@ -138,7 +138,7 @@ def grid(
 
 
 def _member_text(members: Sequence[int]) -> str:
-    """Return the members of a new group as text. Long lists are cut and have a digest."""
+    """Return the members of a new group as text. A digest completes the text of a long list."""
     words = f"new_group {list(members)}"
     if len(words) <= _MOST_WORDS:
         return words
@@ -155,7 +155,7 @@ def _create_group(
 ) -> ProcessGroup:
     """Exchange the choices of all ranks, and return the group of ``select_members(choices)``.
 
-    If texts or timeouts differ between ranks, every rank raises MismatchError.
+    If timeouts, or choices that are texts, differ between ranks, every rank raises MismatchError.
     """
     seconds, backend = check_seconds(verb, timeout), parent.backend()
     with parent.journal.recording(verb):
@@ -181,10 +181,10 @@ def _create_group(
 # Members of a new group exchange messages through the parent. So no port or file is needed, and the
 # code that joins the world also joins the members.
 class MemberStore(Store):
-    """The members of a new group as a store that uses the backend of the parent.
+    """A store for the members of a new group, which sends by the backend of the parent group.
 
-    The members form a tree by the digits of their numbers in base FAN. The parent of a member has 0
-    in place of its last nonzero digit. So no member has many connections.
+    The members form a tree. The number of the member above, in base FAN, has a 0 in place of the
+    last nonzero digit. So no member has many connections.
     """
 
     def __init__(self, backend: Backend, verb: str, members: Sequence[int]) -> None:

@@ -72,7 +72,7 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
             ``partial`` the array has no dimension.
         PeerLostError: If ``src`` exited or died. For None: if any rank did, and no message is left.
         CollectiveTimeoutError: If ``src`` sends no message with ``tag`` within the timeout. The
-            error names the tag of other messages of ``src``.
+            error names the tags of other messages from ``src``.
         MismatchError: If ``src`` sends another shape or dtype. Both ranks raise.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
@@ -206,7 +206,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list
 
 
 class _Message(NamedTuple):
-    """A checked message: the operation, the user's array, and the call, which may use a copy."""
+    """A checked message: operation, user's array, and call, whose array may be a copy."""
 
     op: P2POp
     array: Array

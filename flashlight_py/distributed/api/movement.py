@@ -46,7 +46,7 @@ __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
 
-_DIMENSIONS = 8  # maximum dimensions of a scattered part; its shape is sent along
+_DIMENSIONS = 8  # limit for parts of ``scatter``, which sends their shape
 
 
 @native_entry(BROADCAST)
@@ -293,7 +293,7 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
             f"scatter: a part must have at most {_DIMENSIONS} dimensions, got shape "
             f"{parts.shape[1:]}. Reshape the array."
         )
-    # whole[0] would be no array if the part has no dimension.
+    # parts[0] would be a scalar if the parts have no dimensions.
     like = _out_array(out) if parts is None else parts[0, ...]
     space = prepare_output("scatter", out, like, () if like is None else like.shape, kind)
     if like is not None and native_code(like.dtype) == MOVED:
@@ -338,9 +338,9 @@ def _scatter_rows(
 def _agree(
     members: Membership, call: Call, counts: list[int]
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the dtype and the dimensions after the first of the array of the root.
+    """Return the dtype, and the shape without the first dimension, of the root's array.
 
-    Every rank raises MismatchError if ``rows`` or the dtype or shape of an ``out`` differ.
+    If ``rows``, or the dtype or shape of an ``out``, differ, every rank raises MismatchError.
     """
     like, root = call.out, call.root
     kind = None if like is None else (dtype_text(like.dtype), like.shape[1:])
@@ -366,7 +366,7 @@ def _out_array(out: Any) -> Array | None:
 
 
 def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> Array:
-    """Return the arrays of the root as one array; for equal parts of shape (size, *part)."""
+    """Return the root's parts as one array; if parts are equal, of shape (size, *part)."""
     is_list = isinstance(xs, list | tuple)
     arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in (xs if is_list else [xs])]
     if not is_list:
@@ -376,7 +376,7 @@ def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> A
         return as_packed(array).reshape(size, array.shape[0] // size, *array.shape[1:])
     if len(xs) != size:
         raise ValueError(f"scatter: xs must have {size} arrays, one for each rank, got {len(xs)}")
-    first, free = arrays[0], counts is not None  # whether first dimensions may differ
+    first, free = arrays[0], counts is not None  # free: first dimensions may differ
     for rank, array in enumerate(arrays):
         is_alike = array.ndim >= free and array.shape[free:] == first.shape[free:]
         if not is_alike or array.dtype != first.dtype:

@@ -45,13 +45,13 @@ T = TypeVar("T")
 # Maximum bytes of a frame in the first collective of a gather. Longer frames are sent only to the
 # root, in a second collective. csrc/fast/objects.c has the same numbers.
 _SHORT_BYTES = 1024
-# Maximum bytes of padding in a scatter, unless the frames have more bytes.
+# A scatter may have this many bytes of padding more than the bytes of all its frames.
 _MOST_PADDING = 65536
 # Maximum bytes of the reason why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
 _NOTHING = np.empty(0, np.uint8)
-# First message of send_object, by its first byte. 0x80: a short pickle. 0: the length of a long
-# pickle, a number and the rank. 1: the reason why pickling failed. A long pickle follows with a
+# Maximum bytes of the first message of send_object. Its first byte is 0x80: a short pickle; 0: size
+# of a long pickle, a number and the rank; 1: why pickling failed. A long pickle follows with a
 # negative tag that only this sender uses, because threads may send concurrently.
 _FIRST_BYTES = 16384
 _LATER, _NO_PICKLE = 0, b"\1"
@@ -229,9 +229,9 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 
 
 class _Move:
-    """A call of ``verb`` on this rank, which sends the frames ``mine``.
+    """A call of the object verb ``verb`` on this rank, which sends the frames ``mine``.
 
-    It is one collective. A frame that is too long is announced, and sent in a second collective.
+    If a frame is too long, the first collective sends its length, and a second one the frame.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class _Move:
         self._sources = range(members.size) if verb.ragged else range(root, root + 1)
 
     def begin(self) -> Array:
-        """Return the frames of the first collective, which is usually the only one."""
+        """Return the received frames of the first collective, usually the only collective."""
         verb, frames, root = self._verb, self._mine, self._root
         if verb is SCATTER_OBJECT:
             return self._step(Call(SCATTER, _rows(frames) if frames else None, root=root))
@@ -254,7 +254,7 @@ class _Move:
         return self._step(Call(ALL_GATHER, _NOTHING if frame is None else frame, root=root))
 
     def end(self, first: Array) -> list[Any] | None:
-        """Return the objects of the frames ``first``, and of announced frames."""
+        """Return the objects. ``first`` has the frames of the first collective."""
         rank, frames = self._members.rank, read_frames(first, limit=len(self._sources))
         self._raise_problems(frames)
         if any(frame.kind == LATER for frame in frames):
@@ -268,7 +268,7 @@ class _Move:
         return [obj if source == rank else self._object(frame, source) for source, frame in pairs]
 
     def _later(self, first: Frame) -> Array:
-        """Return the announced frames, on the ranks that need them."""
+        """Run the second collective, and return the long frames on the ranks that need them."""
         verb, frames = self._verb, self._mine
         if verb is SCATTER_OBJECT:
             lengths = [frame.size for frame in frames] or [0] * self._members.size
@@ -315,7 +315,7 @@ class _Move:
 
 
 def _rows(frames: Sequence[Array]) -> Array:
-    """Return ``frames`` as rows of one length, or as announcements if padding would be too long."""
+    """Return ``frames`` as padded rows, or only their lengths if padding would be too long."""
     longest, total = max(map(len, frames)), sum(map(len, frames))
     if longest * len(frames) > 2 * total + _MOST_PADDING:
         return np.stack(list(map(_announced, frames)))

@@ -260,13 +260,13 @@ def all_reduce_location(
     Args:
         x: Array of integer, float, date or bool dtype, of the same shape and dtype on every rank;
             not changed. Or a number.
-        op: ``"min"`` or ``"max"``. If a rank has NaN or NaT, it is the result of both.
+        op: ``"min"`` or ``"max"``. If an element is NaN or NaT on a rank, so is the result.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
         A pair of new arrays of the kind and shape of ``x``, with the values in its dtype and the
-        ranks in int64. Of equal values, the lowest rank is returned. For a number, a pair of the
-        number and the rank. Or the ``Work``. Blocks unless ``async_op``.
+        ranks in int64. If several ranks have the value, the lowest rank. For a number, a pair of
+        the number and the rank. Or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: If ``op`` has another value.
@@ -402,11 +402,11 @@ def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
 
 
 def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
-    """Return lists of arrays that are sent together, equal on every rank and in ``csrc/fast``.
+    """Return lists of arrays; each list becomes one message. Ranks and ``csrc/fast`` plan the same.
 
     NumPy arrays of one dtype and at most ``limit`` bytes are sent together, up to 64 times the
-    limit. CuPy arrays of one dtype are sent together. With a negative limit, NumPy arrays are sent
-    alone and CuPy arrays start together.
+    limit. CuPy arrays of one dtype are sent together. With a negative limit, each NumPy array is
+    sent alone, and CuPy arrays start together.
     """
     messages: list[list[Array]] = []
     latest: dict[tuple[bool, str], tuple[list[Array], int]] = {}

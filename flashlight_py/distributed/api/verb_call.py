@@ -113,7 +113,7 @@ PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
 def resolve_reduction(
     verb: str, dtype: np.dtype[Any], op: Op, scale: float, size: int, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Check and return operation and scale. An average of all ranks (not ``of_some``) is a sum."""
+    """Return the checked ``op`` and ``scale``. Unless ``of_some``, an average is a scaled sum."""
     reduce_op = parse_op(verb, op)
     factor = check_op_and_scale(verb, dtype, reduce_op, scale)
     if reduce_op is ReduceOp.AVG and not of_some:
@@ -127,7 +127,7 @@ _cached_reduction = functools.lru_cache(256)(resolve_reduction)
 def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *args: Any) -> Any:
     """Run a plain call in native code, with packed arrays. Return NotImplemented for other calls.
 
-    ``args`` are the further arguments of ``FastPath.collective``; the last one is ``async_op``.
+    ``args`` are the arguments of ``FastPath.collective`` after ``out``, up to ``async_op``.
     """
     array, room = as_numpy(x), None if out is None else as_numpy(out)
     written = array if verb.in_place else room
@@ -233,7 +233,7 @@ NEW = Output(np.empty(0), None, None)
 def prepare_output(
     name: str, out: Any, like: Any, shape: tuple[int | None, ...], argument: Any
 ) -> Output:
-    """Return the destination of a result of ``shape``: ``out``, or a new array like ``given``.
+    """Return the destination of a result of ``shape``: ``out``, or a new array like ``argument``.
 
     The first entry of ``shape`` is None if unknown.
     """

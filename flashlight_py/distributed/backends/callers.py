@@ -30,7 +30,7 @@ class Callers:
     """
 
     def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
-        self._name, self._parts = name, parts  # parts: backends of which this backend consists
+        self._name, self._parts = name, parts  # ``parts``: backends that this backend uses
         self.threads: set[int] = set()
         self.native_header: Sequence[int] | None = None  # header of the ring of recorded calls
 
@@ -85,6 +85,6 @@ def interrupt_callback(native: ModuleType) -> Any:
 
     @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_store_exception)  # type: ignore[untyped-decorator]
     def interrupted() -> int:
-        return 0  # The interpreter has run pending handlers; onerror stores exceptions
+        return 0  # The interpreter ran pending handlers. ``onerror`` stores their exceptions.
 
     return native.lib.fl_interrupted

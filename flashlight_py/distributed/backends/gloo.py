@@ -122,7 +122,7 @@ class GlooBackend(NativeBackend):
         return _Part(self, store, timeout)
 
     def _create(self, address: str) -> Any:
-        interface = address.encode(), b""  # an interface may have several addresses
+        interface = address.encode(), b""  # no interface name: it may have several addresses
         group = self.lib.fl_gloo_create(self.rank, self.size, *interface, self._joining)
         if group == self.ffi.NULL:
             raise BackendUnavailableError(
@@ -142,7 +142,7 @@ class GlooBackend(NativeBackend):
         texts = store.exchange(json.dumps(card).encode())
         cards = texts.derived(_GlooCards.read)
         self._set_peers(cards.peers)
-        # The key of this rendezvous only. Both ends of a connection derive their handshake from it.
+        # The key of this rendezvous only. Both ends of a connection derive a handshake from it.
         key = texts.derived(derived_key, key)
         if len(set(store.hosts)) > 1:
             self._watch_hosts(store.hosts, cards, cards.addresses, count, key)
@@ -151,7 +151,7 @@ class GlooBackend(NativeBackend):
         work = NativeWork(self, "connect", op, cards.addresses, seconds)
         waiting = Waiting("connecting through Gloo")
         while True:
-            with suppress(CollectiveTimeoutError):  # raised again by the next wait
+            with suppress(CollectiveTimeoutError):  # the next wait raises the error again
                 work.wait(_LOOK_SECONDS)
             if work.is_completed():
                 break
@@ -182,12 +182,12 @@ class GlooBackend(NativeBackend):
         self._do("watch_hosts", self.group, self.ffi.new("fl_hosts *", fields), *connecting)
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``. Detects the end of ranks on other machines only during a wait."""
+        """See ``Backend``. Detects the end of a rank on another machine only during a wait."""
         dead = self._dead(doing)
-        return super().lost(doing) or dead  # a reported reason takes precedence
+        return super().lost(doing) or dead  # the group's own reason takes precedence
 
     def _dead(self, doing: str) -> PeerLostError | None:
-        """Return an error if processes of this machine have ended. Gloo does not detect this."""
+        """Return an error if a process on this machine has ended. Gloo does not detect it."""
         dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None
@@ -209,7 +209,7 @@ class GlooBackend(NativeBackend):
 
 
 class _Part(GlooBackend):
-    """Some ranks of ``parent``, on its connections."""
+    """A subgroup of ``parent`` that uses the connections of ``parent``."""
 
     def __init__(self, parent: GlooBackend, store: Store, timeout: float) -> None:
         native, subgroup = _native.load_extension("gloo"), store.subgroup

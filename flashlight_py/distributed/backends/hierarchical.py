@@ -44,7 +44,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds that a receive from any rank polls a backend, and seconds between its checks for failures.
+# Receive from any rank: maximum seconds of a poll of a backend, and of a wait between polls.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
 _NEVER = 1e9  # a timeout in seconds that never ends
@@ -167,7 +167,7 @@ class HierarchicalBackend(Backend):
         return Done(receive.receive()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
-        """Compare row counts or the shape of a scatter. The agreement has compared the rest."""
+        """Compare row counts or the shape of a scatter. ``_agreement`` has compared the rest."""
         differs = call.is_ragged or call.verb is verbs.SCATTER
         return self._on_all_ranks(call) if differs or not self._checked else None
 
@@ -182,7 +182,7 @@ class HierarchicalBackend(Backend):
         """Run ``call`` on the backend of all ranks: the hierarchy would not make it faster."""
         seconds = self._far if call.verb is not verbs.BARRIER else call.seconds
         result = self._flat.start(replace(call, blocking=True, seconds=seconds)).wait()
-        self._agreement.runs_ahead()  # a local peer may still wait for data of another host
+        self._agreement.runs_ahead()  # a peer of this host may still wait for data
         return result
 
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
@@ -192,7 +192,7 @@ class HierarchicalBackend(Backend):
         def inside() -> Array | MemoryError:
             try:
                 return shared_array(self._inside, shape, dtype)
-            except MemoryError as error:  # the group need not end
+            except MemoryError as error:  # an error that does not end the group
                 return error
 
         array: Array | MemoryError = self._start(call, inside).wait()
@@ -201,8 +201,8 @@ class HierarchicalBackend(Backend):
         return [array]
 
     def _refuse(self, call: Call) -> Work:
-        """Make the other ranks raise. Without checks this ends the group."""
-        if not self._checked:  # others may be in any call
+        """Make the other ranks raise: this rank rejected ``call``. Unchecked: end the group."""
+        if not self._checked:  # other ranks may be in another call
             self.end(MismatchError(f"{names([self.rank])} called {call}"))
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
@@ -224,7 +224,7 @@ class HierarchicalBackend(Backend):
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_on_thread, caller(), call, number, run))
-            work.is_settled = call.compared  # the comparing code receives its error
+            work.is_settled = call.compared  # the comparing code receives the error
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
@@ -249,19 +249,19 @@ class HierarchicalBackend(Backend):
         except MismatchError as error:
             if not error.group_lives:
                 self.end(error)
-            elif not self._checked:  # other ranks may be inside the call
+            elif not self._checked:  # other ranks may still be inside the call
                 self._close_backends()
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
-            # If much data is in flight between hosts, the connection may close before the reason
-            # arrives. Ranks of this host then know the reason.
+            # If much data is in flight between hosts, the connection may close before the reason of
+            # a loss arrives. The ranks of this host know the reason in that case.
             loss = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
             cause = loss if isinstance(loss, PeerLostError) else error
             self.end(cause)
             late = self._checked and isinstance(error, CollectiveTimeoutError)
             last = f". {self._agreement.last()}" if late else ""
             raise type(error)(f"in {call.steps}: {cause}{last}") from error
-        except ValueError:  # wrong size of ``out``: the other ranks have results
+        except ValueError:  # wrong size of ``out``: other ranks have results
             raise
         except GroupClosedError as error:
             raise self.host_loss_or(call.name, error) from error
@@ -295,12 +295,12 @@ class HierarchicalBackend(Backend):
         return self._callers.contains_this_thread()
 
     def synchronize(self) -> None:
-        # A copy, because rejected calls still run and change the lists.
+        # A copy of the lists, because a rejected call still runs and changes them.
         wait_for([*self._failed, *self._running, *self._receives])
-        for part in self._parts:  # messages
+        for part in self._parts:  # wait for messages
             self.guarded("sync_distributed", part.synchronize)
 
-    # Ends waits natively as well: a rank that waits in shared memory is notified at once.
+    # Waits of the libraries end as well: a rank that waits in shared memory is notified at once.
     def end(self, error: DistributedError) -> None:
         """End all backends because of ``error`` in one of them."""
         self.abort(error)
@@ -315,7 +315,7 @@ class HierarchicalBackend(Backend):
             backend.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``. Notifies the other backends: each connects only some ranks."""
+        """See ``Backend``. A loss aborts the other backends: each connects only some ranks."""
         losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
         cause = next(filter(None, losses.values()), None)
         if isinstance(cause, PeerLostError):
@@ -333,7 +333,7 @@ class HierarchicalBackend(Backend):
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
-        # In a signal handler, the queue may be locked. The thread then stops by itself.
+        # Code under a signal handler may hold the queue's lock. The thread then ends by itself.
         if thread is not None and not self._callers.contains_this_thread():
             thread.shutdown(cancel_futures=True)
 
@@ -411,13 +411,13 @@ class PartWork(Work):
         return self._finish(max(0.0, end - time.monotonic()))
 
     def _await(self, seconds: float) -> bool:
-        """Wait until one backend has a message for a receive from any rank, or has failed."""
+        """Wait until a backend has a message for a receive from any rank, or fails."""
         end = time.monotonic() + seconds
         flat = self._works[-1][0]
         while not self._is_decided():
             if (left := end - time.monotonic()) <= 0:
                 return False
-            with suppress(DistributedError):  # the wait that finds the error raises it
+            with suppress(DistributedError):  # ``_finish`` raises the error
                 flat.wait(min(left, _LOOK_SECONDS))  # registers the waiting thread
             if self._claim is not None and not self._is_decided():
                 native = _native.load_extension("gloo")

@@ -35,7 +35,7 @@ from flashlight_py.distributed.work import Done, Work
 # Maximum bytes from one host to another in a comparison. Gloo sends them in the same message.
 _MAX_BYTES = 63 << 10
 
-# Up to this number of bytes, one leader sends the array: sections would only multiply messages.
+# Arrays up to this number of bytes are sent by one leader: sections would need more messages.
 _SMALL_BYTES = 64 << 10
 
 # Longer arrays (bytes) are cut into chunks: a chunk is reduced inside a host during the transfer of
@@ -74,7 +74,7 @@ class HostCalls:
         self._host_of = {r: h for h, host in enumerate(hosts) for r in host}
         self._home = self._host_of[rank]
         self._leaders, largest = min(map(len, hosts)), max(map(len, hosts))
-        # If True, all ranks are leaders, and the section of a leader is the data of that rank.
+        # If True, each rank is a leader, and its section is its own data.
         self._even = self._leaders == largest
         self._max_bytes = _MAX_BYTES // (len(hosts) - 1)
         self._max_rank_bytes = self._max_bytes // largest
@@ -157,7 +157,7 @@ class HostCalls:
         return array
 
     def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
-        """Run ``inside`` on each chunk, then ``between`` hosts, then share the chunk."""
+        """For each chunk: run ``inside`` on each host, ``between`` hosts, and share it."""
         flat, index = array.reshape(-1), self._inside.rank
         before: tuple[Sequence[Array], Work] = (), _DONE
         for chunk in cut_evenly(flat, max(1, array.nbytes // _CHUNK_BYTES)):
@@ -173,13 +173,13 @@ class HostCalls:
         self._share(*before)
 
     def _share(self, sections: Sequence[Array], work: Work = _DONE) -> None:
-        """Send section i from leader i to every rank of the host, after ``work`` has ended."""
+        """After ``work``, send ``sections[i]`` from leader i to every rank of this host."""
         work.wait()
         for leader, part in enumerate(sections):
             self._send_inside(part, leader)
 
     def _send_inside(self, array: Array, leader: int) -> None:
-        # A rank of this host may itself wait for other hosts, so its peers wait longer.
+        # A leader may itself wait for other hosts, so the ranks of its host wait longer.
         patience = between_hosts(self.far)
         self._inside.start(Call(BROADCAST, array, root=leader, seconds=patience)).wait()
 
@@ -204,7 +204,7 @@ class HostCalls:
         return array
 
     def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
-        """Gather the arrays of all ranks; ``rows`` has their row counts, host by host."""
+        """Gather the arrays of all ranks; ``rows`` has the row counts, sorted by host."""
         total = sum(rows)
         gathered = (call if self._in_order else replace(call, out=None)).room(total)
         lengths = [count * row_bytes(call.array) for count in rows]
@@ -215,7 +215,7 @@ class HostCalls:
         """Fill ``regions``, one for each host; ``data`` is the part of this rank."""
         home, index = regions[self._home], self._inside.rank
         work: Work = _DONE
-        if self._even:  # the section is this rank's data: start at once
+        if self._even:  # the section is this rank's data, so the exchange starts at once
             work = self._start_gather(data, blocking=False)
         self._inside.start(Call(ALL_GATHER, data, out=home.flat)).wait()
         if self._between is not None and not self._even:
@@ -258,7 +258,7 @@ class HostCalls:
     def _reduce_regions(
         self, call: Call, scale: float, regions: Sequence[Region]
     ) -> tuple[Array, list[int]]:
-        """Return this leader's sections, reduced inside the host, and the length of each."""
+        """Reduce inside the host; return this leader's sections, and the length of each."""
         index = self._inside.rank
         sizes = [[len(section) for section in region.sections] for region in regions]
         lengths = [0 if self._between is None else counts[index] for counts in sizes]

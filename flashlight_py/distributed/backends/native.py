@@ -66,7 +66,7 @@ from flashlight_py.errors import DistributedError, GroupClosedError
 
 _ARRAY = object()
 
-_LEAST_RUNNING = 8  # number of running operations that triggers a removal of ended operations
+_LEAST_RUNNING = 8  # number of running operations at which ended operations are removed
 SLOWER = "small calls take some microseconds longer"
 _SEEN = 1024  # Maximum number of dtype names that are remembered
 # Numbers of the calls that consist of several steps; 0: the call is not a step.
@@ -170,7 +170,7 @@ class NativeBackend(Backend):
         return self._bound(fast, journal)
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run one step of a call, natively if possible; see ``Backend``. It is not recorded."""
+        """Run ``verb`` as a step of a call, which is not recorded; see ``Backend``."""
         if (path := self._step) is None:
             fast = _native.optional("fast", SLOWER)
             path = self._step = EntryPoints() if fast is None else self._bound(fast, Ring())
@@ -201,7 +201,7 @@ class NativeBackend(Backend):
         return freed_by(self.ffi, group, self.lib.fl_free, self._kept)
 
     def _begin(self, native: ModuleType, group: Any, at_once: bool = False) -> None:
-        """Use ``group`` of the library for all calls from now on."""
+        """Start to use ``group``, a group of the library, for all calls."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
         self._do("on_interrupt", group, interrupt_callback(native))
@@ -223,7 +223,7 @@ class NativeBackend(Backend):
         return text
 
     def _pointer(self, array: Array | None) -> Any:
-        """Return the address of the first element, or NULL if ``array`` is None."""
+        """Return the address of the first element of ``array``, or NULL if it is None."""
         return self.ffi.NULL if array is None else self.ffi.from_buffer(array)
 
     def _address_of(self, pointer: Any) -> int:
@@ -234,8 +234,8 @@ class NativeBackend(Backend):
         return self._address_of(self._call_site(1))
 
     def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
-        """Return the result of a blocking native call that did not simply succeed."""
-        root, number, limit = call  # ``number``: of the call in the journal; ``limit``: seconds
+        """Return the result of a blocking native call that must still wait, or raise its error."""
+        root, number, limit = call  # number of the call in the journal; limit in seconds
         try:
             if verb == SENDRECV.code:
                 arrays = x, out, out
@@ -248,7 +248,7 @@ class NativeBackend(Backend):
         except BaseException as error:
             if self.journal is not None:
                 self.journal.record_failure(number, error)
-            if not isinstance(error, Exception):  # later steps must not run
+            if not isinstance(error, Exception):  # the program must not run the next steps
                 abort.report(error, [self])
             raise
 
@@ -267,7 +267,7 @@ class NativeBackend(Backend):
     def _wrapped(
         self, handle: int, verb: int, arrays: Sequence[Any], root: int, seconds: float
     ) -> NativeWork:
-        """Return a Work for the operation at address ``handle``, with ``arrays`` kept."""
+        """Return a Work for the operation at address ``handle``. It keeps ``arrays`` alive."""
         x, out, made, *_ = arrays
         result = made
         if made is None and (NATIVE[verb] in OBJECTS or verb == codes.SCATTER):
@@ -305,9 +305,10 @@ class NativeBackend(Backend):
     ) -> Work:
         """Start ``call`` in the library and return its Work.
 
-        The ranks compare dtype and shape of ``like`` (default: the array), and ``root`` (default:
-        the root or tag). ``data`` and ``room`` replace the addresses of array and ``output``.
-        ``keep`` outlives the operation. The Work returns ``result`` (default: the array).
+        The ranks compare dtype and shape of ``like`` (default: ``call.array``), and ``root``
+        (default: ``call.root``, or ``call.tag`` of a message). Pointers ``data`` and ``room``
+        replace ``call.array`` and ``output``. The Work keeps ``keep`` alive, and returns ``result``
+        (default: ``call.array``).
         """
         group, thread = self._open(call.name), self._callers.check(call.name)
         verb, array = call.verb, call.array
@@ -347,7 +348,7 @@ class NativeBackend(Backend):
             array = None  # the comparison reads no array
         kept, results = (array, output, room, keep), (result, array, output, root)
         work = NativeWork(self, call.name, handle, kept, seconds, *results)
-        if not (call.compared or call.refusal):  # else the caller keeps the Work
+        if not (call.compared or call.refusal):  # otherwise the caller keeps the Work
             self._track(work)
         return work
 
@@ -356,7 +357,7 @@ class NativeBackend(Backend):
         dropped, self._first[:] = list(self._first), []
         self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
 
-    # After Ctrl-C has ended a blocking wait, the library still writes into the arrays.
+    # If Ctrl-C ends a blocking wait, the library still writes into the arrays.
     def _track(self, work: NativeWork) -> None:
         """Keep ``work`` and its arrays until it has ended, even if the caller drops the Work."""
         self._running[work] = None
@@ -410,7 +411,7 @@ class NativeBackend(Backend):
         return np.tile(np.array(rows, np.int64), (self.size, 1))
 
     def _plain(self, call: Call) -> Work:
-        """Start a verb that works in place, or whose result size this rank can compute."""
+        """Start a verb that works in place, or whose result has a shape that this rank knows."""
         if call.verb.writes != "result":
             return self._launch(call, result=SCATTERED if call.finds_shape else _ARRAY)
         out = self._result(call, call.verb.shape(call.array.shape, self.size, None))
@@ -423,7 +424,7 @@ class NativeBackend(Backend):
     def _gather(self, call: Call) -> Work:
         """Start a gather. The library writes into ``out`` if the received bytes fit exactly."""
         room, out = self.ffi.NULL, call.out
-        if out is not None and out.nbytes:  # else the wait counts rows
+        if out is not None and out.nbytes:  # otherwise ``wait`` checks the number of rows
             room = self.ffi.new("fl_room *", (self._pointer(out), out.nbytes))
         receives = call.verb.fills(self.rank, call.root)
         return self._launch(call, output=out, room=room, result=GATHERED if receives else None)
@@ -459,7 +460,7 @@ class NativeBackend(Backend):
         return Then(work, lambda _: check_out_rows(call.name, out, count, self.rank, self.size))
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
-        """Return ``data`` and ``keep`` for ``_launch``; ``table`` has row counts."""
+        """Return ``data`` and ``keep`` for ``_launch``. Rows of ``table``: numbers of sent rows."""
         bytes_of_all = np.ascontiguousarray(table * row_bytes(array))
         table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))

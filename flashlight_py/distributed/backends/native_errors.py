@@ -58,7 +58,7 @@ def failure(
 ) -> DistributedError:
     """Return the exception for an operation that ended with ``status``.
 
-    ``seconds`` is the timeout of the operation. ``number`` counts the calls of users; 0: unknown.
+    ``seconds`` is the timeout of the operation. ``number`` is the user's number of the call, or 0.
     """
     ffi, lib = backend.ffi, backend.lib
     where = f"[{verb}] {backend.name}"
@@ -101,15 +101,15 @@ def failure(
 def _ended_normally(
     backend: NativeBackend, handle: Any, missing: Sequence[int], number: int
 ) -> str:
-    """Return that the first of ``missing`` left the group, and after how many calls, if known."""
+    """Return a text: the first ``missing`` rank left the group, after this number of calls."""
     words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
-        return words  # a message, or the group broke before this call
+        return words  # for a message, or if the group failed before this call
     own_count, peer_count = (calls[rank].sequence for rank in (backend.rank, missing[0]))
     if peer_count >= own_count:
         return words
     number = number or backend.count[0] or own_count
-    made = min(number - 1, peer_count + number - own_count)  # the rank may lack one step of a call
+    made = min(number - 1, peer_count + number - own_count)  # the rank may lack only a step of it
     return f"{words} after {made} calls of it, {number - made} fewer than this rank"
 
 
@@ -185,9 +185,9 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
     """Return the call that this rank waits in, and the last call of each missing rank."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
-        return ""  # the message of a timeout names its tag already
+        return ""  # the timeout's message already names the tag
     own_call = signatures[backend.rank]
-    extra = own_call.sequence - number if number else 0  # steps, which users do not count
+    extra = own_call.sequence - number if number else 0  # steps of calls, not counted as calls
     sentences = [f"Call {own_call.sequence - extra} of this group is {signature_text(own_call)}"]
     for rank in missing[:MOST_RANKS]:
         who = f"rank {backend.numbers[rank]}"
@@ -205,7 +205,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
 
 
 def calls_in_other_groups(backend: NativeBackend, missing: Sequence[int]) -> str:
-    """Return the calls of ``missing`` ranks in other groups of this process."""
+    """Return which calls the ``missing`` ranks have made in other groups of this process."""
     calls = [(backend.numbers[rank], _call_in_other_group(backend, rank)) for rank in missing]
     called = [f"rank {number} called {call}" for number, call in calls if call]
     silent = [number for number, call in calls if not call]
@@ -220,7 +220,7 @@ def _call_in_other_group(backend: NativeBackend, rank: int) -> str:
         if other is backend or call_ahead is None or rank >= len(backend.processes):
             continue
         if other.composite is not None and other.composite is backend.composite:
-            continue  # same group: a call uses several backends
+            continue  # a backend of the same group
         same = [r for r, who in enumerate(other.processes) if who == backend.processes[rank]]
         if same and (call := call_ahead(same[0])):
             return f"{call} as rank {same[0]} of a group of {other.size}"
@@ -239,7 +239,7 @@ def signature_text(signature: Any, name: str = "") -> str:
     if name and verb is BARRIER:
         return name
     rows = ""
-    if signature.verb == verb.uneven:  # for a reduction: a digest of the row counts
+    if signature.verb == verb.uneven:  # ``root`` of a reduction is a digest of the row counts
         rows = f"#{root:x}" if verb.reduces else "..."
     has_array = verb is not BARRIER and signature.ndim != codes.ANY
     about = _array(signature, name) if has_array else ""
@@ -249,11 +249,11 @@ def signature_text(signature: Any, name: str = "") -> str:
 def _array(signature: Any, name: str) -> str:
     ndim, code = signature.ndim, signature.dtype & ~(codes.COMPARED | codes.ON_GPU)
     last = signature.shape[ndim - 1] if 0 < ndim <= codes.DIMENSIONS else 0
-    if code == MOVED or name or last >= MIN_DTYPE_DIGEST:  # the number follows the dimensions
+    if code == MOVED or name or last >= MIN_DTYPE_DIGEST:  # the last extent is the dtype's number
         name, ndim = name or dtype_names.get(last, f"dtype #{last:x}"), ndim - 1
     extents = [str(signature.shape[d]) for d in range(min(ndim, codes.DIMENSIONS))]
     if signature.ndim > codes.DIMENSIONS:
-        # Last entry: a hash of the remaining extents, which shows whether they differ.
+        # The last entry is a hash of the extents that have no entry.
         folded = signature.shape[codes.DIMENSIONS - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {ndim} dimensions"
     device = "cupy " if signature.dtype & codes.ON_GPU else ""

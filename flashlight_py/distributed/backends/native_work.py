@@ -45,9 +45,9 @@ _WITH_SHAPES = {
 
 
 def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
-    """Return ``pointer``. When it is collected, ``free`` is called and then ``kept`` is released.
+    """Return ``pointer``. If the pointer is collected, ``free`` is called, then ``kept`` released.
 
-    ``free`` and its caller are C functions. In Python code that runs during a collection, the
+    ``free`` and its caller are C functions: in Python code that runs during a collection, an
     exception of a signal handler (Ctrl-C) would be lost.
     """
     destructor: Any = functools.partial(free)
@@ -57,7 +57,7 @@ def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object
 
 def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     """Return ``pointer``, which keeps ``kept`` alive."""
-    return freed_by(ffi, pointer, id, kept)  # id: a function without effect
+    return freed_by(ffi, pointer, id, kept)  # ``id`` is a function without effect
 
 
 @functools.cache
@@ -105,7 +105,7 @@ class NativeWork(Work):
         end = time.monotonic() + seconds
         while (status := self._status(min(_SLICE_SECONDS, max(0.0, left)))) == pending:
             left = end - time.monotonic()
-            if not left > 0:  # true for NaN as well
+            if not left > 0:  # also raise if ``left`` is NaN
                 raise wait_timeout_error(f"[{self._name}] {self._backend.name}", seconds)
         self._backend.forget(self)
         if status != self._lib.FL_OK:
@@ -149,7 +149,7 @@ class NativeWork(Work):
         error = failure(self._backend, self._handle, status, self._name, self._seconds, self.number)
         if self.id and self._backend.journal is not None:
             self._backend.journal.record_failure(self.id, error)
-            self.id = 0  # recorded once, even if several threads wait
+            self.id = 0  # record the call once, even if several threads wait
         return error
 
     def _compared(self) -> Any:
@@ -158,7 +158,7 @@ class NativeWork(Work):
         if signatures == self._backend.ffi.NULL:
             return None
         verb = signatures[self._backend.rank].verb
-        if verb in (codes.SEND, codes.RECV):  # the sender counts
+        if verb in (codes.SEND, codes.RECV):  # the sender numbers messages
             return max(signatures[rank].sequence for rank in range(size))
         if verb not in _WITH_SHAPES:
             return None
@@ -184,7 +184,7 @@ class NativeWork(Work):
             return result
         signatures = self._signatures()
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if result is not None and row_count(result) == rows:  # rows of zero bytes
+        if result is not None and row_count(result) == rows:  # the rows have zero bytes
             return result
         if self._out is not None:
             check_out_rows(self._name, self._out, rows, backend.rank, backend.size)
@@ -205,6 +205,6 @@ class NativeWork(Work):
         return array
 
     def _fetched(self) -> tuple[Any, int]:
-        """Return address and length of the received bytes. NULL: they are in the caller's array."""
+        """Return address and length of the received bytes. NULL: the library filled the array."""
         count = self._backend.ffi.new("size_t *")
         return self._lib.fl_op_output(self._handle, count), count[0]

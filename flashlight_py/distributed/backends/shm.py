@@ -52,7 +52,7 @@ class ShmBackend(NativeBackend):
     kind = DistributedBackend.SHM
     path = "shared memory"
     asks_for_sites = True
-    packed_bytes = 8 << 10, 0  # Starting another call costs as much as copying 8 KiB
+    packed_bytes = 8 << 10, 0  # Another call costs as much as copying 8 KiB
     steps = ("fl_begin", "fl_ready", "fl_finish", "fl_post", "fl_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
@@ -89,7 +89,7 @@ class ShmBackend(NativeBackend):
     def look_back(self, name: str, seconds: float) -> bool:
         """Compare calls that this rank made before other ranks joined; see ``ComparesAhead``."""
         if (group := self.group) is None:
-            return True  # the next wait raises
+            return True  # the next wait raises the error
         is_behind = self.ffi.new("int *")
         handle = self.lib.fl_look_back(group, seconds, is_behind)
         if handle != self.ffi.NULL:

@@ -25,7 +25,7 @@ class SingleBackend(Backend):
     size = 1
 
     def start(self, call: Call) -> Work:
-        """Scale in place, or return a scaled copy; raises ValueError for a message."""
+        """Scale in place, or return a scaled copy. For a message, raise ValueError."""
         verb, array = call.verb, call.array
         if call.refusal:
             return Done()

@@ -50,7 +50,7 @@ UFUNCS = {
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
     **{"land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor},
 }
-# Names of this package, names of MPI and torch, and the equivalent NumPy functions.
+# Names of operations in this package, MPI and torch, and the equivalent NumPy functions.
 _OPS: dict[object, ReduceOp] = {
     alias: op
     for op, name in zip(ReduceOp, _OP_NAMES, strict=True)
@@ -157,7 +157,7 @@ def _advice(verb: str, value: Any) -> str:
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
-    """Return the native code of a ``dtype``. Raise TypeError if it cannot be computed with."""
+    """Return the native code of ``dtype``. Raise TypeError if no reduction supports ``dtype``."""
     code = native_code(dtype)
     if code == MOVED or dtype == BFLOAT16_BYTES:
         advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
@@ -169,7 +169,7 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
 
 @functools.lru_cache(maxsize=_SEEN)  # NumPy needs 2 us for dtype.name
 def native_code(dtype: np.dtype[Any]) -> int:
-    """Return the native code of ``dtype``; ``MOVED`` if it can only be moved."""
+    """Return the native code of ``dtype``; ``MOVED`` if verbs can move but not reduce it."""
     return _CODES["bfloat16"] if dtype == BFLOAT16_BYTES else _CODES.get(dtype.name, MOVED)
 
 
@@ -241,7 +241,7 @@ def _dtype_from_parts(parts: Any) -> np.dtype[Any]:
 
 
 ENCODED_PART = np.dtype("V1")
-"""The dtype of arrays for ``decode_part``, whose real dtype is still unknown."""
+"""Dtype that marks an array as bytes for ``decode_part``, which reads the real dtype from them."""
 
 
 def encode_part(part: Array) -> Array:
@@ -388,7 +388,7 @@ def pack_terms(array: Array, op: ReduceOp) -> Terms:
 
 
 def _plus(number: int, array: Array) -> Array:
-    """Add with wrap-around and without warnings, also for an array without dimensions."""
+    """Add ``number`` to ``array`` of any shape, with wrap-around and without warnings."""
     total: Array = np.add(array, number, out=np.empty_like(array))
     return total
 

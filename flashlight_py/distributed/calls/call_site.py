@@ -43,7 +43,7 @@ def hide_folder(folder: str) -> None:
 def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
     """Return the innermost frame outside this package, and the package code that it called.
 
-    ``depth``: number of innermost frames that are skipped unchecked, as they belong to the package.
+    The innermost ``depth`` frames are skipped without a check: they belong to the package.
     """
     frame = sys._getframe(depth)
     code = ours = frame.f_code
@@ -60,7 +60,7 @@ _pinned: ContextVar[Site | None] = ContextVar("site", default=None)
 
 
 def caller(depth: int = 1) -> Site:
-    """Return the innermost line outside this package. ``depth`` callers belong to the package."""
+    """Return the innermost line outside this package. Skip ``depth`` frames of the package."""
     if (pinned := _pinned.get()) is not None:
         return pinned
     frame, _ = frame_of_caller(depth + 1)
@@ -75,7 +75,7 @@ def site_of(site: Site) -> str:
 
 
 def instruction_of_caller(depth: int) -> Instruction:
-    """Return the calling line outside this package. ``depth`` callers belong to the package."""
+    """Return the calling line outside this package. Skip ``depth`` frames of the package."""
     frame, ours = frame_of_caller(depth + 1)
     return frame.f_code, frame.f_lasti, ours.co_name
 

@@ -154,7 +154,7 @@ class OverlapCheck:
     def add(self, array: Array, writes: bool = True, beside: int = -1) -> None:
         """Add an array and compare it with arrays at neighbouring addresses.
 
-        It may share memory with the argument of index ``beside``.
+        ``writes``: the call fills the array. The argument of index ``beside`` may share its memory.
         """
         index, self._count = self._count, self._count + 1
         start, end = _bounds(array)
@@ -200,8 +200,8 @@ def _overlap(one: Array, other: Array) -> bool:
     if xp is not array_module(other):
         return False
     if is_cupy(one):
-        # CuPy has no work limit and compares start addresses of elements on the device. That is
-        # wrong for elements of different widths, but the ends of these arrays overlap already.
+        # CuPy has no work limit, and compares only the start addresses of elements. So arrays of
+        # different dtypes, whose address ranges overlap here, count as overlapping.
         return one.dtype != other.dtype or bool(xp.shares_memory(one, other))
     try:
         return bool(xp.shares_memory(one, other, _MOST_WORK))

@@ -47,7 +47,7 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 
 
 def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, float]:
-    """Return two factors: for the result of each host, and for the result over all hosts.
+    """Return the factors for the result of each host, and for the result over all hosts.
 
     A 16-bit mean is scaled before it is sent to other hosts, so that the sum cannot overflow.
     """

@@ -33,12 +33,12 @@ class FastPath(Protocol):
         async_op: bool,
         seconds: float = ...,
     ) -> Any:
-        """Run the verb ``code``, also a message to or from ``root``. Return the result or a Work.
+        """Run the verb with number ``code``, and return the result or a Work.
 
-        For an all_reduce, ``root`` is a digest of the shapes of the arrays that are packed in
-        ``x``, or 0; the ranks compare it. If ``x`` is a list of arrays, ``out`` states whether
-        small arrays are packed (``native_several`` in csrc/fast). ``seconds`` is the timeout of a
-        blocking collective. Default: the timeout of the group.
+        For a message, ``root`` is the other rank. For an all_reduce, ``root`` is a digest of the
+        shapes of the arrays packed in ``x``, or 0; the ranks compare it. If ``x`` is a list of
+        arrays, ``out`` states whether small arrays are packed (``native_several`` in csrc/fast).
+        ``seconds`` is the timeout of a blocking collective. Default: the timeout of the group.
         """
 
     def sendrecv(self, *args: Any) -> Any:
@@ -48,10 +48,10 @@ class FastPath(Protocol):
         """
 
     def objects(self, code: int, value: object, root: int) -> Any:
-        """Run the object verb ``code`` and return the list of received objects.
+        """Run the object verb with number ``code`` and return the list of received objects.
 
-        Return None if only other ranks receive. The result may instead be the array of all frames
-        (exchange.py), the number of the call, and the frame of this rank. Python then unpickles.
+        Return None if only other ranks receive. If Python must unpickle, return a tuple: the array
+        of all frames (exchange.py), the number of the call, and the frame of this rank.
         """
 
     barrier: Callable[..., Any]

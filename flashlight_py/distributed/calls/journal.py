@@ -78,7 +78,7 @@ class Record:
 
     ended = 0
     error = ""
-    id = 0  # number of the entry in the ring
+    id = 0  # number of the call in the ring
     is_async = False
     size: int | None = None  # bytes, set later if unknown at the start
     waits: tuple[tuple[int, int], ...] = ()
@@ -142,8 +142,8 @@ def name_of_group(ranks: Sequence[int]) -> str:
 class Ring:
     """The ring buffer that native code and Python write in one order.
 
-    ``notes`` has for each entry in ``memory`` a line of user code, or the record of a Python call.
-    ``header[CALLERS]`` are the threads inside native calls, or 0. The thread that ends an
+    For each entry in ``memory``, ``notes`` has a line of user code, or the record of a Python call.
+    ``header[CALLERS]`` lists threads inside native calls (0: none). The thread that ends an
     asynchronous operation writes its end time.
     """
 
@@ -175,7 +175,7 @@ class Journal(Ring):
             _latest.append(self)
 
     def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
-        """Record ``calls`` as one call named ``name``. ``start`` starts it; if it blocks, wait."""
+        """Record ``calls`` as one call ``name`` and call ``start``. Wait if they are blocking."""
         call, verb = calls[0], calls[0].verb
         number = 0 if verb.is_message else self._count()
         kinds = {_dtype_and_shape(one_call) for one_call in calls}
@@ -219,7 +219,7 @@ class Journal(Ring):
         return self._begin((self.name, self._count(), verb, array.dtype, array.shape, op), 4)
 
     def record_rejection(self, verb: str, error: Exception, peer: int | None = None) -> None:
-        """Count and record a call that ``error`` of this or another rank ended before it began."""
+        """Count and record a call that did not begin because of ``error`` on any rank."""
         number = self._count() if peer is None else 0
         fields = (self.name, number, verb, None, None, None, None, peer)
         _fail(self._begin(fields, 4), error)
@@ -229,7 +229,7 @@ class Journal(Ring):
         return self.name in getattr(error, _NOTED, ())
 
     def record_failure(self, call: int, error: BaseException) -> None:
-        """Note that ``error`` ended the native call with this id."""
+        """Record that ``error`` ended the native call with the id ``call``."""
         slot = (call - 1) % codes.RECORDED_CALLS
         row = self._calls[slot : slot + 1]
         if row["id"][0] == call:
@@ -405,7 +405,7 @@ def _forget_in_child() -> None:
     """Drop the calls of the parent after a fork."""
     global _forks, _leaving, _listeners, listener
     _forks, _leaving = _forks + 1, threading.RLock()  # another thread may have held the old lock
-    _listeners, listener = _listeners - (listener is not None), None  # the parent takes its profile
+    _listeners, listener = _listeners - (listener is not None), None  # parent keeps its profile
     _latest.clear()
     for journal in _live_journals():  # a group of one process continues here
         journal.memory[:] = 0

@@ -46,7 +46,7 @@ def kind_of(value: object) -> ArrayKind:
 
 
 def as_numpy(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return a NumPy array of the memory of ``value`` if that is simple, else None."""
+    """Return the NumPy array of an array, Variable or CPU tensor, without a copy; else None."""
     if getattr(value, "has_history", None) is False:
         value = value.array
     if type(value) is np.ndarray:
@@ -62,7 +62,7 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def user_result(argument: Any, array: Array | None, in_place: bool) -> Any:
-    """Return the user's result: ``given`` if it was filled, else ``array`` in the same library."""
+    """Return ``argument`` if it was filled, else ``array`` as an array of the same library."""
     kind = OTHER if type(argument) is np.ndarray else kind_of(argument)
     if in_place and kind.is_filled:
         return argument

@@ -185,7 +185,7 @@ def _with_hints(
         raise ValueError(f"{present} is set and {missing} is not. Set both, or unset both")
     listed = tuple(environ.get(ADDRESSES, "").split(","))
     port_of_rank_0, _, other_port = environ.get(PORT, "").partition(":")
-    # Otherwise the addresses belong to an outer launch.
+    # Otherwise the listed addresses belong to the launch of an outer launcher.
     addresses = listed if address in listed and other_port in ("", str(port)) else ()
     if addresses and port_of_rank_0:
         port = _integer({PORT: port_of_rank_0}, PORT)
@@ -225,8 +225,8 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     local_size = _slurm_local_size(environ, launch.size)
     if launch.local_rank is not None and local_size is not None:
         _check_range("SLURM_LOCALID", launch.local_rank, "the tasks of this node", local_size)
-    # Task 0 runs on the first host of the step's list, such as "gpu[03-05,9],login1". The node that
-    # called srun is only the second choice: it may be a login node.
+    # Task 0 runs on the first host of the step's list, such as "gpu[03-05,9],login1". Without that
+    # list, use the node that called srun. It may be a login node.
     hosts = environ.get("SLURM_STEP_NODELIST", "")
     address = environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if first := re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts):
@@ -329,12 +329,12 @@ _SCHEDULERS = (
 
 
 def is_alone(environ: Mapping[str, str] = system.environ) -> bool:
-    """Return whether the user wants each process to be a world of its own."""
+    """Return whether the user has set ``ALONE``, so that each process is a separate world."""
     return environ.get(ALONE) == "1"
 
 
 def launch_description(environ: Mapping[str, str] = system.environ) -> str:
-    """Return how a launcher started this process as one of several; "" if alone."""
+    """Return how a launcher or scheduler started this process as one of several, or ""."""
     text = _rank_by_launcher(environ)
     return f"this process was started as {text}" if text else _scheduler_advice(environ)
 
@@ -350,7 +350,7 @@ def check_size_one(init_method: str, environ: Mapping[str, str] = system.environ
 
 
 def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
-    """Raise RendezvousError on one of several nodes of a scheduler that sets no ranks."""
+    """Raise RendezvousError if a scheduler started several nodes, and sets no ranks."""
     if advice := _scheduler_advice(environ):
         raise RendezvousError(
             "this process is one of several, but its rank and the number of ranks are not set: "
@@ -385,7 +385,7 @@ def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
 
 
 def _rank_by_launcher(environ: Mapping[str, str]) -> str:
-    """Return rank and size by the launcher, as text; "" if alone or unclear."""
+    """Return the launcher's rank and size as text; "" for one rank, if unclear or ``ALONE``."""
     with contextlib.suppress(ValueError):  # incomplete or invalid variables
         launch = None if is_alone(environ) else detect(environ)
         if launch is not None and launch.size > 1:

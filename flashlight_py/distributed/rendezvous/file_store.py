@@ -36,8 +36,8 @@ from flashlight_py.distributed.rendezvous.wire import NoServerError, Offer, Sile
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
-# Seconds to wait for an answer from an announced rank 0. The short value is for two ranks 0 that
-# start at the same time: both may wait for each other.
+# Seconds to wait for an answer from an announced rank 0. The short value is for one rank 0 that
+# contacts another: if both start at the same time, each waits for the other.
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
 LOOPBACK = "127.0.0.1"
@@ -149,7 +149,7 @@ class SharedDirectory:
             self._raise(f"create {name} in", error)
 
     def read(self, name: Name, again: bool = False) -> Announcement | None:
-        """Return the announcement in ``name``; None if it is missing or unreadable.
+        """Return the announcement in ``name``; None if the file is missing or unreadable.
 
         With ``again``, read the file even if it was read before.
         """
@@ -213,7 +213,7 @@ class FileStore(TreeStore):
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
         self.next_poll = 0.0
-        # Runs with older files; runs that may be alive; runs whose rank 0 was contacted.
+        # Runs whose files are older; runs that may be alive; runs whose rank 0 was contacted.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
         self._contacted: set[str] = set()
@@ -237,7 +237,7 @@ class FileStore(TreeStore):
         return list(self._listeners)
 
     def poll(self) -> system.Socket | None:
-        """Restore the announcement, contact rivals, and listen on more addresses if asked."""
+        """Restore a lost announcement, contact other ranks 0, and listen everywhere if asked."""
         names = self._directory.names()
         if self._announced is None:
             self._earlier = {name.run for name in names}
@@ -313,7 +313,7 @@ class FileStore(TreeStore):
             self._directory.remove(name)
 
     def _other_offers(self, names: set[Name]) -> Iterator[Offer]:
-        """Yield the last announcement of each other run whose rank 0 may be alive."""
+        """Yield the newest announcement of each other run whose rank 0 may be alive."""
         editions = sorted((int(name.rest), name) for name in names if name.kind == "run")
         for name in {name.run: name for _, name in editions if name.run != self.run}.values():
             announcement = self._directory.read(name)

@@ -48,15 +48,15 @@ from flashlight_py.distributed.rendezvous.wire import (
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import family_of
 
-# Seconds between attempts to find rank 0: first, factor, longest. At the longest, a waiting rank
-# sends ten requests a second to a file server.
+# Seconds between attempts to find rank 0: the first pause, its growth factor, the longest pause.
+# With the longest pause, a waiting rank sends a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
 _BUSY_SECONDS = 0.001  # seconds per rank for which rank 0 may be busy with other ranks
-# Seconds to wait for the parent that rank 0 assigned, plus one second per tree level; and seconds
-# for which a rank that lost its parent looks for a silent rank 0.
+# Seconds to wait for the parent that rank 0 assigned, plus one second per tree level. Seconds for
+# which a rank that lost its parent tries to reach a silent rank 0.
 _PARENT_SECONDS, _LOST_SECONDS = 5.0, 6.0
-SHORT_SECONDS = 2.0  # seconds for a short message, or for reading the reason of a failure
-_SPARE_CANDIDATES = 64  # allowed connections without proof, in addition to one per rank
+SHORT_SECONDS = 2.0  # seconds to send a short message, or to read why a rank failed
+_SPARE_CANDIDATES = 64  # open connections without proof that are allowed beyond one per rank
 # In a tree: maximum number of connections without proof, and seconds after which such a connection
 # may be dropped for a new one. The kernel queues further connections.
 _TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
@@ -74,11 +74,11 @@ class MeetingPoint(Store):
     kind: str  # "path" or "address", for messages
     run_option: str  # option that must differ between runs
     job_secret: Secret  # secret that clients of rank 0 must know
-    is_common = False  # another secret of a process of this user is an error
-    can_move = False  # during the rendezvous, another rank 0 may replace a dead one
-    patience = math.inf  # seconds that a client waits for the answer to an offer
+    is_common = False  # True: a process of this user with another secret makes the run fail
+    can_move = False  # True: during the rendezvous, a new rank 0 may replace a dead one
+    patience = math.inf  # seconds that a client waits for rank 0's answer at an offered address
     next_poll = math.inf  # time of the next call of ``poll`` (``time.monotonic``)
-    note = ""  # added to rank 0's reports of missing ranks
+    note = ""  # text that rank 0 adds to its log messages about missing ranks
     local_rank: int | None = None  # rank on this host; None: unknown
 
     @cached_property
@@ -132,12 +132,12 @@ class Gate(abc.ABC):
         self.selector = system.Selector()
         self._listeners: list[system.Socket] = []
         self._backlog = self._size + _SPARE_CANDIDATES
-        self._is_open = True  # listeners are in the selector
+        self._is_open = True  # whether the selector watches the listeners
         self._candidates: list[Connection] = []
         self._rejected_hosts: set[str] = set()  # hosts of processes with another secret
         self._round = 0
         self._verdict = ""  # why this run has failed, or ""
-        self._notified: set[int] = set()  # ranks that know the verdict
+        self._notified: set[int] = set()  # ranks that were sent the verdict
         self._up: Connection | None = None  # connection to the parent
         self._process = this_process()
         self._position = Position(point.rank, 0, 0, str(self._process))
@@ -145,7 +145,7 @@ class Gate(abc.ABC):
         self._loss = ""  # why that parent is lost, or ""
         self._problem = ""  # why the assigned parent was not reached, or ""
         self._deadline = math.inf
-        self._host, self._is_speaker = "", False  # address for other hosts; speaks for its host
+        self._host, self._is_speaker = "", False  # address for other hosts; whether it is a speaker
 
     @abc.abstractmethod
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
@@ -165,7 +165,7 @@ class Gate(abc.ABC):
         self.selector.register(listener, EVENT_READ, listener)
 
     def _serve(self, deadline: float) -> bool:
-        """Handle events until ``deadline``; return whether there were any."""
+        """Handle events until ``deadline``; return whether an event occurred."""
         seconds = max(0.0, deadline - system.monotonic())
         if self._point.is_tree:
             seconds = min(seconds, self._open_or_close())
@@ -181,7 +181,7 @@ class Gate(abc.ABC):
         return bool(ready)
 
     def _open_or_close(self) -> float:
-        """Select on listeners only while candidates fit; return the maximum seconds to wait."""
+        """Watch the listeners only if a candidate fits; return the maximum seconds to wait."""
         is_full = len(self._candidates) >= _TREE_CANDIDATES and self._round == 0
         oldest = self._candidates[0] if is_full else None
         left = oldest.since + _CANDIDATE_SECONDS - system.monotonic() if oldest else 0.0
@@ -258,11 +258,11 @@ class Gate(abc.ABC):
             self._reject_secret(candidate, greeting)
 
     def _reject_secret(self, candidate: Connection, greeting: Greeting) -> None:
-        """Reject a process without the secret. If the same user owns it, the run fails as well."""
-        if not self._point.is_common:  # a client of an earlier run here
+        """Reject a process with another secret. In round 0, a process of this user ends the run."""
+        if not self._point.is_common:  # the process may belong to an earlier run
             self._reject(candidate, Kind.SECRET, "")
             return
-        # before the client hangs up
+        # Find the user before the rejection: afterwards the client closes its socket.
         host, user = candidate.address[0], socket_user(candidate.address, candidate.local_address)
         self._reject(candidate, Kind.SECRET, "")
         reason = (
@@ -277,13 +277,13 @@ class Gate(abc.ABC):
             _log.warning("rendezvous at %s: %s. It was rejected", point, reason)
 
     def _reject(self, candidate: Connection, kind: Kind, text: str) -> None:
-        """Send the last message. The client reads it and then hangs up."""
+        """Send ``text`` as the final message to ``candidate``, which reads it and hangs up."""
         candidate.send(kind, text.encode(), system.monotonic() + SHORT_SECONDS)
         candidate.is_rejected = True
         candidate.shut()
 
     def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
-        """Notify all ranks of a contradictory greeting, and return the error to raise."""
+        """Reject ``culprit``, notify all ranks of ``reason``, and return the error to raise."""
         self._notified.add(rank)
         if not culprit.is_rejected:
             self._reject(culprit, Kind.FAILURE, reason)
@@ -297,7 +297,7 @@ class Gate(abc.ABC):
         If the speaker of this host does not appear in time, this rank becomes a speaker.
         """
         point, pause, problem = self._point, FIRST_PAUSE, ""
-        is_first = self._round == 0  # later, rank 0 is known
+        is_first = self._round == 0  # in later rounds the address of rank 0 is known
         waiting = Waiting(f"rendezvous at {point.name}")
         speaks_from = system.monotonic()
         has_speaker = point.is_tree and bool(point.local_rank)
@@ -326,7 +326,7 @@ class Gate(abc.ABC):
                                 self._problem = "the run has failed, and other ranks report why"
                                 self._deadline = now
                             self._deadline = min(self._deadline, speaks_from + _LOST_SECONDS)
-                # A rank 0 that is only late logs its own report when it starts.
+                # If rank 0 was only late, it logs missing ranks itself after its start.
                 waiting.log_missing([0] if problem else [], problem)
                 system.sleep(max(0.0, min(pause, self._deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
@@ -386,14 +386,14 @@ class Gate(abc.ABC):
             connection.wire.close()
 
     def _make_greeting(self, connection: Connection, is_asking: bool) -> Greeting:
-        """Return the greeting, with an address for other ranks if it is sent to rank 0."""
+        """Return the greeting. For rank 0, add the address at which this rank listens."""
         listens_at = ""
         if self._point.is_tree:
             listens_at = self._listen_at(connection.local_address) if is_asking else LEAF
         return Greeting(self._point.rank, self._size, self._process, listens_at, self._lost_parent)
 
     def _listen_at(self, local_address: tuple[str, int]) -> str:
-        """Listen at the local address that reached rank 0; return this address and the port."""
+        """Listen at the local address of the connection with rank 0; return address and port."""
         host = local_address[0]
         if self._host.startswith(f"{host} "):
             return self._host
@@ -407,7 +407,7 @@ class Gate(abc.ABC):
         return self._host
 
     def _become_speaker(self, secret: Secret) -> None:
-        """Listen for other ranks of this host, unless another rank already does."""
+        """Listen for other ranks of this host, unless another rank already listens for them."""
         self._secret = secret
         if self._is_speaker or not self._point.is_tree or self._point.local_rank is None:
             return
@@ -424,6 +424,6 @@ class Gate(abc.ABC):
         self._is_speaker = True
 
     def _local_socket_name(self, secret: Secret) -> str:
-        """Return the socket name for the ranks of this run on this host (unix(7), abstract)."""
+        """Return the name of the abstract socket (unix(7)) for the ranks of this run and host."""
         facts = b"inside", self._point.name.encode(), str(self._size).encode()
         return f"\0flashlight-{proof(secret.from_job or secret.of_user, *facts).hex()}"

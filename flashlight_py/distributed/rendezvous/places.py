@@ -14,16 +14,16 @@ from flashlight_py.interfaces import family_of, is_loopback
 
 FAN = 8  # children of a host: a larger value loads each host more, a smaller value adds levels
 
-# A rank that asks again within ``_SOON`` seconds has not reached its parent. The second request may
-# use one of ``_SPARE`` extra slots of rank 0. The fourth request always gets a slot of rank 0.
+# A rank that asks rank 0 again within ``_SOON`` seconds has not reached its parent. Its second
+# request may use one of ``_SPARE`` extra slots of rank 0. Its fourth request always gets a slot.
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
-# A rank, its parent, the length of its identity, and the length of its payload.
+# Header of an entry: rank, parent's rank, length of the identity, length of the payload.
 _ENTRY = struct.Struct("!4I")
 
 
 def entry(rank: int, parent: int, who: bytes, payload: bytes) -> bytes:
-    """Return the entry that a rank sends up. Parents concatenate entries without reading them."""
+    """Return the entry of ``rank`` for its parent. Parents concatenate entries unread."""
     return _ENTRY.pack(rank, parent, len(who), len(payload)) + who + payload
 
 
@@ -38,7 +38,7 @@ def _entries(body: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
 
 
 def identity(peer: Peer) -> bytes:
-    """Return bytes that identify the process ``peer``; the first line is for messages."""
+    """Return bytes that identify the process ``peer``. Messages show only their first line."""
     return f"{peer}\n{peer.machine}\n{peer.started}".encode(errors="replace")
 
 
@@ -54,17 +54,17 @@ class _Opening:
     room: int
 
     def accepts(self, address: str) -> bool:
-        """Return whether a rank that reached rank 0 from ``address`` can probably connect here."""
+        """Return whether a rank that rank 0 sees at ``address`` can probably connect here."""
         is_near = not is_loopback(self.host) or is_loopback(address)
         return self.room > 0 and is_near and family_of(self.host) == family_of(address)
 
 
 class TreeRecord:
-    """The ranks below rank 0, which is the process ``peer``. Hosts get slots as they arrive."""
+    """The ranks below rank 0, whose process is ``peer``. Hosts get slots in order of arrival."""
 
     def __init__(self, peer: Peer) -> None:
         self.payloads: dict[int, bytes] = {}  # payloads of this round, by rank
-        # Whether all ranks were asked for their payloads, and which ranks have answered since.
+        # Whether all ranks were asked for their payloads, and the ranks that have answered since.
         self.is_asked, self.answered = False, set[int]()
         self.departed: dict[int, str] = {}  # descriptions of ranks that joined and left
         self._identities: dict[int, bytes] = {}
@@ -82,7 +82,7 @@ class TreeRecord:
         self.payloads, self.is_asked = {0: payload}, False
 
     def end(self) -> None:
-        """End the round. The payloads are in the roster; only the set of ranks is kept."""
+        """End the round. Keep the ranks, but not their payloads: the roster contains them."""
         self.payloads = dict.fromkeys(self.payloads, b"")
 
     def ask(self) -> None:
@@ -116,7 +116,7 @@ class TreeRecord:
         Live ranks of the subtree send their payloads again, from their new position.
         """
         if not self.is_below(rank, parent):
-            return  # already moved
+            return  # the rank already has another parent
         self.departed[rank] = self.process(rank)
         self._openings.pop(rank, None)
         lost, more = set[int](), {rank}
@@ -132,9 +132,9 @@ class TreeRecord:
         return self._parents.get(rank) == parent
 
     def missing(self, size: int) -> list[int]:
-        """Return the ranks without a payload, or ancestors that did not pass their payload on.
+        """Return the ranks without a payload, or in their place their ancestors that are silent.
 
-        Live ranks answer when asked. An ancestor that has not answered is therefore named.
+        Live ranks answer if asked. An ancestor that has not answered is therefore the cause.
         """
         named, silent = set(), set(range(size)) - self.payloads.keys()
         silent_parents = set[int]()
@@ -164,7 +164,7 @@ class TreeRecord:
             self._returned[rank] = now, times
             room += (0, _SPARE, _SPARE, _ANY)[min(times, 4) - 1]
             if silent := self._openings.pop(greeting.lost_parent, None):
-                self._openings[silent.rank] = silent  # last choice for other ranks
+                self._openings[silent.rank] = silent  # listed last for other ranks
         if room <= 0:
             for other in self._openings.values():
                 is_usable = other.accepts(address) and other.rank != greeting.lost_parent

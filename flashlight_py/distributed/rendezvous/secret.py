@@ -24,7 +24,7 @@ from flashlight_py.interfaces import is_own
 
 VARIABLES = ("FLASHLIGHT_SECRET", "MASTER_SECRET")
 NONCE_BYTES = 32
-# End of a nonce. If an HTTP server listens there by mistake, it answers an empty line at once.
+# End of a nonce. If the listener is an HTTP server, it answers this empty line at once.
 _LINE_END = b"\r\n\r\n"
 FILE_NAME = "flashlight-secret"
 REMEDY = (
@@ -66,7 +66,7 @@ class Secret:
 
     @classmethod
     def find(cls, one_host: bool, environ: Mapping[str, str] = system.environ) -> Secret:
-        """Return the secret in ``environ`` (default: ``os.environ``), or that in the user's file.
+        """Return the secret in ``environ`` (default: ``os.environ``), or in the user's file.
 
         Raises RendezvousError if a variable is empty, or the file cannot be created or is public.
         """
@@ -83,8 +83,8 @@ class Secret:
                 f"cannot create a file for the secret of this user's jobs ({error}); {REMEDY}"
             ) from error
 
-    # Each end binds to the address of the other end to find out whether they share a host. The
-    # user's file is the secret exactly if both ends can read it, whatever rank 0's host is called.
+    # Each end binds to the other end's address to detect whether it is local. If it is, both ends
+    # run on one host and can read the user's file, whatever the name of rank 0's host.
     @property
     def common(self) -> bytes:
         """The secret of all ranks; b"" if they may be on several hosts without a secret."""

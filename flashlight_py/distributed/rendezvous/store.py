@@ -33,11 +33,11 @@ class Store(abc.ABC):
     processes: Sequence[str] = ()  # description of each rank's process, for errors; empty: unknown
     numbers: Sequence[int] = ()  # numbers of the ranks in a larger group, if this is a sub-store
     total: int = 0
-    hosts: Sequence[str] = ()  # identity of each rank's host; empty: unknown
-    spaces: Sequence[str] = ("",)  # equal if processes see each other in /proc; "": unknown
+    hosts: Sequence[str] = ()  # identity of each rank's host; empty if unknown
+    spaces: Sequence[str] = ("",)  # by rank; equal: processes see each other in /proc; "": unknown
     named = True  # shared memory needs a file name, as PID namespaces may differ
-    # By rank, for each rank that has a rendezvous connection to this rank: address and port of this
-    # end, and of the other end.
+    # For each rank with a rendezvous connection to this rank: the address and port of this end of
+    # the connection, and those of the other end.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
     secret: bytes = b""  # secret that all ranks knew before the first exchange, if any
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit
@@ -55,8 +55,7 @@ class Store(abc.ABC):
         """
 
     def close(self) -> None:  # noqa: B027 (optional, like ``abort``)
-        """Leave the store. Collective. After it has returned on every rank, no resources remain.
-
+        """Leave the store. Collective. If all ranks have left, the store uses no resources.
         The default does nothing: another object owns and closes the connections.
 
         Raises RendezvousError if a rank (named) did not leave within the timeout, or died.
@@ -82,7 +81,7 @@ class Roster(Sequence[bytes]):
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """The offset of each payload, and the end of the last one."""
+        """The end offset of each payload in ``body``, after the offset of the first payload."""
         (count,) = struct.unpack_from("!I", self.body)
         lengths = struct.unpack_from(f"!{count}I", self.body, 4)
         return array("Q", itertools.accumulate(lengths, initial=4 + 4 * count))
@@ -126,10 +125,10 @@ class Subgroup(NamedTuple):
     parent: Any
     ranks: Sequence[int]
     number: int
-    is_flat: bool  # no other backend: no ranks share memory
+    is_flat: bool  # whether all ranks use this backend only, because no ranks share memory
 
     def among(self, ranks: Sequence[int]) -> Subgroup:
-        """Return the subgroup of the ranks at these positions, with a new number."""
+        """Return the subgroup of ``ranks`` of this subgroup. It has another ``number``."""
         ranks = [self.ranks[rank] for rank in ranks]
         return Subgroup(self.parent, ranks, self.number + 1, self.is_flat)
 
@@ -167,7 +166,7 @@ class Peer(NamedTuple):
         return f"host {self.host}, pid {self.pid}"
 
     def is_gone(self) -> bool:
-        """Return whether the process is known to be dead; False if that is unknown."""
+        """Return True if the process is known to be dead, and False if it may be alive."""
         is_of_this_machine = bool(self.machine) and self.machine == _machine(system.gethostname())
         return is_of_this_machine and self.started != _start_time(self.pid)
 
@@ -206,7 +205,7 @@ def boot_id_and_namespace(namespace: str) -> str:
 def _start_time(pid: int) -> str:
     """Return the start time of ``pid`` in kernel ticks, or "" if it has ended (proc(5), stat)."""
     try:
-        # Read from the first thread: emulators report another start time for the process itself.
+        # Read the entry of the first thread: emulators show another start time for the process.
         stat = system.read_text(f"/proc/{pid}/task/{pid}/stat")
     except OSError:
         return ""

@@ -24,7 +24,7 @@ from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere, resolved
 
-# Rank 0 inherits a listening socket: no other program can take its port.
+# Variable for rank 0's inherited listening socket, whose port no other program can take.
 LISTENER = "FLASHLIGHT_LISTENER"
 """Environment variable: descriptor of an inherited socket that listens at MASTER_PORT."""
 
@@ -82,7 +82,7 @@ class TcpStore(TreeStore):
         return advice
 
     def listen(self, backlog: int) -> list[system.Socket]:
-        """Listen at the address, or at all addresses of this host for a name."""
+        """Listen at the address ``host``; if it is a name, at all addresses of this host."""
         listeners = create_listeners(self._host, self._port, backlog, self.one_host)
         if not self.one_host and all(is_local(listener.getsockname()[0]) for listener in listeners):
             self.note = f", the loopback of {system.gethostname()}, which other hosts cannot reach"
@@ -147,7 +147,7 @@ def _is_address(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Return whether ``host``, a name or an address, means the local host on every host."""
+    """Return whether ``host`` is "localhost" or a loopback address."""
     return host == "localhost" or (_is_address(host) and is_loopback(host.partition("%")[0]))
 
 

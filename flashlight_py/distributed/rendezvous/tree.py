@@ -46,8 +46,8 @@ from flashlight_py.interfaces import source_address
 
 # Seconds for rank 0 to report missing ranks, and additional seconds per tree level.
 _ANSWER_SECONDS, _LEVEL_SECONDS = 2.0, 0.25
-_QUERY_SECONDS = 1.0  # seconds in which ranks must send payloads that rank 0 asks for
-_STALL_SECONDS = 0.5  # seconds that a rank waits for a child that does not read the roster
+_QUERY_SECONDS = 1.0  # seconds that ranks have to send the payloads that rank 0 asks for
+_STALL_SECONDS = 0.5  # seconds to wait for a child that does not read the roster
 _log = logging.getLogger("flashlight_py")
 
 
@@ -67,10 +67,10 @@ class TreeNode(Gate):
         self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
         self._log: list[tuple[int, Kind, bytes]] = []  # entries of the first round, by child
         self._complete: set[int] = set()  # children whose subtree is complete in this round
-        self._sends_partial = True  # send payloads up before all arrive
-        self._is_late = False  # the deadline has passed, and the parent knows it
+        self._sends_partial = True  # send payloads up before all have arrived
+        self._is_late = False  # whether the deadline has passed and the parent was notified
         self._is_leaving, self._departed = False, set[int]()
-        # On rank 0: connection ends by rank, and ranks that joined without a secret.
+        # On rank 0: both ends of the connections, by rank; and ranks that joined without a secret.
         self._ends: dict[int, tuple[Any, Any]] = {}
         self._unproven: set[int] = set()
         if self._is_root and point.size > 1:
@@ -99,7 +99,7 @@ class TreeNode(Gate):
             if not self._roster:  # the roster is the last message of a round
                 self._send_up()
             if not self._roster:
-                if is_over and system.monotonic() >= self._deadline:  # unless it was moved
+                if is_over and system.monotonic() >= self._deadline:  # the deadline may have moved
                     self._handle_deadline()
                 if self._is_root:
                     self._poll(waiting)
@@ -143,7 +143,7 @@ class TreeNode(Gate):
             waiting.log_missing(self._record.missing(self._size))
 
     def _finish(self) -> None:
-        """Send the roster down. A rank that does not read for some time gets the roster later."""
+        """Send the roster to the children. A child that reads too slowly gets the rest later."""
         self._round += 1
         if self._round == 1 and self._is_root:
             self._point.next_poll, self._point.ends = math.inf, self._ends
@@ -210,7 +210,7 @@ class TreeNode(Gate):
                 self._log.append((rank, *self._pending[-1]))
 
     def _handle_lost(self, body: bytes) -> None:
-        """As rank 0, handle lost connections. Ignore ranks that have another parent by now."""
+        """As rank 0, handle a report of lost ranks. Ignore ranks with another parent by now."""
         for line in body.decode().splitlines():
             rank, parent, reason = line.split(" ", 2)
             if self._round == 0:
@@ -219,7 +219,7 @@ class TreeNode(Gate):
                 raise self._failure(reason)
 
     def _handle_late(self, is_up: bool, body: bytes) -> None:
-        """Handle a deadline that has passed, unless the roster was sent meanwhile."""
+        """Handle a message that the deadline has passed, unless the roster was sent meanwhile."""
         if body != str(self._round).encode():
             return
         if self._is_leaving:
@@ -244,7 +244,7 @@ class TreeNode(Gate):
         lost = Kind.LOST, f"{rank} {self._position.rank} {died}\n".encode()
         if is_up:
             self._up, self._lost_parent = None, rank or ANY_RANK
-            self._loss = died if rank else ""  # another rank 0 may replace it
+            self._loss = died if rank else ""  # if rank 0 is lost, another rank 0 may replace it
         else:
             del self.members[rank]
         if is_member and self._round > 0 and self._up is not None:
@@ -286,7 +286,7 @@ class TreeNode(Gate):
         self._is_late = True
 
     def _ask(self, done: set[int]) -> None:
-        """Ask children that are not ``done`` for their payloads, or for their missing ranks."""
+        """Ask children not in ``done`` for payloads, or at the end for ranks that did not leave."""
         for rank in self.members.keys() - done:
             self.members[rank].send(Kind.LATE, str(self._round).encode())
 
@@ -310,7 +310,7 @@ class TreeNode(Gate):
         """
         rank, size, peer, listens_at, _ = greeting
         if self._round == 0 and rank in self.members and self._processes[rank] == peer:
-            self._handle_end(self.members[rank], False, True)  # else detected later
+            self._handle_end(self.members[rank], False, True)  # otherwise its end is detected later
         reason, own_rank = "", self._point.rank
         own_text = f"rank {own_rank}: {self._processes[own_rank]}"
         if rank in self.members or rank == own_rank:
@@ -368,7 +368,7 @@ class TreeNode(Gate):
     # Leaving -------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Wait until all children have left, say goodbye, stop listening. Only rank 0 raises."""
+        """Wait until all children have left, notify the parent, and close. Only rank 0 raises."""
         self._is_leaving, self._point.next_poll = True, math.inf
         self._deadline = system.monotonic() + self._point.timeout
         has_asked = not self._point.is_tree
@@ -381,7 +381,7 @@ class TreeNode(Gate):
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not leave")
-                # A rank with a greater depth gives up earlier, and names its missing ranks.
+                # A deeper rank gives up earlier, and names the ranks that did not leave.
                 settle = _QUERY_SECONDS / (self._position.depth or 0.5)
                 has_asked, self._deadline = True, system.monotonic() + settle
                 self._ask(self._departed)
@@ -396,7 +396,7 @@ class TreeNode(Gate):
     def abort(self, reason: str) -> None:
         """Send the reason to all ranks that are connected or connecting, and stop listening."""
         until = system.monotonic() + SHORT_SECONDS
-        with suppress(RendezvousError):  # a second failure adds nothing
+        with suppress(RendezvousError):  # this rank aborts in any case
             if not self._is_root and self._up is None and self._round == 0:
                 self._deadline = until
                 self._join()  # the other ranks wait for this rank
@@ -408,9 +408,9 @@ class TreeNode(Gate):
         self._failure(reason, joining=True)
 
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
-        """Notify all neighbours, and return the error to raise.
+        """Notify all neighbours of ``reason``, and return the error to raise.
 
-        If ranks are ``joining``, ranks that connect within two seconds are notified as well.
+        With ``joining``, notify ranks that connect within the next two seconds as well.
         """
         error = self._point.error(reason)
         if self._verdict:

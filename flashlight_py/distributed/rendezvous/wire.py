@@ -28,18 +28,18 @@ _MAGIC = b"FLrv"
 _VERSION = 5
 _HEADER = struct.Struct("!4sHHQ")
 _MAPPED = "::ffff:"
-# Errors of a connection whose other end is silent but has not closed the connection.
+# Errors that mean: the other end is silent, but has not closed the connection.
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 _PROBES = 5
 _CHUNK_BYTES = 1 << 28  # maximum bytes of one read
 _SMALL_BYTES = 1 << 16  # a body up to this size is sent in one call with its header
 PROOF_BYTES = 32
-_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # bytes of a message, without and with proof
-_LOCAL_ENDS = ("127.0.0.1", 0)  # both ends of a connection inside a host, which has no addresses
+_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # maximum bytes of a message: no proof, proof
+_LOCAL_ENDS = ("127.0.0.1", 0)  # both ends of a local socket, which has no addresses
 LEAF = "leaf"  # in a greeting: no rank connects to its sender
-_LONGEST_CONNECT = 5.0  # Maximum seconds until silent hosts are contacted again.
+_LONGEST_CONNECT = 5.0  # Maximum seconds of one attempt to connect to all addresses
 _NEXT_SECONDS = 0.25  # Seconds until the next address is tried in parallel (RFC 8305)
-# Seconds for other addresses after one address rejects: rank 0 may not listen yet.
+# Seconds left for other addresses after one address rejects: rank 0 may not listen yet.
 _REFUSED_SECONDS = 1.0
 
 
@@ -50,8 +50,8 @@ class Kind(enum.IntEnum):
     WELCOME = 2  # server: its proof; the proof of the client was right
     PAYLOAD = 3  # up: all payloads of the sender's subtree in this round
     ROSTER = 4  # down: the payloads of all ranks
-    LATE = 5  # up: the deadline has passed; down: send your payloads. Body: the round
-    FAILURE = 6  # up or down, after WELCOME: why the run fails or rejects the client
+    LATE = 5  # up: the sender's deadline has passed; down: send your payloads. Body: the round
+    FAILURE = 6  # up or down: why the run fails; to a client after WELCOME: why it is rejected
     GOODBYE = 7  # up: all ranks of the sender's subtree leave
     CHALLENGE = 8  # server: its nonce
     PROOF = 9  # client: its proof and its greeting
@@ -164,12 +164,12 @@ class Connection:
         self.since = system.monotonic()
         self.handshake: Handshake | None = None
         self.rank: int | None = None  # rank of the other end; None before its proof
-        self.is_rejected = False  # its last message has been sent
+        self.is_rejected = False  # this end has sent the reason of a rejection as its final message
         self.inbox: deque[Packet] = deque()  # received messages
         self.has_ended = False  # no more messages arrive
-        self.is_unreachable = False  # has_ended, because the other host is silent
-        self._kind: Kind | None = None  # kind of the incoming message; None: in the header
-        self._chunks, self._missing = list[bytes](), _HEADER.size  # received chunks; missing bytes
+        self.is_unreachable = False  # ``has_ended`` is True because the other host is silent
+        self._kind: Kind | None = None  # kind of the incoming message; None: not read yet
+        self._chunks, self._missing = list[bytes](), _HEADER.size  # chunks read; bytes missing
         self._limit = _UNPROVEN_LIMIT
         self._unsent: deque[bytes | memoryview] = deque()  # parts of messages
 
@@ -191,7 +191,7 @@ class Connection:
                 self.wire.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, kind: Kind, body: bytes, deadline: float = 0.0) -> bool:
-        """Queue a message and flush; see ``flush``."""
+        """Queue a message and call ``flush``; return the result of ``flush``."""
         self._unsent += _packed(kind, body)
         return self.flush(deadline)
 
@@ -248,10 +248,10 @@ class Connection:
         return self.inbox.popleft() if self.inbox else None
 
     def shut(self) -> None:
-        """Send nothing more. The other side reads the sent messages, then hangs up.
+        """End the sending direction. The other side reads the sent messages, then hangs up.
 
-        If a socket is closed with unread input, the kernel sends a reset, and the peer would lose
-        messages that it has not read.
+        If this side closed its socket with unread input, the kernel would send a reset, and the
+        other side would lose messages that it has not read.
         """
         try:
             self.wire.shutdown(socket.SHUT_WR)
@@ -280,7 +280,7 @@ def _packed(kind: Kind, body: bytes) -> Sequence[bytes]:
 
 
 def unmapped(address: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an IPv4 address that is mapped to IPv6 as IPv4. Other addresses do not change."""
+    """Return an IPv6-mapped IPv4 address as IPv4, and any other address unchanged."""
     host = str(address[0])
     return (host.removeprefix(_MAPPED), address[1]) if host.startswith(_MAPPED) else address
 
@@ -340,8 +340,8 @@ class SecretError(WrongServerError):
     """The rank 0 that answers has another secret."""
 
 
-# If several addresses of a rank 0 fail, the error of the class that is last in this list is raised.
-# Errors of a rank 0 (silent, or another secret) say more than errors of any other program.
+# If all addresses of an offer fail, ``greet`` raises the error whose class is last in this list.
+# Errors of a rank 0 (silent, or another secret) say more than errors of other programs.
 _BY_PRIORITY = (WrongServerError, NoServerError, SilentError, SecretError)
 
 
@@ -408,9 +408,9 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
 
 
 def claim(offer: Offer, size: int, seconds: float) -> str:
-    """Greet the rank 0 of ``offer`` as another rank 0; return the reason of its rejection.
+    """Greet the rank 0 of ``offer`` as another rank 0; return why ``offer``'s rank 0 rejects it.
 
-    Return "" if it accepted and did not answer within ``seconds``. Raises like ``greet``.
+    Return "" if it accepts and does not answer within ``seconds``. Raises like ``greet``.
     """
     greeting, deadline = Greeting(0, size, this_process()), system.monotonic() + seconds
     connection = greet(offer, lambda _: greeting, deadline)
@@ -424,7 +424,7 @@ def claim(offer: Offer, size: int, seconds: float) -> str:
     return answer.body.decode(errors="replace") if answer and has_failed else ""
 
 
-# A name may resolve to 127.0.1.1 on its own host and to IPv6 elsewhere: all addresses are tried.
+# A name of a host may resolve to 127.0.1.1 on that host and to IPv6 elsewhere, so all are tried.
 class Attempts:
     """Connections to ``addresses``: pairs of a host (address or name) and a port.
 
@@ -448,7 +448,7 @@ class Attempts:
         The caller closes each socket. ``pending`` is the number of addresses without a result.
         """
         due = system.monotonic()
-        # All addresses are tried in half of the time, even if none answers.
+        # All addresses are tried within half of the time, even if no address answers.
         pause = min(_NEXT_SECONDS, (until - due) / (2 * max(1, len(self._targets))))
         with system.Selector() as selector:
             try:

@@ -536,7 +536,7 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     return true;
   });
   bool is_well = !mutants.empty();
-  std::printf("| file | function | operation | order in the code | change: case that detects it |\n|---|---|---|---|---|\n");
+  std::printf("| file | function | operation | memory order, or kind (wake, fence) | change to the operation: case that detects it |\n|---|---|---|---|---|\n");
   std::string row, file;
   for (size_t i = 0; i < mutants.size(); ++i) {
     const Mutant& one = mutants[i];

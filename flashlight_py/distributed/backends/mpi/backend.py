@@ -50,12 +50,12 @@ _CHECK_SECONDS = 0.05
 _COMPARISON_SECONDS = 0.5
 _CLOSED = "the group was closed"
 
-# MPI has no wait with a time limit, so a wait polls. After some polls it yields the processor, then
-# it sleeps a tenth of the time since the last event: sleeps add at most a tenth.
+# MPI has no wait with a time limit, so a wait polls: first without a pause, then it yields the
+# processor, then it sleeps. A sleep lasts a tenth of the time since the last event.
 _POLLS = 20
 _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
-# Seconds of a wait that only marks a comparison as awaited.
+# Seconds of a wait for a comparison whose only purpose is to mark the comparison as awaited.
 _NO_TIME = 1e-4
 # Seconds that the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
@@ -82,24 +82,24 @@ class Operation(Work):
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         """Store the result or error. Keep requests that MPI may still run."""
-        if self.ended:  # a signal handler has closed the group meanwhile
+        if self.ended:  # a signal handler has closed the group in the meantime
             return
         if inspect.getgeneratorstate(self.steps) != inspect.GEN_RUNNING:
-            self.steps.close()  # a running generator was interrupted by a signal
+            self.steps.close()  # a running generator cannot be closed (signal handler)
         self._end_time, group = time.monotonic(), self._group
         if error is None and self.room is not None:
             try:
                 check_out_rows(self.name, self.room, value.shape[0], group.rank, group.size)
-            except ValueError as failure:  # on this rank only
+            except ValueError as failure:  # an error of this rank only
                 error = failure
         self._value, self.error, self.is_settled, self.ended = value, error, error is None, True
 
     def cause(self) -> DistributedError | None:
-        """Wait for the comparison's end; return its error if another rank caused it, or None."""
+        """Wait until the comparison ends; return its error if another rank is the cause."""
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
-        except DistributedError as error:  # other errors: closed, or failed alone
+        except DistributedError as error:  # another error: closed, or failed alone
             if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
                 return error
         return None
@@ -162,7 +162,7 @@ class MpiBackend(Backend):
         self._verb_steps = VerbSteps(progress.mpi, comm, progress.until, gpu_aware)
         self._queue: deque[Operation] = deque()
         self._messages: list[Operation] = []
-        self._unreported: list[Operation] = []  # for ``synchronize``
+        self._unreported: list[Operation] = []  # operations that ``synchronize`` awaits
         self._moved_count = 0  # number of collectives that have moved arrays
         self._unusable = ""  # why no operation can be started, or ""
         progress.add(self)
@@ -184,7 +184,7 @@ class MpiBackend(Backend):
             if call.refusal:
                 if self._is_compared(call):
                     self.control.start(call)
-                else:  # without a comparison no rank would notice
+                else:  # no comparison would notify the other ranks
                     self.control.abort(self._lost(call.name, f"MismatchError: {call}"))
                 return Done()
             if call.verb.is_message:
@@ -195,7 +195,7 @@ class MpiBackend(Backend):
             self._callers.threads.discard(thread)
 
     def _begin(self, call: Call) -> Operation:
-        """Begin ``call``: once all ranks agree, MPI runs it."""
+        """Begin ``call``. MPI runs it after all ranks have agreed on it."""
         with self.progress.lock:  # all ranks begin operations in the order of the comparisons
             if self._unusable:
                 raise GroupClosedError(f"[{call.name}] {self.rank_text}: {self._unusable}")
@@ -222,7 +222,7 @@ class MpiBackend(Backend):
         return operation
 
     def _is_compared(self, call: Call) -> bool:
-        """Return whether ranks compare ``call``: if checks are on, or MPI needs the result."""
+        """Return whether ranks compare ``call``: with checks, or if MPI needs its result."""
         needs_outcome = call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
         return self._compares_all or needs_outcome
 
@@ -291,7 +291,7 @@ class MpiBackend(Backend):
             self._break(operation, CollectiveTimeoutError(text))
 
     def interrupt(self, operation: Operation, error: BaseException) -> None:
-        """End the group after an exception such as Ctrl-C ended a wait; other waits raise too."""
+        """End the group after an exception such as Ctrl-C in a wait. Other waits raise as well."""
         with self.progress.lock:
             if not operation.ended:
                 reason = f"{type(error).__name__} in {operation.name}"
@@ -355,7 +355,7 @@ class MpiBackend(Backend):
             if self._unusable == _CLOSED:
                 return
             healthy = not self._unusable and not self.pending()
-            if not healthy:  # peers that wait must fail
+            if not healthy:  # waiting peers must raise
                 self.control.abort(self._lost("close", "it has left the group"))
             self.control.close()
             self.leaving.leave(self._moved_count if healthy else UNFINISHED)
@@ -364,7 +364,7 @@ class MpiBackend(Backend):
 
 
 class Progress:
-    """Progress of all groups of this process; if ``threaded``, any thread may call ``mpi``."""
+    """Progress of all groups of this process. With ``threaded``, any thread may call MPI."""
 
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()  # held while a thread steps the groups
@@ -412,7 +412,7 @@ class Progress:
                 group.advance()
 
     def linger(self, end: float) -> None:
-        """Give the other ranks time to print their errors too, until the time ``end``."""
+        """Until the time ``end``, let other ranks print their errors too."""
         groups = tuple(self._groups)
         for group in groups:
             group.leaving.leave(UNFINISHED)
@@ -427,7 +427,7 @@ class Progress:
         calls, requests, done = tuple(begins), list[Any](), False
         self._moving += 1
         try:
-            # In C only: an exception of a signal handler cannot lose a running request.
+            # This line runs in C only: a signal handler cannot make it lose a request.
             requests.extend(map(partial.__call__, calls))
             while not (done := self.mpi.Request.Testall(requests)):
                 yield
@@ -438,10 +438,10 @@ class Progress:
 
     def wait(self, operation: Operation, end: float | None) -> bool:
         """Step until ``operation`` has ended, or until the time ``end`` (``time.monotonic``)."""
-        alone = self._pending() == 1  # then it sleeps until the calls have been compared
+        alone = self._pending() == 1  # the only operation sleeps until the calls are compared
         left = None if end is None else max(0.0, end - time.monotonic())
         if operation.comparison is not None and not operation.ended:
-            with contextlib.suppress(DistributedError):  # the next step raises it
+            with contextlib.suppress(DistributedError):  # the next step raises the error
                 operation.comparison.wait(left if alone else _NO_TIME)  # marks it as awaited
         with self._turn:
             self._waiting += 1
@@ -501,9 +501,9 @@ class Progress:
         return sum(group.pending() for group in tuple(self._groups))
 
     def _close_all(self) -> None:
-        """At exit: leave every group, so that no other rank waits for this rank."""
+        """At exit, leave every group, so that the other ranks do not wait for this rank."""
         if self._pid != os.getpid():
-            return  # a forked child is no rank of its parent's groups
+            return  # a forked child is not a rank of the groups
         for group in tuple(self._groups):
             group.close()
 

@@ -45,7 +45,7 @@ def connect_mpi(
     _check_cards(cards)
     control = join_cpus()
     try:
-        # Every member has just reported, so all members are running.
+        # All members are running, because each of them has just sent a card.
         members = mpi.COMM_WORLD.Get_group().Incl([other.world_rank for other in cards])
         comm = mpi.COMM_WORLD.Create_group(members)
         members.Free()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-# Replaces the count if an operation is running or was abandoned.
+# Sent as the count of collectives if an operation is running or was abandoned.
 UNFINISHED = -1
 # Maximum seconds that a failed rank waits for readers of its output, and for other ranks.
 _LINGER_SECONDS = 1.0
@@ -27,10 +27,10 @@ _LOOK_SECONDS = 1e-3
 
 
 class Leaving:
-    """The last messages of the ranks of ``comm``: how many collectives have moved arrays.
+    """The last messages of the ranks of ``comm``: the number of collectives that moved arrays.
 
     The messages use a second communicator. Both communicators are freed only after all ranks have
-    left: MPI cannot cancel an abandoned operation, and would assign it to a new group.
+    left: MPI cannot cancel an abandoned operation, and would run it in a new group.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -42,7 +42,7 @@ class Leaving:
         """Notify the other ranks, once, that this rank starts no more operations."""
         if self._request is None and not self._mpi.Is_finalized():
             self._moved[:] = moved
-            with contextlib.suppress(self._mpi.Exception):  # may fail like the group itself
+            with contextlib.suppress(self._mpi.Exception):  # fails if the group failed
                 self._request = self._comms[1].Iallgather(self._moved, self._counts)
 
     def have_all_left(self) -> bool:
@@ -52,7 +52,7 @@ class Leaving:
         return False
 
     def free(self) -> bool:
-        """Free the communicators if all ranks completed the same calls; return whether they did."""
+        """Free the communicators and return True if all ranks completed equally many calls."""
         is_over = UNFINISHED < min(self._counts) == max(self._counts)
         for comm in self._comms if is_over else ():
             with contextlib.suppress(self._mpi.Exception):
@@ -61,7 +61,7 @@ class Leaving:
 
 
 def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
-    """Abort the job after ``linger(end)`` gave other ranks time until ``end``."""
+    """Abort the job. Before, call ``linger(end)``, which lets other ranks print until ``end``."""
     if mpi.Is_finalized():
         return
     end = time.monotonic() + _LINGER_SECONDS
@@ -72,12 +72,12 @@ def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
         for descriptor in (1, 2):
             _await_reader(descriptor, end)
         linger(end)
-    finally:  # also after Ctrl-C or a broken pipe; Abort runs no exit handlers
+    finally:  # Ctrl-C and a broken pipe abort the job too. Abort runs no exit handlers
         mpi.COMM_WORLD.Abort(1)
 
 
 def _await_reader(descriptor: int, end: float) -> None:
-    """Wait until the reader of a pipe has read all output. There is no event for this."""
+    """Poll until the reader of a pipe has read all output, because no event reports this."""
     with contextlib.suppress(OSError):
         while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < end:
             if not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):

@@ -32,7 +32,7 @@ from flashlight_py.distributed.constants import ReduceOp
 LARGEST_BYTES = 2**31 - 1
 # The tag of the messages of a collective, and the largest tag that MPI guarantees.
 _COLLECTIVE_TAG, _LARGEST_TAG = 0, 32767
-# For a verb that the library lacks: bytes of all ranks together that are combined at a time.
+# For verbs that the library lacks: total bytes of all ranks that are gathered at a time.
 _CHUNK_BYTES = 4 << 20
 
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
@@ -54,9 +54,9 @@ def settle(array: Array | None) -> None:
 
 
 def on_device(array: Any, steps: Steps) -> Steps:
-    """Return ``steps``, each with the GPU of ``array``, if any, as the current device.
+    """Return ``steps``. During each step, the GPU of ``array`` (if any) is the current device.
 
-    Any thread may run a step, and MPI and CuPy both use the thread's current device.
+    Any thread may run a step, and both MPI and CuPy use the current device of the thread.
     """
     if not is_cupy(array):
         return (yield from steps)
@@ -237,7 +237,7 @@ class VerbSteps:
     def broadcast(self, data: Array, root: int) -> Steps:
         """Overwrite ``data`` with the data of ``root``."""
         if self._needs_pairs(data, 0):
-            # Scatter, then all_gather (van de Geijn): each link carries the array twice.
+            # Scatter, then all_gather (van de Geijn): each link carries ``data`` twice.
             counts = self.shares(data.size)
             parts = _by_rank(data, counts)
             part = parts[self._rank]
@@ -335,7 +335,7 @@ class MpiForm(NamedTuple):
 
 
 def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
-    """Write ``scale`` times the numbers of ``carrier`` to ``out``; both may share memory."""
+    """Write ``scale`` times the numbers of ``carrier`` to ``out``, which may share their memory."""
     values = form.decode(carrier)
     with np.errstate(all="ignore"):  # overflow is no error
         scale_in_place(values, scale)
