@@ -40,11 +40,11 @@ class GradSink:
     dtype: np.dtype[np.generic]
 
     def add(self, leaf: Any, contribution: Array, is_new: bool) -> None:
-        """Add a contribution of the leaf's shape and dtype. The sink may keep a new array."""
+        """Add ``contribution``, of the leaf's shape and dtype. If ``is_new``, it may be kept."""
         raise NotImplementedError
 
     def product(self, leaf: Any, a: Array, b: Array) -> "Array | GradSink":
-        """Add ``a @ b`` and return this sink, or return the product for the caller to add."""
+        """Add ``a @ b`` and return this sink, or only return the product, which the engine adds."""
         raise NotImplementedError
 
 
@@ -56,15 +56,15 @@ class InPasses:
     """
 
     def on_begin(self) -> None:
-        """Handle the begin of a pass."""
+        """Handle the begin of an outermost backward pass."""
 
     def join_failed(self) -> None:
-        """Handle an exception that ends the running pass before it calls the method."""
+        """Handle an exception that ends the running pass before the pass calls the method."""
 
 
 watching: list[weakref.ref[InPasses]] = []
 
-_LAST = sys.maxsize  # turn of user callbacks
+_LAST = sys.maxsize  # turn of the callbacks of on_backward_end, which run last
 
 
 class _Pass(threading.local):
@@ -106,7 +106,7 @@ def at_end(callback: EndCallback, turn: int) -> None:
 
 
 def is_last_contribution(leaf: Leaf) -> bool:
-    """Return whether the pass computes its last contribution to ``leaf`` now."""
+    """Return whether the running pass now computes its last contribution to ``leaf``."""
     return _current.walk is not None and _current.walk.pending.get(leaf) == 1
 
 
@@ -117,7 +117,7 @@ def in_backward() -> bool:
 
 @functools.cache
 def extension() -> Any | None:
-    """Return the module of csrc/nn, or None if it was not built."""
+    """Return the compiled module of csrc/nn, or None if it was not built."""
     module = _native.optional("nn", "layers compute with NumPy alone, several times slower")
     if module is not None and (blas := libraries.blas("sgemm", "dgemm")):
         module.use_blas(*blas)
@@ -167,7 +167,7 @@ def _join_failed(walk: Walk) -> None:
                 owner.join_failed()
 
 
-# For a small model this takes as long as the computations, so it makes few calls.
+# Few calls, because for a small model this function takes as long as the computations.
 def _visit_all(walk: Walk, root: Node) -> None:
     """Visit each node after all its consumers, and call a leaf's hook after its last gradient.
 
@@ -182,10 +182,10 @@ def _visit_all(walk: Walk, root: Node) -> None:
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         if type(node) is Part:
-            ready += walk.replace(node)  # visited next, since the new graph was recorded last
+            ready += walk.replace(node)  # the new graph is visited next
             continue
         grad, edges = grads[node], node.edges
-        if node.through is not None:  # replaces the gradient of the result
+        if node.through is not None:  # maps the gradient before the vjps
             contribution = grads[node] = grad = node.through(grad)
             if not walk.retain_graph:
                 node.edges = node.through = None
@@ -212,7 +212,7 @@ def _visit_all(walk: Walk, root: Node) -> None:
 
 
 def _sum(walk: Walk, node: Node, contribution: Array) -> Array:
-    """Return the sum of a new contribution and the earlier ones, in the node's shape and dtype."""
+    """Return ``contribution`` plus earlier contributions, in the node's shape and dtype."""
     if contribution.shape != node.shape or contribution.dtype != node.dtype:
         contribution = _fit(contribution, node.shape, node.dtype)
     previous = walk.grads.get(node)
@@ -242,7 +242,7 @@ def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
         else:
             leaf.grad = array_module(contribution).array(contribution)
     elif isinstance(buffer, GradSink):
-        if not isinstance(contribution, GradSink):  # else a vjp has added it already
+        if not isinstance(contribution, GradSink):  # a vjp has already added to a sink
             is_new = contribution.base is None and contribution is not incoming and bool(shape)
             buffer.add(leaf, contribution, is_new)
     else:

@@ -64,7 +64,7 @@ def central_difference(
 def difference(
     position: int, element: int, received: float, expected: float, tolerance: float
 ) -> str:
-    """Describe the difference of two gradients of an element. Return "" within ``tolerance``."""
+    """Return a text on two different gradients of an element, or "" if within ``tolerance``."""
     if abs(received - expected) <= tolerance * max(1.0, abs(received), abs(expected)):
         return ""
     return (

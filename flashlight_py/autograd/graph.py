@@ -34,7 +34,7 @@ class Leaf:
     hook: Callable[[Any], None] | None
     buffer: Any  # None, an array, or a GradSink
     placement: Any  # for parameters of a sharded module (optim.optimizer)
-    changed: int  # Changes.count at the last noted change of the leaf
+    changed: int  # Changes.count after the latest change of the leaf
 
 
 class Changes:
@@ -52,7 +52,7 @@ def note_changes(leaves: Iterable[Leaf]) -> None:
 
 
 class Node:
-    """One recorded operation. ``edges`` is None after a backward pass has freed it.
+    """One recorded operation. ``edges`` is None after a backward pass has freed the graph.
 
     ``made``: value of ``Changes.count`` when the operation was recorded. ``through``: function that
     is applied to the gradient before the vjps, such as the slope of a ReLU.
@@ -97,7 +97,7 @@ class Outline(Node):
         self.ordered = False
 
     def targets(self) -> tuple[list[Target], bool]:
-        """Return the sources outside of the computation, and whether it has ordered operations."""
+        """Return sources outside of the computation, and whether it has ordered operations."""
         seen: dict[Target, None] = {self: None}
         unseen: list[Outline] = [self]
         ordered = False
@@ -220,7 +220,7 @@ class Walk:
         return [] if part in self._inside else [self.replaced[part]]
 
     def _done_again(self, results: Sequence[Leaf], parts: Sequence[Part]) -> list[Node]:
-        """Return the nodes of the repeated graph that replace ``parts``. Updates ``pending``."""
+        """Return nodes of the repeated computation to replace ``parts``, and update ``pending``."""
         announced = [target for part in parts for target, _ in part.edges or ()]
         candidates = [results[part.position].node for part in parts if part.position < len(results)]
         nodes = [node for node in candidates if node is not None]

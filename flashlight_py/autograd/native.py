@@ -39,7 +39,7 @@ class Kernel:
             if array is None or type(array) is np.ndarray:
                 continue
             if not issubclass(type(array), np.generic):
-                # A placeholder for an array, while a step is recorded.
+                # While a step is recorded, an argument may be a stand-in for an array.
                 args = made, sizes, numbers, *arrays
                 return array.__array_function__(self, (), args, {})
             arrays = tuple([x if x is None else np.asarray(x) for x in arrays])
@@ -92,7 +92,7 @@ def apply_elementwise(
     name: str, x: Array, *seed: Array, numbers: tuple[float, ...] = (), results: int = 1,
     is_last: bool | None = None,
 ) -> Any:  # fmt: skip
-    """Return the results of an elementwise kernel, or None without a kernel.
+    """Return the results of the elementwise kernel ``name``, or None if there is no kernel.
 
     ``is_last`` selects the layout with channels last for results and for the order of elements. By
     default it is the layout of ``x``.
@@ -109,7 +109,7 @@ def apply_elementwise(
 
 
 def record_mapped(name: str, x: Variable) -> Variable | None:
-    """Record kernel ``name``, and its slope ``name_with_slope``. Return None without kernels."""
+    """Return the result of kernel ``name`` or ``name_with_slope``, recorded; None without them."""
     if not x.calc_grad or recording.is_outline:
         out = apply_elementwise(name, x.data)
         return None if out is None else record_all(out, ((x, lambda grad: grad),))
@@ -119,7 +119,7 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
     out, slope = results
 
     def vjp(grad: Array) -> Any:
-        if is_channels_last(slope):  # else NumPy's product is C-contiguous if one factor is
+        if is_channels_last(slope):  # NumPy's product of mixed layouts is C-contiguous
             return channels_second(as_contiguous(channels_last(grad)) * channels_last(slope))
         return grad * slope
 

@@ -13,7 +13,7 @@ from flashlight_py.device import array_module
 
 
 def _reshape(self: Variable, *shape: Any) -> Variable:
-    """Return the variable with another shape, one entry of which may be -1. A view if possible."""
+    """Return the variable with another shape, as a view if possible. One entry may be -1."""
     return dimensions.reshape(self, shape[0] if len(shape) == 1 else shape)
 
 
@@ -93,7 +93,7 @@ _UFUNCS: dict[Any, Callable[..., Variable]] = {
     **{np.subtract: elementwise.sub, np.multiply: elementwise.mul, np.divide: elementwise.div},
     **{np.power: elementwise.pow, np.square: lambda x: x * x, np.absolute: elementwise.abs},
 }
-# Implementations of other NumPy functions, and how many positional arguments are the same.
+# For other NumPy functions: the implementation, and the number of equal positional arguments.
 _AS_HERE = "sum mean var max min stack transpose reshape tile squeeze expand_dims flip std prod"
 _FUNCTIONS: dict[Any, tuple[Callable[..., Any], int]] = {
     **{getattr(np, name): (getattr(functions, name), 2) for name in _AS_HERE.split()},
@@ -134,7 +134,7 @@ def _call_function(self: Variable, function: Any, _: Any, args: Any, options: An
 
 
 def _arrays_of(value: Any, function: str = "") -> Any:
-    """Replace variables by arrays. ``function`` is for the TypeError if one needs a gradient."""
+    """Replace variables by arrays. If one needs a gradient, TypeError names ``function``."""
     if isinstance(value, Variable):
         if function and value.calc_grad:
             raise TypeError(

@@ -17,7 +17,7 @@ from flashlight_py import structure
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array
 
-# For each leaf: its array at the cast, the number of its last change, and the cast.
+# For each leaf: its array and its ``changed`` at the time of the cast, and the cast variable.
 Casts: TypeAlias = dict[Variable, tuple[Array, int, Variable]]
 
 _CAST = "feE"  # float64 and integers are not cast
@@ -37,7 +37,7 @@ active_precision = Precision()
 
 @contextmanager
 def casting(dtype: np.dtype[Any] | None, casts: Casts | None = None) -> Iterator[None]:
-    """Let functions of this thread compute under ``dtype``. ``casts``: casts to reuse."""
+    """Let functions of this thread cast inputs to ``dtype``. ``casts``: earlier casts to reuse."""
     before = active_precision.dtype, active_precision.casts
     _set(dtype, {} if casts is None else casts)
     try:

@@ -97,7 +97,7 @@ class Variable(Leaf):
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
-        # the attribute is missing if the variable was a result before
+        # A variable that was a result has no ``changed``.
         self.changed = getattr(self, "changed", 0)
         structure.changed()
 
@@ -249,7 +249,7 @@ class Variable(Leaf):
                     f"{like.shape}. Reduce it to a loss, or pass grad"
                 )
             if type(like) is np.ndarray and not like.ndim:
-                seed = np.asarray(1, like.dtype)  # takes a fifth of the time of ones()
+                seed = np.asarray(1, like.dtype)  # five times as fast as np.ones()
             else:
                 seed = array_module(like).ones(like.shape, like.dtype)
         else:
@@ -367,7 +367,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 def record_all(
     array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
 ) -> Variable:
-    """Record like :func:`record`. One sequence of inputs saves half a microsecond."""
+    """Record like :func:`record`, 0.5 us faster, because ``inputs`` is one sequence."""
     edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge
@@ -480,7 +480,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
                     f"{name}: backward must return one gradient per array or variable passed by "
                     f"position, of the shapes {shapes} (None: any shape), got {received}"
                 )
-            # Views, which the pass copies: the user may keep the returned arrays.
+            # Return views, so that the pass copies them, because the user may keep the arrays.
             zero = array_module(grad).zeros_like
             return {
                 index: zero(arrays[index]) if gradient is None else gradient[...]

@@ -57,7 +57,7 @@ class Plain(Module):
 
 
 class Function(Plain):
-    """A module that calls a function of variables. Keyword arguments become attributes."""
+    """A module that calls ``function`` with its inputs. The ``options`` become attributes."""
 
     def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
         self._function, self._options = function, tuple(options)
@@ -243,7 +243,7 @@ class Embedding(Module):
 
 
 def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
-    """Return the sizes. Raises TypeError or ValueError unless all are integers >= ``least``."""
+    """Return ``sizes``. Raises TypeError unless all are integers, ValueError if below ``least``."""
     for name, value in sizes.items():
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             raise TypeError(f"{layer}: {name} must be an integer, got {type(value).__name__}")
@@ -302,8 +302,8 @@ class Sequential(Container):
 
     def forward(self, x: Any) -> Variable:
         """Return ``x`` passed through all modules in order."""
-        # A Linear and the next ReLU are one operation, which saves an array and a node.
-        linear: Linear | None = None  # not called before the next module is known
+        # A Linear and a following ReLU run as one operation, which saves an array and a node.
+        linear: Linear | None = None  # a Linear that has not been called yet
         for module in self._members:
             if linear is not None:
                 if type(module) is ReLU and linear._is_plain() and module._is_plain():
@@ -363,11 +363,11 @@ class ExponentialMovingAverage(Module):
         self.module._replace_arrays(widened)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        # a parent's train() may have switched the mode
+        # train() of a parent module may have switched the mode
         return self.module.eval()(*inputs, **options)
 
     def update(self, module: Module) -> None:
-        """Move the averages toward the parameters of ``module``, and copy its buffers.
+        """Update the averages by the parameters of ``module``, and copy its buffers.
 
         Call this after ``optimizer.step()``. Raises ValueError if ``module`` has another structure.
         """

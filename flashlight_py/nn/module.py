@@ -44,7 +44,7 @@ class Module(Structured, ABC):
     training = True
     _buffer_names: tuple[str, ...] = ()
     before_forward: "Callable[[Module], None] | None" = None
-    # replaces forward; gets the module as first argument
+    # function that a call runs instead of forward, with the module as first argument
     _instead: Callable[..., Any] | None = None
     _paused: tuple[Variable, ...] = ()  # parameters whose calc_grad eval() has switched off
     _unsearched = ""  # attribute that ``children`` does not search for modules
@@ -168,7 +168,7 @@ class Module(Structured, ABC):
         """
         named = self.named_params()
         for name, variable in named.items():
-            if variable.placement and name in state:  # this rank's shard
+            if variable.placement and name in state:  # takes this rank's shard
                 state = {**state, name: variable.placement.part(state[name])}
         targets: dict[str, Variable | Array] = {**named, **self.buffers}
         _check_state(state, targets)
@@ -246,7 +246,7 @@ class Module(Structured, ABC):
         return self
 
     def _walk(self, prefix: str = "") -> _Named:
-        """Return this module and all submodules with the prefixes of their names, parents first."""
+        """Return all modules, this one first and parents first, with the prefixes of names."""
         walked: _Named = []
         later: _Named = [(prefix, self)]  # modules in containers, last first
         met: set[int] = set()
@@ -270,7 +270,7 @@ class Module(Structured, ABC):
         return walked
 
     def _visit(self, prefix: str, met: set[int], visited: _Named, in_containers: _Named) -> _Named:
-        """Append self and modules in attributes to ``visited``, others to ``in_containers``."""
+        """Append self and modules in attributes to ``visited``, the rest to ``in_containers``."""
         visited.append((prefix, self))
         met.add(id(self))
         for name, child in self.children():

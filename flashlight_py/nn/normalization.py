@@ -37,7 +37,7 @@ class Affine(Plain):
 
 
 class LayerNorm(Affine):
-    """Normalization over the last dimensions, of the given ``shape``; see ``functions.layer_norm``.
+    """Normalization over the last dimensions, which have ``shape``; see ``functions.layer_norm``.
 
     Raises ValueError if a size is below 1. A call raises it if the input does not fit.
     """
@@ -113,7 +113,7 @@ class LocalBatchNorm(Affine):
         return out
 
     def _track(self, mean: Array, variance: Array, count: int | Array) -> None:
-        """Move the running statistics towards the moments of ``count`` values per channel."""
+        """Update the running statistics by the moments of ``count`` values per channel."""
         if self.track_statistics:
             variance = variance * (count / (count - 1))
             for running, new in ((self.running_mean, mean), (self.running_var, variance)):

@@ -67,7 +67,7 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
         recording.is_outline = False
     before = {key: array for key, array in buffers.items() if _has_changed(array, *key)}
 
-    # setattr would report a change of structure.
+    # Not by setattr(), which would report a change of structure.
     def set_buffers(arrays: dict[tuple[Module, str], Array]) -> None:
         for (inner, name), array in arrays.items():
             object.__setattr__(inner, name, array)
@@ -90,13 +90,13 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
 
 
 def _has_changed(before: Array, module: Module, name: str) -> bool:
-    """Return whether a buffer has changed. True for buffers on a GPU, to avoid waiting."""
+    """Return whether buffer ``name`` differs from ``before``. True on a GPU, to avoid waiting."""
     now: Array = getattr(module, name)
     return is_cupy(now) or not array_module(now).array_equal(now, before)
 
 
 def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
-    """Return ``result`` with variables whose backward pass calls ``repeat`` first."""
+    """Return ``result`` with new variables. Their backward pass calls ``repeat`` first."""
     variables = _variables(result)
     targets = {
         id(variable): (position, *variable.node.targets())
@@ -109,7 +109,7 @@ def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
         with_parts[number] = repeated = Variable(variables[position].data)
         repeated.node = Part(repeated.data, repeat, position, its_targets, ordered)
         repeated._calc_grad = True
-    # Other variables are inputs that the module returns, or need no gradient.
+    # Unchanged variables are inputs that the module returns, or need no gradient.
     return _mapped(result, lambda variable: with_parts.get(id(variable), variable))
 
 

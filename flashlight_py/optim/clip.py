@@ -100,12 +100,12 @@ def _scale(grads: Iterable[Array], factor: float) -> None:
     """Multiply each of ``grads`` by ``factor``, in place."""
     with np.errstate(all="ignore"):  # underflow to 0
         for grad in grads:
-            # A Python number would be rounded to float16 first, and a small factor would become 0.
+            # NumPy would round a Python number to float16 first, and a small factor to 0.
             np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
 
 
 def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]:
-    """Return this process's gradients of ``params``, and their shards, for ``wait_for_all()``."""
+    """Return this process's gradients, and the ``Shards`` of ``params`` for ``wait_for_all()``."""
     grads, sharded = _by_shards(params)
     pieces = [grad for shards, group in sharded.items() for grad in shards.own_gradients(group)]
     return [*grads, *pieces], list(sharded)
@@ -119,7 +119,7 @@ def _by_shards(params: Iterable[Variable]) -> tuple[list[Array], dict[Shards, li
         placement = param.placement
         if param.grad is None:
             continue
-        if not param.grad.shape:  # NumPy operations turn it into a scalar
+        if not param.grad.shape:  # NumPy operations turn an array without dimensions into a scalar
             param.grad = array_module(param.grad).asarray(param.grad)
         if placement is None:
             grads.append(param.grad)

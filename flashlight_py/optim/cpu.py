@@ -35,7 +35,7 @@ def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) 
 
 @functools.cache
 def optimizer_kernels() -> Any | None:
-    """Return the module of native kernels, or None with a warning if it is missing."""
+    """Return the module of native kernels. If it is missing, warn and return None."""
     return _native.optional("optim", "optimizers step in NumPy, about ten times slower")
 
 
@@ -48,7 +48,7 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
-    # Python numbers would convert arrays without dimensions to float64.
+    # Numbers in the arrays' dtype: Python numbers turn arrays without dimensions into float64.
     real = wide.dtype.type
     if grad_scale != 1:
         total = total * real(grad_scale)
@@ -107,7 +107,7 @@ def _rmsprop_centered(
     rho, rest, eps, lr, shrink = numbers
     square = _normal(square * rho + grad * grad * rest)
     mean = _normal(mean * rho + grad * rest)
-    # rounding may give negative values
+    # without the maximum, rounding may give negative values
     variance = array_module(square).maximum(square - mean * mean, 0)
     return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, mean
 
@@ -176,7 +176,7 @@ def sums_of_squares(grad: Array, blocks: slice = slice(None)) -> list[float]:
 
 
 def reference_sum(grad: Array) -> float:
-    """Return the sum of squares by NumPy, with the same bits as csrc/optim."""
+    """Return the sum of squares of ``grad``, computed by NumPy with the same bits as csrc/optim."""
     flat, sums = grad.reshape(-1), np.zeros(16)
     for start in range(0, flat.size, BLOCK):
         squares = np.zeros((min(BLOCK, flat.size - start) + 15) // 16 * 16)

@@ -73,7 +73,7 @@ extern "C" __global__ void flashlight_{rule}(
 
 
 def is_supported(piece: tuple[Any, ...]) -> bool:
-    """Return whether the kernels support (parameter, gradient, *states), arrays of any library."""
+    """Return whether kernels support ``piece``: (parameter, gradient, *states) of any library."""
     param = piece[0]
     if not all(is_cupy(array) and array.flags.c_contiguous for array in piece):
         return False
@@ -87,7 +87,7 @@ def is_supported(piece: tuple[Any, ...]) -> bool:
 
 
 def change(steps: Iterable[Step], grad_scale: float) -> None:
-    """Update parameters and states in place, with few launches. Returns when they are queued."""
+    """Update parameters and states in place with few launches. Returns when launches are queued."""
     groups: dict[Any, list[Step]] = defaultdict(list)
     for step in steps:
         (name, _), (param, grad, *_) = step
@@ -97,7 +97,7 @@ def change(steps: Iterable[Step], grad_scale: float) -> None:
 
 
 def _launch(steps: Sequence[Step], grad_scale: float) -> None:
-    """Queue one kernel with a table: one row per step, followed by the numbers of the rules."""
+    """Queue one kernel for ``steps``. Its table has a row per step, then the rules' numbers."""
     import cupy
 
     (name, numbers), (param, grad, *states) = steps[0]
@@ -149,7 +149,7 @@ class CapturedStep:
         return table
 
     def end(self) -> str:
-        """Undo the count of the step: no kernel ran. Return why it cannot be replayed, or ""."""
+        """Undo the count of the step, because no kernel ran. Return why replays fail, or ""."""
         optimizer = self._optimizer
         optimizer._steps[:] = self._before
         positions = [position for *_, positions in self._tables for position in positions]
@@ -177,7 +177,7 @@ class CapturedStep:
         values = functools.cache(lambda time: pack(*numbers_of(fields, lr, time)))
         for table, words, positions in self._tables:
             packed = b"".join((words, *map(values, steps[positions].tolist())))
-            # For memory that is not pinned, CUDA returns after the copy.
+            # The memory is not pinned, so CUDA has copied it when the call returns.
             source = np.frombuffer(packed, np.uint8).ctypes.data
             cupy.cuda.runtime.memcpyAsync(table.data.ptr, source, len(packed), _TO_DEVICE, stream)
 

@@ -30,23 +30,23 @@ class Summing(Protocol):
 
 
 class Shards:
-    """State that all parameters of a sharded module share. The ranks of ``group`` update them."""
+    """State common to all parameters of a sharded module, which the ranks of ``group`` update."""
 
     group: Summing
 
     def attach(self, optimizer: "FirstOrderOptimizer") -> None:
-        """Handle the creation of an optimizer for parameters of the module."""
+        """Register ``optimizer``, which was created for parameters of the module."""
 
     def making(self, name: str) -> AbstractContextManager[None]:
-        """Return the context in which the constructor ``name`` runs. See ``in_step``."""
+        """Return the context for the optimizer's constructor ``name``. See ``in_step``."""
         return nullcontext()
 
     def in_step(self, name: str) -> AbstractContextManager[None]:
-        """Return the group's context of this name."""
+        """Return the result of ``in_step(name)`` of the group."""
         return self.group.in_step(name)
 
     def check(self, operation: str) -> None:
-        """Raise TornStateError for ``operation`` if a process ended during an update."""
+        """Raise TornStateError that names ``operation`` if a process ended during an update."""
 
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which this process sets all parameters of the module."""
@@ -79,7 +79,7 @@ class Placement(HoldsState, ABC):
 
     shards: Shards
     shape: tuple[int, ...]
-    # True: a process stores only its part, and updates it like an unsharded parameter
+    # True: each process stores only its part, and updates it like an unsharded parameter
     is_cut = False
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Placement(HoldsState, ABC):
 
     @abstractmethod
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return the pieces to update, (parameter, gradient, *states): contiguous 1-D views."""
+        """Return pieces for the update, (parameter, gradient, *states): contiguous 1-D views."""
 
     def sum_of_squares(self, variable: Variable) -> float:
         """Return the sum of squares of the whole gradient, in float64. Collective."""
@@ -107,7 +107,7 @@ class Placement(HoldsState, ABC):
         return value
 
     def words(self) -> str:
-        """Return text that describes this process's part, for comparisons, or ""."""
+        """Return text on this process's part, which the ranks compare, or ""."""
         return ""
 
 
@@ -273,12 +273,12 @@ def _is_number_like(value: Any, old: int | float) -> bool:
 
 
 def listed(entries: Any) -> list[Any]:
-    """Return the ``entries`` of a state as a list. Numbers become Python numbers."""
+    """Return ``entries``, a list or array of a state, as a list with Python numbers."""
     return list(entries.tolist() if isinstance(entries, np.ndarray) else entries)
 
 
 def is_in_common(variable: Variable) -> bool:
-    """Return whether processes share the variable's memory. A copy then has no placement."""
+    """Return whether processes share the variable's memory. Copies of it have no placement."""
     return variable.placement is not None and not variable.placement.is_cut
 
 
@@ -293,7 +293,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list; raise TypeError or ValueError unless they are distinct."""
+    """Return ``params`` as a list. Raises TypeError or ValueError unless distinct variables."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}. Pass module.params()"
@@ -366,7 +366,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         self._step_placed(placed, grad_scale)
 
     def prepared(self, grad_scale: float, *grads: Array | None) -> Callable[[], None]:
-        """Return a function that does one step with ``grads``. It is valid while no array moves.
+        """Return a function that runs one step with ``grads``. It is valid until an array moves.
 
         Each of ``grads`` is the gradient of an unsharded parameter, or None. With native kernels
         the function runs no Python. It reads and counts in the optimizer's memory.
@@ -393,7 +393,7 @@ class RuleOptimizer(FirstOrderOptimizer):
 
     @as_one
     def _step_placed(self, placed: list[Placed], grad_scale: float) -> None:
-        """Step parameters without native kernels, or of sharded modules."""
+        """Run the step of ``placed`` parameters: sharded, or without native kernels."""
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
@@ -403,7 +403,7 @@ class RuleOptimizer(FirstOrderOptimizer):
             cuda.change(queued, grad_scale)
 
     def states_of(self, position: int) -> tuple[Array, ...]:
-        """Return the states of parameter ``position`` in the order of a piece, without copying."""
+        """Return the state arrays of parameter ``position``, in the order of a piece, uncopied."""
         return tuple(entries[position] for entries in self._states)
 
     @abstractmethod
@@ -413,7 +413,7 @@ class RuleOptimizer(FirstOrderOptimizer):
     def _step_pieces(
         self, position: int, grad: Array, pieces: Iterable[tuple[Any, ...]], grad_scale: float
     ) -> list[cuda.Step]:
-        """Count a parameter's step. Step its pieces on the CPU and return the pieces on GPUs."""
+        """Count a parameter's step. Update pieces on the CPU; return steps for pieces on GPUs."""
         steps, norms, module = self._steps, self._square_norms, optimizer_kernels()
         steps[position] = time = steps.item(position) + 1
 
@@ -465,7 +465,7 @@ class RuleOptimizer(FirstOrderOptimizer):
 
 
 def _zeros(variable: Variable) -> Array:
-    """Return zeros as the state of a parameter, in float32 or wider."""
+    """Return an initial state array of zeros for ``variable``, in float32 or wider."""
     dtype = "float32" if variable.dtype.char in NARROW else variable.dtype
     if variable.placement is not None:
         return variable.placement.zeros(variable, dtype)  # type: ignore[no-any-return]

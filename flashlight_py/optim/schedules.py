@@ -10,7 +10,7 @@ import numpy as np
 
 from flashlight_py.optim.optimizer import check_at_least_zero
 
-# Function from the base rate and the number of steps to the rate.
+# Function of the base rate and the number of steps. It returns the rate.
 Formula: TypeAlias = Callable[[float, int], float]
 
 
@@ -52,7 +52,7 @@ class LearningRateSchedule:
 
     @property
     def last_lr(self) -> float:
-        """The rate that was set last."""
+        """The rate that this schedule set most recently."""
         return self.rate_at(self.last_step)
 
     def get_last_lr(self) -> list[float]:
@@ -93,7 +93,7 @@ class LearningRateSchedule:
     def _go_to(self, base: float, step: int) -> None:
         self.optimizer.lr = self._formula(base, step)  # formula or optimizer may raise
         self.base_lr, self.last_step = base, step
-        if hasattr(self.optimizer, "__dict__"):  # a value in an array is no structural change
+        if hasattr(self.optimizer, "__dict__"):  # in an array: not a structural change
             vars(self.optimizer).setdefault("_scheduled", np.empty(2))[:] = self.optimizer.lr, base
 
     def __repr__(self) -> str:
@@ -200,7 +200,7 @@ class OneCycleLR(LearningRateSchedule):
         self.total_steps = total = _steps("total_steps", total_steps)
         top, shape = check_at_least_zero("max_lr", max_lr), _SHAPES[anneal_strategy]
         first, up = top / div_factor, pct_start * total
-        turns = [  # limits of the phases: step and rate
+        turns = [  # step and rate at each boundary of phases
             (0, first),
             (up - 1, top),
             *([(2 * up - 2, first)] if three_phase else []),
@@ -214,7 +214,7 @@ class OneCycleLR(LearningRateSchedule):
             )
 
         def formula(_: float, step: int) -> float:
-            if step > total:  # a loop's last call of step() is allowed
+            if step > total:  # the call after the last optimizer step is allowed
                 raise ValueError(
                     f"OneCycleLR: expected at most {total} steps, got step {step}. Pass the number "
                     "of steps of the run as total_steps"

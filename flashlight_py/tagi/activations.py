@@ -26,7 +26,7 @@ SMALLEST = float(np.finfo(REAL).tiny)
 LEAK = REAL.type(0.1)
 HIGHEST = 88.0  # limit of exponents: e^88 is close to the largest float32
 LARGEST = float(np.finfo(REAL).max)
-WIDEST = 80.0  # limit of an exponent's variance v; above it, e^v overflows float32
+WIDEST = 80.0  # limit of the variance v of an exponent; a much larger v overflows e^v in float32
 
 
 class Activation(BaseLayer):
@@ -50,7 +50,7 @@ class Activation(BaseLayer):
         return BaseHiddenStates(mean, variance, slope if x.slope is None else slope * x.slope)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas:
-        """Return the deltas unchanged; the previous layer multiplies them by the slope."""
+        """Return ``d`` and ``e`` unchanged; the previous layer multiplies them by the slope."""
         return d, e
 
     def _sizes(self) -> tuple[()]:
@@ -159,7 +159,7 @@ class EvenExp(Activation):
 
 
 def _logistic(mean: Array) -> tuple[Array, Array]:
-    """Return 1 / (1 + e^-m) and its derivative."""
+    """Return the logistic function of ``mean``, and its derivative."""
     xp = array_module(mean)
     small = xp.exp(-abs(mean))  # at most 1 for either sign
     inverse = 1 / (1 + small)
@@ -320,7 +320,7 @@ def _call_kernel(module: Any, kind: str, mean: Array, variance: Array, *options:
     """Call the kernel with flat arrays; results have the memory layout of ``mean``."""
     is_dense = mean.flags.c_contiguous and variance.flags.c_contiguous
     if not (is_dense and mean.dtype == variance.dtype == REAL):
-        # Arrays without gaps in another order of dimensions, such as channels-first images.
+        # Kernels take arrays without gaps in any order of dimensions, such as channel-first images.
         order = sorted(range(mean.ndim), key=lambda axis: -mean.strides[axis])
         inverse = [order.index(axis) for axis in range(mean.ndim)]
         m, v = (np.ascontiguousarray(array.transpose(order), REAL) for array in (mean, variance))
@@ -333,7 +333,7 @@ def _call_kernel(module: Any, kind: str, mean: Array, variance: Array, *options:
 
 
 def _wide(mean: Array, variance: Array) -> Moments:
-    """Return means, variances and standard deviations in float64."""
+    """Return ``mean`` and ``variance`` in float64, and the standard deviations."""
     v = array_module(mean).maximum(variance.astype(np.float64), SMALLEST)
     return mean.astype(np.float64), v, array_module(mean).sqrt(v)
 
@@ -342,7 +342,7 @@ def _floored(values: Array) -> Array:
     return array_module(values).maximum(values.astype(REAL), FLOOR)  # type: ignore[no-any-return]
 
 
-# One fitted quotient of the normal tail gives mean and probability without cancellation, even in
+# A fitted quotient for the normal tail gives mean and probability without cancellation, even in
 # float32. The erf of a libm would differ between machines.
 def tails(a: Array) -> tuple[Array, Array, Array]:
     """Return P(z > a), and mean and variance of ``max(z - a, 0)``, for standard normal z.

@@ -132,7 +132,7 @@ class Conv2d(_Convolution):
         weight, variance = self._matrices()
         means, variances = readable(x.mean, x.variance)
         square = xp.square(weight)
-        # Stacked columns of variances and of mean^2 + variance: one product for both.
+        # One matrix product for the stacked columns of variances and of mean^2 + variance.
         both = variance if variances is None else xp.concatenate((square, variance), axis=1)
         z, zv = (xp.empty((len(weight), shape[0] * shape[2] * shape[3]), REAL) for _ in range(2))
         matrices = 2 if variances is None else 3
@@ -257,9 +257,9 @@ class ConvTranspose2d(_Convolution):
 def _columns(
     windows: Windows, batch: int, inputs: int, matrices: int, like: Array
 ) -> list[tuple[WindowPart, Array]]:
-    """Divide the windows into chunks, each with memory for ``matrices`` matrices of columns.
+    """Return chunks of the windows, each with memory for ``matrices`` matrices of columns.
 
-    All chunks share this ``[matrices, inputs, columns]``, valid until the thread's next call.
+    All chunks share the memory ``[matrices, inputs, columns]`` until the thread's next call.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
     columns = max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))
@@ -279,7 +279,7 @@ def _columns(
 
 
 class _Scratch(threading.local):
-    """Memory kept per thread: mapping new pages takes as long as filling them."""
+    """Memory that each thread reuses, because mapping new pages takes as long as filling them."""
 
     memory = np.empty(0, REAL)
 

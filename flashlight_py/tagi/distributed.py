@@ -218,7 +218,7 @@ class DDPSequential:
 
 
 class DeltaBucket(PassBucket):
-    """A bucket of sums of ``layers`` layers."""
+    """A bucket that contains the sums of ``layers`` layers."""
 
     def __init__(self, bucket: ParameterBucket, layers: int) -> None:
         super().__init__((), layers)
@@ -246,7 +246,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self.averages = average
         self._model = model
         norms = [layer for _, layer in model.named_layers() if isinstance(layer, BatchNorm2d)]
-        for norm in norms:  # also resets norms that an earlier wrapper synchronised
+        for norm in norms:  # all norms, because an earlier wrapper may have set add_up
             norm.add_up = functools.partial(all_reduce, group=group) if sync else None
         self._norms = norms if sync else []
         model.gather_parameters(functools.partial(self._make_buckets, limit))
@@ -272,7 +272,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         return [bucket.parameters for bucket in self._buckets]
 
     def ranks_of_forward(self) -> ProcessGroup | None:
-        """Return the group if a forward pass now adds statistics over its ranks, else None."""
+        """Return the group if forward passes now add statistics over its ranks, else None."""
         return self._members if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
@@ -312,7 +312,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._running = True
 
     def _on_sums(self, bucket: DeltaBucket, _: BaseLayer) -> None:
-        """Record that the sums of a layer are complete; send each complete bucket in order."""
+        """Count one more layer of ``bucket`` with complete sums; send complete buckets in order."""
         if not self._running:
             raise RuntimeError(
                 "backward: a DDPSequential trains this network. Call its backward(), which adds "
@@ -337,11 +337,11 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._model.learnt = round(float(self._parameter_buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return 1, or the factor from the mean over all ranks to the mean over ranks with data."""
+        """Return 1, or with averaging the factor for the mean over ranks that have samples."""
         return ranks / training if self.averages else 1.0
 
     def send_zeros(self) -> None:
-        """Participate in the forward and backward pass without samples."""
+        """Join the collective calls of a forward and a backward pass on a rank without samples."""
         for norm in self._norms:
             norm.forward_nothing()
         super().send_zeros()
@@ -352,7 +352,7 @@ def _statistics(model: Sequential) -> list[Array]:
 
 
 def _describe(name: str, layer: BaseLayer) -> str:
-    """Return the settings that must agree on all ranks. Some ranks may not know image sizes yet."""
+    """Return settings that must be equal on all ranks. Image sizes may be unknown: left out."""
     settings = [
         f"{key}={value}"
         for key, value in vars(layer).items()

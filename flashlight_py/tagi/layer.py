@@ -66,11 +66,11 @@ class BaseLayer(abc.ABC):
             parameters are complete; if possible, before it computes the deltas of the input.
     """
 
-    # Layers without parameters have no entry in files and dictionaries of parameters.
+    # Whether files and dictionaries of parameters have an entry for the layer.
     has_state: ClassVar[bool] = True
-    # A layer that keeps nothing for the backward pass may occur several times in a network.
+    # Whether the layer keeps data for the backward pass. Otherwise it may occur twice in a network.
     keeps_input: ClassVar[bool] = True
-    # Whether the layer must be the first: its inputs are no units but, for example, indices.
+    # Whether the layer must be the first, because its inputs are not units (for example indices).
     first_only: ClassVar[bool] = False
 
     mu_w, var_w = _Flat("weight", "mean"), _Flat("weight", "variance")
@@ -87,7 +87,7 @@ class BaseLayer(abc.ABC):
         self.on_sums: Callable[[BaseLayer], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without ``on_sums``, because a copy is not part of the training."""
+        """Return the attributes without ``on_sums``, because a copy is not part of the training."""
         return self.__dict__ | {"on_sums": None}
 
     @abc.abstractmethod
@@ -131,11 +131,11 @@ class BaseLayer(abc.ABC):
         return [parameter for parameter in (self.weight, self.biases) if parameter is not None]
 
     def statistics(self) -> list[Array]:
-        """Return state other than parameters, such as running means; not copies."""
+        """Return the arrays of state other than parameters, such as running means, uncopied."""
         return []
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield this layer, or the layers inside, with the names that pytagi uses."""
+        """Yield this layer, or the layers of a block, with the names that pytagi uses."""
         yield f"{self.get_layer_name()}.{suffix}", self
 
     def set_training(self, training: bool) -> None:
@@ -206,7 +206,7 @@ class BaseLayer(abc.ABC):
 
 
 def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
-    """Turn deltas of an activation's output into deltas of its input, in place."""
+    """Return deltas of an activation's input from deltas of its output, computed in place."""
     if slope is not None:
         d *= slope
         e *= slope

@@ -47,8 +47,8 @@ class Linear(BaseLayer):
         self.weight: Parameter = gaussian((output_size, input_size), deviation, gain_weight)
         self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
-        self._squares = self._x.mean  # of the input means
-        self._square: Array | None = None  # of the weights' means, until the backward pass
+        self._squares = self._x.mean  # squares of the input means
+        self._square: Array | None = None  # squares of the weights' means until the backward pass
 
     def connect(self, shape: Shape) -> Shape:
         """Accept samples of ``input_size`` elements in any shape."""
@@ -142,7 +142,7 @@ class Embedding(BaseLayer):
         self._indices = np.empty((0, input_size), np.int64)
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept ``input_size`` indices, or any number if it is 0."""
+        """Accept samples of ``input_size`` indices, or of any number if ``input_size`` is 0."""
         size = int(np.prod(shape))
         if self._size and size != self._size:
             raise ValueError(f"expected {self._size} indices per sample, got shape {shape}")
@@ -194,7 +194,7 @@ class Embedding(BaseLayer):
         return xp.zeros(indices.shape, REAL), xp.zeros(indices.shape, REAL)
 
     def to_device(self, device: str) -> None:
-        """Drop the kept indices, which are on the device of the inputs."""
+        """Delete the indices of the last batch, because they are on the old device."""
         self._indices = np.empty((0, 0), np.int64)
 
     def get_layer_info(self) -> str:

@@ -31,7 +31,7 @@ PAIRS = [0, 1, 2, 3, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 2, 3, 3, 3, 1, 2]
 
 
 class States(NamedTuple):
-    """Moments of the hidden states h and of the cells c, all of the same shape."""
+    """Means and variances of hidden states h and cells c: four arrays of the same shape."""
 
     mean_h: Array
     variance_h: Array
@@ -61,7 +61,7 @@ def cell_forward(z: Array, u: Array, states: States | None, slopes: Array) -> St
     f, i, g, o = gates[:, 0], gates[:, 1], gates[:, 2], gates[:, 3]
     v_f, v_i, v_g, v_o = variances[:, 0], variances[:, 1], variances[:, 2], variances[:, 3]
 
-    cov = slope[:, 1] * slope[:, 2] * u[:, 4]  # of i and g
+    cov = slope[:, 1] * slope[:, 2] * u[:, 4]  # covariance of i and g
     ig = i * g
     c = ig + cov
     v_c = v_g * (i * i) + v_i * (v_g + g * g) + cov * (cov + 2 * ig)
@@ -177,7 +177,7 @@ class Gates(NamedTuple):
         )
         products = self._products(8)
 
-        # Contribution of the inputs to all gates of all time steps.
+        # The inputs' contribution to all gates, for all time steps at once.
         joined = xp.zeros((steps, rows, n), REAL)
         joined[..., :ni] = _by_step(x, steps)
         inputs = joined[..., :ni].reshape(-1, ni)

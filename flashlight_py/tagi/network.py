@@ -23,7 +23,7 @@ from flashlight_py.tagi.lstm import States
 from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, as_real, host_copy, unmasked
 
-# The first four entries of a layer, which pytagi's dictionaries have as well.
+# Entries of a layer in pytagi's dictionaries. Ours have these four first.
 FOUR = ("mu_w", "var_w", "mu_b", "var_b")
 STATISTICS = ("running_mean", "running_variance")
 ENDINGS = ("_1_mw.csv", "_2_Sw.csv", "_3_mb.csv", "_4_Sb.csv")  # in the order of FOUR
@@ -73,7 +73,7 @@ class Network:
         layers = {name: layer for name, layer in self.named_layers() if layer.has_state}
         problems = [f"missing {name!r}" for name in layers if name not in state_dict]
         problems += [f"unexpected {name!r}" for name in state_dict if name not in layers]
-        # Convert all arrays before the first is set, because a conversion may fail.
+        # Convert all arrays before setting any, because a conversion may fail.
         entries = {
             name: [
                 np.asarray(unmasked(f"load_state_dict: {name!r}", values), REAL)
@@ -169,7 +169,7 @@ class Network:
 
     @property
     def num_samples(self) -> int:
-        """Number of time steps that a smoother keeps; 0: none."""
+        """Number of time steps that each SLSTM keeps for the smoother; 0: none."""
         return self._num_samples
 
     @num_samples.setter
@@ -283,7 +283,7 @@ class Network:
         return host_copy(self._smoothed.mu_a), host_copy(self._smoothed.var_a)
 
     def _lstms(self) -> dict[int | str, LSTM]:
-        """Return the LSTMs that carry states."""
+        """Return the LSTMs that carry states between calls."""
         layers: dict[int | str, LSTM] = {}
         for name, layer in self.named_layers():
             if isinstance(layer, LSTM) and layer.carries_states:
@@ -293,14 +293,14 @@ class Network:
 
 
 def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
-    """Return the problems of ``arrays``, which are means and variances in turn."""
+    """Return texts on invalid values in ``arrays``: means, variances, means, variances, ..."""
     named = list(zip(names, arrays, strict=False))
     invalid = [f"{name} is not finite" for name, array in named if not np.isfinite(array).all()]
     return invalid + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]
 
 
 def _recorded(network: Network) -> list[tuple[str, BaseLayer]]:
-    """Return the layers with a record: pools have an empty record, activations have none."""
+    """Return the layers that have a record in the binary file: all except activations."""
     return [pair for pair in network.named_layers() if not isinstance(pair[1], Activation)]
 
 
@@ -342,9 +342,9 @@ def _parse(network: Network, path: Path) -> StateDict:
 
 
 def _end_of_layer_norm(data: bytes, offset: int, following: BaseLayer | None) -> int:
-    """Return the offset of the record after the record of a LayerNorm.
+    """Return the offset of the record that follows the record of a LayerNorm.
 
-    pytagi appends means and variances of the samples of the last batch, so its length varies.
+    The length of pytagi's record varies: it ends with moments of each sample of the last batch.
     """
     if following is None:
         remaining = len(data) - offset

@@ -54,7 +54,7 @@ class Normalization(BaseLayer):
         center, spread = self._statistics(m, v)
         scale = (1 / array_module(m).sqrt(spread + self.eps)).astype(REAL)
         t, mean, variance = standardize(m, v, center.astype(REAL), scale, self.weight, self.biases)
-        # Also kept in evaluation, because the rest of the network may be in training.
+        # Kept in evaluation as well, because other layers of the network may be in training.
         self._t, self._back = t, scale * self.weight.mean
         self._slope = None if x.slope is None else x.slope.reshape(rows)
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
@@ -75,7 +75,7 @@ class Normalization(BaseLayer):
 
     @abc.abstractmethod
     def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
-        """Return mean and variance of ``m``, which broadcast to ``[batch, features]``."""
+        """Return mean and variance of the units, which broadcast to ``[batch, features]``."""
 
     def _connect(self, shape: Shape, positions: int) -> Shape:
         self._positions = positions
@@ -124,7 +124,7 @@ class BatchNorm2d(Normalization):
         self.add_up: Callable[[Array], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without ``add_up``: a copy takes statistics of one process."""
+        """Return the attributes without ``add_up``: a copy uses statistics of its own process."""
         return super().__getstate__() | {"add_up": None}
 
     def connect(self, shape: Shape) -> Shape:
@@ -167,8 +167,8 @@ class BatchNorm2d(Normalization):
     def _batch_statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         """Return mean and variance of each feature in float64.
 
-        The squares are of differences to the mean of this process. This keeps precision if means
-        are large compared with their differences.
+        Squares of differences from the mean of this process are summed. Otherwise precision is
+        lost if means are large compared with their differences.
         """
         xp = array_module(m)
         n = float(m.shape[0] * m.shape[2])
@@ -272,7 +272,7 @@ def standardize(
     ``weight`` and ``bias`` have one element per feature.
     """
     rows, input_factor = _Rows.of(m), scale * scale * (weight.mean * weight.mean + weight.variance)
-    if rows is None:  # the same order of operations as in the kernels
+    if rows is None:  # NumPy in the order of operations of the kernels
         t = m - center[..., None]
         t *= scale[..., None]
         mean, variance = t * weight.mean[:, None], t * t
@@ -348,7 +348,7 @@ class _Rows:
         getattr(self._module.lib, f"fl_tagi_{name}")(self._description, *pointers)
 
     def _with_layout(self, array: Array) -> Array:
-        """Return units in the memory layout of ``lead``, copied if necessary; others unchanged."""
+        """Return ``array`` in the layout of ``lead`` if it has units, else unchanged."""
         is_laid_out = array.dtype == REAL and array.strides == self.lead.strides
         if array.shape != self.lead.shape or is_laid_out:
             return array

@@ -19,7 +19,7 @@ from flashlight_py.random import generator
 from flashlight_py.tagi.native import floats, native_for
 from flashlight_py.tagi.states import REAL
 
-FLOOR = np.float32(1e-5)  # for variances that a step would make zero or negative
+FLOOR = np.float32(1e-5)  # replaces variances that a step would make zero or negative
 METHODS = ("He", "Xavier")
 
 
@@ -27,7 +27,7 @@ class Parameter:
     """An array of independent Gaussian parameters, and the sums of the last backward pass.
 
     Attributes:
-        mean, variance: Float32 arrays of any shape.
+        mean, variance: Float32 arrays of one shape.
         mean_sum: Sum over the batch for the mean. The innovation of the mean is this sum times
             ``variance``.
         variance_sum: Likewise for the variance, with the factor ``variance ** 2``.
@@ -113,8 +113,8 @@ class ParameterBucket:
             parameter.variance_sum = self.sums[self.size + start : self.size + end].reshape(shape)
             start = end
         self._homes = [parameter.mean for parameter in parameters]
-        # Means, variances and their sums. Pointers are kept, because making them takes longer than
-        # a small step.
+        # Views for the means, variances and their sums. Pointers to them are stored, because making
+        # pointers takes longer than a small step.
         of_means, of_variances = self.sums[: self.size], self.sums[self.size : 2 * self.size]
         self._arrays = (self.mean, self.variance, of_means, of_variances)
         self._native = native_for(self.mean)

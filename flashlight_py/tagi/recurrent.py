@@ -76,7 +76,7 @@ class LSTM(BaseLayer):
             raise ValueError(f"window must be one of {', '.join(WINDOWS)}, got {window!r}")
         self.seq_len, self.window = seq_len, window
         self._independent = window == "independent"
-        self._inputs, self._outputs = input_size, output_size  # of one time step
+        self._inputs, self._outputs = input_size, output_size  # numbers of units of one time step
         self.input_shape, self.output_shape = (seq_len * input_size,), (seq_len * output_size,)
         width = input_size + output_size
         deviation = spread(init_method, width, output_size)
@@ -100,7 +100,7 @@ class LSTM(BaseLayer):
         x = x.shaped((self.input_size,))
         batch = len(x.mean)
         carry = self.carries_states and batch == 1
-        # Independent time steps are computed like samples.
+        # If time steps are independent, each is computed like a sample.
         rows, steps = (batch * self.seq_len, 1) if self._independent else (batch, self.seq_len)
         x_variance = None if x.variance is None else x.variance.reshape(rows, -1)
         start, gates = self._carried if carry else None, Gates(self.weight, self.biases, steps)
@@ -279,13 +279,13 @@ class SLSTM(LSTM):
         return BaseHiddenStates(*self.smoothed[:2])
 
     def set_states(self, states: Sequence[Any] | None) -> None:
-        """Set the states like :class:`LSTM`. None resets them to 0 and starts a new series."""
+        """Set the states like ``LSTM.set_states``. With None, also start a new time series."""
         super().set_states(states)
         if states is None:
             self.time_steps = []
 
     def to_device(self, device: str) -> None:
-        """Move the carried states, and start a new series."""
+        """Move the carried states to ``device``, and start a new time series."""
         super().to_device(device)
         self.time_steps, self.smoothed = [], None
 

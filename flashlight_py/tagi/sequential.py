@@ -178,11 +178,11 @@ class Sequential(Network):
             bucket.step(cap)
 
     def train(self) -> None:
-        """Use batch statistics and keep inputs for backward passes: the default."""
+        """Switch to training (the default): use batch statistics, and keep inputs."""
         self._set_training(True)
 
     def eval(self) -> None:
-        """Use running statistics and keep no inputs."""
+        """Switch to evaluation: use running statistics, and keep no inputs."""
         self._set_training(False)
 
     def _set_training(self, training: bool) -> None:
@@ -214,7 +214,7 @@ class Sequential(Network):
             self.buckets = make(layers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without buckets: the parameters of a copy are not views of them."""
+        """Return the attributes without buckets: parameters of a copy are not views of a bucket."""
         return {name: value for name, value in self.__dict__.items() if name != "buckets"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -312,7 +312,7 @@ class Sequential(Network):
         return statistics
 
     def get_layer_stack_info(self) -> str:
-        """Return one line per layer."""
+        """Return the info of each layer, one line per layer."""
         return "\n".join(f"{n}: {layer.get_layer_info()}" for n, layer in enumerate(self.layers))
 
     def set_threads(self, num_threads: int) -> None:
@@ -351,7 +351,7 @@ class Sequential(Network):
         return sample
 
     def _connect(self, sample: Shape) -> None:
-        """Connect the layers to samples of this shape; after an error, restore the old shape."""
+        """Connect the layers to samples of shape ``sample``. If it fails, restore the old shape."""
         try:
             self._row.connect(sample, "")
         except ValueError:
@@ -362,7 +362,7 @@ class Sequential(Network):
 
 
 def output_copies(moments: BaseHiddenStates, flat: bool, on_gpu: bool) -> tuple[Array, Array]:
-    """Return copies of means and variances, flat or shaped, on the CPU or their device."""
+    """Return copies of means and variances, flat if ``flat``, on the CPU unless ``on_gpu``."""
     both = (moments.mean, moments.variance)
     mean, variance = (np.zeros(moments.mean.shape, REAL) if a is None else a for a in both)
     if not on_gpu:

@@ -173,7 +173,7 @@ def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
             f"{name}: expected no masked elements, got {np.count_nonzero(mask)} of {mask.size}. "
             "Fill or remove them"
         )
-    # An object array can hold NaN among names of classes.
+    # Class names become objects, so that NaN can replace masked names.
     plain = values.data if values.dtype.kind in "fiub" else values.data.astype(object)
     return np.where(mask, missing, plain)
 
@@ -185,7 +185,7 @@ def _stacked(values: Any) -> Any:
     """
     if not isinstance(values, list | tuple):
         return values
-    kinds = set(map(type, values))  # a list of numbers has one type
+    kinds = set(map(type, values))  # a set is fast: a list of numbers has one type
     if not any(issubclass(kind, list | tuple | np.ma.MaskedArray) for kind in kinds):
         return values
     parts = [_stacked(value) for value in values]

@@ -78,7 +78,7 @@ def _observe_natively(
         positions = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
         observed_units = math.prod(indices.shape[1:])
     d, e = np.zeros((2, *outputs.mean.shape), REAL)
-    # A user may set arrays of other sizes, and the kernel reads ``d.size`` numbers of each.
+    # The kernel reads ``d.size`` numbers of each array, and a user may have set smaller arrays.
     arrays = (outputs.mean, outputs.variance, outputs.slope)
     moments = [floats(module, None if a is None else a.reshape(d.shape)) for a in arrays]
     description = ffi.new("fl_tagi_outputs *", (*moments, units, observed.size, observed_units))
@@ -183,7 +183,7 @@ class OutputUpdater:
             total = variance[0] + noise
             d[:, 0] = slope[0] * error / total
             e[:, 0] = -slope[0] * slope[0] / total
-            # Posterior of the error, of its square, and of the error variance.
+            # Posterior moments: of the error (p, q), of its square, and of the error variance.
             p, q = noise * error / total, noise - noise * noise / total
             square, square_variance = p * p + q, 2 * q * q + 4 * q * p * p
             prior = 3 * variance[1] + 2 * noise * noise

@@ -68,7 +68,7 @@ def tree_of(num_classes: int) -> HRCSoftmax:
 
 
 def _checked_labels(labels: Any, num_classes: int, missing: float | None = None) -> Array:
-    """Return labels as flat integers; -1 for NaN or masked labels if ``missing`` is NaN."""
+    """Return labels as flat integers. If ``missing`` is NaN, NaN or masked labels become -1."""
     array = as_real("labels", labels, "cpu", missing=missing).reshape(-1)
     is_missing = np.isnan(array) & (missing is not None)
     is_valid = is_missing | (array >= 0) & (array < num_classes) & (array == np.floor(array))
@@ -97,7 +97,7 @@ def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     right, left = np.where(z > 0, 1 - tail, tail), np.where(z > 0, tail, 1 - tail)
     obs, idx = tree.obs.reshape(-1, tree.num_obs), tree.idx.reshape(-1, tree.num_obs) - 1
     result = np.ones((len(right), len(obs)))
-    for level in range(tree.num_obs):  # level by level, because a batch of 1000 classes is large
+    for level in range(tree.num_obs):  # one level at a time, to limit memory for many classes
         node = idx[:, level]
         result *= np.where(obs[:, level] > 0, right[:, node], left[:, node])
     return result.astype(REAL)

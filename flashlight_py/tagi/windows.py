@@ -22,7 +22,7 @@ from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 
 class WindowPart(NamedTuple):
-    """The windows of some images and some rows of the output."""
+    """A chunk of the windows: a range of images and a range of output rows."""
 
     images: slice
     rows: slice
@@ -86,7 +86,7 @@ class Windows:
         return self.along(self.down(padded, y), x)
 
     def down(self, padded: Array, y: int) -> Array:
-        """Return a view of the image rows that are row ``y`` of a window, with full width."""
+        """Return a view of the image rows that are row ``y`` of a window, in full width."""
         return padded[:, :, self._every_stride(y, self.out_height)]
 
     def along(self, rows: Array, x: int) -> Array:
@@ -116,7 +116,7 @@ def batch_first(matrix: Array, shape: tuple[int, ...]) -> Array:
 
 
 def readable(mean: Array, variance: Array | None = None) -> tuple[Array, Array | None]:
-    """Return images with contiguous rows and equal strides; copies if necessary."""
+    """Return both arrays with contiguous rows and equal strides, copied if necessary."""
     alike = variance is None or variance.strides == mean.strides
     if alike and mean.strides[3] == mean.itemsize:
         return mean, variance
@@ -211,7 +211,7 @@ def call_kernel(
 
 
 class _Extent:
-    """Attribute of a layer: one dimension of its images; 0 until it is known."""
+    """Attribute of a layer: a height, width or number of channels; 0 until it is known."""
 
     def __init__(self, shape_name: str, axis: int) -> None:
         self._shape_name, self._axis = shape_name, axis
@@ -317,7 +317,7 @@ class _Pool(ImageLayer):
 
     @abc.abstractmethod
     def _spread(self, deltas: Array, power: int) -> Array:
-        """Return new images of the deltas of the means (``power`` 1) or variances (2)."""
+        """Return input deltas of means (``power`` 1) or variances (2), from window ``deltas``."""
 
 
 class AvgPool2d(_Pool):
@@ -468,7 +468,7 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))
     if call_kernel("spread_taken", windows, None, images, *arguments, images):
         return images
-    padded = windows.padded(images)  # the order of additions differs from the kernel's
+    padded = windows.padded(images)  # adds in another order than the kernel
     for position, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
         windows.at(padded, y, x)[...] += array_module(images).where(taken == position, deltas, 0)
     images[...] = windows.inner(padded)

@@ -21,7 +21,7 @@ from flashlight_py.erf import MIDDLE, NEAR, SPLIT, quotient
 def _function(
     x: Input, value: Callable[..., Array], vjp: Callable[..., Array], native: str = ""
 ) -> Variable:
-    """Return ``value(xp, x)`` with gradient ``vjp(xp, x, value, grad)``, or use native kernels."""
+    """Return ``value(xp, x)`` with gradient ``vjp(xp, x, value, grad)``, or of kernel ``native``."""
     x = as_variable(x)
     result = record_mapped(native, x) if native else None
     if result is not None:
@@ -112,7 +112,7 @@ def softplus(x: Input, beta: float = 1.0) -> Variable:
 
 
 def elu(x: Input, alpha: float = 1.0) -> Variable:
-    """Return ``x`` above 0, else ``alpha * (exp(x) - 1)``. The slope at 0 is ``alpha``."""
+    """Return ``x`` where ``x > 0``, else ``alpha * (exp(x) - 1)``. The slope at 0 is ``alpha``."""
     return _function(
         x,
         lambda xp, a: xp.where(a > 0, a, xp.expm1(xp.minimum(a, 0)) * alpha),
@@ -121,7 +121,7 @@ def elu(x: Input, alpha: float = 1.0) -> Variable:
 
 
 def leaky_relu(x: Input, slope: float = 0.01) -> Variable:
-    """Return ``x`` above 0, else ``slope * x``. The slope at 0 is ``slope``."""
+    """Return ``x`` where ``x > 0``, else ``slope * x``. The derivative at 0 is ``slope``."""
     return _function(
         x,
         lambda xp, a: xp.where(a > 0, a, a * slope),

@@ -115,7 +115,7 @@ class _Attention:
         self.native = kernel("attention", q) if q.dtype == k.dtype == v.dtype else None
 
     def _masking(self, mask: Array, dtype: Any) -> Array:
-        """Return the mask with four dimensions and a dtype that the kernels accept."""
+        """Return ``mask`` with four dimensions and a dtype that the kernels accept."""
         padded = mask.reshape((1,) * (4 - mask.ndim) + mask.shape) if mask.ndim < 4 else mask
         fits = all(n in (1, all_) for n, all_ in zip(padded.shape, self.shape, strict=True))
         if mask.ndim > 4 or not fits:
@@ -213,7 +213,7 @@ class _Attention:
 
 
 def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
-    """Return a contiguous array, its steps for kernels, and whether rows come before heads."""
+    """Return ``x`` contiguous, its strides for kernels, and whether rows precede heads."""
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:

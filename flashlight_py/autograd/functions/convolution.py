@@ -104,7 +104,7 @@ def conv2d(
     images, filters = _rows(read(x)), as_contiguous(read(weight))
     added = None if bias is None else as_contiguous(read(bias))
     out = _compute("conv_forward", _to_output, w, w.outputs, images, filters, added)
-    # The backward pass reads a sharded weight again.
+    # Do not keep a sharded weight: the backward pass reads it again.
     kept = filters if weight.placement is None else None
     shape = weight.shape
 
@@ -131,7 +131,7 @@ def conv_transpose2d(
     x: Input, weight: Variable, bias: Variable | None, stride: _Two, padding: _Two, dilation: _Two,
     groups: int, output_padding: _Two,
 ) -> Variable:  # fmt: skip
-    """Return ``bias`` plus the gradient of ``conv2d`` for its images; ``x``: output gradient."""
+    """Return ``bias`` plus the input gradient of ``conv2d`` for the output gradient ``x``."""
     x, weight = as_half(x), as_half(weight)
     channels, in_group, *kernel = weight.shape
     numbers = zip(x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=False)
@@ -234,7 +234,7 @@ def _by_groups(array: Array, w: _Windows) -> Array:
 
 
 def _filters(weight: Array, w: _Windows, position: _Two) -> Array:
-    """Return one window position of a weight: ``[groups, out per group, channels per group]``."""
+    """Return ``weight`` at one window position: ``[groups, out per group, channels per group]``."""
     return weight[:, :, position[0], position[1]].reshape(w.groups, -1, weight.shape[1])
 
 
@@ -285,7 +285,7 @@ def _sums(w: _Windows, images: Array) -> Array:
 
 
 def _counts(w: _Windows, like: Array, count_padding: bool) -> Array | int:
-    """Return the number of elements of each mean."""
+    """Return the divisor of each mean: the number of elements in its window."""
     if count_padding:
         return w.kernel[0] * w.kernel[1]
     shape = 1, *w.inputs[1:3], 1
@@ -369,7 +369,7 @@ def _windows(
     name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """Return the windows. ``ends``: channels of ``x`` and of the result; 0: the same as ``x``."""
+    """Return the windows. ``ends``: channels of ``x`` and of the result (0: as many as ``x``)."""
     if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
         raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
     batch, channels, *size = x.shape

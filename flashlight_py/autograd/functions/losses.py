@@ -39,7 +39,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
     array, ndim = x.data, max(x.ndim, 1)
     if not -ndim <= axis < ndim:
         raise ValueError(f"{name}: axis must be a dimension of shape {array.shape}, got {axis}")
-    # An array without rows is valid: a rank may have no samples.
+    # Only ``axis`` must have elements. The batch may be empty, because a rank may have no samples.
     if x.ndim and not array.shape[axis]:
         check_filled(name, x)
     native = kernel(name, array) if axis in (-1, ndim - 1) else None
@@ -247,7 +247,7 @@ def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "
 def _of_pairs(
     name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
 ) -> Variable:
-    """Return an elementwise loss, reduced. ``vjps`` take both arrays and the gradient."""
+    """Return an elementwise loss, reduced. ``value`` and ``vjps`` are functions of both arrays."""
     prediction, target = as_floating(as_float32(prediction)), as_floating(as_float32(target))
     check_loss_reduction(reduction)
     _check_pair(name, prediction, target)
@@ -297,7 +297,7 @@ def connectionist_temporal_classification(
     logs = widened(logits.data)
     xp = array_module(logs)
     batch, time, classes = logs.shape
-    states = 2 * labels.shape[1] + 1  # each target class, with blanks around it
+    states = 2 * labels.shape[1] + 1  # the target classes with a blank around each
     kinds = xp.zeros((batch, states), "int64") + blank
     kinds[:, 1::2] = labels
     jumps = xp.full((batch, states), -xp.inf, logs.dtype)  # 0 where a blank may be skipped

@@ -124,7 +124,7 @@ def batch_norm_with_moments(
 
 
 def few_values(name: str, shape: tuple[int, ...], _: object = None) -> ValueError:
-    """Return the error of the function ``name`` for channels with less than two values."""
+    """Return the error that ``name`` raises if channels have fewer than two values."""
     return ValueError(
         f"{name}: expected more than one value per channel, got input of shape {shape}. "
         "Train with larger batches, or call eval() on the module"
@@ -225,7 +225,7 @@ def _normalized(
 
 
 def _values(value: Variable | Array | None, dtype: Any) -> Any:
-    """Return a parameter or a constant as a contiguous array of ``dtype``, for kernels."""
+    """Return ``value`` as a contiguous array of ``dtype`` for kernels, or None for None."""
     if value is None:
         return None
     array = value.data if isinstance(value, Variable) else value
