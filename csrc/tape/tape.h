@@ -17,7 +17,7 @@ class Instruction {
  public:
   virtual ~Instruction() = default;
   virtual Outcome run(Table table) = 0;
-  // Approximate number of elements; -1: the instruction needs the GIL.
+  // Approximate number of elements that the instruction processes. -1: the instruction needs the GIL.
   virtual int64_t work() const = 0;
   virtual bool may_leave() const { return false; }
 };

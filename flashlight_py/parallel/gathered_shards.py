@@ -259,7 +259,7 @@ class PartedVariable(Variable):
 
     @property
     def data(self) -> Array:
-        """The full parameter; a NumPy array is read-only. Reading another module may free it."""
+        """The full parameter, read-only in NumPy. A read of another module may free it."""
         placement = self.placement
         return placement.shards.arrays_of(placement.flat)[placement.position]
 

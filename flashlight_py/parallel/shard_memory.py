@@ -309,7 +309,7 @@ class HostMemory:
         self.protect(True)
 
     def protect(self, on: bool) -> None:
-        """Forbid or allow writes to parameters if debugging is on; a forbidden write is fatal."""
+        """For debugging: forbid (``on``) or allow writes to parameters. A forbidden write kills."""
         if not self.is_debugged:
             return
         libc = ctypes.CDLL(None, use_errno=True)
