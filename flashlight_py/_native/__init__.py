@@ -1,4 +1,4 @@
-"""The native extensions. All are optional: a missing extension has a reason and a remedy."""
+"""The native extensions. Each is optional. The error for a missing one has reason and remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashlight_py.errors import BackendUnavailableError
 
 __all__ = ["EXTENSIONS", "load", "optional", "left_out"]
 
-# By name: the purpose of the extension, and the effect of its absence.
+# By name of the extension: its purpose, and the effect if it is missing.
 EXTENSIONS = {
     "shm": (
         "shared memory between the ranks of a host",
@@ -28,7 +28,7 @@ EXTENSIONS = {
     "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
     "launch": ("the launch of NCCL's collectives", "CuPy arrays need MPI"),
 }
-# Library that an extension needs, and its Debian package.
+# By name of the extension: the library that it needs, and the Debian package.
 _LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}
 
 
@@ -60,7 +60,7 @@ def optional(name: str, without: str) -> Any | None:
 
 
 def left_out(name: str) -> str:
-    """Return why the extension was omitted when the package was built, or ""."""
+    """Return why extension ``name`` was omitted when the package was built, or ""."""
     note = Path(__file__).with_name(f"{name}.missing.txt")
     return note.read_text(encoding="utf-8").strip() if note.exists() else ""
 

@@ -48,10 +48,10 @@ class FastPath(Protocol):
         """
 
     def objects(self, code: int, value: object, root: int) -> Any:
-        """Run the object verb ``code`` and return the list of received objects.
+        """Run the object verb with number ``code`` and return the list of received objects.
 
-        Return None if only other ranks receive. The result may instead be the array of all frames
-        (exchange.py), the number of the call, and the frame of this rank. Python then unpickles.
+        Return None if only other ranks receive. If Python must unpickle, return a tuple: the array
+        of all frames (exchange.py), the number of the call, and the frame of this rank.
         """
 
     barrier: Callable[..., Any]

@@ -78,7 +78,7 @@ class Record:
 
     ended = 0
     error = ""
-    id = 0  # number of the entry in the ring
+    id = 0  # number of the call in the ring
     is_async = False
     size: int | None = None  # bytes, set later if unknown at the start
     waits: tuple[tuple[int, int], ...] = ()
@@ -142,8 +142,8 @@ def name_of_group(ranks: Sequence[int]) -> str:
 class Ring:
     """The ring buffer that native code and Python write in one order.
 
-    ``notes`` has for each entry in ``memory`` a line of user code, or the record of a Python call.
-    ``header[CALLERS]`` are the threads inside native calls, or 0. The thread that ends an
+    For each entry in ``memory``, ``notes`` has a line of user code, or the record of a Python call.
+    ``header[CALLERS]`` lists threads inside native calls (0: none). The thread that ends an
     asynchronous operation writes its end time.
     """
 

@@ -30,8 +30,8 @@ _SUMMARY_BYTES = 500
 after_report: list[Callable[[], None]] = []
 """Functions to call after an uncaught exception has been printed and reported."""
 
-# Not a WeakSet: that runs Python code when a backend is collected, and an exception of a signal
-# handler would be lost in this code.
+# A WeakSet would run Python code when a backend is collected. An exception that a signal handler
+# raises in this code would be lost.
 _open: dict[weakref.ref[Backend], None] = {}
 
 
@@ -55,7 +55,7 @@ class _Hooks:
         sys.excepthook, threading.excepthook = self._end, self._end_thread
 
     def remove(self) -> None:
-        """Restore the previous hooks, unless other code has replaced these hooks."""
+        """Restore the previous hooks, unless other code has installed its own hooks since."""
         if sys.excepthook == self._end:
             sys.excepthook = self._main
         if threading.excepthook == self._end_thread:
@@ -117,7 +117,7 @@ def uninstall_hooks() -> None:
 
 
 def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
-    """Report the end of this rank to the other ranks of ``backends`` (default: all open ones)."""
+    """Report that ``error`` ends this rank to the other ranks of ``backends`` (default: all)."""
     words = _report_text(error)
     for backend in open_backends() if backends is None else backends:
         backend.abort(words)

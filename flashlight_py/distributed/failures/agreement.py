@@ -1,7 +1,7 @@
 """Comparison of calls across hosts, at the start of every collective.
 
-The ranks of a host compare first, then one rank of each host. Then the ranks of a host receive the
-result. Small data is sent along.
+First the ranks of each host compare. Then one rank of each host compares with the other hosts, and
+sends the result to its host. The messages also carry small data of the calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def concatenated_bytes(parts: Sequence[Array]) -> Array:
 
 
 class Load(NamedTuple):
-    """Contribution of a rank to a comparison: the number of rows of its array, and ``data`` bytes.
+    """What a rank adds to a comparison: the number of rows of its array, and ``data`` as bytes.
 
     ``inside`` combines the data of the ranks of a host, ``between`` the data of the hosts.
     """
@@ -125,7 +125,7 @@ class Agreement:
         return message
 
     def runs_ahead(self) -> None:
-        """Record that a local peer may still be in the last call, waiting for other hosts."""
+        """Record that a peer on this host may still wait for other hosts in the last call."""
         self._is_ahead = True
 
     def last(self) -> str:
@@ -133,12 +133,12 @@ class Agreement:
         return f"All ranks joined {self._last}, {system.monotonic() - self._last_at:.1f} s ago"
 
     def exchange(self, key: str, load: Load, seconds: float | None) -> RankMessage:
-        """Return the combined loads of all ranks. The digest is zero if their keys differ."""
+        """Return the combined loads of all ranks. The digest is zero if ranks differ in ``key``."""
         limit = self.timeout if seconds is None else seconds
         # A local peer that waits for other hosts may be late by three of their timeouts.
         ahead = seconds is None and self._is_ahead
         seconds, self._is_ahead = between_hosts(limit, 4) if ahead else limit, False
-        # Rank 0 of the host sends the answer. It is not late while it waits for another host.
+        # Rank 0 of the host sends the answer later, because it first waits for the other hosts.
         answered = between_hosts(seconds, 2)
         digest = hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()
         own_message = RankMessage(digest, (load.length,), load.data).packed()
@@ -148,7 +148,7 @@ class Agreement:
             sent = _combine(unpack_messages(local), load.inside)
             gathered = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
             answer = _combine(unpack_messages(gathered), load.between).packed()
-            # Local peers wait for the answer already. Other hosts wait only in their next call.
+            # Other ranks of the host wait already. Other hosts do not wait before their next call.
             answered = limit
         return unpack_messages(self._inside.step(ALL_GATHER, answer, answered))[0]
 

@@ -51,7 +51,7 @@ _log = logging.getLogger("flashlight_py")
 class Flight:
     """Folder, rank, size and job of the record of this process.
 
-    A folder ``chosen`` by the user may be a link or belong to another user.
+    ``chosen``: the user chose the folder, so it may be a link or belong to another user.
     """
 
     folder: Path
@@ -172,7 +172,7 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
 
 
 def _readable(fields: dict[str, Any], now: int) -> dict[str, Any]:
-    """Return ``fields`` with the state and the age of the call before the other fields."""
+    """Return the ``fields`` of a call, preceded by its state, age and duration at time ``now``."""
     started, ended = fields["started"], fields.get("ended")
     state = "failed" if "error" in fields else "running" if ended is None else "ended"
     return {
@@ -258,7 +258,7 @@ class OtherRecords:
         """Return path, inode and mtime of new records of other ranks since the last call."""
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
-            # Check twice: the folder may change again within one tick of its clock.
+            # Read an unchanged folder once more: its clock may show no second change.
             if self._changed == changed == changed[::-1]:
                 return set()
             records = set()
@@ -274,7 +274,7 @@ class OtherRecords:
         return records - before
 
 
-# Seconds after a record in which this rank writes no further record.
+# Minimum seconds between automatic records. SIGUSR1 and ``dump`` ignore this limit.
 _QUIET_SECONDS = 10.0
 # Seconds between checks for other records. Network file systems send no notifications.
 _LOOK_SECONDS = 0.5

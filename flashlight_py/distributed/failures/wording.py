@@ -28,7 +28,7 @@ HOST_ADVICE = (
 
 
 def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
-    """Return a clause that names the known processes of ``ranks``."""
+    """Return a clause such as ", which is process 12 on host a", for the known ``processes``."""
     texts = [processes[rank] for rank in ranks if rank < len(processes)]
     listed, more = ", ".join(texts[:MOST_RANKS]), len(texts) - MOST_RANKS
     listed += f" and {more} more" if more > 0 else ""
@@ -38,7 +38,7 @@ def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
 def different_calls(
     where: str, calls: Iterable[tuple[int, str]], number: int, ago: int = 0, which: str = ""
 ) -> str:
-    """Return an error text with the calls of all ranks, ``ago`` calls before call ``number``."""
+    """Return an error text: ``calls`` of all ranks, made ``ago`` calls before call ``number``."""
     outcome, made = EARLIER_ADVICE if ago else NOTHING_CHANGED, number - ago - 1
     earlier = f"an earlier call of this group, {ago} before this one"
     which = which or (earlier if ago else f"call {number} of this group")

@@ -60,7 +60,7 @@ class Joiner:
 
 
 class Membership:
-    """Ranks of the world, and the backends that join them. ``rank`` is -1 on other processes."""
+    """Ranks of the world, and the backends that join them. Outside the group, ``rank`` is -1."""
 
     rank = -1
     gpus: Backend | None = None  # backend for CuPy arrays; None before the GPUs are joined
@@ -73,7 +73,7 @@ class Membership:
         joiner: Joiner | None = None,
         first_use: Callable[[], None] | None = None,
     ) -> None:
-        self.on_first_use = first_use  # called by the first call; until then, no fast path
+        self.on_first_use = first_use  # called by the first call. No fast path until then
         self.fast = EntryPoints()
         self._backend, self._joiner = backend, joiner
         self._backends: list[Backend] = []  # closed also if the group is dropped
@@ -98,7 +98,7 @@ class Membership:
         self.size = len(self.ranks)
 
     def open_fast_path(self) -> None:
-        """Use the present fast path of the backend."""
+        """Take the fast path that the backend offers now."""
         self.on_first_use = None
         self.fast.replace_by(self.backend().bind(self.journal))
         if self.gpus is not None:
@@ -178,7 +178,7 @@ class Membership:
         timeout: float | None,
         count: int | None = None,
     ) -> Self:
-        """Join ``members`` of this group through ``store``; None: this rank is not a member.
+        """Join ``members`` of this group through ``store``, which is None on other ranks.
 
         Collective among the members. Blocks. ``timeout`` is the timeout of the new group in
         seconds; None: the timeout of this group. ``count`` is the next of ``subgroup_numbers`` on
@@ -236,7 +236,7 @@ class Membership:
         return self.journal.run(calls, name, start)
 
     def keep(self, work: Then) -> Then:
-        """Keep an unfinished result, so that ``synchronize`` stores it if no thread waits."""
+        """Keep ``work``, so that ``synchronize`` stores its result if no thread waits for it."""
         self._unfinished.append(work)
         if len(self._unfinished) > self._most_unfinished:
             self._unfinished = [other for other in self._unfinished if not other.is_settled]
@@ -251,7 +251,7 @@ class Membership:
         self.backend().synchronize()
 
     def is_calling(self) -> bool:
-        """Return whether this thread is inside a call. Then the caller is a signal handler."""
+        """Return whether the caller is a signal handler that interrupted a call on this thread."""
         return any(backend.is_calling() for backend in (self.gpus, self._backend) if backend)
 
     def end(self, error: BaseException) -> None:

@@ -73,7 +73,7 @@ class MemoryFile:
 
 @contextlib.contextmanager
 def open_memory(path: str) -> Iterator[int]:
-    """Open another process's file; raises OSError if it is missing or of another user."""
+    """Open the file of another process. Raise OSError if it is missing or another user's."""
     without_links = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | without_links)
     try:
@@ -86,7 +86,7 @@ def open_memory(path: str) -> Iterator[int]:
 
 
 def _remove_orphans() -> None:
-    """Remove this user's files whose owners died before all processes had mapped them."""
+    """Remove files of this user's dead processes, if the files were not mapped everywhere."""
     for path in DIRECTORY.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime <= _YOUNG:
@@ -114,11 +114,11 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
         if not has_failed and store.rank != 0:
             mapped, error = _attempt(lambda: map_path(path, False))
         _raise_together(store, error)
-    finally:  # also after a lost rank or a signal handler's exception
+    finally:  # also if a rank is lost or a signal handler raises
         if file is not None:
             file.close()
         elif path and named:
-            # All ranks have mapped the file. Every rank removes its name: rank 0 may be dead.
+            # All ranks have mapped the file. Every rank removes its name, as rank 0 may be dead.
             Path(path).unlink(missing_ok=True)
     return mapped
 
@@ -136,7 +136,7 @@ def _attempt(do: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
         return do(), ("", "")
     except OutOfMemoryError as error:
         return None, (error.lack, "")
-    except DistributedError:  # fatal, although some are OSErrors
+    except DistributedError:  # fatal, even if it is an OSError as well
         raise
     except (OSError, MemoryError) as error:
         text = str(error) or repr(error)

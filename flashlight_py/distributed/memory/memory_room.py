@@ -25,14 +25,14 @@ from flashlight_py.distributed.verbs import BARRIER
 
 ROOT = Path("/")  # parent of /proc and /sys; tests replace it
 
-# No check below this number of bytes of all ranks of a host. A check takes 0.1 ms.
+# Fewer bytes (of all ranks of a host) are allocated without a check, which takes 0.1 ms.
 LITTLE = 64 << 20
 # Share of the available memory that stays free for other needs of the processes.
 _RESERVE = 1 / 20
-# Bytes reserved between two checks, as other processes may allocate meanwhile.
+# Bytes that are reserved between two checks, because other processes may allocate as well.
 _CHUNK_BYTES = 256 << 20
 
-# Files of a control group: limit, use, and prefix of cache entries in memory.stat. Versions 2, 1.
+# By version (2, 1) of control groups: files of limit and use, prefix of caches in memory.stat.
 _FILES = [
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -49,8 +49,8 @@ class SharesMemory(Protocol):
 def available(ranks: int = 1) -> tuple[int, str]:
     """Return the number of bytes that this process may still allocate, and the limiting resource.
 
-    The number is valid if ``ranks`` processes of this machine allocate as much, each in its own
-    control group. File caches and swap count as free, except that control groups exclude swap.
+    Assumption: ``ranks`` processes of this machine allocate as much, each in its own control group.
+    File caches and swap count as free. In control groups, swap does not.
     """
     free: list[tuple[int, str]] = _if_known(_of_machine, ranks)
     for limit in _limits(ROOT):
@@ -59,10 +59,10 @@ def available(ranks: int = 1) -> tuple[int, str]:
 
 
 def require_memory(nbytes: int, purpose: str, ranks: int = 1) -> None:
-    """Raise MemoryError if ``nbytes`` for ``purpose`` exceed the available memory."""
+    """Raise MemoryError if fewer than ``nbytes`` are available for ``purpose``."""
     if nbytes * ranks < LITTLE:
         return
-    if nbytes >= 16 * LITTLE:  # takes 1 ms: limits may have changed
+    if nbytes >= 16 * LITTLE:  # find the limits again, which takes 1 ms
         _limits.cache_clear()
     free, limit = available(ranks)
     if nbytes > free * (1 - _RESERVE):
@@ -74,9 +74,9 @@ def require_memory(nbytes: int, purpose: str, ranks: int = 1) -> None:
 
 
 def ordinary_empty(shape: tuple[int, ...], dtype: np.dtype[Any], ranks: int = 1) -> Array:
-    """Return ``numpy.empty``; raises MemoryError if ``ranks`` such arrays exceed the memory."""
+    """Return ``numpy.empty``. Raise MemoryError if ``ranks`` such arrays need too much memory."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes * ranks >= LITTLE:  # formatting takes longer than a small array
+    if nbytes * ranks >= LITTLE:  # formatting the text takes longer than a small array
         require_memory(nbytes, f"an array of {dtype} {shape}", ranks)
     return np.empty(shape, dtype)
 
@@ -100,9 +100,9 @@ def shared_array(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any])
 
 
 def reserve(fd: int, nbytes: int, purpose: str) -> None:
-    """Allocate ``nbytes`` of a file in memory now. An error leaves the file unchanged.
+    """Allocate ``nbytes`` of the file in memory ``fd`` now. If it fails, the file does not change.
 
-    Without a reservation, a process would be killed when it writes. Raises the MemoryError of
+    Without a reservation, the kernel would kill a process that writes. Raises MemoryError like
     ``require_memory``, and OSError if the file system is too small.
     """
     before, system = os.fstat(fd).st_size, os.fstatvfs(fd)
@@ -133,7 +133,7 @@ def _of_group(group: Path, limit: int, name: str, used: str, caches: str) -> tup
 
 @functools.lru_cache(maxsize=1)
 def _limits(root: Path) -> list[tuple[Path, int, str, str, str]]:
-    """Return the control groups of this process whose limits are below the machine's memory."""
+    """Return the control groups of this process with a limit below the machine's memory."""
     machine = _if_known(lambda: 1024 * int(_numbers(root / "proc/meminfo")["MemTotal:"]))
     limits = []
     for group, (name, used, caches) in itertools.product(control_groups(root), _FILES):
@@ -151,7 +151,7 @@ def _if_known(read: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return a list with ``read(*arguments)``, or [] if the value cannot be read."""
     try:
         return [read(*arguments)]
-    # A kernel may lack a file or line, a group may have no limit ("max") or vanish, and containers
-    # may differ. An unknown value counts as no limit: an error on one rank would hang other ranks.
+    # Files or lines may be missing, a group may have no limit ("max") or end, and containers may
+    # differ. An unknown value counts as no limit: an error on one rank would block other ranks.
     except (OSError, ValueError, KeyError, IndexError):
         return []

@@ -36,10 +36,10 @@ _FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 
 @dataclass(frozen=True)
 class DeviceRule:
-    """Rank and local rank, which determine the CUDA device.
+    """The rule that selects a rank's CUDA device.
 
-    With ``max_per_node``, the index is ``rank % MAX_DEVICE_PER_NODE``, as in flashlight. Otherwise
-    it is the local rank modulo the number of visible devices: a launcher may show only one.
+    With ``max_per_node`` (MAX_DEVICE_PER_NODE), the index is ``rank % max_per_node``, as in
+    flashlight. Otherwise it is ``local_rank`` modulo the number of visible devices, which may be 1.
     """
 
     rank: int = 0
@@ -47,7 +47,7 @@ class DeviceRule:
     max_per_node: int | None = None
 
     def index(self, count: int) -> int:
-        """Return the index of one of ``count`` devices, or raise BackendUnavailableError."""
+        """Return this rank's index of ``count`` devices, or raise BackendUnavailableError."""
         if self.max_per_node is None:
             return self.local_rank % count
         index = self.rank % self.max_per_node
@@ -62,8 +62,8 @@ class DeviceRule:
 def gpu_identity(cupy: Any, index: int) -> str:
     """Return a text that is equal for two ranks exactly if NCCL considers their GPUs the same.
 
-    NCCL compares PCI addresses and hosts, or NCCL_HOSTID. Since NCCL 2.30
-    NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks on one GPU. The text is "" then.
+    NCCL compares PCI addresses and hosts, or NCCL_HOSTID. The text is "" if
+    NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks on one GPU (since NCCL 2.30).
     """
     if system.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return ""
@@ -74,7 +74,7 @@ def gpu_identity(cupy: Any, index: int) -> str:
 # Shared memory ------------------------------------------------------------------------------------
 
 
-# First exchange of every rendezvous. Two ranks in one process: all ranks raise at the same time.
+# The first exchange of every rendezvous. If two ranks are one process, all ranks raise together.
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Exchange the host and process of each rank of ``store``. Collective, blocking.
 
@@ -179,7 +179,7 @@ def _by_kernel(texts: Sequence[bytes]) -> dict[str, list[int]]:
 
 
 def _read_problem(offer: Sequence[str], own_domain: str) -> str:
-    """Return "" if this rank can read the file that another rank offers, otherwise the reason."""
+    """Return why this rank cannot read the file that another rank offers, or "" if it can."""
     domain, path, nonce, problem = offer
     if problem or domain != own_domain:
         return problem or f"it has FLASHLIGHT_MEMORY_DOMAIN={domain!r}"
@@ -212,8 +212,8 @@ class Card(NamedTuple):
     ends: Mapping[str, Sequence[Any]] = {}
 
 
-# The address of the default route may be behind a NAT and equal on all hosts. Prefer an address
-# that both ends of a connection see. Ranks know all addresses first, so they can raise at once.
+# The address of the default route may be behind a NAT and equal on all hosts. An address that both
+# ends of a connection see is better. All ranks know all addresses, so all raise at once.
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
@@ -252,7 +252,7 @@ def address_between_hosts(
 
 
 def _addresses_of_ranks(texts: Sequence[bytes]) -> list[str]:
-    # Most ranks of a host send equal texts.
+    # Parse each text once: most ranks of a host send equal texts.
     cards = {text: Card(*json.loads(text)) for text in dict.fromkeys(texts)}
     return choose_addresses([cards[text] for text in texts])
 
@@ -274,9 +274,8 @@ def address_inside(interface: str) -> str:
 
 
 def choose_addresses(cards: Sequence[Card]) -> list[str]:
-    """Return the address of each rank. All are of one family, and no two hosts share one.
-
-    Raises ValueError if a host has no such address. The error names the host and the reason.
+    """Return the address of each rank. All are of one IP version, and each host has its own.
+    Raises ValueError, with host and reason, if a host has no such address.
     """
     shared = shared_addresses((card.host, card.addresses) for card in cards)
     by_host, translated = _connections(cards)
@@ -289,7 +288,7 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
     for rank, card in enumerate(cards):
         if not usable[rank] or bool(card.interface) != bool(card.interface_addresses):
             raise ValueError(_address_problem(cards, rank, shared, translated[card.host]))
-    for candidates in (proven, usable):  # proven addresses first: they have carried a connection
+    for candidates in (proven, usable):  # proven addresses have carried a connection
         for family in _FAMILIES:
             if all(_of_family(addresses, family) for addresses in candidates):
                 chosen = [_of_family(addresses, family)[0] for addresses in usable]
@@ -313,7 +312,7 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
     """Return the addresses that a rank may use, best first."""
     good = [source for source in card.sources if source not in bad and not is_loopback(source)]
-    for family in _FAMILIES:  # without a route: the only address of a family
+    for family in _FAMILIES:  # otherwise the only address of a family
         only = [address for address in _of_family(card.addresses, family) if address not in bad]
         good += only if len(only) == 1 else []
     return list(dict.fromkeys([*proven, *good]))
@@ -322,8 +321,8 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
     """Return, by host, addresses that a connection with rank 0 proves, and translated addresses.
 
-    If both ends report the same addresses, nothing translates them. Addresses that their host does
-    not list (with a zone) are not used. The second result maps reported to translated addresses.
+    If both ends report the same addresses, no NAT translates them. Addresses that their host does
+    not list (with a zone) are omitted. The second result maps reported to translated addresses.
     """
     proven: dict[str, list[str]] = {card.host: [] for card in cards}
     translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}
@@ -354,7 +353,7 @@ def _of_family(addresses: Iterable[str], family: AddressFamily) -> list[str]:
 
 
 def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
-    """Raise ValueError if a user's interface leads to one address on different hosts."""
+    """Raise ValueError if a user's interface has the same address on different hosts."""
     cards_by_address: dict[str, list[Card]] = {}
     for card, address in zip(cards, chosen, strict=True):
         cards_by_address.setdefault(address, []).append(card)

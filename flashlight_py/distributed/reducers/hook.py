@@ -45,14 +45,14 @@ class Bucket:
         self.parts = tuple(self.parts)
 
     def all_reduce(self, array: Array, blocking: bool = False) -> Work:
-        """Sum an array of any shape and dtype over the ranks in place, times ``scale``."""
+        """Sum ``array`` (any shape and dtype) over the ranks in place, times ``scale``."""
         if not (blocking or self._pays_inline(array)):
             return all_reduce(array, self.scale, group=self.group, async_op=True)
         all_reduce(array, self.scale, group=self.group)
         return Done(array)
 
     def all_gather(self, array: Array) -> Work:
-        """Return a new array: arrays of all ranks, of any shape and dtype, joined along axis 0."""
+        """Concatenate ``array`` of all ranks along axis 0 into a new array. Any dtype and shape."""
         if self._pays_inline(array):
             return Done(self.group.all_gather(array))
         return self.group.all_gather(array, async_op=True)
@@ -85,7 +85,7 @@ class Compression(abc.ABC):
     and use it for one reducer or module only, because it keeps state for each bucket.
     """
 
-    # First parts of the names of the state, "<name>.<bucket>" or "<name>.<bucket>.<part>".
+    # First parts of the names in ``state_dict``: "<name>.<bucket>" or "<name>.<bucket>.<part>".
     _state_names: tuple[str, ...] = ()
 
     def __init__(self) -> None:

@@ -70,8 +70,8 @@ def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
     The ranks must share memory. The ranks read each other's writes, and the caller must order reads
-    and writes. ``purpose`` appears in errors. The host must also have ``unwritten`` bytes for its
-    other mappings that no rank has written yet. Every rank raises OutOfMemoryError or
+    and writes. Errors name ``purpose``. The host must also have room for ``unwritten`` bytes, which
+    other mappings have not written yet. Every rank raises OutOfMemoryError or
     UnavailableEverywhereError like ``map_together``, or DistributedError like ``all_reduce``.
     """
     nbytes = max(nbytes, 1)

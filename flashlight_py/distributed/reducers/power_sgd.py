@@ -13,7 +13,7 @@ from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
 
-# Relative length of a column without its projections below which it is only rounding error.
+# Minimum ratio of a column's lengths after and before projection: less is rounding error.
 _MIN_LENGTH = 1e-12
 # Number of elements of a block that stays in a second-level cache.
 _BLOCK = 1 << 15
@@ -98,7 +98,7 @@ class PowerSGDCompression(Compression):
         return rows * columns >= self.min_compression * self.rank * (rows + columns)
 
     def _start_products(self, bucket: Bucket, selected: Sequence[int]) -> Work:
-        """Send ``M Q`` of the matrices ``selected`` and all other parts; then send ``M.T P``."""
+        """Send ``M Q`` of the parts ``selected`` with the other parts unchanged; then ``M.T P``."""
         xp = array_module(bucket.flat)
         residual_views = views(self._residual(bucket), [part.shape for part in bucket.parts])
         residuals = [_matrix(residual_views[part]) for part in selected]
@@ -150,7 +150,7 @@ class PowerSGDCompression(Compression):
         return self._get_state(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat, zeros)
 
     def _factor(self, bucket: Bucket, part: int, columns: int) -> Array:
-        """Return the Q with which the power iteration of this part continues."""
+        """Return the matrix Q of ``part`` from which the next power iteration starts."""
         shape, flat = (columns, self.rank), bucket.flat
         create = functools.partial(uniform_numbers, flat, shape, self.seed, bucket.index, part)
         return self._get_state(f"factor.{bucket.index}.{part}", shape, flat, create)
@@ -192,9 +192,9 @@ def _matrix(array: Array) -> Array:
 def orthonormal(columns: Array) -> Array:
     """Return a new matrix (n, r), r <= n, whose columns are an orthonormal basis of ``columns``.
 
-    For every j, the first j columns of both span the same space. If columns are zero or linearly
-    dependent, arbitrary directions replace them, the same on every rank. The result is NaN if
-    ``columns`` is not finite. Gram-Schmidt in float64. Each column is projected twice, which is
+    The first j columns of both matrices span the same space, for every j. If columns are zero or
+    linearly dependent, arbitrary directions replace them, the same on every rank. The result is NaN
+    if ``columns`` is not finite. Gram-Schmidt in float64. Each column is projected twice, which is
     enough: Giraud, Langou, Rozloznik, The loss of orthogonality in the Gram-Schmidt process (2005).
     """
     xp = array_module(columns)
@@ -235,7 +235,7 @@ def uniform_numbers(like: Array, shape: tuple[int, ...], *seed: int) -> Array:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Return the sum of ``a * b``. Halves are added until one element remains."""
+    """Return the sum of ``a * b``, in an order that does not depend on the processor."""
     terms = a * b
     if is_cupy(terms):
         return terms.sum()  # type: ignore[no-any-return]  # one kernel, and GPUs of a job are alike

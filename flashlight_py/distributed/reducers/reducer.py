@@ -141,10 +141,10 @@ class _Pending(Reducer):
         self._works: list[Work] = []
         self._apart = OverlapCheck(f"{type(self).__name__}.add")
         self._hook_calls = 0  # number of buckets passed to the hook
-        self._in_background = False  # whether the hook started messages that do not block
+        self._in_background = False  # True: the hook started messages that do not block
 
     def _call_hook(self, flat: Array, parts: Sequence[Array], inline_bytes: float) -> Work:
-        """Return the Work that the hook starts for the next bucket."""
+        """Call the hook for the next bucket and return its Work."""
         assert self._hook is not None
         group = group_or_world(self.group)
         bucket = Bucket(self._hook_calls, flat, parts, self.scale, group, inline_bytes)

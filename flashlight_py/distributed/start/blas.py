@@ -48,7 +48,7 @@ def use_one_thread() -> tuple[int, str]:
 
 
 def restore(limited: list[tuple[Any, int]] = _limited) -> None:
-    """Undo and remove each limit in a list of ``limit_each``; by default all of this process."""
+    """Undo the limits in a list of ``limit_each`` (default: of this process) and empty the list."""
     while limited:  # in reverse order
         set_threads, threads = limited.pop()
         set_threads(threads)
@@ -80,7 +80,7 @@ def _loaded() -> Iterator[tuple[Any, Any, int, str]]:
 
     NumPy and SciPy may each contain one.
     """
-    # threadpoolctl 3.8 has no default, and only honours the first thread that sets a number.
+    # threadpoolctl 3.8 does not know the default, and lets only one thread set a number.
     names = [f"openblas_{name}" for name in _NAMES]
     for *functions, cores, config, core_type in libraries.functions_of("openblas", *names):
         config.restype = core_type.restype = ctypes.c_char_p

@@ -204,7 +204,7 @@ def leave() -> None:
 
 
 def leave_first_at_exit() -> None:
-    """Move the cleanup at exit in front of all exit functions that are registered now."""
+    """Make the cleanup at exit run before all exit functions that are registered now."""
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
 

@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 
 def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
-    """Return functions that join ranks or GPUs, and that change the timeout."""
+    """Return a ``Joiner`` with these settings. ``rule`` selects the GPU of each rank."""
 
     def join_gpus(cpu: Backend) -> Backend:
         from flashlight_py.distributed.backends.nccl.joining import connect_gpus
@@ -46,7 +46,7 @@ def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
 
 
 def connect(store: Store, settings: Settings) -> Choice:
-    """Join the ranks of ``store``. Collective; every rank makes the same choice."""
+    """Join the ranks of ``store``. Collective; all ranks choose the same backend."""
     if store.size == 1:
         return Choice(SingleBackend(), "the world is this process alone")
     if store.subgroup is not None and store.subgroup.is_flat and settings.backend != "mpi":
@@ -90,7 +90,7 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
     host_ranks = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
-    if len(host_ranks) == 1:  # exchange as often as ranks of larger hosts
+    if len(host_ranks) == 1:  # ranks of larger hosts exchange twice here
         store.exchange(b"")
         store.exchange(b"")
     else:

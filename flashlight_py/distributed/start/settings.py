@@ -197,7 +197,7 @@ def _parse_address(text: str) -> tuple[str, int]:
 
 
 def _add_params(params: Mapping[str, Any] | None, implied: dict[str, Any]) -> Mapping[str, Any]:
-    """Return ``params`` with the ``implied`` keys. A later check rejects other types."""
+    """Return ``params`` with the ``implied`` keys. Raise ValueError if the values differ."""
     for key, value in implied.items():
         passed = params.get(key) if isinstance(params, Mapping) else None
         if passed is not None and str(passed) != str(value):

@@ -80,7 +80,7 @@ def choose_store(
 
 
 def _check_passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnvironment:
-    """Check the passed rank and size. ``call`` is an example for a world of one, for errors."""
+    """Check the passed rank and size. Errors quote ``call``, an example for a world of one."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"distributed_init: {name} must be an integer, got {value!r}")

@@ -57,14 +57,14 @@ class NcclBackend(Backend):
             self.path += f"; calls start on a thread of NCCL, 150 us later: {nccl.slow_reason}"
         self.communicator, self._cupy = communicator, cupy
         with self.on_device():
-            # Not ordered with the legacy default stream, which would prevent overlap.
+            # This stream does not wait for the legacy default stream, so both can overlap.
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._make_event = functools.partial(cupy.cuda.Event, disable_timing=True)
-            # One event serves every call: a wait covers the latest record before the wait.
+            # One event serves every call: a wait refers to the latest record before the wait.
             self._ready = self._make_event()
             self._flights = Flights(self._make_event() for _ in range(MAX_PENDING))
         self._launcher = Launcher(nccl, int(self._stream.ptr), int(self._ready.ptr))
-        # Connections for messages that exist: (launching.SEND or RECV, peer rank).
+        # Existing connections for messages: (launching.SEND or launching.RECV, peer rank).
         self._connected: set[tuple[int, int]] = set()
         self._bytes = self._empty((2,), cupy.uint8)
         self._comparisons = Comparisons(cpu, communicator)
@@ -78,8 +78,8 @@ class NcclBackend(Backend):
     def start(self, call: Call) -> Work:
         """See ``Backend``. NCCL chooses the order in which a reduction adds the ranks.
 
-        For gathers, scatter, all_to_all and messages, the host must know sizes and peers. These
-        calls block until every rank (for a message: the peer) has called, even if not ``blocking``.
+        Gathers, scatter, all_to_all and messages block, even if not ``blocking``, until every rank
+        (for a message: the peer) has called: the host must know sizes and peers.
         """
         if call.refusal:
             self._comparing.refuse(call)
@@ -130,7 +130,7 @@ class NcclBackend(Backend):
         return self._reduce_pairs(call, launching.ALL_REDUCE, [(array, array)], array)
 
     def _reduce_scatter(self, call: Call) -> Work:
-        """Reduce to this rank's part. Parts of unequal length are reduced one after another."""
+        """Reduce to this rank's part. Unequal parts are reduced one after another."""
         array, rows = call.array, call.rows or [len(call.array) // self.size] * self.size
         with self.on_device():
             part = call.room(rows[self.rank])
@@ -197,7 +197,7 @@ class NcclBackend(Backend):
     def _scatter(self, call: Call) -> Work:
         out = call.out
         if out is None:
-            assert call.array is not None  # ``out`` selects the GPU backend
+            assert call.array is not None  # without an array, ``out`` has selected the GPU backend
             out = self._empty(call.array.shape[1:], call.array.dtype)
         self._comparing.compare(call)
         sent = dict.fromkeys(range(self.size), out.nbytes)
@@ -230,7 +230,7 @@ class NcclBackend(Backend):
         return self._launch(call, steps, arrays, result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
-        """Let ``run`` fill ``out`` or a new array. If the row counts differ, the wait raises."""
+        """Let ``run`` fill ``out`` or a new array. If its size is wrong, ``wait`` raises."""
         with self.on_device():
             out, room = call.out, call.room(rows)
         work = run(room)
@@ -265,9 +265,9 @@ class NcclBackend(Backend):
         """Block the host until every collective that this rank started has ended."""
         if (newest := self._flights.newest()) is not None:
             work = StreamWork(self, newest, None)
-            work.block()  # ends at the latest when the watchdog aborts
+            work.block()  # if it is late, the watchdog aborts it
             work.wait()
-        self._comparisons.finish()  # a kernel also ends normally if scales differ
+        self._comparisons.finish()  # find mismatches that kernels do not detect
         self.communicator.require_unbroken()
 
     def is_busy(self) -> bool:
@@ -281,13 +281,13 @@ class NcclBackend(Backend):
                 self._comparisons.find_lost("close")  # do not wait for ranks that have ended
             seconds = min(FINALIZE_SECONDS, self.communicator.timeout)
             if self.communicator.close(poll(self._is_over, seconds)):
-                self._comparisons.finish(FINALIZE_SECONDS)  # else no rank waits for this rank
+                self._comparisons.finish(FINALIZE_SECONDS)  # otherwise no rank waits for this rank
         self._flights.clear()
         # Break reference cycles: the garbage collector would free stream and events late.
         self.communicator.on_wait = self.communicator.find_missing = None
 
     def _is_over(self) -> bool:
-        """Return whether the device has ended all collectives, with or without an error."""
+        """Return whether the device has ended all collectives, or an error has ended them."""
         return self._flights.oldest() is None or self.communicator.broken is not None
 
     def _launch(
@@ -316,7 +316,7 @@ class NcclBackend(Backend):
             if not kept:
                 return Done(result)
             caller, recorder = int(self.current_stream().ptr), thread_state.recorder
-            # The host never detects the end of an event that a graph has captured.
+            # A captured event never reports its end to the host, so the flight needs its own event.
             event = self._free_event(verb) if recorder is None else self._make_event()
             by_one_call = communicator.child and prepare is None and finish is None
             if not by_one_call:
@@ -354,11 +354,11 @@ class NcclBackend(Backend):
         return f"NCCL launches collectives on its own threads: {self.communicator.nccl.slow_reason}"
 
     def add_captured(self, captured: Any) -> None:
-        """Call ``captured.release()`` before this group ends. Keeps only a weak reference."""
+        """Call ``captured.release()`` before this group ends. Only a weak reference is kept."""
         self.communicator.captured.add(captured)
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
-        """Launch a CUDA graph by ``launch(event)``. The event is recorded at its end."""
+        """Call ``launch(event)``, which launches a CUDA graph and records ``event`` at its end."""
         communicator = self.communicator
         with communicator.lock, self.on_device():
             communicator.require(name)
@@ -390,7 +390,7 @@ class NcclBackend(Backend):
         return event
 
     def current_stream(self) -> Any:
-        """Return the caller's current stream. This rank's device must be the current device."""
+        """Return the caller's current stream. The current device must be ``self.device``."""
         return self._cupy.cuda.get_current_stream(self.device)
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -456,7 +456,7 @@ def _address(array: Array) -> int:
 
 
 def _moving(kind: int, peer: int, start: int, nbytes: int) -> Step:
-    """Return the step that sends or receives these bytes, or broadcasts them from ``peer``."""
+    """Return the step that sends or receives the bytes at address ``start``, or broadcasts them."""
     return kind, start, start, nbytes, BYTES, 0, peer
 
 
@@ -489,13 +489,13 @@ class StreamWork(Work):
         with communicator.lock:
             if communicator.broken is not None and not self.flight.has_ended:
                 raise communicator.error()
-        if not self.flight.has_ended:  # else another collective uses the event
+        if not self.flight.has_ended:  # otherwise another collective uses the event
             with backend.on_device():
                 backend.current_stream().wait_event(self.flight.event)
         return self._result
 
     def is_completed(self) -> bool:
-        """Return whether the device has ended the collective, or it failed."""
+        """Return whether the device has ended the collective, or the collective has failed."""
         return self._backend.communicator.broken is not None or self.flight.check()
 
     def end_time(self) -> float | None:

@@ -33,8 +33,8 @@ _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 _CONFIG_VERSION = 21800  # version of the fields in csrc/nccl/nccl.cdef.h
 _UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
-# Seconds of polling without a pause. NCCL starts most calls within some hundred microseconds, which
-# is as long as the shortest sleep.
+# Seconds of polling without a pause. NCCL starts most calls within a few hundred microseconds, and
+# the shortest sleep takes as long.
 _BUSY_SECONDS = 0.001
 _POLL_SECONDS = 0.0005
 _LOOK_INTERVAL = 0.2
@@ -70,12 +70,12 @@ class Communicator:
         self.lock = threading.RLock()
         # Held while the first communicator is used or freed, but never during a launch.
         self._using = threading.RLock()
-        self._launching = threading.RLock()  # held during a launch on ``child``, or its end
+        self._launching = threading.RLock()  # held during a launch on ``child`` or its abort
         self.broken: DistributedError | None = None
         self._was_raised = False
         self.handle = self.child = nccl.ffi.NULL
         self.launching_since = math.inf  # time at which a thread entered a blocking launch
-        # Returns a more precise error class, or None, and a sentence about the missing ranks.
+        # Returns a more precise class of the error (or None), and a sentence about missing ranks.
         self.find_missing: Callable[[], tuple[type[DistributedError] | None, str]] | None = None
         self.on_wait: Callable[[], None] | None = None
         self.captured: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -91,7 +91,7 @@ class Communicator:
         if not nccl.slow_reason:
             handle[0] = ffi.NULL
             status = lib.ncclCommSplit(self.handle, 0, rank, handle, self._config(blocking=1))
-            # Unlike ncclCommInitRankConfig, it reports success as soon as it has started.
+            # ncclCommSplit reports success at once, although it is still in progress.
             self._check("init", lib.ncclInProgress if status == lib.ncclSuccess else status)
             self.child = handle[0]
 
@@ -118,13 +118,13 @@ class Communicator:
             status = self._launch(begin)
         else:
             with self._using:
-                if self.broken is not None:  # may have ended since ``require``
+                if self.broken is not None:  # another thread may have ended it after ``require``
                     raise self.error()
                 status = begin(self.handle)
         self._check(verb, status)
 
     def _launch(self, begin: Callable[[Any], int]) -> int:
-        """Call ``begin`` with the second communicator, unless broken. The caller raises errors."""
+        """Call ``begin`` with ``child`` unless the communicator is broken. Raises no error."""
         with self._launching:
             if self.broken is not None:
                 return int(self.lib.ncclSuccess)
@@ -135,7 +135,7 @@ class Communicator:
                 self.launching_since = math.inf
 
     def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
-        """Return NCCL's number of an operation that sums ``scale`` times each rank's values.
+        """Return NCCL's number of the operation that sums ``scale`` times each rank's array.
 
         Operations are cached. ``code`` is NCCL's number of ``dtype``. Raises like ``call``.
         """
@@ -160,7 +160,7 @@ class Communicator:
             return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
 
     def require(self, verb: str) -> None:
-        """Raise the error that ended the communicator; after the first time, GroupClosedError."""
+        """Raise GroupClosedError if the communicator has ended; the first time, raise its error."""
         self.require_unbroken()
         if self.broken is not None:
             raise GroupClosedError(f"{self.doing(verb)}: NCCL failed before: {self.error()}")
@@ -272,7 +272,7 @@ class Communicator:
         During the wait NCCL allows no other call or stream operation (ncclCommGetAsyncError).
         """
         if status == self.lib.ncclInProgress:
-            # ``on_wait`` detects a late rank at about the same time, and names the rank.
+            # Let ``on_wait`` detect a late rank first, because its error names the rank.
             patience = 0 if self.on_wait is None else 3 * _LOOK_INTERVAL
             status = self._settle(self.timeout + patience, self.on_wait)
         if self.broken is None and status != self.lib.ncclSuccess:
@@ -282,9 +282,9 @@ class Communicator:
             raise self.error()
 
     def _settle(self, seconds: float, on_wait: Callable[[], None] | None = None) -> int:
-        """Return the state once nothing is in progress, or after ``seconds``.
+        """Return the state when NCCL is no longer in progress, or after ``seconds``.
 
-        ``on_wait`` replaces the watchdog, which needs the caller's lock. It may end the call.
+        ``on_wait`` replaces the watchdog, which needs the caller's lock. It may end the wait.
         """
         begin = checked = time.monotonic()
         while (state := self.poll()) == self.lib.ncclInProgress:
@@ -339,7 +339,7 @@ def poll(is_over: Callable[[], bool], seconds: float) -> bool:
     """Block until ``is_over()`` is true, at most ``seconds``. Return whether it became true."""
     end = time.monotonic() + seconds
     while not is_over():
-        if not time.monotonic() < end:  # true for NaN as well
+        if not time.monotonic() < end:  # also end the wait if ``seconds`` is NaN
             return False
         time.sleep(LOOK_SECONDS)
     return True

@@ -30,8 +30,8 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds that ranks have to answer if a rank seems to be missing. Every rank asks when its own
-# watchdog detects that the collective does not end.
+# Seconds for ranks to answer a query about missing ranks. Every rank makes this query when its own
+# watchdog detects a late collective.
 _DIAGNOSIS_SECONDS = 2.0
 _ENDING_SECONDS = 1.0  # Seconds until a process ends after its sockets have closed.
 _ENDS_OF_GROUPS = (MismatchError, PeerLostError, CollectiveTimeoutError, GroupClosedError)
@@ -70,11 +70,11 @@ class Comparisons:
         self._cpu, self.communicator = cpu, communicator
         self._looks_back = cpu.look_back if isinstance(cpu, ComparesAhead) else None
         self._posted: deque[Work] = deque()
-        # Protects ``_posted``. The communicator's lock is held during a launch, which the watchdog
-        # must be able to end. So the watchdog needs another lock.
+        # The watchdog needs a lock of its own for ``_posted``: it must be able to end a launch, and
+        # a launch holds the communicator's lock.
         self._lock = threading.RLock()  # reentrant: signal handlers run on its owner
         self.latest: Work = Done()
-        # _ahead: number of calls made ahead. compared_ahead: number of compared calls, and when.
+        # _ahead: number of calls made ahead. compared_ahead: how many were compared, and the time.
         self._ahead, self.compared_ahead, self._name = 0, (0, 0.0), ""
 
     def post(self, call: Call) -> None:
@@ -106,7 +106,7 @@ class Comparisons:
                 self._posted.append(work)
 
     def look_back(self) -> bool:
-        """Compare the calls made ahead; return whether all are compared. Does not block."""
+        """Compare the calls made ahead; return whether the comparison has ended. Does not block."""
         ahead = self._ahead
         if self.compared_ahead[0] >= ahead or self._looks_back is None:
             return True
@@ -120,7 +120,7 @@ class Comparisons:
         return is_over
 
     def check(self) -> None:
-        """End the communicator if a comparison has failed. Any thread may call this. No wait."""
+        """End the communicator if a comparison failed. Any thread may call this. Does not block."""
         while True:
             with self._lock:
                 if not self._posted or not self._posted[0].is_completed():
@@ -130,7 +130,7 @@ class Comparisons:
                 self._judge(error)
 
     def finish(self, seconds: float | None = None) -> None:
-        """Block until all posted calls have been compared, for each at most ``seconds``."""
+        """Block until all posted calls have been compared, at most ``seconds`` for each call."""
         is_over = lambda: self.look_back() or self.communicator.broken is not None  # noqa: E731
         if not poll(is_over, math.inf if seconds is None else seconds):
             return
@@ -182,13 +182,13 @@ class Comparisons:
             self._end(MismatchError(words, group_lives=False, calls=error.calls))
 
     def find_lost(self, doing: str) -> None:
-        """End the communicator if a rank is lost. Any thread may call this. No wait."""
+        """End the communicator if a rank is lost. Any thread may call this. Does not block."""
         if (error := self._cpu.lost(doing)) is not None:
             self._end(error)
 
     def _end(self, error: DistributedError) -> None:
-        """End running collectives, and the waits of other ranks for this rank over ``cpu``."""
-        self.communicator.find_missing = None  # ``error`` names them already
+        """End this rank's collectives, and the waits of other ranks for this rank over ``cpu``."""
+        self.communicator.find_missing = None  # ``error`` names missing ranks already
         self.communicator.fail(error)
         self._cpu.abort(error)
 
@@ -199,12 +199,12 @@ class Comparisons:
         try:
             self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
         except MismatchError:
-            # A query may return a call that a rank made ahead before its process ended.
+            # All ranks may answer if one rank made a call ahead and its process ended afterwards.
             if (lost := self._lost_within(_ENDING_SECONDS)) is not None:
                 return PeerLostError, f"Asked over {self._cpu.path}: {lost}"
             return None, f"Every rank answered over {self._cpu.path}, so no rank is lost"
         except DistributedError as error:
-            # If the group is closed by now, an earlier comparison has the reason.
+            # If the group is already closed, the reason is the error of an earlier comparison.
             ended = (_failure(work) for work in list(self._posted) if work.is_completed())
             cause = next(filter(None, ended), error)
             kind = PeerLostError if isinstance(cause, PeerLostError) else None
@@ -212,7 +212,7 @@ class Comparisons:
         return None, f"No missing rank was found over {self._cpu.path}"
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return the error of a lost rank, or None; waits if only NCCL has detected a loss."""
+        """Return the error of a lost rank, or None. If NCCL reports a loss, wait for the error."""
         if isinstance(self.communicator.broken, PeerLostError):
             poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
         lost = self._cpu.lost("NCCL")
@@ -220,7 +220,7 @@ class Comparisons:
 
 
 def _failure(work: Work, seconds: float | None = None) -> DistributedError | None:
-    """Return the error of ``work`` or None. A work that has not ended after ``seconds`` fails."""
+    """Return the error of ``work``, or None. After ``seconds`` that is a timeout error."""
     try:
         work.wait(seconds)
     except DistributedError as error:
@@ -244,11 +244,11 @@ class _Ahead(Work):
         return self._ended or None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once: a wait for the call raises the error of its comparison."""
+        """Return at once. A wait for the call itself raises the error of the comparison."""
 
 
 def compared(call: Call, blocking: bool, is_ahead: bool = False) -> Call:
-    """Return a copy of ``call`` that ranks only compare; faster than ``replace``."""
+    """Return a copy of ``call`` that is only compared, not run. Faster than ``replace``."""
     options = call.op, call.scale, call.root, call.peer, call.tag, call.rows, call.out
     rest = blocking, call.seconds, call.part_of
     return Call(call.verb, call.array, *options, *rest, compared=True, is_ahead=is_ahead)

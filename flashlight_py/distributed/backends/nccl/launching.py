@@ -57,7 +57,7 @@ class Launcher:
     def launch(
         self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool
     ) -> int:
-        """Wait for stream ``caller``, call NCCL, record ``done``. If ``waits``, block ``caller``.
+        """Wait for ``caller``, call NCCL, record ``done``. If ``waits``, ``caller`` waits for it.
 
         Return NCCL's status; ``done`` is recorded only after ncclSuccess. Raises like ``wait_for``.
         """

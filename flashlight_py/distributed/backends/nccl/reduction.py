@@ -19,7 +19,7 @@ _NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
 _CODES = {name: code for code, name in enumerate(_NAMES.split())}
 BYTES = _CODES["uint8"]
 
-# ncclRedOp_t. For bool, AND is the minimum and OR the maximum. Other dtypes have no bitwise form.
+# ncclRedOp_t. For bool, AND is MIN and OR is MAX. NCCL has no bitwise operation of other dtypes.
 OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 OPS |= {ReduceOp.AND: 3, ReduceOp.OR: 2}
 

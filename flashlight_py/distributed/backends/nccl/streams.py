@@ -22,15 +22,15 @@ from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError
 
 _INTERVAL = 0.2
-# Seconds between checks while a profile is recorded: it shows when collectives ended.
+# Seconds between checks while a profile is recorded, which shows when collectives ended.
 _PROFILE_INTERVAL = 0.0005
 # Maximum number of pending collectives of a communicator. CUDA queues 1,024 launches; a further
 # launch would block the host, and an abort would block as well.
 MAX_PENDING = 256
 # Minimum seconds between checks for lost ranks: a check takes some system calls per rank.
 _LOSS_INTERVAL = 0.15
-# Statuses of an event without a failure: success, cudaErrorNotReady, and errors of another thread's
-# capture (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
+# Statuses of an event that has not failed: success, cudaErrorNotReady, and errors because another
+# thread captures (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
 _NO_FAILURES = {0, 600, *range(900, 909)}
 
 
@@ -52,7 +52,7 @@ class DeviceFlight:
     ended: float | None = None
 
     def start_time(self, free: float = 0.0) -> float:
-        """Return the earliest start: all ranks have called, and the stream is ``free``."""
+        """Return the earliest start: all ranks have called, the stream is free (at ``free``)."""
         if not self.compared.is_completed():
             return math.inf  # the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
@@ -65,16 +65,16 @@ class DeviceFlight:
 
 
 class Flights:
-    """The pending collectives in the order of their launches, which is the order of their ends.
+    """The pending collectives in launch order. They also end in this order.
 
-    They share ``events``. The watchdog removes ended collectives while other threads add some.
+    The collectives share ``events``. The watchdog removes ended ones while other threads add some.
     """
 
     def __init__(self, events: Iterable[Any]) -> None:
         self._pending: deque[DeviceFlight] = deque()
         self._events = deque(events)
         self._lock = threading.RLock()  # reentrant: releasing an array may run any code
-        self.last_end = 0.0  # when an end was last detected, in seconds
+        self.last_end = 0.0  # time in seconds at which the latest end was detected
 
     def free_event(self) -> Any | None:
         """Return an event for the next collective, or None if all are in use."""
@@ -156,7 +156,7 @@ class NcclWatchdog:
         communicator = self._communicator
         self._comparisons.check()
         self._comparisons.look_back()
-        # An aborted communicator reports a state like after a normal end.
+        # After an abort, the communicator's state is the same as after a normal end.
         if communicator.broken is not None:
             return
         oldest, now = self._flights.oldest(), time.monotonic()
@@ -169,7 +169,7 @@ class NcclWatchdog:
             status = self._runtime.eventQuery(oldest.event.ptr)
             is_failure = status not in _NO_FAILURES
             failure = str(self._runtime.CUDARuntimeError(status)) if is_failure else ""
-            if not oldest.has_ended:  # else another collective uses it
+            if not oldest.has_ended:  # otherwise another collective uses its event
                 communicator.watch(oldest.verb, oldest.start_time(self._flights.last_end), failure)
         elif blocks:
             communicator.watch("launch", math.inf)
