@@ -31,9 +31,9 @@ class _HasValue(Protocol[Value_co]):
 class Meter(Structured, abc.ABC):
     """Collects a statistic during training.
 
-    ``state`` contains only sums. So the element-wise sum of the states of several meters is the
+    ``state()`` returns only sums. So the element-wise sum of the states of several meters is the
     state of a meter over all their data. ``meter.value_of(sum of every process's meter.state())``
-    is the value over all processes; it does not change ``meter``.
+    is the value over all processes. The call does not change ``meter``.
     """
 
     @abc.abstractmethod
@@ -128,7 +128,7 @@ class AverageValueMeter(_Sums):
             if weight < 0:
                 raise ValueError(f"AverageValueMeter.add: weight must be at least 0, got {weight}")
             return
-        value = getattr(value, "array", value)  # if it is a Variable
+        value = getattr(value, "array", value)  # the array of a Variable
         on_device = type(value) not in _HOST_TYPES and is_cupy(value)
         is_array = getattr(value, "ndim", 0) > 0  # torch's ``size`` is a method
         count: int = value.size if is_array else 1  # type: ignore[union-attr]
@@ -172,7 +172,7 @@ class AverageValueMeter(_Sums):
         return merged
 
     def value_of(self, state: State) -> tuple[float, float, float]:
-        """Return (mean, variance, total weight) of ``state``, four sums with shape (4,)."""
+        """Return (mean, variance, total weight) of ``state``, an array of four sums."""
         weight, squared_weight, total, squares = map(float, state)
         mean = ratio(total, weight)
         return _value(weight, squared_weight, mean, max(0.0, squares - mean * total))
@@ -237,7 +237,7 @@ class MSEMeter(_Sums):
         self._add((difference * difference).sum(), 1)
 
     def value_of(self, state: State) -> float:
-        """Return the mean error per call, or NaN without calls, for two sums: errors and calls."""
+        """Return the mean error per call (NaN without calls) from ``state``: errors and calls."""
         error, calls = map(float, state)
         return ratio(error, calls)
 
@@ -292,7 +292,7 @@ class TimeMeter(_Sums):
         return np.array([seconds + self._running(), units, 1.0])
 
     def value_of(self, state: State) -> float:
-        """Return seconds, or seconds per unit (NaN without units), of three sums."""
+        """Return seconds, or seconds per unit (NaN without units), from ``state``, three sums."""
         seconds, units, meters = map(float, state)
         return ratio(seconds, units if self._unit else meters)
 
@@ -347,6 +347,6 @@ class TopKMeter(_Sums):
         self._add(correct.sum(), len(target))
 
     def value_of(self, state: State) -> float:
-        """Return the percentage, or NaN without samples, for two sums: correct and all samples."""
+        """Return the percentage (NaN without samples) from ``state``: correct and all samples."""
         correct, total = map(float, state)
         return 100 * ratio(correct, total)

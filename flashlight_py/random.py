@@ -13,8 +13,8 @@ from flashlight_py.structure import thread_state
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
-_entropy: Sequence[int] | None = None  # seed of the stream for NumPy arrays, see use()
-_kept: dict[str, Any] = {}  # the generator that the stream replaces
+_entropy: Sequence[int] | None = None  # seed of the stream that use() selected for NumPy arrays
+_kept: dict[str, Any] = {}  # by library: the generator that the stream of use() replaces
 # For each active noting() block, innermost last: generators and their states before the block.
 _notes: list[dict[str, tuple[Any, Any]]] = []
 
@@ -56,9 +56,9 @@ def generator(library: ModuleType = np) -> Any:
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Note the generators that the block uses, so that ``replaying`` can repeat its numbers.
+    """Record the generators that the block uses, so that ``replaying`` can repeat its numbers.
 
-    The block must request a generator for CuPy arrays by ``generator``.
+    The block must get its generator for CuPy arrays from ``generator``.
     """
     noted: dict[str, tuple[Any, Any]] = {}
     _notes.append(noted)
@@ -87,7 +87,7 @@ def replaying(noted: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
 
 
 def _copied_state(generator: Any) -> Any:
-    """Return a copy of the state on its own device, without waiting for a GPU."""
+    """Return a copy of the generator's state on the same device, without waiting for a GPU."""
     bits = generator.bit_generator
     return bits.state if isinstance(bits, np.random.BitGenerator) else bits._state.copy()
 

@@ -1,13 +1,13 @@
 """Trees of arrays as safetensors files: a length, a JSON header, then the bytes of the arrays.
 
-This module does not use the library of that name. So one pass can write, digest and flush the data
+This module does not use the library "safetensors". So one pass can write, digest and flush data
 without a second copy of the arrays, bfloat16 can be read, and no package must be installed. Format:
 https://huggingface.co/docs/safetensors
 
 The structure of a tree is stored as JSON in the metadata. A value that JSON does not support is an
 object with one key that begins with ``$``: ``{"$array": name}`` for an array, ``$scalar`` for a
 NumPy scalar, ``$tuple`` for a tuple, ``$complex`` for a complex number, and ``$dict`` for a dict
-with other keys than JSON allows. Pickle is not used.
+with keys that JSON does not allow. Pickle is not used.
 """
 
 import json
@@ -35,7 +35,7 @@ def flatten_tree(tree: object) -> tuple[Any, Arrays]:
 
 
 def rebuild(structure: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return the tree that was passed to ``flatten_tree``, with the arrays of ``arrays``."""
+    """Return the tree of a ``structure`` from ``flatten_tree``, with the arrays of ``arrays``."""
     if isinstance(structure, list):
         return [rebuild(value, arrays) for value in structure]
     if not isinstance(structure, dict):
@@ -125,7 +125,7 @@ def pieces(tree: object) -> Iterator[Array]:
 def from_bytes(file: Array) -> Any:
     """Return the tree in ``file`` (uint8, one dimension); its arrays are views of ``file``.
 
-    Raises ValueError for other files, and BackendUnavailableError if bfloat16 needs ml_dtypes.
+    Raises ValueError for other files, BackendUnavailableError for bfloat16 without ml_dtypes.
     """
     try:
         (length,) = _LENGTH.unpack(file[: _LENGTH.size].tobytes())
@@ -140,7 +140,7 @@ def from_bytes(file: Array) -> Any:
     except (struct.error, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"expected a safetensors file, got invalid content: {error!r}") from error
     if "structure" not in metadata:
-        return arrays  # written by another program
+        return arrays  # a file of another program: a dict of arrays
     return rebuild(json.loads(metadata["structure"]), arrays)
 
 

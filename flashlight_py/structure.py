@@ -54,7 +54,7 @@ thread_state = _Here()
 def as_one(function: Function) -> Function:
     """Decorate ``function`` so that replays repeat the whole call as one operation.
 
-    The function may modify arrays in place. Other results than arrays must not vary.
+    ``function`` may modify arrays in place. Results that are not arrays must be the same each time.
     """
 
     @functools.wraps(function)
@@ -71,8 +71,8 @@ def as_one(function: Function) -> Function:
 def require_all(holds: Any, values: Any, error: Callable[[Any], Exception]) -> None:
     """Raise ``error(value)`` for the first element of ``values`` for which ``holds`` is False.
 
-    ``holds`` and ``values`` have the same shape. Blocks until a GPU has computed them. Replays of a
-    captured step check their current values.
+    ``holds`` and ``values`` have the same shape. Blocks until a GPU has computed both. Replays of a
+    captured step check the current values.
     """
     if not holds.all():
         raise error(values[~holds][0])

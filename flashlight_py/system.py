@@ -33,7 +33,7 @@ create_server, getaddrinfo = socket.create_server, socket.getaddrinfo
 gethostname, if_nameindex = socket.gethostname, socket.if_nameindex
 has_dualstack_ipv6 = socket.has_dualstack_ipv6
 
-# Descriptors, and functions that wait for them. A selector has a descriptor itself.
+# Functions on descriptors, and functions that wait for descriptors.
 Selector = selectors.DefaultSelector  # EpollSelector; gevent removes it from selectors
 select = _select.select
 read, write, close, dup, set_blocking = os.read, os.write, os.close, os.dup, os.set_blocking
@@ -48,7 +48,7 @@ RLock, waitid, kill, killpg = threading.RLock, os.waitid, os.kill, os.killpg
 class Thread(threading.Thread):
     """A thread that can end after gevent or eventlet has patched ``threading``."""
 
-    def _delete(self) -> None:  # the original looks up get_ident(), then a greenlet's identifier
+    def _delete(self) -> None:  # the original uses get_ident(), which may be patched
         threading._active.pop(self.ident, None)  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ def is_full() -> bool:
 
 
 def message_of(error: BaseException) -> str:
-    """Return ``str(error)``, or a note if the error's own ``__str__`` raises."""
+    """Return ``str(error)``, or a note if ``__str__`` of the error raises."""
     try:
         return str(error)
     except Exception as failure:  # noqa: BLE001 - user code may raise any exception
@@ -39,7 +39,7 @@ def message_of(error: BaseException) -> str:
 def folded(error: BaseException, start: int = 0) -> str:
     """Return the printed form of ``error`` from frame ``start`` on, package frames as one line.
 
-    Also applies to causes and contexts. A stack without user frames is printed in full.
+    Causes and contexts are folded as well. A stack without user frames is printed in full.
     """
     shortened = traceback.TracebackException.from_exception(error)
     del shortened.stack[:start]

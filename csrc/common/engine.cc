@@ -44,7 +44,7 @@ uint16_t Engine::site_number(const fl_site& site) {
   auto& [known, number] = last_sites_[reinterpret_cast<uintptr_t>(&site) / sizeof site % 16];
   if (known == &site && std::strcmp(site.text, sites_[number].text) == 0) return number;
   const auto [found, is_new] = site_numbers_.try_emplace(site.text, static_cast<uint16_t>(sites_.size()));
-  if (is_new && sites_.size() > UINT16_MAX) {  // many: the site of each rejected call is its error text
+  if (is_new && sites_.size() > UINT16_MAX) {  // reason: the error text of each rejected call is a site
     site_numbers_.erase(found);
     return 0;
   }

@@ -91,7 +91,7 @@ class Wire {
   // as a kData record of the peer with `token`; its digest is the chunk's size. The engine then calls go_on().
   class Flow {
    public:
-    virtual ~Flow() = default;  // after it no transfer accesses the memory
+    virtual ~Flow() = default;  // after it has returned, no transfer accesses the memory
     virtual void go_on() = 0;
   };
   struct Moves {
@@ -341,7 +341,7 @@ class Engine {
   struct Verdict {
     Port* port;
     Message* message;
-    Message::State state;  // when the failure was detected
+    Message::State state;  // state when the failure was detected
     Failure failure;
   };
   using Lock = std::unique_lock<std::mutex>;

@@ -19,7 +19,7 @@ struct CallReport {
   std::vector<fl_signature> calls;
   std::vector<fl_site> sites;
   std::vector<double> ages;
-  uint32_t ago = 0;  // mismatch: number of calls since the compared one
+  uint32_t ago = 0;  // for a mismatch: number of calls since the compared call
 
   // Clear the entries of all ranks.
   void reset(int ranks) {

@@ -35,7 +35,7 @@ fl_site Collectives::Frame::site() const {
   return site;
 }
 
-// Zeroed frames in small pages, because most pages of a frame are never touched.
+// Return zeroed frames. They are in small pages of memory, because most pages are never touched.
 Collectives::Frames Collectives::frames(size_t count) {
   const size_t bytes = count * sizeof(Frame);
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -60,7 +60,7 @@ void Collectives::open() {
   if (std::all_of(neighbours.begin(), neighbours.end(), connected)) begin();
 }
 
-// Call it once, when the neighbours are connected.
+// Post the first receives. Call it once, after the neighbours are connected.
 void Collectives::begin() {
   has_begun_ = true;
   if (uses_relay_) return relay_.open();
@@ -76,7 +76,7 @@ void Collectives::await_pending() {
   pending_.clear();
 }
 
-// Post a receive for the header of a later call, so that the header arrives in one message without a request.
+// Post a receive for the header of call `number` of rank r, so that r can send the header without a request.
 void Collectives::post_header(int r, uint32_t number, bool grants) {
   mesh_.expect(*incoming_buffers_[r], r, kHeaderSlot, number % kTurns * sizeof(Frame), sizeof(Frame), grants);
 }
@@ -101,7 +101,7 @@ void Collectives::exchange_calls(Call& call, const void* data, const Parts& give
     if (!are_one_call(call.report.calls.data(), size_)) throw Mismatch(call.report);
     if (common == 0) send_separately(data, give);
   } catch (const TimedOut& failure) {
-    // If a peer has given up, report its reason: the awaited rank need not be late.
+    // If any peer has given up, report its reason: perhaps the awaited rank is late because of that peer.
     if (mesh_.has_farewell()) throw mesh_.explain(failure.missing[0], failure.what());
     const auto missing = not_arrived(call);
     throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
@@ -163,7 +163,7 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.data + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = reposted_; number != read;) post_header(r, ++number + kTurns, false);
-    // A rank that gives a gather more than fits into its call waits for all ranks.
+    // If this rank's data for a gather is too large for the call, this rank waits for all ranks.
     const bool may_wait = mode == kWaits || first_dimension_is_free(signature.verb);
     const bool is_needed = may_wait || fl::needed_by(r, size_, signature).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
@@ -176,7 +176,7 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
   reposted_ = read;
 }
 
-// Wait for a free frame.
+// Wait until a frame for messages to rank r is free.
 void Collectives::await_leaving(int r) {
   for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
@@ -192,7 +192,7 @@ void Collectives::ignore_if_left(int r, Send send) {
   }
 }
 
-// Return false if the calls of all ranks are needed, because the root's data is large: see awaited().
+// Receive the calls of `needed`. Return false if all calls are needed, because the root's data is large.
 bool Collectives::receive_some(Call& call, Ranks needed) {
   call.report = last_;  // default for ranks whose calls this rank does not need
   call.report.ago = 0;
@@ -235,7 +235,7 @@ void Collectives::wait_for(uint32_t number, int r) {
   for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*incoming_buffers_[r], r);
 }
 
-// True if the header of rank r has arrived, even if it was not awaited.
+// True if the header of rank r for call `number` has arrived, even if no wait has returned it.
 bool Collectives::has_arrived(uint32_t number, int r) const {
   return !is_before(received_[r], number) || !is_before(received_[r] + incoming_buffers_[r]->received(), number);
 }
@@ -294,7 +294,7 @@ void Collectives::flush(Clock::time_point end) noexcept {
       for (; leaving_[r] > 0; --leaving_[r]) waiter.sent(*outgoing_buffers_[r], r);
     }
   } catch (const std::exception&) {
-    // A peer has left or is too late.
+    // Ignore: a peer has left or is too late.
   }
 }
 
@@ -364,7 +364,7 @@ void Collectives::store_calls(Call& call) {
 CallReport Collectives::last_calls() const {
   CallReport report = last_;
   report.ago = 0;
-  // Add headers that have arrived and were not compared.
+  // Add the headers that have arrived and whose calls were not compared.
   for (uint32_t number = compared_; !uses_relay_ && number != calls_;) {
     const CallReport later = report_of(++number);
     for (int r = 0; r < size_; ++r) {

@@ -7,7 +7,7 @@
 
 namespace fl {
 
-// Chunk size, in bytes, of large arrays: one chunk is used while the next is on the wire.
+// Chunk size, in bytes, of large arrays. One chunk is processed while the next chunk is transferred.
 constexpr size_t kChunkBytes = 512 << 10;
 
 // A byte range of an array; Parts has one range for each rank.
@@ -52,15 +52,15 @@ class Collectives {
   explicit Collectives(Mesh& mesh);
   ~Collectives();
 
-  // Post the receives of the first headers. Call it once, after every peer is connected.
+  // Post receives for the first header of every peer. Call it once, after all peers are connected.
   void open();
-  // Wait, at most until `end`, until all data that earlier calls sent is on the wire.
+  // Wait until all data of earlier calls has been sent, but not longer than until `end`.
   void flush(Clock::time_point end) noexcept;
 
-  // True if `rank` has announced a call that this rank has not made; `call` receives it. Not during a call.
+  // True if `rank` has announced a call that this rank has not made; `call` receives it. Use between calls.
   bool is_ahead(int rank, fl_signature& call) const;
 
-  // Return the last known calls of the other ranks with their ages.
+  // Return the last known call of each other rank, with its age.
   CallReport last_calls() const;
 
   // The verbs; see common/verbs.h.
@@ -71,7 +71,7 @@ class Collectives {
   void reduce_scatter(Call& call, const void* data, void* output);
   void reduce_scatter_uneven(Call& call, const fl_sections& sections, void* output);
   Bytes broadcast(Call& call, void* data);
-  // If the size of `room` matches the received bytes, `room` is filled and the result is empty.
+  // If `room` has the size of the received data, the data is stored in `room` and the result is empty.
   Bytes all_gather(Call& call, const void* data, const fl_room* room);
   Bytes gather(Call& call, const void* data, const fl_room* room);
   Bytes scatter(Call& call, const void* data, void* output);
@@ -79,18 +79,18 @@ class Collectives {
   void all_to_all_uneven(Call& call, const fl_sections& sections, void* output);
 
  private:
-  // Maximum payload, in bytes, that travels inside the header, which saves the second step of a call. To copy
-  // a larger payload takes longer than that step.
+  // Maximum payload, in bytes, inside a header. Copying more would take longer than a second step of the
+  // call.
   static constexpr size_t kInlineBytes = 65 << 10;
-  // kMostAhead: number of calls by which a rank that needs no data of other ranks may be ahead. kTurns: number
-  // of frames for unrequested headers. It suffices: with n = kMostAhead + 1, the sender of header k has all
-  // headers of call k - n, and the senders of these headers have compared and released call k - 2 n.
+  // kMostAhead: number of calls by which a rank that needs no data of other ranks may be ahead. kTurns:
+  // number of frames for unrequested headers, which suffices. Let n = kMostAhead + 1. The sender of header k
+  // has all headers of call k - n, and their senders have compared and released call k - 2 n.
   static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
-  // Maximum number of calls whose sent data may wait for the kernel.
+  // Maximum number of calls whose data the kernel may not have accepted yet.
   static constexpr uint32_t kLeaving = 8;
   // Headers that no rank waits for are sent with MSG_MORE, except every kHurryEvery-th.
   static constexpr uint32_t kHurryEvery = 16;
-  // In a call, a rank waits for all other ranks or may return before they call.
+  // How a rank makes a call: it waits for all other ranks, or it may return before they call.
   enum WaitMode : uint32_t { kWaits, kRunsAhead };
   struct Frame {
     fl_signature signature;
@@ -172,7 +172,7 @@ class Collectives {
   bool has_begun_ = false;
   // Frames by peer and call. Pages that no payload reaches stay untouched.
   Frames outgoing_, incoming_;
-  // For each peer: buffer over all frames; number of calls still being sent; last call received.
+  // For each peer: buffers over all frames. leaving_: calls still being sent. received_: last call received.
   std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
   std::vector<uint32_t> leaving_, received_;
   std::vector<OwnCall> own_calls_;  // the last calls of this rank, as long as they may not be compared
@@ -184,10 +184,10 @@ class Collectives {
   uint32_t reposted_ = 0;     // number of the last call whose frame was posted again
   uint32_t awaited_ = 0;      // number of the awaited call
   Mismatches mismatches_{rank_, kMostAhead};
-  // The last call that all ranks have made, and its arrival time.
+  // last_: the latest call that all ranks have made. received_at_: its arrival time.
   CallReport last_;
   Clock::time_point received_at_;
-  // Large reductions: received chunks of each peer, kept between calls.
+  // scratch_: received chunks of each peer in large reductions. The memory is kept between calls.
   std::unique_ptr<char[]> scratch_;
   std::vector<Buffer> rooms_;
   size_t taken_ = 0;  // number of chunks taken from each peer

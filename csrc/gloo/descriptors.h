@@ -33,7 +33,7 @@ class Descriptors {
   // Not thread-safe. Descriptors beyond the announced maximum are ignored.
   void add(int descriptor);
 
-  // In a forked child: close all descriptors that were not reused, whatever other threads did at the fork.
+  // In a forked child: close all descriptors that were not reused. Other threads may have been in add().
   void close_all() const noexcept;
 
  private:

@@ -7,10 +7,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Maximum time to wait for the delivery of notifications, and the interval of checks.
+// kGoodbye: maximum time to wait for the delivery of notifications. kDeliveryTick: interval of the checks.
 constexpr milliseconds kGoodbye{500}, kDeliveryTick{2};
 
-// A rank that has left needs no notification.
+// Send `text` to the peer. Ignore errors: a rank that has left needs no notification.
 void notify_peer(Pair& pair, uint64_t group, const std::string& text) noexcept {
   try {
     pair.send_note(group, text, Mesh::is_last(text));
@@ -79,7 +79,7 @@ bool Family::has_ended() const {
   return std::all_of(groups_.begin(), groups_.end(), [](const auto& entry) { return entry.second->has_ended; });
 }
 
-// A rank that is connecting gets the text here or in connected().
+// Notify all members. A rank that is now connecting gets the text here or in connected().
 void Family::notify(Mesh& group, const std::string& text) noexcept {
   std::vector<Pair*> connections;
   {
@@ -105,7 +105,7 @@ void Family::forward_later(const Mesh& group, std::string text) {
   });
 }
 
-// Closing a connection while data arrives from the peer would drop data on its way there.
+// Wait for delivery: if a connection is closed while data arrives from the peer, data to the peer is dropped.
 void Family::deliver() const noexcept {
   const auto is_delivered = [&] {
     for (int peer = 0; peer < links->size; ++peer) {
@@ -119,7 +119,7 @@ void Family::deliver() const noexcept {
   }
 }
 
-// Called on Gloo's thread, before any other message on this connection.
+// Gloo's thread calls this function before other threads send on the connection.
 void Family::connected(int peer, Pair& pair) {
   std::vector<std::pair<uint64_t, Notes>> unsent;
   {
@@ -135,7 +135,7 @@ void Family::connected(int peer, Pair& pair) {
   }
 }
 
-// Keep notes about an unknown group, which this rank is about to create.
+// Handle a note. If the group is unknown, keep the note, because this rank is about to create the group.
 void Family::handle_note(int peer, uint64_t group, const std::string& text) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = groups_.find(group);
@@ -184,7 +184,7 @@ void Family::watch_hosts(std::shared_ptr<const Hosts> hosts) {
   beats_ = std::thread(&Family::beat, this);
 }
 
-// Run the heartbeat on a separate thread, so that news is forwarded at once, whatever it ends on this rank.
+// Run the heartbeat on a separate thread, so that news is forwarded even if it ends groups of this rank.
 void Family::beat() {
   while (!is_going_) {
     if (const auto lost = heartbeat_->update()) watch.soon([this, lost] { lose(*lost); });
@@ -192,7 +192,7 @@ void Family::beat() {
   }
 }
 
-// End each group with ranks on lost hosts. While other ranks are notified, connections may break.
+// End each group with ranks on lost hosts. Connections may break while this rank notifies other ranks.
 void Family::lose(const Failure& failure) {
   const std::lock_guard<std::mutex> losing(losing_);
   std::vector<std::pair<Mesh*, Failure>> lost;

@@ -26,17 +26,17 @@ class Family {
   // Begin to accept connections; see Links.
   void open(const char* addresses, size_t bytes, const char* key);
 
-  // Register or unregister a group. remove() also notifies the members, because connections stay open.
+  // add() and remove() register or unregister a group. remove() notifies the members: connections stay open.
   void add(Mesh& group);
   void remove(Mesh& group) noexcept;
-  // Mark a group as unusable. If no usable group remains, close all connections.
+  // Mark `group` as unusable. If no usable group remains, close all connections.
   void end(Mesh& group) noexcept;
 
   // Notify the members of `group`, including members that connect later.
   void notify(Mesh& group, const std::string& text) noexcept;
-  // Have the watch thread call group.forward(text), if the group still exists. Its lock may be held.
+  // Have the watch thread call group.forward(text) if the group still exists. The group may be locked.
   void forward_later(const Mesh& group, std::string text);
-  // Wait until notifications are delivered, or until a peer has been silent for half a second.
+  // Wait until notifications are delivered to all peers, except peers that are silent for half a second.
   void deliver() const noexcept;
 
   // Monitor the hosts. If a host is lost, end the groups with ranks on that host and notify other ranks.
@@ -46,7 +46,7 @@ class Family {
   void leave() {
     if (heartbeat_ != nullptr) heartbeat_->leave();
   }
-  // Seconds until a lost host is detected; 0: hosts are not monitored.
+  // Seconds until a lost host is detected. 0 means that hosts are not monitored.
   double patience() const { return patience_; }
 
   // In a forked child, where the threads do not exist: close the descriptors.

@@ -8,7 +8,7 @@ namespace {
 
 fl_site site_of(const Request& call) { return call.site != nullptr ? *call.site : fl_site{}; }
 
-// True if the only missing rank has begun the same call and therefore waits itself.
+// True if `timeout` names one rank and that rank has begun the same call, so that it is waiting itself.
 bool waits_in(const Failure& timeout, const fl_signature& call) {
   return timeout.missing.size() == 1 && timeout.report.calls[timeout.missing[0]].sequence == call.sequence;
 }
@@ -47,7 +47,7 @@ bool Group::is_ahead(int rank, fl_signature& call) {
 std::shared_ptr<Operation> Group::lost() {
   const auto reason = mesh_->reason();
   if (!mesh_->is_broken() && !mesh_->has_farewell() && !reason) return nullptr;
-  // A lost host concerns other groups too, whichever operation detected it.
+  // If a host is lost, other groups get the failure as well, even if another operation detected it.
   const bool concerns_others = reason && reason->status == FL_HOST_LOST;
   const bool was_raised = mesh_->is_broken() && !concerns_others;
   const Failure found = was_raised ? mesh_->why_broken() : mesh_->explain(-1, "it gave up");
@@ -85,7 +85,7 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
   return nothing_to_fetch ? nullptr : operation;
 }
 
-// The sockets stay open while a caller is inside, so other ranks must not wait for their end: report the end.
+// Sockets stay open during a caller's operation. Therefore notify other ranks that the group is closed.
 void Group::close() {
   if (queue_.enter()) {
     collectives_.flush(Clock::now() + kLastMessages);

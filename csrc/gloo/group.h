@@ -24,7 +24,7 @@ class Group {
                                      std::string key, bool lazily, double seconds);
   // True if `rank` has begun a collective that this rank has not called; `call` receives it.
   bool is_ahead(int rank, fl_signature& call);
-  // Null while the group is usable; otherwise an operation with the reason.
+  // Return null if the group is usable, else an ended operation with the reason.
   std::shared_ptr<Operation> lost();
   // Announce that this rank begins no more messages.
   void leave() { mesh_->leave(); }
@@ -42,7 +42,7 @@ class Group {
   // Run an operation on the caller's thread; if earlier operations are pending, start it instead. A
   // null result means success without a result to fetch.
   Handle run(const Request& call);
-  // Run several messages; see Port.
+  // Run several sends and receives; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
     return async ? port_->start_exchange(messages, count, seconds)
                  : port_->exchange(messages, count, seconds, interrupt_);

@@ -14,25 +14,25 @@ namespace {
 // contains the kind, the age in milliseconds, and the first and last number of each run of hosts or ranks;
 // rank numbers follow the host numbers. A rank that has sent kLeave is not lost when its connection ends.
 constexpr char kBeat = 1, kNews = 2, kLeave = 3;
-// Kinds of losses: no answer; only the kernel answers; this host is cut off; a rank's process has died.
+// Kinds of losses: host does not answer; only its kernel answers; this host is cut off; a process has died.
 constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
-// One news message: minimum bytes, so that it wakes the peer, unlike beats; maximum runs; maximum bytes.
+// Limits of one message of news: bytes of the shortest, which wakes the peer unlike a beat; runs; bytes.
 constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
-// Pause in which news is collected and then sent together: if half of the hosts are lost, there is much news.
+// Time to collect news before it is sent in one message: if half of the hosts are lost, there is much news.
 constexpr std::chrono::milliseconds kPause{10};
 
-// An asking rank sends its number and its proof.
+// Sizes, in bytes, of the rank number and of the proof that an asking rank sends.
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
 constexpr size_t kMostStrangers = 64;  // unproven connections beyond the ranks of one host
 
-// As fractions of Hosts::seconds: interval of beats, silence before doubt, silence before the decision. The
-// remaining time is for spreading the news and ending the operations.
+// Fractions of Hosts::seconds. kLook: interval of beats. kDoubt, kJudge: silence before doubt and before the
+// decision. The remaining time is for spreading the news and ending the operations.
 constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
-// A rank that has not run for this many intervals was stopped itself; its silence measurements are invalid.
+// If this rank has not run for this number of intervals, it was stopped: its measured silences are invalid.
 constexpr int kAsleep = 4;
-// Number of other hosts to ask in doubt.
+// Maximum number of witnesses: other hosts that this rank asks if a host is silent.
 constexpr int kWitnesses = 8;
-// Up to this number of ranks, all ranks of a host notify each other of a loss; else some ranks forward it.
+// If a host has at most this number of ranks, each rank notifies all others of a loss. Else some forward it.
 constexpr size_t kDirect = 8;
 constexpr size_t kMostNames = 20;
 
@@ -86,10 +86,10 @@ void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   interval_ = std::min<Clock::duration>(seconds(hosts_->seconds * kLook), kLongestInterval);
   doubt_ = seconds(hosts_->seconds * kDoubt);
   limit_ = seconds(hosts_->seconds * kJudge);
-  // Ranks of one host receive a lost host's last answers at most two intervals apart.
+  // The ranks of one host may receive the last answers of a lost host up to two intervals apart.
   settling_ = hosts_->count() > 2 ? 2 * interval_ : Clock::duration{};
   looked_ = beats_ = due_ = time_now();
-  // All ranks of this host ask the next host. For each other distance one rank asks.
+  // All ranks of this host ask the next host (distance 1). One rank of this host asks at each other distance.
   const int ranks = static_cast<int>(local.size());
   for (int bit = 0; 1 << bit < hosts_->count(); ++bit) {
     if (bit == 0 || bit % ranks == host_index_ % ranks) watched_.push_back({1 << bit, -1, looked_});
@@ -128,7 +128,7 @@ std::optional<Failure> Heartbeat::update() {
   return report();
 }
 
-// Needs no lock for the links: only this thread adds or removes them.
+// No lock is needed to read the links, because only this thread adds or removes links.
 void Heartbeat::await() {
   std::vector<const Line*> lines;
   for (const Link& link : links_) lines.push_back(&link.line);
@@ -230,8 +230,8 @@ bool Heartbeat::has_beaten(Link& link) {
   return has_beaten;
 }
 
-// Handle an answer. One working new connection to a host is enough. The connection to the silent rank stays,
-// because its end shows that the rank's process has died.
+// Handle an answer. If a host answers on one new connection, it is alive. The connection to the silent rank
+// stays open, because its end shows that the rank's process has died.
 void Heartbeat::handle_answer(Link& answers) {
   Watched* const entry = watched(host(answers.peer));
   if (entry == nullptr) return;
@@ -277,9 +277,9 @@ void Heartbeat::ask_hosts() {
   }
 }
 
-// Ask the rank with this rank's index on the next host, so that one rank of this host asks each rank of the
-// next. If all ranks of that host are gone, distance 1 means the first later host with present ranks. Other
-// distances are skipped, so that the host behind many lost hosts is not asked by all.
+// Choose the rank to ask: the rank with this rank's index on that host, so that each rank there is asked by
+// one rank. Distance 1 is the next host with present ranks. A host at another distance is skipped if it has
+// none, so that not all ranks ask the host after many lost hosts.
 bool Heartbeat::choose(Watched& entry) {
   const int count = hosts_->count();
   const int end = entry.distance == 1 ? count : entry.distance + 1;
@@ -298,7 +298,7 @@ bool Heartbeat::choose(Watched& entry) {
   return false;
 }
 
-// Return hosts that are spread over all hosts, a different set for each rank of this host.
+// Return the hosts to ask as witnesses. They are spread over all hosts and differ for each rank of this host.
 std::vector<int> Heartbeat::witnesses() const {
   const int count = hosts_->count(), most = std::min(kWitnesses, count - 1);
   std::vector<int> result;
@@ -381,7 +381,7 @@ void Heartbeat::read_news(const std::string& text) {
   }
 }
 
-// Return all ranks of this host, or a subset that forwards news to the other ranks.
+// Return the ranks of this host to notify: all, or a subset that forwards news to the others.
 std::vector<int> Heartbeat::local_receivers() const {
   const std::vector<int>& local = hosts_->ranks[own_host_];
   const int count = static_cast<int>(local.size());
@@ -439,7 +439,7 @@ void Heartbeat::send_news() {
   }
 }
 
-// Report lost hosts first, then lost ranks; both in one report is rare.
+// Report lost hosts before lost ranks. A report with both is rare.
 std::optional<Failure> Heartbeat::report() {
   if (looked_ < reports_) return std::nullopt;
   const int count = hosts_->count();

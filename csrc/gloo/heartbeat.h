@@ -51,9 +51,9 @@ class Heartbeat {
   Heartbeat(const Heartbeat&) = delete;
 
   int port() const { return listener_.port(); }
-  // Maximum time until a beat is read.
+  // Maximum time until this rank reads a beat that has arrived.
   static constexpr std::chrono::milliseconds kLongestInterval{250};
-  // Call before the first update().
+  // Set the hosts. Call it before the first update().
   void begin(std::shared_ptr<const Hosts> hosts);
 
   // Ask, answer and decide. Return a new loss with its reason: all ranks of lost hosts (FL_HOST_LOST), or

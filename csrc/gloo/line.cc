@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kMostWaiting = 16384;
 constexpr int kProbes = 3, kMostIdle = 32767;  // maximum seconds that the kernel accepts
 
-// True if a system call failed with `error` but may succeed later.
+// True if a system call that failed with `error` may succeed if it is repeated later.
 bool is_later(int error) { return error == EAGAIN || error == EINTR || error == EINPROGRESS; }
 
 void set(int socket, int level, int option, int value) {
@@ -137,7 +137,7 @@ std::optional<Line> Listener::accept() {
   return socket_number < 0 ? std::nullopt : std::make_optional<Line>(socket_number);
 }
 
-// Without a free descriptor do not poll the listener: a pending connection would wake the poll forever.
+// If no descriptor is free, do not poll the listener: a pending connection would end every poll at once.
 void Listener::await(const std::vector<const Line*>& lines, Clock::time_point end) {
   std::vector<pollfd> events{{bell_, POLLIN, 0}, {has_room_ ? socket_ : -1, POLLIN, 0}};
   for (const Line* line : lines) events.push_back(line->awaited());

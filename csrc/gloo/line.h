@@ -26,18 +26,18 @@ class Line {
   // Update the state of the connection and read arrived bytes.
   void update();
   bool is_connected() const { return is_connected_; }
-  // True if the peer has closed the connection or does not listen. Its kernel has answered: its host is alive.
+  // True if the peer has closed the connection or does not listen. Its kernel answered, so its host is alive.
   bool has_left() const { return has_left_; }
   // True if has_left(), or if the connection is broken.
   bool has_ended() const { return has_left_ || is_broken_; }
 
-  // Received bytes that were not taken, at most some kilobytes.
+  // Return the received bytes that were not taken yet, at most some kilobytes.
   const std::string& received() const { return received_; }
   std::string take(size_t bytes);
   // Send `bytes` and return the number of bytes that the kernel accepted.
   size_t send(const std::string& bytes);
 
-  // Do not wake for fewer than `bytes` bytes; the next update() reads them.
+  // Wake only if at least `bytes` bytes have arrived. The next update() reads fewer bytes as well.
   void await_at_least(int bytes);
   // Return the event to wait for.
   pollfd awaited() const;
@@ -65,7 +65,7 @@ class Listener {
   Listener(const Listener&) = delete;
 
   int port() const { return port_; }
-  // Return a new connection; nothing if there is no new connection or no free descriptor.
+  // Return a new connection, or nothing if no connection or no free descriptor is available.
   std::optional<Line> accept();
 
   // Wait for a new connection, an event of `lines`, `end`, or ring().

@@ -31,7 +31,7 @@ struct Refused : std::runtime_error {
 
 class Links::Listener : public Handler {
  public:
-  // `descriptor`: a listening socket, or a descriptor without events.
+  // `descriptor`: a listening socket, or a descriptor that never has events.
   Listener(Links& links, int descriptor) : links_(links), socket(descriptor) {
     if (socket < 0) fail_in("eventfd");
   }
@@ -96,7 +96,7 @@ class Links::Attempt : public Handler {
   bool is_taken = false;  // Gloo owns the socket
 
  private:
-  // The message of each end: first the connecting end, then, after a valid proof, the other end.
+  // The message of each end. The connecting end sends first. The other end answers after a valid proof.
   struct Greeting {
     int32_t rank;
     int32_t asks;    // asks only for the number of begun collectives
@@ -105,7 +105,7 @@ class Links::Attempt : public Handler {
     char proof[FL_PROOF_BYTES];
   };
 
-  // ended() destroys this object.
+  // Do not use this object after ended(), which destroys it.
   void serve() {
     if (!is_connected_) {
       int error = 0;
@@ -296,7 +296,7 @@ void Links::begin(int peer, std::optional<uint64_t> asks_of) {
   device_->registerDescriptor(connection, EPOLLOUT, begun);
 }
 
-// Store the reason, unless kStranger is stored: a peer that failed its proof then closes, which is no reason.
+// Keep a stored kStranger: a peer that failed its proof then closes the connection, which is not the reason.
 void Links::explain(int peer, const std::string& problem) {
   if (problems_[peer] != Attempt::kStranger) problems_[peer] = problem;
 }
@@ -317,7 +317,7 @@ void Links::accept() {
   device_->registerDescriptor(connection, EPOLLIN, begun);
 }
 
-// If both ends have begun, the connection of the lower rank is kept.
+// True if this attempt is used. If both ends have begun one, the lower rank's connection is kept.
 bool Links::has_slot(Attempt& attempt) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;
@@ -341,7 +341,7 @@ void Links::adopt(Attempt& attempt) {
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
   on_connected_(attempt.peer, static_cast<Pair&>(*pairs_[attempt.peer]));
   states_[attempt.peer].store(kConnected, std::memory_order_release);
-  // After all peers are connected the listener closes, unless ranks may ask: see calls_of.
+  // If all peers are connected, close the listener, unless ranks may still ask for calls: see calls_of.
   for (int peer = 0; peer < size; ++peer) {
     if (listens_on_ || (peer != rank && !is_connected(peer))) return;
   }
@@ -349,7 +349,7 @@ void Links::adopt(Attempt& attempt) {
   listener_->close();
 }
 
-// `is_refused`: the peer has closed, or keeps its own attempt. The waiting thread tries again.
+// `is_refused`: the peer closed the connection or keeps its own attempt. The thread that waits tries again.
 void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;

@@ -41,9 +41,9 @@ class Links : public Context {
   bool has_failed(int peer) const { return states_[peer] == kFailed; }
   // Return the reason why there is no connection.
   std::string problem(int peer);
-  // Begin to connect to `peer` if that has not begun.
+  // Begin to connect to `peer`, unless this rank has already begun.
   void reach(int peer);
-  // Wait for the connection; false: not connected until `end`. Throws Failure if it cannot be made.
+  // Wait for the connection. False: not connected at time `end`. Throws Failure if it cannot be made.
   bool await(int peer, Clock::time_point end);
 
   // Ask each of `peers` for the number of collectives of `group` that it has begun. kSilent: no answer until

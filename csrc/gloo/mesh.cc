@@ -14,7 +14,7 @@ constexpr milliseconds kGoodbye{500};
 // Maximum delay between reports of a lost host on two ranks: each rank waits a little for further losses.
 constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
 
-// Errors that mean a host does not answer. If only a process has ended, its kernel answers.
+// Errors that mean that a host does not answer. If only a process has ended, its kernel still answers.
 constexpr int kSilence[] = {ETIMEDOUT, EHOSTUNREACH, EHOSTDOWN, ENETUNREACH, ENETDOWN};
 
 // True if `what`, Gloo's text of an error, says that a host does not answer.
@@ -24,7 +24,7 @@ bool is_silence(const std::string& what) {
   });
 }
 
-// Maximum time between the ends of one wait on different ranks, and the interval of checks for its cause.
+// kSettling: maximum time between the ends of one wait on different ranks. kSettlingTick: interval of checks.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
 
 std::string text_for_peers(std::string message, const std::string& name) {
@@ -171,7 +171,7 @@ void Mesh::request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t sl
   try {
     buffer.recv(peer, slot, offset, bytes);
   } catch (const std::exception&) {
-    // A later send to the peer reports it.
+    // Ignore: a later send to the peer reports the broken connection.
   }
 }
 
@@ -179,7 +179,7 @@ void Mesh::expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size
   try {
     pair_with(peer).expect(buffer, group, slot, offset, bytes, tells);
   } catch (const std::exception&) {
-    // A later send to the peer reports it.
+    // Ignore: a later send to the peer reports the broken connection.
   }
 }
 
@@ -230,7 +230,7 @@ Mesh::PeerState Mesh::state_of(int peer) const {
   return peer_states_[peer];
 }
 
-// Return the first reason received: later reasons may come from ranks that found other ranks gone.
+// Return the reason that arrived first. Later reasons may come from ranks that failed because of the first.
 Mesh::PeerFarewell Mesh::first_farewell() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return first_farewell_;
@@ -267,7 +267,7 @@ std::unique_ptr<Port> Mesh::port() {
   return std::make_unique<Port>(family_->engine, group, rank, ranks_, *this);
 }
 
-// Connect first, because the loss of an unconnected rank could go undetected.
+// Connect to the peer first, because the loss of a peer without a connection could go undetected.
 std::optional<Failure> Mesh::loss_of(int peer) {
   if (const auto why = reason()) return why;
   try {
@@ -389,7 +389,7 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   return missing;
 }
 
-// All ranks learn of a loss that the heartbeats detected, so connections are not made to report it.
+// If the heartbeats detected the loss, all ranks learn of it. Then no connections are made to report it.
 void Mesh::give_up(const Failure& failure) noexcept {
   report_to_others(failure);
   if (!reason()) connect_neighbours(failure.missing);
@@ -398,8 +398,8 @@ void Mesh::give_up(const Failure& failure) noexcept {
   family_->end(*this);
 }
 
-// Connect to the neighbours, so that a later connection from them does not find this rank gone and report it
-// lost. `missing` ranks are not awaited.
+// Connect to the neighbours. Otherwise a neighbour that connects later finds this rank gone and reports it as
+// lost. Do not wait for `missing` ranks.
 void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   const auto end = Clock::now() + kGoodbye;
   const std::vector<int> peers = neighbours();
@@ -408,7 +408,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
       try {
         connect(peer);
       } catch (const std::exception&) {
-        // The peer has left, or the group has ended here.
+        // Ignore: the peer has left, or this rank has ended the group.
       }
     }
   };
@@ -440,7 +440,7 @@ Failure Mesh::for_members(const Failure& failure) const {
   return {failure.status, missing, failure.what()};
 }
 
-// The next operation and waiting operations raise `failure`.
+// End the group: the next operation and waiting operations raise `failure`.
 void Mesh::lose(const Failure& failure) noexcept {
   end(failure);
   family_->end(*this);
@@ -454,7 +454,7 @@ void Mesh::lose(const Failure& failure) noexcept {
   }
 }
 
-// Return the text that Python uses for an error that ends another group: see native_errors.py.
+// Return the text of the error that ends another group, in the form that Python reads: see native_errors.py.
 std::string Mesh::loss_text(const Failure& failure) const {
   std::string names;
   for (int r : failure.missing) {

@@ -37,7 +37,7 @@ class Mesh : public Transport, public Connections, public Route {
 
   // Maximum size of a group whose ranks send their calls directly. Larger groups relay the calls: see Relay.
   static constexpr int kDirect = 8;
-  // Return the ranks with which this rank exchanges calls.
+  // Return the ranks with which this rank exchanges calls directly.
   std::vector<int> neighbours() const;
 
   // Return the address that peers connect to.
@@ -54,13 +54,13 @@ class Mesh : public Transport, public Connections, public Route {
   // Request data that `peer` sends in a later operation. If `peer` has left after successful operations, the
   // later operation fails and not this call. Throws Failure if `peer` cannot be connected.
   void request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
-  // Announce that this rank is ready for the data of a later operation, like Pair::expect.
+  // Announce that `peer` may send data of a later operation without a request, like Pair::expect.
   void expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size_t bytes, bool tells);
-  // Send the data that `at_leisure` has held back.
+  // Send the data that earlier sends with `at_leisure` have held back.
   void hurry() {
     for (int peer : neighbours()) links_.pair(ranks_[peer])->hurry();
   }
-  // From now on no call, also in subgroups, returns before all ranks have made it. Use before any operation.
+  // Let no call, also in subgroups, return before all ranks have made it. Use it before any operation.
   void compare_at_once() { family_->engine.check_at_once(); }
   bool compares_at_once() const { return family_->engine.checks_at_once(); }
   // The threads that run the operations of this mesh.
@@ -70,13 +70,13 @@ class Mesh : public Transport, public Connections, public Route {
   // Return the rank that connect() waits for; -1: no rank.
   int awaited() const { return awaited_; }
 
-  // Monitor hosts; call both before connect(). listen_for_hosts() returns the port for questions; throws.
+  // Call listen_for_hosts() and watch_hosts() before connect(). listen_for_hosts() returns a port or throws.
   int listen_for_hosts() { return family_->listen_for_hosts(); }
   void watch_hosts(std::shared_ptr<const Hosts> hosts) {
     family_->watch_hosts(std::move(hosts));
   }
   void take_along(Companion companion);
-  // Return `failure` of a whole group with the ranks of this subgroup. No ranks: it is not affected.
+  // Translate `failure` of a whole group to ranks of this subgroup. If no ranks remain, it is not affected.
   Failure for_members(const Failure& failure) const;
   // End the group with `failure`, which the other ranks know already.
   void lose(const Failure& failure) noexcept;
@@ -99,11 +99,10 @@ class Mesh : public Transport, public Connections, public Route {
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
     links_.read(buffer, ranks_[peer]);
   }
-  // Return the failure behind a broken connection: lost ranks or a peer's reason. `peer`: awaited or -1.
+  // Return the reason of a broken connection: lost ranks, or a peer's reason. `peer`: awaited rank, or -1.
   Failure explain(int peer, const std::string& what) override;
 
-  // Set the number of the last collective that this rank began. not_called() returns the `ranks` that have
-  // not begun it, as far as known.
+  // has_called(): this rank has begun collective `calls`. not_called(): `ranks` not known to have begun it.
   void has_called(int64_t calls) { calls_.store(calls, std::memory_order_relaxed); }
   int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   std::vector<int> not_called(const std::vector<int>& ranks, int64_t calls);
@@ -126,7 +125,7 @@ class Mesh : public Transport, public Connections, public Route {
   void give_up(const Failure& failure) noexcept override;
   void report_to_others(const Failure& failure) noexcept;
 
-  // Notifications between members, used by Family. receive_note() is called for each in order.
+  // Kinds of notes between members, used by Family. receive_note() is called for each note in order.
   static constexpr char kLeaving[] = "L", kClosed[] = "C", kHearsay = 'H';
   static bool is_last(const std::string& text) { return text == kClosed; }
   void receive_note(int peer, const std::string& text);
@@ -156,9 +155,9 @@ class Mesh : public Transport, public Connections, public Route {
   // Return the peers whose connections broke or that closed the group, with reasons.
   std::map<int, std::string> broken_peers();
   Clock::time_point end_of(int peer) const;
-  // Return the `broken` peers that ended first; `peer` is the awaited rank.
+  // Return the ranks in `broken` that ended first. `peer`: the rank that this rank awaits, or -1.
   std::vector<int> first_of(const std::map<int, std::string>& broken, int peer) const;
-  // Wait until the reason of a broken connection is known or will not arrive. `is_silent`: no host answered.
+  // Wait for the reason of a broken connection, as long as it may arrive. `is_silent`: a host did not answer.
   void await_reason(bool is_silent);
   Failure not_connected(int peer, const std::string& problem);
   bool is_explained() const { return reason() || has_farewell(); }

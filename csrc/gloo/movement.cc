@@ -63,8 +63,8 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
   }
 }
 
-// A large array is divided into a part for each other rank. These ranks forward their parts, so that the
-// root's link carries the array once instead of n-1 times. Only the root must know the size at the start.
+// If the array is large, the root sends a part to each other rank. These ranks forward their parts, so that
+// the root's link carries the array once instead of n-1 times. At the start only the root must know the size.
 Bytes Collectives::broadcast(Call& call, void* data) {
   const int root = call.signature.root;
   const auto in_one_piece = [&](size_t bytes) { return bytes <= kInlineBytes || size_ == 2; };
@@ -156,7 +156,7 @@ Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Pa
   return output;
 }
 
-// Only the root must know the size of a part before the headers arrive.
+// Before the headers arrive, only the root must know the size of a part.
 Bytes Collectives::scatter(Call& call, const void* data, void* output) {
   const int root = call.signature.root;
   Parts give(size_), take(size_);

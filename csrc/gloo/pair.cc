@@ -84,10 +84,10 @@ constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_
 constexpr size_t kHead = sizeof(tcp::Op::preamble);
 constexpr size_t kDiscardBytes = 64 << 10;
 constexpr size_t kBeyondBytes = 32 << 10;
-// Offset that marks permission for any number of sends.
+// Offset in a permission that allows any number of sends.
 constexpr size_t kForEver = 1;
 
-// A base class, so that the memory is initialised first.
+// The parcel of an OwnedBuffer. As a base class it is initialised before the buffer.
 struct Memory {
   Parcel parcel;
 };
@@ -137,7 +137,7 @@ void Pair::set_served(bool served) {
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo would try to add it first
 }
 
-// Gloo's thread must not wait for the lock, as the holder may wait for that thread. The event repeats.
+// Do not wait for the lock, because its holder may wait for this thread, Gloo's. The event repeats.
 void Pair::handleEvents(int events) {
   if (!m_.try_lock()) return void(sched_yield());
   m_.unlock();
@@ -299,7 +299,7 @@ void Pair::drop_sends(const Receiver& buffer, uint64_t group) {
   }
 }
 
-// Called on the sending thread or Gloo's. An op released before it has begun counts as done.
+// Called on the sending thread or Gloo's. An op counts as done if its buffer was released before it began.
 bool Pair::write(tcp::Op& op) {
   if (state_ == CLOSED) return false;
   const bool notifies = op.preamble.opcode == kReady;
@@ -323,7 +323,7 @@ bool Pair::write(tcp::Op& op) {
     } else if (errno != EINTR) {
       const int error = errno;
       buffer = Alive();  // the end of the connection may destroy it
-      // A reset is reported after the last data of the peer has been read.
+      // Do not report a reset here: the reading side reports it after the last data of the peer.
       if (error != EAGAIN && error != ECONNRESET && error != EPIPE) fail("write", error);
       return false;
     }
@@ -397,7 +397,7 @@ ssize_t Pair::fill(const iovec& room) {
   return std::min(arrived, room.iov_len);
 }
 
-// Return the memory for the next bytes of the message, and its buffer if any. Empty: the message is complete.
+// Return the memory for the next bytes of the message; `buffer` receives its buffer. Empty: no more bytes.
 iovec Pair::next_room(Alive& buffer) {
   if (state_ == CLOSED) return {};
   if (rx_.nread < kHead) {
@@ -423,7 +423,7 @@ iovec Pair::next_room(Alive& buffer) {
   return {discarded_.get(), std::min(remaining, kDiscardBytes)};
 }
 
-// Match the message with the first waiting receive of its slot. There is no receive if the group has ended.
+// Match the message with the first waiting receive of its slot. If the group has ended, there is none.
 void Pair::match_buffer() {
   GroupState& group_state = group_states_[rx_.preamble.roffset];
   SlotQueues& line = group_state.slots[rx_.preamble.slot];
@@ -476,7 +476,7 @@ void Pair::take_message(const Alive& buffer) {
   try {
     for (const Part& part : parts) put(kSend, group, slot, part);
   } catch (const std::exception&) {
-    // The connection has ended, and the buffers were notified.
+    // Ignore: the connection has ended, and the buffers were notified.
   }
 }
 

@@ -26,7 +26,7 @@ using Device = gloo::transport::tcp::Device;
 using Handler = gloo::transport::tcp::Handler;
 
 std::shared_ptr<Device> create_device(const std::string& host, const std::string& interface);
-// The device's epoll descriptor, to be closed in forked children: Gloo's own copy there hides a rank's death.
+// Return the device's epoll descriptor, for forked children to close: their copy would hide a rank's death.
 int descriptor_of(const Device& device);
 // Return a socket that listens at the device's address. Throws.
 int listening_socket(const Device& device);
@@ -44,8 +44,8 @@ struct Parcel {
   size_t bytes;
 };
 
-// Sender and receiver of parcels. Functions are called with a pair locked. They must not wait for a lock
-// whose holder may need a pair.
+// Sender and receiver of parcels. Its functions are called with a pair locked. They must not wait for a lock
+// if the holder of that lock may need a pair.
 class Parcels {
  public:
   virtual ~Parcels() = default;
@@ -87,17 +87,17 @@ class Pair : public gloo::transport::tcp::Pair {
   void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
 
-  // Call before `buffer` is destroyed. Partly sent messages are completed and others are not sent. Data that
-  // arrives for the buffer is dropped.
+  // Call it before `buffer` is destroyed. Messages that were partly sent are completed, and others are not
+  // sent. Data that arrives later for the buffer is dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
   // Return the time at which the connection ended, or kNever. problem() returns Gloo's text of the reason.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
-  // True if the kernel has accepted everything sent, or if the connection has ended.
+  // True if the kernel has accepted all data to send, or if the connection has ended.
   bool has_written();
-  // True if the peer's kernel has acknowledged all data, or was silent for `silence`. Closing then loses no
-  // data that could still arrive.
+  // True if the peer's kernel has acknowledged all data, or was silent for `silence`. If true, closing the
+  // connection loses no data that could still arrive.
   bool has_delivered(std::chrono::milliseconds silence);
 
  private:
@@ -147,7 +147,7 @@ class Pair : public gloo::transport::tcp::Pair {
   std::string note_;
   std::optional<Parcel> parcel_;
   std::unique_ptr<char[]> discarded_;  // memory for arriving data that no buffer waits for
-  // Bytes read beyond the current buffer, and whether the kernel has no more bytes.
+  // beyond_: bytes read beyond the current buffer. is_drained_: whether the kernel has no more bytes.
   std::unique_ptr<char[]> beyond_;
   size_t beyond_begin_ = 0, beyond_end_ = 0;
   bool is_drained_ = false;
@@ -160,7 +160,7 @@ class Route {
   explicit Route(uint64_t group) : group(group) {}
   virtual ~Route() = default;
 
-  // Return the connection with a rank of the group, made if necessary. Throws Failure.
+  // Return the connection with rank `peer` of the group. Connect first if necessary. Throws Failure.
   virtual Pair& pair_with(int peer) = 0;
 
   const uint64_t group;  // unique number; 0 for a group that is not a subgroup
@@ -169,7 +169,7 @@ class Route {
 // Base of all buffers of a group; `context` owns the connections.
 class Receiver : public gloo::transport::tcp::UnboundBuffer {
  public:
-  // Observer of transfers, called before the buffer counts them. It must live as long as `data` is used.
+  // Observer of transfers, called before the buffer counts them. It must outlive the use of `data`.
   class Mover {
    public:
     // Called with the pair locked after `bytes` bytes were sent or received.
@@ -187,13 +187,13 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   void recv(int peer, uint64_t slot, size_t offset, size_t bytes) override;
   using UnboundBuffer::recv;
 
-  // Return the number of finished receives, or sends, that no wait has consumed.
+  // received() and sent() return the number of finished receives and sends that no wait has consumed.
   uint32_t received() { return now(recvCompletions_); }
   uint32_t sent() { return now(sendCompletions_); }
 
  private:
   friend class Pair;
-  // Count a part that is to be sent or received.
+  // Count a part that `pair` will send or receive.
   void begin(Pair& pair);
   uint32_t now(int& count) {
     const std::lock_guard<std::mutex> lock(m_);

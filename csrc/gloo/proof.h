@@ -8,7 +8,7 @@
 
 namespace fl {
 
-// HMAC-SHA-256 (RFC 2104) of `text` with `key`, of at most 64 bytes.
+// Return the HMAC-SHA-256 (RFC 2104) of `text`. `key` has at most 64 bytes.
 std::string hmac(const std::string& key, const std::string& text);
 
 // Computes proofs on demand: a table of the proofs of many ranks takes megabytes and much start-up time.

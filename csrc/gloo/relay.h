@@ -15,7 +15,7 @@ class Relay {
 
   explicit Relay(Mesh& mesh) : mesh_(mesh) {}
 
-  // Request the first messages. Call it once, after the neighbours are connected.
+  // Request the first messages. Call open() once, after the neighbours are connected.
   void open() {
     const int rank = mesh_.rank, size = mesh_.size;
     const auto room = [](size_t blocks) { return blocks * (sizeof(Head) + kAlignment) + kBytes; };
@@ -51,13 +51,13 @@ class Relay {
     for (Step& step : steps_) waiter.sent(*step.sends, step.to);
   }
 
-  // Results of the last exchange.
+  // The call, site, byte count and payload of each rank in the last exchange.
   const fl_signature& call(int rank) const { return head(rank).call; }
   const fl_site& site(int rank) const { return head(rank).site; }
   size_t bytes(int rank) const { return head(rank).bytes; }
   const char* payload(int rank) const { return &blocks_[begins_[index_of(rank)]] + sizeof(Head); }
 
-  // Return the ranks whose blocks did not arrive in a failed exchange.
+  // Return the ranks whose blocks have not arrived. Use it after a failed exchange.
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < mesh_.size; ++rank) {

@@ -10,7 +10,7 @@ namespace {
 // Maximum number of chunks in transit or being reduced.
 constexpr size_t kDepth = 2;
 
-// Partial results are sent unrounded: for 16-bit floats as float32.
+// True for 16-bit floats. Their partial results are sent as float32 and are not rounded.
 bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFLOAT16; }
 
 template <typename T>
@@ -25,7 +25,7 @@ void narrow(void* into, const float* from, size_t count) {
   for (size_t i = 0; i < count; ++i) values[i] = T::narrow(from[i]);
 }
 
-// Memory for kDepth chunks to or from one rank.
+// Memory and buffers for kDepth chunks that are sent to, or received from, one rank.
 class Pieces {
  public:
   Pieces(Mesh& mesh, size_t bytes) : memory_(new char[kDepth * bytes]) {
@@ -40,7 +40,7 @@ class Pieces {
   Buffer buffers_[kDepth];
 };
 
-// Large: each rank combines the arriving chunks with its own and forwards them, chunk by chunk. Each link
+// For large arrays: each rank combines each arriving chunk with its own and forwards the result. Each link
 // carries the array once, delayed by one chunk per previous rank.
 class Chain {
  public:

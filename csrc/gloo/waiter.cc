@@ -42,7 +42,7 @@ void Watch::soon(std::function<void()> chore) {
   changed_.notify_one();
 }
 
-// Tick while there are waiters, and one tick longer, so that operations in close succession need no wake-up.
+// Tick while waits exist, and for one more tick, so that the next operation needs no wake-up.
 void Watch::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closing_) {
@@ -122,8 +122,8 @@ void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {
   wait(buffer, peer, {&UnboundBuffer::waitSend, &UnboundBuffer::abortWaitSend, &Receiver::sent});
 }
 
-// A wait that was woken can be resumed without loss. The same applies if Gloo noticed the end of the
-// connection before data that had arrived on it.
+// If a wait was woken without a reason to end, it is resumed, and no data is lost. It is also resumed if Gloo
+// saw the connection's end before data that had arrived.
 void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const WaitFunctions& functions) {
   const auto has_ended = [&] { return (static_cast<Receiver&>(buffer).*functions.count)() > 0; };
   for (;;) {

@@ -9,15 +9,15 @@
 
 namespace fl {
 
-// Interval of the checks of waits: a wait that must end ends at most so much later.
+// Interval of the checks of waits, and the maximum delay until a wait ends that must end.
 constexpr std::chrono::milliseconds kTick{100};
 
 class Connections;
 class Receiver;
 class Waiter;
 
-// A thread that checks all waits of a group and its subgroups. Gloo's own timeout is unsuitable: it closes
-// the connections before this rank could report the reason.
+// A thread that checks all waits of a group and its subgroups. It replaces Gloo's own timeout, which closes
+// the connections before this rank can report the reason.
 class Watch {
  public:
   Watch();
@@ -53,7 +53,7 @@ class Connections {
   virtual ~Connections() = default;
 
   virtual bool is_lost(int peer) = 0;
-  // True if a lost peer can send nothing more: everything that it sent has arrived.
+  // True if `peer` is lost and everything that it sent has arrived.
   virtual bool has_ended_sending(int peer) = 0;
   // Read arriving data of `peer` for a short time, on the thread that waits for `buffer`.
   virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
@@ -78,7 +78,7 @@ class Connections {
   std::optional<Failure> reason_;  // guarded by the watch's mutex
 };
 
-// This waiter's own deadline has passed.
+// Thrown if the deadline of this waiter itself has passed.
 struct TimedOut : Failure {
   explicit TimedOut(int peer) : Failure(FL_TIMEOUT, {peer}, "timed out") {}
 };
@@ -98,7 +98,7 @@ class Waiter {
   // Run signal handlers; true if a handler asks to give up.
   bool is_interrupted() const { return interrupt_ != nullptr && interrupt_() != 0; }
 
-  // Return the waiter of the operation on this thread, or null.
+  // Return the waiter of the operation that runs on this thread, or null.
   static Waiter* current() { return current_; }
 
   // Call it every tick of another kind of wait for `peer`. Throws Failure if that wait cannot succeed.
@@ -108,7 +108,7 @@ class Waiter {
   friend class Connections;
   friend class Watch;
   using Abort = void (gloo::transport::UnboundBuffer::*)();
-  // Functions that wait for a buffer's sends, or receives, and count the finished ones.
+  // Functions of a buffer for sends or for receives: wait, abort such waits, and count the finished ones.
   struct WaitFunctions {
     bool (gloo::transport::UnboundBuffer::*wait)(int*, std::chrono::milliseconds);
     Abort abort;

@@ -5,7 +5,7 @@ namespace {
 
 // Maximum number of bytes that may wait to be sent to a peer.
 constexpr size_t kMostWaiting = 1 << 20;
-// Records up to this size are always accepted, because there may be no thread to send them later.
+// Maximum bytes of a record that is always accepted, because there may be no thread to send it later.
 constexpr size_t kSmall = 1 << 10;
 
 // Maximum number of polls. A polling thread reads the connection itself, so that neither Gloo's thread nor
@@ -19,7 +19,7 @@ constexpr int kMostPolled = 8;
 
 GlooWire::GlooWire(Links& links) : links_(links), peer_states_(std::make_unique<PeerState[]>(links.size)) {}
 
-// Begin to connect if there is no connection; ended() announces the result.
+// Reserve space. If there is no connection, begin to connect; ended() announces the result.
 Wire::Room GlooWire::reserve(int peer, size_t bytes) {
   PeerState& state = peer_states_[peer];
   Pair* const pair = links_.pair(peer);
@@ -27,7 +27,7 @@ Wire::Room GlooWire::reserve(int peer, size_t bytes) {
     try {
       links_.reach(peer);
     } catch (const std::exception&) {
-      // A later check reports the peer as lost.
+      // Ignore: a later check reports the peer as lost.
     }
     return {};
   }
@@ -101,7 +101,7 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
     try {
       moves_.out ? send(moves_.peer, slot, at_, bytes) : recv(moves_.peer, slot, at_, bytes);
     } catch (const std::exception&) {
-      // The connection has just ended; a later check reports the peer as lost.
+      // Ignore: the connection has ended, and a later check reports the peer as lost.
     }
     at_ += bytes;
   }
@@ -109,7 +109,7 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
  private:
   // Slots of streams, above all other slots.
   static constexpr uint64_t kFirstStream = uint64_t{1} << 40;
-  // Chunk size in bytes, small enough to interleave other messages, and number of chunks in flight.
+  // Chunk size in bytes, so small that other messages can interleave. kAtOnce: number of chunks in flight.
   static constexpr size_t kPieceBytes = 4 << 20;
   static constexpr int kAtOnce = 2;
 

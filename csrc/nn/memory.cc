@@ -27,7 +27,7 @@ constexpr size_t HUGE_FROM = 4 << 20;  // same limit as in NumPy, in bytes
 constexpr size_t PASSES = 8;           // passes after which an unused block is unmapped
 constexpr size_t MOST_MAPPED = 16384;  // a process may have 65,530 mappings (vm.max_map_count)
 
-// Header before the elements of an array. `start`: begin of the block; `room` is 0 for a block of NumPy.
+// Header before the elements of an array. `start`: begin of the block. `room`: its bytes; 0: NumPy's block.
 struct alignas(16) Header {
   size_t room, size;
   char* start;
@@ -40,7 +40,7 @@ struct Block {
 Block kept[LIMIT / LEAST];  // sorted by the time of freeing
 size_t count = 0, bytes = 0, pass = 0;
 std::atomic<size_t> turn = 0, mapped = 0;
-// Use only try_lock: in a forked process the mutex may stay locked forever.
+// Use only try_lock: in a forked process the mutex may be locked by a thread that does not exist.
 std::mutex mutex;
 using Lock = std::unique_lock<std::mutex>;
 
@@ -98,7 +98,7 @@ void* allocate_either(size_t size, bool zeros) {
     *static_cast<Header*>(start) = {0, size, static_cast<char*>(start)};
     return static_cast<Header*>(start) + 1;
   }
-  // Arrays at equal page offsets would share lines of the first-level cache.
+  // Vary the offset in the page: arrays at equal page offsets would share lines of the first-level cache.
   char* array = block.start + LINE * (1 + turn++ % (PAGE / LINE));
   header_of(array) = {block.room, size, block.start};
   return zeros && !is_new ? std::memset(array, 0, size) : array;
@@ -127,7 +127,7 @@ PyDataMem_Handler handler{"flashlight_py", 1, {nullptr, allocate, allocate_zeros
 
 }  // namespace
 
-// An allocator that the program or a recording has set for this thread is kept.
+// Keep freed blocks of this thread, unless the program or a recording has set another allocator.
 bool keep_freed() {
   static PyObject* const capsule = PyCapsule_New(&handler, "mem_handler", nullptr);
   PyObject* now = capsule == nullptr ? nullptr : PyDataMem_GetHandler();

@@ -34,7 +34,7 @@ PyObject* find(PyObject*, PyObject* name) {
   return PyErr_Format(PyExc_LookupError, "unknown kernel %s", wanted_name);
 }
 
-// Read up to `most` items of a tuple; false with an exception.
+// Read up to `most` items of a tuple. Return false if an exception is set.
 template <typename T, typename Convert>
 bool read(PyObject* tuple, Py_ssize_t most, T* to, Convert convert) {
   const Py_ssize_t count = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : -1;
@@ -71,7 +71,7 @@ int64_t bytes_of(const char* word, const int64_t* sizes, int64_t item) {
   return item;
 }
 
-// Return the readable bytes: 0 for a view of an array whose memory was replaced.
+// Return the readable bytes of `array`: 0 if it is a view of an array whose memory was replaced.
 int64_t bytes_in(PyArrayObject* array) {
   PyObject* base = PyArray_BASE(array);
   PyArrayObject* owner = reinterpret_cast<PyArrayObject*>(base);
@@ -82,8 +82,8 @@ int64_t bytes_in(PyArrayObject* array) {
   return PyArray_NBYTES(array);
 }
 
-// True if all arrays are as large as the kernel needs; false with an exception. A user may have resized an
-// array since the forward pass.
+// True if all arrays are as large as the kernel needs, else false with an exception. Reason: a user may have
+// resized an array since the forward pass.
 bool are_whole(const Row& row, PyObject* arrays, const int64_t* sizes) {
   const char* word = row.arrays;
   const int64_t item = row.name[std::strlen(row.name) - 1] == 'f' ? sizeof(float) : sizeof(double);

@@ -7,8 +7,8 @@
 
 namespace fl::nn {
 
-// A kernel writes the results, the first of `arrays`, from the inputs after them; null: not passed. Each
-// kernel documents its `sizes` and `numbers`. All arrays are C-contiguous and do not overlap.
+// A kernel reads its inputs and writes its results. `arrays`: results, followed by inputs; null: not passed.
+// Each kernel documents its `sizes` and `numbers`. All arrays are C-contiguous and do not overlap.
 using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
 
 struct Row {
@@ -20,21 +20,21 @@ struct Row {
   bool needs_blas;
 };
 
-// The rows of a kernel for float and double. Its template parameters: dtype, then the remaining arguments.
+// The rows of a kernel for float and double. Parameters of the kernel's template: dtype, remaining arguments.
 #define FL_BOTH(name, arrays, needs_blas, kernel, ...)                   \
   {FL_CHOSEN(kernel<float __VA_ARGS__>), name ":f", arrays, needs_blas}, \
       {FL_CHOSEN(kernel<double __VA_ARGS__>), name ":d", arrays, needs_blas}
 
-// The rows of each file, ended by one without a name.
+// Tables of kernels, one per source file. The last row of a table has no name.
 extern const Row convolutions[], pools[], norms[], attentions[], elements[];
 
-// Let new NumPy arrays of this thread reuse freed blocks; false with an exception.
+// Let new NumPy arrays of this thread reuse freed blocks. Return false if an exception is set.
 bool keep_freed();
-// Begin a backward pass: blocks unused for several passes are unmapped.
+// Begin a backward pass: unmap blocks that were not used for several passes.
 void begin_pass();
 size_t kept_bytes();
 
-// NumPy's BLAS: addresses of gemm for float and double; is_long: their integers have 64 bits.
+// Addresses of NumPy's BLAS function gemm for float and double. is_long: gemm takes 64-bit integers.
 struct Blas {
   void* gemm[2] = {};
   bool is_long = false;

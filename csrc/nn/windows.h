@@ -26,7 +26,7 @@ struct Windows {
   }
 };
 
-// The range of elements of a window, starting at `at` with distance `step`, that are inside [0, size).
+// The elements of a window that are inside [0, size). The window starts at `at`; `step`: element distance.
 struct Span {
   int64_t begin, end;
 

@@ -16,7 +16,7 @@ PyObject *data_name, *grad_name, *placement_name, *changed_name;
 
 enum Support { FAILED, FITS, DIFFERS, UNUSED, PLACED };
 
-// Check a parameter, and fill its task if a kernel supports it.
+// Check a parameter. If a kernel supports it, fill `task`.
 Support check_parameter(PyObject* variable, PyObject* states, Task* task) {
   Owned placement(PyObject_GetAttr(variable, placement_name));
   if (placement == nullptr) return FAILED;

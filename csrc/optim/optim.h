@@ -9,7 +9,7 @@ namespace fl::optim {
 
 enum { MOST_STATES = 3, MOST_NUMBERS = 9, RULES = 9 };
 
-// The arrays of a step. A kernel changes all except the gradient.
+// The arrays of one parameter's step. A kernel changes all of them except the gradient.
 struct Piece {
   void* param;
   const void* grad;
@@ -17,7 +17,7 @@ struct Piece {
   size_t size;
 };
 
-// Run one step. `numbers`: values of the rule's fields.
+// Run one step on the arrays of a parameter. `numbers`: values of the rule's fields.
 using Step = void (*)(const Piece&, const double* numbers, double scale);
 
 struct Rule {
@@ -26,7 +26,7 @@ struct Rule {
   Step float32, float64;
 };
 
-// Like sum_of_squares() in flashlight_py/optim/cpu.py.
+// Return the sum of squares, like sum_of_squares() in flashlight_py/optim/cpu.py.
 using Squares = double (*)(const void* grad, size_t size);
 
 struct Set {

@@ -41,7 +41,7 @@ void* memory(PyObject* python_object, int type, npy_intp size) {
   return nullptr;
 }
 
-// Compute the numbers of step `time` like FORMS; false if a division by 0 occurs.
+// Compute `numbers` of step `time` with the expressions of FORMS. False if an expression divides by 0.
 bool evaluate(const Source& source, const Task& task, npy_int64 time, double* numbers) {
   const double lr = *source.lr;
   bool is_defined = true;

@@ -63,7 +63,7 @@ struct Task {
 
 // Read (name, (field, ...)); a field is a number or (form, number, ...). False with an exception.
 bool read_rule(PyObject* python_object, Fields* to);
-// Read lr, counts, norms, rule and scale. False with an exception.
+// Read lr, counts, norms, rule and scale. Return false if an exception is set.
 bool read_source(PyObject* const* python_object, Source* to);
 
 // Return the array if a kernel can read it and it has the dtype and shape of `like` (null: any); else null.
@@ -76,7 +76,7 @@ PyArrayObject* param_of(const Task& task);
 bool take_grad(Owned grad, Task* task, bool may_copy);
 bool take_state(int number, PyObject* state, Task* task);
 
-// Run all tasks and count the steps; false with an exception.
+// Run all tasks and count the steps. Return false if an exception is set.
 bool run_all(const std::vector<Task>& tasks, const Source& source);
 void run(const Task& task, const Rule& rule, const double* numbers, double scale);
 

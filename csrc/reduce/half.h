@@ -24,22 +24,22 @@ struct Float16 {
   float widen() const {
     const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
     const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
-    // Multiplying by 2^112 rebiases the exponent and normalises subnormals in one step.
+    // Multiplying by 2^112 corrects the exponent's bias and normalises subnormals in one step.
     const float scaled = float_of(magnitude) * float_of(0x77800000u);
     const uint32_t finite = bits_of(scaled);
     const uint32_t special = magnitude | 0x7f800000u;  // infinity and NaN keep their mantissa
     return float_of(sign | ((bits & 0x7c00u) == 0x7c00u ? special : finite));
   }
 
-  // Rounds to nearest, ties to even.
+  // Convert `value`; round to nearest, ties to even.
   static Float16 narrow(float value) {
     const uint32_t bits = bits_of(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
-    // Normal range: rebias and round in integer arithmetic.
+    // In the normal range: correct the exponent's bias and round in integer arithmetic.
     const uint32_t odd = (magnitude >> 13) & 1u;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + odd) >> 13;
-    // Subnormal range: adding 0.5 makes the FPU shift and round the mantissa.
+    // In the subnormal range: adding 0.5 makes the FPU shift and round the mantissa.
     const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
     // A NaN keeps the upper bits of its mantissa, like the processor's instruction.
     const uint32_t quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
@@ -55,7 +55,7 @@ struct Bfloat16 {
 
   float widen() const { return float_of(static_cast<uint32_t>(bits) << 16); }
 
-  // Rounds to nearest, ties to even.
+  // Convert `value`; round to nearest, ties to even.
   static Bfloat16 narrow(float value) {
     const uint32_t bits = bits_of(value);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;

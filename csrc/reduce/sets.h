@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// The model checker only needs the baseline.
+// The model checker is built with the baseline set only.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(FL_MODEL)
 #define FL_SEVERAL_KERNELS 1
 #include <immintrin.h>

@@ -32,8 +32,8 @@ constexpr uint32_t kCanRead = 1u << 31;  // this rank can read the memory of all
 // State of the calls that this rank needs: some missing; all arrived; all arrived with their data.
 enum class Progress { kAwaited, kCalled, kComplete };
 
-// The collectives. Call begin() first. A verb throws Failure, or Mismatch before data changes. One thread
-// only.
+// The collectives. Call begin() first. A verb throws Failure, or Mismatch before data changes. Not
+// thread-safe.
 class Collectives {
  public:
   Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size);

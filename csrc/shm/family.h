@@ -12,7 +12,7 @@ namespace fl {
 
 class Family {
  public:
-  // A function that runs every millisecond for a while after activate().
+  // A group's function that runs every millisecond for some time after activate().
   class Ticking {
    public:
     virtual void tick() = 0;
@@ -32,12 +32,12 @@ class Family {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups_.push_back(&group);
   }
-  // Throws if no thread can be created.
+  // Start the ticks. Throws if no thread can be created.
   void activate() {
     const std::lock_guard<std::mutex> lock(mutex_);
     ticker_.activate();
   }
-  // Remove a group, which stops its ticks. After the last group no thread runs.
+  // Remove a group and stop its ticks. If the last group is removed, no thread remains.
   void leave(Ticking& group, uint64_t number) {
     engine.forget(number);
     {

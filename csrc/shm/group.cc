@@ -31,7 +31,7 @@ ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, co
 
 ShmGroup::~ShmGroup() { close(); }
 
-// A rank that leaves inside a collective has not done its part, and reports so.
+// End the group. If this rank leaves inside a collective, it has not done its part and reports this.
 void ShmGroup::close() {
   if (closed_.exchange(true, std::memory_order_relaxed)) return;
   Result begun;
@@ -77,7 +77,7 @@ ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   return was_late ? start_collective(call, site_of(call.site)) : result;
 }
 
-// Wait for turn_. Throws Failure if the group ends or a signal handler raises.
+// Wait for turn_. Throws Failure if the group ends or a signal handler raises an error.
 Turn::Guard ShmGroup::await_turn(InterruptCheck interrupt) {
   while (!turn_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) throw peers_.why_ended();
@@ -110,8 +110,8 @@ void ShmGroup::give_up(const std::string& why) {
   peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }
 
-// Takes no lock, because threads that do not exist in this process may hold it. The segment's file holds the
-// lock that other ranks take as a sign of life.
+// Take no lock: a thread that does not exist in this forked process may hold it. Close the segment's file,
+// because it holds the lock that other ranks take as a sign of life.
 void ShmGroup::abandon() noexcept {
   family_->segment.close_file();
   segment_.close_file();

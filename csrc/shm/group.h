@@ -13,12 +13,12 @@
 
 namespace fl {
 
-// Writes the call site of the program; called on the caller's thread when needed.
+// Writes the call site of the program. It is called on the caller's thread if the site is needed.
 using SiteFunction = void (*)(fl_site* site);
 
 class ShmGroup : private Helper, private Family::Ticking {
  public:
-  // Result of a call; null: success without a result to fetch.
+  // Result of a call. Null: the call succeeded and there is no result to fetch.
   using Result = std::shared_ptr<Operation>;
 
   ShmGroup(Mapping mapping, int rank, int size);
@@ -30,7 +30,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   // has interrupted, ends when it continues.
   void close();
 
-  // Run an operation. A missing call site is requested with the function of on_mismatch() if needed.
+  // Run an operation. If its call site is needed and missing, the function of on_mismatch() supplies it.
   Handle run(const Request& call);
   // A comparison-only call with `is_ahead` ends at once; look_back() compares it later.
   Handle start(const Request& call);
@@ -38,7 +38,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   // all. Null: the calls agree, and no rank is more than `seconds` late.
   Result look_back(double seconds, bool& is_behind);
 
-  // Run several messages; see Port.
+  // Run several sends and receives; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
     return async ? port_.start_exchange(messages, count, seconds)
                  : port_.exchange(messages, count, seconds, interrupt_);
@@ -57,7 +57,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   Result finish(const fl_signature& signature, void* data, void* output);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
-  // Return false while a thread runs a collective.
+  // Return false if a thread runs a collective; then the region remains.
   bool drop_region(const void* array);
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void compare_at_once() {
@@ -68,7 +68,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   void on_mismatch(SiteFunction site_function) { site_function_ = site_function; }
   // True if `rank` has begun a collective that this rank has not called; `call` receives it.
   bool is_ahead(int rank, fl_signature& call);
-  // Null while the group is usable; otherwise an operation with the reason.
+  // Return null if the group is usable, else an ended operation with the reason.
   Result lost();
   // Announce that this rank begins no more messages.
   void leave() { peers_.leave(); }
@@ -109,7 +109,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   const int rank_, size_;
   const std::shared_ptr<Family> family_;
   const uint32_t number_;
-  // Only in a subgroup; other groups use the family's. Declared before peers_, which publish this rank.
+  // Used only in a subgroup; else the family's is used. Declared before peers_, which publish this rank.
   Segment own_segment_;
   const std::unique_ptr<Remote> own_remote_;
   Segment& segment_;

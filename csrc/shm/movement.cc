@@ -15,7 +15,7 @@ uint32_t chunks_of(size_t bytes, size_t chunk) {
 
 }  // namespace
 
-// Write data for other ranks.
+// Write data to a slot, where other ranks read it.
 void Collectives::show(void* slot, const void* data, size_t bytes) const {
   if (trial_.path == kThroughCaches) {
     copy(slot, data, bytes);
@@ -30,7 +30,7 @@ void Collectives::wait_for_free_slot(uint32_t chunk) {
   }
 }
 
-// Return the chunk size for `bytes`, equal on every rank. Small data has several chunks, to overlap both copies.
+// Return the chunk size for `bytes`, equal on every rank. Small data has several chunks: copies overlap.
 size_t Collectives::chunk_for(size_t bytes) const {
   const size_t part = (bytes / kPipelined + kLine - 1) / kLine * kLine;
   return std::min(segment_.chunk_bytes(), std::max(kLeastChunk, part));
@@ -60,8 +60,8 @@ void Collectives::stream(size_t chunks, bool produces, bool consumes, const Prod
   block.reduced.set(chunks_);
 }
 
-// Like stream() in three stages. For each chunk, every rank reduces a part when all slots are filled, and
-// collects the results when all parts are reduced.
+// Like stream(), in three stages for each chunk: every rank fills its slot. When all slots are filled, every
+// rank reduces a part. When all parts are reduced, every rank collects the results.
 void Collectives::stream_parts(uint32_t number, const Produce& fill, const Stage& combine, const Stage& collect) {
   RankBlock& block = segment_.block(rank_);
   const uint32_t base = chunks_;
@@ -139,13 +139,13 @@ Bytes Collectives::gather_to(const fl_signature& signature, const void* data, co
     if (!is_here || peer_bytes == 0) continue;
     copy(into + rows.begin[r], r == rank_ ? data : inline_data(r, peer_bytes), peer_bytes);
   }
-  // Ranks with little data may have continued.
+  // In a gather, wait only until the root has read: ranks with little data may have continued.
   if (signature.verb == FL_GATHER) only_reader_ = signature.root;
   if (rows.largest > kInlineBytes) move_rows(signature, rows, data, into);
   return output;
 }
 
-// Move the rows that were not in the calls.
+// Move the rows that did not travel with the calls.
 void Collectives::move_rows(const fl_signature& signature, const Rows& rows, const void* data, char* into) {
   if (choose(signature, rows.largest) == kDirectly) {
     for (int r = 0; rows.receives && r < size_; ++r) {

@@ -10,8 +10,8 @@ struct ProcessCache {
   std::unordered_map<int32_t, std::weak_ptr<Process>> processes;
 };
 
-// With a core per rank, waits end after some hundred nanoseconds, and sleeping and waking cost more than
-// polling. With fewer cores the peer needs this core to make progress.
+// If each rank has a core, waits end after some hundred nanoseconds, and polling costs less than sleeping and
+// waking. If there are fewer cores, the peer needs this core to make progress.
 Patience patience_for(int ranks) {
   constexpr int kSpins = sized(16000, 1), kYields = sized(200, 1);
   return ranks <= processors() ? Patience{kSpins, kYields} : Patience{0, kYields};
@@ -106,8 +106,8 @@ std::vector<int> Peers::dead(const Concern& concern) {
   return dead;
 }
 
-// A rank may not have published all fields yet; then it is checked again later. A rank in another container,
-// or without /proc, holds a lock instead.
+// If a rank has not published all fields yet, it counts as alive and is checked again later. A rank in
+// another container, or without /proc, is checked by the lock that it holds.
 bool Peers::is_dead(int r) {
   const RankBlock& block = segment_.block(r);
   const int32_t pid = block.pid.load(std::memory_order_relaxed);
@@ -119,8 +119,8 @@ bool Peers::is_dead(int r) {
   return processes_[r]->has_ended();
 }
 
-// A rank may finish a call before other ranks, for example with little data for a gather. If it then left in
-// order, no wait for it is needed.
+// True if the end of rank r prevents the operation. A rank that has finished the call may leave before other
+// ranks, for example with little data for a gather. Then no wait needs rank r.
 bool Peers::matters(int r, const Concern& concern) const {
   if (r == rank_) return false;
   if (concern.only >= 0) return r == concern.only;
@@ -171,7 +171,7 @@ void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
   } while (!counter.wait(target, Patience{0, 0}, kSliceMilliseconds));
 }
 
-// A rank that is gone may have raised the counter just before its end; then the wait succeeds.
+// If a lost rank raised the counter before its end, the wait succeeds.
 void Watch::check_loss(const Counter& counter, uint32_t target, Clock::time_point since, int peer) {
   if (const auto lost = loss()) {
     if (counter.reached(target)) return;

@@ -8,10 +8,10 @@ namespace fl {
 
 inline Failure interrupted() { return {FL_CLOSED, {}, kInterrupted}; }
 
-// Sleep duration between checks for farewells, deaths, signals and the deadline.
+// Milliseconds of sleep between checks for farewells, deaths, signals and the deadline.
 constexpr long kSliceMilliseconds = 20;
 
-// Ranks that an operation needs: `only`; if `only` is -1, all ranks that have not done their part of `call`.
+// Ranks that an operation needs: `only`. If `only` is -1: all ranks that have not done their part of `call`.
 struct Concern {
   int only = -1;
   uint32_t call = 0;
@@ -40,11 +40,11 @@ class Peers : public Transport {
   ~Peers() override;
   Peers(const Peers&) = delete;
 
-  // Return the reason why an operation cannot finish: a needed rank or this rank has gone.
+  // Return the reason why an operation cannot finish: a rank that it needs, or this rank, has gone.
   std::optional<Failure> loss(const Concern& concern);
-  // Return a failure of any rank that is gone without having left in order.
+  // Return the failure of any rank that has gone, except ranks that left in order.
   std::optional<Failure> lost();
-  // True if operations of this rank must end, because it closed the group or the group broke.
+  // True if operations of this rank must end, because this rank closed the group or the group is broken.
   bool has_ended() const { return stopped_.load(std::memory_order_relaxed) || is_broken(); }
   Failure why_ended() const {
     return is_broken() ? why_broken() : Failure(FL_CLOSED, {}, kWasClosed);

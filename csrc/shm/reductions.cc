@@ -72,7 +72,7 @@ void Collectives::reduce(const fl_signature& signature, void* data) {
   choice_.end(trial_);
 }
 
-// Reduce data that came with the calls, on every rank.
+// Reduce, on every rank, the data that came with the calls.
 void Collectives::reduce_inline(const fl_signature& signature, const void* data, size_t skip, size_t count,
                                 void* into) {
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;

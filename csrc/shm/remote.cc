@@ -11,7 +11,7 @@ Remote::Remote(const Segment& segment, int rank, int size)
       token_(std::make_unique<uint64_t>()),
       answers_(size, kUnknown) {
   RankBlock& own_block = segment.block(rank);
-  // No other process has this value at this address by chance.
+  // Set a value that no other process has at this address by chance.
   *token_ = reinterpret_cast<uintptr_t>(token_.get()) * 0x9e3779b97f4a7c15u + process_id();
   own_block.token = *token_;
   own_block.token_at = reinterpret_cast<uintptr_t>(token_.get());

@@ -6,7 +6,7 @@
 
 namespace fl {
 
-// Bytes from which a direct read may be faster: one copy less, but a system call and a wait at the end.
+// Bytes from which a direct read may be faster: it saves one copy, but costs a system call and a final wait.
 constexpr size_t kReadBytes = sized(16 << 10, 64);
 
 // Linux lets a process read the memory of another process of the same user (process_vm_readv), unless Yama, a

@@ -26,7 +26,7 @@ Wire::Room Rings::reserve(int peer, size_t bytes) {
       ends.seen_drained = drained;
       return !is_full();
     };
-    // Either this rank sees space, or the receiver sees the request.
+    // If there is no space: either this rank sees new space, or the receiver sees the request for space.
     if (!update()) {
       channel.wants_room.exchange(1, std::memory_order_seq_cst);
       if (!update()) return {};

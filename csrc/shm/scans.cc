@@ -7,7 +7,7 @@ namespace fl {
 
 void Collectives::scan(const fl_signature& signature, void* data) {
   char* const array = static_cast<char*>(data);
-  // Number of arrays reduced here, from rank 0 on; 0: rank 0 keeps its own.
+  // Number of arrays that this rank reduces, from rank 0 on. 0: this is rank 0, whose array stays unchanged.
   const int terms = rank_ + (signature.verb == FL_SCAN ? 1 : 0);
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   receive_calls(signature);
@@ -26,7 +26,7 @@ void Collectives::scan(const fl_signature& signature, void* data) {
 }
 
 // For more ranks: every rank reduces one part of each chunk for all ranks, from the last rank down. The
-// result replaces its last term, which lower ranks do not need. Rank r collects the result in its last term.
+// result for rank r replaces array r, which lower ranks do not need. Each rank then collects its result.
 void Collectives::scan_in_parts(const fl_signature& signature, char* data, int terms) {
   const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const uint32_t base = chunks_;

@@ -10,7 +10,7 @@ namespace {
 
 size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// The path of a section through the slots: one piece in each chunk.
+// The path of one section through the slots. Each chunk contains one piece of the section.
 struct Route {
   size_t bytes = 0;     // size of the section
   size_t in_array = 0;  // offset in the array
@@ -23,10 +23,10 @@ struct Route {
 
 }  // namespace
 
-// The sizes of the sections between all ranks.
+// The sizes of the sections that each rank sends to each rank.
 struct Collectives::Sections {
   int ranks;
-  size_t equal = 0;                 // bytes of every section, or
+  size_t equal = 0;                 // bytes of every section, unless `uneven` is set
   const int64_t* uneven = nullptr;  // bytes of section [source * ranks + destination]
   int only_source = -1;             // other ranks send nothing; -1: all ranks send
 
@@ -209,7 +209,7 @@ void Collectives::exchange_sections(const fl_signature& signature, const Section
   }
 }
 
-// The root's signature describes one part. Other ranks may not know it.
+// The root's signature describes one part. Other ranks may not know the part's dtype and shape.
 Bytes Collectives::scatter(const fl_signature& signature, const void* data, void* output) {
   const int root = signature.root;
   const bool is_root = rank_ == root;

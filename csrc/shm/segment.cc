@@ -40,7 +40,7 @@ uint32_t records_for(int ranks) {
   return static_cast<uint32_t>(halved(kMostRecords, kLeastRecords, sizeof(Record), ranks, kRecordBudget));
 }
 
-// False for a link of the kernel to a file that a process has open.
+// False if `path` is a link in /proc to a file that a process has open.
 bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
 
 [[noreturn]] void fail(const char* message, int error = errno) {

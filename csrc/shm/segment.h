@@ -26,7 +26,7 @@ class Mapping {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
-  // Close the file. It stays open until then, because it holds locks.
+  // Close the file. Until then the file stays open, because it holds locks.
   void close_file();
 
   // Lock byte `number` of the file until it is closed, also by the end of the process; false if impossible.
@@ -82,10 +82,10 @@ struct alignas(kLine) Description {
   fl_site site;        // set at the beginning of calls that may return ahead
 };
 
-// The reason why a rank left or gave up.
+// The reason why a rank has left the group or given up.
 struct alignas(kLine) Farewell {
   static constexpr int kMaxMissing = 32;
-  Counter is_set;  // 0: still active
+  Counter is_set;  // 0: the rank is still active
   int32_t status;
   int32_t missing_count;
   int32_t missing[kMaxMissing];
@@ -100,7 +100,7 @@ struct alignas(kLine) ReadRequest {
   uint64_t begin, bytes;  // range of the data that the owner sends in this call
 };
 
-// Memory that one rank writes and others read. Counters are never reset.
+// Memory that one rank writes and other ranks read. Its counters are never reset.
 struct alignas(kLine) RankBlock {
   Call calls[kCalls];  // index: call number modulo kCalls
   Description descriptions[kCalls];
@@ -110,7 +110,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Counter drained;  // chunks of other ranks that this rank has released
   ReadRequest request;
   Farewell farewell;
-  std::atomic<int64_t> left_at;             // coarse_now() when it stopped to begin messages; 0: it has not
+  std::atomic<int64_t> left_at;             // coarse_now() when this rank called leave(); 0: not yet
   alignas(kLine) Futex futex;               // for threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not ready
   std::atomic<uint64_t> pid_namespace;
@@ -120,7 +120,7 @@ struct alignas(kLine) RankBlock {
 
 constexpr uint32_t kMostRecords = sized(128, 4);  // maximum per channel; see records()
 
-// From one rank to another: a ring of records and a ring of their data, in the order of the records.
+// Channel from one rank to another: a ring of records, and a ring of their data in the same order.
 struct alignas(kLine) Channel {
   std::atomic<uint32_t> drained;                    // records released by the receiver
   alignas(kLine) std::atomic<uint32_t> wants_room;  // set by a sender without space, cleared by the receiver
@@ -129,7 +129,7 @@ struct alignas(kLine) Channel {
 // Layout: rank blocks, the ranks' slots, channels, their records, their data.
 class Segment {
  public:
-  // A subgroup needs no channels.
+  // Return the size in bytes. A subgroup needs no channels.
   static size_t bytes_for(int ranks, bool has_channels = true);
 
   Segment() = default;
@@ -143,7 +143,7 @@ class Segment {
   }
   size_t chunk_bytes() const { return chunk_bytes_; }
   Channel& channel(int from, int to) const { return channels_[pair(from, to)]; }
-  // Return the records per channel; the data bytes per channel. Both are powers of two.
+  // Records per channel. data_bytes(): data bytes per channel. Both numbers are powers of two.
   uint32_t records() const { return records_per_channel_; }
   size_t data_bytes() const { return data_bytes_; }
   Record& record(int from, int to, uint32_t number) const {

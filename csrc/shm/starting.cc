@@ -10,14 +10,14 @@
 namespace fl {
 namespace {
 
-// Patience for the other ranks' calls: of the next call, and of a waiting thread.
+// Patience for other ranks' calls. kNoTime: if the thread does not wait. kLittleTime: before the next call.
 constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
 constexpr int kSpins = sized(1000, 1);
 
 }  // namespace
 
 ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& site, bool is_begun) {
-  // The operation counts as queued until its end is visible; finish() then releases its function.
+  // The operation counts as queued until its end is visible. Then finish() releases its function.
   queued_.fetch_add(1, std::memory_order_relaxed);
   const auto leave = [](std::atomic<int>* count) { count->fetch_sub(1, std::memory_order_relaxed); };
   const std::shared_ptr<std::atomic<int>> queued(&queued_, leave);
@@ -102,7 +102,7 @@ ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   if (peers_.has_ended()) return ended(peers_.why_ended());
   if (!starting_.try_take()) return nullptr;
   const Turn::Guard guard(starting_);
-  // Queued operations compare the calls before them.
+  // If operations are queued, do nothing: they compare the calls before them.
   if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
   if (!turn_.try_take()) return nullptr;
   const Turn::Guard running(turn_);
@@ -122,7 +122,7 @@ void ShmGroup::hand_over() {
   queue_.submit(std::exchange(begun_, nullptr));
 }
 
-// True if nothing is queued; does not wait.
+// True if all started collectives have ended. Does not sleep.
 bool ShmGroup::has_caught_up() {
   if (!starting_.try_take()) return false;
   const Turn::Guard guard(starting_);
@@ -130,7 +130,7 @@ bool ShmGroup::has_caught_up() {
   return queued_.load(std::memory_order_relaxed) == 0;
 }
 
-// The thread that owns `starting_` holds it only briefly.
+// If another thread holds `starting_`, do nothing: that thread holds it only briefly.
 void ShmGroup::help(const Operation& operation, bool waits) {
   if (!starting_.try_take()) return;
   const Turn::Guard guard(starting_);
@@ -140,7 +140,7 @@ void ShmGroup::help(const Operation& operation, bool waits) {
   end_begun(waits ? limited : kNoTime, waits);
 }
 
-// Every millisecond: give a collective begun before the last tick to a thread.
+// Every millisecond: if a collective was begun before the last tick and has not ended, give it to a thread.
 void ShmGroup::tick() {
   if (!starting_.try_take()) return;
   const Turn::Guard guard(starting_);

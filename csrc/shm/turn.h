@@ -9,11 +9,11 @@
 
 namespace fl {
 
-// A lock that knows its owner. A signal handler may run on a thread that is inside a collective; the handler's
-// calls must not wait for that collective.
+// A lock that knows its owner. A signal handler may run on a thread that is inside a collective. Calls of the
+// handler must not wait for that collective.
 class Turn {
  public:
-  // Return false if any thread holds the turn, including this one.
+  // Take the turn. Return false if any thread holds it, including this thread.
   bool try_take() {
     // Both memory orders are seq_cst: a failure needs the single order below, and allows no weaker success.
     std::thread::id no_thread;

@@ -44,7 +44,7 @@ struct Native final : public Instruction {
   int64_t work() const override { return elements; }
 };
 
-// Leaves the captured path if the truth value in an array is false.
+// Leaves the captured path if the array at `at` contains a false truth value.
 struct Require final : public Instruction {
   int at;
 

@@ -33,7 +33,7 @@ void cast_loop(char** args, const intptr_t* count, const intptr_t* steps, void*)
   }
 }
 
-// NumPy's loop takes ten times as long if the other operand is one number.
+// Replaces NumPy's loop, which takes ten times as long if the other operand is a single number.
 template <typename R, bool is_maximum>
 void limit_loop(char** args, const intptr_t* count, const intptr_t* steps, void*) {
   static const auto kernel = FL_CHOSEN(limit<R, is_maximum>);
@@ -153,7 +153,7 @@ void dot(char* const* arrays, const int64_t* sizes, const double*) {
       function<R, Function>(blas.dot)(Int(count), at<R>(arrays[0]), Int(x_step), at<R>(arrays[1]), Int(y_step));
 }
 
-// An outer product adds nothing, so it has NumPy's bits without BLAS, which takes four times as long.
+// An outer product adds nothing. Therefore it has NumPy's bits without BLAS, which takes four times as long.
 template <typename R>
 void outer_product(char* const* arrays, const int64_t* sizes, const double*) {
   static const auto kernel = FL_CHOSEN(outer<R>);

@@ -12,9 +12,9 @@ namespace {
 
 // Number of elements of a strip. A few operands of this size fit into the first-level cache.
 constexpr intptr_t STRIP = 2048;
-// Maximum number of elements of a vector. At the end of a loop NumPy produces other NaN bits.
+// Maximum number of elements of a vector. In a loop's last, partial vector NumPy produces other NaN bits.
 constexpr intptr_t VECTOR = 64;
-// Row length up to which a loop call takes longer than its elements.
+// Maximum row length at which one loop call takes longer than the elements of the row.
 constexpr intptr_t SHORT = 128;
 
 // True if the rows of all operands are adjacent, so that one loop covers them.
@@ -191,7 +191,7 @@ Outcome Reduction::run(Table table) {
     std::memcpy(target + i * itemsize, initial == nullptr ? source + i * next : initial,
                 static_cast<size_t>(itemsize));
   }
-  // The first element of each row, or the first row, is already in the result.
+  // Without an initial value, the first element of each row, or the first row, is already in the result.
   const intptr_t taken = initial == nullptr, first = along_rows ? taken : 0;
   const intptr_t count = columns - first, step = along_rows ? 0 : itemsize;
   const intptr_t steps[] = {step, itemsize, step};

@@ -190,7 +190,7 @@ PyObject* at(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OnO!", &owner, &address, &PyArray_Type, &like)) return nullptr;
   Owned array(array_at(reinterpret_cast<PyArrayObject*>(like), reinterpret_cast<char*>(address)));
   if (array == nullptr) return nullptr;
-  Py_INCREF(owner);  // the array takes it over
+  Py_INCREF(owner);  // the array takes over this reference
   if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), owner) < 0) return nullptr;
   return array.release();
 }

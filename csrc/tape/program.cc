@@ -16,7 +16,7 @@ constexpr int64_t WORK_WITHOUT_GIL = 100000;
 
 PyArrayObject* as_array(const Owned& object) { return reinterpret_cast<PyArrayObject*>(object.get()); }
 
-// Return the array of an argument; null if it has none.
+// Return the array that an argument is or contains; null if there is no array.
 Owned array_of(PyObject* object, Argument::Kind kind) {
   Owned array = share(object);
   if (kind == Argument::VARIABLE) {
@@ -48,7 +48,7 @@ Form::Form(PyArrayObject* array)
   extents.insert(extents.end(), PyArray_STRIDES(array), PyArray_STRIDES(array) + dimensions);
 }
 
-// The stride of a dimension with one element is ignored.
+// True if the array has this form. The stride of a dimension with one element is ignored.
 bool Form::fits(PyArrayObject* array) const {
   const size_t dimensions = static_cast<size_t>(PyArray_NDIM(array));
   if (PyArray_TYPE(array) != type || (PyArray_FLAGS(array) & FLAGS) != flags ||
@@ -216,7 +216,7 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
   return answer;
 }
 
-// Compare values first, because that may run Python code that changes arrays.
+// Compare values before arrays, because comparing values may run Python code that changes arrays.
 int Program::take_arguments(PyObject* args, PyObject* kwargs) {
   for (const bool is_array : {false, true}) {
     for (size_t i = 0; i < arguments_.size(); ++i) {
@@ -293,7 +293,7 @@ int Program::state_is_unchanged() const {
   return 1;
 }
 
-// True if no argument overlaps another argument or memory that the step changes, as in the recorded step.
+// True if no argument overlaps another argument or memory that the step changes. In the recording none did.
 bool Program::are_disjoint() const {
   for (size_t i = 0; i < arrays_.size(); ++i) {
     if (arrays_[i] == nullptr) continue;
@@ -353,7 +353,7 @@ Outcome Program::run(Py_ssize_t* count) {
 
 PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   *is_left = false;
-  // Keep arrays used in place alive while other threads run. No replay may begin before the result exists.
+  // Keep arrays used in place alive while other threads run. The result must exist before the next replay.
   const Owned kept_args = share(args), kept_kwargs = share(kwargs);
   is_busy_ = true;
   PyObject* result = nullptr;
@@ -369,7 +369,7 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
     *is_left = outcome == Outcome::left;
     for (size_t i = 0; outcome != Outcome::done && i < bindings_.size(); ++i) {
       const Binding& element = bindings_[i];
-      // Memory of gradients that are still to be computed may have been reused.
+      // After an error, clear gradients that were not computed: their memory may have been reused.
       const bool is_missing = !*is_left && element.since + 1 >= count;
       if (*is_left || is_missing) {
         slots.set(element.variable, Slots::GRAD, is_missing ? Py_None : before[i].get());

@@ -71,7 +71,7 @@ bool read_each(PyObject* described, Read read_one) {
   return items != nullptr;
 }
 
-// Append an item for each tuple of such fields; false with an exception.
+// Append an item for each tuple, whose fields are `fields`. False with an exception.
 template <auto... fields, typename Item>
 bool read_all(PyObject* described, std::vector<Item>* to) {
   return read_each(described, [to](PyObject* element) {
@@ -85,14 +85,14 @@ class Slots {
  public:
   enum Name { DATA, GRAD, NODE, HOOK, BUFFER, PLACEMENT, CHANGED, CALC_GRAD, COUNT };
 
-  // `descriptors`: of the slots of `type`, in the order of Name; false with an exception.
+  // `descriptors`: descriptors of the slots of `type`, in the order of Name. False with an exception.
   bool use(PyObject* type, PyObject* descriptors);
   bool is_instance(PyObject* object) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type_;
   }
   Owned get(PyObject* variable, Name name) const;
   void set(PyObject* variable, Name name, PyObject* value) const;
-  // Create a variable with `array`.
+  // Create a Variable with `array`, `calc_grad` and `node`.
   PyObject* make(Owned array, PyObject* calc_grad, PyObject* node) const;
 
  private:
@@ -103,7 +103,7 @@ class Slots {
 
 extern Slots slots;
 
-// Return an array like `like` that begins at `data`; null with an exception.
+// Return an array at `data` with the dtype, shape and strides of `like`; null with an exception.
 inline PyObject* array_at(PyArrayObject* like, char* data) {
   PyArray_Descr* kind = PyArray_DESCR(like);
   Py_INCREF(kind);

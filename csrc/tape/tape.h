@@ -17,7 +17,7 @@ class Instruction {
  public:
   virtual ~Instruction() = default;
   virtual Outcome run(Table table) = 0;
-  // Approximate number of elements; -1: the instruction needs the GIL.
+  // Approximate number of elements that the instruction processes. -1: the instruction needs the GIL.
   virtual int64_t work() const = 0;
   virtual bool may_leave() const { return false; }
 };
@@ -62,7 +62,7 @@ struct Reduction final : public Instruction {
   int64_t work() const override { return rows * columns; }
 };
 
-// Addresses of BLAS functions; is_long: their integers have 64 bits.
+// Addresses of BLAS functions. is_long: the functions take 64-bit integers.
 struct Blas {
   void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // index 0: float, 1: double
   bool is_long = false;

@@ -95,7 +95,7 @@ void release(void* context, void* memory, size_t size) {
   base.free(base.ctx, memory, size);
 }
 
-// Arrays refer to the capsule until they are freed.
+// Name of the capsules of allocators. Arrays refer to their capsule until they are freed.
 constexpr char CAPSULE[] = "mem_handler";
 
 struct Handler {

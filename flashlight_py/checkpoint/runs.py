@@ -41,7 +41,7 @@ class Stateful(Protocol):
 
 
 class _Several:
-    """Several parts of one kind, such as the optimizers of two networks, by name or position."""
+    """Several objects for one argument, such as two optimizers, by name or position."""
 
     def __init__(self, parts: Mapping[Any, Stateful] | Sequence[Stateful]) -> None:
         items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
@@ -94,8 +94,8 @@ def save(
             NumPy or CuPy, or a list, tuple or dict of generators, whose states are saved as well.
         step: Step of the training, at least 0, the same on every rank.
         extra: Any other state: dicts, lists, tuples, arrays, numbers, strings, None.
-        keep: Number of checkpoints to keep, at least 1. Older ones are removed; from a link only
-            the link is removed. A failed removal is a warning. Other entries are not touched.
+        keep: Number of checkpoints to keep, at least 1. Older checkpoints are removed; of a link,
+            only the link. A failed removal logs a warning. Other entries are not touched.
         group: Group that saves together. Default: the world. The other ranks wait while rank 0
             writes, so writing must not take longer than the timeout of the group.
 
@@ -337,7 +337,7 @@ class Attempt:
 
     @property
     def failure(self) -> list[str] | None:
-        """Report for the other ranks: class name and text of the exception, or None."""
+        """Class name and text of the exception, for the other ranks. None without an exception."""
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
     def share(self, value: object = None) -> list[Any]:
@@ -358,7 +358,7 @@ class Attempt:
         return [value for _, value in of_ranks]
 
     def agree(self, value: Mapping[str, Any]) -> None:
-        """Raise MismatchError if arguments differ between ranks. Collective, blocking."""
+        """Raise MismatchError if ``value`` differs between ranks. Collective, blocking."""
         if differing := differences(self.share(value)):
             raise errors.MismatchError(
                 f"{context_of(self._operation, self._group)}: expected equal arguments on every "
@@ -368,8 +368,8 @@ class Attempt:
     def end(self, failures: Sequence[Any]) -> None:
         """Raise if any of ``failures``, the reports of the ranks in order, is not None.
 
-        A rank that failed with a TypeError, ValueError or CheckpointError raises it. All others
-        raise the error of the first failed rank, as CheckpointError if it is of another class.
+        A rank that failed with a TypeError, ValueError or CheckpointError raises it. Other ranks
+        raise the error of the first failed rank, as CheckpointError if it has another class.
         """
         if isinstance(self._error, TypeError | ValueError | errors.CheckpointError):
             raise self._error

@@ -64,7 +64,7 @@ def stack_samples(samples: Sequence[Sample]) -> Sample:
     """
     counts = {len(sample) for sample in samples}
     if len(counts) != 1:
-        raise ValueError(f"batch: expected equal numbers of fields, got {sorted(counts)}")
+        raise ValueError(f"batch: samples must have equal numbers of fields, got {sorted(counts)}")
     return tuple(starmap(_stack_field, enumerate(zip(*samples, strict=True))))
 
 

@@ -20,7 +20,7 @@ from flashlight_py.tracebacks import folded
 _LONGEST_CAUSE = 200  # characters of a traceback's last line in the report
 # Lines between the tracebacks of one chain.
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
-_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second one begins a SyntaxError
+_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second head begins a SyntaxError
 _PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # prefix of each line in torch.distributed
 
 # Distance of an error from the cause: 1 for a timeout, because a rank that waits may fail first,
@@ -39,9 +39,9 @@ class Failure(NamedTuple):
     """The failure of one rank.
 
     ``description`` completes the sentence "rank 1 of 4 ...". ``at`` is the ``time.monotonic`` time,
-    on the launcher's host, at which it was detected. ``follows`` is 0 for a cause and larger for a
+    on the launcher's host, when it was detected. ``follows`` is 0 for a cause and larger for a
     consequence of another rank's failure. ``exit_code`` is the exit code of the process, or minus
-    the signal, if it is known.
+    the number of the signal, or None if unknown.
     """
 
     description: str

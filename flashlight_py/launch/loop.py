@@ -119,7 +119,7 @@ class Loop(Poll):
                 return False
             if end is None:
                 return True
-            if end.si_pid in self._children:  # otherwise an adopted orphan
+            if end.si_pid in self._children:  # not for an adopted orphan
                 process, callback = self._children.pop(end.si_pid)
                 process.returncode = exit_code_of(end)
                 callback(process.returncode)

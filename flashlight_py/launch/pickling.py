@@ -16,7 +16,7 @@ from flashlight_py.tracebacks import message_of
 
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing imports a script as __mp_main__
 
-# Like ``pickle.Pickler.persistent_id``: returns a substitute for a value, or None to pickle it.
+# Returns a substitute for a value, or None to pickle the value, like ``Pickler.persistent_id``.
 StandIn = Callable[[Any], Any]
 
 

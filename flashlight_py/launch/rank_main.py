@@ -37,7 +37,7 @@ _is_exiting = False  # whether SIGTERM no longer raises SystemExit
 
 
 def main() -> None:
-    """Run the task, report, and wait until all ranks have returned."""
+    """Run the task, report its result, and wait until all ranks have returned."""
     folder, task = sys.argv[1], int(sys.argv[2])
     link = Connection(int(sys.argv[3]))
     os.set_inheritable(link.fileno(), False)  # the link must close when this process ends
@@ -62,7 +62,7 @@ def main() -> None:
         if folder:
             import flashlight_py as fl
 
-            fl.distributed.failures.abort.report(error)  # to the other ranks
+            fl.distributed.failures.abort.report(error)  # notify the other ranks
         return
     link.send(None)
     if not folder:
@@ -119,7 +119,7 @@ def _call(fn: Any, args: Any, params: Mapping[str, Any], folder: Path) -> bytes:
     import flashlight_py as fl
     from flashlight_py.launch.pickling import dumps
 
-    if not fl.is_distributed_init():  # the imported script may have done it
+    if not fl.is_distributed_init():  # the imported script may have initialised it
         fl.distributed_init(fl.DistributedInit.ENV, params=params)
     # All ranks have connected. If the folder is removed now, no later failure leaves it behind.
     if fl.get_world_rank() == 0:

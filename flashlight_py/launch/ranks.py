@@ -19,9 +19,9 @@ _CHUNK = 1 << 16
 _KILLED_SECONDS = 5.0  # seconds to wait for killed processes, which may hang in the kernel
 
 # Environment variables of ranks.
-RECORDS = "FLASHLIGHT_RECORDS"  # a pipe for the paths of flight records
+RECORDS = "FLASHLIGHT_RECORDS"  # pipe to which ranks write the paths of their flight records
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor of rank 0's listening socket
-SECRET = "FLASHLIGHT_SECRET"  # the secret that ranks prove to know
+SECRET = "FLASHLIGHT_SECRET"  # secret of the job, which authenticates its ranks
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # addresses of rank 0's host; MASTER_ADDR is the first
 PORT = "FLASHLIGHT_PORT"  # port of rank 0, and the MASTER_PORT for which that port is valid
 # Rendezvous variables. A rank must not inherit the values of an outer launcher.
@@ -47,7 +47,7 @@ def slots_of(counts: Sequence[int]) -> list[Slot]:
 
 
 def remaining_counts(counts: Sequence[int], lost: Collection[int]) -> list[int]:
-    """Return the number of ranks of each host without the ``lost`` ranks."""
+    """Return the number of ranks of each host, not counting the ranks ``lost``."""
     remaining = Counter(slot.host for slot in slots_of(counts) if slot.rank not in lost)
     return [remaining[host] for host in range(len(counts))]
 
@@ -58,7 +58,7 @@ def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
 
 
 def master_variables(address: str, port: int) -> dict[str, str]:
-    """Return rendezvous variables for other libraries in the ranks, with a separate port."""
+    """Return MASTER_ADDR and MASTER_PORT for other libraries in the ranks."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
@@ -167,7 +167,7 @@ class RankProcesses:
         return await_end(self._processes[rank])
 
     def wait(self) -> list[int]:
-        """Wait for the end of each rank and return the exit codes, or minus the signals."""
+        """Wait for all ranks; return each exit code, or minus the number of its signal."""
         return [process.wait() for process in self._processes.values()]
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class RankProcesses:
         return True
 
     def _drain(self, source: Source) -> None:
-        """Read earlier output, at most the capacity of a pipe: children may continue to write."""
+        """Read at most the capacity of a pipe, because children may continue to write."""
         for _ in range(16):
             if source not in self._pipes or not self._read(source):
                 return
@@ -220,7 +220,7 @@ def end_leftovers(loop: Loop, grace: float) -> list[int]:
         loop.once(ends)
     ends = system.monotonic() + _KILLED_SECONDS
     while (remaining := remaining_processes()) and system.monotonic() < ends:
-        for pid in remaining:  # repeated: orphans of killed processes become ours
+        for pid in remaining:  # again: we adopt the orphans of killed processes
             system.kill(pid, signal.SIGKILL)
         loop.once(ends)
     return sorted(remaining_processes())

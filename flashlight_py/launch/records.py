@@ -30,7 +30,7 @@ class RecordPipe:
         return f"{self.descriptor}:{system.fstat(self.descriptor).st_ino}"
 
     def paths(self) -> Mapping[int, Path]:
-        """Return the path of the last record of each rank that wrote one."""
+        """Return the path of the latest record of each rank that has written a record."""
         self._read()
         # Text after the last line end is incomplete.
         lines = os.fsdecode(self._text).split("\n")[:-1]
@@ -58,11 +58,11 @@ class RecordPipe:
 
 
 def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None:
-    """Report each ``record`` of ``paths``, or the reason why it is ``left_out``."""
+    """Report each ``record`` of ``paths``, or the reason why the record is ``left_out``."""
     remaining = MOST_BYTES_OF_HOST
     for rank, path in sorted(paths.items()):
         try:
-            if not path.is_file():  # the user has removed or replaced it
+            if not path.is_file():  # the user has removed or replaced the record
                 continue
             size = path.stat().st_size
             if size <= min(remaining, MOST_BYTES):

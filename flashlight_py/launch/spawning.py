@@ -150,7 +150,7 @@ class SpawnedWorld:
     def start(self, folder: str, task: int, restarts: int) -> None:
         """Start all ranks; they inherit the descriptor ``task`` and rendezvous in ``folder``."""
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()  # earlier output must precede the output of the ranks
+            stream.flush()  # our earlier output must precede the output of the ranks
         common = {
             **os.environ,
             **thread_variables(os.environ, self._size, usable_cores()),
@@ -181,7 +181,7 @@ class SpawnedWorld:
                 raise self._call.late(attempt.undecided)
         except BaseException as error:
             try:
-                attempt.on_end(set(range(self._size)) - self._links.keys())  # not started
+                attempt.on_end(set(range(self._size)) - self._links.keys())  # ranks not started
                 is_interrupt = isinstance(error, KeyboardInterrupt)
                 attempt.end(signal.SIGINT if is_interrupt else signal.SIGTERM)
                 attempt.run()
@@ -208,7 +208,7 @@ class SpawnedWorld:
         """Read a report of ``rank``, or the end of its link."""
         link = self._links[rank]
         try:
-            if self._attempt.is_ending:  # read and drop it, so that the rank does not block
+            if self._attempt.is_ending:  # drop the report, so that the rank does not block
                 if not os.read(link.fileno(), _CHUNK):
                     self._on_end(rank)
                 return
@@ -221,7 +221,7 @@ class SpawnedWorld:
             self._on_end(rank)
             return
         self._attempt.on_return(rank)
-        if len(self.results) == self._size:  # all ranks may leave the world
+        if len(self.results) == self._size:  # all ranks have returned and may leave the world
             for other in self._links.values():
                 with suppress(ConnectionError):  # the rank has ended since
                     other.send_bytes(b"")
@@ -243,7 +243,7 @@ class SpawnedWorld:
 
 @contextmanager
 def _task_descriptor(task: bytes) -> Iterator[int]:
-    """Yield a descriptor of memory with ``task``. No file: other users could write to it."""
+    """Yield a descriptor of anonymous memory with ``task``. Other users could change a file."""
     with open(os.memfd_create("flashlight task"), "wb") as memory:
         memory.write(task)
         memory.flush()
@@ -278,7 +278,7 @@ def _start_in_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess
 
 
 class Worker:
-    """A new process that calls ``fn(*args)(link)``; ``name`` is (operation, number, count).
+    """A new process that calls ``fn(*args)(link)``. ``name`` has operation, number and count.
 
     The process is a fresh interpreter in no world. It ends with this process; Ctrl-C does not reach
     it. It inherits ``descriptors``, and its environment has ``variables`` in addition. The
@@ -315,7 +315,7 @@ class Worker:
                     pass_fds=[child_end.fileno(), memory, *descriptors],
                 )
 
-            is_main = threading.get_native_id() == os.getpid()  # also in a greenlet
+            is_main = threading.get_native_id() == os.getpid()  # in a greenlet, too
             self._process = start() if is_main else _start_in_thread(start)
         with suppress(ConnectionError):  # wait_for_start detects a worker that died
             self._link.send_bytes(multiprocessing.current_process().authkey)

@@ -13,16 +13,16 @@ from flashlight_py.launch.output import RankOutput
 
 # Ranks that wait for a failed rank may report an error before the failed rank does.
 CAUSE_SECONDS = 3.0  # seconds to wait for the cause after a rank failed because of another rank
-STAYING_SECONDS = 10.0  # seconds after the latest exit until running ranks are reported
+STAYING_SECONDS = 10.0  # seconds from the latest exit of a rank until running ranks are reported
 
 
 class Supervisor:
-    """State of one attempt. If a rank fails, all receive SIGTERM, and SIGKILL ``grace`` s later.
+    """One attempt. If a rank fails, all ranks receive SIGTERM, and SIGKILL ``grace`` seconds later.
 
     ``send`` sends a signal to every rank and its children. ``failures`` has the failures from
     before the end began, ``undecided`` the ranks that have neither failed nor returned.
     ``interrupted`` is the signal that the launcher received, SIGPIPE if output could not be
-    written, or 0. ``say`` is called once if ranks run long after the others: they may hang at exit.
+    written, or 0. ``say`` is called once if ranks run long after other ranks exited: they may hang.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Supervisor:
         self._running = set(ranks)
         self.undecided = set(self._running)
         self._cause_until = self._kill_at = self._report_at = math.inf
-        self._say = say  # None after its call
+        self._say = say  # None after the call of ``say``
         output.on_error = self.on_lost_output
 
     def run(self, until: float = math.inf) -> None:
-        """Block until all ranks have ended, or until ``until`` while some ranks are undecided."""
+        """Block until all ranks have ended, or until the time ``until`` if ranks are undecided."""
         while self._running and (not self.undecided or system.monotonic() < until):
             times = (self._cause_until, self._kill_at, self._report_at, self._output.flush_at())
             self._loop.once(min(*times, until if self.undecided else math.inf))
@@ -67,7 +67,7 @@ class Supervisor:
         first = {rank: failure for rank, failure in failures.items() if rank in self.undecided}
         self.undecided.difference_update(first)
         if self.is_ending or not first:
-            return  # probably caused by our signal
+            return  # our signal probably caused these failures
         self.failures.update(first)
         if self.undecided and all(failure.follows for failure in first.values()):
             self._cause_until = min(self._cause_until, system.monotonic() + CAUSE_SECONDS)
@@ -111,7 +111,7 @@ class Supervisor:
             self.end(signal.SIGTERM)
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Forward a signal. All except SIGUSR1 and SIGUSR2 end the job; the second one kills."""
+        """Forward a signal. All except SIGUSR1 and SIGUSR2 end the job; a second signal kills."""
         if number in HARMLESS:
             self._send(number)
             return

@@ -132,7 +132,7 @@ class DistributedDataContainer(Dataset):
         return super().take(indices)
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        """Return an element of the share, or the slice that ``data[...]`` returns.
+        """Return the element of the share at ``index``; for a slice, the result of ``data[slice]``.
 
         Raises:
             IndexError: If ``index`` is not in [-len, len).
@@ -143,7 +143,7 @@ class DistributedDataContainer(Dataset):
             return super().__getitem__(index)
         self._share.require_world()
         data, positions = self._data, self._positions[index]
-        # With a negative step the range may stop at -1, which a slice reads as the last element.
+        # With a negative step the range may stop at -1. In a slice, -1 means the last element.
         stop = positions.stop if positions.stop >= 0 else None
         try:
             return data[slice(positions.start, stop, positions.step) if positions else slice(0, 0)]
@@ -194,8 +194,8 @@ class InEpochs:
     def set_epoch(self, epoch: int) -> None:
         """Select the order of ``epoch``, before iterating.
 
-        Collective and blocking, unless rank and size were passed. A different epoch starts at its
-        first sample. The current epoch keeps its progress, also after ``load_state_dict``.
+        Collective and blocking, unless rank and size were passed. A new epoch starts at its
+        first sample. If ``epoch`` is the current epoch, its progress (or loaded progress) is kept.
 
         Raises:
             TypeError: If ``epoch`` is not an integer.
@@ -233,7 +233,7 @@ class InEpochs:
         self._consumed, self._is_set = samples, True
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Return n, shuffle, seed, epoch and consumed, which JSON can store. Not collective.
+        """Return a dict of n, shuffle, seed, epoch and consumed, valid as JSON. Not collective.
 
         Ranks with the same progress return equal states, so one state can be loaded on all ranks.
         """
@@ -241,7 +241,7 @@ class InEpochs:
 
     @in_step(_ranks)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, with any number of ranks.
+        """Continue at the sample at which ``state`` was saved, with any number of ranks.
 
         Collective and blocking, unless rank and size were passed. Until ``set_epoch`` selects
         another epoch, only samples that were not consumed are used and counted by ``len``.

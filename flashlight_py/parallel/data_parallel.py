@@ -90,11 +90,11 @@ def distribute_module_grads(
             or as Variables. They are not compared or sent, and keep their gradient hooks.
         broadcast_buffers: Whether ``module(x)`` in training first copies the buffers (see
             ``Module.add_buffer``) of the group's rank 0 to every rank, collective and blocking.
-            ``no_sync`` skips this, and ``join`` does it only at its end. With ``leaves``, buffers
+            ``no_sync`` skips the copy; ``join`` copies only at its end. With ``leaves``, buffers
             change by the mean of the changes of the leaves.
         check_finite: Whether every pass checks gradients and their sums for NaN and infinity. With
-            ``hook`` or ``reducer`` this costs a message. Such steps are not captured.
-            ``amp.DynamicScaler`` detects and skips them itself.
+            ``hook`` or ``reducer`` the check costs one more message. Such steps are not captured.
+            ``amp.DynamicScaler`` itself detects non-finite gradients and skips the step.
 
     Raises:
         FloatingPointError: If ``check_finite`` is set and gradients are not finite. ``backward()``
@@ -106,8 +106,8 @@ def distribute_module_grads(
             1, or cannot be used with CuPy arrays or this BLAS; if ``bucket_bytes`` is not positive,
             ``ignore`` contains an unknown name, no parameter can be trained, or a parameter is
             sharded (without ``leaves``).
-        MismatchError: If the modules differ, with the first different parameter. With ``leaves``:
-            if NumPy, BLAS, core type or CPU features differ, with the hosts.
+        MismatchError: If the modules differ. It names the first different parameter. With
+            ``leaves`` also if NumPy, BLAS, core type or CPU features differ. It names the hosts.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
@@ -171,7 +171,7 @@ def _buffer_of(param: Variable) -> Array:
 
 
 class GradientBucket(PassBucket):
-    """Gradients that are sent as one array, ``flat``; each gradient is a view into it."""
+    """Gradients that are sent as one array, ``flat``. Each gradient is a view into ``flat``."""
 
     def __init__(self, params: Sequence[Variable], flat: Array) -> None:
         super().__init__(params)
@@ -209,7 +209,7 @@ class GradientSync(GradientPass[GradientBucket]):
         self._unused.update([p for p in bucket.params if not weight or p.grad is None])
         for param in bucket.params:
             grad, home = param.grad, param.grad_buffer
-            # The pass may have skipped the parameter, or a user may have set another array.
+            # The pass may not have used the parameter, or the user has set another gradient array.
             if grad is not home and home is not None:
                 home[...] = 0 if grad is None else grad
                 param.grad = home
@@ -372,7 +372,7 @@ def all_reduce_gradients(
 ) -> None:
     """Sum every gradient over the ranks and multiply by ``scale``, in place, after ``backward()``.
 
-    This does once what :func:`distribute_module_grads` does in every pass. Collective, blocking. A
+    :func:`distribute_module_grads` does the same in every pass. Collective, blocking. A
     gradient that is None on this rank but not on every rank counts as zeros, and is an array
     afterwards. A gradient that is None on every rank stays None.
 

@@ -1,6 +1,6 @@
 """Failure of a backward pass on all ranks if it fails on one rank.
 
-The failing rank rejects its next collective, so that the other ranks raise in this call. Some calls
+The failing rank rejects its next collective, so that the other ranks raise in that call. Some calls
 are started while gradients are computed, so no rank knows how many calls the other ranks have
 started. Therefore each rank calls ``end_together`` until all other ranks do.
 """

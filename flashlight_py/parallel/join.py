@@ -1,7 +1,7 @@
 """Training with different numbers of batches per rank: a rank without data joins with zeros.
 
 In every synchronised backward pass, the ranks first add up two numbers: their number of samples in
-this pass, and the number of ranks that still train. A rank whose loop has ended sends two zeros.
+this pass, and 1 if they still train. A rank whose loop has ended sends two zeros.
 While any rank trains, it also adds zeros to the reductions of the pass. So no rank waits for a rank
 without data, and each rank knows without further messages when all loops have ended.
 """
@@ -56,7 +56,7 @@ class Joined:
         self._counting = True
 
     def _weigh(self, first: bool) -> float:
-        """Return the factor of this rank's gradients before they are added."""
+        """Return the factor of this rank's gradients in the sum. Collective if ``first``."""
         if first:
             total, training = self._add_up(self._count, 1)
             self._weight = self._sync.weight(self._count, total, training, self._group.size)
@@ -64,7 +64,7 @@ class Joined:
         return self._weight
 
     def _add_up(self, samples: int, training: int) -> tuple[int, int]:
-        """Return the sums over all ranks. No gradient has the dtype and shape of the message."""
+        """Return both sums over all ranks. No gradient has this message's dtype and shape."""
         message = np.array([[samples, training]], np.int64)
         ((all_samples, trained),) = all_reduce(message, group=self._sync.reducer.group).tolist()
         return all_samples, trained
@@ -95,7 +95,7 @@ def join(
     """Within the context, ranks may run different numbers of backward passes, also zero.
 
     ``with fl.join(module) as joined:`` encloses the loop over a rank's batches. A rank whose loop
-    has ended waits at the end of the ``with``. It adds zeros to the reductions of the other ranks
+    has ended waits at the end of the ``with`` and adds zeros to the reductions of the other ranks
     until all loops have ended. Every gradient is the average weighted by the counts passed to
     :meth:`Joined.count`: the sum of count * gradient over the ranks, divided by the sum of the
     counts. At the end, all parameters and buffers (and the optimizer's state) take the values of
@@ -113,7 +113,7 @@ def join(
     of the module. Each synchronised pass needs one more blocking ``all_reduce``, of 16 bytes.
     Gradients accumulated in ``no_sync`` when a loop ends are not used. The end of the ``with`` is
     collective and blocks. If the body raises, this rank leaves at once. The other ranks raise
-    ``PeerLostError`` when it exits, or ``CollectiveTimeoutError``.
+    ``PeerLostError`` when this rank exits, or ``CollectiveTimeoutError``.
 
     Args:
         module: Module of ``distribute_module_grads`` or ``fully_shard``, or a
@@ -157,7 +157,7 @@ def join(
         sync.weigh = None
         changed()
         _open.remove(joined)
-    # The lowest rank that trained in every pass; rank 0 if no rank had any batch.
+    # The root is the lowest rank that had data in every pass, or rank 0 if no rank had data.
     rank_if_trained = group.rank if joined._had_data_in_every_pass else group.size
     root = int(group.all_reduce(np.array(rank_if_trained), op="min"))
     if isinstance(module, Module):

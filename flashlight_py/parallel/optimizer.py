@@ -65,7 +65,7 @@ class DistributedOptimizer:
 
     @property
     def optimizer(self) -> FirstOrderOptimizer:
-        """The inner optimizer."""
+        """The optimizer that was passed, without the reduction."""
         return self._optimizer
 
     @property
@@ -123,7 +123,7 @@ class DistributedOptimizer:
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 
-        Use this for optimization rules that apply other arrays than gradients. Collective,
+        Use this for optimization rules that apply arrays other than gradients. Collective,
         blocking.
 
         Args:
@@ -133,7 +133,7 @@ class DistributedOptimizer:
         Raises:
             ValueError: If the same array is passed twice, or as :func:`flashlight_py.all_reduce`.
             TypeError: As :func:`flashlight_py.all_reduce`.
-            MismatchError: If the ranks pass different updates; with the first difference.
+            MismatchError: If the ranks pass different updates. It names the first difference.
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         updates = list(updates)

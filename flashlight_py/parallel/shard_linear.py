@@ -37,9 +37,9 @@ def shard_linear(
     one backward if the input has a gradient. The bias of a column layer is divided with its weight.
     The bias of a row layer is kept on every rank and added once.
 
-    Every rank must call ``backward()`` on the same loss, not on a share of it. It gets the
-    gradients of the original layer: its part for a weight, the full gradient for the input. Only
-    then parameters that are not divided stay equal on all ranks.
+    Every rank must call ``backward()`` on the same loss, not on a share of it. The rank gets the
+    gradients of the original layer: its part for a weight, the full gradient for the input.
+    Only with the same loss, parameters that are not divided stay equal on all ranks.
 
     State dicts of the layer and of optimizers contain full arrays for any number of ranks, so
     ``state_dict`` is collective, like ``fl.save``. Create optimizers and gradient hooks after this

@@ -59,10 +59,10 @@ def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = N
 
     Raises:
         ValueError: If ``root`` is not a rank of the group. On every rank, if any rank's tree has a
-            read-only array, a Variable computed from others that needs a gradient, or a sharded
+            read-only array, a Variable with history that needs a gradient, or a sharded
             parameter.
         TypeError: On every rank, if an array of any rank contains Python objects.
-        MismatchError: On every rank, if the trees differ; with the first different path and its
+        MismatchError: On every rank, if the trees differ. It names the first different path and its
             values. Nothing is changed.
         DistributedError: As :func:`flashlight_py.all_reduce`. The tree is not changed.
 
@@ -94,7 +94,7 @@ def broadcast_parameters(
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If ``root`` is not a rank, an array is read-only, or a parameter is sharded.
-        MismatchError: If the modules differ; with the first different parameter or buffer.
+        MismatchError: If the modules differ. It names the first different parameter or buffer.
         DistributedError: As :func:`flashlight_py.all_reduce`. Nothing is changed.
 
     Example:
@@ -120,7 +120,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If a parameter is sharded.
-        MismatchError: If the modules differ; with the first different parameter.
+        MismatchError: If the modules differ. It names the first different parameter.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
@@ -132,7 +132,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
 
 
 class PeriodicAveraging(Structured):
-    """Average of the ranks' parameters every ``every`` steps; between averages ranks train alone.
+    """Average of all ranks' parameters after every ``every`` steps. Ranks train alone in between.
 
     The algorithm is known as local SGD and is meant for ranks on a slow network. Use it without
     ``distribute_module_grads``. On every rank, call ``step()`` after each step of the optimizer,
@@ -221,7 +221,7 @@ def give_state(
     with reject_together(group_or_world(group), "synchronize", first=True):
         values = synchronize_for("synchronize", "tree", dict(state), root, group, plan_of_state)
     for name, value in values.items():
-        if value is not state[name]:  # a number, which cannot be changed in place
+        if value is not state[name]:  # a number: synchronize returned a new one
             put_buffer(module, name, value)
 
 
@@ -278,7 +278,7 @@ def synchronize_for(
             error = exception
         facts = error is not None, len(encoded)
         agreed, (failed, number_bytes) = agreement.equal_on_all_ranks(description, members, *facts)
-        if failed:  # every rank raises the first failed rank's error
+        if failed:  # every rank raises the error of the first failed rank
             report = [type(error).__name__, f"{where}: {error}"] if error else None
             name, text = next(filter(None, agreement.gather_json(report, members)))
             try:
