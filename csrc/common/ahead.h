@@ -51,7 +51,7 @@ inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
 }
 
 // A withdrawn call contains (as `count`) the number of the last call that its rank has compared. Return the
-// highest of these numbers among `needed`, or nothing without a withdrawn call.
+// highest of these numbers among `needed`, or nothing if no call is withdrawn.
 inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks needed) {
   std::optional<uint32_t> last;
   for (int r = needed.first; r < needed.last; ++r) {

@@ -27,7 +27,7 @@ static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a p
 enum class FutexScope { kProcesses, kThreads };
 constexpr uint32_t kAllBits = ~0u;
 
-// Special process descriptors: no descriptor available; the process has already ended.
+// kNoProcess: no process descriptor is available. kEndedProcess: the process has already ended.
 constexpr int kNoProcess = -1, kEndedProcess = -2;
 
 #ifdef FL_MODEL
@@ -80,7 +80,7 @@ inline void futex_wake(const void* word, uint32_t bits, FutexScope scope) {
   syscall(SYS_futex, word, operation, INT_MAX, nullptr, nullptr, bits);
 }
 
-// Order accesses to memory that the kernel reads for another process, which C++ fences do not cover.
+// Order accesses to memory that the kernel reads for another process. C++ fences do not cover such reads.
 // ThreadSanitizer rejects std::atomic_thread_fence. x86 orders two stores, or two loads, by itself.
 inline void full_fence() {
 #if defined(__x86_64__) || defined(__i386__)

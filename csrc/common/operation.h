@@ -93,7 +93,7 @@ class Transport {
 
  private:
   mutable std::mutex mutex_;
-  std::atomic<bool> is_broken_{false};  // the mutex guards why_
+  std::atomic<bool> is_broken_{false};           // the mutex guards why_
   Failure why_{FL_CLOSED, {}, "out of memory"};  // fallback if the reason cannot be stored
   std::vector<int> numbers_;
 };

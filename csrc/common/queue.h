@@ -63,8 +63,8 @@ class Queue {
   std::shared_ptr<Operation> make(double seconds, std::function<void(Operation&)> run) const;
   void submit(std::shared_ptr<Operation> operation);
 
-  // Return true if the queue is idle; the caller then owns it until leave(). If an operation has ended but
-  // its thread has not returned from the operation, enter() waits for that thread.
+  // Return true if the queue is idle; the caller then owns the queue until leave(). If an operation has ended
+  // but its thread has not returned from the operation, enter() waits for that thread.
   bool enter();
   void leave() noexcept;
 

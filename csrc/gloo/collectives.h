@@ -60,7 +60,7 @@ class Collectives {
   // True if `rank` has announced a call that this rank has not made; `call` receives it. Use between calls.
   bool is_ahead(int rank, fl_signature& call) const;
 
-  // Return the last known calls of the other ranks with their ages.
+  // Return the last known call of each other rank, with its age.
   CallReport last_calls() const;
 
   // The verbs; see common/verbs.h.

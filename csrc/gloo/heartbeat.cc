@@ -25,8 +25,8 @@ constexpr std::chrono::milliseconds kPause{10};
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
 constexpr size_t kMostStrangers = 64;  // unproven connections beyond the ranks of one host
 
-// As fractions of Hosts::seconds: interval of beats, silence before doubt, silence before the decision. The
-// remaining time is for spreading the news and ending the operations.
+// Fractions of Hosts::seconds. kLook: interval of beats. kDoubt, kJudge: silence before doubt and before the
+// decision. The remaining time is for spreading the news and ending the operations.
 constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
 // If this rank has not run for this number of intervals, it was stopped: its measured silences are invalid.
 constexpr int kAsleep = 4;

@@ -6,10 +6,10 @@
 namespace fl {
 namespace {
 
-// Minimum number of chunks of a part, and minimum chunk size in bytes: reductions overlap with transfers.
+// kPieces, kLeastPiece: minimum number and minimum bytes of a part's chunks. Reductions overlap transfers.
 constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
-// Maximum number of chunks per rank that can arrive without a request, and bytes for the chunks of all ranks.
+// kMostSlots: maximum number of unrequested chunks per rank. kAllBytes: bytes for the chunks of all ranks.
 constexpr size_t kMostSlots = 8, kAllBytes = 8 << 20;
 
 // Maximum size, in bytes, that two ranks exchange in one step and both reduce. For larger arrays, halving the

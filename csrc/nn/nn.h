@@ -34,7 +34,7 @@ bool keep_freed();
 void begin_pass();
 size_t kept_bytes();
 
-// NumPy's BLAS: addresses of gemm for float and double; is_long: their integers have 64 bits.
+// Addresses of NumPy's BLAS function gemm for float and double. is_long: gemm takes 64-bit integers.
 struct Blas {
   void* gemm[2] = {};
   bool is_long = false;

@@ -26,7 +26,7 @@ struct Route {
 // The sizes of the sections that each rank sends to each rank.
 struct Collectives::Sections {
   int ranks;
-  size_t equal = 0;  // bytes of every section, unless `uneven` is set
+  size_t equal = 0;                 // bytes of every section, unless `uneven` is set
   const int64_t* uneven = nullptr;  // bytes of section [source * ranks + destination]
   int only_source = -1;             // other ranks send nothing; -1: all ranks send
 

@@ -110,7 +110,7 @@ struct alignas(kLine) RankBlock {
   alignas(kLine) Counter drained;  // chunks of other ranks that this rank has released
   ReadRequest request;
   Farewell farewell;
-  std::atomic<int64_t> left_at;  // coarse_now() when this rank called leave(); 0: not yet
+  std::atomic<int64_t> left_at;             // coarse_now() when this rank called leave(); 0: not yet
   alignas(kLine) Futex futex;               // for threads of this rank that wait for messages
   alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not ready
   std::atomic<uint64_t> pid_namespace;

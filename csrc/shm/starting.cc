@@ -130,7 +130,7 @@ bool ShmGroup::has_caught_up() {
   return queued_.load(std::memory_order_relaxed) == 0;
 }
 
-// The thread that owns `starting_` holds it only briefly.
+// If another thread holds `starting_`, do nothing: that thread holds it only briefly.
 void ShmGroup::help(const Operation& operation, bool waits) {
   if (!starting_.try_take()) return;
   const Turn::Guard guard(starting_);

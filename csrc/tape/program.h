@@ -85,7 +85,7 @@ class Slots {
  public:
   enum Name { DATA, GRAD, NODE, HOOK, BUFFER, PLACEMENT, CHANGED, CALC_GRAD, COUNT };
 
-  // `descriptors`: of the slots of `type`, in the order of Name; false with an exception.
+  // `descriptors`: descriptors of the slots of `type`, in the order of Name. False with an exception.
   bool use(PyObject* type, PyObject* descriptors);
   bool is_instance(PyObject* object) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type_;

@@ -62,7 +62,7 @@ struct Reduction final : public Instruction {
   int64_t work() const override { return rows * columns; }
 };
 
-// Addresses of BLAS functions; is_long: their integers have 64 bits.
+// Addresses of BLAS functions. is_long: the functions take 64-bit integers.
 struct Blas {
   void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // index 0: float, 1: double
   bool is_long = false;
