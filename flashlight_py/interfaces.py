@@ -27,7 +27,7 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def own_addresses() -> list[str]:
-    """Return addresses at which other hosts can reach this host, default routes first."""
+    """Return addresses at which other hosts can reach this host; those of default routes first."""
     running = [address for _, address in interfaces()]
     by_default = [address for address in map(source_address, _OUTSIDE) if address in running]
     return list(dict.fromkeys([*by_default, *running]))

@@ -59,9 +59,9 @@ _ELEMENTWISE = {
         slope_out = m > 0 ? 1 - q : q;
         """,
     ),
-    # ``grad`` is copied first: a load that depends on the comparison would wait for ``out``.
+    # ``grad`` is loaded before the comparison, so that its load does not wait for ``out``.
     "relu_slope": ("G grad, T out", "G slope", "const G g = grad; slope = out > T(0) ? g : G(0);"),
-    # Four rows per thread: one load at a time does not use the full memory bandwidth.
+    # Four rows per thread: loading one row at a time does not use the full memory bandwidth.
     "bias_relu": (
         "raw T bias, int64 columns, int64 stride, int64 total",
         "raw T out",

@@ -65,7 +65,7 @@ class Start:
                 result = fn(rank, *args)
                 subject = f"the result, of type {type(result).__qualname__}, "
                 pickled = dumps(result, main_can_be_imported=False, name=subject)
-                fl.barrier()  # no rank leaves while another rank computes
+                fl.barrier()  # no rank leaves the world while another rank computes
             return pickled
         finally:
             fl.distributed_shutdown()
@@ -139,8 +139,8 @@ class _RunningRank(NamedTuple):
 
 _lock = threading.Lock()
 _rank: _RunningRank | None = None  # the rank that runs in this process
-_interruptible_thread: int | None = None  # the thread in which SystemExit may be raised now
-_ended_attempts: set[str] = set()  # keys of ended attempts; one of their ranks may still start here
+_interruptible_thread: int | None = None  # the thread in which end_rank may raise SystemExit now
+_ended_attempts: set[str] = set()  # keys of ended attempts, whose ranks may start late
 
 
 def end_rank(key: str) -> bool:
@@ -181,7 +181,7 @@ def _registered_rank(key: str) -> Iterator[None]:
     finally:
         with _lock:
             _raise_in(this_rank.thread, None)  # cancel a pending SystemExit
-            _rank = _interruptible_thread = None  # both: SystemExit may interrupt the other reset
+            _rank = _interruptible_thread = None  # SystemExit may have prevented the other reset
             this_rank.has_ended.set()
 
 

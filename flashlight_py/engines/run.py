@@ -101,7 +101,7 @@ def wait_for_slots(
                 f"{call.name}: expected at least {call.size} {unit}, one per rank, got "
                 f"{available}{after}. {advice}"
             )
-        time.sleep(POLL_SECONDS)  # the engines poll as well
+        time.sleep(POLL_SECONDS)
 
 
 def lost_rank(reason: object) -> Failure:

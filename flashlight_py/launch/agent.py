@@ -59,7 +59,7 @@ class Agent:
     def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
         """Report the addresses of this host, the best one first, and free ports.
 
-        The first port is MASTER_PORT. With ``needs_port``, rank 0 listens on the second port.
+        The first port is for MASTER_PORT. With ``needs_port``, rank 0 listens on the second port.
         """
         if not has_rank_0:
             self.report("ready", attempt, [], [])
@@ -91,7 +91,7 @@ class Agent:
             self.report("cannot_run", str(error))
             return
         self._waiting.extend(map(Slot._make, slots))
-        readable, write_end = system.pipe()  # a pipe without a writer is always readable
+        readable, write_end = system.pipe()  # without a writer the pipe is always readable
         system.close(write_end)
         self._cleanup.callback(system.close, readable)
         self._cleanup.callback(self._loop.unwatch, readable)
@@ -131,7 +131,7 @@ class Agent:
         self.finish(self._task["grace"])
 
     def _start_next(self, readable: int) -> None:
-        """Start the next waiting rank, or stop watching ``readable`` if no rank waits."""
+        """Start the next waiting rank. If no rank waits, stop watching ``readable``."""
         if self._waiting:
             try:
                 self._start(self._waiting.popleft(), self._task)
@@ -166,7 +166,7 @@ class Agent:
 
     @contextmanager
     def _input_of(self, slot: Slot, is_sent: bool) -> Iterator[int]:
-        """Yield the input of a rank: our own input, a pipe from the launcher, or no input."""
+        """Yield the standard input of a rank: our own, a pipe from the launcher, or no input."""
         if slot.rank != 0 or not (is_sent or self._stdin is not None):
             yield DEVNULL
         elif self._stdin is not None:

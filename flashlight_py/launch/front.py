@@ -35,7 +35,7 @@ def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
     adopt_orphans()
     front = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, the kernel discards exit codes
-    # If a shell replaced itself by this program (exec), its children are ours now.
+    # If a shell replaced itself by this program (exec), its children are our children now.
     inherited_children = system.children() if has_children() else []
     # No signal may arrive between the fork and the installation of the handlers. Other signals are
     # unblocked, even if the parent has blocked them.
@@ -48,7 +48,7 @@ def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
             signal.signal(number, lambda number, frame: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # keeps the pid valid
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # not reaped, so the pid stays valid
         for number in FORWARDED:
             signal.signal(number, signal.SIG_IGN)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -64,12 +64,12 @@ def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
 def _run_copy(front: int, work: Callable[[], int]) -> None:
     code = 1
     try:
-        os.setsid()  # only the front receives Ctrl-C, and forwards it
+        os.setsid()  # so only the front receives Ctrl-C, which it forwards
         signal_if_parent_ends(front, signal.SIGTERM)
         adopt_orphans()
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)  # until work() installs handlers
+                signal.signal(number, signal.SIG_DFL)  # until work() sets handlers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = work()
     except BaseException:  # noqa: BLE001 - after any error, two processes must not continue as one

@@ -88,7 +88,7 @@ class SshAgent:
         if not self._is_open:
             return
         previous = -1
-        while self._reader.received > previous:  # one read may leave more messages in the pipe
+        while self._reader.received > previous:  # a read may leave messages in the pipe
             previous = self._reader.received
             self._read()
         self.close()
@@ -150,7 +150,7 @@ class Hosts:
             self.send(number, kind, *values)
 
     def drop(self, numbers: Sequence[int], seconds: float) -> None:
-        """Declare the hosts ``numbers`` lost, which have not answered for ``seconds``."""
+        """Declare the hosts ``numbers`` lost, because they have not answered for ``seconds``."""
         for number in numbers:
             self._agents[number].close()
             self._lose(number, f"its agent has not answered for {seconds:.3g} s")

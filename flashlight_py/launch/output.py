@@ -92,7 +92,7 @@ class RankOutput:
         )
 
     def end(self) -> None:
-        """Show the remaining partial lines with a line end, and close the files."""
+        """Show the unfinished lines, each with a line end added, and close the files."""
         for source, partial_line in self._partial_lines.items():
             if partial_line:
                 if source.stream == "err":
@@ -114,7 +114,7 @@ class RankOutput:
         return self._tails[rank].errors
 
     def files_of(self, rank: int) -> str:
-        """Return the path of the standard error of ``rank``; "" without ``folder``."""
+        """Return the path of the standard error file of ``rank``, or "" without ``folder``."""
         return "" if self._folder is None else str(self._folder / f"rank-{rank}.err")
 
     def _due_times(self) -> dict[Source, float]:

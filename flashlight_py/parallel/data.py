@@ -132,7 +132,7 @@ class DistributedDataContainer(Dataset):
         return super().take(indices)
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        """Return the element at ``index`` of the share, or what ``data`` returns for the slice.
+        """Return the element of the share at ``index``; for a slice, the result of ``data[slice]``.
 
         Raises:
             IndexError: If ``index`` is not in [-len, len).

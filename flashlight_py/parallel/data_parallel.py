@@ -106,8 +106,8 @@ def distribute_module_grads(
             1, or cannot be used with CuPy arrays or this BLAS; if ``bucket_bytes`` is not positive,
             ``ignore`` contains an unknown name, no parameter can be trained, or a parameter is
             sharded (without ``leaves``).
-        MismatchError: If the modules differ; names the first different parameter. With ``leaves``:
-            also if NumPy, BLAS, core type or CPU features differ; names the hosts.
+        MismatchError: If the modules differ. It names the first different parameter. With
+            ``leaves`` also if NumPy, BLAS, core type or CPU features differ. It names the hosts.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)

@@ -1,6 +1,6 @@
 """Sharding by gathering (ZeRO-3): each rank stores parts and gathers parameters for use.
 
-It is meant for ranks that cannot read each other's memory, such as GPUs. When a module reads its
+The method is for ranks that cannot read each other's memory, such as GPUs. When a module reads its
 parameters, they are gathered, and the parameters that followed them in the last pass are
 prefetched. Parameters that were read earlier are freed. A backward pass reads parameters again. The
 gradients of a module are reduced as soon as they are complete, and each rank keeps its part.
@@ -39,7 +39,7 @@ from flashlight_py.parallel.gradient_pass import (
 )
 from flashlight_py.parallel.synchronize import give_state
 
-# Number of elements to which the length of a part is rounded up: 64 bytes of float32.
+# The length of a part is rounded up to a multiple of this number of elements (64 bytes of float32).
 GRAIN = 16
 
 
@@ -150,7 +150,7 @@ class Flat(PassBucket):
         return self.arrays
 
     def release(self, wait: bool = True) -> None:
-        """Free the gathered parameters; with ``wait``, first wait for a gather in progress."""
+        """Free the gathered parameters. With ``wait``, first wait for a gather that still runs."""
         work = self._work
         self._full = self._work = self.arrays = None
         if wait and work is not None:
@@ -259,7 +259,7 @@ class PartedVariable(Variable):
 
     @property
     def data(self) -> Array:
-        """The full parameter, read-only in NumPy. A read of another module may free it."""
+        """The full parameter, read-only in NumPy. Reading other parameters may free it."""
         placement = self.placement
         return placement.shards.arrays_of(placement.flat)[placement.position]
 

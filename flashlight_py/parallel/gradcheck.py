@@ -30,13 +30,13 @@ def gradcheck_over_ranks(
         function: Function of one variable per array, smooth within ``step``. Ranks may pass
             different functions that make the same collective calls.
         arrays: float64 arrays of this rank, of any shapes. May be empty.
-        step: Change of an element for the difference.
+        step: Change of one element, for the difference quotient.
         tolerance: Largest allowed difference, relative to the larger gradient or 1.
         group: Process group. Default: the world.
 
     Raises:
-        TypeError: If an array is not float64; other dtypes are too coarse for differences.
-        AssertionError: If a gradient differs on any rank. Every rank raises, with rank, input,
+        TypeError: If an array is not float64; other dtypes are too coarse for difference quotients.
+        AssertionError: If a gradient differs on any rank. Every rank raises. It states rank, input,
             element and both numbers.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
@@ -61,7 +61,7 @@ def gradcheck_over_ranks(
         own_loss.backward()
     cells = [(at, element) for at, x in enumerate(variables) for element in range(x.size)]
     problem = ""
-    # One rank after the other changes its elements, and all ranks compute the objective.
+    # The ranks change their elements in turn. All ranks compute the objective for each change.
     for owner, count in enumerate(group.all_gather(np.array([len(cells)])).tolist()):
         for number in range(count):
             if owner != group.rank:

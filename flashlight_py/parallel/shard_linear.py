@@ -39,7 +39,7 @@ def shard_linear(
 
     Every rank must call ``backward()`` on the same loss, not on a share of it. The rank gets the
     gradients of the original layer: its part for a weight, the full gradient for the input.
-    Parameters that are not divided then stay equal on all ranks.
+    Only with the same loss, parameters that are not divided stay equal on all ranks.
 
     State dicts of the layer and of optimizers contain full arrays for any number of ranks, so
     ``state_dict`` is collective, like ``fl.save``. Create optimizers and gradient hooks after this

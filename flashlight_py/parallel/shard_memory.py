@@ -309,7 +309,7 @@ class HostMemory:
         self.protect(True)
 
     def protect(self, on: bool) -> None:
-        """For debugging: forbid (``on``) or allow writes to parameters. A forbidden write kills."""
+        """If debugging, make writes to parameters kill the process (``on``), or allow writes."""
         if not self.is_debugged:
             return
         libc = ctypes.CDLL(None, use_errno=True)

@@ -94,7 +94,7 @@ def broadcast_parameters(
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If ``root`` is not a rank, an array is read-only, or a parameter is sharded.
-        MismatchError: If the modules differ; with the first different parameter or buffer.
+        MismatchError: If the modules differ. It names the first different parameter or buffer.
         DistributedError: As :func:`flashlight_py.all_reduce`. Nothing is changed.
 
     Example:
@@ -120,7 +120,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If a parameter is sharded.
-        MismatchError: If the modules differ; with the first different parameter.
+        MismatchError: If the modules differ. It names the first different parameter.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)

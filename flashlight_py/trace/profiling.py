@@ -38,7 +38,7 @@ from flashlight_py.trace.records import RankTimeline, recorded_call_text
 
 # Number of clock exchanges per rank. The fastest exchange is used: it had the least delay.
 _ROUNDS = 16
-# Message tag. Tags of users are at least 0, and new groups use -1.
+# Tag of this module's messages. Tags of users are at least 0, and new groups use -1.
 _TAG = -2
 _log = logging.getLogger("flashlight_py")
 
@@ -188,7 +188,7 @@ def _send_times(backend: Backend, rank: int) -> None:
 
 
 FORMAT = "flashlight_py trace 1"
-# Shorter waits for late ranks are not reported.
+# Minimum wait for a late rank that is reported.
 _LATE_NANOSECONDS = 1000
 # Fields of a call that its event in the trace shows without an argument.
 _SHOWN = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
@@ -268,7 +268,7 @@ def _threads(events: Sequence[_Event]) -> Iterator[tuple[str, Iterator[_Event]]]
 
 
 def _separate(events: Iterable[_Event], nested: bool) -> list[list[_Event]]:
-    """Return threads whose events do not overlap; with ``nested``, an event may contain others."""
+    """Return threads of events that do not overlap; if ``nested``, an event may contain others."""
     threads: list[list[_Event]] = []
     open_ends: list[list[int]] = []  # by thread: ends of open events, outermost first
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
