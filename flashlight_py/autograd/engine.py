@@ -98,8 +98,8 @@ def on_backward_end(callback: EndCallback) -> None:
 def at_end(callback: EndCallback, turn: int) -> None:
     """Call ``callback`` at the end of the pass, before callbacks of ``on_backward_end``.
 
-    Callbacks run in the order of ``turn``. So the order is the same on all ranks, even if their
-    passes stopped at different points.
+    Callbacks run in ascending order of ``turn``. The order is therefore the same on all ranks, even
+    if their passes stopped at different points.
     """
     assert _current.walk is not None
     _current.walk.callbacks.append((turn, callback))

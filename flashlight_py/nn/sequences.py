@@ -31,7 +31,7 @@ class RNN(Plain):
         hidden_size: Length of the state, at least 1.
         layers: Number of layers. A layer reads both directions of the previous layer.
         bidirectional: Whether each layer also runs backward, with separate weights.
-        dropout: Ratio between layers while training, at least 0 and below 1.
+        dropout: Dropout ratio between layers in training, at least 0 and below 1.
         dtype: Dtype of the parameters.
 
     Raises:
@@ -186,10 +186,10 @@ class Transformer(Module):
 
     Args:
         dim: Last dimension of ``x`` ``[batch, positions, dim]`` and of the result.
-        heads: Number of attention heads that divide ``dim``.
+        heads: Number of attention heads, a divisor of ``dim``.
         hidden: Size between the two linear maps of a block. Default: ``4 * dim``.
         layers: Number of blocks.
-        dropout: Ratio in training, for attention weights and for both residual branches of a block.
+        dropout: Dropout ratio in training, for attention weights and both residual branches.
         causal: If True, position i attends only to positions 0 .. i.
         activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
         norm: ``"pre"`` normalizes the inputs of attention and network, ``"post"`` the sums.

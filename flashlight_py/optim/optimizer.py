@@ -445,7 +445,7 @@ class RuleOptimizer(FirstOrderOptimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for copies and pickles. Collective like ``state_dict``."""
+        """Return the attributes for copies and pickles. Collective if ``state_dict`` is."""
         in_common = list(map(is_in_common, self.params))
         states = tuple(
             [

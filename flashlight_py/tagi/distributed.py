@@ -256,7 +256,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
     def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[ParameterBucket]:
         """Plan the buckets, and make each layer report when its sums are complete. Collective."""
         if not layers:
-            raise ValueError("DDPSequential: expected a network with parameters, got one without")
+            raise ValueError("DDPSequential: expected a network with parameters, got no parameters")
         device, group = self._model.device, self.reducer.group
         shared = functools.partial(shared_zeros, dtype=REAL, group=group)
         sums = shared if device == "cpu" else zeros_on(device)

@@ -60,7 +60,7 @@ class BaseLayer(abc.ABC):
     Attributes:
         weight, biases: Parameters of the layer, or None.
         input_shape, output_shape: Shapes of one sample; None before :meth:`connect`. A layer whose
-            arguments determine its input has its ``input_shape`` from the start.
+            arguments determine the shape of its input has ``input_shape`` from the start.
         training: Whether the layer takes batch statistics and keeps inputs for a backward pass.
         on_sums: Function that each backward pass calls with the layer when the sums of its
             parameters are complete; if possible, before it computes the deltas of the input.

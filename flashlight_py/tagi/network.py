@@ -256,7 +256,7 @@ class Network:
         layers = list(self.named_layers())
         kinds = [isinstance(layer, SLSTM) for _, layer in layers]
         if not any(kinds):
-            raise ValueError("smoother: expected a network with an SLSTM, got one without")
+            raise ValueError("smoother: expected a network with an SLSTM, got no SLSTM")
         layers = layers[kinds.index(True) :]
         for name, layer in layers:
             if not isinstance(layer, SLSTM | SLinear):

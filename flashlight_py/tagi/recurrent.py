@@ -50,7 +50,7 @@ class LSTM(BaseLayer):
         bias: Whether the gates have biases.
         gain_weight, gain_bias: Factors of the initial standard deviations of the parameters.
         init_method: ``"He"``: means from N(0, 1 / n), n = input_size + output_size. ``"Xavier"``:
-            from N(0, 2 / (n + output_size)). Initial variances: that of N times the squared gain.
+            from N(0, 2 / (n + output_size)). Initial variances: the variance of N times gain^2.
         window: ``"recurrent"``: see above. ``"independent"``: every time step starts with h = c =
             0, as in pytagi 0.2.1, which treats the window as a batch.
 
@@ -145,7 +145,7 @@ class LSTM(BaseLayer):
         return States(*(host_copy(state).reshape(-1) for state in self._carried))
 
     def set_states(self, states: Sequence[Any] | None) -> None:
-        """Set the initial states of the next call, ``output_size`` elements each. None: 0.
+        """Set the initial states of the next call: four arrays of ``output_size``. None: 0.
 
         Raises:
             TypeError, ValueError: If the states are not real numbers, or masked.
@@ -183,9 +183,9 @@ class SLSTM(LSTM):
     """An :class:`LSTM` for one time step and one sample that keeps ``num_samples`` time steps.
 
     Each backward pass keeps its time step for ``Sequential.smoother()``, which goes back in time.
-    With ``G = cov(this, next) / var_prior(next)``: ``mean = posterior + G (smoothed - prior)``, the
-    latter two of the next step, and ``variance = posterior + G**2 (...)`` likewise. For c this is
-    element by element; for h it is a sum over all h of the next step.
+    With ``G = cov(this, next) / var_prior(next)``, mean and variance of a step become ``posterior +
+    G (smoothed - prior)``, with ``G**2`` for the variance. ``smoothed`` and ``prior`` are those of
+    the next step. For c this is element by element, for h a sum over all h of that step.
 
     Args:
         input_size, output_size, bias, gain_weight, gain_bias, init_method: See :class:`LSTM`.

@@ -32,7 +32,7 @@ class HRCSoftmax:
     Attributes:
         obs: Observations of each class, +1 or -1: flat, ``classes * num_obs`` elements, float32.
         idx: Observed outputs of each class, counted from 1: the same shape, int32.
-        num_obs: Observations per class: the number of levels.
+        num_obs: Number of observations per class, equal to the number of levels.
         len: Number of outputs that the network needs.
     """
 
@@ -148,7 +148,7 @@ class Utils:
             batch_size: Number of samples.
 
         Returns:
-            Classes ``[batch_size]``, int32, and ``[batch_size * num_classes]``, float32.
+            Classes, int32 ``[batch_size]``; probabilities, float32 ``[batch_size * num_classes]``.
 
         Raises:
             ValueError: If the sizes do not match the tree and the batch.
@@ -162,7 +162,7 @@ class Utils:
         self, ma: Any, Sa: Any, labels: Any, hr_softmax: HRCSoftmax, num_classes: int,
         batch_size: int,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Return 1 for each sample whose most probable class differs from its label, else 0.
+        """Return whether each sample's most probable class differs from its label (1 or 0).
 
         Arguments as in :meth:`get_labels`, and ``labels``, ``[batch_size]``. Returns int32
         ``[batch_size]``, and the probabilities of :meth:`get_labels`.
@@ -237,7 +237,7 @@ class Utils:
         Args:
             data: Array of shape ``[steps, num_features]`` or flat; masked values become NaN.
             output_col: Indices of the features to predict, from 0.
-            input_seq_len, output_seq_len: Steps of a window, and steps that follow it.
+            input_seq_len, output_seq_len: Number of steps of a window, and of steps after it.
             num_features: Features of a step.
             stride: Steps between the starts of two windows.
 

@@ -308,7 +308,7 @@ class _Pool(ImageLayer):
         return self._cover(images, images[0])
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Return, per input element, the sum of its shares of the window deltas, times slopes."""
+        """Return the deltas of the input: sums of shares of the window deltas, times slopes."""
         if not needs_input:
             return None
         shape = self.shape_of_outputs(len(self._like))
@@ -433,9 +433,9 @@ def largest(
 ) -> tuple[Array, Array | None, Array]:
     """Return the largest mean of each window, the variance of that element, and its index.
 
-    The first of equal means is taken, NaN only if all means are NaN, and padding never. Results are
-    ``[batch, channels, out_height, out_width]`` in the memory order of ``mean``. The index is
-    int32, from 0, row by row in the window.
+    The first of equal means counts. NaN counts only if all means are NaN. Padding never counts.
+    Results are ``[batch, channels, out_height, out_width]`` in the memory order of ``mean``. The
+    index is int32, from 0, row by row in the window.
     """
     mean, variance = readable(mean, variance)
     shape = (mean.shape[1], windows.out_height, windows.out_width)

@@ -16,7 +16,7 @@ def capture(
 
     Also a decorator, with or without arguments. The first call for a combination of shapes, strides
     and dtypes is recorded. Later calls are one call of native code with identical results, bit by
-    bit. **Values that the function reads by name are compared. Other Python code runs only once.**
+    bit. **Replays compare values that the step reads by name. Other Python code runs only once.**
     See docs/capture.md for details.
 
     Arguments are arrays, variables without gradients, and values such as numbers, which are

@@ -1,7 +1,7 @@
 """The backend ``"flashlight"`` of torch.distributed, for collectives of CPU tensors.
 
-``torch.distributed.init_process_group("flashlight")`` needs no import of this package. torch calls
-``register`` at its import, through the entry point group ``torch.backends``. See docs/torch.md.
+``torch.distributed.init_process_group("flashlight")`` needs no import of this package: ``import
+torch`` calls ``register`` through the entry point group ``torch.backends``. See docs/torch.md.
 """
 
 from __future__ import annotations

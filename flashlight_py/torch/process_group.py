@@ -1,7 +1,7 @@
 """A process group of torch.distributed that uses flashlight_py's collectives.
 
 torch's functions, DDP and functional collectives call its methods. Native code reads contiguous
-tensors directly. Lists of tensors are sent as one array.
+tensors directly. The tensors of a list are sent as one array.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
 class FlashlightGroup(dist.ProcessGroup):
     """The ranks of ``group`` as a process group of torch.
 
-    ``seconds`` is the timeout. ``end`` ends the group. ``join`` creates groups of its ranks.
+    ``seconds``: timeout. ``end``: function that ends the group. ``join``: creates subgroups.
     """
 
     supports_splitting, supports_coalescing, supports_time_estimate = True, False, False
@@ -381,7 +381,7 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> TensorWork:
         """Run ``verb`` from ``x`` to ``out``, in ``shapes``, and copy the result to ``parts``.
 
-        ``reduction`` is the operation if ``opts`` has none. Fails if the call ``before`` fails.
+        ``reduction`` is used if ``opts`` has no operation. The call fails if ``before`` fails.
         """
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
         if verb.reduces and x is not None:

@@ -22,9 +22,9 @@ _PAYLOAD, _ABORTED = b"+", b"!"
 class TorchStore(Store):
     """A rendezvous of ranks in ``store``, a ``torch.distributed.Store``.
 
-    ``timeout`` (seconds) limits each exchange. Rank 0 stores the secret of the job: a process that
-    can read the store can join. Keys of a rendezvous begin with its secret, because ranks from
-    before a restart by torchrun may have left keys.
+    ``timeout`` (seconds) limits each exchange. Rank 0 stores the job's secret, so a process that
+    can read the store can join. Keys of a rendezvous begin with its secret, because after
+    a restart by torchrun, the store may contain keys of earlier ranks.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:

@@ -46,7 +46,7 @@ def gather(x: Input, index: Input, axis: int) -> Variable:
     dimensions other than ``axis``. The result has the shape of ``index``.
 
     Raises:
-        TypeError: If ``index`` has no integers.
+        TypeError: If the dtype of ``index`` is not an integer dtype.
         ValueError: If the shapes do not fit, or if the axis does not exist.
         IndexError: If an element of ``index`` is out of range.
     """

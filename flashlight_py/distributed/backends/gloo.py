@@ -31,7 +31,7 @@ from flashlight_py.errors import (
 _LOOK_SECONDS = 0.1
 _ADDRESS_BYTES = 1024  # Maximum length of an address
 
-# Number of bits for a rank in the number of a group.
+# A group's number contains a rank in this number of bits.
 _RANK_BITS = 24
 
 

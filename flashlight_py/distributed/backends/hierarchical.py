@@ -47,7 +47,7 @@ from flashlight_py.errors import (
 # Receive from any rank: maximum seconds of a poll of a backend, and of a wait between polls.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
-_NEVER = 1e9  # a timeout in seconds that never ends
+_NEVER = 1e9  # seconds; stands for no timeout
 
 
 class HierarchicalBackend(Backend):
@@ -109,7 +109,7 @@ class HierarchicalBackend(Backend):
         self._running: list[FutureWork] = []
         self._failed: list[FutureWork] = []  # failed operations whose error no ``wait`` raised
         self._receives: list[Then] = []
-        self._beginning = threading.RLock()  # reentrant: signal handlers run on its owner
+        self._beginning = threading.RLock()  # reentrant for signal handlers
         self._notified: list[Backend] = []  # backends aborted because another one was lost
         self._is_closed = False
 

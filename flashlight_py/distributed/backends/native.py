@@ -157,7 +157,7 @@ class NativeBackend(Backend):
         self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
         self._callers = Callers(self.name)
-        self._first: list[Any] = []  # collected arrays, dropped before the next call
+        self._first: list[Any] = []  # garbage-collected shared arrays; the next call drops them
         self._step: EntryPoints | None = None  # native code for steps of a call
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
@@ -254,7 +254,7 @@ class NativeBackend(Backend):
 
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
         """Return the Work of an asynchronous native call."""
-        # ``arrays`` must outlive the operation; ``number`` counts collectives.
+        # ``arrays`` must outlive the operation. ``number`` is the collective's number in the group.
         *arrays, root, peer, entry, number = call
         work: Work = Done(arrays[2])
         if handle:

@@ -32,7 +32,7 @@ from flashlight_py.errors import BackendUnavailableError, OutOfMemoryError
 
 _PAGE = 4096
 
-# Number of bits for a world rank in the number of a group, which has 32 bits.
+# A group's number of 32 bits contains a world rank in this number of bits.
 _RANK_BITS = 12
 
 _log = logging.getLogger("flashlight_py")

@@ -24,7 +24,7 @@ from flashlight_py.errors import DistributedError, OutOfMemoryError, Unavailable
 
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "flashlight-"
-# Seconds for which a new file is kept even without a lock: its owner may not have locked it yet.
+# An unlocked file is kept for this number of seconds: its owner may not have locked it yet.
 _YOUNG = 60.0
 
 
@@ -39,7 +39,7 @@ def process_space() -> str:
 
 
 def needs_names(spaces: Sequence[str]) -> bool:
-    """Return whether some processes of one kernel do not see each other, by their ``spaces``."""
+    """Return whether two processes of one kernel do not see each other, by ``spaces``."""
     kernels = {space.partition(" ")[0] for space in spaces}
     return "" in spaces or len(set(spaces)) > len(kernels)
 

@@ -203,7 +203,7 @@ def agent_port(environ: Mapping[str, str] = system.environ) -> int | None:
 
 
 def derived_port(run: int, part: int = 0) -> int:
-    """Return a port that all ranks of a run compute alike, and other runs rarely use.
+    """Return a port that is equal on all ranks of a run, and that other runs rarely use.
 
     The port is below 32768, the first port that Linux assigns automatically.
     """
@@ -315,7 +315,7 @@ _SCHEDULERS = (
     ),
     _Scheduler(
         *("AWS Batch", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
-        # The variable is not set on the main node.
+        # AWS Batch does not set this variable on the main node.
         "${AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:-$(hostname -i)}",
     ),
     _Scheduler("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "$DSTACK_MASTER_NODE_IP"),
@@ -360,7 +360,7 @@ def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
 
 
 def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
-    """Raise RendezvousError if a rendezvous file or a scheduler of nodes is set, but no rank.
+    """Raise RendezvousError if the environment has a file or several nodes, but no rank.
 
     A single process in a Slurm job of several tasks only logs a warning: users try out single
     processes in shells and batch scripts of a job.

@@ -44,7 +44,7 @@ LOOPBACK = "127.0.0.1"
 VERSION = 3  # version of the announcement format
 
 _NONCE = "[0-9a-f]{16}"
-# Pattern of the name after the run, by the kind of file.
+# By kind of file: pattern of the end of the file name, which follows the run.
 _FORMS = {"run": r"-\d+", "ask": rf"-{_NONCE}", "tmp": r"-\d+"}
 
 

@@ -173,7 +173,7 @@ class Gate(abc.ABC):
         for key, mask in ready:
             if not isinstance(key.data, Connection):
                 self._accept(key.data)
-            elif key.data.wire.fileno() >= 0:  # may be closed by now
+            elif key.data.wire.fileno() >= 0:  # the connection may be closed
                 if mask & EVENT_WRITE and key.data.flush():
                     self.selector.modify(key.data.wire, EVENT_READ, key.data)
                 if mask & EVENT_READ:
@@ -201,7 +201,7 @@ class Gate(abc.ABC):
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
                 self._drop(self._candidates[0])
-            return  # the client hung up, or the next call accepts it
+            return  # the client hung up, or a later call accepts it
         self.selector.register(connection.wire, EVENT_READ, connection)
         self._candidates.append(connection)
         if len(self._candidates) > limit:
@@ -258,7 +258,7 @@ class Gate(abc.ABC):
             self._reject_secret(candidate, greeting)
 
     def _reject_secret(self, candidate: Connection, greeting: Greeting) -> None:
-        """Reject a process with another secret. In round 0, a process of this user ends the run."""
+        """Reject a process with another secret. In round 0, one of this user fails the run."""
         if not self._point.is_common:  # the process may belong to an earlier run
             self._reject(candidate, Kind.SECRET, "")
             return
@@ -312,7 +312,7 @@ class Gate(abc.ABC):
                     try:
                         if self._reach(offer, max(speaks_from, now + 1.0) if is_inside else 0.0):
                             return
-                    except NoServerError as error:  # noqa: PERF203 - each for itself
+                    except NoServerError as error:  # noqa: PERF203 - one for each
                         if is_inside:
                             continue
                         problem = f": {offer.source}{error}"

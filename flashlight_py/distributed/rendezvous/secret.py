@@ -47,7 +47,7 @@ def proof(key: bytes, *facts: bytes) -> bytes:
 
 
 def derived_key(payloads: Roster, key: bytes) -> bytes:
-    """Return a key that processes with the same ``key`` and ``payloads`` derive alike."""
+    """Return a key that is equal on all processes with the same ``key`` and ``payloads``."""
     return proof(key, payloads.body)
 
 
@@ -141,7 +141,7 @@ def create_private(file: Path, content: bytes) -> None:
         with open(descriptor, "wb") as stream:
             stream.write(content)
     except OSError:
-        file.unlink(missing_ok=True)  # a full disk may still have room for the name
+        file.unlink(missing_ok=True)  # a full disk may have had room for the name
         raise
 
 

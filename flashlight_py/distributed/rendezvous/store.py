@@ -90,7 +90,7 @@ class Roster(Sequence[bytes]):
         return int.from_bytes(self.body[:4], "big")
 
     def __getitem__(self, index: Any) -> Any:
-        selected = range(len(self))[index]  # raises IndexError like a list
+        selected = range(len(self))[index]  # raises IndexError, as a list does
         if isinstance(selected, range):
             return [self[rank] for rank in selected]
         return self.body[self._ends[selected] : self._ends[selected + 1]]

@@ -59,7 +59,7 @@ class TcpStore(TreeStore):
         self.secret = self.job_secret.common
         loopback: list[str] = []
         if is_local(host):
-            with suppress(OSError):  # raised later, by listen or connect
+            with suppress(OSError):  # listen or connect raises the error later
                 loopback = [str(address) for address, *_ in resolved(host, port)]
         super().__init__(rank, size, timeout, loopback)
 
@@ -127,7 +127,7 @@ def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[syste
             # be blocked for a minute.
             family = family_of(address[0])
             listeners.append(system.create_server(address, family=family, backlog=backlog))
-        except OSError as error:  # noqa: PERF203 - each for itself
+        except OSError as error:  # noqa: PERF203 - an error for each address
             problem = error
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 for listener in listeners:

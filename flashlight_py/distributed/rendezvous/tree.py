@@ -96,7 +96,7 @@ class TreeNode(Gate):
             is_over = system.monotonic() >= self._deadline
             due = min(waiting.due, point.next_poll) if self._is_root else math.inf
             self._serve(min(self._deadline, due))
-            if not self._roster:  # the roster is the last message of a round
+            if not self._roster:  # the roster ends a round
                 self._send_up()
             if not self._roster:
                 if is_over and system.monotonic() >= self._deadline:  # the deadline may have moved
@@ -400,7 +400,7 @@ class TreeNode(Gate):
             if not self._is_root and self._up is None and self._round == 0:
                 self._deadline = until
                 self._join()  # the other ranks wait for this rank
-            # Accept ranks that have connected since, or are connecting now.
+            # Accept ranks that connected during the join, or are connecting now.
             while system.monotonic() < until:
                 is_joining = any(not candidate.is_rejected for candidate in self._candidates)
                 if not self._serve(until if is_joining else 0.0):

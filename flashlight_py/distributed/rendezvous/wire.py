@@ -76,7 +76,7 @@ class WireError(Exception):
 class Greeting(NamedTuple):
     """A client's rank, its world size, and its process.
 
-    In a tree: also its address and port for other ranks, or ``LEAF``, and its lost parent's rank.
+    In a tree also: the address and port where it listens, or ``LEAF``; the rank of a lost parent.
     """
 
     rank: int
@@ -438,7 +438,7 @@ class Attempts:
         for host, port in addresses:
             try:
                 self._targets.extend([(host,)] if host[0] == "\0" else resolved(host, port))
-            except OSError as error:  # noqa: PERF203 - each for itself
+            except OSError as error:  # noqa: PERF203 - an error for each address
                 self.problems[host] = str(error)
         self.pending = len(self._targets)
 

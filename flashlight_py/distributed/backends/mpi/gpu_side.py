@@ -23,7 +23,7 @@ class MpiGpuBackend(Backend):
     """Backend for CuPy arrays; ``host`` is the MPI backend of the same ranks.
 
     If the library accepts pointers to GPU memory (``gpu_aware``), CuPy combines reductions on the
-    GPU. Otherwise arrays are copied to pinned host memory and back. The host first waits for the
+    GPU. Otherwise arrays are copied to pinned host memory and back. A call first waits for the
     current stream.
     """
 

@@ -28,7 +28,7 @@ from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.combining import RESULTS, combined, split_rows
 from flashlight_py.distributed.constants import ReduceOp
 
-# The largest count of MPI-3. Not every library has MPI-4, and chunks of 2 GB cost nothing.
+# Maximum count of MPI-3. Some libraries lack MPI-4, and chunks of 2 GB cost nothing.
 LARGEST_BYTES = 2**31 - 1
 # The tag of the messages of a collective, and the largest tag that MPI guarantees.
 _COLLECTIVE_TAG, _LARGEST_TAG = 0, 32767
@@ -230,7 +230,7 @@ class VerbSteps:
     # The verbs consist of the methods below. They move flat arrays of bytes; counts are in bytes.
 
     def shares(self, count: int) -> list[int]:
-        """Return how many of ``count`` elements each rank receives or combines."""
+        """Return, for each rank, how many of ``count`` elements it receives or combines."""
         ends = [count * i // self._size for i in range(self._size + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
 
@@ -365,7 +365,7 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
     elif bits == 16:
         return MpiForm(operation, lambda a: a.astype(np.float32), lambda wide: wide)
     elif kind == "c" and op is ReduceOp.PROD:
-        return None  # a fused multiply-add may round a * b and b * a differently
+        return None  # a * b and b * a may be rounded differently (FMA)
 
     def convert_to(dtype: np.dtype[Any]) -> Callable[[Array], Array]:
         same = array.itemsize == carrier.itemsize

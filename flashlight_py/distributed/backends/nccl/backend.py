@@ -461,7 +461,7 @@ def _moving(kind: int, peer: int, start: int, nbytes: int) -> Step:
 
 
 def _blocks(array: Array, lengths: dict[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, address, number of bytes) for each rank's block of nonzero length."""
+    """Yield (rank, address, bytes) of each rank's block in ``array``, if it is not empty."""
     start = _address(array)
     for rank, length in lengths.items():
         if length:

@@ -53,7 +53,7 @@ class Communicator:
     The current CUDA device must be the device of the rank. ``timeout`` is in seconds. A caller
     holds ``lock`` during each call, so that all ranks make calls in the same order. Ending the
     communicator needs no ``lock``. If set, ``find_missing`` adds the missing ranks to the error of
-    a failure. A call that waits runs ``on_wait`` some times a second, which may end the group.
+    a failure. A waiting call runs ``on_wait`` several times a second. It may end the group.
 
     ``captured`` are objects with CUDA graphs that launch on this communicator. NCCL frees a
     communicator only after its graphs, so ``release`` of each object is called first.

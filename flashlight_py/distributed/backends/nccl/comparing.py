@@ -72,7 +72,7 @@ class Comparisons:
         self._posted: deque[Work] = deque()
         # The watchdog needs a lock of its own for ``_posted``: it must be able to end a launch, and
         # a launch holds the communicator's lock.
-        self._lock = threading.RLock()  # reentrant: signal handlers run on its owner
+        self._lock = threading.RLock()  # reentrant for signal handlers
         self.latest: Work = Done()
         # _ahead: number of calls made ahead. compared_ahead: how many were compared, and the time.
         self._ahead, self.compared_ahead, self._name = 0, (0, 0.0), ""
@@ -229,7 +229,7 @@ def _failure(work: Work, seconds: float | None = None) -> DistributedError | Non
 
 
 class _Ahead(Work):
-    """The comparison of call ``number``, one of the calls that a backend compares later."""
+    """The comparison of call ``number``, which the backend runs later."""
 
     def __init__(self, comparisons: Comparisons, number: int) -> None:
         self._comparisons, self._number, self._ended = comparisons, number, 0.0

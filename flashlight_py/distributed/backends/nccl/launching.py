@@ -45,7 +45,7 @@ class Launcher:
         return self._ffi.new("fl_step[]", steps)
 
     def wait_for(self, caller: int) -> None:
-        """Let the communication stream wait for ``caller``. Raises DistributedError."""
+        """Let the communication stream wait for stream ``caller``. Raises DistributedError."""
         launcher = self._struct
         _require(self._lib.fl_order(launcher, launcher.ready, caller, launcher.stream))
 
