@@ -380,7 +380,7 @@ sharding: `DistributedOptimizer` raises `ValueError` for sharded and small modul
     ValueError: fl.DistributedOptimizer(sgd(sharded()))
 leaves: `reducer`, `hook`, `scale` or `bucket_bytes` together with `leaves`
     ValueError: distributed(leaves=2, scale=0.5)
-leaves: `no_sync` and `join` raise `ValueError` for such a module
+leaves: `no_sync` and `join` raise `ValueError` for a module with `leaves`
     ValueError: within(fl.no_sync(distributed(leaves=2)))
 tagi: layers that are not in `fl.tagi.nn`, such as attention
     offered(fl.tagi, "MultiheadAttention Attention Transformer")

@@ -44,14 +44,14 @@ def new_group(
 
     Args:
         ranks: Ranks in the parent, without duplicates. Their order determines the new ranks.
-        timeout: In seconds per operation, equal on every rank. Default: the timeout of the parent.
+        timeout: Limit in seconds of each operation, equal on every rank. Default: the parent's.
         group: The parent. Default: the world.
 
     Returns:
         The group. On ranks outside it, ``is_member`` is False, and verbs raise ValueError.
 
     Raises:
-        ValueError: If the list is empty or has an invalid or repeated rank, or ``timeout`` <= 0.
+        ValueError: If ``ranks`` is empty or has an invalid or repeated rank, or ``timeout`` <= 0.
         MismatchError: If the ranks pass different lists or timeouts. Every rank raises it.
         DistributedError: As for :func:`all_reduce` and :func:`distributed_init`.
     """

@@ -54,8 +54,8 @@ def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = Fals
     """Copy ``x`` of rank ``root`` to every rank, in place.
 
     Args:
-        x: Array without objects, of the same shape and dtype on every rank; or a number.
-        root: Rank in the group.
+        x: Array without Python objects, of the same shape and dtype on every rank; or a number.
+        root: Rank in the group whose ``x`` is copied.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:

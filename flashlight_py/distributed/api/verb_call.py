@@ -305,8 +305,8 @@ with contextlib.suppress(BackendUnavailableError):  # else the first call warns
 def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
     """Return a decorator for a public function whose plain calls native code handles as ``verb``.
 
-    The function handles other calls, and calls with a value for one of ``constants``; native code
-    receives the constant instead of that argument. See csrc/fast/entry.c.
+    The Python function handles other calls, such as calls that pass an argument in ``constants``.
+    Native code receives the constant as this argument. See csrc/fast/entry.c.
     """
 
     def decorated(function: F) -> F:

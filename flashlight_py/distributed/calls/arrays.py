@@ -370,9 +370,9 @@ class Terms(NamedTuple):
 def pack_terms(array: Array, op: ReduceOp) -> Terms:
     """Return the array and operation that a backend reduces for ``array`` and ``op``.
 
-    The array is ``array`` packed. For logical operations it contains truth values, for dates
-    integers. NaT is the smallest integer, and any reduction with NaT must return NaT. For a
-    maximum, 1 is subtracted from all integers: NaT wraps around to the largest.
+    The array is packed. Logical operations reduce truth values, and dates become integers. NaT is
+    the smallest integer, and any reduction with NaT must return NaT. So for a maximum, 1 is
+    subtracted from all integers: NaT wraps around to the largest.
     """
     packed = as_packed(array)
     if array.dtype.kind in "mM":

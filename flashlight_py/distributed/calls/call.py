@@ -76,7 +76,7 @@ class Call:
         claim: An int32 that several receives from any rank share, if only one of them may take a
             message. It is 0 at first, and 1 once a receive has taken the message.
         received: List for the number of rows that each rank sent. It is filled before the call
-            ends. For a comparison-only message: a number that is unique for this pair of ranks.
+            ends. For a ``compared`` message: one number, unique for this pair of ranks.
         compared: True if the ranks only compare the call and move no data. Used for libraries that
             do not compare calls; the arrays may be on a GPU. If shapes may differ, the result is
             the first dimension of every rank. For a scatter, it is the dtype and shape of a part on

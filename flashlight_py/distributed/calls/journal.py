@@ -242,7 +242,7 @@ class Journal(Ring):
         _note(error, self.name)
 
     def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
-        """Let native code write too. ``clocks`` returns its clock and ``time.monotonic_ns``."""
+        """Let native code write, too. ``clocks`` reads its clock and ``time.monotonic_ns``."""
         self._clocks, self._zero = clocks, clocks()
 
     def records(self, most: int = codes.RECORDED_CALLS) -> list[Record]:
@@ -374,7 +374,7 @@ def _note(error: BaseException, group: str) -> None:
 
 
 def leave_to_python(more: int) -> None:
-    """Disable native calls of all threads: 1 if a profile or recording begins, -1 if it ends."""
+    """Disable native calls while a profile or recording runs. ``more``: 1 to begin, -1 to end."""
     global _listeners  # noqa: PLW0603 (new rings read it)
     with _leaving:
         _listeners += more

@@ -335,7 +335,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Exclude other threads, after a wait of at most ``_LOCK_SECONDS`` for them."""
+        """Exclude other threads, but wait at most ``_LOCK_SECONDS`` for them and then continue."""
         has_lock = self._lock.acquire(timeout=_LOCK_SECONDS)
         try:
             yield
@@ -431,7 +431,7 @@ def start(flight: Flight) -> None:
 
 
 def stop(is_child: bool = False) -> None:
-    """Undo ``start``. In a forked child the thread does not exist."""
+    """Undo ``start``. ``is_child``: a forked child calls this and has no thread to end."""
     global current
     journal.on_failure = None
     watchdog, current = current, None

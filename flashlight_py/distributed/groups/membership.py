@@ -246,7 +246,7 @@ class Membership:
     def synchronize(self) -> None:
         """Block until every operation that this rank started in the group has ended."""
         wait_for(self._unfinished)
-        if self.gpus is not None:  # first, because the host part may belong to the same operation
+        if self.gpus is not None:  # first: a CPU part may belong to the same operation
             self.gpus.synchronize()
         self.backend().synchronize()
 

@@ -203,8 +203,8 @@ class CoalescingReducer(_Pending):
 
     Args:
         scale: Factor of every sum, such as 1 / world size for the mean.
-        async_op: Start full buckets without waiting; ``finalize`` waits for them.
-        contiguous: Pack each bucket into one transfer per dtype.
+        async_op: True to start full buckets without waiting; ``finalize`` waits for them.
+        contiguous: True to pack each bucket into one transfer per dtype.
         bucket_bytes: Maximum bytes of a bucket (default 20 MiB, as in flashlight). A bucket is sent
             when it is full, or the next array does not fit. A larger array is sent alone at once.
         hook: Hook that reduces the buckets, such as ``Float16Compression()``. A bucket then has one

@@ -139,7 +139,7 @@ def create_world(create: StoreFactory, settings: Settings) -> World:
 def enter(world: World, settings: Settings) -> None:
     """Make ``world`` the world of this process until the shutdown or the exit.
 
-    Raises OSError, and closes the world, if the flight record of this rank cannot be kept.
+    If the flight record of this rank cannot be started, closes the world and raises OSError.
     """
     try:
         _watch(world, settings)
@@ -169,8 +169,8 @@ def _watch(world: World, settings: Settings) -> None:
 def distributed_shutdown() -> None:
     """Leave the world. Collective. Afterwards this process is rank 0 of 1.
 
-    Blocks until every rank calls it, so that no last operation is interrupted, unless the group
-    failed before. Finish the messages of other threads before this call: a rank that still waits
+    Blocks until every rank calls it, unless the group failed before. So the last operations of all
+    ranks can end. Finish the messages of other threads before this call: a rank that still waits
     for a message which this rank has not started to send raises PeerLostError. Without this call,
     the process releases all resources when it exits.
 
@@ -295,7 +295,7 @@ def join_gpus_early(new: NewWorld) -> None:
 
 
 def close_store(new: NewWorld) -> None:
-    """Close the store when all ranks do. No files remain."""
+    """Leave the store. Collective. Afterwards no file of the store remains."""
     new.store.close()
 
 
@@ -334,7 +334,7 @@ class Facts(NamedTuple):
         ranks_by_host: dict[str, list[int]] = {}
         interned = dict[Any, Any]()  # stores equal values once, for jobs of many ranks
         rows = list[tuple[Any, ...]]()
-        hashes = list[int]()  # hashes of processes, which need less memory
+        hashes = list[int]()  # hashes of processes need less memory than names
         for rank, text in enumerate(texts):
             host, _, cores, _, process, addresses = json.loads(text)
             ranks_by_host.setdefault(host, []).append(rank)

@@ -168,7 +168,7 @@ class RankFilter(logging.Filter):
         rank: The only rank of the world that logs, such as 0; None: every rank.
         local_rank: The only rank on each host that logs, such as 0; None: every rank.
         pass_level: Lowest level whose records pass on every rank, such as ``logging.ERROR``; None:
-            no level does.
+            there is no such level.
 
     Raises:
         TypeError: If a rank or the level is no integer.
