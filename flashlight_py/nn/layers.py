@@ -301,7 +301,7 @@ class Sequential(Container):
     """A chain of modules: the result of a module is the input of the next. Empty: the identity."""
 
     def forward(self, x: Any) -> Variable:
-        """Return ``x`` passed through all modules in order."""
+        """Pass ``x`` through all modules in order, and return the last result."""
         # A Linear and a following ReLU run as one operation, which saves an array and a node.
         linear: Linear | None = None  # a Linear that has not been called yet
         for module in self._members:

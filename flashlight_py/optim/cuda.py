@@ -149,7 +149,7 @@ class CapturedStep:
         return table
 
     def end(self) -> str:
-        """Undo the count of the step, because no kernel ran. Return why replays fail, or ""."""
+        """Undo the count of the step: no kernel ran. Return why replays are impossible, or ""."""
         optimizer = self._optimizer
         optimizer._steps[:] = self._before
         positions = [position for *_, positions in self._tables for position in positions]

@@ -293,7 +293,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list. Raises TypeError or ValueError unless distinct variables."""
+    """Return ``params`` as a list. Raises TypeError or ValueError unless all are distinct."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}. Pass module.params()"

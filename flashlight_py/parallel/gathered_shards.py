@@ -163,7 +163,7 @@ class Reduction:
     ``buffers`` contain the gradients until ``send``. ``used``: parameters with a gradient here.
     """
 
-    _part: Array  # sum of this rank's part; set by send()
+    _part: Array  # mean gradients of this row; set by send()
 
     def __init__(self, flat: Flat) -> None:
         self.flat, gradients = flat, flat.empty()

@@ -196,7 +196,7 @@ class _Shares(Activation):
 
     @abc.abstractmethod
     def _shares(self, mean: Array, variance: Array) -> Moments:
-        """Return the moments in float64; all arrays are ``[batch, classes]``."""
+        """Return the moments in float64. Arguments and results have shape ``[batch, classes]``."""
 
 
 class Softmax(_Shares):

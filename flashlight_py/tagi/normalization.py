@@ -244,7 +244,7 @@ SHORTEST = 8  # minimum positions per row for which the kernels are faster
 
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
-    """Return float64 sums of each row, or of squared differences to ``centers``."""
+    """Return the sum of each row, or of its squared differences from ``centers``, in float64."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
         centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])

@@ -377,7 +377,7 @@ class MaxPool2d(_Pool):
             raise ValueError(
                 f"MaxPool2d: padding must be below kernel_size={kernel_size}, got {padding}"
             )
-        self._taken = np.empty((0, 0, 0, 0), np.int32)  # index in the window, row by row
+        self._taken = np.empty((0, 0, 0, 0), np.int32)  # index of each window's maximum
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         x = x.shaped(self.input_shape)

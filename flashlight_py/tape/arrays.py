@@ -110,7 +110,7 @@ class Recorded(NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # else NumPy reads the memory before it calls __array__
             raise AttributeError(name)
-        value = getattr(self.plain, name)  # raises AttributeError like an array
+        value = getattr(self.plain, name)  # raises AttributeError for names that arrays do not have
         if name in _READS:
             reject_read(name)
         if callable(value):

@@ -106,7 +106,7 @@ class Loops:
         ]
 
 
-Group = Loops | Instruction | Note  # one instruction each; a note becomes a call
+Group = Loops | Instruction | Note  # each becomes one instruction; a note becomes a call of NumPy
 
 
 def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:

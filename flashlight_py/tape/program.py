@@ -168,7 +168,7 @@ class Builder:
         return self._entries([operand])[0], array
 
     def _view(self, value: Any) -> Any:
-        """Return ``value`` or its view in ``home`` memory, as an argument of a Python function."""
+        """Return ``value`` as an argument of Python functions: its view in ``home``, or itself."""
         if isinstance(value, Variable):
             view = self._view(value.data)
             return value if view is value.data else Variable(view)

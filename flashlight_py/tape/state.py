@@ -57,7 +57,7 @@ class Field(NamedTuple):
 
     @property
     def slot(self) -> Any:
-        """The name of the slot of a variable, or empty for other holders."""
+        """The name of the slot if the holder is a variable, else an empty string."""
         return self.key if isinstance(self.holder, Variable) else ""
 
     def has(self, value: Any) -> bool:
@@ -471,7 +471,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
         return [(one, *item) for item in list(one.items())]
     if isinstance(one, _CONTAINERS):
         return [(one, *item) for item in enumerate(list(one))]
-    attributes = getattr(one, "__dict__", None)  # avoids setters
+    attributes = getattr(one, "__dict__", None)  # a write to the dict avoids setters
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
     slots += ["cell_contents"] if isinstance(one, CellType) else []
     names: Any = chain(*([slot] if isinstance(slot, str) else slot for slot in slots))

@@ -203,7 +203,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return result
 
     def _compare(self, call: _Call, before: State, result: Any) -> None:
-        """Run the step from state ``before``. Raise RuntimeError if the replay differs."""
+        """Run the step from state ``before``. Raise RuntimeError if the results differ."""
         after = call.saved(result)
         before.restore()
         expected = call.saved(self._run_eagerly(call.args, call.options))

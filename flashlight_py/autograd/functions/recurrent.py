@@ -61,7 +61,7 @@ def recurrent(
         array[0] = variable.data
     prepare = _FORWARD[kind](xp, inputs, states, cells, widened(w_hh.data).T, widened(b_hh.data))
     out = states[1:][steps]
-    if is_lstm:  # one array, since a node of the graph has one result
+    if is_lstm:  # h and c in one array, since a node has one result
         out = xp.concatenate([out, cells[-1:]])
 
     def through(grad: Array) -> Any:

@@ -107,7 +107,7 @@ class HierarchicalBackend(Backend):
         self._rows: Sequence[int] = ()  # row counts of all ranks in the compared call
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
-        self._failed: list[FutureWork] = []  # failed operations whose error no ``wait`` raised
+        self._failed: list[FutureWork] = []  # failed; no ``wait`` has raised their error
         self._receives: list[Then] = []
         self._beginning = threading.RLock()  # reentrant for signal handlers
         self._notified: list[Backend] = []  # backends aborted because another one was lost

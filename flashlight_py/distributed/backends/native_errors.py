@@ -43,7 +43,7 @@ NAMED = "\n"
 dtype_names: dict[int, str] = {}
 """Names of dtypes that the library does not know, by number; only dtypes of this process."""
 
-# Maximum number of missing ranks whose calls in other groups are reported.
+# An error reports calls in other groups for at most this number of missing ranks.
 _MOST_QUERIED = 64
 # First letter of a message for other ranks. The letter selects the class that they raise.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"

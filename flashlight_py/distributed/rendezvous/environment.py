@@ -97,7 +97,7 @@ class _Names(NamedTuple):
 
 
 _INNER = _Names("launcher", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# The first launcher in this list whose variables are set is used.
+# The first launcher in this list with variables in the environment is used.
 _OUTER = (
     _Names.prefixed("openmpi", "OMPI_COMM_WORLD_"),
     _Names.prefixed("mvapich", "MV2_COMM_WORLD_"),

@@ -213,7 +213,7 @@ class FileStore(TreeStore):
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
         self.next_poll = 0.0
-        # Runs whose files are older; runs that may be alive; runs whose rank 0 was contacted.
+        # Runs with older files; runs that may be alive; runs with a rank 0 that was contacted.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
         self._contacted: set[str] = set()

@@ -36,8 +36,8 @@ class Store(abc.ABC):
     hosts: Sequence[str] = ()  # identity of each rank's host; empty if unknown
     spaces: Sequence[str] = ("",)  # by rank; equal: processes see each other in /proc; "": unknown
     named = True  # shared memory needs a file name, as PID namespaces may differ
-    # For each rank with a rendezvous connection to this rank: the address and port of this end of
-    # the connection, and those of the other end.
+    # For each rank with a rendezvous connection to this rank: (address, port) of this end of the
+    # connection, and (address, port) of the other end.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
     secret: bytes = b""  # secret that all ranks knew before the first exchange, if any
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit

@@ -24,7 +24,7 @@ from flashlight_py.distributed.rendezvous.tree import TreeStore
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere, resolved
 
-# Variable for rank 0's inherited listening socket, whose port no other program can take.
+# Variable for rank 0's inherited listening socket. No other program can take its port.
 LISTENER = "FLASHLIGHT_LISTENER"
 """Environment variable: descriptor of an inherited socket that listens at MASTER_PORT."""
 

@@ -66,7 +66,7 @@ class TreeNode(Gate):
         self._payload, self._roster = b"", b""
         self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
         self._log: list[tuple[int, Kind, bytes]] = []  # entries of the first round, by child
-        self._complete: set[int] = set()  # children whose subtree is complete in this round
+        self._complete: set[int] = set()  # children that sent their whole subtree
         self._sends_partial = True  # send payloads up before all have arrived
         self._is_late = False  # whether the deadline has passed and the parent was notified
         self._is_leaving, self._departed = False, set[int]()

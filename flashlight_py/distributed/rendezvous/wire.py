@@ -340,7 +340,7 @@ class SecretError(WrongServerError):
     """The rank 0 that answers has another secret."""
 
 
-# If all addresses of an offer fail, ``greet`` raises the error whose class is last in this list.
+# If all addresses of an offer fail, ``greet`` raises the error with the last class of this list.
 # Errors of a rank 0 (silent, or another secret) say more than errors of other programs.
 _BY_PRIORITY = (WrongServerError, NoServerError, SilentError, SecretError)
 

@@ -55,7 +55,7 @@ _CLOSED = "the group was closed"
 _POLLS = 20
 _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
-# Seconds of a wait for a comparison whose only purpose is to mark the comparison as awaited.
+# Seconds to wait for a comparison, only to mark the comparison as awaited.
 _NO_TIME = 1e-4
 # Seconds that the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
@@ -75,7 +75,7 @@ class Operation(Work):
         self.ended = self.is_suspect = False  # is_suspect: a rank may be lost
         self.error: BaseException | None = None
         self.next_check = self.deadline = math.inf
-        self.room: Array | None = None  # the caller's ``out``, whose number of rows is checked
+        self.room: Array | None = None  # the caller's ``out``; ``end`` checks its rows
         self._value: Any = None
         self._end_time: float | None = None
         self._group = group
