@@ -8,7 +8,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Maximum time to wait for a peer's answer.
+// Maximum time to wait until a peer confirms our goodbye.
 constexpr milliseconds kGoodbye{500};
 
 // Maximum delay between reports of a lost host on two ranks: each rank waits a little for further losses.

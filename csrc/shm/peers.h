@@ -98,7 +98,7 @@ class Peers : public Transport {
   const Patience patience_;
   const uint64_t space_;  // PID namespace
   std::atomic<int> vain_{0};
-  std::atomic<unsigned> waits_{0};                   // counted after a wait in vain
+  std::atomic<unsigned> waits_{0};                   // number of waits while vain_ is positive
   std::atomic<bool> stopped_{false};                 // carries no other data; a late reader checks again
   std::atomic<bool> has_farewell_{false};            // the farewell is written or being written
   std::mutex mutex_;                                 // guards the members below

@@ -125,7 +125,7 @@ void Collectives::combine_shown(const fl_signature& signature, char* data, size_
   stream(chunks.number(), shows, combines, fill, combine);
 }
 
-// Reduce `count` elements of the first `terms` arrays; `into` may be one of them.
+// Reduce `count` elements of the arrays `from_[0..terms)` to `into`, which may be one of these arrays.
 void Collectives::reduce_terms(const fl_signature& signature, void* into, int terms, size_t count) {
   if (terms == 1 && signature.scale == 1.0) {
     if (into != from_[0]) copy(into, from_[0], count * signature.itemsize);

@@ -42,7 +42,7 @@ def run(
 
 
 class EngineRanks(Protocol):
-    """The ranks of one attempt on an engine that reports when each rank ends."""
+    """The ranks of one attempt of a job. Their engine (Ray, Spark) reports when each rank ends."""
 
     def start(self) -> None:
         """Start all ranks; do not wait until they run."""

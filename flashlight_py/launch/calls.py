@@ -23,7 +23,7 @@ _log = logging.getLogger("flashlight_py")
 class SpawnCall(NamedTuple):
     """Checked arguments of a call: its name in errors, number of ranks, deadline and restarts.
 
-    ``ends`` is a ``time.monotonic`` time for all attempts together, at most ``1 + max_restarts``.
+    ``ends`` is the deadline of all attempts on the clock ``time.monotonic``.
     """
 
     name: str

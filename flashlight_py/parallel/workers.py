@@ -269,9 +269,9 @@ def _end_all() -> None:
 # call starts new workers without loss, because this process has the parameters, modes and random
 # numbers.
 class Team:
-    """``count`` workers that map the arrays of ``params`` and share ``cores`` with this process.
+    """``count`` worker processes with the arrays of ``params`` in shared memory.
 
-    A team handles one request at a time: ``ask``, then ``fill``. The workers end with this process.
+    They and this process divide ``cores``. ``ask`` starts a request, ``fill`` stores its results.
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:

@@ -417,7 +417,7 @@ def _package_of(one: Any) -> str:
 
 
 class EveryCall:
-    """A detector of names whose value differs in each of ``most`` + 1 consecutive recordings."""
+    """A detector of names whose value changes in ``most`` + 1 consecutive recordings."""
 
     def __init__(self, most: int) -> None:
         self._most, self._replays = most, 0

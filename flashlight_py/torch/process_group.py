@@ -152,7 +152,7 @@ def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
 
 def _options_of_message() -> Any:
     """Return options for a blocking call if torch's ``send`` or ``recv`` calls, else None."""
-    frame = sys._getframe(2).f_back  # the caller of the method, through ``called``; None for C++
+    frame = sys._getframe(2).f_back  # the caller of the decorated method, or None if C++ called it
     callers = frame, frame and frame.f_back
     waits = any(caller and caller.f_code in _WAIT_AT_ONCE for caller in callers)
     return _BLOCKING if waits else None

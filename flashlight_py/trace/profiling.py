@@ -190,7 +190,7 @@ def _send_times(backend: Backend, rank: int) -> None:
 FORMAT = "flashlight_py trace 1"
 # Minimum wait for a late rank that is reported.
 _LATE_NANOSECONDS = 1000
-# Fields of a call that its event in the trace shows without an argument.
+# Fields of a call that the trace event shows by its name and times, not in its ``args``.
 _SHOWN = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
 
 

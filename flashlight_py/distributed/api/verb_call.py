@@ -153,7 +153,7 @@ def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *args: Any) 
 
 
 def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, Any]) -> Any:
-    """Check all arrays, then start ``verb`` on each of ``xs`` with its entry of ``out``."""
+    """Check all arrays, then start ``verb`` on each of ``xs`` with its entry of ``args["out"]``."""
     outs = [None] * len(xs) if args["out"] is None else list(args["out"])
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: out must have {len(xs)} arrays, one for each x, got {len(outs)}")

@@ -242,7 +242,7 @@ class Journal(Ring):
         _note(error, self.name)
 
     def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
-        """Let native code write, too. ``clocks`` reads its clock and ``time.monotonic_ns``."""
+        """Let native code write records. ``clocks`` reads its clock and ``time.monotonic_ns``."""
         self._clocks, self._zero = clocks, clocks()
 
     def records(self, most: int = codes.RECORDED_CALLS) -> list[Record]:

@@ -55,8 +55,8 @@ def derived_key(payloads: Roster, key: bytes) -> bytes:
 class Secret:
     """The secret of this process. ``source`` names its origin in messages.
 
-    ``from_job`` is the secret from the environment or the run. ``of_user`` is the secret of the
-    user's processes on this host. ``one_host``: all ranks are known to be on this host.
+    ``from_job`` is the secret from the environment, or that the launcher made. ``of_user`` is the
+    secret of the user's processes on this host. ``one_host`` is True if all ranks are on this host.
     """
 
     from_job: bytes = field(repr=False)

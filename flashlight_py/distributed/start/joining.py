@@ -136,7 +136,7 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect by Gloo (one host: by loopback). One exchange; none if connections are shared."""
+    """Connect by Gloo, and exchange addresses once unless connections are shared."""
     if store.subgroup is not None:
         part: Backend = store.subgroup.parent.part(store, settings.timeout)
         return part
