@@ -154,5 +154,5 @@ def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: i
 def test_sharding_keeps_the_array_library(pool: Any) -> None:
     """Uses stand-ins for CuPy and NCCL; tests/gpu tests real GPUs."""
     ranks = pool(2, env={"STAND_IN": "1"})
-    gpu_training.test_training_on_gpus_equals_one_process_on_the_cpu(ranks, "adam", True)
+    gpu_training.test_training_on_gpus_equals_a_cpu_process(ranks, "adam", True)
     gpu_training.test_state_dicts_of_shards_equal_the_full_state(ranks)
