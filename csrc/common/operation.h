@@ -59,7 +59,7 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // From any thread: end the running waits whose deadline has passed.
+  // End the running waits after their deadline. Any thread may call it.
   virtual void enforce_deadline() = 0;
   // From any thread: end all running and later waits.
   virtual void stop() = 0;

@@ -19,7 +19,7 @@ namespace convolving {
 using namespace convolving;
 }  // namespace
 
-// The `sizes` of these kernels are those of Windows.
+// The argument `sizes` of these kernels contains the fields of Windows.
 const Row convolutions[] = {
     FL_BOTH("conv_forward", "0456 0123 6378/f 6", true, forward),
     FL_BOTH("conv_to_input", "0123 0456 6378/f", true, to_input),

@@ -16,7 +16,7 @@ namespace pooling {
 using namespace pooling;
 }  // namespace
 
-// The `sizes` of these kernels are those of Windows.
+// The argument `sizes` of these kernels contains the fields of Windows.
 const Row pools[] = {FL_BOTH("pool_largest", "0456 0123", false, largest),
                      FL_BOTH("pool_spread_largest", "0123 0456 0123 0456", false, spread_largest),
                      FL_BOTH("pool_mean", "0456 0123", false, mean, , false),

@@ -1,4 +1,4 @@
-// Start of a call: what each rank announces, whose calls it awaits, and how the calls are compared.
+// Start of a call: each rank announces its call, awaits the calls of other ranks, and compares them.
 //
 // Most verbs need every rank's call. A rank that needs fewer calls returns ahead of other ranks: for example,
 // the root of a small broadcast needs no call. It compares the other calls in its later calls, and may be

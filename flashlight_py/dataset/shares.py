@@ -59,7 +59,7 @@ def partition_by_round_robin(
 
     Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. The
     remaining samples are divided evenly if there is at least one per partition, and dropped
-    otherwise. So every partition has the same number of batches. With ``allow_empty`` nothing is
+    otherwise: every partition has the same number of batches. With ``allow_empty`` nothing is
     dropped, and some partitions may have one batch fewer. The rule is flashlight's
     ``partitionByRoundRobin``. The result is a new ascending int64 array of shape (samples of the
     partition,).
@@ -84,9 +84,9 @@ def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     """Return an int64 permutation of ``n`` samples that depends only on seed and epoch.
 
     Each sample draws a key of 64 bits. The sample's number replaces the lowest bits of the key, and
-    the keys are sorted. The computation uses only integers from PCG64 (O'Neill, 2014), whose stream
-    NumPy guarantees for a fixed seed. So the permutation is the same on every platform and with
-    every NumPy version, unlike ``Generator.permutation``.
+    the keys are sorted. The keys are integers from PCG64 (O'Neill, 2014). NumPy guarantees this
+    stream for a fixed seed, so the permutation is the same on every platform and with every NumPy
+    version, unlike ``Generator.permutation``.
 
     Example:
         >>> epoch_order(5, seed=0, epoch=0).tolist()

@@ -183,8 +183,8 @@ def _create_group(
 class MemberStore(Store):
     """A store for the members of a new group, which sends by the backend of the parent group.
 
-    The members form a tree. The number of the member above, in base FAN, has a 0 in place of the
-    last nonzero digit. So no member has many connections.
+    The members form a tree, which limits the connections of each member. The number of a parent is
+    the number of the member in base FAN with its last nonzero digit set to 0.
     """
 
     def __init__(self, backend: Backend, verb: str, members: Sequence[int]) -> None:

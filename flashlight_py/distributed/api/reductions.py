@@ -226,7 +226,7 @@ def exscan(
     Like :func:`scan`, but without ``x`` of rank r; ``"avg"`` divides by r. Rank 0 receives the
     identity of ``op``: 0 for a sum, 1 for a product, False for or, the largest value of the dtype
     for min. For averages and dates, which have no identity, ``x`` of rank 0 stays unchanged.
-    Arguments, results and errors are those of :func:`scan`.
+    Arguments, results and errors are the same as for :func:`scan`.
     """
     members = members_of(group)
     y = members.fast.collective(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
