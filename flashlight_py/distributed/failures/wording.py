@@ -58,8 +58,8 @@ def did_not_join(where: str, who: str, limit: str, detail: str, which: str, last
     """Return an error text: ``who`` did not join in ``limit``. ``which`` names the processes."""
     return (
         f"{where}: {who} within {limit} ({detail}){which}. {last}It is stuck, slow, or made "
-        "another call. For a longer timeout, pass params={'TIMEOUT': seconds} to distributed_init "
-        f"or timeout=seconds to new_group. {UNUSABLE}"
+        "another call. If the timeout is too short, pass params={'TIMEOUT': seconds} to "
+        f"distributed_init or timeout=seconds to new_group. {UNUSABLE}"
     )
 
 
