@@ -131,9 +131,8 @@ class VerbSteps:
             part[...] = combined_part.reshape(shape)
             settle(part)
             return part
-        reduced = np.empty(part.size, carrier.dtype)
-        if carrier.itemsize == part.itemsize:
-            reduced = part.reshape(-1).view(carrier.dtype)
+        flat, fits = part.reshape(-1), carrier.itemsize == part.itemsize
+        reduced = flat.view(carrier.dtype) if fits else np.empty(flat.size, carrier.dtype)
         begin = partial(self._comm.Ireduce_scatter_block, carrier, reduced, form.op)
         yield from self._until([begin])
         _decode(form, reduced, part, call.scale)
