@@ -52,7 +52,7 @@ class Share:
             self.group.backend()
         elif (rank, size) != (self.rank, self.size):
             raise NotInitializedError(
-                f"{self._label}: expected the world of its creation, as rank {self.rank} of "
+                f"{self._label}: expected the world in which it was created, with rank {self.rank} of "
                 f"{self.size}, got rank {rank} of {size}. Make a new one after distributed_init"
             )
 

@@ -584,7 +584,7 @@ class WorkersGraph:
         if len(set(counts)) > 1:
             raise ValueError(
                 f"{WHAT}: expected the same number of results from every share of the batch, got "
-                f"{', '.join(map(str, counts))}. Return equally many results for any rows"
+                f"{', '.join(map(str, counts))}. Return the same number of results for any batch"
             )
         below = [set[Leaf]().union(*sets) for sets in zip(*leaves, strict=True)]  # for each result
         nodes: dict[Leaf, Variable] = {}
