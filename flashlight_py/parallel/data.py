@@ -52,8 +52,9 @@ class Share:
             self.group.backend()
         elif (rank, size) != (self.rank, self.size):
             raise NotInitializedError(
-                f"{self._label}: expected the world in which it was created, with rank {self.rank} of "
-                f"{self.size}, got rank {rank} of {size}. Make a new one after distributed_init"
+                f"{self._label}: expected the world in which it was created, as rank "
+                f"{self.rank} of {self.size}, got rank {rank} of {size}. Make a new one after "
+                "distributed_init"
             )
 
 

@@ -247,7 +247,7 @@ class DifferentiableCall(InPasses):
             raise MismatchError(
                 f"[functional.{self._verb}] rank {group.rank} of {group.size}: expected the same "
                 f"differentiable collective on every rank, got {', '.join(calls)}. Use the results "
-                "of the same calls in every rank's loss. If a loss needs no result, add 0 * sum(result)"
+                "of the same calls in every rank's loss, or add 0 * sum(result) to the loss"
             )
         if not backward:
             _calls[weakref.ref(group, _calls.pop)] = self._number
