@@ -1,4 +1,4 @@
-"""The backend of a world of one process: every verb returns its input, times the scale."""
+"""The backend of a group of one process: every verb returns its input, times the scale."""
 
 from __future__ import annotations
 

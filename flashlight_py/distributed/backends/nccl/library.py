@@ -25,7 +25,7 @@ DRIVER = "libcuda.so.1"
 
 MINIMUM = 21400
 SPLITS = 21800  # first version that has ncclCommSplit with shared resources
-# Variable that a process's first communicator reads. 0: connect all algorithms at once.
+# Variable that the first communicator of a process reads. 0: connect all algorithms immediately.
 CONNECT = "NCCL_RUNTIME_CONNECT"
 _WHY_MINIMUM = (
     "2.14 is needed for ncclCommInitRankConfig and ncclCommFinalize. Without these non-blocking "
