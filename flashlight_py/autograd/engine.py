@@ -1,18 +1,16 @@
 """The backward pass: an iterative walk over recorded operations.
 
-Every operation creates a ``Node``. The edges of a node lead to its inputs: to the node of a
-computed input, or to a leaf ``Variable``. Each edge has the vector-Jacobian product ("vjp") of the
-input. A vjp is a function that maps the gradient of the result to the gradient of the input.
+Every operation creates a ``Node``. A node has an edge to each input: to the node that computed the
+input, or to a leaf ``Variable``. An edge has the vector-Jacobian product ("vjp") of its input. A
+vjp is a function that maps the gradient of the result to the gradient of the input.
 
 A vjp returns a new array, its argument, or a view of its argument. The returned array has the shape
-of the input, and the argument is not modified. The engine copies a gradient only if two gradients
-would share memory. The engine also casts gradients, so that a vjp does not need to.
+of the input. A vjp does not modify its argument and need not return the dtype of the input: the
+engine casts. The engine copies a gradient only if it would share memory with another gradient.
 
 A result that was computed without recording is a ``Part`` in the graph (see ``graph``). When the
-walk reaches a part, the result is computed again with recording, and the walk continues in the new
-graph. The order of nodes and hooks is the same as without parts.
-
-All state of a pass is local to the pass: a pass that raises leaves no state.
+walk reaches a part, the engine repeats the computation with recording, and walks through the new
+graph. Nodes and hooks have the same order as without parts.
 """
 
 import functools
@@ -32,7 +30,7 @@ from flashlight_py.device import Array, array_module
 
 
 class GradSink:
-    """Receiver of a leaf's gradient. It takes the place of an array in ``Variable.grad_buffer``."""
+    """An object that stores the gradient of a leaf. ``Leaf.buffer`` is the sink."""
 
     __slots__ = ()
 
@@ -40,36 +38,37 @@ class GradSink:
     dtype: np.dtype[np.generic]
 
     def add(self, leaf: Any, contribution: Array, is_new: bool) -> None:
-        """Add ``contribution``, of the leaf's shape and dtype. If ``is_new``, it may be kept."""
+        """Add ``contribution``, which has the leaf's shape and dtype.
+
+        If ``is_new``, nothing else refers to the array, and the sink may keep it without a copy.
+        """
         raise NotImplementedError
 
     def product(self, leaf: Any, a: Array, b: Array) -> "Array | GradSink":
-        """Add ``a @ b`` and return this sink, or only return the product, which the engine adds."""
+        """Add ``a @ b`` and return this sink, or return ``a @ b`` for a later :meth:`add`."""
         raise NotImplementedError
 
 
 class InPasses:
-    """An owner of methods that a backward pass calls, notified if a pass fails before the call.
+    """Base class of objects whose methods are gradient hooks, or vjps in a ``functools.partial``.
 
-    The methods are gradient hooks of leaves or vjps, wrapped in ``functools.partial``. Owners in
-    ``watching`` are notified of every outermost pass.
+    If a pass raises before it calls such a method, it calls ``join_failed`` instead. Each outermost
+    pass first calls ``on_begin`` of the objects in ``watching``.
     """
 
     def on_begin(self) -> None:
-        """Handle the begin of an outermost backward pass."""
+        """Prepare for an outermost backward pass that begins now."""
 
     def join_failed(self) -> None:
-        """Handle an exception that ends the running pass before the pass calls the method."""
+        """Handle an exception that ended the pass before it called this object's hook or vjp."""
 
 
 watching: list[weakref.ref[InPasses]] = []
 
-_LAST = sys.maxsize  # turn of the callbacks of on_backward_end, which run last
+_LAST = sys.maxsize  # callbacks of on_backward_end run after all others
 
 
 class _Pass(threading.local):
-    """The backward pass that runs on this thread, or None."""
-
     walk: Walk | None = None
 
 
@@ -80,9 +79,9 @@ def on_backward_end(callback: EndCallback) -> None:
     """Call ``callback(completed)`` once at the end of the running pass; for use in gradient hooks.
 
     ``completed`` is False if the pass raised, so that gradients are missing or partial. Callbacks
-    run on the thread of the pass in the order of registration, before ``backward()`` returns. Every
-    callback runs even if another callback raises. Its exception reaches the caller of
-    ``backward()``. A backward pass inside a hook has its own callbacks.
+    run on the thread of the pass in the order of registration, before ``backward()`` returns. If a
+    callback raises, the other callbacks still run, and ``backward()`` raises its exception. A
+    backward pass inside a hook has its own callbacks.
 
     Raises:
         RuntimeError: If no backward pass runs on this thread.
@@ -98,20 +97,19 @@ def on_backward_end(callback: EndCallback) -> None:
 def at_end(callback: EndCallback, turn: int) -> None:
     """Call ``callback`` at the end of the pass, before callbacks of ``on_backward_end``.
 
-    Callbacks run in ascending order of ``turn``. The order is therefore the same on all ranks, even
-    if their passes stopped at different points.
+    Callbacks run in ascending order of ``turn``. Callers pass the same turns on all ranks, so this
+    order is the same on all ranks even if their passes stopped at different points.
     """
     assert _current.walk is not None
     _current.walk.callbacks.append((turn, callback))
 
 
 def is_last_contribution(leaf: Leaf) -> bool:
-    """Return whether the running pass now computes its last contribution to ``leaf``."""
+    """Return whether all contributions of the running pass to ``leaf`` exist except one."""
     return _current.walk is not None and _current.walk.pending.get(leaf) == 1
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass runs on this thread."""
     return _current.walk is not None
 
 
@@ -149,7 +147,7 @@ def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
         _current.walk = outer
         if walk.callbacks:
             walk.callbacks.sort(key=itemgetter(0))
-            with ExitStack() as stack:  # last in, first out; runs all even if one raises
+            with ExitStack() as stack:  # runs all callbacks even if one raises; last in, first out
                 for _, callback in reversed(walk.callbacks):
                     stack.callback(callback, completed)
 
@@ -167,13 +165,13 @@ def _join_failed(walk: Walk) -> None:
                 owner.join_failed()
 
 
-# Few calls, because for a small model this function takes as long as the computations.
+# This function calls few others: for a small model it takes as long as the computations.
 def _visit_all(walk: Walk, root: Node) -> None:
-    """Visit each node after all its consumers, and call a leaf's hook after its last gradient.
+    """Visit each node after all nodes that used its result. Call a leaf's hook after its gradient.
 
-    Ordered nodes, such as message exchanges, wait until no other node is ready. Then the
-    ordered node that was recorded last is ready, and is visited next. Ordered nodes are therefore
-    visited in the reverse order of recording.
+    Ordered nodes, such as message exchanges, wait until no other node is ready. Then the walk
+    visits the ready ordered node that was recorded last. It therefore visits ordered nodes in the
+    reverse order of recording.
     """
     pending, grads, replaced = walk.pending, walk.grads, walk.replaced
     walk.count([root], (), pending)
@@ -182,10 +180,10 @@ def _visit_all(walk: Walk, root: Node) -> None:
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         if type(node) is Part:
-            ready += walk.replace(node)  # the new graph is visited next
+            ready += walk.replace(node)
             continue
         grad, edges = grads[node], node.edges
-        if node.through is not None:  # maps the gradient before the vjps
+        if node.through is not None:
             contribution = grads[node] = grad = node.through(grad)
             if not walk.retain_graph:
                 node.edges = node.through = None
@@ -212,7 +210,6 @@ def _visit_all(walk: Walk, root: Node) -> None:
 
 
 def _sum(walk: Walk, node: Node, contribution: Array) -> Array:
-    """Return ``contribution`` plus earlier contributions, in the node's shape and dtype."""
     if contribution.shape != node.shape or contribution.dtype != node.dtype:
         contribution = _fit(contribution, node.shape, node.dtype)
     previous = walk.grads.get(node)
@@ -227,7 +224,7 @@ def _sum(walk: Walk, node: Node, contribution: Array) -> Array:
 
 
 def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
-    """Add a contribution to ``leaf.grad``. The gradient shares memory only with its buffer."""
+    """Add ``contribution`` to ``leaf.grad``, copied if it may share memory with another array."""
     buffer, previous = leaf.buffer, leaf.grad
     like = leaf.data if buffer is None else buffer
     shape = like.shape
@@ -236,18 +233,18 @@ def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
     if buffer is None:
         if previous is not None:
             previous += contribution
-            leaf.grad = previous  # rebinds if a hook has set a NumPy scalar
+            leaf.grad = previous  # a NumPy scalar set by a hook is immutable
         elif contribution.base is None and contribution is not incoming and shape:
-            leaf.grad = contribution  # a new array without other references
+            leaf.grad = contribution  # a new array: nothing else refers to it
         else:
             leaf.grad = array_module(contribution).array(contribution)
     elif isinstance(buffer, GradSink):
-        if not isinstance(contribution, GradSink):  # a vjp has already added to a sink
+        if not isinstance(contribution, GradSink):  # else a vjp has called sink.product()
             is_new = contribution.base is None and contribution is not incoming and bool(shape)
             buffer.add(leaf, contribution, is_new)
     else:
         first = contribution if previous is None else previous
-        if first is not buffer:  # unless a vjp has written into the buffer
+        if first is not buffer:  # a vjp may have written it into the buffer
             buffer[...] = first
         if previous is not None:
             buffer += contribution
@@ -255,7 +252,6 @@ def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
 
 
 def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Return ``grad`` in ``dtype``. Raises ValueError if its shape differs from ``shape``."""
     if grad.shape != shape:
         raise ValueError(
             f"backward: a vector-Jacobian product must return a gradient of the input's shape "

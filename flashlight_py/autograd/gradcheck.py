@@ -14,13 +14,13 @@ def gradcheck(
 ) -> None:  # fmt: skip
     """Compare the gradients of ``function`` with central differences.
 
-    The result may have any shape: it is multiplied by fixed weights and summed. Each element of a
-    copy of each array is changed by ``step`` in both directions.
+    The objective is the sum of all elements of the result, each multiplied by a fixed weight. The
+    check changes each element of a copy of each array by ``step`` in both directions.
 
     Args:
         function: Function of one variable per array, deterministic and smooth within ``step``.
         arrays: Arrays of float64 at which to check the gradients.
-        step: Change of an element for the differences.
+        step: Number that is added to an element, and subtracted from it.
         tolerance: Maximum difference, relative to the larger gradient or to 1, whichever is larger.
 
     Raises:
@@ -41,7 +41,7 @@ def gradcheck(
     for position, variable in enumerate(variables):
         if variable.grad is None:
             raise AssertionError(f"gradcheck: backward returned no gradient of input {position}")
-        cells = variable.data.reshape(-1)  # a view, since the copy is contiguous
+        cells = variable.data.reshape(-1)  # a view: the copy is contiguous
         for element, gradient in enumerate(variable.grad.reshape(-1).tolist()):
             expected = central_difference(lambda: objective().scalar(), cells, element, step)
             if problem := difference(position, element, gradient, expected, tolerance):
@@ -64,7 +64,7 @@ def central_difference(
 def difference(
     position: int, element: int, received: float, expected: float, tolerance: float
 ) -> str:
-    """Return a text on two different gradients of an element, or "" if within ``tolerance``."""
+    """Return a message if two gradients differ by more than ``tolerance``, else ""."""
     if abs(received - expected) <= tolerance * max(1.0, abs(received), abs(expected)):
         return ""
     return (

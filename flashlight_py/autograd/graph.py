@@ -1,8 +1,9 @@
-"""The graph of a backward pass: nodes, which operations create, and edges to their inputs.
+"""The graph of a backward pass. Each operation creates a node with edges to its inputs.
 
-An operation without recording creates an ``Outline`` with the sources of the result, but without
-arrays. A computation to repeat in the backward pass creates a ``Part`` for each result. Edges of a
-part lead to the sources of its outlines. The backward pass replaces parts by the repeated graph.
+A module under ``recompute`` does not record its operations. Each operation creates an ``Outline``,
+which has only the sources of the result: other outlines, nodes and leaves. Each result of the
+module is a ``Part``. Its edges lead to the nodes and leaves that its outlines reach. The backward
+pass repeats the computation and replaces its parts by the new graph.
 """
 
 import itertools
@@ -22,29 +23,29 @@ Repeat: TypeAlias = Callable[[], Sequence["Leaf"]]
 
 
 class Leaf:
-    """An end of the graph, with the attributes that a pass uses. Base class of ``Variable``."""
+    """A variable in the graph that no recorded operation computed. Base class of ``Variable``."""
 
     # All slots except grad are internal.
     __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
                  "placement")  # fmt: skip
 
-    data: Array  # Variable.array adds checks
+    data: Array  # without the checks of Variable.array
     grad: Array | None
     node: "Node | None"
     hook: Callable[[Any], None] | None
     buffer: Any  # None, an array, or a GradSink
-    placement: Any  # for parameters of a sharded module (optim.optimizer)
-    changed: int  # Changes.count after the latest change of the leaf
+    placement: Any  # None unless fl.fully_shard has sharded the parameter
+    changed: int  # Changes.count at the latest change of the leaf
 
 
 class Changes:
-    """Number of changes of variables that this package has made."""
+    """Number of calls of :func:`note_changes` in this process."""
 
     count = 0
 
 
 def note_changes(leaves: Iterable[Leaf]) -> None:
-    """Make backward passes reject graphs that used ``leaves`` before this call."""
+    """Note a change of the arrays of ``leaves``. ``backward`` rejects graphs that are older."""
     Changes.count += 1
     now = Changes.count
     for leaf in leaves:
@@ -54,8 +55,9 @@ def note_changes(leaves: Iterable[Leaf]) -> None:
 class Node:
     """One recorded operation. ``edges`` is None after a backward pass has freed the graph.
 
-    ``made``: value of ``Changes.count`` when the operation was recorded. ``through``: function that
-    is applied to the gradient before the vjps, such as the slope of a ReLU.
+    ``made``: ``Changes.count`` at the recording. ``through``: a function, or None. The pass applies
+    it to the gradient of the result before it calls the vjps. A ReLU uses it to multiply by the
+    slope.
     """
 
     __slots__ = ("dtype", "edges", "made", "shape", "through")
@@ -86,7 +88,7 @@ class OrderedNode(Node):
 
 
 class Outline(Node):
-    """The sources of an operation whose result is not recorded."""
+    """The inputs (``sources``) of an operation that is not recorded, without arrays and vjps."""
 
     __slots__ = ("ordered", "sources")
 
@@ -97,7 +99,10 @@ class Outline(Node):
         self.ordered = False
 
     def targets(self) -> tuple[list[Target], bool]:
-        """Return sources outside of the computation, and whether it has ordered operations."""
+        """Return the nodes and leaves that this outline reaches through other outlines.
+
+        Also return whether one of the outlines is of an ordered operation.
+        """
         seen: dict[Target, None] = {self: None}
         unseen: list[Outline] = [self]
         ordered = False
@@ -113,8 +118,6 @@ class Outline(Node):
 
 
 class Outlining(threading.local):
-    """Whether operations of this thread are recorded only as outlines."""
-
     is_outline = False
 
 
@@ -124,9 +127,9 @@ recording = Outlining()
 class Part(Node):
     """Result number ``position`` of a computation without recording.
 
-    ``edges`` lead to the sources of the result. ``repeat`` computes again and returns all results
-    as variables. All parts of one computation have the same ``repeat``. ``ordered`` states whether
-    the computation has ordered operations.
+    ``edges`` lead to the sources of the result. ``repeat`` repeats the computation with recording
+    and returns all its results. All parts of one computation have the same ``repeat``. ``ordered``
+    states whether the computation has ordered operations.
     """
 
     __slots__ = ("position", "repeat", "turn")
@@ -147,29 +150,30 @@ def _no_vjp(grad: Array) -> Array:
 class Walk:
     """The state of a backward pass.
 
-    ``pending``: number of missing contributions of each target. ``grads``: sums of the
-    contributions so far. ``owned``: nodes whose sum is a new array of the pass, which may be
-    modified. ``callbacks``: calls at the end of the pass, with their turns. A pass that begins at a
-    leaf uses only ``callbacks``.
+    ``pending``: number of contributions that each target still expects. ``grads``: sums of the
+    contributions so far. ``owned``: nodes whose sum is a new array, which the pass may modify.
+    ``callbacks``: functions to call at the end of the pass, with their turns. A pass that starts at
+    a leaf uses only ``callbacks``.
     """
 
     def __init__(self, root: Target, seed: Array, retain_graph: bool) -> None:
-        self._parts: dict[Repeat, list[Part]] = {}  # parts that the pass reaches
+        self._parts: dict[Repeat, list[Part]] = {}
         self.retain_graph = retain_graph
         self.pending: dict[Target, int] = {}
         self.grads = {root: seed} if isinstance(root, Node) else {}
         self.owned: set[Node] = set()
         self.callbacks: list[tuple[int, EndCallback]] = []
-        self.replaced: dict[Target, Node] = {}  # parts and the nodes that replace them
-        self._inside: set[Node] = set()  # parts whose nodes have more uses in the new graph
+        self.replaced: dict[Target, Node] = {}  # for a part: its new node
+        self._inside: set[Node] = set()  # parts whose new node is also an input in the new graph
 
     def count(
         self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]
     ) -> None:
-        """Count the edges to each target below ``roots``, down to ``ends``, in ``counts``.
+        """Set ``counts`` to the number of edges to each target that ``roots`` reach.
 
-        Roots and ends without incoming edges have count 0. ``counts`` is complete even if this
-        raises RuntimeError because the graph was freed or a leaf was changed.
+        ``counts`` also has ``roots`` and ``ends``, with 0 if no edge leads to them. Edges of
+        ``ends`` are not followed. ``counts`` is complete even if this raises RuntimeError because
+        the graph was freed or a leaf was changed.
         """
         problem, now = "", Changes.count
         for root in roots:
@@ -198,7 +202,7 @@ class Walk:
             raise RuntimeError(problem)
 
     def replace(self, part: Part) -> list[Node]:
-        """Repeat the computation of ``part``, and return the node to visit next, if there is one.
+        """Repeat the computation of ``part``. Return a list of the new node if it is ready.
 
         The nodes of the new graph replace all parts of the computation. All sums are then made in
         the same order as without parts.
@@ -213,14 +217,14 @@ class Walk:
                 if replaced_part in self.owned:
                     self.owned.add(node)
                 if self.pending.get(node, 0) > self.pending.get(replaced_part, 0):
-                    self._inside.add(replaced_part)  # visited after the last node that uses it
+                    self._inside.add(replaced_part)  # not ready: other new nodes use its result
                 self.replaced[replaced_part] = node
                 if not self.retain_graph:
                     replaced_part.edges = replaced_part.repeat = None
         return [] if part in self._inside else [self.replaced[part]]
 
     def _done_again(self, results: Sequence[Leaf], parts: Sequence[Part]) -> list[Node]:
-        """Return nodes of the repeated computation to replace ``parts``, and update ``pending``."""
+        """Return the node of ``results`` for each of ``parts``, and update ``pending``."""
         announced = [target for part in parts for target, _ in part.edges or ()]
         candidates = [results[part.position].node for part in parts if part.position < len(results)]
         nodes = [node for node in candidates if node is not None]
@@ -229,7 +233,7 @@ class Walk:
         counts = {target: count for target, count in counts.items() if count}
         reached = {target for target in counts if not isinstance(target, Node)}
         missing, added = set(announced) - counts.keys(), reached - set(announced)
-        # A leaf that the computation creates is a new object in each repetition.
+        # Each repetition creates a new object for a leaf that is created inside the computation.
         is_same = len(missing) == len(added) and all(
             not isinstance(x, Node) and x.hook is None for x in missing
         )
@@ -258,7 +262,6 @@ class Walk:
 
 
 def _changed_since(node: Node) -> str:
-    """Return an error message if a leaf was changed after the operation used it, else ""."""
     edges: Any = node.edges
     changed = [leaf for leaf, _ in edges if isinstance(leaf, Leaf) and leaf.changed > node.made]
     if not changed:

@@ -1,8 +1,8 @@
 """Native kernels of differentiable functions (csrc/nn), if they were built.
 
-A kernel takes contiguous arrays of one dtype, returns new arrays, and is one instruction of a
-captured step. Without a kernel, callers use array operations: for CuPy arrays, other dtypes, and a
-package without native code.
+A kernel takes contiguous arrays of one dtype and returns new arrays. A replay of a captured step
+runs a kernel as one instruction. If there is no kernel, callers use array operations. There is no
+kernel for CuPy arrays, for dtypes other than float32 and float64, and without native code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Made = Sequence[tuple[tuple[int, ...], Any]]
 
 
 class Kernel:
-    """A native function for one dtype. ``address`` points to its entry in the table of csrc/nn."""
+    """A native function for one dtype, at ``address`` in csrc/nn."""
 
     def __init__(self, name: str, address: int, call: Any) -> None:
         self.name, self.address, self._call = name, address, call
@@ -30,16 +30,17 @@ class Kernel:
     def __call__(
         self, made: Made, sizes: tuple[int, ...], numbers: tuple[float, ...], *arrays: Array | None
     ) -> Any:
-        """Return a new array, or a tuple of arrays, with the shapes and dtypes of ``made``.
+        """Return a new array, or a tuple of new arrays.
 
-        Each kernel defines ``sizes``, ``numbers`` and the order of arrays. Arrays must be
-        contiguous. Raises RuntimeError if an array has fewer bytes than the kernel uses.
+        ``made`` is a list of the shape and dtype of each result. Each kernel defines ``sizes``,
+        ``numbers`` and the order of arrays. Arrays must be contiguous. Raises RuntimeError if an
+        array has fewer bytes than the kernel uses.
         """
         for array in arrays:
             if array is None or type(array) is np.ndarray:
                 continue
             if not issubclass(type(array), np.generic):
-                # While a step is recorded, an argument may be a stand-in for an array.
+                # While capture() records a step, an argument may be a stand-in for an array.
                 args = made, sizes, numbers, *arrays
                 return array.__array_function__(self, (), args, {})
             arrays = tuple([x if x is None else np.asarray(x) for x in arrays])
@@ -59,7 +60,7 @@ def _kernel(name: str) -> Kernel | None:
 
 
 def kernel(name: str, array: Array) -> Kernel | None:
-    """Return the kernel ``name`` for ``array``, or None for other dtypes and libraries."""
+    """Return the kernel ``name`` for the dtype of ``array``, or None if there is none."""
     dtype = array.dtype
     is_supported = dtype.char in "fd" and dtype.isnative and not is_cupy(array)
     return _kernel(f"{name}:{dtype.char}") if is_supported else None
@@ -84,7 +85,7 @@ def channels_second(array: Array) -> Array:
 
 
 def is_channels_last(x: Array) -> bool:
-    """Return whether ``x`` is not C-contiguous, like images that store the channels last."""
+    """Return whether ``x`` is not C-contiguous, for example because the channels are last."""
     return x.ndim > 2 and not x.flags.c_contiguous
 
 
@@ -94,8 +95,8 @@ def apply_elementwise(
 ) -> Any:  # fmt: skip
     """Return the results of the elementwise kernel ``name``, or None if there is no kernel.
 
-    ``is_last`` selects the layout with channels last for results and for the order of elements. By
-    default it is the layout of ``x``.
+    If ``is_last``, the kernel visits the elements with channels last, and the results have this
+    layout. The default is ``is_channels_last(x)``.
     """
     native = kernel(name, x)
     if native is None:
@@ -109,7 +110,10 @@ def apply_elementwise(
 
 
 def record_mapped(name: str, x: Variable) -> Variable | None:
-    """Return the result of kernel ``name`` or ``name_with_slope``, recorded; None without them."""
+    """Return the recorded result of kernel ``name``, or None if there is no kernel.
+
+    If ``x`` needs a gradient, the kernel ``<name>_with_slope`` also returns the derivative.
+    """
     if not x.calc_grad or recording.is_outline:
         out = apply_elementwise(name, x.data)
         return None if out is None else record_all(out, ((x, lambda grad: grad),))
@@ -119,7 +123,7 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
     out, slope = results
 
     def vjp(grad: Array) -> Any:
-        if is_channels_last(slope):  # NumPy's product of mixed layouts is C-contiguous
+        if is_channels_last(slope):  # NumPy's product of two layouts is C-contiguous
             return channels_second(as_contiguous(channels_last(grad)) * channels_last(slope))
         return grad * slope
 
@@ -130,10 +134,10 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
 def record_jointly(
     name: str, array: Array, back: Callable[[Array], tuple[Array, ...]], *inputs: Variable | None
 ) -> Variable:
-    """Return the result of an operation ``name`` whose gradients ``back`` computes together.
+    """Return the result ``array`` of operation ``name``. ``back`` computes all its gradients.
 
-    ``back`` returns one gradient per entry of ``inputs``. Entries may be None. After the first
-    input come parameters, which get their gradients first, so that their hooks run early.
+    ``back`` returns one gradient per entry of ``inputs``. Optional inputs may be None. All inputs
+    after the first are parameters. They get their gradients first, so that their hooks run early.
     """
 
     def vjp(position: int) -> Any:
@@ -150,9 +154,9 @@ def random_keep_mask(
 ) -> Array:
     """Return a Boolean mask [rows, columns] that is False with probability ``ratio``.
 
-    The algorithm is in csrc/nn/random.inc. ``seed`` is an array of one int64, so that each replay
-    of a captured step can use a new seed. Rows are counted from ``first``. Each ``block`` of
-    elements of a row has its own key.
+    The mask has the rows from ``first`` of a random matrix. ``seed`` is an array of one int64, so
+    that each replay of a captured step can use a new seed. The numbers are those of
+    csrc/nn/random.inc, with a key for each ``block`` of adjacent elements of a row.
     """
     xp = array_module(seed)
     column = xp.arange(columns, dtype=np.uint64)

@@ -13,17 +13,15 @@ from flashlight_py.device import array_module
 
 
 def _reshape(self: Variable, *shape: Any) -> Variable:
-    """Return the variable with another shape, as a view if possible. One entry may be -1."""
     return dimensions.reshape(self, shape[0] if len(shape) == 1 else shape)
 
 
 def _transpose(self: Variable, *axes: Any) -> Variable:
-    """Return a view with dimensions in the order of ``axes``, by default reversed."""
     return dimensions.transpose(self, axes if len(axes) > 1 else (*axes, None)[0])
 
 
 def _missing(self: Variable, name: str) -> Any:
-    """Raise AttributeError for an unknown attribute, with the name of a replacement if known."""
+    """Raise AttributeError. The message names the replacement of ``name``, if there is one."""
     replacement = _INSTEAD.get(name, f"x.numpy().{name}" if hasattr(np.ndarray, name) else "")
     if callable(getattr(functions, name, 0)):
         replacement = f"fl.autograd.functions.{name}(x)"
@@ -31,7 +29,7 @@ def _missing(self: Variable, name: str) -> Any:
     raise AttributeError(f"a Variable x has no attribute {name!r}{hint}", name=name, obj=self)
 
 
-# Attributes of NumPy arrays and torch tensors, with the expression that replaces them.
+# What a user can write instead of an attribute of NumPy arrays or torch tensors.
 _INSTEAD = {
     **{"clone": "x.copy()", "dim": "x.ndim", "numel": "x.size", "requires_grad": "x.calc_grad"},
     **{"view": "x.reshape(shape)", "permute": "x.transpose(axes)", "ravel": "x.flatten()"},
@@ -86,14 +84,13 @@ def _by_line(function: Callable[..., Variable], default: int | None) -> Callable
     )
 
 
-# Implementations of NumPy's ufuncs for variables.
 _SAME = "add negative maximum minimum exp log log1p sqrt sin cos tanh matmul"
 _UFUNCS: dict[Any, Callable[..., Variable]] = {
     **{getattr(np, name): getattr(functions, name) for name in _SAME.split()},
     **{np.subtract: elementwise.sub, np.multiply: elementwise.mul, np.divide: elementwise.div},
     **{np.power: elementwise.pow, np.square: lambda x: x * x, np.absolute: elementwise.abs},
 }
-# For other NumPy functions: the implementation, and the number of equal positional arguments.
+# For a NumPy function: our function, and the number of leading arguments that both have in common.
 _AS_HERE = "sum mean var max min stack transpose reshape tile squeeze expand_dims flip std prod"
 _FUNCTIONS: dict[Any, tuple[Callable[..., Any], int]] = {
     **{getattr(np, name): (getattr(functions, name), 2) for name in _AS_HERE.split()},
@@ -112,7 +109,7 @@ _CONSTANT = {np.argmax, np.argmin, np.argsort, np.any, np.all, np.isclose, np.al
 
 
 def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-    """Apply NumPy's ``ufunc`` to variables, or to arrays if no variable needs a gradient."""
+    """Call our function for ``ufunc`` with variables, or ``ufunc`` itself with arrays."""
     if ufunc in _UFUNCS and method == "__call__" and not options:
         return _UFUNCS[ufunc](*inputs)
     if any(isinstance(output, Variable) for output in options.get("out", ())):
@@ -124,7 +121,7 @@ def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options
 
 
 def _call_function(self: Variable, function: Any, _: Any, args: Any, options: Any) -> Any:
-    """Apply NumPy's ``function`` to variables, or to arrays if no variable needs a gradient."""
+    """Call our function for ``function`` with variables, or ``function`` itself with arrays."""
     call, most = _FUNCTIONS.get(function, (None, 0))
     if call and len(args) <= most and options.keys() <= signature(call).parameters.keys():
         return call(*args, **options)
@@ -134,7 +131,7 @@ def _call_function(self: Variable, function: Any, _: Any, args: Any, options: An
 
 
 def _arrays_of(value: Any, function: str = "") -> Any:
-    """Replace variables by arrays. If one needs a gradient, TypeError names ``function``."""
+    """Replace variables by arrays. TypeError if ``function`` is not "" and one needs a gradient."""
     if isinstance(value, Variable):
         if function and value.calc_grad:
             raise TypeError(

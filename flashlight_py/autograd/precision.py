@@ -1,9 +1,8 @@
 """The dtype of ``fl.amp.autocast`` on this thread, and casts of inputs to it.
 
-Functions convert their inputs with one of these: :func:`as_half` (products, which are most of the
-work), :func:`as_float32` (sums, exponentials and losses, which need range or digits), or
-``as_variable`` and ``as_pair`` (other functions, which compute in the widest input dtype). Outside
-of autocast all of them keep the dtype.
+Under autocast, :func:`as_half` casts the inputs of products, which are most of the work.
+:func:`as_float32` casts the inputs of sums, exponentials and losses, which need range or digits.
+All other functions use ``as_variable`` and ``as_pair``, and compute in the widest input dtype.
 """
 
 import threading
@@ -17,15 +16,15 @@ from flashlight_py import structure
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array
 
-# For each leaf: its array and its ``changed`` at the time of the cast, and the cast variable.
+# For each leaf that was cast: its array and ``changed`` at that time, and the cast variable.
 Casts: TypeAlias = dict[Variable, tuple[Array, int, Variable]]
 
-_CAST = "feE"  # float64 and integers are not cast
+_CAST = "feE"  # dtype characters of float16, float32 and bfloat16
 _FLOAT32 = np.dtype(np.float32)
 
 
 class Precision(threading.local):
-    """The half dtype of the current autocast region (None outside), and the casts made in it."""
+    """The half dtype of autocast (None outside of it), and the casts made under autocast."""
 
     def __init__(self) -> None:
         self.dtype: np.dtype[Any] | None = None
@@ -37,7 +36,7 @@ active_precision = Precision()
 
 @contextmanager
 def casting(dtype: np.dtype[Any] | None, casts: Casts | None = None) -> Iterator[None]:
-    """Let functions of this thread cast inputs to ``dtype``. ``casts``: earlier casts to reuse."""
+    """Make the functions of this thread cast inputs to ``dtype``, reusing earlier ``casts``."""
     before = active_precision.dtype, active_precision.casts
     _set(dtype, {} if casts is None else casts)
     try:
@@ -50,7 +49,7 @@ def _set(dtype: np.dtype[Any] | None, casts: Casts) -> None:
     is_changed = active_precision.dtype != dtype
     active_precision.dtype, active_precision.casts = dtype, casts
     if is_changed:
-        structure.changed()  # steps captured under another dtype are invalid
+        structure.changed()  # replays of steps that were captured under another dtype are not valid
 
 
 def as_half(x: Input) -> Variable:
@@ -66,7 +65,7 @@ def as_float32(x: Input) -> Variable:
 
 
 def as_floating(x: Variable) -> Variable:
-    """Return ``x``. Integers and Booleans become float64, without gradient."""
+    """Return integers and Booleans as float64, without gradient, and other variables unchanged."""
     return Variable(x.data.astype(np.float64)) if x.data.dtype.kind in "iub" else x
 
 

@@ -25,19 +25,19 @@ _CUDA = 2  # kDLCUDA in dlpack.h
 class Variable(Leaf):
     """An array in a computation, with an optional gradient.
 
-    The array is NumPy's, CuPy's or another array with DLPack. It is shared, not copied. The dtype
-    is kept, also in arithmetic with Python numbers. Arrays of two dtypes follow NumPy's promotion
-    (float16 with float32: float32), and each gradient has the dtype of its variable. A variable
-    made by the user is a leaf. The result of an operation on variables with ``calc_grad`` stores
-    that operation until a backward pass has used it.
+    ``array`` is a NumPy or CuPy array, or another array with DLPack. The variable refers to it
+    without a copy and keeps its dtype, also in arithmetic with Python numbers. Arrays of two dtypes
+    follow NumPy's promotion (float16 with float32: float32). Each gradient has the dtype of its
+    variable. A variable that the user creates is a leaf. If an operation has an input with
+    ``calc_grad``, its result refers to the operation until a backward pass has used it.
 
     Do not modify arrays between a forward pass and its backward pass. ``backward()`` detects
-    changes by this package, but not changes by NumPy. Indices, targets and lengths are copied.
+    changes by this package, but not changes by NumPy. Operations copy indices, targets and lengths.
 
-    NumPy's functions return variables if ``fl.autograd.functions`` has the same function. They
-    return arrays if the result has no derivative (``np.argmax``, ``<``). Other NumPy functions
-    raise TypeError if a variable needs a gradient. ``==`` compares objects, which sets, dicts and
-    lists of variables need. ``np.equal(x, y)`` compares elements.
+    If ``fl.autograd.functions`` has a NumPy function, NumPy returns variables. If the result has no
+    derivative (``np.argmax``, ``<``), NumPy returns arrays. Other NumPy functions raise TypeError
+    if a variable needs a gradient. ``==`` compares objects, as sets, dicts and lists of variables
+    need it. ``np.equal(x, y)`` compares elements.
 
     Args:
         array: The value, of any shape. With ``calc_grad`` the dtype must be floating.
@@ -61,7 +61,7 @@ class Variable(Leaf):
 
     @property
     def array(self) -> Array:
-        """The value. Assignment replaces the array without a copy; shape and dtype must stay.
+        """The value. Assignment stores another array of the same shape and dtype, without a copy.
 
         Assignment raises TypeError if the new value is not an array or has another dtype, and
         ValueError if its shape differs or if the variable is sharded.
@@ -84,9 +84,10 @@ class Variable(Leaf):
 
     @property
     def calc_grad(self) -> bool:
-        """Whether ``backward()`` computes a gradient for this variable; assignable on leaves.
+        """Whether ``backward()`` computes a gradient for this variable. Can be set on leaves.
 
-        True raises TypeError if the dtype has no gradient. Results of operations raise ValueError.
+        Setting True raises TypeError unless the dtype is floating. Setting it on the result of an
+        operation raises ValueError.
         """
         return self._calc_grad
 
@@ -97,7 +98,7 @@ class Variable(Leaf):
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
-        # A variable that was a result has no ``changed``.
+        # The result of an operation, which becomes a leaf without its graph, has no ``changed``.
         self.changed = getattr(self, "changed", 0)
         structure.changed()
 
@@ -112,12 +113,12 @@ class Variable(Leaf):
 
     @property
     def grad_buffer(self) -> Array | None:
-        """Memory for this leaf's gradient, or None (the default): each pass allocates memory.
+        """Array that stores this leaf's gradient. If None (the default), each pass allocates it.
 
-        A buffer may be a view into a larger array. If ``grad`` is None, the first contribution is
-        copied to the buffer. Later contributions are added in place, and ``grad`` is the buffer.
-        The value is None for parameters of a sharded module (see ``fl.fully_shard``). Assignment
-        raises TypeError if the buffer is not an array or its dtype differs from the variable's. It
+        A buffer may be a view into a larger array. If ``grad`` is None, a pass copies the first
+        contribution to the buffer, and ``grad`` becomes the buffer. Later contributions are added
+        in place. Always None for parameters of a sharded module (see ``fl.fully_shard``). Setting
+        it raises TypeError if the buffer is not an array or has another dtype than the variable. It
         raises ValueError if the buffer has another shape or is read-only, or unless this is an
         unsharded leaf.
         """
@@ -126,7 +127,7 @@ class Variable(Leaf):
     @grad_buffer.setter
     def grad_buffer(self, buffer: Array | None) -> None:
         if buffer is None and isinstance(self.buffer, GradSink):
-            return  # sharded parameters have no array to remove
+            return  # None is already the value
         if buffer is not None:
             self._require_leaf("a gradient buffer")
             buffer = _as_array(buffer)
@@ -163,12 +164,12 @@ class Variable(Leaf):
         return self.data.dtype
 
     def assign(self, value: Array) -> None:
-        """Copy ``value`` (same shape) into the array, in place, from any device. Internal."""
+        """Copy ``value``, an array of the same shape on any device, into ``array``. Internal."""
         self.data[...] = to_device(value, device_of(self.data))
         note_changes((self,))
 
     def numpy(self) -> Array:
-        """Return the array if it is on the CPU, else a NumPy copy. Blocks until it is complete."""
+        """Return the array if it is on the CPU, else a NumPy copy. Blocks until it is copied."""
         return to_device(self.data, "cpu")
 
     def scalar(self) -> float:
@@ -181,10 +182,10 @@ class Variable(Leaf):
             raise ValueError(f"scalar: expected exactly one element, got shape {self.shape}")
         return self.data.item()  # type: ignore[no-any-return]
 
-    item = scalar  # name in NumPy and torch
+    item = scalar  # NumPy and torch call it item()
 
     def detach(self) -> Variable:
-        """Return a constant that shares the array. Gradients do not propagate through it."""
+        """Return a constant with the same array. Gradients do not propagate through it."""
         return Variable(self.data)
 
     def copy(self) -> Variable:
@@ -258,7 +259,7 @@ class Variable(Leaf):
         run_pass(self.node or self, seed, retain_graph)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy or pickle the array and ``calc_grad``, without graph, gradient and hook."""
+        """Copies and pickles have the array and ``calc_grad``, but no graph, gradient or hook."""
         if self.placement is not None:
             self.placement.shards.check("copy")
         return Variable, (self.data, self._calc_grad)
@@ -298,7 +299,7 @@ class Variable(Leaf):
         if self.node is not None:
             raise ValueError(f"{attribute} needs a leaf, got an operation's result")
 
-    if TYPE_CHECKING:  # operators.py adds these methods
+    if TYPE_CHECKING:  # for type checkers: operators.py adds these methods
 
         def __neg__(self) -> Variable: ...
         def __add__(self, other: Operand) -> Variable: ...
@@ -331,7 +332,7 @@ class Variable(Leaf):
 
 
 def input(array: Array) -> Variable:
-    """Return a leaf without gradient that shares ``array`` of any shape and dtype."""
+    """Return a leaf without gradient for ``array`` of any shape and dtype."""
     return Variable(array)
 
 
@@ -340,12 +341,12 @@ no_grad = input
 
 
 def param(array: Array) -> Variable:
-    """Return a leaf with gradient that shares ``array`` of any shape and a real floating dtype."""
+    """Return a leaf with gradient for ``array`` of any shape and real floating dtype."""
     return Variable(array, True)
 
 
 def shards_of(variables: Iterable[Variable]) -> list[Any]:
-    """Return the shards of the variables' sharded modules, without duplicates, in order."""
+    """Return the ``Shards`` of all sharded modules that have one of ``variables``, each once."""
     return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
 
 
@@ -359,7 +360,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
         through: See ``Node``.
     """
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
-        # NumPy returns a scalar if a result has no dimensions.
+        # NumPy returns a scalar instead of an array without dimensions.
         array = getattr(array, "__array_library__", np).asarray(array)
     return record_all(array, inputs, through)
 
@@ -367,7 +368,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 def record_all(
     array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
 ) -> Variable:
-    """Record like :func:`record`, 0.5 us faster, because ``inputs`` is one sequence."""
+    """Record like :func:`record`, but 0.5 us faster, because ``inputs`` is a sequence."""
     edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge
@@ -390,7 +391,7 @@ def record_all(
 def record_pair(
     array: Any, x: Variable, x_vjp: Vjp, y: Variable, y_vjp: Vjp, through: Vjp | None = None
 ) -> Variable:
-    """Record an operation on two operands. Gradients of broadcast operands are summed."""
+    """Record an operation on two operands. A broadcast operand gets the sum of its gradients."""
     if x.data.shape != array.shape:
         x_vjp = summed(x_vjp, x.data.shape)
     if y.data.shape != array.shape:
@@ -414,8 +415,7 @@ def summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
 def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
     """Record like :func:`record`, for an operation with side effects such as messages.
 
-    A backward pass visits these operations in the reverse order of recording, so that replies are
-    sent in the reverse order of messages.
+    A backward pass visits these operations in the reverse order of recording, on all ranks.
     """
     result = record(array, *inputs)
     if isinstance(result.node, Outline):
@@ -428,12 +428,12 @@ def record_in_order(array: Any, *inputs: tuple[Variable, Vjp]) -> Variable:
 def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Callable[..., Variable]:
     """Return a differentiable operation on variables, from its forward function; a decorator.
 
-    ``forward`` receives the arguments of the operation, with variables replaced by NumPy or CuPy
-    arrays. It returns an array and a function ``backward``. A backward pass calls ``backward`` once
-    with the gradient of the result, which must not be modified. ``backward`` returns one gradient
-    for each variable or array that was passed by position, as a tuple if there are several. A
-    gradient has the shape of its argument, or is None if it is zero or not needed. Check the
-    derivative with ``fl.gradcheck``.
+    ``forward`` receives the arguments of the operation, with NumPy or CuPy arrays in place of
+    variables. It returns an array and a function ``backward``. A backward pass calls ``backward``
+    once with the gradient of the result, which ``backward`` must not modify. ``backward`` returns
+    one gradient for each variable or array that was passed by position, as a tuple if there are
+    several. A gradient has the shape of its argument, or is None if it is zero or not needed. Check
+    the derivative with ``fl.gradcheck``.
 
     Raises:
         TypeError: If a call passes a variable by keyword, or ``forward`` returns other types.
@@ -480,7 +480,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
                     f"{name}: backward must return one gradient per array or variable passed by "
                     f"position, of the shapes {shapes} (None: any shape), got {received}"
                 )
-            # Return views, so that the pass copies them, because the user may keep the arrays.
+            # The pass copies views, but not new arrays. The user may keep the returned arrays.
             zero = array_module(grad).zeros_like
             return {
                 index: zero(arrays[index]) if gradient is None else gradient[...]

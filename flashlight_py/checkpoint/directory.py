@@ -1,12 +1,13 @@
-"""Directory of the checkpoints of a run. Each checkpoint appears complete or not at all.
+"""Files of the checkpoints of a run. Each checkpoint appears complete or not at all.
 
-A checkpoint is a directory ``<number>-step-<step>`` with two files. Numbers always increase, also
-if a run returns to an earlier step. The names of directories that are being written or removed
-begin with a full stop. If a process is killed, the next ``save`` removes such directories.
+A checkpoint is a directory ``<number>-step-<step>`` with two files. A new checkpoint has a larger
+number than all earlier checkpoints, even if its step is smaller. The names of directories that are
+being written or removed begin with a full stop. If a process is killed, the next ``save`` removes
+such directories.
 
 The length and SHA-256 of a file identify its content. A thread computes the digest during the
-write, because the digest takes as long as a fast disk. Functions raise the OSErrors of the system,
-and ValueError if a file differs from the written bytes.
+write, because both take about as long on a fast disk. Functions raise the OSErrors of the system,
+and ValueError if a file does not have the length and digest with which it was written.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
 
 
 def read_durable(file: Path, expected: Content) -> Array:
-    """Return the content of ``file`` (uint8); raise ValueError if length or digest differ."""
+    """Return the content of ``file`` (uint8), or raise ValueError if it is not ``expected``."""
     with open(file, "rb") as stream:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
@@ -79,7 +80,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _sha256_of(pieces: Iterable[Array], move: Callable[[memoryview], object]) -> str:
-    """Pass parts of ``pieces`` to ``move``, digest them in a thread, and return the hex SHA-256."""
+    """Pass each part of ``pieces`` to ``move``; return the hexadecimal SHA-256 of all parts."""
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as thread:
         added = thread.submit(digest.update, b"")
@@ -101,7 +102,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of the manifest file. ``parts``: names of the saved arguments of ``save``."""
+    """Content of the manifest file. ``parts`` has names such as "module" and "optimizer"."""
 
     step: int
     ranks: int
@@ -110,7 +111,7 @@ class Manifest:
     version: str
 
     def encode(self) -> bytes:
-        """Return the bytes of the file: JSON that contains its own digest, to detect damage."""
+        """Return the manifest as JSON with a digest, by which ``decode`` detects damage."""
         content = {"format": FORMAT, **asdict(self), "state": self.state._asdict()}
         return _text({"manifest": content, "sha256": _digest(content)})
 
@@ -150,8 +151,8 @@ def publish(
 ) -> Path:
     """Write a checkpoint with the bytes of ``state``, and return its path.
 
-    The directory gets its final name when its content is on the disk. After an exception nothing
-    remains. Only the newest ``keep`` checkpoints are kept; a failed removal is logged.
+    The directory gets its final name when its content is on the disk. If writing fails, the
+    directory is removed. Afterwards, all but the newest ``keep`` checkpoints are removed.
     """
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -174,7 +175,7 @@ def publish(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_directory(directory)
-    # Other entries may have names of checkpoints; only a checkpoint has a state file.
+    # A user's folder may have the name of a checkpoint. Only a checkpoint has a state file.
     for old in [folder for folder in before if os.path.exists(folder / STATE)][keep - 1 :]:
         _remove(old)
     return path
@@ -187,7 +188,7 @@ def read_checkpoint(checkpoint: Path) -> tuple[Manifest, Array]:
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """Return entries of ``directory`` named like checkpoints, newest first; [] if missing."""
+    """Return the paths in ``directory`` that have names of checkpoints, newest first."""
     try:
         # One listing of a large folder may miss a checkpoint that is replaced at the same time.
         listings = (list(directory.iterdir()) for _ in range(5))
@@ -211,7 +212,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file, or a link but not its target. If this fails, log a warning."""
+    """Remove a folder, a file or a link (not its target). Log a warning if this fails."""
     try:
         if _NAME.fullmatch(path.name):
             # A partly removed folder must not have the name of a checkpoint.

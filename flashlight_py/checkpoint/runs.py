@@ -1,4 +1,4 @@
-"""Saving and loading of runs: rank 0 writes and reads, and broadcasts the state."""
+"""Save and load runs. Rank 0 writes and reads the files, and broadcasts the loaded state."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
 from flashlight_py.safetensors import flatten_tree, from_bytes, pieces
 
 _log = logging.getLogger("flashlight_py")
-# Class of the error on all ranks, by name of the class on one rank. Default: CheckpointError.
+# Name of the exception class on the failed rank: class on the other ranks (else CheckpointError).
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -41,7 +41,7 @@ class Stateful(Protocol):
 
 
 class _Several:
-    """Several objects for one argument, such as two optimizers, by name or position."""
+    """A list or dict of objects as one argument, for example two optimizers."""
 
     def __init__(self, parts: Mapping[Any, Stateful] | Sequence[Stateful]) -> None:
         items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
@@ -88,14 +88,15 @@ def save(
             such objects. Its arrays may have any shape and a boolean, integer, floating (up to 64
             bits), bfloat16 or complex dtype.
         optimizer: Like ``module``, for example ``fl.optim.AdamOptimizer``.
-        sampler: Like ``module``, for example ``fl.DistributedSampler``, equal on all ranks.
+        sampler: Like ``module``, for example ``fl.DistributedSampler``. All ranks must pass
+            samplers with equal states.
         schedule: Like ``module``, for example ``fl.optim.CosineAnnealingLR``.
-        rng: True for the package's random numbers (dropout, initialisation), or a generator of
-            NumPy or CuPy, or a list, tuple or dict of generators, whose states are saved as well.
+        rng: True to save the state of the package's random numbers (dropout, initialisation). To
+            save also your generators, pass a generator of NumPy or CuPy, or a list, tuple or dict.
         step: Step of the training, at least 0, the same on every rank.
         extra: Any other state: dicts, lists, tuples, arrays, numbers, strings, None.
-        keep: Number of checkpoints to keep, at least 1. Older checkpoints are removed; of a link,
-            only the link. A failed removal logs a warning. Other entries are not touched.
+        keep: Number of checkpoints to keep, at least 1. Older checkpoints are removed. If this
+            fails, a warning is logged. Other entries of the directory are not removed.
         group: Group that saves together. Default: the world. The other ranks wait while rank 0
             writes, so writing must not take longer than the timeout of the group.
 
@@ -148,8 +149,8 @@ def save(
 class Checkpoint(NamedTuple):
     """A loaded checkpoint: its step, its path on rank 0, and the saved ``extra``.
 
-    ``ranks`` is the number of ranks that saved it. ``skipped`` contains, for each newer checkpoint,
-    the reason why it was not used.
+    ``ranks`` is the number of ranks that saved it. ``skipped`` has one text for each newer
+    checkpoint that could not be used. The text contains the reason.
     """
 
     step: int
@@ -160,7 +161,7 @@ class Checkpoint(NamedTuple):
 
 
 class _IntactCheckpoint(NamedTuple):
-    """The newest intact checkpoint, found by rank 0. Its state is not included."""
+    """The newest intact checkpoint, found by rank 0, without its arrays."""
 
     path: Path
     manifest: Manifest
@@ -181,15 +182,19 @@ def load(
     during the call, the newer one is used. ``path`` may also be a single intact checkpoint.
 
     Arrays are copied into the arrays of the module and the optimizer, in place, also to another
-    device. The number of ranks may differ from the number that saved; a rank without a saved random
-    state keeps its own, with a warning. The call needs as much memory as the checkpoint has bytes.
+    device. The number of ranks may differ from the number that saved. If a rank has no saved random
+    state, it keeps its state and logs a warning. The call needs as much memory as the checkpoint
+    has bytes.
 
     Args:
-        path: Directory that was passed to :func:`flashlight_py.save`; rank 0's path is used.
-        module: Module of the same structure as the saved module. None: no module is loaded.
-        optimizer, sampler, schedule: Like ``module``. ``schedule`` must belong to ``optimizer``.
-        rng: As passed to ``save``. Its generators and those of the package are set in place. For a
-            ``module`` that was distributed with ``leaves``, every rank gets rank 0's state.
+        path: Directory that was passed to :func:`flashlight_py.save`. The path of rank 0 is used.
+        module: Module whose parameters have the same names and shapes as when it was saved, or a
+            list, tuple or dict of modules as passed to ``save``. None: no module is loaded.
+        optimizer, sampler, schedule: Objects of the same kind as the saved objects, with the same
+            structure as in ``save``. None: not loaded. ``schedule`` must belong to ``optimizer``.
+        rng: The value passed to ``save``. The states of these generators and of the package's
+            random numbers are restored. If ``module`` was distributed with ``leaves``, every rank
+            gets the states of rank 0. None: no random state is restored.
         group: Group that loads together. Default: the world.
 
     Returns:
@@ -226,7 +231,7 @@ def load(
     if intact is None:
         return None
     content = state if members.rank == 0 else np.empty(intact.manifest.state.nbytes, np.uint8)
-    state = members.broadcast(content)  # without Attempt: it raises on all ranks
+    state = members.broadcast(content)  # raises on all ranks, so it needs no Attempt
     tree: dict[str, Any] = {}
     with Attempt("load", members) as attempt:
         tree = from_bytes(state)
@@ -322,7 +327,7 @@ def context_of(operation: str, group: ProcessGroup) -> str:
 
 
 class Attempt:
-    """A block of "save" or "load" that keeps its exception until all ranks are notified."""
+    """Context manager that catches an exception and raises it after all ranks are notified."""
 
     def __init__(self, operation: str, group: ProcessGroup) -> None:
         self._operation, self._group = operation, group
@@ -341,10 +346,10 @@ class Attempt:
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
     def share(self, value: object = None) -> list[Any]:
-        """Return the JSON values of all ranks, if no rank failed. Collective, blocking.
+        """Return the ``value`` of every rank, or raise on all ranks if a rank has failed.
 
-        Raises the errors of ``Work.wait`` and :meth:`end`. If a rank does not reach the call, the
-        message says that all ranks must call "save" or "load".
+        Collective, blocking. Raises the errors of ``Work.wait`` and :meth:`end`. If a rank does not
+        call this in time, the message says that all ranks must call "save" or "load".
         """
         sent = json.dumps([self.failure, value]).encode()
         call = next(call for call in COMPOSED if call.startswith(f"{self._operation}("))
@@ -366,10 +371,11 @@ class Attempt:
             )
 
     def end(self, failures: Sequence[Any]) -> None:
-        """Raise if any of ``failures``, the reports of the ranks in order, is not None.
+        """Raise if any rank failed. ``failures`` has the property ``failure`` of every rank.
 
-        A rank that failed with a TypeError, ValueError or CheckpointError raises it. Other ranks
-        raise the error of the first failed rank, as CheckpointError if it has another class.
+        A rank that failed with a TypeError, ValueError or CheckpointError raises this exception
+        again. The other ranks raise the TypeError or ValueError of the first failed rank, or
+        CheckpointError.
         """
         if isinstance(self._error, TypeError | ValueError | errors.CheckpointError):
             raise self._error

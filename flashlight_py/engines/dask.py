@@ -39,13 +39,13 @@ def run(
         nprocs: Number of ranks. Default: one rank per worker.
 
     Raises:
-        TypeError, ValueError: As in ``spawn``. ValueError also if there are too few worker
-            processes.
-        RankFailedError: If a rank raises or its worker dies. On the other ranks, communication
-            raises PeerLostError and other Python code SystemExit. Workers whose ranks still run
-            after 5 seconds are killed.
-        TimeoutError: If ``timeout`` passes, or no new worker replaces a lost one. All ranks have
-            ended.
+        TypeError: As in ``spawn``.
+        ValueError: As in ``spawn``, or if there are too few worker processes.
+        RankFailedError: If a rank raises or its worker dies. The other ranks are ended: their
+            collectives raise PeerLostError, and other Python code raises SystemExit. A worker whose
+            rank still runs after 5 seconds is killed.
+        TimeoutError: If ``timeout`` passes, or no new worker replaces a lost worker. The call
+            raises this after all ranks have ended.
     """
     size = len(client.nthreads()) if nprocs is None else nprocs
 
@@ -95,7 +95,7 @@ class DaskRanks:
             self._tasks[rank] = self._client.submit(start.serve, rank, addresses[first], **pinned)
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait briefly for a rank of ``ranks`` to end; return the outcomes of all ended ranks."""
+        """Wait until a rank of ``ranks`` ends or ``until``, at most 0.5 s; return all outcomes."""
         import distributed
 
         seconds = min(engine.POLL_SECONDS, max(until - time.monotonic(), 0.0))

@@ -27,7 +27,7 @@ _BACKLOG = 1024
 
 
 class RendezvousAddress(NamedTuple):
-    """Port of rank 0 and the addresses of its host. The first address is the engine's."""
+    """Address of rank 0: a port, and ``addresses`` of the host. The engine uses the first one."""
 
     addresses: Sequence[str]
     port: int
@@ -35,7 +35,7 @@ class RendezvousAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Description of one attempt, which the engine sends to every rank. ``key`` identifies it."""
+    """Description of one attempt, which every rank receives. ``key`` is a unique name."""
 
     size: int
     restarts: int = 0
@@ -79,7 +79,7 @@ class Start:
 
     @contextmanager
     def _environment(self, rank: int, rendezvous: RendezvousAddress) -> Iterator[None]:
-        """Set the variables of a rank; restore the environment and close the listener on exit."""
+        """Set the environment variables of a rank within the block, and restore them afterwards."""
         listener = _listeners.pop(self.key, None) if rank == 0 else None
         environ = dict(os.environ)
         addresses, port = rendezvous
@@ -109,9 +109,9 @@ _listeners: dict[str, socket.socket] = {}
 def listen_for_ranks(key: str, host: str, hosts: Collection[str] = ()) -> RendezvousAddress:
     """Open a listener at a free port for rank 0 of the attempt ``key``, which runs in this process.
 
-    ``host`` is the engine's name of this host, and ``hosts`` are its names of all hosts. If all are
-    the same loopback name, the socket listens only there. Otherwise it listens on all addresses,
-    because ``host`` may resolve to 127.0.1.1 here.
+    ``host`` is this host and ``hosts`` are all hosts, as the engine names them. If ``host`` is a
+    loopback name and no other name is in ``hosts``, the socket listens at ``host``. Otherwise it
+    listens on all addresses, because ``host`` may resolve to 127.0.1.1 here.
     """
     if is_local(host) and {*hosts} <= {host}:
         listener, addresses = socket.create_server((host, 0), family=family_of(host)), [host]
@@ -123,7 +123,7 @@ def listen_for_ranks(key: str, host: str, hosts: Collection[str] = ()) -> Rendez
 
 
 def stop_listening(key: str) -> None:
-    """Close the listener of :func:`listen_for_ranks` if no rank 0 has used it."""
+    """Close the listener of the attempt ``key``, unless rank 0 has already taken it over."""
     if listener := _listeners.pop(key, None):
         listener.close()
 
@@ -181,13 +181,13 @@ def _registered_rank(key: str) -> Iterator[None]:
     finally:
         with _lock:
             _raise_in(this_rank.thread, None)  # cancel a pending SystemExit
-            _rank = _interruptible_thread = None  # SystemExit may have prevented the other reset
+            _rank = _interruptible_thread = None  # SystemExit may have skipped _interruptible
             this_rank.has_ended.set()
 
 
 @contextmanager
 def _interruptible(key: str) -> Iterator[None]:
-    """Allow ``end_rank`` to raise SystemExit in the block. The caller leaves the world after it."""
+    """Allow ``end_rank`` to raise SystemExit in this thread within the block."""
     global _interruptible_thread  # noqa: PLW0603
     with _lock:
         _raise_if_ended(key)
@@ -206,6 +206,6 @@ def _raise_if_ended(key: str) -> None:
 
 
 def _raise_in(thread: int, exception_type: type[BaseException] | None) -> None:
-    """Raise ``exception_type`` in ``thread`` when it next executes Python; None cancels it."""
+    """Raise ``exception_type`` when ``thread`` next runs Python code. None cancels a request."""
     exception = None if exception_type is None else ctypes.py_object(exception_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

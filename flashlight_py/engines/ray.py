@@ -30,7 +30,8 @@ def run(
     """Run ``fn(rank, *args)`` in actors of Ray, like :func:`flashlight_py.spawn`.
 
     Each rank is an actor in a separate process; all actors are in one placement group. If Ray is
-    not initialised, the call joins the cluster at RAY_ADDRESS, or starts one on this machine.
+    not initialised, the call joins the cluster at RAY_ADDRESS. If RAY_ADDRESS is not set, it starts
+    a cluster on this machine.
 
     Args:
         fn, args, params, timeout, max_restarts: As in ``spawn``. cloudpickle sends objects that an
@@ -40,10 +41,11 @@ def run(
         strategy: Strategy of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
 
     Raises:
-        TypeError, ValueError: As in ``spawn``. ValueError also if the cluster is too small.
+        TypeError: As in ``spawn``.
+        ValueError: As in ``spawn``, or if the cluster is too small.
         RankFailedError: If a rank raises or its actor dies. The other ranks are killed.
-        TimeoutError: If ``timeout`` passes, even before all actors have started, or the resources
-            are not free within 60 seconds. All ranks are killed.
+        TimeoutError: If ``timeout`` passes, or if the resources are not free after 60 seconds. All
+            ranks are killed.
     """
     import ray
 
@@ -64,8 +66,6 @@ class _Actor:
 
 
 class RayRanks:
-    """The ranks of one attempt, each an actor."""
-
     def __init__(
         self, ray: Any, start: Start, call: SpawnCall, needs: Mapping[str, float], group: Any
     ) -> None:
@@ -92,7 +92,7 @@ class RayRanks:
             self._tasks[actor.call.remote(self._start.serve, rank, rendezvous)] = rank
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait until a rank of ``ranks`` ends or ``until``; return outcomes of ended ranks."""
+        """Wait until a rank of ``ranks`` ends, or ``until``; return the outcomes of ended ranks."""
         tasks = [task for task, rank in self._tasks.items() if rank in ranks]
         self._ray.wait(tasks, num_returns=1, timeout=engine.seconds_until(until))
         ended, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=0)
@@ -115,7 +115,7 @@ class RayRanks:
 
 @contextmanager
 def ray_cluster(ray: Any) -> Iterator[None]:
-    """Unless Ray is initialised, join the cluster at RAY_ADDRESS, or start a local cluster."""
+    """Unless Ray is initialised, join the cluster at RAY_ADDRESS, or else start a local cluster."""
     if ray.is_initialized():
         yield
         return
@@ -130,15 +130,15 @@ def ray_cluster(ray: Any) -> Iterator[None]:
 
 
 def nodes_of(ray: Any) -> list[Resources]:
-    """Return the total resources of each living node, including those in use."""
+    """Return the total resources of each living node, including resources in use."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def most_ranks(nodes: Sequence[Resources], needs: Resources, strategy: str) -> int:
-    """Return the maximum number of ranks with ``needs`` each that fit on idle nodes.
+    """Return the number of ranks that fit on the nodes if no other job uses them.
 
-    With STRICT_PACK all ranks are on one node, and with STRICT_SPREAD each rank is on a different
-    node. Other strategies allow any node.
+    Each rank needs the resources ``needs``. With STRICT_PACK all ranks are on one node, and with
+    STRICT_SPREAD each rank is on a different node.
     """
     positive = {name: count for name, count in needs.items() if count > 0}
     capacities = [
@@ -186,7 +186,7 @@ def reserved_resources(
 
 
 def _format_resources(resources: Resources) -> str:
-    """Return the resources as text, without the entries that Ray adds."""
+    """Return the resources as text, without Ray's internal entries for nodes and memory."""
     shown = {
         name: n for name, n in resources.items() if "node:" not in name and "memory" not in name
     }
@@ -215,12 +215,12 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
         params: Parameters of :func:`flashlight_py.distributed_init`, without FILE_PATH.
 
     Raises:
-        ValueError: If ``params`` contains FILE_PATH. The workers use a port of the first worker.
+        ValueError: If ``params`` contains FILE_PATH. The workers connect to a port of worker 0.
 
     Example:
         >>> from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
         >>> trainer = DataParallelTrainer(
-        ...     train,
+        ...     train_loop,  # your function, which each worker calls
         ...     backend_config=fl.launch.ray_train.config(),
         ...     scaling_config=ray.train.ScalingConfig(num_workers=4),
         ... )
@@ -260,7 +260,6 @@ class _TrainerWorld:
     """Methods that Ray calls in the process that controls the workers."""
 
     def on_start(self, workers: Any, backend_config: _TrainerConfig) -> None:
-        """Make all workers join one new world."""
         import ray
 
         start = Start(len(workers))

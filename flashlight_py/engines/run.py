@@ -1,4 +1,4 @@
-"""Code of ``run`` in the calling program, common to Ray, Dask and Spark. For ranks see ``rank``."""
+"""The part of ``run`` that Ray, Dask and Spark share and that the calling program executes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class EngineRanks(Protocol):
 def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
     """Start ``ranks``, wait for them, end them, and return their results in rank order.
 
-    Raises RankFailedError for the failure that caused other failures, or TimeoutError.
+    If a rank fails, the RankFailedError describes the rank that caused the other failures. If ranks
+    still run at the deadline of ``call``, the function raises TimeoutError.
     """
     outcomes, ends = Outcomes(), call.ends
     waiting, failures = set(range(call.size)), dict[int, Failure]()
@@ -86,10 +87,11 @@ def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
 def wait_for_slots(
     call: SpawnCall, seconds: float, count: Callable[[], int], unit: str, advice: str
 ) -> None:
-    """Wait at most ``seconds`` until ``count()`` reaches the number of ranks.
+    """Wait at most ``seconds`` until ``count()`` returns at least the number of ranks of ``call``.
 
     Raises:
-        ValueError: If there are too few slots and ``seconds`` is 0.
+        ValueError: If there are too few slots and ``seconds`` is 0. The message has the number of
+            slots with the name ``unit``, and ``advice``.
         TimeoutError: If there are too few slots after ``seconds`` or the timeout of ``call``.
     """
     began = time.monotonic()
@@ -105,7 +107,7 @@ def wait_for_slots(
 
 
 def lost_rank(reason: object) -> Failure:
-    """Return the failure of a rank that ended without a report; the engine states ``reason``."""
+    """Return the failure of a rank that ended without a report, with the engine's ``reason``."""
     text = str(reason)
     line = next((line for line in text.splitlines() if line.strip()), type(reason).__name__)
     return Failure(f"was lost: {line}", time.monotonic())
@@ -117,5 +119,5 @@ def host_of(address: str) -> str:
 
 
 def seconds_until(ends: float) -> float | None:
-    """Return the seconds until ``ends`` (``time.monotonic``), at least 0; None if infinite."""
+    """Return the seconds from now to the ``time.monotonic`` time ``ends``; None for infinity."""
     return None if math.isinf(ends) else max(ends - time.monotonic(), 0.0)

@@ -48,13 +48,14 @@ def run(
         nprocs: Number of ranks. Default: the default parallelism of the application.
 
     Raises:
-        TypeError, ValueError: As in ``spawn``. ValueError also if a local application lacks slots.
+        TypeError: As in ``spawn``.
+        ValueError: As in ``spawn``, or if the master is local and has fewer slots than ranks.
         RuntimeError: If no SparkContext is active.
         RankFailedError: If a rank raises, or its worker or executor dies. Spark ends the other
             ranks.
-        TimeoutError: If ``timeout`` passes, or the executors still lack slots after
-            ``spark.scheduler.maxRegisteredResourcesWaitingTime`` (30 seconds). All ranks have
-            ended.
+        TimeoutError: If ``timeout`` passes, or if the executors have too few slots after
+            ``spark.scheduler.maxRegisteredResourcesWaitingTime`` (30 seconds). The call raises this
+            after all ranks have ended.
     """
     from pyspark import SparkContext
 
@@ -99,10 +100,10 @@ def interruptible(
     cancel: Callable[[], None],
     thread_type: type[threading.Thread] = threading.Thread,
 ) -> T:
-    """Return the result of ``work``, which runs in a thread of type ``thread_type``.
+    """Run ``work`` in a thread of type ``thread_type`` and return its result.
 
-    On timeout or Ctrl-C, ``cancel`` is called repeatedly until the thread ends, because the work
-    may not have started at the first call. Raises the error of ``work``, or TimeoutError.
+    On timeout or Ctrl-C, ``cancel`` is called repeatedly until the thread ends, because a call
+    before the start of the work has no effect. Raises the error of ``work``, or TimeoutError.
     """
     outcome: Future[T] = Future()
 
@@ -127,7 +128,6 @@ def interruptible(
 
 
 def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
-    """Run the rank of this task in a Python worker."""
     from pyspark import BarrierTaskContext
 
     task = BarrierTaskContext.get()
@@ -136,14 +136,13 @@ def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
     outcome = start.serve(rank, RendezvousAddress(*json.loads(task.allGather(address)[0])))
     if not isinstance(outcome, Failure):
         return iter([(rank, outcome)])
-    if outcome.follows:  # Spark reports the first task to fail, so let the cause fail first
+    if outcome.follows:  # Spark reports only the first failed task, so a consequence waits
         threading.Event().wait(CAUSE_SECONDS)
     report = base64.b64encode(pickle.dumps(outcome)).decode()
     raise RuntimeError(f"{outcome.description}; flashlight rank {rank} failed: {report}!")
 
 
 def _failure(call: SpawnCall, text: str) -> Exception | None:
-    """Return the error of the failed rank, parsed from the text of Spark's exception."""
     if match := _REPORT.search(text):
         failure = pickle.loads(base64.b64decode(match[2]))
         return call.failed(int(match[1]), failure._replace(at=time.monotonic()))

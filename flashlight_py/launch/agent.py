@@ -38,9 +38,10 @@ _BACKLOG = 1024  # connections that the kernel queues until rank 0 accepts them
 
 
 class Agent:
-    """The ranks of one host in successive attempts. Events are passed to ``report``.
+    """The ranks of one host, during all attempts of a job.
 
-    Each public method handles the message with its name. ``stdin`` is the input of rank 0, if any.
+    The public methods have the names of the launcher's messages and handle them. The agent sends
+    its messages with ``report``. Rank 0 reads the descriptor ``stdin`` if it is not None.
     """
 
     report: Callable[..., None]
@@ -57,9 +58,10 @@ class Agent:
         self._cleanup = ExitStack()
 
     def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
-        """Report the addresses of this host, the best one first, and free ports.
+        """Report that this host is ready. If it has rank 0, report its addresses and free ports.
 
-        The first port is for MASTER_PORT. With ``needs_port``, rank 0 listens on the second port.
+        The best address is the first one. The first port is for MASTER_PORT. If ``needs_port`` is
+        True, there is a second port, on which rank 0 listens.
         """
         if not has_rank_0:
             self.report("ready", attempt, [], [])
@@ -74,11 +76,11 @@ class Agent:
         self.report("ready", attempt, addresses, [address.getsockname()[1] for address in sockets])
 
     def task(self, task: Mapping[str, Any]) -> None:
-        """Store the task of the ranks of all hosts: program, size and environment; see ``Job``."""
+        """Store the task that all ranks share: program, size and environment; see ``Job``."""
         self._task = task
 
     def start(self, slots: Sequence[Sequence[int]]) -> None:
-        """Start the ranks of this host, one per round of the loop, so that signals are handled."""
+        """Start one rank per round of the loop, which handles signals between two starts."""
         task = self._task
         self._ranks = RankProcesses(self._loop, self._on_output)
         self._cleanup.callback(self._ranks.close)
@@ -131,7 +133,7 @@ class Agent:
         self.finish(self._task["grace"])
 
     def _start_next(self, readable: int) -> None:
-        """Start the next waiting rank. If no rank waits, stop watching ``readable``."""
+        """Start the next waiting rank. After the last one, stop the calls of this method."""
         if self._waiting:
             try:
                 self._start(self._waiting.popleft(), self._task)
@@ -166,7 +168,7 @@ class Agent:
 
     @contextmanager
     def _input_of(self, slot: Slot, is_sent: bool) -> Iterator[int]:
-        """Yield the standard input of a rank: our own, a pipe from the launcher, or no input."""
+        """Yield the standard input of a rank: this process's, a pipe from the launcher, or none."""
         if slot.rank != 0 or not (is_sent or self._stdin is not None):
             yield DEVNULL
         elif self._stdin is not None:
@@ -184,7 +186,7 @@ class Agent:
         self.report("output", *source, data)
 
     def _on_exit(self, ranks: RankProcesses, rank: int, code: int) -> None:
-        if ranks is self._ranks:  # otherwise a rank of an earlier attempt, reaped late
+        if ranks is self._ranks:  # otherwise the rank of an earlier attempt was reaped late
             ranks.drain(rank)
             self.report("exited", rank, code)
 
@@ -192,7 +194,8 @@ class Agent:
 class LauncherConnection:
     """The connection of an agent to its launcher over the descriptors ``reading`` and ``writing``.
 
-    ``silence`` is "", or states the duration if no message came for ``lost_after`` seconds.
+    ``silence`` is "" until no message has arrived for ``lost_after`` seconds. Then it is a text
+    with the duration.
     """
 
     def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
@@ -216,7 +219,7 @@ class LauncherConnection:
         self.has_ended = True
 
     def run(self, agent: Agent) -> None:
-        """Dispatch messages of the launcher to ``agent`` until the end, then end the ranks."""
+        """Pass each message of the launcher to ``agent``. After the last message, end the ranks."""
         while not self.has_ended:
             self._loop.once()
             # Messages are not handled in the callback, because ``finish`` itself waits for events.
@@ -246,7 +249,7 @@ class LauncherConnection:
         self._is_writing = False
 
     def _check_launcher(self) -> None:
-        """Check that the launcher is alive while it accepts no data."""
+        """Raise BrokenPipeError if the launcher is silent while ``_write`` blocks."""
         self._inbox += map(parsed, self._reader.lines())
         self._pulse.count_silence()
         if self.silence:
@@ -262,7 +265,6 @@ class LauncherConnection:
 
 
 def main() -> int:
-    """Run the agent of a launcher on another host, and return its exit code."""
     return run_in_copy(_work, lambda: None)
 
 

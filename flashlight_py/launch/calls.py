@@ -21,9 +21,10 @@ _log = logging.getLogger("flashlight_py")
 
 
 class SpawnCall(NamedTuple):
-    """Checked arguments of a call: its name in errors, number of ranks, deadline and restarts.
+    """Checked arguments of a call of ``spawn`` or of an engine.
 
-    ``ends`` is the deadline of all attempts on the clock ``time.monotonic``.
+    ``name`` is the call's name in errors. ``size`` is the number of ranks. ``ends`` is the
+    ``time.monotonic`` time at which all attempts must have ended.
     """
 
     name: str
@@ -68,9 +69,9 @@ class SpawnCall(NamedTuple):
         return cls(name, size, ends, int(max_restarts))
 
     def attempted(self, attempt: Callable[[int], T]) -> T:
-        """Call ``attempt(restarts)``, again after a RankFailedError, and return its result.
+        """Return the result of ``attempt(restarts)``, where ``restarts`` counts from 0.
 
-        A RankFailedError is logged as a warning; that of the last attempt is raised.
+        If it raises RankFailedError, log a warning and repeat it at most ``max_restarts`` times.
         """
         restarts = 0
         while True:
@@ -89,7 +90,6 @@ class SpawnCall(NamedTuple):
         return RankFailedError(message, rank, failure.exit_code)
 
     def late(self, ranks: Iterable[int]) -> TimeoutError:
-        """Return the error for ``ranks`` that had not returned before the timeout."""
         names = ", ".join(map(str, sorted(ranks)))
         return TimeoutError(
             f"{self.name}: rank(s) {names} of {self.size} did not return before the timeout. All "
@@ -97,7 +97,6 @@ class SpawnCall(NamedTuple):
         )
 
     def results(self, pickled: Sequence[bytes]) -> list[Any]:
-        """Return the unpickled results of all ranks; ``pickled`` is in rank order."""
         results = []
         try:
             for content in pickled:

@@ -1,14 +1,16 @@
 """Messages between the launcher and its agents, one line of JSON each, with readers and writers.
 
-Launcher to agent: ``prepare`` for ranks, the ``task`` of the ranks, ``start`` ranks, send them a
-``signal``, ``input`` of rank 0, ``collect`` flight records, ``finish`` the attempt, ``leave``. An
-agent also leaves if the connection ends, so a killed launcher leaves no ranks behind.
+The launcher sends these messages: ``prepare`` to start ranks, ``task`` (what the ranks run),
+``start`` the ranks, ``signal`` for the ranks, ``input`` for rank 0, ``collect`` flight records,
+``finish`` the attempt, ``leave``. An agent also leaves if the connection ends, so a killed launcher
+leaves no ranks behind.
 
-Agent to launcher: the agent is ``here``, it is ``ready``, it ``cannot_run`` the program, ``output``
-of a rank, a rank has ``exited``, rank 0 accepts ``more`` input, a flight ``record``, a record is
-``left_out``, the attempt is ``finished`` (with the pids of processes that SIGKILL did not end).
+An agent sends these messages: ``here`` (it has started), ``ready`` to start ranks, ``cannot_run``
+the program, ``output`` of a rank, ``exited`` with a rank's exit code, ``more`` if rank 0 accepts
+input, ``record`` with a flight record, ``left_out`` for a record that is not sent, and ``finished``
+with the pids of processes that SIGKILL did not end.
 
-Both directions: a ``pulse``, which shows that the sender is alive.
+Both send ``pulse`` regularly to show that they are alive.
 
 An agent blocks until the launcher has read its message; meanwhile the ranks block when they print.
 The launcher never blocks on an agent. Otherwise the two could wait for each other.
@@ -33,7 +35,7 @@ def message(kind: str, *values: Any) -> bytes:
 
 
 def parsed(line: bytes) -> tuple[str, list[Any]]:
-    """Return the arguments of ``message`` from its line."""
+    """Return the kind and the values that ``message`` encoded as ``line``."""
     kind, *values = json.loads(line)
     if kind in _WITH_BYTES:
         values[-1] = values[-1].encode("latin-1")
@@ -51,7 +53,7 @@ class Reader:
         self.has_ended = False
 
     def lines(self) -> list[bytes]:
-        """Return the messages received so far, without pulses; set ``has_ended`` at the end."""
+        """Return the new messages without pulses. At the end of the stream set ``has_ended``."""
         try:
             data = system.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -69,9 +71,9 @@ class Reader:
 def write_whole(descriptor: int, data: bytes, on_wait: Callable[[], object] = lambda: None) -> None:
     """Write all of ``data``; blocks even if the descriptor is non-blocking.
 
-    A rank that shares our terminal may have made it non-blocking. While nothing can be written,
-    ``on_wait`` is called every ``BEAT_SECONDS``. Raises OSError, and BrokenPipeError if the other
-    end is closed.
+    A rank that uses the same terminal may have made it non-blocking. While nothing can be written,
+    ``on_wait`` is called every ``BEAT_SECONDS``. Raises BrokenPipeError if the reader has closed
+    its end, and other OSErrors of the system.
     """
     while data:
         try:
@@ -82,9 +84,10 @@ def write_whole(descriptor: int, data: bytes, on_wait: Callable[[], object] = la
 
 
 class Outgoing:
-    """A non-blocking writer to a duplicate of ``descriptor``, which buffers unsent bytes.
+    """A non-blocking writer to ``descriptor``, with a buffer for unsent bytes.
 
-    ``on_empty`` is called whenever all bytes are written. Bytes for a closed end are dropped.
+    ``on_empty`` is called whenever all bytes are written. If the reader has closed its end, all
+    bytes are dropped.
     """
 
     def __init__(
@@ -98,19 +101,18 @@ class Outgoing:
         self._is_open, self._is_watched = True, False
 
     def put(self, data: bytes) -> None:
-        """Append ``data`` to the unsent bytes and write without blocking."""
         if self._is_open:
             self._is_busy = True
             self._unsent += data
             self._write()
 
     def put_if_idle(self, data: bytes) -> None:
-        """Write ``data`` unless other bytes are unsent. Signal handlers may call this method."""
+        """Write ``data``, or drop it if other bytes are unsent. Signal handlers may call this."""
         if not self._is_busy:
             self.put(data)
 
     def close(self) -> None:
-        """Drop the unsent bytes and close the duplicate."""
+        """Drop the unsent bytes and close this writer's duplicate of the descriptor."""
         if self._is_open:
             self._is_open = False
             self._loop.unwatch(self._descriptor)
@@ -135,16 +137,13 @@ class Outgoing:
 
 
 class Supply:
-    """A reader of chunks: each call of ``ask`` passes one chunk of input to ``deliver``.
-
-    The receiver calls ``ask`` when it can accept more. An empty chunk is the end of the input.
-    """
+    """A reader of input. Each call of ``ask`` reads one chunk and calls ``deliver(chunk)``."""
 
     def __init__(self, loop: Poll, descriptor: int, deliver: Callable[[bytes], None]) -> None:
         self._loop, self._descriptor, self._deliver = loop, descriptor, deliver
 
     def ask(self) -> None:
-        """Deliver the next chunk when it arrives; for a file, deliver it immediately."""
+        """Deliver one chunk as soon as input arrives; b"" at the end of the input."""
         try:
             self._loop.watch(self._descriptor, self._read)
         except PermissionError:  # a regular file: always readable, and poll rejects it

@@ -63,10 +63,10 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
 
 # Rank 0 inherits the descriptor, because a debugger needs the terminal and not a pipe.
 def _input_for_rank_0() -> int | None:
-    """Return our standard input; None if it is closed, or a terminal with another foreground job.
+    """Return the standard input of this process, or None if rank 0 must not read it.
 
-    A rank runs in a separate session, so the kernel would not stop it from reading input that is
-    typed for another program.
+    Rank 0 must not read a terminal on which another program runs in the foreground. A rank has a
+    session of its own, so the kernel would not stop it.
     """
     with suppress(OSError, ValueError, AttributeError):
         descriptor = sys.stdin.fileno()

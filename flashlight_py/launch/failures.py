@@ -1,4 +1,5 @@
-"""Descriptions of failed ranks, from reports, exit codes and tracebacks, and the first cause."""
+"""Descriptions of failed ranks, from reports, exit codes and tracebacks. Choice of the first
+cause."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from flashlight_py.tracebacks import folded
 _LONGEST_CAUSE = 200  # characters of a traceback's last line in the report
 # Lines between the tracebacks of one chain.
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
-_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second head begins a SyntaxError
+_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the latter begins a SyntaxError
 _PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # prefix of each line in torch.distributed
 
 # Distance of an error from the cause: 1 for a timeout, because a rank that waits may fail first,
@@ -38,10 +39,10 @@ _BY_NAME = {error.__name__: distance for error, distance in CONSEQUENCES.items()
 class Failure(NamedTuple):
     """The failure of one rank.
 
-    ``description`` completes the sentence "rank 1 of 4 ...". ``at`` is the ``time.monotonic`` time,
-    on the launcher's host, when it was detected. ``follows`` is 0 for a cause and larger for a
+    ``description`` completes the sentence "rank 1 of 4 ...". ``at`` is the ``time.monotonic`` time
+    at which the launcher's host detected the failure. ``follows`` is 0 for a cause and larger for a
     consequence of another rank's failure. ``exit_code`` is the exit code of the process, or minus
-    the number of the signal, or None if unknown.
+    the number of the signal that killed it, or None if it is unknown.
     """
 
     description: str
@@ -52,7 +53,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of_exception(cls, error: BaseException, at: float) -> Failure:
-        """Describe the exception of a rank; ``SystemExit`` counts as an exit."""
+        """Describe the exception of a rank. ``SystemExit`` is described like an exit."""
         text = folded(error).rstrip()
         if isinstance(error, SystemExit):
             # The same rule as Python's for the argument of ``sys.exit``.
@@ -65,7 +66,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of_exit(cls, code: int, errors: Sequence[str] = ()) -> Failure:
-        """Describe an exit. ``code``: exit code or minus the signal; ``errors``: see ``Tail``."""
+        """Describe an exit with ``code``, or with signal ``-code``. ``errors``: see ``Tail``."""
         error = errors[-1] if errors else ""
         if len(error) > _LONGEST_CAUSE:  # the output of the rank has the full text
             error = f"{error[:_LONGEST_CAUSE]} [...]"
@@ -78,10 +79,10 @@ class Failure(NamedTuple):
 
 
 class Tail:
-    """A parser of standard error that keeps the last line of each recent traceback.
+    """A parser of standard error, which finds tracebacks.
 
-    ``errors`` has one line per traceback of the latest chain. Its last entry is the final
-    exception.
+    ``errors`` has the last line of the latest traceback. If the traceback is a chain of exceptions,
+    ``errors`` has one line per exception, and the final exception is the last entry.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,6 @@ class Tail:
         self._is_inside = self._is_linked = False
 
     def read(self, line: bytes) -> None:
-        """Read one line, with or without a line end."""
         line = _PREFIX.sub(b"", line)
         if line.startswith(_HEADS):
             self._is_inside = True
@@ -118,7 +118,7 @@ def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
 
 
 def _distance_from_cause(error: BaseException) -> int:
-    """Return the distance of the first error of CONSEQUENCES in the chain of ``error``, or 0."""
+    """Return the value in CONSEQUENCES of ``error`` or of an exception behind it, else 0."""
     visited: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in visited:

@@ -1,8 +1,9 @@
 """Two processes supervise a job, so that a ``kill -9`` of either one leaves no process behind.
 
-The process that the user started, called the front, forwards signals and waits. A copy in a
-separate session does the work. If the copy is killed, the front ends the remaining processes. If
-the front is killed, the kernel signals the copy, which ends the job. Both adopt orphans.
+The process that the user started is called the front. It forks a copy of itself into a separate
+session. The copy starts and watches the ranks. The front only forwards signals and waits. If the
+copy is killed, the front ends the remaining processes. If the front is killed, the kernel signals
+the copy, which then ends the job. Both adopt orphans.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
 
 
 def signal_if_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make the kernel send ``number`` when the thread of ``parent`` that started us ends."""
+    """Make the kernel signal this process when the thread of ``parent`` that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), number)
@@ -99,7 +100,6 @@ def adopt_orphans() -> None:
 
 
 def has_children() -> bool:
-    """Return whether this process has any child."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -27,7 +27,8 @@ class SshAgent:
     """The connection to an agent, which ``ssh`` starts in our working folder with our Python.
 
     ``on_message`` is called with each message. ``on_lost`` is called with the reason when ssh has
-    ended. The agent is lost if it sends nothing for ``lost_after`` seconds after its first message.
+    ended. ssh is killed if the agent, after its first message, is silent for ``lost_after``
+    seconds.
 
     Raises:
         StartError: If the ``ssh`` command cannot be run.
@@ -63,7 +64,6 @@ class SshAgent:
         loop.watch_child(self._process, self._on_exit, is_helper=True)
 
     def put(self, line: bytes) -> None:
-        """Send ``line`` without blocking; drop it if the agent has ended."""
         self._outgoing.put(line)
 
     def close(self) -> None:
@@ -100,12 +100,12 @@ class SshAgent:
 
 
 class Hosts:
-    """The hosts of a job, by index: ``names``, and ``slots`` with the number of ranks of each host.
+    """The hosts of a job. ``names`` and ``slots`` (numbers of ranks) have one entry per host.
 
-    If the job runs on this host only, ``local`` is its agent. Otherwise the command ``ssh`` starts
-    an agent on each host. ``connected`` is the set of hosts whose agents have reported. Each
-    message is passed to ``on_message``, and the reason of a lost host to ``on_lost``. ``environ``
-    is added to the environment of the ranks.
+    If the job runs only on this host, ``local`` is its agent. Otherwise the command ``ssh`` starts
+    an agent on each host. ``connected`` has the indices of hosts whose agents have reported.
+    ``on_message(index, kind, values)`` is called for each message, and ``on_lost(index, reason)``
+    for each lost host. ``environ`` is added to the environment of the ranks.
     """
 
     on_message: Callable[[int, str, list[Any]], None]
@@ -128,7 +128,7 @@ class Hosts:
             local.report = lambda kind, *values: self.on_message(0, kind, list(values))
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Start missing agents of the hosts ``numbers``; StartError if ssh cannot be run."""
+        """Start an agent on each of the hosts ``numbers`` that has none."""
         for number in numbers:
             if number not in self._agents:
                 self._agents[number] = SshAgent(
@@ -145,7 +145,6 @@ class Hosts:
             getattr(self._local, kind)(*values)
 
     def send_all(self, kind: str, *values: Any) -> None:
-        """Send a message to all agents."""
         for number in [*self._agents] or [0]:
             self.send(number, kind, *values)
 

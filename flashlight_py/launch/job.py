@@ -31,15 +31,15 @@ from flashlight_py.launch.records import store_records
 from flashlight_py.launch.supervisor import Supervisor
 
 _CANNOT_RUN = 127  # exit code of shells if a command cannot run
-_FINISHING_SECONDS = 10.0  # seconds for agents to end all processes, after the grace of the ranks
+_FINISHING_SECONDS = 10.0  # seconds for agents to end all processes, in addition to grace
 
 
 class Job:
     """A job that runs the program of ``options`` as ranks on ``hosts``.
 
     The ranks rendezvous at paths that begin with ``file``. If ``file`` is empty, they connect to a
-    port that the agent of the first host opens, with a secret per attempt. ``stdin`` is sent to
-    rank 0.
+    port of the first host. They need a secret that the job creates for each attempt. ``stdin`` is
+    sent to rank 0.
     """
 
     _attempt: Supervisor
@@ -130,7 +130,6 @@ class Job:
             self._hosts.open(sorted(self._working - self._hosts.connected))
 
     def _signal(self, number: int) -> None:
-        """Send ``number`` to every rank and to the processes that it started."""
         self._hosts.send_all("signal", number)
         if self._attempt.is_ending and not self._is_started:
             self._attempt.on_end(slot.rank for slot in self._slots)
@@ -183,14 +182,13 @@ class Job:
                 self._hosts.send(index, "start", list(slots))
 
     def _meeting(self) -> dict[str, str]:
-        """Return the environment variables for the rendezvous of the ranks."""
         port, *listener_ports = self._ports
         if self._file:
             file = f"{self._file}-{self._restarts}"
             return {**master_variables("127.0.0.1", port), "FLASHLIGHT_FILE": file}
         return {
             **master_variables(self._addresses[0], port),
-            # Ranks try all addresses, because only their own host knows which one it can reach.
+            # Ranks on other hosts try all addresses, because some may be unreachable from there.
             ADDRESSES: ",".join(self._addresses),
             PORT: f"{listener_ports[0]}:{port}",
             # Sent inside ssh and never in a command line, which every user can read.
@@ -236,7 +234,6 @@ class Job:
     }
 
     def _on_lost(self, host: int, reason: str) -> None:
-        """Record that ``host`` is lost; its ranks send no further reports."""
         self._unfinished.discard(host)
         ranks = [slot.rank for slot in self._slots if slot.host == host]
         self._attempt.on_lost(ranks, Failure(reason, system.monotonic()))

@@ -22,7 +22,7 @@ LOST_SECONDS = 6.0  # seconds of silence until a host is declared lost
 
 
 class Poll:
-    """Callbacks for readable and writable descriptors. Times are ``time.monotonic`` times."""
+    """A poll that calls back when descriptors are ready. Times are ``time.monotonic`` times."""
 
     def __init__(self) -> None:
         self._selector = system.Selector()
@@ -31,7 +31,9 @@ class Poll:
         self._selector.close()
 
     def watch(self, descriptor: int, callback: Callable[[], object], writing: bool = False) -> None:
-        """Call ``callback`` when ``descriptor`` is readable or ended, or if ``writing``, writable.
+        """Call ``callback`` when ``descriptor`` can be read or is at its end.
+
+        If ``writing`` is True, call it when ``descriptor`` can be written.
 
         Raises:
             PermissionError: If ``descriptor`` is a regular file, which is always ready.
@@ -97,7 +99,7 @@ class Loop(Poll):
     def watch_child(
         self, process: system.Popen[bytes], callback: Callable[[int], None], is_helper: bool = False
     ) -> None:
-        """Reap ``process``, then call ``callback`` with the exit code, or minus the signal number.
+        """When ``process`` ends, call ``callback`` with its exit code or minus the signal number.
 
         ``is_helper``: the process belongs to the launcher and does not end with the ranks.
         """
@@ -106,7 +108,6 @@ class Loop(Poll):
             self._helpers[process.pid] = process
 
     def helpers(self) -> set[int]:
-        """Return the pids of living processes that belong to the launcher."""
         self._helpers = {pid: p for pid, p in self._helpers.items() if p.returncode is None}
         return set(self._helpers)
 
@@ -119,7 +120,7 @@ class Loop(Poll):
                 return False
             if end is None:
                 return True
-            if end.si_pid in self._children:  # not for an adopted orphan
+            if end.si_pid in self._children:  # an adopted orphan has no callback
                 process, callback = self._children.pop(end.si_pid)
                 process.returncode = exit_code_of(end)
                 callback(process.returncode)
@@ -160,7 +161,7 @@ def await_end(process: system.Popen[bytes]) -> int | None:
 
 @contextmanager
 def keep_exit_codes() -> Iterator[None]:
-    """Make the kernel keep exit codes of children, even if this process ignores SIGCHLD."""
+    """Keep exit codes of children within the block, even if this process ignores SIGCHLD."""
     if system.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         yield
         return
@@ -176,12 +177,12 @@ class Pulse:
     """A heartbeat over a connection, and a detector of silence of the other end.
 
     A cut cable does not end a connection, and a machine that hangs may still acknowledge data. So
-    each end calls ``beat`` every ``BEAT_SECONDS`` from a signal handler, even while the process
-    waits for a terminal. Silence counts only while this process reads. A process that was stopped
-    therefore first reads the data that arrived meanwhile.
+    each end calls ``beat`` every ``BEAT_SECONDS``. A signal handler calls it, so it is called even
+    while this process blocks in a write. Silence counts only while this process reads. A process
+    that was stopped therefore first reads the data that arrived meanwhile.
 
-    After ``seconds`` of silence, ``on_silence`` is called with the duration in words. Counting
-    starts now, or with the first message of the other end if ``is_connected`` is False.
+    After ``seconds`` of silence, ``on_silence`` is called with the duration in words. If
+    ``is_connected`` is False, the time before the first message of the other end does not count.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Pulse:
         self._is_connected, self.silent = True, 0.0
 
     def count_silence(self) -> None:
-        """Count one beat without data, after a read of all received data."""
+        """Count ``BEAT_SECONDS`` of silence. Call this when all received data has been read."""
         if self._is_connected:
             self.silent += BEAT_SECONDS
         if self.silent >= self._seconds:
@@ -210,5 +211,4 @@ class Pulse:
             self._on_silence(f"since {since} ({self.silent:g} s)")
 
     def stop(self) -> None:
-        """Stop beating and counting. Idempotent."""
         self._loop.stop_pulse(self)

@@ -140,7 +140,6 @@ _POD_OPTIONS = {
 
 
 def _make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Create ``folder`` if needed; exit if it is not writable."""
     reason = "it is not writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +190,7 @@ def _hosts(
 
 
 def _ranks(text: str) -> int | None:
-    """Parse a number of ranks. "auto" and "cpu" of torchrun give None, the number of cores."""
+    """Parse a number of ranks. torchrun's "auto" and "cpu" return None: one rank per core."""
     return None if text in ("auto", "cpu") else _integer(text, 1)
 
 

@@ -30,11 +30,11 @@ class Source(NamedTuple):
 class RankOutput:
     """A writer of complete lines from chunks of output of ``size`` ranks.
 
-    Each line is prefixed with ``[rank]`` and written to the descriptor of its stream, or to an
-    object like ``sys.stdout``. With ``folder``, output is appended to ``rank-R.out`` and
-    ``rank-R.err`` there. If a write fails (closed pipe, full disk), later output for the same
-    target is dropped, ``error`` describes the failure and ``on_error`` is called. Nothing is
-    raised.
+    Each line gets the prefix ``[rank]``. ``descriptors`` are the targets of standard output and
+    standard error: descriptors, or objects like ``sys.stdout``. With ``folder``, output is instead
+    appended to the files ``rank-R.out`` and ``rank-R.err`` in this folder. If a write fails (closed
+    pipe, full disk), later output for the same target is dropped, ``error`` describes the failure
+    and ``on_error`` is called. Nothing is raised.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RankOutput:
         self._put("err", f"flrun: {text}\n".encode())
 
     def last_errors(self, rank: int) -> list[str]:
-        """Return the last line of each traceback in the latest chain of ``rank``."""
+        """Return ``Tail.errors`` of the standard error of ``rank``."""
         return self._tails[rank].errors
 
     def files_of(self, rank: int) -> str:

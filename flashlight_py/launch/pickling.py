@@ -77,7 +77,6 @@ def _pickled(base: Any, value: Any, stand_in: StandIn | None) -> bytes:
 
 @cache
 def _pickler_with_stand_in(base: Any) -> Any:
-    """Return a subclass of ``base`` that calls its ``stand_in`` for each object."""
     return type(base.__name__, (base,), {"persistent_id": lambda self, value: self.stand_in(value)})
 
 
@@ -116,8 +115,8 @@ def _preparation(name: str) -> dict[str, Any]:
 
 
 def _has_script(preparation: Mapping[str, Any]) -> bool:
-    """Return whether other processes can import our ``__main__``: not in a notebook or shell."""
+    """Return False in a notebook or shell, whose ``__main__`` other processes cannot import."""
     module = preparation.get("init_main_from_name", "__main__")
     path = preparation.get("init_main_from_path")
-    # multiprocessing does not import the __main__ of a package, which is rarely guarded.
+    # multiprocessing does not import the __main__ of a package: it often lacks the main guard.
     return not f".{module}".endswith(".__main__") or (path is not None and os.path.isfile(path))

@@ -1,9 +1,9 @@
 """The program of a spawned rank or worker: ``python rank_main.py FOLDER TASK LINK PARENT``.
 
 FOLDER is the rendezvous of the ranks. TASK and LINK are inherited descriptors. TASK is memory with
-two pickles. LINK is a connection to the parent, whose pid is PARENT. Over the link the parent sends
-the key of multiprocessing, and the rank sends one report. After all ranks have returned, the parent
-sends a message that allows the rank to leave the world.
+two pickles. LINK is a connection to the parent, whose pid is PARENT. The parent first sends the
+authentication key of ``multiprocessing``. The rank sends one report. After all ranks have returned,
+the parent sends a message that allows the rank to leave the world.
 
 An empty FOLDER starts a worker, which is in no world. The worker reports that it has its task, or a
 failure. Then it calls the function that the task returned, with the link as argument.
@@ -37,7 +37,6 @@ _is_exiting = False  # whether SIGTERM no longer raises SystemExit
 
 
 def main() -> None:
-    """Run the task, report its result, and wait until all ranks have returned."""
     folder, task = sys.argv[1], int(sys.argv[2])
     link = Connection(int(sys.argv[3]))
     os.set_inheritable(link.fileno(), False)  # the link must close when this process ends
@@ -62,7 +61,7 @@ def main() -> None:
         if folder:
             import flashlight_py as fl
 
-            fl.distributed.failures.abort.report(error)  # notify the other ranks
+            fl.distributed.failures.abort.report(error)
         return
     link.send(None)
     if not folder:
@@ -89,14 +88,14 @@ def _exit_on_sigterm(number: int, _: object) -> None:
 
 
 def _detach_from_parent(link: Connection) -> None:
-    """Close the link in a forked child, so that it closes when the rank itself ends."""
+    """Close the link in a child that the rank forked. Otherwise the child would keep it open."""
     link.close()
     if signal.getsignal(signal.SIGTERM) is _exit_on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _load(task: int) -> tuple[Any, Any, Any]:
-    """Set the parent's ``sys.path`` and arguments, import its script, and return the task.
+    """Import the parent's script with the parent's ``sys.path`` and ``sys.argv``; return the task.
 
     During the import, multiprocessing rejects new processes. A script that starts processes
     unconditionally would otherwise start them again in every process.
@@ -115,11 +114,10 @@ def _load(task: int) -> tuple[Any, Any, Any]:
 
 
 def _call(fn: Any, args: Any, params: Mapping[str, Any], folder: Path) -> bytes:
-    """Call the function in an initialised world, and return the pickled result."""
     import flashlight_py as fl
     from flashlight_py.launch.pickling import dumps
 
-    if not fl.is_distributed_init():  # the imported script may have initialised it
+    if not fl.is_distributed_init():  # the imported script may have initialised the world
         fl.distributed_init(fl.DistributedInit.ENV, params=params)
     # All ranks have connected. If the folder is removed now, no later failure leaves it behind.
     if fl.get_world_rank() == 0:

@@ -23,7 +23,7 @@ RECORDS = "FLASHLIGHT_RECORDS"  # pipe to which ranks write the paths of their f
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor of rank 0's listening socket
 SECRET = "FLASHLIGHT_SECRET"  # secret of the job, which authenticates its ranks
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # addresses of rank 0's host; MASTER_ADDR is the first
-PORT = "FLASHLIGHT_PORT"  # port of rank 0, and the MASTER_PORT for which that port is valid
+PORT = "FLASHLIGHT_PORT"  # port of rank 0 and MASTER_PORT; invalid with another MASTER_PORT
 # Rendezvous variables. A rank must not inherit the values of an outer launcher.
 _RENDEZVOUS = (
     *("MASTER_ADDR", "MASTER_PORT", "FLASHLIGHT_FILE"),
@@ -53,22 +53,21 @@ def remaining_counts(counts: Sequence[int], lost: Collection[int]) -> list[int]:
 
 
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
-    """Return the variables of ``rank`` in a world on one host with rendezvous path ``file``."""
+    """Return environment variables of ``rank`` in a world on one host with rendezvous ``file``."""
     return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
 
 
 def master_variables(address: str, port: int) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT for other libraries in the ranks."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
 def rank_environ(
     environ: Mapping[str, str], slot: Slot, size: int, restarts: int, meeting: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a rank, based on ``environ`` of the launcher on its host.
+    """Return the environment of a rank: ``environ``, and the variables of its ``slot``.
 
-    ``meeting`` has the rendezvous variables. Defaults: output is unbuffered, and a crash in native
-    code prints a traceback. ``environ`` can override both.
+    ``meeting`` has the rendezvous variables. Unless ``environ`` sets these two defaults, output is
+    unbuffered, and a crash in native code prints a traceback.
     """
     inherited = {name: value for name, value in environ.items() if name not in _RENDEZVOUS}
     return {
@@ -100,8 +99,8 @@ def _numbers(slot: Slot, size: int) -> dict[str, str]:
 class RankProcesses:
     """Processes by rank. ``on_output`` is called with their output on ``streams``.
 
-    The processes inherit the remaining streams. Each process leads a session. A signal therefore
-    reaches its children as well, and Ctrl-C on a terminal reaches only the launcher.
+    A stream that is not in ``streams`` goes to the same stream of this process. Each process leads
+    a session, so a signal reaches its children as well, and Ctrl-C reaches only the launcher.
     """
 
     def __init__(
@@ -163,7 +162,6 @@ class RankProcesses:
             self._drain(Source(rank, stream))
 
     def exit_code(self, rank: int) -> int | None:
-        """Wait for the end of ``rank`` without reaping it; return the result of ``await_end``."""
         return await_end(self._processes[rank])
 
     def wait(self) -> list[int]:

@@ -42,7 +42,6 @@ class RecordPipe:
         }
 
     def close(self) -> None:
-        """Close the pipe. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._loop.unwatch(self._reading)
@@ -58,7 +57,7 @@ class RecordPipe:
 
 
 def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None:
-    """Report each ``record`` of ``paths``, or the reason why the record is ``left_out``."""
+    """Send each record by ``report``, or the reason why it is too large or unreadable."""
     remaining = MOST_BYTES_OF_HOST
     for rank, path in sorted(paths.items()):
         try:
@@ -78,10 +77,10 @@ def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None
 
 
 def store_records(records: Mapping[int, tuple[str, bytes]], size: int) -> str:
-    """Write records to the user's folder, if it exists on this host, else to the default folder.
+    """Write the records of all hosts into one folder on this host, and return a message.
 
-    ``records`` has, by rank, the folder on the rank's host and the content. Returns a message for
-    the user; "" if there are no records.
+    ``records`` has for each rank the folder on the rank's host, and the record. If the user chose
+    this folder and it exists here, it is used, else the default folder.
     """
     from flashlight_py.distributed.internal import flight_record
 

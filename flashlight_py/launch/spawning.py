@@ -42,8 +42,8 @@ ENDING_SECONDS = 5.0  # seconds for cleanup before a rank is killed
 _CHUNK = 1 << 16
 
 
-# multiprocessing only imports the parent's script. Its processes would leave a resource tracker and
-# children behind, and cannot have an environment of their own (BLAS threads).
+# multiprocessing itself imports only the parent's script. Its own processes would leave a resource
+# tracker and children behind, and their environment (BLAS threads) cannot differ from the parent's.
 def spawn(
     fn: Callable[..., T],
     args: Sequence[Any] = (),
@@ -59,14 +59,15 @@ def spawn(
     does not run. Call ``spawn`` there. The ranks print to the standard output and error of this
     process. If ``sys.stdout`` or ``sys.stderr`` is replaced, as in a notebook, the lines are
     written to the replacement with the prefix ``[rank]``. No process is left behind, even if a rank
-    or this process is killed. This process may itself be a rank of another world.
+    or this process is killed. If the call raises an exception, all ranks have ended before. This
+    process may itself be a rank of another world.
 
     Unless the environment sets them, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS of
     each rank are the number of usable cores divided by ``nprocs``.
 
     Args:
-        fn: Function of a module or of the script. With cloudpickle installed (the extra
-            ``notebook``), also a lambda, a closure or a function of a notebook.
+        fn: Function of a module or of the script. If cloudpickle is installed (the extra
+            ``notebook``), ``fn`` may also be a lambda, a closure or a function of a notebook.
         args: Further arguments of ``fn``, the same for every rank, sent by pickle.
         nprocs: Number of processes. Default: the number of cores that this process may use.
         params: Parameters of :func:`flashlight_py.distributed_init`, without FILE_PATH.
@@ -85,12 +86,12 @@ def spawn(
         RankFailedError: If a rank of the last attempt raises (the message has its traceback), exits
             or is killed. The error names the first cause and not the resulting PeerLostErrors. The
             other ranks receive SIGTERM, which raises SystemExit, and SIGKILL after 5 seconds.
-        TimeoutError: If ``timeout`` passes. All ranks have ended.
+        TimeoutError: If ``timeout`` passes.
         OSError: If the system starts no more processes, or a replaced ``sys.stdout`` or
-            ``sys.stderr`` cannot be written. All ranks have ended.
+            ``sys.stderr`` cannot be written.
         RuntimeError: If a rank calls ``spawn`` while it imports the script, because the call is not
             under ``if __name__ == "__main__":``.
-        KeyboardInterrupt: If the user presses Ctrl-C. The ranks are interrupted too and have ended.
+        KeyboardInterrupt: If the user presses Ctrl-C. The ranks receive SIGINT too.
 
     Example:
         >>> def total(rank, start):
@@ -116,7 +117,7 @@ def spawn(
 
 
 def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes], list[int]]:
-    """Run one attempt; return results by rank and exit codes. An error leaves no process."""
+    """Run one attempt; return the pickled results by rank, and the exit codes."""
     with (
         tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
         closing(Poll()) as poll,
@@ -127,7 +128,7 @@ def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes
 
 
 class SpawnedWorld:
-    """The ranks of one attempt and the parent's links to them. ``results`` are pickles by rank."""
+    """The ranks of one attempt, each with a link to this process. ``results``: pickles by rank."""
 
     def __init__(self, poll: Poll, call: SpawnCall) -> None:
         self.results: dict[int, bytes] = {}
@@ -170,7 +171,6 @@ class SpawnedWorld:
                 parent_end.send_bytes(multiprocessing.current_process().authkey)
 
     def run(self, folder: str, task: int, restarts: int) -> list[int]:
-        """Start all ranks, wait for the results, end the ranks, and return their exit codes."""
         attempt = self._attempt
         try:
             self.start(folder, task, restarts)
@@ -205,7 +205,6 @@ class SpawnedWorld:
             self._attempt.on_end(range(self._size))
 
     def _on_report(self, rank: int) -> None:
-        """Read a report of ``rank``, or the end of its link."""
         link = self._links[rank]
         try:
             if self._attempt.is_ending:  # drop the report, so that the rank does not block
@@ -223,11 +222,10 @@ class SpawnedWorld:
         self._attempt.on_return(rank)
         if len(self.results) == self._size:  # all ranks have returned and may leave the world
             for other in self._links.values():
-                with suppress(ConnectionError):  # the rank has ended since
+                with suppress(ConnectionError):  # the rank may already have ended
                     other.send_bytes(b"")
 
     def _on_end(self, rank: int) -> None:
-        """Record the end of ``rank`` after its link has closed."""
         self._close_link(rank)
         code = self._ranks.exit_code(rank)
         self._ranks.drain(rank)
@@ -243,7 +241,7 @@ class SpawnedWorld:
 
 @contextmanager
 def _task_descriptor(task: bytes) -> Iterator[int]:
-    """Yield a descriptor of anonymous memory with ``task``. Other users could change a file."""
+    """Yield a descriptor of memory with ``task``. Unlike a file, no other user can change it."""
     with open(os.memfd_create("flashlight task"), "wb") as memory:
         memory.write(task)
         memory.flush()
@@ -278,16 +276,16 @@ def _start_in_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess
 
 
 class Worker:
-    """A new process that calls ``fn(*args)(link)``. ``name`` has operation, number and count.
+    """A new process that calls ``fn(*args)(link)``. It is a fresh interpreter in no world.
 
-    The process is a fresh interpreter in no world. It ends with this process; Ctrl-C does not reach
-    it. It inherits ``descriptors``, and its environment has ``variables`` in addition. The
-    constructor does not wait for the start. All methods raise RankFailedError after the process has
-    ended.
+    ``name`` consists of the operation for errors, the number of this worker, and the number of
+    workers. The process ends with this process; Ctrl-C does not reach it. It inherits
+    ``descriptors``, and ``variables`` are added to its environment. The constructor does not wait
+    for the start. All methods raise RankFailedError after the process has ended.
 
     Raises:
         TypeError: If ``fn`` or ``args`` cannot be pickled.
-        RuntimeError: If a rank or another worker creates it while it imports the script.
+        RuntimeError: If a rank or a worker calls the constructor while it imports the script.
         OSError: If the system starts no more processes.
     """
 
@@ -327,21 +325,19 @@ class Worker:
             raise self.error(failure.description, failure.traceback)
 
     def send(self, message: object) -> None:
-        """Send the picklable object ``message``; block until the worker reads it, if it is long."""
+        """Send ``message``. A long message blocks until the worker reads it."""
         try:
             self._link.send(message)
         except ConnectionError:
             raise self._exit_error() from None
 
     def receive(self) -> Any:
-        """Return the next message; block until it arrives."""
         try:
             return self._link.recv()
         except (EOFError, ConnectionError):
             raise self._exit_error() from None
 
     def error(self, description: str, traceback: str = "") -> RankFailedError:
-        """Return an exception that reports the failure ``description`` of this worker."""
         message = f"{self._operation}: worker {self.number} of {self._count} {description}"
         return RankFailedError(f"{message}\n\n{traceback}" if traceback else message, self.number)
 

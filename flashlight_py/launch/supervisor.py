@@ -1,4 +1,4 @@
-"""One attempt of all ranks, until all have ended, one has failed, or a signal interrupts."""
+"""One attempt of all ranks. It ends if all ranks have ended, a rank fails, or a signal arrives."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STAYING_SECONDS = 10.0  # seconds from the latest exit of a rank until running r
 class Supervisor:
     """One attempt. If a rank fails, all ranks receive SIGTERM, and SIGKILL ``grace`` seconds later.
 
-    ``send`` sends a signal to every rank and its children. ``failures`` has the failures from
-    before the end began, ``undecided`` the ranks that have neither failed nor returned.
-    ``interrupted`` is the signal that the launcher received, SIGPIPE if output could not be
-    written, or 0. ``say`` is called once if ranks run long after other ranks exited: they may hang.
+    ``send`` sends a signal to every rank and its children. ``failures`` are the failures before
+    this SIGTERM. ``undecided`` are the ranks that have neither failed nor returned. ``interrupted``
+    is the signal that the launcher received, SIGPIPE if output could not be written, or 0. If ranks
+    run for a long time after others exited, ``say`` reports it once.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Supervisor:
         output.on_error = self.on_lost_output
 
     def run(self, until: float = math.inf) -> None:
-        """Block until all ranks have ended, or until the time ``until`` if ranks are undecided."""
+        """Block until all ranks have ended. At ``until``, return if a rank is still undecided."""
         while self._running and (not self.undecided or system.monotonic() < until):
             times = (self._cause_until, self._kill_at, self._report_at, self._output.flush_at())
             self._loop.once(min(*times, until if self.undecided else math.inf))
@@ -58,12 +58,12 @@ class Supervisor:
 
     @property
     def lost(self) -> set[int]:
-        """The ranks that caused the failure or whose host is lost; at least one if any failed."""
+        """The ranks of lost hosts, and ranks that failed first. Not empty if any rank failed."""
         causes = {rank for rank, failure in self.failures.items() if not failure.follows}
         return causes | self._ranks_of_lost_hosts or ({self.cause[0]} if self.cause else set())
 
     def on_failure(self, failures: Mapping[int, Failure]) -> None:
-        """Record failures of undecided ranks; end all unless another rank may be the cause."""
+        """Record failures. Then end all ranks, or wait first if another rank may be the cause."""
         first = {rank: failure for rank, failure in failures.items() if rank in self.undecided}
         self.undecided.difference_update(first)
         if self.is_ending or not first:
@@ -75,9 +75,10 @@ class Supervisor:
             self.end(signal.SIGTERM)
 
     def on_lost(self, ranks: Collection[int], failure: Failure) -> None:
-        """Record that the host of ``ranks`` is lost; ``ranks`` are all ranks of that host.
+        """Record that a host with the ranks ``ranks`` is lost.
 
-        Recorded even while the job ends: other ranks often report the loss of a peer first.
+        The loss is recorded even if the job is ending, because the ranks of other hosts often
+        report the lost peer before the launcher detects the loss.
         """
         self._ranks_of_lost_hosts.update(ranks)
         lost = {rank: failure for rank in ranks if rank in self.undecided}
@@ -86,13 +87,13 @@ class Supervisor:
         self.on_end(ranks)
 
     def on_return(self, rank: int) -> None:
-        """Record that ``rank`` has returned; end all if no other rank can be the cause."""
+        """Record that ``rank`` has returned. If it was the last rank and one failed, end all."""
         self.undecided.discard(rank)
         if self.failures and not self.undecided:
             self.end(signal.SIGTERM)
 
     def on_exit(self, rank: int, code: int) -> None:
-        """Record the exit code of ``rank``, or minus the signal."""
+        """Record that ``rank`` exited with ``code``, or was killed by signal ``-code``."""
         if code == 0:
             self.on_return(rank)
         else:
@@ -105,13 +106,12 @@ class Supervisor:
         self._report_at = system.monotonic() + STAYING_SECONDS
 
     def on_lost_output(self) -> None:
-        """End all ranks, because their output cannot be written."""
         if not self.is_ending:
             self.interrupted = signal.SIGPIPE
             self.end(signal.SIGTERM)
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Forward a signal. All except SIGUSR1 and SIGUSR2 end the job; a second signal kills."""
+        """Forward SIGUSR1 and SIGUSR2. Other signals end the job; a second one sends SIGKILL."""
         if number in HARMLESS:
             self._send(number)
             return

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-# Submodule of each public name. `scripts/stubs` writes the same table for type checkers.
+# The submodule that defines each public name. `scripts/stubs` writes the same table into a stub.
 _HOMES = {
     "module": ["Module"],
     "layers": [
@@ -24,7 +24,7 @@ _HOMES = {
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")
     globals().update({name: getattr(_module, name) for name in _names})
-# Layers of a higher package, imported at their first use.
+# Layers of the package parallel, which imports this package. They are imported at their first use.
 _ABOVE = {"BatchNorm": "flashlight_py.parallel.batch_norm"}
 
 __all__ = ["init", "BatchNorm"]
@@ -32,7 +32,6 @@ __all__ += [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> object:
-    """Import a layer that communicates."""
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_ABOVE[name]), name)
@@ -40,5 +39,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return all names, including names that are not imported yet."""
     return sorted({*globals(), *_ABOVE})

@@ -28,7 +28,7 @@ class Conv2D(Plain):
         TypeError: If a size is not an integer.
     """
 
-    _swaps = False  # True: the weight has in_channels first
+    _swaps = False  # whether in_channels is the first dimension of the weight
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel: Pair, stride: Pair = 1,
@@ -91,10 +91,10 @@ class Conv1D(Conv2D):
 class ConvTranspose2D(Conv2D):
     """Transposed convolution: the gradient of a :class:`Conv2D` with respect to its input.
 
-    It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, (height - 1) * stride
-    - 2 * padding + dilation * (kernel - 1) + 1 + output_padding, ...]``. The weight has shape
-    ``[in_channels, out_channels / groups, kernel height, kernel width]``. The order of arguments is
-    torch's.
+    The input has shape ``[batch, in_channels, height, width]``. The result has shape ``[batch,
+    out_channels, (height - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1 +
+    output_padding, ...]``. The weight has shape ``[in_channels, out_channels / groups, kernel
+    height, kernel width]``. Arguments are in torch's order.
 
     Raises:
         ValueError: If ``output_padding`` is not below ``stride``, or as in :class:`Conv2D`.
@@ -147,7 +147,7 @@ class Upsample(Plain):
 
 
 def _interpolated(x: Variable, axis: int, scale: int) -> Variable:
-    """Return ``x`` with ``scale`` times as many pixels along ``axis``, counted from the end."""
+    """Enlarge dimension ``-axis`` of ``x`` by the factor ``scale``, with linear interpolation."""
     xp, size = array_module(x.data), x.shape[-axis]
     centres = ((xp.arange(size * scale) + 0.5) / scale - 0.5).clip(0)
     before = centres.astype("int64")

@@ -1,7 +1,7 @@
 """Initial values of parameters, drawn from the generator that ``set_seed`` seeds.
 
 All functions return NumPy arrays. ``Module.to`` moves them, so a seed gives the same values on
-every device. ``dtype`` is a floating dtype or its name, else TypeError is raised.
+every device. ``dtype`` is a floating dtype or its name. Other dtypes raise TypeError.
 """
 
 import math
@@ -15,7 +15,7 @@ from flashlight_py.random import generator
 def uniform(
     shape: Sequence[int], low: float = 0.0, high: float = 1.0, dtype: Any = "float32"
 ) -> Array:
-    """Return an array with a uniform distribution from ``low`` to ``high``."""
+    """Return values with a uniform distribution from ``low`` to ``high``."""
     values: Array = generator().uniform(low, high, shape)
     return values.astype(floating(dtype, "init"))
 
@@ -23,13 +23,13 @@ def uniform(
 def normal(
     shape: Sequence[int], mean: float = 0.0, std: float = 1.0, dtype: Any = "float32"
 ) -> Array:
-    """Return an array with a normal distribution of this mean and standard deviation."""
+    """Return normally distributed values with mean ``mean`` and standard deviation ``std``."""
     values: Array = generator().normal(mean, std, shape)
     return values.astype(floating(dtype, "init"))
 
 
 def kaiming_uniform(shape: Sequence[int], fan_in: int, dtype: Any = "float32") -> Array:
-    """Return values within ``sqrt(3 / fan_in)`` of 0: He et al. without gain, as in flashlight."""
+    """Return uniform values within ``sqrt(3 / fan_in)`` of 0 (He et al., with gain 1)."""
     bound = math.sqrt(3 / fan_in)
     return uniform(shape, -bound, bound, dtype)
 

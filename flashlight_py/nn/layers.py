@@ -18,13 +18,13 @@ from flashlight_py.structure import changed
 
 
 class Linear(Module):
-    """``y = x @ weight.T + bias``: ``[..., in_features]`` to ``[..., out_features]``.
+    """A linear map of the last dimension: ``y = x @ weight.T + bias``.
 
-    The weight ``[out_features, in_features]`` is initialised uniformly within ``sqrt(3 /
-    in_features)`` of 0, and the bias ``[out_features]`` within ``1 / sqrt(in_features)``, as in
-    flashlight. ``dtype`` is the dtype of the parameters. Raises TypeError if a size is not an
-    integer, and ValueError if it is below 1. A call raises ValueError if the input's last dimension
-    differs.
+    ``x`` has shape ``[..., in_features]`` and ``y`` ``[..., out_features]``. The weight
+    ``[out_features, in_features]`` is initialised uniformly within ``sqrt(3 / in_features)`` of 0,
+    and the bias ``[out_features]`` within ``1 / sqrt(in_features)``, as in flashlight. ``dtype`` is
+    the dtype of the parameters. Raises TypeError if a size is not an integer, and ValueError if it
+    is below 1. A call raises ValueError if ``x`` has another last dimension.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Linear(Module):
 
 
 class Plain(Module):
-    """A module whose ``repr`` shows its public attributes as arguments."""
+    """A module whose ``repr`` shows its public attributes like arguments of its class."""
 
     def __repr__(self) -> str:
         kinds = bool, int, float, str, tuple
@@ -57,7 +57,7 @@ class Plain(Module):
 
 
 class Function(Plain):
-    """A module that calls ``function`` with its inputs. The ``options`` become attributes."""
+    """A module that calls ``function`` with its inputs and with the attributes ``options``."""
 
     def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
         self._function, self._options = function, tuple(options)
@@ -90,14 +90,14 @@ class Sigmoid(Plain):
 
 
 class LogSoftmax(Function):
-    """The logarithm of the softmax along ``axis``, by default the last."""
+    """The logarithm of the softmax along ``axis``, by default along the last dimension."""
 
     def __init__(self, axis: int = -1) -> None:
         super().__init__(F.log_softmax, axis=axis)
 
 
 class Softmax(Function):
-    """``exp(x) / sum(exp(x))`` along ``axis``, by default the last."""
+    """``exp(x) / sum(exp(x))`` along ``axis``, by default along the last dimension."""
 
     def __init__(self, axis: int = -1) -> None:
         super().__init__(F.softmax, axis=axis)
@@ -111,14 +111,14 @@ class SiLU(Function):
 
 
 class GELU(Function):
-    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise; options as in ``functions.gelu``."""
+    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise, or its approximation: ``functions.gelu``."""
 
     def __init__(self, approximate: bool | str = False) -> None:
         super().__init__(F.gelu, approximate=is_by_tanh(approximate))
 
 
 class ELU(Function):
-    """``x`` above 0, else ``alpha * (exp(x) - 1)``, elementwise."""
+    """``x`` if it is above 0, else ``alpha * (exp(x) - 1)``, elementwise."""
 
     def __init__(self, alpha: float = 1.0) -> None:
         super().__init__(F.elu, alpha=alpha)
@@ -132,7 +132,7 @@ class Softplus(Function):
 
 
 class LeakyReLU(Function):
-    """``x`` above 0, else ``slope * x``, elementwise."""
+    """``x`` if it is above 0, else ``slope * x``, elementwise."""
 
     def __init__(self, slope: float = 0.01) -> None:
         super().__init__(F.leaky_relu, slope=slope)
@@ -156,11 +156,12 @@ class GatedLinearUnit(Function):
 
 
 class PReLU(Module):
-    """``x`` above 0, else ``weight * x``: ``[batch, channels, ...]`` to the same shape.
+    """``x`` if it is above 0, else ``weight * x``, elementwise on ``[batch, channels, ...]``.
 
-    The weight ``[channels]`` has ``dtype`` and is initialised to ``value``. With 1 channel, the
-    weight applies to all channels. Raises TypeError if ``channels`` is not an integer, and
-    ValueError if it is below 1. A call raises ValueError if the channels differ.
+    The weight ``[channels]`` has dtype ``dtype`` and is initialised to ``value``. If ``channels``
+    is 1, the weight applies to inputs of any shape. Raises TypeError if ``channels`` is not an
+    integer, and ValueError if it is below 1. A call raises ValueError if ``x`` has another number
+    of channels.
     """
 
     def __init__(self, channels: int = 1, value: float = 0.25, dtype: Any = "float32") -> None:
@@ -174,9 +175,10 @@ class PReLU(Module):
 
 
 class Dropout(Plain):
-    """Random zeros, with probability ``ratio``, in training; the identity in evaluation.
+    """A layer that sets each element to 0 with probability ``ratio``, in training only.
 
-    The other elements are scaled up. Raises ValueError unless ``0 <= ratio < 1``.
+    The other elements are multiplied by ``1 / (1 - ratio)``. In evaluation the result is the input.
+    Raises ValueError unless ``0 <= ratio < 1``.
     """
 
     def __init__(self, ratio: float = 0.5) -> None:
@@ -184,15 +186,14 @@ class Dropout(Plain):
         self.ratio = ratio
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x`` with dropout while training, else ``x`` itself."""
         return F.dropout(x, self.ratio if self.training else 0.0)
 
 
 class View(Plain):
     """A reshape of the input to ``shape``, which includes the batch dimension.
 
-    One entry may be -1 and is then computed, so ``(-1, 784)`` accepts any batch size. A call raises
-    ValueError if the number of elements differs.
+    One entry may be -1: it is computed from the number of elements, so ``(-1, 784)`` accepts any
+    batch size. A call raises ValueError if the number of elements differs.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -210,7 +211,7 @@ class Identity(Plain):
 
 
 class Embedding(Module):
-    """A table of ``n`` vectors of size ``dim``, indexed by integers: ``[...]`` to ``[..., dim]``.
+    """A table of ``n`` vectors of size ``dim``. Integers ``[...]`` select vectors ``[..., dim]``.
 
     The weight ``[n, dim]`` is initialised from the standard normal distribution, as in torch. The
     vector at ``padding_idx``, which may be negative, is 0 and gets no gradient.
@@ -243,7 +244,7 @@ class Embedding(Module):
 
 
 def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
-    """Return ``sizes``. Raises TypeError unless all are integers, ValueError if below ``least``."""
+    """Return ``sizes``. TypeError unless all are integers. ValueError if one is below ``least``."""
     for name, value in sizes.items():
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             raise TypeError(f"{layer}: {name} must be an integer, got {type(value).__name__}")
@@ -255,7 +256,7 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 class Container(Module):
     """A module with a list of modules, which are named by position. Subclasses define ``forward``.
 
-    ``modules`` are the first members, in order. Lists and tuples of modules are flattened. Raises
+    The list begins with ``modules``. An argument may be a list or tuple of modules. Raises
     TypeError if a member is not a module.
     """
 
@@ -282,7 +283,7 @@ class Container(Module):
         changed()
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the members by position, then the modules in attributes by name."""
+        """Yield the members with their positions, then modules in attributes with their names."""
         for position, module in enumerate(self._members):
             yield str(position), module
         yield from super().children()
@@ -298,12 +299,11 @@ class Container(Module):
 
 
 class Sequential(Container):
-    """A chain of modules: the result of a module is the input of the next. Empty: the identity."""
+    """A chain of modules: the result of a module is the input of the next. It may be empty."""
 
     def forward(self, x: Any) -> Variable:
-        """Pass ``x`` through all modules in order, and return the last result."""
-        # A Linear and a following ReLU run as one operation, which saves an array and a node.
-        linear: Linear | None = None  # a Linear that has not been called yet
+        # A Linear and a ReLU after it run as one operation, which saves an array and a node.
+        linear: Linear | None = None  # not called yet
         for module in self._members:
             if linear is not None:
                 if type(module) is ReLU and linear._is_plain() and module._is_plain():
@@ -318,11 +318,11 @@ class Sequential(Container):
 
 
 class Residual(Module):
-    """``shortcut(x) + module(x)`` (He et al., CVPR 2016). Without a shortcut: ``x + module(x)``.
+    """``module(x) + shortcut(x)`` (He et al., CVPR 2016). The default shortcut is the identity.
 
     Raises:
         TypeError: If an argument is not a module.
-        ValueError: If the shapes of the two results of a call differ.
+        ValueError: If the two summands of a call have different shapes.
     """
 
     def __init__(self, module: Module, shortcut: Module | None = None) -> None:
@@ -363,7 +363,7 @@ class ExponentialMovingAverage(Module):
         self.module._replace_arrays(widened)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        # train() of a parent module may have switched the mode
+        # A call of train() of a parent module may have switched this module to training.
         return self.module.eval()(*inputs, **options)
 
     def update(self, module: Module) -> None:
@@ -378,12 +378,12 @@ class ExponentialMovingAverage(Module):
         self.module.load_state_dict(state)
 
 
-# Losses: modules that call autograd.functions.losses, with the same inputs and errors.
+# Losses: modules that call functions of autograd.functions.losses. Inputs and errors are the same.
 # ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``. Other values raise ValueError.
 
 
 class MeanSquaredError(Function):
-    """The mean of squared differences over all elements."""
+    """The mean of ``(prediction - target) ** 2`` over all elements."""
 
     def __init__(self) -> None:
         super().__init__(F.mean_squared_error)
@@ -397,10 +397,9 @@ class MeanAbsoluteError(Function):
 
 
 class HuberLoss(Function):
-    """The mean of ``d * d / 2`` for differences d up to ``delta``, and linear beyond ``delta``.
+    """The mean of ``d * d / 2`` if ``d = abs(prediction - target)`` is at most ``delta``.
 
-    Raises:
-        ValueError: If ``delta`` is not above 0.
+    If d is larger, the loss is ``delta * (d - delta / 2)``. ValueError unless ``delta`` is above 0.
     """
 
     def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
@@ -411,10 +410,10 @@ class HuberLoss(Function):
 
 
 class KLDivergence(Function):
-    """``sum(target * (log(target) - log_probabilities))`` over classes, averaged over samples.
+    """``sum(target * (log(target) - log_probabilities))`` over classes.
 
-    Both inputs have shape ``[..., classes]``, and the result has no dimensions, or with
-    ``reduction="none"`` shape ``[...]``. Targets of 0 add 0. ``"mean"`` is torch's ``"batchmean"``.
+    Both inputs have shape ``[..., classes]``. ``reduction`` combines the losses ``[...]`` of all
+    samples. Its value ``"mean"`` corresponds to torch's ``"batchmean"``. Targets of 0 add 0.
     """
 
     def __init__(self, reduction: str = "mean") -> None:
@@ -422,7 +421,7 @@ class KLDivergence(Function):
 
 
 class BinaryCrossEntropy(Function):
-    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` for probabilities p."""
+    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)``, where p is a probability."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__(F.binary_cross_entropy, reduction=losses.check_loss_reduction(reduction))
@@ -444,7 +443,7 @@ class CategoricalCrossEntropy(Function):
 
 
 class ConnectionistTemporalClassification(Function):
-    """The negative log of the total probability of all alignments of a target with a longer input.
+    """The negative log of the total probability of all alignments of inputs and targets.
 
     Arguments and errors are those of ``functions.connectionist_temporal_classification``.
     """

@@ -10,7 +10,7 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.nn.module import Module
 from flashlight_py.safetensors import from_bytes
 
-_IGNORED = "num_batches_tracked"  # a buffer of torch's BatchNorm that ours does not need
+_IGNORED = "num_batches_tracked"  # a buffer of torch's BatchNorm without a counterpart here
 
 
 def load_torch(
@@ -20,9 +20,9 @@ def load_torch(
     """Copy a torch state dict into the module's parameters and buffers, in place.
 
     The layers have torch's names and shapes. Floating dtypes are cast to the module's dtypes. torch
-    is not imported. ``num_batches_tracked`` is ignored. Any name of a shared parameter can load it.
-    Nothing is changed unless every entry fits. Every rank of a sharded module must pass the same
-    state. Returns the missing and the unexpected names: two lists, which are empty if ``strict``.
+    is not imported. ``num_batches_tracked`` is ignored. If several attributes share a parameter, an
+    entry with any of their names loads it. If an entry does not fit, nothing is changed. Every rank
+    of a sharded module must pass the same state.
 
     Args:
         module: Module to load.
@@ -31,6 +31,9 @@ def load_torch(
         strict: Whether missing and unexpected names are errors.
         rename: Function from a name in ``state`` to the module's name, such as ``lambda name:
             name.removeprefix("model.")``.
+
+    Returns:
+        The list of missing names and the list of unexpected names. Both are empty if ``strict``.
 
     Raises:
         TypeError: If ``module`` is not a Module, ``state`` is not a state dict, or an entry is not
@@ -85,7 +88,7 @@ def _as_array(name: str, value: Any) -> Array:
         return value  # type: ignore[no-any-return]
     if hasattr(value, "detach"):
         tensor = value.detach().cpu()
-        # torch cannot convert bfloat16 to NumPy. float32 has all its values.
+        # torch cannot convert bfloat16 to NumPy. float32 represents all bfloat16 values exactly.
         is_bfloat16 = str(tensor.dtype) == "torch.bfloat16"
         return (tensor.float() if is_bfloat16 else tensor).numpy()  # type: ignore[no-any-return]
     if hasattr(value, "__dlpack__"):

@@ -1,4 +1,4 @@
-"""The base class of all modules, with parameters, state and modes."""
+"""The base class of all modules."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ _CONTAINERS = list, tuple, dict
 
 
 class _Forward(Protocol[Result_co]):
-    """Type of modules for type checkers: a call returns the result type of ``forward``."""
+    """For type checkers: a call of a module has the result type of its ``forward``."""
 
     before_forward: "Callable[[Module], None] | None"
     _instead: Callable[..., Any] | None
@@ -33,9 +33,10 @@ class Module(Structured, ABC):
 
     A subclass assigns its parameters (variables) and its submodules to attributes. They are listed
     in the order of assignment, with the names of the attributes: ``"weight"``, ``"decoder.bias"``.
-    Modules that only lists, tuples and dicts contain follow: ``"layers.0.weight"``, as in torch's
-    ``ModuleList`` and ``ModuleDict``. Variables in such containers are not parameters.
-    ``add_buffer`` adds arrays that are part of the state but are not trained.
+    Attributes may also be lists, tuples and dicts of modules. Their modules are listed last, with
+    names such as ``"layers.0.weight"``, as in torch's ``ModuleList`` and ``ModuleDict``. Variables
+    in such containers are not parameters. ``add_buffer`` adds arrays that are part of the state but
+    are not trained.
 
     A call of the module calls ``before_forward`` with the module, if it is set, and then
     ``forward`` with all arguments. Copies and pickles do not include ``before_forward``.
@@ -44,10 +45,10 @@ class Module(Structured, ABC):
     training = True
     _buffer_names: tuple[str, ...] = ()
     before_forward: "Callable[[Module], None] | None" = None
-    # function that a call runs instead of forward, with the module as first argument
+    # If set, a call runs this function instead of forward. The module is its first argument.
     _instead: Callable[..., Any] | None = None
-    _paused: tuple[Variable, ...] = ()  # parameters whose calc_grad eval() has switched off
-    _unsearched = ""  # attribute that ``children`` does not search for modules
+    _paused: tuple[Variable, ...] = ()  # parameters for which train() restores calc_grad
+    _unsearched = ""  # name of an attribute in which children() does not search
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -66,7 +67,6 @@ class Module(Structured, ABC):
         return self.forward(*inputs, **options)
 
     def _is_plain(self) -> bool:
-        """Return whether a call of the module only calls the ``forward`` of its class."""
         is_called = self.before_forward is None and self._instead is None
         return is_called and "forward" not in vars(self)
 
@@ -78,7 +78,7 @@ class Module(Structured, ABC):
         """Yield the direct submodules and their names: attributes first, then lists and dicts."""
         containers = []
         for name, value in vars(self).items():
-            if isinstance(value, Structured):  # takes a tenth of the time of a test for Module
+            if isinstance(value, Structured):  # ten times as fast as a test for Module
                 if isinstance(value, Module):
                     yield name, value
             elif isinstance(value, _CONTAINERS) and value and name != self._unsearched:
@@ -88,12 +88,12 @@ class Module(Structured, ABC):
             yield from _modules_in(value, name, met)
 
     def params(self) -> list[Variable]:
-        """Return all parameters without duplicates: of this module first, then of submodules."""
+        """Return all parameters, each once: of this module first, then of submodules."""
         values = [value for _, module in self._walk() for value in vars(module).values()]
         return list(dict.fromkeys(value for value in values if isinstance(value, Variable)))
 
     def named_params(self) -> dict[str, Variable]:
-        """Return each parameter once, by dotted name: a shared parameter by its first name."""
+        """Return each parameter once, by dotted name. A shared parameter has its first name."""
         first_names: dict[Variable, str] = {}
         for prefix, module in self._walk():
             for name, variable in module._own_params():
@@ -102,7 +102,7 @@ class Module(Structured, ABC):
 
     @property
     def buffers(self) -> dict[str, Array]:
-        """Arrays from ``add_buffer`` of this module and all submodules, by dotted name."""
+        """The arrays that this module and its submodules have added, by dotted name."""
         return {
             prefix + name: getattr(module, name)
             for prefix, module in self._walk()
@@ -110,7 +110,7 @@ class Module(Structured, ABC):
         }
 
     def add_buffer(self, name: str, array: Array) -> None:
-        """Set the attribute ``name`` to ``array`` (any shape and dtype), as part of the state."""
+        """Set attribute ``name`` to ``array`` of any shape and dtype. Add it to the state dict."""
         setattr(self, name, array)
         self._buffer_names = (*self._buffer_names, name)
 
@@ -120,7 +120,8 @@ class Module(Structured, ABC):
             variable.grad = None
 
     def train(self: SomeModule) -> SomeModule:
-        """Switch this module and its submodules to training; undoes ``eval()``. Returns itself."""
+        """Switch this module and its submodules to training, the reverse of ``eval()``. Returns
+        it."""
         for _, module in self._walk():
             module.training = True
             for variable in module._paused:
@@ -145,7 +146,7 @@ class Module(Structured, ABC):
         """Return the arrays of all parameters and buffers by name, without copying.
 
         Collective if parameters are shared between GPUs (``fl.fully_shard``) or split between ranks
-        (``fl.parallel.shard_linear``). Such parameters are returned as complete copies. Raises
+        (``fl.parallel.shard_linear``). The dict then has complete copies of such parameters. Raises
         TornStateError if a rank ended during a sharded step.
         """
         for shards in shards_of(self.params()):
@@ -161,14 +162,14 @@ class Module(Structured, ABC):
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy ``state`` into the existing arrays, in place and across devices.
 
-        Floating dtypes are cast to the module's dtypes. Nothing is changed unless every entry fits.
-        Every rank of a sharded module must call this with the same state. Raises ValueError, which
-        names all wrong entries, if entries are missing, unexpected or of another shape. Raises
-        TypeError if an entry cannot be cast, such as complex to float.
+        Floating dtypes are cast to the module's dtypes. If an entry does not fit, nothing is
+        changed. Every rank of a sharded module must call this with the same state. Raises
+        ValueError, which names all wrong entries, if entries are missing, unexpected or of another
+        shape. Raises TypeError if an entry cannot be cast, such as complex to float.
         """
         named = self.named_params()
         for name, variable in named.items():
-            if variable.placement and name in state:  # takes this rank's shard
+            if variable.placement and name in state:  # replace by this rank's shard
                 state = {**state, name: variable.placement.part(state[name])}
         targets: dict[str, Variable | Array] = {**named, **self.buffers}
         _check_state(state, targets)
@@ -184,7 +185,7 @@ class Module(Structured, ABC):
     def clone(self: SomeModule) -> SomeModule:
         """Return a copy with new arrays, without gradients, gradient hooks and history.
 
-        Shared parameters are shared in the copy. The copy is not sharded.
+        If modules share a parameter, their copies share one too. The copy is not sharded.
         """
         return copy.deepcopy(self)
 
@@ -203,7 +204,7 @@ class Module(Structured, ABC):
             8 numbers in 2 parameters, 32 bytes; 0 in buffers, 0 bytes
         """
         rows = [("name", "module", "parameters and buffers", "numbers"), ("", "", "", "")]
-        seen: dict[Variable, tuple[int, ...]] = {}  # parameters and their unsharded shapes
+        seen: dict[Variable, tuple[int, ...]] = {}  # for each parameter its unsharded shape
         for prefix, submodule in self._walk():
             shapes: dict[str, tuple[int, ...]] = {}
             for name, variable in submodule._own_params():
@@ -225,7 +226,7 @@ class Module(Structured, ABC):
         return "\n".join([*lines, f"{end}; {size:,} in buffers, {in_buffers:,} bytes"])
 
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
-        """Cast parameters and floating buffers to ``dtype``. Drops gradients. Returns the module.
+        """Cast parameters and floating buffers to ``dtype``, drop gradients, and return the module.
 
         Create optimizers and gradient hooks after this call, since they refer to the old arrays.
         Raises TypeError if ``dtype`` is not a real floating dtype, ValueError if the module is
@@ -236,7 +237,7 @@ class Module(Structured, ABC):
         return self
 
     def to(self: SomeModule, device: str) -> SomeModule:
-        """Move parameters and buffers to ``"cpu"`` or ``"cuda[:<index>]"``. Drops gradients.
+        """Move parameters and buffers to ``"cpu"`` or ``"cuda[:<index>]"``, and drop gradients.
 
         Create optimizers and gradient hooks after this call, since they refer to the old arrays.
         Returns the module. Raises ValueError if the device is unknown or the module is sharded, and
@@ -246,9 +247,9 @@ class Module(Structured, ABC):
         return self
 
     def _walk(self, prefix: str = "") -> _Named:
-        """Return all modules, this one first and parents first, with the prefixes of names."""
+        """Return all modules, parents first, each with the prefix of its parameters' names."""
         walked: _Named = []
-        later: _Named = [(prefix, self)]  # modules in containers, last first
+        later: _Named = [(prefix, self)]  # a stack of modules in containers
         met: set[int] = set()
         names: set[str] = set()
         while later:
@@ -270,7 +271,7 @@ class Module(Structured, ABC):
         return walked
 
     def _visit(self, prefix: str, met: set[int], visited: _Named, in_containers: _Named) -> _Named:
-        """Append self and modules in attributes to ``visited``, the rest to ``in_containers``."""
+        """Append this module and modules in attributes to ``visited``. Fill ``in_containers``."""
         visited.append((prefix, self))
         met.add(id(self))
         for name, child in self.children():
@@ -278,7 +279,7 @@ class Module(Structured, ABC):
                 in_containers.append((f"{prefix}{name}.", child))
             elif id(child) not in met:
                 child._visit(f"{prefix}{name}.", met, visited, in_containers)
-        met.remove(id(self))  # another attribute may refer to the module
+        met.remove(id(self))  # may be visited again from another attribute
         return visited
 
     def _own_params(self) -> Iterator[tuple[str, Variable]]:
@@ -301,7 +302,7 @@ class Module(Structured, ABC):
 
 
 def _holds_module(owner: Module, container: Any) -> bool:
-    """Return whether ``container`` of ``owner`` contains a module. Caches large containers."""
+    """Return whether the list, tuple or dict ``container`` of module ``owner`` has a module."""
     key, now = (id(owner), id(container)), (int(count[0]), len(container))
     previous = _searched.get(key)
     if previous is not None and previous[0]() is owner and previous[1] == now:
@@ -320,13 +321,13 @@ def _holds_module(owner: Module, container: Any) -> bool:
                 met.update(map(id, inner))
     if items > 100:
         if len(_searched) > 100:
-            _searched.clear()  # drops entries of deleted modules
+            _searched.clear()  # entries of deleted modules would stay
         _searched[key] = weakref.ref(owner), now, is_found
     return is_found
 
 
-# Cached searches, by the ids of a module and a large container: the module, structure and length at
-# the search, and the result. The module is compared because a later module may have the same id.
+# A cache for large containers. Key: ids of module and container. Value: the module, number of
+# structure changes and length at the search, and its result. A later module may get the same id.
 _searched: dict[tuple[int, int], tuple[weakref.ref[Module], tuple[int, int], bool]] = {}
 
 
@@ -340,7 +341,7 @@ def _modules_in(container: Any, path: str, met: set[int]) -> Iterator[tuple[str,
 
 
 def _words(module: Module) -> str:
-    """Return the ``repr`` of the module if it is one line and has no submodules, else its class."""
+    """Return the ``repr`` of a module without submodules if it is one line, else the class name."""
     name, text = type(module).__name__, repr(module)
     is_short = text.startswith(name) and "\n" not in text
     return name if any(True for _ in module.children()) or not is_short else text

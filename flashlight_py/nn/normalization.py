@@ -37,7 +37,7 @@ class Affine(Plain):
 
 
 class LayerNorm(Affine):
-    """Normalization over the last dimensions, which have ``shape``; see ``functions.layer_norm``.
+    """Normalization over the last dimensions, of sizes ``shape``. See ``functions.layer_norm``.
 
     Raises ValueError if a size is below 1. A call raises it if the input does not fit.
     """
@@ -52,7 +52,7 @@ class LayerNorm(Affine):
 
 
 class RMSNorm(Affine):
-    """Division by the root mean square of the last dimension; see ``functions.rms_norm``.
+    """Division by the root mean square of the last dimension. See ``functions.rms_norm``.
 
     Raises ValueError if ``size`` is below 1. A call raises it if the last dimension differs.
     """
@@ -66,11 +66,11 @@ class RMSNorm(Affine):
 
 
 class GroupNorm(Affine):
-    """Normalization of groups of the ``channels`` (dimension 1); see ``functions.group_norm``.
+    """Normalization of groups of channels. See ``functions.group_norm``.
 
     Raises:
-        ValueError: If ``groups`` does not divide ``channels``. A call raises it if the input has
-            another number of channels.
+        ValueError: If ``groups`` does not divide ``channels``. A call raises it if dimension 1 of
+            the input is not ``channels``.
     """
 
     def __init__(self, groups: int, channels: int, eps: float = 1e-5) -> None:
@@ -85,7 +85,7 @@ class GroupNorm(Affine):
 
 
 class LocalBatchNorm(Affine):
-    """A BatchNorm over the batch of this process; see ``flashlight_py.parallel.batch_norm``."""
+    """Batch normalization of the batch of this process, extended by ``parallel.batch_norm``."""
 
     running_mean: Array
     running_var: Array
@@ -102,7 +102,6 @@ class LocalBatchNorm(Affine):
             self.add_buffer("running_var", np.ones(channels, np.float32))
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x`` normalized. In training, update the running statistics in place."""
         x = self._of_channels(x)
         if not self.training and self.track_statistics:
             running = self.running_mean, self.running_var
@@ -113,7 +112,7 @@ class LocalBatchNorm(Affine):
         return out
 
     def _track(self, mean: Array, variance: Array, count: int | Array) -> None:
-        """Update the running statistics by the moments of ``count`` values per channel."""
+        """Update running statistics in place, from statistics of ``count`` values per channel."""
         if self.track_statistics:
             variance = variance * (count / (count - 1))
             for running, new in ((self.running_mean, mean), (self.running_var, variance)):

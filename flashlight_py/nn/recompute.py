@@ -11,21 +11,21 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.nn.module import Module, SomeModule
 
 
-# A recomputed module leaves placeholders in the graph, with edges to the sources of its results.
-# When the walk reaches the first placeholder, the graph of the repeated forward pass replaces all
-# of them, and the same walk continues. A nested backward pass would call the hooks of shared
-# parameters too early and add gradients in another order.
+# A recomputed module leaves ``Part`` nodes in the graph, with edges to the sources of its results.
+# When a walk reaches the first part, it replaces all parts by the graph of a second forward pass,
+# and continues. A backward pass inside this pass would call the hooks of shared parameters too
+# early and add gradients in another order.
 def recompute(module: SomeModule) -> SomeModule:
     """Make ``module`` keep no intermediate results. The backward pass computes them again.
 
     The module is changed in place and returned. Parameters, buffers, names and the state dict are
     not changed. Copies and pickles recompute as well. Apply this to each block of a deep network.
-    The activations then need the memory of all blocks' inputs and of one block, and each block runs
-    a second forward pass. Inner modules may be recomputed themselves.
+    Memory is then needed for the inputs of all blocks and the activations of one block. Each block
+    runs a second forward pass. A submodule of a recomputed module may also be recomputed.
 
     Gradients are identical to the last bit, and hooks run in the same order. Random numbers from
     ``fl.random``, for example for dropout, are repeated. Buffers (running statistics) are updated
-    only by the first forward pass. If no gradient is needed, nothing is computed twice.
+    only by the first forward pass. Without a backward pass there is no second forward pass.
 
     ``forward`` must return a variable, or a tuple, list or dict of variables, and must repeat the
     same operations. Other data that it reads must not change between the forward and the backward
@@ -35,8 +35,8 @@ def recompute(module: SomeModule) -> SomeModule:
 
     Raises:
         TypeError: If ``module`` is not a Module.
-        RuntimeError: If the second pass does other operations, or if ``train()`` or ``eval()``
-            switched the mode in between. The backward pass raises it.
+        RuntimeError: If the second pass does other operations, or if ``train()`` or ``eval()`` was
+            called between the passes. The backward pass raises it.
 
     Example:
         >>> block = fl.nn.Sequential(fl.nn.Linear(4, 4), fl.nn.Tanh(), fl.nn.Dropout(0.5))
@@ -50,8 +50,7 @@ def recompute(module: SomeModule) -> SomeModule:
 
 
 def _run(module: Module, *inputs: Any, **options: Any) -> Any:
-    """Return the result of ``module.forward`` without keeping intermediate results."""
-    if recording.is_outline:  # an outer recomputed module repeats this module
+    if recording.is_outline:  # the module is inside a recomputed module
         return module.forward(*inputs, **options)
     inside = [inner for _, inner in module._walk()]
     modes = [inner.training for inner in inside]
@@ -67,7 +66,7 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
         recording.is_outline = False
     before = {key: array for key, array in buffers.items() if _has_changed(array, *key)}
 
-    # Not by setattr(), which would report a change of structure.
+    # setattr() would report a change of structure, after which captured steps are recorded again.
     def set_buffers(arrays: dict[tuple[Module, str], Array]) -> None:
         for (inner, name), array in arrays.items():
             object.__setattr__(inner, name, array)
@@ -90,13 +89,13 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
 
 
 def _has_changed(before: Array, module: Module, name: str) -> bool:
-    """Return whether buffer ``name`` differs from ``before``. True on a GPU, to avoid waiting."""
+    """Return whether buffer ``name`` differs from ``before``. On a GPU True, without comparing."""
     now: Array = getattr(module, name)
     return is_cupy(now) or not array_module(now).array_equal(now, before)
 
 
 def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
-    """Return ``result`` with new variables. Their backward pass calls ``repeat`` first."""
+    """Return ``result`` with variables whose ``Part`` calls ``repeat`` in a backward pass."""
     variables = _variables(result)
     targets = {
         id(variable): (position, *variable.node.targets())
@@ -109,7 +108,7 @@ def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
         with_parts[number] = repeated = Variable(variables[position].data)
         repeated.node = Part(repeated.data, repeat, position, its_targets, ordered)
         repeated._calc_grad = True
-    # Unchanged variables are inputs that the module returns, or need no gradient.
+    # Inputs that the module returns, and variables without gradient, are returned unchanged.
     return _mapped(result, lambda variable: with_parts.get(id(variable), variable))
 
 
@@ -122,7 +121,6 @@ def _variables(result: Any) -> list[Variable]:
 
 
 def _mapped(result: Any, change: Callable[[Variable], Variable]) -> Any:
-    """Return ``result`` with ``change`` applied to every variable."""
     if isinstance(result, Variable):
         return change(result)
     if isinstance(result, dict):

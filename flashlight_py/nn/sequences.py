@@ -18,12 +18,12 @@ _NAMES = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
 class RNN(Plain):
-    """Recurrent layers: ``[batch, time, input_size]`` to ``[batch, time, directions * hidden]``.
+    """Recurrent layers for inputs ``[batch, time, input_size]``. See ``functions.recurrent``.
 
-    See ``functions.recurrent`` for the equations. The parameters have torch's names and shapes.
-    Layer k has ``weight_ih_l<k>``, ``weight_hh_l<k>``, ``bias_ih_l<k>`` and ``bias_hh_l<k>``, with
-    the suffix ``_reverse`` for the second direction. Initial values are uniform within ``1 /
-    sqrt(hidden_size)`` of 0.
+    The first result has shape ``[batch, time, directions * hidden_size]``. The parameters have
+    torch's names and shapes. Layer k has ``weight_ih_l<k>``, ``weight_hh_l<k>``, ``bias_ih_l<k>``
+    and ``bias_hh_l<k>``, with the suffix ``_reverse`` for the second direction. Initial values are
+    uniform within ``1 / sqrt(hidden_size)`` of 0.
 
     Args:
         kind: ``"lstm"``, ``"gru"`` or ``"tanh"``.
@@ -64,7 +64,7 @@ class RNN(Plain):
         return ("", "_reverse") if self.bidirectional else ("",)
 
     def forward(self, x: Variable, state: Any = None) -> tuple[Variable, Any]:
-        """Return the last layer's hidden states of all steps, and the last state of each layer.
+        """Return the last layer's hidden states of all steps, and the final state of all layers.
 
         ``state`` (default: zeros) and the returned state are ``h`` of shape ``[layers * directions,
         batch, hidden_size]``. For "lstm" they are tuples of ``h`` and ``c``.
@@ -97,13 +97,13 @@ class RNN(Plain):
 
 
 class MultiheadAttention(Plain):
-    """Multi-head attention between linear maps (Vaswani et al., 2017).
+    """Multi-head attention (Vaswani et al., 2017), with linear maps of its inputs and its result.
 
-    ``layer(x)`` and ``layer(x, mask)`` attend to ``x`` ``[batch, positions, dim]`` itself.
-    ``layer(q, k, v)`` and ``layer(q, k, v, mask)`` attend to keys and values ``[batch, keys,
-    dim]``. The result has the shape of the first argument. See ``functions.attention`` for
-    ``mask``, ``causal`` and ``dropout`` (only in training). ``bias``: whether linear maps have
-    biases.
+    ``layer(x)`` and ``layer(x, mask)`` compute self-attention of ``x`` ``[batch, positions, dim]``.
+    ``layer(q, k, v)`` and ``layer(q, k, v, mask)`` let queries ``q`` attend to keys ``k`` and
+    values ``v``, both ``[batch, keys, dim]``. The result has the shape of the first argument. See
+    ``functions.attention`` for ``mask``, ``causal`` and ``dropout`` (only in training). ``bias``
+    states whether the linear maps have biases.
 
     Raises:
         ValueError: If ``heads`` does not divide ``dim``. A call raises it if the shapes do not fit.
@@ -150,7 +150,7 @@ _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 class TransformerLayer(Module):
-    """Attention and a network of two linear maps, both with a residual; see ``Transformer``."""
+    """One block of a :class:`Transformer`."""
 
     def __init__(
         self, dim: int, heads: int, hidden: int, dropout: float, causal: bool, activation: str,
@@ -180,19 +180,21 @@ class TransformerLayer(Module):
 
 
 class Transformer(Module):
-    """Blocks of attention and a network that is applied to each position (Vaswani et al., 2017).
+    """Blocks of self-attention and a small network for each position (Vaswani et al., 2017).
 
     The state has the names of ``torch.nn.TransformerEncoder`` without its optional norm.
 
     Args:
         dim: Last dimension of ``x`` ``[batch, positions, dim]`` and of the result.
         heads: Number of attention heads, a divisor of ``dim``.
-        hidden: Size between the two linear maps of a block. Default: ``4 * dim``.
+        hidden: Size between the two linear maps of the network. Default: ``4 * dim``.
         layers: Number of blocks.
-        dropout: Dropout ratio in training, for attention weights and both residual branches.
+        dropout: Dropout ratio in training, for attention weights, results of attention and the
+            network, and its hidden elements.
         causal: If True, position i attends only to positions 0 .. i.
         activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
-        norm: ``"pre"`` normalizes the inputs of attention and network, ``"post"`` the sums.
+        norm: ``"pre"`` normalizes the inputs of attention and network, ``"post"`` normalizes the
+            sums of an input and its result.
 
     Raises:
         ValueError: If ``heads`` does not divide ``dim``, or if an option is unknown.
@@ -223,9 +225,10 @@ class Transformer(Module):
 
 
 class PositionEmbedding(Module):
-    """A learned vector per position, added to the input ``[batch, at most positions, dim]``.
+    """A learned vector for each position, added to the input ``[batch, length, dim]``.
 
-    Raises ValueError if a size is below 1. A call raises it if the input does not fit.
+    ``length`` is at most ``positions``. Raises ValueError if a size is below 1. A call raises it if
+    the input does not fit.
     """
 
     def __init__(self, positions: int, dim: int) -> None:
@@ -246,10 +249,7 @@ class PositionEmbedding(Module):
 class SinusoidalPositionEmbedding(PositionEmbedding):
     """Sines and cosines of each position, added to the input (Vaswani et al., 2017).
 
-    The layer has no parameters.
-
-    Raises:
-        ValueError: If a size is below 1, or if ``dim`` is odd.
+    The layer has no parameters. Raises ValueError if a size is below 1, or if ``dim`` is odd.
     """
 
     def __init__(self, positions: int, dim: int) -> None:

@@ -1,4 +1,4 @@
-"""The optimizers. Each class names its update rule in rules.inc, its numbers and its state arrays.
+"""The optimizers: for each, its update rule in rules.inc, numbers for the rule, and state arrays.
 
 See :class:`FirstOrderOptimizer` for common arguments and errors.
 """
@@ -17,7 +17,7 @@ class SGDOptimizer(RuleOptimizer):
     """Stochastic gradient descent with momentum, weight decay and Nesterov's variant.
 
     ``g = grad + weight_decay * p``; ``v = momentum * v + g``; then ``p -= lr * v``, or with
-    Nesterov ``p -= lr * (g + momentum * v)`` (Sutskever et al., ICML 2013, in the form of
+    ``nesterov`` ``p -= lr * (g + momentum * v)`` (Sutskever et al., ICML 2013, in the form of
     flashlight and torch). Without momentum: ``p -= lr * g``. ``momentum`` is at least 0.
 
     Raises:
@@ -48,7 +48,7 @@ class AdamOptimizer(RuleOptimizer):
 
     ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then ``p -= lr *
     m' / (sqrt(v') + eps)`` with ``m' = m / (1 - beta1 ** t)`` and ``v' = v / (1 - beta2 ** t)`` at
-    step ``t`` of the parameter (algorithm 1 of the paper). ``m`` and ``v`` are float32 or wider.
+    step ``t`` of the parameter (Kingma and Ba, 2015). ``m`` and ``v`` are float32 or wider.
 
     If ``decoupled``, parameters shrink by ``lr * weight_decay`` before the step (AdamW, Loshchilov
     and Hutter, ICLR 2019, as in flashlight). Otherwise ``weight_decay * p`` is added to ``g``.
@@ -93,8 +93,8 @@ class RMSPropOptimizer(RuleOptimizer):
     """RMSprop (Tieleman and Hinton, 2012): steps scaled by a running mean of squares.
 
     ``s = rho * s + (1 - rho) * g * g``; ``p = (1 - weight_decay) * p - lr * g / (sqrt(s) + eps)``.
-    With ``use_first``, the variance ``s - f * f``, at least 0, replaces ``s``. ``f`` is a running
-    mean of gradients (torch: ``centered``). Without ``weight_decay``, torch has the same formula.
+    If ``use_first``, ``max(s - f * f, 0)`` replaces ``s``, and ``f = rho * f + (1 - rho) * g``.
+    torch's name for this is ``centered``. Without ``weight_decay``, torch has the same formula.
     torch's decay is an L2 penalty.
     """
 
@@ -111,7 +111,7 @@ class RMSPropOptimizer(RuleOptimizer):
 
 
 class AdadeltaOptimizer(RuleOptimizer):
-    """Adadelta (Zeiler, 2012): steps have the size of earlier steps, without a tuned rate.
+    """Adadelta (Zeiler, 2012): running means of earlier steps determine the size of a step.
 
     ``s = rho * s + (1 - rho) * g * g``; ``d = sqrt((u + eps) / (s + eps)) * g``; ``p = (1 -
     weight_decay) * p - lr * d``; ``u = rho * u + (1 - rho) * d * d``. Without ``weight_decay``,
@@ -160,8 +160,8 @@ class NovogradOptimizer(RuleOptimizer):
 
     ``n`` is the sum of the squares of a gradient: ``v = beta2 * v + (1 - beta2) * n``; ``m = beta1
     * m + (1 - beta1) * (g / (sqrt(v) + eps) + weight_decay * p)``; ``p -= lr * m``, as in
-    flashlight. The paper starts with ``v = n`` and has no factor ``1 - beta1``. If ``eps`` is 0, a
-    gradient of zeros counts as 0.
+    flashlight. The paper starts with ``v = n`` and has no factor ``1 - beta1``. If ``sqrt(v) +
+    eps`` is 0, the quotient counts as 0.
 
     On a GPU, each step waits for the norm of each gradient.
     """

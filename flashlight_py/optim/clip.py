@@ -19,24 +19,25 @@ def clip_grad_norm(
 ) -> float:
     """Scale all gradients by a common factor so that their joint L2 norm is at most ``max_norm``.
 
-    In place; returns the norm before scaling. Parameters without a gradient count as zeros. If the
-    norm is infinite or nan, the gradients are not changed. Blocks until the norm is computed.
+    Gradients change in place. Returns the norm before scaling. Parameters without a gradient count
+    as zeros. If the norm is infinite or nan, the gradients are not changed. Blocks until the norm
+    is computed.
 
-    If all ranks have the same parameters, call this after the gradients are reduced, without a
-    group. The norm is then the same on every rank. If ranks have different parameters of one model,
-    pass their group. The ranks then sum their squares in one small message, and scale by the same
-    factor. Collective for parameters of sharded modules and of ``shard_linear``: the call
-    returns when every rank has scaled its shards.
+    If all ranks have the same parameters, call this after the gradients are reduced, without
+    ``group``. The norm is then the same on every rank. If ranks have different parameters of one
+    model, pass a group of these ranks. The ranks then sum their squares in one small message, and
+    scale by the same factor. Collective for parameters of sharded modules and of ``shard_linear``:
+    the call returns when every rank has scaled its shards.
 
     Args:
         params: Variables whose gradients are scaled. With a group, the list has the parameters of
             this rank and may be empty.
-        max_norm: Limit, at least 0.
-        group: Ranks that have the other gradients of the norm, such as ``fl.new_group(ranks)``.
-            Each rank of the group must call this. Default: no other ranks.
+        max_norm: Maximum of the norm, at least 0.
+        group: Group of the ranks whose gradients are part of the norm, such as
+            ``fl.new_group(ranks)``. Each rank of the group must call this. Default: only this rank.
 
     Raises:
-        TypeError: If ``params`` is no iterable of variables, or ``max_norm`` no number.
+        TypeError: If ``params`` is not an iterable of variables, or ``max_norm`` is not a number.
         ValueError: If ``params`` is empty without a group, or if ``max_norm`` is negative.
         DistributedError: If communication with a group or for sharded parameters fails, as in
             :func:`flashlight_py.all_reduce`.
@@ -63,12 +64,12 @@ def clip_grad_value(params: Iterable[Variable], clip_value: float) -> None:
 @as_one
 def _limit_values(grads: list[Array], sharded: Any, limit: float) -> None:
     pieces = [grad for shards, variables in sharded for grad in shards.own_gradients(variables)]
-    with np.errstate(all="ignore"):  # a limit beyond the dtype's range becomes infinite
+    with np.errstate(all="ignore"):  # in the dtype of the gradients, the limit may be infinite
         for grad in [*grads, *pieces]:
             xp, bound = array_module(grad), grad.dtype.type(limit)
             xp.maximum(xp.minimum(grad, bound, out=grad), -bound, out=grad)
     for shards, _ in sharded:
-        # waits until every rank has changed its shards or failed
+        # Wait until every rank has changed its shards. Raises if a rank has failed.
         shards.group.all_reduce(np.zeros(1))
 
 
@@ -77,7 +78,6 @@ def _limit_norm(
     grads: list[Array], sharded: list[tuple[Shards, list[Variable]]], limit: float,
     group: Summing | None,
 ) -> float:  # fmt: skip
-    """Scale ``grads`` and gradients of ``sharded`` parameters in place. Return the joint norm."""
     sums = [part for grad in grads for part in sums_of_squares(grad)]
     sums += [shards.sum_of_squares(variables) for shards, variables in sharded]
     squares = np.array([sum(sums)], np.float64)
@@ -97,29 +97,29 @@ def _in_step(ranks: Summing | Shards | None, name: str) -> AbstractContextManage
 
 
 def _scale(grads: Iterable[Array], factor: float) -> None:
-    """Multiply each of ``grads`` by ``factor``, in place."""
     with np.errstate(all="ignore"):  # underflow to 0
         for grad in grads:
-            # NumPy would round a Python number to float16 first, and a small factor to 0.
+            # NumPy would round a Python number to float16 before the product, and a small factor to
+            # 0.
             np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
 
 
 def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]:
-    """Return this process's gradients, and the ``Shards`` of ``params`` for ``wait_for_all()``."""
+    """Return the gradients that this process updates, and all ``Shards`` of ``params``."""
     grads, sharded = _by_shards(params)
     pieces = [grad for shards, group in sharded.items() for grad in shards.own_gradients(group)]
     return [*grads, *pieces], list(sharded)
 
 
 def _by_shards(params: Iterable[Variable]) -> tuple[list[Array], dict[Shards, list[Variable]]]:
-    """Return the unsharded gradients, and the sharded parameters that have a gradient."""
+    """Return gradients of unsharded parameters, and the sharded parameters with a gradient."""
     grads: list[Array] = []
     sharded: dict[Shards, list[Variable]] = {}
     for param in params:
         placement = param.placement
         if param.grad is None:
             continue
-        if not param.grad.shape:  # NumPy operations turn an array without dimensions into a scalar
+        if not param.grad.shape:  # NumPy may have replaced an array without dimensions by a scalar
             param.grad = array_module(param.grad).asarray(param.grad)
         if placement is None:
             grads.append(param.grad)

@@ -1,4 +1,4 @@
-"""The rules of optimizers on the CPU, native or in NumPy, and sums of squares of gradients."""
+"""The update rules of optimizers on the CPU, and sums of squares of gradients."""
 
 import functools
 import math
@@ -10,10 +10,10 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy, widened
 
-# A field of an update rule is a number, or a form such as (LR,) or (SHRINK, decay). In each step,
-# the function of the form computes the number from the learning rate, the parameter's step number
-# (from 1), the field, and a function ``norm(decay)``. ``norm`` adds the gradient's squared norm to
-# a running mean and returns the mean. csrc/optim/tasks.cc computes the same bits.
+# A field of an update rule is a number, or a tuple that begins with an index of FORMS, such as
+# (LR,) or (SHRINK, decay). In each step, this function computes the number from the learning rate,
+# the parameter's step number (from 1), the tuple, and ``norm``. ``norm(decay)`` adds the gradient's
+# squared norm to a running mean and returns the mean. csrc/optim/tasks.cc computes the same bits.
 Field: TypeAlias = "float | tuple[int] | tuple[int, float] | tuple[int, float, float]"
 Rule: TypeAlias = tuple[str, tuple[Field, ...]]
 Numbers: TypeAlias = Sequence[float]
@@ -29,7 +29,7 @@ FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
 
 
 def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) -> list[float]:
-    """Return the values of an optimizer rule's fields in step ``time`` (see ``Field``)."""
+    """Return the numbers that ``fields`` have at learning rate ``lr`` in step ``time``."""
     return [FORMS[f[0]](lr, time, f, norm) if isinstance(f, tuple) else f for f in fields]
 
 
@@ -40,15 +40,16 @@ def optimizer_kernels() -> Any | None:
 
 
 def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
-    """Update the arrays of ``piece`` in place by NumPy or CuPy, with the same bits as csrc/optim.
+    """Update the arrays of ``piece`` in place by NumPy or CuPy. csrc/optim computes the same bits.
 
     Types narrower than float32 are computed in float32 and rounded once. ``numbers`` are the values
-    of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same shape.
-    ``grad_scale`` is a factor for the gradient, whose array is not modified.
+    of the rule's fields. ``piece`` is (parameter, gradient, *states), all of the same shape. The
+    gradient is multiplied by ``grad_scale``, but its array is not modified.
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
-    # Numbers in the arrays' dtype: Python numbers turn arrays without dimensions into float64.
+    # Numbers get the dtype of the arrays. Python numbers turn arrays without dimensions into
+    # float64.
     real = wide.dtype.type
     if grad_scale != 1:
         total = total * real(grad_scale)
@@ -57,7 +58,7 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
         array[...] = result
 
 
-# The rules of rules.inc for arrays. Each takes numbers, parameter, gradient and states, and returns
+# The rules of rules.inc for arrays. Each gets numbers, parameter, gradient and states, and returns
 # the new parameter and states.
 def _sgd(numbers: Numbers, param: Array, grad: Array) -> Results:
     lr, decay = numbers
@@ -107,7 +108,7 @@ def _rmsprop_centered(
     rho, rest, eps, lr, shrink = numbers
     square = _normal(square * rho + grad * grad * rest)
     mean = _normal(mean * rho + grad * rest)
-    # without the maximum, rounding may give negative values
+    # Rounding may give negative differences.
     variance = array_module(square).maximum(square - mean * mean, 0)
     return param * shrink - grad / (_sqrt(variance) + eps) * lr, square, mean
 
@@ -133,7 +134,7 @@ RULES: dict[str, Callable[..., Results]] = {
 
 
 def _decayed(grad: Array, param: Array, decay: float) -> Array:
-    return grad + param * decay if decay else grad  # inf * 0 would be nan
+    return grad + param * decay if decay else grad  # inf * 0 is nan
 
 
 def _normal(array: Array) -> Array:
@@ -145,14 +146,14 @@ def _sqrt(array: Array) -> Array:
     return array_module(array).sqrt(array)  # type: ignore[no-any-return]
 
 
-BLOCK = 65536  # elements
+BLOCK = 65536  # elements whose squares one sum contains
 
 
 def sum_of_squares(grad: Array) -> float:
     """Return the sum of the squares of all elements, in float64. Blocks until it is computed.
 
-    Blocks of 65,536 elements are summed in order. In a block, element ``i`` is added to sum ``i %
-    16``, and then the 16 sums are added in order. So the result is equal on all machines.
+    On the CPU, blocks of 65,536 elements are summed in order. In a block, element ``i`` is added to
+    sum ``i % 16``, and then the 16 sums are added in order. So the result is equal on all machines.
     """
     if is_cupy(grad):
         wide = grad.astype(np.float64).reshape(-1)
@@ -166,7 +167,7 @@ def sum_of_squares(grad: Array) -> float:
 def sums_of_squares(grad: Array, blocks: slice = slice(None)) -> list[float]:
     """Return the sum of squares of each block of 65,536 elements in the slice ``blocks``.
 
-    The total of the sums, added in order, is equal on all ranks. A GPU array is one block.
+    If these sums are added in order, the total is equal on all ranks. A GPU array is one block.
     """
     if is_cupy(grad):
         return [sum_of_squares(grad)]
@@ -176,7 +177,6 @@ def sums_of_squares(grad: Array, blocks: slice = slice(None)) -> list[float]:
 
 
 def reference_sum(grad: Array) -> float:
-    """Return the sum of squares of ``grad``, computed by NumPy with the same bits as csrc/optim."""
     flat, sums = grad.reshape(-1), np.zeros(16)
     for start in range(0, flat.size, BLOCK):
         squares = np.zeros((min(BLOCK, flat.size - start) + 15) // 16 * 16)

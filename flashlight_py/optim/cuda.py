@@ -1,4 +1,4 @@
-"""Optimizer steps on CuPy arrays, with one or few launches for all parameters.
+"""Optimizer steps on CuPy arrays. One kernel launch updates all parameters of equal dtype.
 
 The kernels are the rules of rules.inc. CUDA compiles them at their first use, without fused
 multiply-adds, as on the CPU. float16 is computed in float32.
@@ -21,7 +21,7 @@ from flashlight_py.structure import thread_state
 
 # Threads per block, and elements per block.
 BLOCK, CHUNK = 256, 4096
-# Maximum number of words of a table that is a kernel argument. Larger tables are copied to the GPU.
+# Maximum number of 8-byte words of a table that is a kernel argument. Larger tables are copied.
 _WORDS = 448
 _BY_VALUE = np.dtype([("words", np.int64, _WORDS)])
 _TO_DEVICE = 1  # cudaMemcpyHostToDevice
@@ -73,7 +73,7 @@ extern "C" __global__ void flashlight_{rule}(
 
 
 def is_supported(piece: tuple[Any, ...]) -> bool:
-    """Return whether kernels support ``piece``: (parameter, gradient, *states) of any library."""
+    """Return whether kernels support ``piece``, which is (parameter, gradient, *states)."""
     param = piece[0]
     if not all(is_cupy(array) and array.flags.c_contiguous for array in piece):
         return False
@@ -87,7 +87,7 @@ def is_supported(piece: tuple[Any, ...]) -> bool:
 
 
 def change(steps: Iterable[Step], grad_scale: float) -> None:
-    """Update parameters and states in place with few launches. Returns when launches are queued."""
+    """Queue the update of parameters and states in place. Returns before the update runs."""
     groups: dict[Any, list[Step]] = defaultdict(list)
     for step in steps:
         (name, _), (param, grad, *_) = step
@@ -97,7 +97,7 @@ def change(steps: Iterable[Step], grad_scale: float) -> None:
 
 
 def _launch(steps: Sequence[Step], grad_scale: float) -> None:
-    """Queue one kernel for ``steps``. Its table has a row per step, then the rules' numbers."""
+    """Launch one kernel. Its table has a row for each step, then the numbers of the rules."""
     import cupy
 
     (name, numbers), (param, grad, *states) = steps[0]
@@ -127,7 +127,7 @@ def _launch(steps: Sequence[Step], grad_scale: float) -> None:
 
 
 class CapturedStep:
-    """A step of a RuleOptimizer in a CUDA graph, whose kernels read their numbers from tables."""
+    """A RuleOptimizer's step in a CUDA graph. Tables on the GPU have the numbers of its kernels."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._before = optimizer, optimizer._steps.copy()
@@ -135,12 +135,12 @@ class CapturedStep:
         forms = [field[0] for field in self._rule if isinstance(field, tuple)]
         self._is_timed, self._has_norm = not {RATE, ROOT}.isdisjoint(forms), INVERSE in forms
         self._at = {id(variable.data): n for n, variable in enumerate(optimizer.params)}
-        # For each table: the words before the numbers, and the positions of the parameters.
+        # Each entry: a table, its words before the numbers, and the positions of its parameters.
         self._tables: list[tuple[Any, bytes, list[int]]] = []
         self._written: Any = None
 
     def table(self, packed: bytes, numbers: int, params: Sequence[Any]) -> Any:
-        """Return a new device table for ``params``, whose last ``numbers`` bytes are numbers."""
+        """Return a new GPU table for ``params``. Its last ``numbers`` bytes are for the rule."""
         import cupy
 
         positions = [self._at[id(param)] for param in params]
@@ -149,7 +149,7 @@ class CapturedStep:
         return table
 
     def end(self) -> str:
-        """Undo the count of the step: no kernel ran. Return why replays are impossible, or ""."""
+        """End the capture, which ran no kernel. Return why the step cannot be replayed, or ""."""
         optimizer = self._optimizer
         optimizer._steps[:] = self._before
         positions = [position for *_, positions in self._tables for position in positions]
@@ -162,7 +162,7 @@ class CapturedStep:
         return ""
 
     def advance(self, stream: int) -> None:
-        """Count a step, and queue copies of the numbers to the tables if they have changed."""
+        """Count a step. If the numbers have changed, queue copies of them to the tables."""
         import cupy
 
         optimizer, steps = self._optimizer, self._optimizer._steps
@@ -177,7 +177,8 @@ class CapturedStep:
         values = functools.cache(lambda time: pack(*numbers_of(fields, lr, time)))
         for table, words, positions in self._tables:
             packed = b"".join((words, *map(values, steps[positions].tolist())))
-            # The memory is not pinned, so CUDA has copied it when the call returns.
+            # CUDA copies pageable memory before the call returns, so the source may be freed
+            # afterwards.
             source = np.frombuffer(packed, np.uint8).ctypes.data
             cupy.cuda.runtime.memcpyAsync(table.data.ptr, source, len(packed), _TO_DEVICE, stream)
 

@@ -1,4 +1,4 @@
-"""Base classes of optimizers: memory of sharded parameters, state, and steps by a rule."""
+"""Base classes of optimizers, and the memory of sharded parameters."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -26,30 +26,30 @@ class Summing(Protocol):
         """Sum ``x`` over the ranks, in place."""
 
     def in_step(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which ``name`` checks arguments. An error raises on all ranks."""
+        """Return a context. If a rank raises in it, all ranks raise, with ``name`` in the error."""
 
 
 class Shards:
-    """State common to all parameters of a sharded module, which the ranks of ``group`` update."""
+    """A sharded module. Its parameters have the same ``Shards``. Ranks of ``group`` update them."""
 
     group: Summing
 
     def attach(self, optimizer: "FirstOrderOptimizer") -> None:
-        """Register ``optimizer``, which was created for parameters of the module."""
+        """Register ``optimizer``, which has parameters of this module."""
 
     def making(self, name: str) -> AbstractContextManager[None]:
-        """Return the context for the optimizer's constructor ``name``. See ``in_step``."""
+        """Return the context of the constructor of an optimizer of class ``name``. See
+        ``in_step``."""
         return nullcontext()
 
     def in_step(self, name: str) -> AbstractContextManager[None]:
-        """Return the result of ``in_step(name)`` of the group."""
         return self.group.in_step(name)
 
     def check(self, operation: str) -> None:
-        """Raise TornStateError that names ``operation`` if a process ended during an update."""
+        """Raise TornStateError, for ``operation``, if a process ended during an update."""
 
     def loading(self) -> AbstractContextManager[None]:
-        """Return the context in which this process sets all parameters of the module."""
+        """Return the context in which each process sets the parameters of this module."""
         return nullcontext()
 
     def changing(self, operation: str) -> AbstractContextManager[None]:
@@ -75,20 +75,20 @@ class Shards:
 
 
 class Placement(HoldsState, ABC):
-    """The memory of a sharded parameter of unsharded shape ``shape``, with gradient and states."""
+    """The memory of a sharded parameter, its gradient and its states. ``shape`` is unsharded."""
 
     shards: Shards
     shape: tuple[int, ...]
-    # True: each process stores only its part, and updates it like an unsharded parameter
+    # If True, each process stores only its part, and updates it like an unsharded parameter.
     is_cut = False
 
     @abstractmethod
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
-        """Return new state of zeros for the parameter. Collective, blocking."""
+        """Return a new state array of zeros for the parameter. Collective, blocking."""
 
     @abstractmethod
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return pieces for the update, (parameter, gradient, *states): contiguous 1-D views."""
+        """Return (parameter, gradient, *states) of each part to update: contiguous 1-D views."""
 
     def sum_of_squares(self, variable: Variable) -> float:
         """Return the sum of squares of the whole gradient, in float64. Collective."""
@@ -96,22 +96,23 @@ class Placement(HoldsState, ABC):
 
     @abstractmethod
     def full_state(self, state: Array) -> Array:
-        """Return ``state``, made by ``zeros``, in the parameter's shape. May be collective."""
+        """Return ``state``, a result of ``zeros``, in the unsharded shape. May be collective."""
 
     @abstractmethod
     def put(self, state: Array, value: Any) -> None:
-        """Set ``state`` to ``value``, an array of the parameter's shape, equal on all processes."""
+        """Set ``state`` to ``value``, an array of unsharded shape, equal on all processes."""
 
     def part(self, value: Array) -> Array:
         """Return this process's part of ``value``, or raise ValueError if its shape is wrong."""
         return value
 
     def words(self) -> str:
-        """Return text on this process's part, which the ranks compare, or ""."""
+        """Return a description of this process's part for comparisons between ranks, or ""."""
         return ""
 
 
-# Position and gradient of a parameter, and the pieces that this process updates.
+# The position of a parameter, its gradient, and its pieces that this process updates. A piece is
+# (parameter, gradient, *states).
 Placed: TypeAlias = tuple[int, Array, Sequence[tuple[Array, ...]]]
 
 
@@ -121,9 +122,9 @@ class FirstOrderOptimizer(Structured, ABC):
     Parameters without a gradient are skipped. Collective for parameters of ``fully_shard``.
 
     Create the optimizer after ``Module.astype`` and ``Module.to``, because its state has the dtype
-    and device of the parameters. Common options of optimizers, unless documented otherwise:
-    ``beta1`` and ``beta2`` (of gradients and of their squares) and ``rho`` are decays of running
-    means, at least 0 and below 1. ``eps``, at least 0, avoids division by 0. ``weight_decay``, at
+    and device of the parameters. Unless a class documents other meanings, ``beta1``, ``beta2`` and
+    ``rho`` are decays of running means, at least 0 and below 1. ``beta1`` is for gradients,
+    ``beta2`` for their squares. ``eps``, at least 0, avoids division by 0. ``weight_decay``, at
     least 0, is the share of a parameter that each step subtracts, independent of ``lr``.
 
     Args:
@@ -136,7 +137,7 @@ class FirstOrderOptimizer(Structured, ABC):
     """
 
     def __init_subclass__(cls) -> None:
-        """Make the constructor raise on all processes if one process passes invalid arguments."""
+        """Make constructors raise on all processes if the arguments of one process are invalid."""
         super().__init_subclass__()
         init: Any = cls.__init__
 
@@ -172,7 +173,7 @@ class FirstOrderOptimizer(Structured, ABC):
         self._lr[0] = number
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Assign an attribute. Replays read ``lr`` from memory, so its change is not structural."""
+        """Assign an attribute. Replays read ``lr`` from memory and need no new recording for it."""
         (super(Structured, self) if name == "lr" else super()).__setattr__(name, value)
 
     @abstractmethod
@@ -185,10 +186,10 @@ class FirstOrderOptimizer(Structured, ABC):
             variable.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learning rate and the state: lists with one entry per parameter.
+        """Return a dict of the learning rate and the state: lists with one entry per parameter.
 
-        The arrays are not copied. Arrays of sharded parameters are complete, in the parameter's
-        shape, and may be copies. In this case the call is collective.
+        The arrays are not copied. With sharded parameters the call is collective, and their arrays
+        are complete, in the parameter's shape. They may be copies.
         """
         complete = {
             name: [
@@ -201,8 +202,8 @@ class FirstOrderOptimizer(Structured, ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy ``state`` into this optimizer, in place and across devices.
 
-        Nothing is changed unless every entry fits. Collective with sharded parameters: each process
-        passes the complete ``state`` and keeps its shard.
+        If an entry does not fit, nothing is changed. Collective with sharded parameters: each
+        process passes the complete ``state`` and keeps its shard.
 
         Raises:
             ValueError: If the names, the number of parameters, or a shape differ, if ``lr`` is
@@ -235,7 +236,7 @@ class FirstOrderOptimizer(Structured, ABC):
                 raise ValueError(
                     f"{refused}: {name!r} of parameter {position} must be {kind}, got {new!r}"
                 )
-        self.lr = state["lr"]  # checks lr before the first copy
+        self.lr = state["lr"]  # if lr is invalid, nothing is copied
         for name, position, new, old, variable in entries:
             if not hasattr(old, "shape"):
                 current[name][position] = new
@@ -245,13 +246,12 @@ class FirstOrderOptimizer(Structured, ABC):
                 old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for copies and pickles, with a copy of the learning rate."""
         cut = [variable for variable in self.params if not is_in_common(variable)]
         copies = {name: x.copy() for name, x in vars(self).items() if name == "_lr"}
         return {**vars(self), **copies, "_shards": shards_of(cut)}
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of the rule: lists of arrays or numbers, or arrays of numbers."""
+        """Return lists or 1-D arrays with one entry per parameter, by name, for ``state_dict``."""
         return {}
 
     def _full_state(self, position: int, entry: Any) -> Any:
@@ -264,7 +264,6 @@ class FirstOrderOptimizer(Structured, ABC):
 
 
 def _is_number_like(value: Any, old: int | float) -> bool:
-    """Return whether ``value`` can replace ``old``: a whole number >= 0 for int, else a number."""
     if isinstance(value, (bool, str, bytes)):
         return False
     if isinstance(old, int):
@@ -273,17 +272,15 @@ def _is_number_like(value: Any, old: int | float) -> bool:
 
 
 def listed(entries: Any) -> list[Any]:
-    """Return ``entries``, a list or array of a state, as a list with Python numbers."""
     return list(entries.tolist() if isinstance(entries, np.ndarray) else entries)
 
 
 def is_in_common(variable: Variable) -> bool:
-    """Return whether processes share the variable's memory. Copies of it have no placement."""
+    """Return whether processes share the variable's memory. A copy has no shared memory."""
     return variable.placement is not None and not variable.placement.is_cut
 
 
 def check_at_least_zero(name: str, value: float) -> float:
-    """Return ``value`` as a float. Raises TypeError or ValueError unless it is a number >= 0."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     number = float(value)
@@ -293,7 +290,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list. Raises TypeError or ValueError unless all are distinct."""
+    """Return ``params`` as a list. Raises unless it has distinct variables, at least one."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}. Pass module.params()"
@@ -309,16 +306,17 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
     return variables
 
 
-# A step is one native call for all parameters. The step of a small model takes some microseconds,
-# and Python needs one microsecond to access an array.
+# A step is one native call for all parameters, because Python needs one microsecond to access an
+# array. A step of a small model takes only some microseconds.
 class RuleOptimizer(FirstOrderOptimizer):
-    """Base class of this package's optimizers, which define a rule and the names of its state.
+    """Base class of this package's optimizers. A subclass defines an update rule in ``_rule``.
 
-    Placements create the state of sharded parameters, and each process updates its shards. The
-    constructor, ``step``, ``state_dict`` and ``load_state_dict`` are then collective.
+    ``states`` are the names of its state arrays. For sharded parameters, ``Placement`` creates the
+    states, and each process updates its shards. The constructor, ``step``, ``state_dict`` and
+    ``load_state_dict`` are then collective.
     """
 
-    # Running mean of each parameter's squared gradient norm, or None if the rule has no norm.
+    # Running mean of the squared norm of each gradient, or None if the rule needs no norm.
     _square_norms: Any = None
 
     beta1: float
@@ -344,7 +342,7 @@ class RuleOptimizer(FirstOrderOptimizer):
     def step(self, grad_scale: float = 1.0) -> None:
         """Update every parameter that has a gradient, in place. Gradients are not changed.
 
-        ``grad_scale`` is a factor of the gradients, for example to limit their norm. Raises
+        The update uses ``grad_scale`` times the gradient, for example to limit the norm. Raises
         RuntimeError if a parameter was sharded after the optimizer was created, and ValueError if a
         parameter had no ``calc_grad`` when its module was sharded.
         """
@@ -361,22 +359,23 @@ class RuleOptimizer(FirstOrderOptimizer):
                 return
         self._check_placements()
         grads = [variable.grad for variable in self.params]
-        placed = self._placed(left, grads)  # before the first update, since a placement may raise
+        placed = self._placed(left, grads)  # may raise, before anything changes
         note_changes([self.params[position] for position, *_ in placed])
         self._step_placed(placed, grad_scale)
 
     def prepared(self, grad_scale: float, *grads: Array | None) -> Callable[[], None]:
-        """Return a function that runs one step with ``grads``. It is valid until an array moves.
+        """Return a function that runs one step with ``grads``, while all arrays keep their memory.
 
-        Each of ``grads`` is the gradient of an unsharded parameter, or None. With native kernels
-        the function runs no Python. It reads and counts in the optimizer's memory.
+        Each of ``grads`` is the gradient of an unsharded parameter, or None. If native kernels
+        support all arrays, the function runs no Python. It reads the current ``lr`` and counts its
+        steps.
         """
         placed = self._placed(range(len(self.params)), grads)
         pieces = [(position, *piece) for position, _, (piece,) in placed]
         options = self._lr, self._steps, self._square_norms, self._rule(), grad_scale
         module: Any = optimizer_kernels()
         if module is not None:
-            with suppress(ValueError):  # an array is not supported
+            with suppress(ValueError):  # a kernel does not support an array
                 return module.Steps(pieces, *options)  # type: ignore[no-any-return]
         return partial(self._step_placed, placed, grad_scale)
 
@@ -387,13 +386,13 @@ class RuleOptimizer(FirstOrderOptimizer):
             states = self.states_of(position)
             if grad is not None and variable.placement is None:
                 placed.append((position, grad, [(variable.data, grad, *states)]))
-            elif grad is not None:  # reading the data may be collective
+            elif grad is not None:  # variable.data may be collective
                 placed.append((position, grad, variable.placement.pieces(variable, states)))
         return placed
 
     @as_one
     def _step_placed(self, placed: list[Placed], grad_scale: float) -> None:
-        """Run the step of ``placed`` parameters: sharded, or without native kernels."""
+        """Run the step of parameters that are sharded, or that native kernels do not support."""
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
@@ -403,7 +402,7 @@ class RuleOptimizer(FirstOrderOptimizer):
             cuda.change(queued, grad_scale)
 
     def states_of(self, position: int) -> tuple[Array, ...]:
-        """Return the state arrays of parameter ``position``, in the order of a piece, uncopied."""
+        """Return the state arrays of parameter ``position``, without copying."""
         return tuple(entries[position] for entries in self._states)
 
     @abstractmethod
@@ -413,7 +412,7 @@ class RuleOptimizer(FirstOrderOptimizer):
     def _step_pieces(
         self, position: int, grad: Array, pieces: Iterable[tuple[Any, ...]], grad_scale: float
     ) -> list[cuda.Step]:
-        """Count a parameter's step. Update pieces on the CPU; return steps for pieces on GPUs."""
+        """Count a parameter's step and update its pieces on the CPU. Return steps for GPUs."""
         steps, norms, module = self._steps, self._square_norms, optimizer_kernels()
         steps[position] = time = steps.item(position) + 1
 
@@ -445,7 +444,6 @@ class RuleOptimizer(FirstOrderOptimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for copies and pickles. Collective if ``state_dict`` is."""
         in_common = list(map(is_in_common, self.params))
         states = tuple(
             [
@@ -465,7 +463,6 @@ class RuleOptimizer(FirstOrderOptimizer):
 
 
 def _zeros(variable: Variable) -> Array:
-    """Return an initial state array of zeros for ``variable``, in float32 or wider."""
     dtype = "float32" if variable.dtype.char in NARROW else variable.dtype
     if variable.placement is not None:
         return variable.placement.zeros(variable, dtype)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ Formula: TypeAlias = Callable[[float, int], float]
 
 
 class HasRate(Protocol):
-    """An optimizer of ``fl.optim``, distributed or not, or a similar object."""
+    """An object with a learning rate, such as an optimizer of ``fl.optim`` or ``fl.parallel``."""
 
     lr: float
 
@@ -23,10 +23,11 @@ class HasRate(Protocol):
 class LearningRateSchedule:
     """A schedule that sets ``optimizer.lr`` depending on the number of calls of ``step()``.
 
-    The base rate is the optimizer's rate at the creation of the schedule. If an earlier schedule
-    has set this rate, the base rate of that schedule is used (torch's ``initial_lr``). The rate of
-    step 0 is set at once. Momentum is not changed. Rates, factors and ``gamma`` are at least 0.
-    Lengths such as ``step_size``, ``total_iters`` and ``T_max`` are numbers of steps, at least 1.
+    The base rate is the optimizer's rate when the schedule is created. If an earlier schedule has
+    set this rate, the new schedule has the base rate of the earlier schedule (torch's
+    ``initial_lr``). The constructor sets the rate of step 0. Momentum is not changed. Rates,
+    factors and ``gamma`` are at least 0. Lengths such as ``step_size``, ``total_iters`` and
+    ``T_max`` are numbers of steps, at least 1.
 
     Args:
         optimizer: Optimizer of ``fl.optim``, or another object with an assignable ``lr``.
@@ -37,7 +38,7 @@ class LearningRateSchedule:
         ValueError: If a number is out of range. ``step`` raises it if a rate is negative or nan.
     """
 
-    _memory: Mapping[str, float] = {}  # state of a formula, if it has state
+    _memory: Mapping[str, float] = {}  # additional state that a formula reads
 
     def __init__(self, optimizer: HasRate, formula: Formula) -> None:
         if not hasattr(optimizer, "lr"):
@@ -56,7 +57,7 @@ class LearningRateSchedule:
         return self.rate_at(self.last_step)
 
     def get_last_lr(self) -> list[float]:
-        """Return ``[last_lr]``, a list as in torch, which has groups of parameters."""
+        """Return ``[last_lr]``: a list as in torch, where each group of parameters has a rate."""
         return [self.last_lr]
 
     def rate_at(self, step: int) -> float:
@@ -64,14 +65,14 @@ class LearningRateSchedule:
         return self._formula(self.base_lr, step)
 
     def step(self) -> None:
-        """Set the rate of the next step. Call this after ``optimizer.step()``.
+        """Set the rate for the next optimizer step. Call this after ``optimizer.step()``.
 
         After the end of a ``OneCycleLR`` this raises ValueError, and nothing is changed.
         """
         self._go_to(self.base_lr, self.last_step + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the base rate, without the options of the schedule."""
+        """Return the number of steps and the base rate. The dict has no options of the schedule."""
         return {"last_step": self.last_step, "base_lr": self.base_lr, **self._memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -91,9 +92,9 @@ class LearningRateSchedule:
         self._go_to(float(state["base_lr"]), int(state["last_step"]))
 
     def _go_to(self, base: float, step: int) -> None:
-        self.optimizer.lr = self._formula(base, step)  # formula or optimizer may raise
+        self.optimizer.lr = self._formula(base, step)  # may raise: nothing has changed yet
         self.base_lr, self.last_step = base, step
-        if hasattr(self.optimizer, "__dict__"):  # in an array: not a structural change
+        if hasattr(self.optimizer, "__dict__"):  # captured steps ignore the contents of an array
             vars(self.optimizer).setdefault("_scheduled", np.empty(2))[:] = self.optimizer.lr, base
 
     def __repr__(self) -> str:
@@ -116,7 +117,10 @@ class StepLR(LearningRateSchedule):
 
 
 class MultiStepLR(LearningRateSchedule):
-    """A rate that is multiplied by ``gamma`` at each of the ``milestones`` (steps, any order)."""
+    """A rate that is multiplied by ``gamma`` when the step number reaches a milestone.
+
+    ``milestones`` are step numbers in any order.
+    """
 
     def __init__(self, optimizer: HasRate, milestones: Sequence[int], gamma: float = 0.1) -> None:
         steps, gamma = sorted(milestones), check_at_least_zero("gamma", gamma)
@@ -134,7 +138,7 @@ class ExponentialLR(LearningRateSchedule):
 class LinearLR(LearningRateSchedule):
     """A linear change, such as a warm-up, in ``total_iters`` steps, then a constant rate.
 
-    The factors of the base rate are ``start_factor`` at the start and ``end_factor`` at the end.
+    The rate is the base rate times ``start_factor`` at step 0, and times ``end_factor`` at the end.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class LinearLR(LearningRateSchedule):
 
 
 class CosineAnnealingLR(LearningRateSchedule):
-    """Half a cosine from the base rate to ``eta_min`` in ``T_max`` steps.
+    """A decrease from the base rate to ``eta_min`` in ``T_max`` steps: half a period of a cosine.
 
     After ``T_max`` the rate rises again, as in torch. The period is ``2 * T_max`` (SGDR without
     restarts, Loshchilov and Hutter, ICLR 2017).
@@ -171,11 +175,12 @@ class OneCycleLR(LearningRateSchedule):
         max_lr: Highest rate.
         total_steps: Length of the cycle in steps. Default: ``epochs * steps_per_epoch``.
         epochs, steps_per_epoch: Required without ``total_steps``.
-        pct_start: Share of the cycle in which the rate rises, in ``0 < pct_start < 1``.
+        pct_start: Share of the cycle in which the rate rises, above 0 and below 1.
         anneal_strategy: Shape of each phase: ``"cos"`` or ``"linear"``.
-        div_factor: The first rate is ``max_lr / div_factor``. Above 0.
-        final_div_factor: The last rate is the first rate divided by ``final_div_factor``. Above 0.
-        three_phase: Whether to fall to the first rate as fast as the rise, then to the last rate.
+        div_factor: Number above 0. The first rate is ``max_lr / div_factor``.
+        final_div_factor: Number above 0. The last rate is the first rate divided by it.
+        three_phase: If True, the rate falls to the first rate in the time of the rise, and then to
+            the last rate. If False, it falls to the last rate in one phase.
 
     Raises:
         ValueError: If the length is missing, or if a phase has less than one step. ``step()``
@@ -200,7 +205,7 @@ class OneCycleLR(LearningRateSchedule):
         self.total_steps = total = _steps("total_steps", total_steps)
         top, shape = check_at_least_zero("max_lr", max_lr), _SHAPES[anneal_strategy]
         first, up = top / div_factor, pct_start * total
-        turns = [  # step and rate at each boundary of phases
+        turns = [  # step and rate at the begin of the cycle and at the end of each phase
             (0, first),
             (up - 1, top),
             *([(2 * up - 2, first)] if three_phase else []),
@@ -214,7 +219,7 @@ class OneCycleLR(LearningRateSchedule):
             )
 
         def formula(_: float, step: int) -> float:
-            if step > total:  # the call after the last optimizer step is allowed
+            if step > total:  # step() after the last optimizer step is allowed
                 raise ValueError(
                     f"OneCycleLR: expected at most {total} steps, got step {step}. Pass the number "
                     "of steps of the run as total_steps"
@@ -230,10 +235,10 @@ class OneCycleLR(LearningRateSchedule):
 class SequentialLR(LearningRateSchedule):
     """A sequence of schedules, such as a warm-up and a decay.
 
-    All ``schedulers`` must be created for this optimizer. Each starts with its step 0 and the base
-    rate of the first schedule, which must be created first. ``milestones`` are the numbers of steps
-    at which the second and later schedules start, in ascending order. Call only ``step()`` of this
-    schedule.
+    Create all ``schedulers`` for ``optimizer``, in order. Each of them counts steps from 0 when it
+    starts, and all use the base rate of the first schedule. ``milestones`` are the step numbers at
+    which the second and later schedules start, in ascending order. Afterwards call ``step()`` of
+    this schedule only.
 
     Raises:
         ValueError: If a schedule belongs to another optimizer or follows a metric, the milestones
@@ -274,11 +279,12 @@ class SequentialLR(LearningRateSchedule):
 class ReduceLROnPlateau(LearningRateSchedule):
     """A rate that is multiplied by ``factor``, down to ``min_lr``, when a metric stops improving.
 
-    Call ``step(metric)`` after each evaluation, with the same number on every rank. A metric is
-    better if it differs from the best by ``threshold``, relative to the best (``"rel"``) or
-    absolute (``"abs"``). Mode ``"min"`` prefers lower values, ``"max"`` higher values. After more
-    than ``patience`` steps without a better metric, the rate falls, and the next ``cooldown`` steps
-    are not counted.
+    Call ``step(metric)`` after each evaluation, with the same number on every rank. If ``mode`` is
+    ``"min"``, a metric is better if it is lower than the best metric so far by more than a margin;
+    if ``"max"``, if it is higher. The margin is ``threshold`` times the best metric
+    (``threshold_mode`` ``"rel"``) or ``threshold`` (``"abs"``). After more than ``patience`` steps
+    in a row without a better metric, the rate falls, and the next ``cooldown`` steps are not
+    counted.
 
     Raises:
         ValueError: If a mode is unknown, or if a number is out of range.

@@ -1,7 +1,7 @@
 """Activations: moments of a function of a Gaussian unit, and its slope for the backward pass.
 
-The slope of ``a(z)`` is cov(a, z) / var(z). Unbounded functions are linearised at the mean: mean
-``a(m)``, variance ``a'(m)^2 v``, slope ``a'(m)``.
+Each input ``z`` has mean ``m`` and variance ``v``. The slope of ``a(z)`` is ``cov(a, z) / v``. A
+linearised activation has mean ``a(m)``, variance ``a'(m)^2 v`` and slope ``a'(m)``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 Moments: TypeAlias = tuple[Array, Array, Array]
 
-FLOOR = np.float32(1e-6)  # minimum of means and variances of mixtures
+FLOOR = np.float32(1e-6)  # minimum of variances, and of the means of relu_moments
 SMALLEST = float(np.finfo(REAL).tiny)
 LEAK = REAL.type(0.1)
-HIGHEST = 88.0  # limit of exponents: e^88 is close to the largest float32
+HIGHEST = 88.0  # maximum exponent: e^88 is close to the largest float32
 LARGEST = float(np.finfo(REAL).max)
-WIDEST = 80.0  # limit of the variance v of an exponent; a much larger v overflows e^v in float32
+WIDEST = 80.0  # maximum v in ClosedFormSoftmax: a much larger v overflows e^v in float32
 
 
 class Activation(BaseLayer):
@@ -41,9 +41,9 @@ class Activation(BaseLayer):
         return shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return moments of the same shape with the slope of this activation.
+        """Return the moments of the activation, in the shape of ``x``.
 
-        If another activation made the input, the slope is the product of both slopes.
+        If another activation computed ``x``, the slope is multiplied by the slope of ``x``.
         """
         variance = array_module(x.mean).zeros_like(x.mean) if x.variance is None else x.variance
         mean, variance, slope = self._moments(x.mean, variance)
@@ -130,12 +130,12 @@ class MixtureTanh(Activation):
 class EvenExp(Activation):
     """``e^z`` for units 1, 3, 5, ... of a sample; units 0, 2, 4, ... are unchanged.
 
-    The network then outputs pairs of a value and its positive error variance.
+    If this is the last layer, each pair of outputs is a value and its positive error variance.
 
     Args:
-        slope_times_variance: False: the slope of e^z is E, its mean. True: v E, as in pytagi 0.2.1,
-            with v = var(z). Deltas of means are then too large by v, and deltas of variances by
-            v^2.
+        slope_times_variance: False: the slope of e^z is its mean. True: the slope is its mean times
+            v = var(z), as in pytagi 0.2.1. The deltas of means are then v times too large, and the
+            deltas of variances v^2 times.
     """
 
     def __init__(self, slope_times_variance: bool = False) -> None:
@@ -159,7 +159,6 @@ class EvenExp(Activation):
 
 
 def _logistic(mean: Array) -> tuple[Array, Array]:
-    """Return the logistic function of ``mean``, and its derivative."""
     xp = array_module(mean)
     small = xp.exp(-abs(mean))  # at most 1 for either sign
     inverse = 1 / (1 + small)
@@ -169,7 +168,7 @@ def _logistic(mean: Array) -> tuple[Array, Array]:
 def exponential(mean: Array, variance: Array) -> Moments:
     """Return the exact moments of e^z: E = exp(m + v/2), E^2 (e^v - 1), and the slope E.
 
-    Exponents are limited to 88, and variances to the largest float32.
+    The exponents m + v/2 and v are at most 88. The variances are at most the largest float32.
     """
     xp = array_module(mean)
     m, v = mean.astype(np.float64), variance.astype(np.float64)
@@ -182,8 +181,8 @@ def exponential(mean: Array, variance: Array) -> Moments:
 class _Shares(Activation):
     """Base class of activations that divide each unit by the sum over its sample.
 
-    Each unit of a sample, of any shape, is one class. The computation uses float64, limited to the
-    largest float32.
+    All units of a sample, whatever its shape, are the classes of one distribution. The computation
+    uses float64. Results above the largest float32 are replaced by it.
     """
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
@@ -200,9 +199,11 @@ class _Shares(Activation):
 
 
 class Softmax(_Shares):
-    """``e^z`` divided by its sum, linearised at the means. Slopes ignore other units.
+    """``e^z`` divided by the sum over the sample, linearised at the means.
 
-    p = softmax(m), variances ``J^2 (v + v of the largest m)``, J = p (1 - p).
+    With p = softmax(m) and J = p (1 - p), means are p and slopes J. The effect of other units on a
+    slope is neglected. Variances are ``J^2 (v + v_max)``; v_max belongs to the unit with the
+    largest m.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:
@@ -216,13 +217,16 @@ class Softmax(_Shares):
 
 
 class Remax(_Shares):
-    """``max(z, 0)`` divided by its sum: probabilities in closed form, between 0 and 1.
+    """``max(z, 0)`` divided by the sum over the sample: probabilities in closed form.
 
-    The moments of ReLU and of their sum over the classes are treated as log-normal. M, V, P are
-    mean, variance and slope of ``MixtureReLU``; M', V' are their sums. :func:`_log_normal` gives
-    (lambda, kappa) of both. With c = ln(1 + V / (M M')) and w = lambda + lambda' - 2c: means A =
-    exp(kappa - kappa' + w / 2), at least 1e-6, divided by their sum; variances (e^w - 1) A^2;
-    slopes (e^(lambda - c) - 1) A M / (P v), limited to a correlation of 1, and 0 if v is 0.
+    ``MixtureReLU`` gives each class a mean M, a variance V and a slope P. M' and V' are the sums of
+    M and V over the classes. The ReLU and their sum are treated as log-normal: their logarithms
+    have variances lambda, lambda' and means kappa, kappa' (:func:`_log_normal`). With c = ln(1 + V
+    / (M M')) and w = lambda + lambda' - 2c, the results are:
+
+    - Means: A = exp(kappa - kappa' + w / 2), at least 1e-6, then divided by the sum over classes.
+    - Variances: (e^w - 1) A^2.
+    - Slopes: (e^(lambda - c) - 1) A M / (P v), limited to a correlation of 1; 0 if v is 0.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:
@@ -243,19 +247,19 @@ class Remax(_Shares):
 
 
 class ClosedFormSoftmax(_Shares):
-    """``e^z`` divided by its sum in closed form; less stable than ``Remax`` for large variances.
+    """``e^z`` divided by the sum over the sample; less stable than ``Remax`` for large variances.
 
-    The exponentials and their sum over the classes are treated as log-normal: E = exp(m + v/2), V =
-    E^2 (e^v - 1), with sums E', V' and (lambda', kappa') from :func:`_log_normal`. With c = ln(1 +
-    V / (E E')) and w = v + lambda' - 2c: means A = exp(m - kappa' + w / 2); variances (e^w - 1)
-    A^2; slopes A (v - c) / v. Variances are limited to 80.
+    The exponentials have means E = exp(m + v/2) and variances V = E^2 (e^v - 1). E' and V' are the
+    sums over the classes. This sum is treated as log-normal: its logarithm has variance lambda' and
+    mean kappa'. With c = ln(1 + V / (E E')) and w = v + lambda' - 2c, means are A = exp(m - kappa'
+    + w / 2), variances (e^w - 1) A^2, and slopes A (v - c) / v. If v is above 80, 80 is used.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:
         xp = array_module(mean)
         v = xp.clip(variance.astype(np.float64), SMALLEST, WIDEST)
         m = mean.astype(np.float64)
-        m -= (m + v / 2).max(axis=1, keepdims=True)  # same shares, with exponents of at most 0
+        m -= (m + v / 2).max(axis=1, keepdims=True)  # keeps the shares; exponents are at most 0
         exponential = xp.exp(m + v / 2)
         total = exponential.sum(axis=1, keepdims=True)
         spread = exponential * exponential * xp.expm1(v)
@@ -267,19 +271,19 @@ class ClosedFormSoftmax(_Shares):
 
 
 def _log_normal(mean: Array, variance: Array) -> tuple[Array, Array]:
-    """Return variance and mean of the logarithm: lambda = ln(1 + V / M^2), ln M - lambda / 2."""
+    """Return the variance and the mean of ln(X) for a log-normal X with this mean and variance."""
     xp = array_module(mean)
     log_variance = xp.log1p(variance / (mean * mean))
     return log_variance, xp.log(mean) - log_variance / 2
 
 
-# Mixtures of a truncated Gaussian and a point mass at the bound, as in pytagi 0.2.1. They are
-# written with the tail of the normal distribution, so that no nearly equal numbers are subtracted.
-# Variances below the smallest normal number are replaced by that number.
+# Moments of truncated Gaussians with a point mass at each bound, as in pytagi 0.2.1. The formulas
+# use tails of the normal distribution, because this avoids differences of nearly equal numbers. A
+# variance below the smallest normal number is replaced by that number.
 
 
 def relu_moments(mean: Array, variance: Array) -> Moments:
-    """Return the moments of max(z, 0), at least 1e-6 for means and variances; slope P(z > 0)."""
+    """Return means and variances of max(z, 0), both at least 1e-6, and the slopes P(z > 0)."""
     if is_cupy(mean):
         return kernels.mixture_relu(mean, variance)
     module = native_for(mean)
@@ -293,11 +297,11 @@ def relu_moments(mean: Array, variance: Array) -> Moments:
 
 
 def tanh_moments(mean: Array, variance: Array, share: float = 1, shift: float = 0) -> Moments:
-    """Return the moments of max(-1, min(z, 1)); variances at least 1e-6, slopes P(|z| < 1).
+    """Return the moments of ``share * max(-1, min(z, 1)) + shift``.
 
-    The result is multiplied by ``share``, then ``shift`` is added. By symmetry, the NumPy code
-    computes with |mean|. It removes the part of z above 1, and the part below -1. By Stein's lemma,
-    the covariance of z and such a part is v times the probability of the part.
+    Variances are at least 1e-6. Slopes are ``share * P(|z| < 1)``. The NumPy code computes with |m|
+    and restores the sign of m at the end. It subtracts max(z - 1, 0) and adds max(-1 - z, 0). By
+    Stein's lemma, the covariance of z with max(z - 1, 0) is v P(z > 1).
     """
     module = native_for(mean)
     if module is not None:
@@ -309,7 +313,7 @@ def tanh_moments(mean: Array, variance: Array, share: float = 1, shift: float = 
     q, g, h = tails(abs(nearer))
     far_q, far_g, far_h = tails(far)
     moments = xp.where(inside, abs(m), 1) + s * (far_g - g)
-    cut = xp.where(inside, g, g - nearer)  # mean of the part that the cut at 1 removes
+    cut = xp.where(inside, g, g - nearer)  # mean of max(z - 1, 0) in units of s
     kept = xp.where(inside, 1 - 2 * q, 0) + h + (far_h - 2 * far_q) + 2 * cut * far_g
     slope = xp.where(inside, 1 - q, q) - far_q
     mean = xp.sign(m) * moments * share + shift
@@ -317,10 +321,9 @@ def tanh_moments(mean: Array, variance: Array, share: float = 1, shift: float = 
 
 
 def _call_kernel(module: Any, kind: str, mean: Array, variance: Array, *options: float) -> Moments:
-    """Call the kernel with flat arrays; results have the memory layout of ``mean``."""
     is_dense = mean.flags.c_contiguous and variance.flags.c_contiguous
     if not (is_dense and mean.dtype == variance.dtype == REAL):
-        # Kernels take arrays without gaps in any order of dimensions, such as channel-first images.
+        # The kernel reads flat memory, so arrays are copied in the order of their strides.
         order = sorted(range(mean.ndim), key=lambda axis: -mean.strides[axis])
         inverse = [order.index(axis) for axis in range(mean.ndim)]
         m, v = (np.ascontiguousarray(array.transpose(order), REAL) for array in (mean, variance))
@@ -333,7 +336,7 @@ def _call_kernel(module: Any, kind: str, mean: Array, variance: Array, *options:
 
 
 def _wide(mean: Array, variance: Array) -> Moments:
-    """Return ``mean`` and ``variance`` in float64, and the standard deviations."""
+    """Return means, variances and standard deviations in float64."""
     v = array_module(mean).maximum(variance.astype(np.float64), SMALLEST)
     return mean.astype(np.float64), v, array_module(mean).sqrt(v)
 
@@ -342,8 +345,8 @@ def _floored(values: Array) -> Array:
     return array_module(values).maximum(values.astype(REAL), FLOOR)  # type: ignore[no-any-return]
 
 
-# A fitted quotient for the normal tail gives mean and probability without cancellation, even in
-# float32. The erf of a libm would differ between machines.
+# A fitted quotient computes the tail without a difference of nearly equal numbers. The C library's
+# erf would differ between machines.
 def tails(a: Array) -> tuple[Array, Array, Array]:
     """Return P(z > a), and mean and variance of ``max(z - a, 0)``, for standard normal z.
 

@@ -22,8 +22,8 @@ from flashlight_py.tagi.windows import (
     readable,
 )
 
-# Bytes of columns per chunk: the cache size of a core, or enough to occupy a GPU. Then the minimum
-# number of columns of a chunk, because each chunk reads all weights.
+# CACHED: bytes of the columns of a chunk on the CPU, the cache size of a core. CACHED_ON_GPU: the
+# same on a GPU, enough to occupy it. COLUMNS: minimum columns of a chunk, which reads all weights.
 CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 
 
@@ -59,10 +59,9 @@ class _Convolution(ImageLayer):
         self.weight: Parameter = gaussian(shape, deviation, gain_weight)
         self.biases = gaussian((out_channels,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, in_channels, 0, 0), REAL))
-        self._square = np.empty((0, 0), REAL)  # squares of the weights' means
+        self._square = np.empty((0, 0), REAL)  # squares of the means of the weights
 
     def _input_images(self, shape: Shape) -> tuple[int, int, int]:
-        """Return the shape of input images for samples of ``shape``."""
         declared = self.input_shape
         if len(shape) == 1 and declared is not None:
             if shape[0] != self.input_size:
@@ -83,7 +82,8 @@ class _Convolution(ImageLayer):
             variance += self.biases.variance[:, None]
 
     def _set_sums(self, sums: Array, d: Array, e: Array) -> None:
-        """Set the sums of the weights, and the sums of the biases from channel-first deltas."""
+        """Set the sums of the weights, and the sums of the biases from deltas ``[channels,
+        units]``."""
         for array, values in zip(
             (self.weight.mean_sum, self.weight.variance_sum), sums, strict=True
         ):
@@ -91,7 +91,6 @@ class _Convolution(ImageLayer):
         self._sum_biases(d, e, 1)
 
     def _matrices(self) -> tuple[Array, Array]:
-        """Return views of the means and variances of the weights as matrices."""
         mean, variance = self.weight.mean, self.weight.variance
         return mean.reshape(len(mean), -1), variance.reshape(len(mean), -1)
 
@@ -100,18 +99,20 @@ class Conv2d(_Convolution):
     """A convolution: each output is a sum over a window of inputs times weights, plus a bias.
 
     It maps ``[batch, in_channels, height, width]`` to ``[batch, out_channels, out_height,
-    out_width]``. Moments are those of :class:`Linear` for each window; padding is exactly 0. An
-    output has ``(size + total padding - kernel_size) / stride + 1`` rows and columns.
+    out_width]``. Each window has the moments of :class:`Linear`. Padding has mean and variance 0.
+    An output has ``(size + total padding - kernel_size) / stride + 1`` rows and columns.
 
     Args:
         in_channels, out_channels: Numbers of channels, at least 1.
         kernel_size: Height and width of the window.
         bias: Whether each output channel has a bias.
         stride, padding, padding_type: See :class:`ImageLayer`.
-        in_width, in_height: Size of the input images. Required for flat samples, otherwise 0.
+        in_width, in_height: Size of the input images. Required if samples are flat. 0: the size of
+            the first batch.
         gain_weight, gain_bias: Factors of the initial standard deviations of the parameters.
         init_method: ``"He"``: means from N(0, 1 / fan_in). ``"Xavier"``: from N(0, 2 / (fan_in +
-            fan_out)). ``fan_in = in_channels * kernel_size**2``, and ``fan_out`` likewise.
+            fan_out)). ``fan_in = in_channels * kernel_size**2``, and ``fan_out = out_channels *
+            kernel_size**2``.
 
     Attributes:
         weight: ``[out_channels, in_channels, kernel_size, kernel_size]``.
@@ -122,17 +123,17 @@ class Conv2d(_Convolution):
     """
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept images, or flat samples of a declared image size, that the windows cover."""
+        """Accept images of a size that windows fill exactly, or flat samples of a declared size."""
         return self._cover(self._input_images(shape), self.out_channels)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, *output_shape]`` in channel-first memory order."""
+        """Return moments of shape ``[batch, *output_shape]``, with channels first in memory."""
         x = x.shaped(self.input_shape)
         xp, shape = array_module(x.mean), self.shape_of_outputs(len(x.mean))
         weight, variance = self._matrices()
         means, variances = readable(x.mean, x.variance)
         square = xp.square(weight)
-        # One matrix product for the stacked columns of variances and of mean^2 + variance.
+        # One product computes both terms of the variance.
         both = variance if variances is None else xp.concatenate((square, variance), axis=1)
         z, zv = (xp.empty((len(weight), shape[0] * shape[2] * shape[3]), REAL) for _ in range(2))
         matrices = 2 if variances is None else 3
@@ -146,9 +147,10 @@ class Conv2d(_Convolution):
         return BaseHiddenStates(batch_first(z, shape), batch_first(zv, shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums over windows of ``d`` times input means and ``e`` times squared means.
+        """Set the sums of the weights: ``d`` times input means, and ``e`` times their squares.
 
-        Return the windows' ``d @ W`` and ``e @ W**2``, added where windows overlap, times slopes.
+        Return the deltas of the input: ``d @ W`` and ``e @ W**2`` of each window, times the slopes.
+        Windows that overlap are added.
         """
         x, over = self._x, self._over
         xp, batch = array_module(x.mean), len(x.mean)
@@ -206,7 +208,7 @@ class ConvTranspose2d(_Convolution):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, *output_shape]`` in channel-first memory order."""
+        """Return moments of shape ``[batch, *output_shape]``, with channels first in memory."""
         x = x.shaped(self.input_shape)
         over, batch = self._over, len(x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
@@ -229,9 +231,10 @@ class ConvTranspose2d(_Convolution):
         return BaseHiddenStates(images, images_v)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of input means times windows of ``d``, and squared means times ``e``.
+        """Set the sums of the weights: input means times ``d``, and their squares times ``e``.
 
-        Return the sums over each window of ``d`` times W and ``e`` times W**2, times slopes.
+        Return the deltas of the input: the sums over each window of ``d * W`` and of ``e * W**2``,
+        times the slopes.
         """
         x, over, batch = self._x, self._over, len(self._x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
@@ -257,9 +260,9 @@ class ConvTranspose2d(_Convolution):
 def _columns(
     windows: Windows, batch: int, inputs: int, matrices: int, like: Array
 ) -> list[tuple[WindowPart, Array]]:
-    """Return chunks of the windows, each with memory for ``matrices`` matrices of columns.
+    """Divide the windows into chunks, each with memory ``[matrices, inputs, columns]``.
 
-    All chunks share the memory ``[matrices, inputs, columns]`` until the thread's next call.
+    All chunks use the same memory. The next call in this thread overwrites it.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
     columns = max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))
@@ -279,7 +282,7 @@ def _columns(
 
 
 class _Scratch(threading.local):
-    """Memory that each thread reuses, because mapping new pages takes as long as filling them."""
+    """Memory that each thread reuses, because the system is slow to provide new memory."""
 
     memory = np.empty(0, REAL)
 

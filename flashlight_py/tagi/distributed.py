@@ -1,7 +1,7 @@
 """Data-parallel training of TAGI networks.
 
-Each rank computes the sums of a backward pass over its samples. The ranks add these sums bucket by
-bucket in shared memory. Each rank then takes the same step as one process with all samples.
+Each rank computes the sums of a backward pass over its samples. The ranks then add their sums in
+buckets. Each rank takes the same step as one process with all samples would take.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _BACKENDS = ("auto", "nccl", "gloo", "shm", "mpi")
 
 
 class DDPConfig:
-    """The configuration of pytagi's DDPSequential. No argument is required here.
+    """Configuration of :class:`DDPSequential` in pytagi's form. Every argument is optional.
 
     Args:
-        device_ids: The GPU of each rank. Empty: the network stays on its device.
+        device_ids: The index of the GPU of each rank. Empty: the network stays on its device.
         backend: Accepted for compatibility. CuPy arrays use NCCL, and NumPy arrays use the backend
             of ``distributed_init``.
-        rank, world_size: If they are not the defaults, they must match the world.
+        rank, world_size: Rank and size of the world. The defaults match any world.
 
     Raises:
         ValueError: If ``backend`` is not auto, nccl, gloo, shm or mpi.
@@ -74,23 +74,24 @@ class DDPSequential:
 
     The constructor is collective and blocks. Every rank passes the same network and receives the
     parameters and running statistics of rank 0. ``backward()`` is collective as well: it adds the
-    sums of every parameter, including blocks, over the ranks. Afterwards the sums have the same
-    bits on every rank, and so does the result of ``step()``.
+    sums of all parameters over the ranks. Afterwards the sums, and the results of ``step()``, have
+    the same bits on every rank.
 
     With ``average=False``, training equals training in one process with the samples of all ranks in
     one batch, even if ranks have different numbers of samples. The bound of a step depends on the
-    total number of samples. (Exception: an LSTM that carries states uses the batch of its rank.)
-    With ``average=True``, pytagi's default, the sums are divided by the number of ranks. This loses
-    evidence, and the network learns more slowly with more ranks.
+    total number of samples. Exception: an LSTM with ``seq_len=1`` carries states between calls if
+    the batch of its rank has one sample. With ``average=True``, pytagi's default, the sums are
+    divided by the number of ranks. A step then has the evidence of an average rank, so the network
+    learns more slowly with more ranks.
 
     The buffers of outputs and deltas, ``step``, ``train``, ``eval``, ``get_outputs``,
     ``output_to_host``, ``state_dict`` and ``load_state_dict`` forward to the network without
-    communication. Except for running statistics, all ranks have the same state. Load the same state
-    on every rank.
+    communication. All ranks have the same state, except for running statistics. Therefore pass the
+    same state to ``load_state_dict`` on every rank.
 
     Args:
         model: The ``fl.tagi.Sequential`` to wrap. It is used in place.
-        config: Configuration in the form of pytagi, or None.
+        config: Configuration in the form of pytagi. None: the defaults.
         average: Whether to divide the sums by the number of ranks.
         sync: Whether batch normalisation uses the samples of all ranks. A forward pass in training
             is then collective, with one ``all_reduce`` per batch normalisation. False: each rank
@@ -134,7 +135,7 @@ class DDPSequential:
                 f"{location}: expected this rank and size in the config, got rank {configured[0]} "
                 f"of {configured[1]}. Remove rank and world_size from the config"
             )
-        if devices and len(devices) < members.size:  # the same on every rank
+        if devices and len(devices) < members.size:
             raise ValueError(
                 f"{location}: device_ids must be empty or have one entry per rank, got {devices}"
             )
@@ -183,10 +184,10 @@ class DDPSequential:
         """Run the backward pass and add all sums over the ranks. Collective, blocking.
 
         Raises:
-            RuntimeError: If there are no deltas, or parameters or number of ranks changed since
-                wrapping.
+            RuntimeError: If there are no deltas, or the parameters or the number of ranks have
+                changed since the network was wrapped.
             ValueError: If the deltas have a wrong shape.
-            DistributedError: See :func:`flashlight_py.all_reduce`. No step was taken.
+            DistributedError: See :func:`flashlight_py.all_reduce`. The parameters have not changed.
         """
         self.sync.backward()
 
@@ -218,22 +219,20 @@ class DDPSequential:
 
 
 class DeltaBucket(PassBucket):
-    """A bucket that contains the sums of ``layers`` layers."""
-
     def __init__(self, bucket: ParameterBucket, layers: int) -> None:
         super().__init__((), layers)
         self.parameters = bucket
 
 
-# The ranks add sums that are not yet multiplied by the parameters' variances. The step multiplies
-# by them: one kernel then computes it, with equal bits on every rank. The bound of a step depends
-# on the samples of all ranks. Their number is the last element of the last bucket, because a
-# separate message would cost a small network a round trip.
+# The ranks add sums that are not yet multiplied by the variances of the parameters. The step
+# multiplies them in the same kernel on every rank, so the results have equal bits. The bound of a
+# step depends on the total number of samples. This number is the last element of the last bucket,
+# because a separate message would cost a small network one more round trip.
 class DeltaSync(GradientPass[DeltaBucket]):
-    """Sum of a network's backward passes over the ranks, bucket by bucket.
+    """Addition of the sums of each backward pass over the ranks, bucket by bucket.
 
-    It sets ``learnt`` of the network to the number of samples of the last pass on all ranks, or,
-    with averaging, to their mean per rank.
+    After a pass, ``learnt`` of the network is the number of samples on all ranks. If ``average``,
+    it is the mean number of samples on the ranks that have samples.
     """
 
     ends_with_message = False
@@ -246,7 +245,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self.averages = average
         self._model = model
         norms = [layer for _, layer in model.named_layers() if isinstance(layer, BatchNorm2d)]
-        for norm in norms:  # all norms, because an earlier wrapper may have set add_up
+        for norm in norms:  # an earlier wrapper may have set add_up of any norm
             norm.add_up = functools.partial(all_reduce, group=group) if sync else None
         self._norms = norms if sync else []
         model.gather_parameters(functools.partial(self._make_buckets, limit))
@@ -254,7 +253,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._weight = 1.0
 
     def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[ParameterBucket]:
-        """Plan the buckets, and make each layer report when its sums are complete. Collective."""
+        """Create the buckets, and set ``on_sums`` of each layer. Collective."""
         if not layers:
             raise ValueError("DDPSequential: expected a network with parameters, got no parameters")
         device, group = self._model.device, self.reducer.group
@@ -264,7 +263,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
         for bucket in planned:
             parameters = [parameter for layer in bucket for parameter in layer.parameters_in_use]
-            has_samples = int(bucket is planned[-1])  # the last element is the number of samples
+            has_samples = int(bucket is planned[-1])  # the number of samples is its last element
             storage = ParameterBucket(parameters, zeros_on(device), sums, has_samples)
             self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:
@@ -272,11 +271,11 @@ class DeltaSync(GradientPass[DeltaBucket]):
         return [bucket.parameters for bucket in self._buckets]
 
     def ranks_of_forward(self) -> ProcessGroup | None:
-        """Return the group if forward passes now add statistics over its ranks, else None."""
+        """Return the group if forward passes are collective in the current mode, else None."""
         return self._members if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
-        """Start the gradient pass if the forward pass already communicates statistics."""
+        """If the forward pass is collective, compute the weight of this rank before it."""
         if self.ranks_of_forward() is not None and self.weigh is not None:
             self._weight = self.weigh(True)
 
@@ -312,11 +311,11 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._running = True
 
     def _on_sums(self, bucket: DeltaBucket, _: BaseLayer) -> None:
-        """Count one more layer of ``bucket`` with complete sums; send complete buckets in order."""
+        """Handle a layer with complete sums. Send each bucket after all its layers are complete."""
         if not self._running:
             raise RuntimeError(
-                "backward: a DDPSequential trains this network. Call its backward(), which adds "
-                "sums over the ranks"
+                "backward: a DDPSequential wraps this network. Call backward() of the "
+                "DDPSequential, which adds the sums over the ranks"
             )
         self._on_ready(bucket)
 
@@ -337,7 +336,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._model.learnt = round(float(self._parameter_buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return 1, or with averaging the factor for the mean over ranks that have samples."""
+        """Return 1. If ``averages``, return the factor for a mean over the ranks with samples."""
         return ranks / training if self.averages else 1.0
 
     def send_zeros(self) -> None:
@@ -352,7 +351,7 @@ def _statistics(model: Sequential) -> list[Array]:
 
 
 def _describe(name: str, layer: BaseLayer) -> str:
-    """Return settings that must be equal on all ranks. Image sizes may be unknown: left out."""
+    """Return the settings and parameter shapes of a layer that must be equal on all ranks."""
     settings = [
         f"{key}={value}"
         for key, value in vars(layer).items()

@@ -1,7 +1,4 @@
-"""Base classes of layers, and layers that combine layers: a chain, and a sum of two paths.
-
-Forward: moments to moments. Backward: output deltas to input deltas and sums of the parameters.
-"""
+"""Base classes of layers, and layers that combine layers: a chain, and a sum of two paths."""
 
 from __future__ import annotations
 
@@ -61,9 +58,10 @@ class BaseLayer(abc.ABC):
         weight, biases: Parameters of the layer, or None.
         input_shape, output_shape: Shapes of one sample; None before :meth:`connect`. A layer whose
             arguments determine the shape of its input has ``input_shape`` from the start.
-        training: Whether the layer takes batch statistics and keeps inputs for a backward pass.
-        on_sums: Function that each backward pass calls with the layer when the sums of its
-            parameters are complete; if possible, before it computes the deltas of the input.
+        training: Whether the layer is in training. It then uses batch statistics and keeps inputs.
+        on_sums: None, or a function that a backward pass calls with the layer as argument after the
+            sums of its parameters are complete. Most layers call it before they compute the deltas
+            of the input.
     """
 
     # Whether files and dictionaries of parameters have an entry for the layer.
@@ -87,7 +85,7 @@ class BaseLayer(abc.ABC):
         self.on_sums: Callable[[BaseLayer], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without ``on_sums``, because a copy is not part of the training."""
+        """Return the attributes. ``on_sums`` is None, because it belongs to the original layer."""
         return self.__dict__ | {"on_sums": None}
 
     @abc.abstractmethod
@@ -100,8 +98,9 @@ class BaseLayer(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return the moments of the output: ``[batch, *input_shape]`` to ``[batch,
-        *output_shape]``. Keeps ``x`` for the backward pass in training.
+        """Return the moments of the output, ``[batch, *output_shape]``.
+
+        ``x`` has shape ``[batch, *input_shape]``. In training, keep it for the backward pass.
         """
 
     @abc.abstractmethod
@@ -111,16 +110,16 @@ class BaseLayer(abc.ABC):
         Args:
             d, e: Deltas of the means and variances of the output: float32, ``[batch,
                 *output_shape]`` or another shape of this size. They may be overwritten.
-            needs_input: Whether to return the deltas of the input instead of None. They are deltas
-                of the units *before* the activation that made the input: deltas of means are
-                multiplied by its slope, and deltas of variances by its squared slope.
+            needs_input: Whether to return the deltas of the input instead of None. If an activation
+                computed the input, return the deltas of the activation's input: deltas of means
+                times the activation's slope, and deltas of variances times the squared slope.
         """
 
     def forward_nothing(self) -> None:  # noqa: B027 (most layers have no collective work)
         """Join the collective calls of a forward pass on a rank without samples."""
 
     def backward_nothing(self) -> None:
-        """Set the sums of the parameters to 0, for a batch without samples; call ``on_sums``."""
+        """Set the sums of the parameters to 0 and call ``on_sums``, for a batch without samples."""
         for parameter in self.parameters_in_use:
             parameter.mean_sum[...] = parameter.variance_sum[...] = 0
         self._sums_are_complete()
@@ -131,11 +130,11 @@ class BaseLayer(abc.ABC):
         return [parameter for parameter in (self.weight, self.biases) if parameter is not None]
 
     def statistics(self) -> list[Array]:
-        """Return the arrays of state other than parameters, such as running means, uncopied."""
+        """Return the arrays (no copies) of state that is not a parameter, such as running means."""
         return []
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield this layer, or the layers of a block, with the names that pytagi uses."""
+        """Yield this layer, or the layers of a block, with pytagi's names ending in ``suffix``."""
         yield f"{self.get_layer_name()}.{suffix}", self
 
     def set_training(self, training: bool) -> None:
@@ -191,7 +190,7 @@ class BaseLayer(abc.ABC):
         return 0 if self.biases is None else int(self.biases.mean.size)
 
     def _sum_biases(self, d: Array, e: Array, axis: int) -> None:
-        """Set the bias sums: deltas summed over ``axis``. The sums of the weights must be set."""
+        """Set the sums of the biases and call ``on_sums``, after the sums of the weights."""
         if self.biases is not None:
             d.sum(axis=axis, out=self.biases.mean_sum)
             e.sum(axis=axis, out=self.biases.variance_sum)
@@ -206,7 +205,7 @@ class BaseLayer(abc.ABC):
 
 
 def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
-    """Return deltas of an activation's input from deltas of its output, computed in place."""
+    """Return ``d * slope`` and ``e * slope**2``. ``d`` and ``e`` are changed in place."""
     if slope is not None:
         d *= slope
         e *= slope
@@ -215,8 +214,6 @@ def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
 
 
 class _Block(BaseLayer):
-    """Base class of blocks made of ``layers``."""
-
     has_state = False
 
     def __init__(self, *layers: BaseLayer) -> None:
@@ -288,7 +285,7 @@ class LayerBlock(_Block):
 
 
 class ResNetBlock(_Block):
-    """The sum of two paths: ``main_block(x) + shortcut(x)``, where no shortcut means ``x``.
+    """The sum of two paths: ``main_block(x) + shortcut(x)``, or ``main_block(x) + x``.
 
     Means and variances are added, as for independent units. Source: He, Zhang, Ren and Sun, Deep
     residual learning for image recognition, CVPR 2016.
@@ -305,10 +302,10 @@ class ResNetBlock(_Block):
         super().__init__(main_block, *([] if shortcut is None else [shortcut]))
         self.main_block, self.shortcut = main_block, shortcut
         self._shape: Shape = ()  # output shape with the batch
-        self._slopes: tuple[Array | None, Array | None] = (None, None)  # slopes of both results
+        self._slopes: tuple[Array | None, Array | None] = (None, None)  # slopes of both outputs
 
     def connect(self, shape: Shape) -> Shape:
-        """Connect both paths. Their outputs must have one shape, or one size if one is flat."""
+        """Connect both paths. Their outputs must have equal shapes; if one is flat, equal sizes."""
         self.input_shape = shape
         main = _connect("main block", self.main_block, shape)
         other = shape if self.shortcut is None else _connect("shortcut", self.shortcut, shape)
@@ -338,8 +335,7 @@ class ResNetBlock(_Block):
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Run both paths backward, the shortcut first, and return the sums of their deltas.
 
-        Without a shortcut, the second path contributes ``d`` times the slope and ``e`` times the
-        squared slope.
+        Without a shortcut, ``d`` is multiplied by the slope of ``x``, and ``e`` by its square.
         """
         d, e = d.reshape(self._shape), e.reshape(self._shape)
         copies = d.copy(), e.copy()  # each path may overwrite its arguments

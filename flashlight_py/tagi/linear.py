@@ -16,12 +16,12 @@ EXACT = 2**24  # integers up to this value are exact in float32, the dtype of in
 
 
 class Linear(BaseLayer):
-    """``z = x @ W.T + b`` of independent Gaussians: ``[batch, input_size]`` to ``[batch,
-    output_size]``.
+    """Linear layer ``z = x @ W.T + b`` with independent Gaussian inputs and parameters.
 
-    Samples of other shapes are flattened. With input means m and variances v, and weight means W
-    and variances S: ``mean = m @ W.T + b``; ``variance = v @ (W**2 + S).T + m**2 @ S.T + Sb``.
-    Source: Goulet, Nguyen and Amiri, JMLR 2021, equations 8 to 10.
+    It maps ``[batch, input_size]`` to ``[batch, output_size]``. Samples of other shapes are
+    flattened. Inputs have means m and variances v, weights W and S, biases b and Sb. Outputs have
+    ``mean = m @ W.T + b`` and ``variance = v @ (W**2 + S).T + m**2 @ S.T + Sb``. Source: Goulet,
+    Nguyen and Amiri, JMLR 2021, equations 8 to 10.
 
     Args:
         input_size, output_size: Numbers of units, at least 1.
@@ -48,7 +48,7 @@ class Linear(BaseLayer):
         self.biases = gaussian((output_size,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, input_size)))
         self._squares = self._x.mean  # squares of the input means
-        self._square: Array | None = None  # squares of the weights' means until the backward pass
+        self._square: Array | None = None  # squares of the means of the weights, if computed
 
     def connect(self, shape: Shape) -> Shape:
         """Accept samples of ``input_size`` elements in any shape."""
@@ -151,10 +151,10 @@ class Embedding(BaseLayer):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, input_size * embedding_dim]``.
+        """Return the rows of the indices: ``[batch, input_size * embedding_dim]``.
 
         Raises:
-            ValueError: See the class; raised before the state changes.
+            ValueError: If an element is not an index or has a variance. The layer is unchanged.
         """
         xp, values = array_module(x.mean), x.mean.reshape(len(x.mean), -1)
         if x.variance is not None and x.variance.any():
@@ -176,7 +176,7 @@ class Embedding(BaseLayer):
         return BaseHiddenStates(mean.reshape(len(values), -1), variance.reshape(len(values), -1))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of d and e of each row. The deltas of the indices are 0."""
+        """Set the sums of each row from ``d`` and ``e``. Return zeros: indices do not learn."""
         indices = self._indices
         xp = array_module(indices)
         d, e = (array.reshape(-1, self.embedding_dim) for array in (d, e))

@@ -1,17 +1,16 @@
 """The time steps of an LSTM, forward and backward, in NumPy, CuPy or native code.
 
-Samples are ``[rows, steps * width]``, one time step after the other. For small matrices, native
-code computes sample by sample with its own matrix loops. Otherwise each time step is computed for
-all samples at once with BLAS.
+Samples are ``[rows, steps * width]``, one time step after the other. If the matrices are small,
+native code computes one sample after the other with its own matrix loops. Otherwise BLAS computes
+each time step for all samples.
 
-Gates are in pytagi's order f, i, g, o. A step needs sums over the inputs ``x_j`` of products of two
-gates' weights, ``sum_j W_p[k, j] W_q[k, j] var(x_j)``. For p = q the sum is a part of the gate's
-variance. For two gates it is the covariance before their functions. ``PAIRS`` has these p and q in
-the order of the arrays:
+The gates are f, i, g, o, in pytagi's order. In unit k, the inputs of two gates p and q have the
+covariance ``sum_j W_p[k, j] W_q[k, j] var(x_j)``. If p = q, this sum is a part of the variance.
+``PAIRS`` lists the pairs (p, q) in the order of the arrays:
 
     ff ii gg oo   variances of the gates, to which the weights' variances are added
     ig            mean and variance of i g
-    fo io go      mean and variance of o tanh(c); over the layer's inputs only, as in pytagi
+    fo io go      mean and variance of o tanh(c); from the inputs x without h, as in pytagi
     fi fg         backward pass only
 """
 
@@ -44,11 +43,11 @@ def cell_forward(z: Array, u: Array, states: States | None, slopes: Array) -> St
 
     Args:
         z: Means of the gate inputs, ``[rows, 4, n]``.
-        u: Their variances and covariances, ``[rows, 8, n]``: the first eight of ``PAIRS``.
+        u: Variances and covariances of the gate inputs, ``[rows, 8, n]``: eight pairs of ``PAIRS``.
         states: Result of the previous step. None: zeros.
-        slopes: Output, ``[rows, 6, n]``. 0 to 2: covariance of the input of f, i or g with c,
-            divided by the variance of the input. 3, 4: likewise for o with h, and for c with h. 5:
-            f.
+        slopes: Output, ``[rows, 6, n]``. 0 to 2: cov(input, c) / var(input) for the inputs of the
+            gates f, i and g. 3: cov(input, h) / var(input) for the input of o. 4: cov(c, h) /
+            var(c). 5: mean of f.
     """
     xp = array_module(z)
     # sigmoid(z) = 1/2 + tanh(z/2) / 2, so one tanh computes all four gates.
@@ -97,12 +96,12 @@ def cell_backward(
     Args:
         dh, eh: Deltas of h from the output and from the next step, ``[rows, n]``.
         dc, ec: Deltas of c from the next step, or None without a next step. This function adds the
-            deltas from h to c.
+            deltas of c from h.
         slopes: The array that :func:`cell_forward` wrote.
-        dz: Output: deltas of the gates' means, ``[rows, 4, n]``.
-        coefficients: Output, ``[rows, 10, n]``. The first four are the deltas of the gates'
-            variances. All ten, times the weight products of ``PAIRS``, give the deltas of the
-            variances of the gate inputs.
+        dz: Output: deltas of the means of the gate inputs, ``[rows, 4, n]``.
+        coefficients: Output, ``[rows, 10, n]``. The first four are the deltas of the variances of
+            the gate inputs. The product of all ten with the weight products of ``PAIRS`` gives the
+            deltas of the variances of x and of the previous h.
     """
     k, k_o, r, f = slopes[:, :3], slopes[:, 3], slopes[:, 4], slopes[:, 5]
     to_c = r * dh
@@ -124,8 +123,8 @@ def cell_backward(
     return f * to_c, f * f * var_c
 
 
-# Maximum number of weights for which one native call computes all time steps and samples. The
-# overhead of NumPy calls would be five times the arithmetic. Larger matrices need BLAS blocking.
+# Maximum number of weights for native code. In small layers, the overhead of NumPy calls would be
+# five times the arithmetic. Larger matrices need the blocking of BLAS.
 SMALL = 2**14
 
 
@@ -133,10 +132,9 @@ class Pass(NamedTuple):
     """Arrays of a forward pass that the backward pass needs.
 
     Attributes:
-        joined: Means of each step's inputs and of h before it, ``[steps, rows, ni + no]``; from
-            native code ``[rows, steps, ni + no]``.
+        joined: Means of x and of the previous h at each step, ``[steps, rows, ni + no]``.
         slopes: See :func:`flashlight_py.tagi.lstm.cell_forward`, ``[steps, rows, 6, no]``.
-        by_sample: Whether native code made them.
+        by_sample: Whether native code made the arrays. Their first axes are then ``rows, steps``.
     """
 
     joined: Array
@@ -157,18 +155,18 @@ class Gates(NamedTuple):
     def forward(
         self, x: Array, x_variance: Array | None, states: States | None, carry: bool
     ) -> tuple[Array, Array, States | None, Pass]:
-        """Return means and variances of h at all time steps, ``[rows, steps * no]``, the last
-        states, and the arrays for the backward pass.
+        """Return means and variances of h, the final states, and the arrays for the backward pass.
+
+        The moments of h are ``[rows, steps * no]``.
 
         Args:
             x, x_variance: ``[rows, steps * ni]``. None: all variances are 0.
             states: Initial states of a single row, each ``[1, no]``. None: 0.
-            carry: Whether to return the last states of the single row.
+            carry: Whether to return the final states, of a single row, instead of None.
         """
         kernels = None if self.weight.mean.size > SMALL else native_for(x)
         if kernels is not None:
             return self._forward_natively(kernels, x, x_variance, states, carry)
-        # Step by step for all rows.
         xp = array_module(x)
         no, n = self.weight.mean.shape[1:]
         rows, ni, steps = len(x), n - no, self.steps
@@ -213,11 +211,11 @@ class Gates(NamedTuple):
     def backward(
         self, memory: Pass, d: Array, e: Array, needs_input: bool
     ) -> tuple[Array, Array, Deltas | None]:
-        """Return the deltas of the gate inputs and of the layer's inputs.
+        """Return deltas of the means and variances of the gate inputs, and the deltas of x.
 
-        ``d`` and ``e`` are the deltas of h, ``[rows, steps * no]``. The gate inputs have two
-        arrays, ``[rows * steps, 4 * no]`` in the order of ``joined``. Deltas of the layer's inputs
-        are ``[rows, steps * ni]``, or None without ``needs_input``.
+        ``d`` and ``e`` are the deltas of h, ``[rows, steps * no]``. The first two results are
+        ``[rows * steps, 4 * no]``, with the rows in the order of ``joined``. The deltas of x are
+        ``[rows, steps * ni]``, or None if ``needs_input`` is False.
         """
         if memory.by_sample:
             return self._backward_natively(memory, d, e, needs_input)
@@ -279,7 +277,7 @@ class Gates(NamedTuple):
             raise MemoryError(f"LSTM.{name} needs more memory for the weights of all gates")
 
     def _products(self, pairs: int) -> Array:
-        """Return weight products of the first ``pairs`` of ``PAIRS``, stacked as rows."""
+        """Return products of weights for the first ``pairs`` pairs: ``[pairs * no, ni + no]``."""
         mean, (left, right) = self.weight.mean, (pair[:pairs] for pair in PAIRS)
         return (mean[left] * mean[right]).reshape(-1, mean.shape[2])
 

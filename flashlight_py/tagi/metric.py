@@ -1,8 +1,8 @@
-"""Quality measures of predictions. Arrays have the same shape or are flat, of any dtype.
+"""Quality measures of predictions. Arrays may have any dtype.
 
-Observations and labels that are NaN or masked (``np.ma``) are ignored. ValueError is raised if
-shapes differ, except for flat arrays with the same number of elements. An array of one element,
-except labels, matches any shape.
+Arrays must have equal shapes, or equal sizes if one is flat; otherwise ValueError is raised. An
+array of one element, except labels, matches any shape. Observations and labels that are NaN or
+masked (``np.ma``) are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashlight_py.tagi.utilities import probabilities, tree_of
 
 
 class HRCSoftmaxMetric:
-    """Predicted classes and error rate of a network with the outputs of a class tree.
+    """Predicted classes and error rate of a network whose outputs are the nodes of a class tree.
 
     Args:
         num_classes: Number of classes, at least 2.
@@ -100,7 +100,7 @@ def classification_error(prediction: Any, label: Any) -> float:
 
 
 def _matching(metric: str, **arrays: Any) -> list[Array]:
-    """Return flat float64 arrays, because NumPy broadcasts ``(n,)`` and ``(n, 1)`` to a square."""
+    """Return flat float64 arrays: NumPy would broadcast ``(n,)`` and ``(n, 1)`` to ``(n, n)``."""
     flat = [
         np.asarray(to_device(unmasked(name, values, np.nan), "cpu"), np.float64)
         for name, values in arrays.items()

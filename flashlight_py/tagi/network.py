@@ -1,10 +1,11 @@
 """State of a network in dictionaries and files under pytagi's names, and states of its LSTMs.
 
-The binary file has one record per layer, including layers in blocks but not activations, in the
-order of the forward pass. A record has the length of a description (8 bytes, little-endian), the
-description, such as ``Linear(784,128)``, and float32 numbers: means and variances of the weights,
-then of the biases; for batch normalisation also running means and variances. The text files have
-one number per line: means of all weights, variances of all weights, and the same for biases.
+The binary file has one record per layer, in the order of the forward pass. Layers in blocks have
+records; activations have none. A record contains the length of a description (8 bytes,
+little-endian), the description, such as ``Linear(784,128)``, and float32 numbers. The numbers are
+means and variances of the weights, then of the biases; for batch normalisation, running means and
+variances follow. Each of the four text files has one number per line: means of all weights,
+variances of all weights, means of all biases, or variances of all biases.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashlight_py.tagi.lstm import States
 from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, as_real, host_copy, unmasked
 
-# Entries of a layer in pytagi's dictionaries. Ours have these four first.
+# The arrays of a layer in pytagi's dictionaries, and the first arrays in state_dict().
 FOUR = ("mu_w", "var_w", "mu_b", "var_b")
 STATISTICS = ("running_mean", "running_variance")
 ENDINGS = ("_1_mw.csv", "_2_Sw.csv", "_3_mb.csv", "_4_Sb.csv")  # in the order of FOUR
@@ -64,7 +65,7 @@ class Network:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the learned state from ``state_dict()`` of this library or pytagi.
 
-        Values may be any sequences. Four arrays, as in pytagi, leave running statistics unchanged.
+        Values may be any sequences. Running statistics, which pytagi omits, may be missing.
 
         Raises:
             ValueError: If names or sizes differ from the network's, a value is not finite or
@@ -131,8 +132,8 @@ class Network:
         """Write all parameters as text: ``<filename>_1_mw.csv``, ``_2_Sw``, ``_3_mb``, ``_4_Sb``.
 
         Numbers have six digits, as in pytagi. Unlike in pytagi, the files include layers in blocks.
-        Running statistics are not included: use :meth:`save` to resume later. Raises OSError if a
-        file cannot be written.
+        Running statistics are not included: to continue a training later, use :meth:`save`. Raises
+        OSError if a file cannot be written.
         """
         entries = self.state_dict().values()
         for number, ending in enumerate(ENDINGS):
@@ -185,10 +186,10 @@ class Network:
             layer.set_states(None)
 
     def get_lstm_states(self, time_step: int = -1) -> dict[int | str, States]:
-        """Return means and variances of h, then of c, of each LSTM that carries them: flat copies.
+        """Return means and variances of h, then of c, of each LSTM with ``seq_len=1``: flat copies.
 
-        Keys are layer numbers, or for blocks the part of the name after the class. LSTMs with
-        ``seq_len > 1`` carry no states between calls.
+        Keys are layer numbers. For a layer in a block, the key is its name without the class, such
+        as ``"main.3.0"``.
 
         Args:
             time_step: -1: initial states of the next call. Otherwise smoothed states of each SLSTM
@@ -216,7 +217,7 @@ class Network:
         }
 
     def set_lstm_states(self, states: Mapping[Any, Any]) -> None:
-        """Set the initial states of the next call from (a part of) ``get_lstm_states()``.
+        """Set the initial states of the next call, for some or all keys of ``get_lstm_states()``.
 
         Raises:
             TypeError: If the states are not real numbers.
@@ -246,12 +247,13 @@ class Network:
     def smoother(self) -> tuple[Array, Array]:
         """Smooth the time steps since the last call, and return the smoothed outputs.
 
-        See :meth:`get_outputs_smoother`. h and c of each SLSTM use all observations. Outputs use h
-        of the last SLSTM and the current parameters. A new series starts.
+        See :meth:`get_outputs_smoother`. The smoothed h and c of a time step use the observations
+        of all time steps. The outputs use the smoothed h of the last SLSTM and the current
+        parameters. Afterwards, a new series starts.
 
         Raises:
             RuntimeError: If no time step was kept: ``num_samples`` is 0, or no pass ran.
-            ValueError: If there is no SLSTM, or another layer than SLSTM and SLinear after one.
+            ValueError: If there is no SLSTM, or a later layer is neither SLSTM nor SLinear.
         """
         layers = list(self.named_layers())
         kinds = [isinstance(layer, SLSTM) for _, layer in layers]
@@ -271,7 +273,7 @@ class Network:
         return self.get_outputs_smoother()
 
     def get_outputs_smoother(self) -> tuple[Array, Array]:
-        """Return means and variances of the outputs of the last smoother.
+        """Return means and variances of the outputs from the last call of :meth:`smoother`.
 
         Both are copies on the CPU, ``[time steps * outputs]``.
 
@@ -293,7 +295,7 @@ class Network:
 
 
 def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
-    """Return texts on invalid values in ``arrays``: means, variances, means, variances, ..."""
+    """Return error texts for invalid values in ``arrays``, alternately means and variances."""
     named = list(zip(names, arrays, strict=False))
     invalid = [f"{name} is not finite" for name, array in named if not np.isfinite(array).all()]
     return invalid + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]
@@ -344,7 +346,7 @@ def _parse(network: Network, path: Path) -> StateDict:
 def _end_of_layer_norm(data: bytes, offset: int, following: BaseLayer | None) -> int:
     """Return the offset of the record that follows the record of a LayerNorm.
 
-    The length of pytagi's record varies: it ends with moments of each sample of the last batch.
+    In files of pytagi, this record ends with moments of each sample of the last batch.
     """
     if following is None:
         remaining = len(data) - offset

@@ -22,11 +22,12 @@ NORM_STATISTICS = ("running_mean", "running_variance", "batch_mean", "batch_vari
 class Normalization(BaseLayer):
     """Base class: ``z = w * t + b`` with ``t = (x - mean) / sqrt(variance + eps)``.
 
-    With weight means W and variances S, input variances v, and r = 1 / sqrt(variance + eps): ``mean
-    = t W + b``, ``variance = r^2 v (W^2 + S) + S t^2 + Sb`` (pytagi 0.2.1). The backward pass
+    Subclasses compute the statistics ``mean`` and ``variance``. Weights have means W and variances
+    S, biases b and Sb, inputs variances v. With r = 1 / sqrt(variance + eps), outputs have mean ``t
+    W + b`` and variance ``r^2 v (W^2 + S) + S t^2 + Sb``, as in pytagi 0.2.1. The backward pass
     treats the statistics as constants: deltas are ``d r W`` and ``e (r W)^2``.
 
-    Samples are viewed as ``[features, positions]``; for images, channels and pixels.
+    A sample is viewed as ``[features, positions]``. For images, these are channels and pixels.
     """
 
     def __init__(self, features: int, eps: float, bias: bool, gains: tuple[float, float]) -> None:
@@ -43,7 +44,7 @@ class Normalization(BaseLayer):
         self._positions = 1
         self._slope: Array | None = None  # of the input
         self._t = np.empty((0, features, 1), REAL)
-        self._back = self._t  # factors of the deltas
+        self._back = self._t  # r W, the factors of the deltas
 
     def _sizes(self) -> tuple[()]:
         return ()
@@ -54,13 +55,13 @@ class Normalization(BaseLayer):
         center, spread = self._statistics(m, v)
         scale = (1 / array_module(m).sqrt(spread + self.eps)).astype(REAL)
         t, mean, variance = standardize(m, v, center.astype(REAL), scale, self.weight, self.biases)
-        # Kept in evaluation as well, because other layers of the network may be in training.
+        # Kept in evaluation too, because other layers of the network may be in training.
         self._t, self._back = t, scale * self.weight.mean
         self._slope = None if x.slope is None else x.slope.reshape(rows)
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set sums of ``t d`` and ``t^2 e``; return ``d r W`` and ``e (r W)^2`` times slopes."""
+        """Set the sums of the parameters; return ``d r W`` and ``e (r W)^2`` times the slopes."""
         t = self._t
         deltas = d.reshape(t.shape), e.reshape(t.shape)
         sums, back = standardize_back(t, *deltas, self._slope, self._back, needs_input)
@@ -84,27 +85,26 @@ class Normalization(BaseLayer):
 
 
 class BatchNorm2d(Normalization):
-    """Normalisation of each channel of images, or feature of flat samples, over the batch.
+    """Normalisation over the batch of each channel of images, or each feature of flat samples.
 
-    Statistics of the n units of a channel (batch, height and width) or feature (batch), with means
-    m and variances v: mean = sum(m) / n, variance = (sum((m - mean)^2) + sum(v)) / (n - 1); for one
-    unit, v. Evaluation uses running statistics instead. Each batch of training updates them:
-    ``running = momentum * running + (1 - momentum) * batch``.
+    A channel has n units, the pixels of all images; a feature has n units, one per sample. With
+    means m and variances v of the units, mean = sum(m) / n and variance = (sum((m - mean)^2) +
+    sum(v)) / (n - 1); if n = 1, the variance is v. Evaluation uses running statistics, which each
+    batch of training updates: ``running = momentum * running + (1 - momentum) * batch``.
 
     Args:
         num_features: Channels of the images, or features of flat samples.
         eps: Positive number that is added to variances.
         momentum: Momentum of the running statistics, from 0 to 1.
         bias: Whether the layer has biases.
-        gain_weight, gain_bias: Gains of the initial variances, gain^2 / num_features. Weights start
-            with mean 1, biases with mean 0.
+        gain_weight, gain_bias: Gains of the initial variances, gain^2 / num_features. Initial means
+            are 1 for weights and 0 for biases.
 
     Attributes:
         running_mean, running_variance: ``[num_features]``, float32; initially 0 and 1.
-        add_up: None: statistics of the batch of this process. Otherwise a function that each
-            forward pass in training calls once with a flat float64 array of 1 + 3 num_features
-            elements (n, sum(m), sum(m^2), sum(v)). It adds the arrays of the other processes in
-            place, and the statistics are those of all batches together.
+        add_up: None, or a function that adds an array over processes in place. Each forward pass in
+            training then calls it once with a flat float64 array of 1 + 3 num_features elements (n,
+            sum(m), sum(m^2), sum(v)), and uses the statistics of all processes.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -124,11 +124,11 @@ class BatchNorm2d(Normalization):
         self.add_up: Callable[[Array], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without ``add_up``: a copy uses statistics of its own process."""
+        """Return the attributes. ``add_up`` is None: a copy does not communicate."""
         return super().__getstate__() | {"add_up": None}
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept images with ``num_features`` channels, or ``num_features`` features."""
+        """Accept images with ``num_features`` channels, or samples with ``num_features`` units."""
         if shape[:1] == (self.num_features,):
             return self._connect(shape, math.prod(shape[1:]))
         if math.prod(shape) == self.num_features:
@@ -157,7 +157,7 @@ class BatchNorm2d(Normalization):
             running[...] = self.momentum * running + (1 - self.momentum) * batch
 
     def forward_nothing(self) -> None:
-        """Update the running statistics from the batches of other processes, if any."""
+        """Update the running statistics from the samples of other processes, if they have any."""
         if self.training and self.add_up is not None:
             sums = array_module(self.running_mean).zeros(1 + 3 * self.num_features)
             self.add_up(sums)
@@ -167,8 +167,8 @@ class BatchNorm2d(Normalization):
     def _batch_statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         """Return mean and variance of each feature in float64.
 
-        Squares of differences from the mean of this process are summed. Otherwise precision is
-        lost if means are large compared with their differences.
+        It sums squared differences from the mean of this process. Plain squares would lose
+        precision if means are large compared with their differences.
         """
         xp = array_module(m)
         n = float(m.shape[0] * m.shape[2])
@@ -183,7 +183,7 @@ class BatchNorm2d(Normalization):
 
 
 def _mean_and_variance(sums: Array) -> tuple[Array, Array]:
-    """Return mean and variance of each feature from n and sums of means, squares and variances."""
+    """Return mean and variance of each feature from n, sum(m), sum(m^2) and sum(v)."""
     xp = array_module(sums)
     total, (means, squares, units) = sums[0], sums[1:].reshape(3, -1)
     mean = means / total
@@ -194,8 +194,9 @@ def _mean_and_variance(sums: Array) -> tuple[Array, Array]:
 class LayerNorm(Normalization):
     """Normalisation of each sample over all its units, in training and evaluation.
 
-    With means m and variances v of the n units of a sample: mean = sum(m) / n, variance = (sum((m -
-    mean)^2) + sum(v)) / (n - 1); for one unit, v. Weights start with mean 1, biases with 0.
+    With means m and variances v of the n units of a sample, mean = sum(m) / n and variance =
+    (sum((m - mean)^2) + sum(v)) / (n - 1); if n = 1, the variance is v. Initial means are 1 for
+    weights and 0 for biases.
 
     Args:
         normalized_shape: ``n`` or ``(n,)`` for flat samples, with one weight per feature; or
@@ -244,7 +245,7 @@ SHORTEST = 8  # minimum positions per row for which the kernels are faster
 
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
-    """Return the sum of each row, or of its squared differences from ``centers``, in float64."""
+    """Return the float64 sum of each row, or of its squared differences from ``centers``."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
         centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])
@@ -267,9 +268,9 @@ def standardize(
     m: Array, v: Array | None, center: Array, scale: Array, weight: Parameter,
     bias: Parameter | None,
 ) -> Moments:  # fmt: skip
-    """Return t = (m - center) scale, and the moments of t weight + bias: three new arrays.
+    """Return t = (m - center) * scale, and means and variances of t * weight + bias.
 
-    ``weight`` and ``bias`` have one element per feature.
+    ``v`` are the variances of the inputs. All results are new arrays.
     """
     rows, input_factor = _Rows.of(m), scale * scale * (weight.mean * weight.mean + weight.variance)
     if rows is None:  # NumPy in the order of operations of the kernels
@@ -296,8 +297,10 @@ def standardize(
 def standardize_back(
     t: Array, d: Array, e: Array, slope: Array | None, back: Array, needs_input: bool
 ) -> tuple[Array, Deltas | None]:
-    """Return float64 sums ``[4, features]`` of t d, t^2 e, d, e; and, if ``needs_input``, new
-    deltas: d times ``back`` and ``slope``, and e times both squared.
+    """Return the sums of the parameters, and new deltas of the input if ``needs_input``.
+
+    The sums are float64 ``[4, features]``: of t d, t^2 e, d and e. The deltas are ``d * back *
+    slope`` and ``e * back^2 * slope^2``.
     """
     xp, rows = array_module(t), _Rows.of(t)
     if rows is None:
@@ -318,7 +321,7 @@ class _Rows:
     """The rows of an array and their memory layout, for the kernels.
 
     Attributes:
-        lead: The array, or a copy without gaps. All units of a call have its memory layout.
+        lead: The array, or a copy without gaps. Kernels need all units in its memory layout.
     """
 
     def __init__(self, module: Any, units: Array) -> None:
@@ -330,7 +333,7 @@ class _Rows:
 
     @classmethod
     def of(cls, units: Array) -> _Rows | None:
-        """Return the rows of ``units``; None if NumPy or CuPy is faster."""
+        """Return the rows of ``units``; None if the kernels cannot read them or are slower."""
         if is_cupy(units) or units.dtype != REAL:
             return None
         if units.shape[2] < SHORTEST or units.strides[2] != REAL.itemsize:
@@ -339,16 +342,15 @@ class _Rows:
         return None if module is None else cls(module, units)
 
     def call(self, name: str, *arrays: Array | None) -> None:
-        """Call a kernel with the rows and ``arrays``: units, or contiguous arrays of other shapes.
+        """Call a kernel. Arrays with the shape of ``lead`` get its memory layout.
 
-        Rows are long enough that no other array has their shape.
+        Other arrays must be contiguous. Their shape differs, because rows have 8 or more elements.
         """
         arranged = [None if array is None else self._with_layout(array) for array in arrays]
         pointers = [data_pointer(self._module, array) for array in arranged]
         getattr(self._module.lib, f"fl_tagi_{name}")(self._description, *pointers)
 
     def _with_layout(self, array: Array) -> Array:
-        """Return ``array`` in the layout of ``lead`` if it has units, else unchanged."""
         is_laid_out = array.dtype == REAL and array.strides == self.lead.strides
         if array.shape != self.lead.shape or is_laid_out:
             return array

@@ -1,9 +1,9 @@
 """Parameters of a network: initial values, memory layout, and the bounded step.
 
 Each layer has :class:`Parameter` objects. A network gathers them in :class:`ParameterBucket`
-objects in the order in which a backward pass completes them. A bucket has one array of all means,
-one of all variances, and one of the sums of a backward pass for both. A step is therefore one
-kernel call, and sums are sent to other processes without a copy.
+objects, in the order in which a backward pass completes them. A bucket has three arrays: all means,
+all variances, and all sums of a backward pass. A step is therefore one kernel call, and the sums
+are sent to other processes without a copy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class Parameter:
 
     Attributes:
         mean, variance: Float32 arrays of one shape.
-        mean_sum: Sum over the batch for the mean. The innovation of the mean is this sum times
-            ``variance``.
-        variance_sum: Likewise for the variance, with the factor ``variance ** 2``.
+        mean_sum: Sum over the batch. A step changes the mean by ``variance * mean_sum``, bounded.
+        variance_sum: The same for the variance: ``variance ** 2 * variance_sum``, bounded.
     """
 
     __slots__ = ("mean", "mean_sum", "variance", "variance_sum")
@@ -43,18 +42,18 @@ class Parameter:
 
     @property
     def mean_delta(self) -> Array:
-        """The unbounded innovation of the mean in the next step; a new array."""
+        """Change of the mean in the next step, before it is bounded; a new array."""
         return self.variance * self.mean_sum
 
     @property
     def variance_delta(self) -> Array:
-        """The unbounded innovation of the variance in the next step; a new array."""
+        """Change of the variance in the next step, before it is bounded; a new array."""
         return self.variance * self.variance * self.variance_sum
 
     def put(self, moment: str, values: Array) -> None:
         """Set ``mean`` or ``variance`` in place from values of the same size and any shape."""
         if moment not in ("mean", "variance"):
-            raise AttributeError(f"{moment} is read-only: it follows from a backward pass")
+            raise AttributeError(f"{moment} is read-only: a backward pass computes it")
         target: Array = getattr(self, moment)
         array = np.asarray(values, REAL)
         if moment == "variance" and not (array >= 0).all():
@@ -63,7 +62,7 @@ class Parameter:
 
 
 def spread(method: str, fan_in: int, fan_out: int) -> float:
-    """Return the deviation of means: sqrt(1 / fan_in), or sqrt(2 / (fan_in + fan_out)) (Xavier)."""
+    """Return the standard deviation of initial means for ``method``, "He" or "Xavier"."""
     if method not in METHODS:
         raise ValueError(f"init_method must be one of {', '.join(METHODS)}, got {method!r}")
     return math.sqrt(1 / fan_in if method == "He" else 2 / (fan_in + fan_out))
@@ -88,8 +87,8 @@ class ParameterBucket:
 
     Attributes:
         mean, variance: Flat arrays of all parameters.
-        sums: Sums of the means, then of the variances, then ``extra`` elements for the code that
-            adds them over processes.
+        sums: Sums for the means, then for the variances, then ``extra`` elements, in which
+            data-parallel training stores the number of samples.
     """
 
     def __init__(
@@ -113,8 +112,8 @@ class ParameterBucket:
             parameter.variance_sum = self.sums[self.size + start : self.size + end].reshape(shape)
             start = end
         self._homes = [parameter.mean for parameter in parameters]
-        # Views for the means, variances and their sums. Pointers to them are stored, because making
-        # pointers takes longer than a small step.
+        # Views of the sums. Pointers to the four arrays are stored, because making pointers takes
+        # longer than a small step.
         of_means, of_variances = self.sums[: self.size], self.sums[self.size : 2 * self.size]
         self._arrays = (self.mean, self.variance, of_means, of_variances)
         self._native = native_for(self.mean)
@@ -126,8 +125,8 @@ class ParameterBucket:
 
         With the sums d and e of a backward pass and the variance s, the mean changes by ``clip(s d,
         +-sqrt(s) / cap)`` and the variance by ``clip(s^2 e, +-sqrt(s) / cap)``. A variance that
-        would not be positive becomes 1e-5. Both bounds are equal although the units differ: so it
-        is in pytagi, whose published accuracies were measured with them.
+        would not be positive becomes 1e-5. Both bounds are equal although their units differ:
+        pytagi's published accuracies were measured with these bounds.
 
         Raises:
             RuntimeError: If the parameters were moved to other buckets.
@@ -149,7 +148,7 @@ class ParameterBucket:
 def step_in_numpy(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Compute the step like the kernels, in the same order of operations."""
+    """Compute the step with the kernels' order of operations."""
     bound = np.sqrt(variance) * REAL.type(inverse_cap)
     d = variance * mean_sum
     e = variance * variance * variance_sum
@@ -159,7 +158,7 @@ def step_in_numpy(
 
 
 def cap_factor(batch: int) -> float:
-    """Return pytagi's ``cap`` for a batch of this size: larger values give smaller steps."""
+    """Return pytagi's ``cap`` for a batch of ``batch`` samples, the divisor of a step's bound."""
     if batch <= 1:
         return 0.1
     return 2.0 if batch < 256 else 3.0

@@ -20,29 +20,31 @@ WINDOWS = ("recurrent", "independent")
 
 
 class LSTM(BaseLayer):
-    r"""A long short-term memory: ``[batch, seq_len * input_size]`` to ``[batch, seq_len *
-    output_size]``.
+    r"""A long short-term memory (LSTM) of Gaussian units.
 
-    The time steps of a sample are consecutive. With x\ :sub:`t` joined to h\ :sub:`t-1`, the gates
-    f, i and o are sigmoids, and g is a tanh, of linear layers, linearised at their means: ``c_t = f
-    c_{t-1} + i g`` and ``h_t = o tanh(c_t)``. Means and variances of products include the
-    covariances of the factors (:mod:`flashlight_py.tagi.lstm`). Source: Vuong, Nguyen and Goulet,
-    Coupling LSTM neural networks and state-space models through analytically tractable inference,
-    International Journal of Forecasting, 2025.
+    It maps ``[batch, seq_len * input_size]`` to ``[batch, seq_len * output_size]``. The time steps
+    of a sample are consecutive. The gates f, i, g and o are functions of linear layers of x_t
+    joined to h_{t-1}: g is a tanh, the others are sigmoids, all linearised at their means. Then
+    ``c_t = f c_{t-1} + i g`` and ``h_t = o tanh(c_t)``. Moments of products include the covariances
+    of the factors. Source: Vuong, Nguyen and Goulet, Coupling LSTM neural networks and state-space
+    models through analytically tractable inference, International Journal of Forecasting, 2025.
 
-    **Over a window.** h and c start at 0, and their prior moments flow from step to step. In the
-    backward pass, let (d, e) be the deltas of a unit. The deltas of a unit u are the sums over the
-    units y computed from it of ``k d_y`` and ``k**2 e_y``, with ``k = cov(u, y) / var(u)``, as in
-    every layer. h_t is read by the output at t and, through all gates of the next step, by c_{t+1}
-    and h_{t+1}. c_t is read by h_t, with ``k = o / cosh(c_t)**2``, and by c_{t+1}, with ``k =
-    f_{t+1}``. An input x_t is read by the same units as h_{t-1}. Its effect on h_t passes four
-    gates, its direct effect on c_t three; each effect is added over the gates and then squared. The
-    deltas of the means are the gradient of the linearised network. The deltas of the variances
+    **Over a window.** h and c start at 0. Each time step passes their prior moments to the next. In
+    the backward pass, let (d_y, e_y) be the deltas of a unit y. As in every layer, the deltas of a
+    unit u are the sums of ``k d_y`` and of ``k**2 e_y`` over all units y computed from u, with ``k
+    = cov(u, y) / var(u)``. These units y are:
+
+    - Of h_t: the output at t and, through the gates of the next step, c_{t+1} and h_{t+1}.
+    - Of c_t: h_t, with ``k = o / cosh(c_t)**2``, and c_{t+1}, with ``k = f_{t+1}``.
+    - Of x_t: c_t and h_t. The effect on h_t passes four gates, the direct effect on c_t three. The
+      contributions of the gates to an effect are added before squaring.
+
+    The deltas of the means are the gradient of the linearised network. The deltas of the variances
     treat contributions of h_t and c_{t+1} as independent, like two outputs of a linear layer.
 
     **From call to call.** With ``seq_len=1`` and a batch of one sample, a call starts with h and c
-    of the previous call: their posterior moments after a backward pass. Other batches start with 0,
-    and a batch of several samples clears the carried states.
+    of the previous call. After a backward pass, these are the posterior moments. Other calls start
+    with 0. A batch of several samples clears the carried states.
 
     Args:
         input_size, output_size: Units of one time step, at least 1.
@@ -82,7 +84,7 @@ class LSTM(BaseLayer):
         deviation = spread(init_method, width, output_size)
         self.weight: Parameter = gaussian((4, output_size, width), deviation, gain_weight)
         self.biases = gaussian((4, output_size), deviation, gain_bias) if bias else None
-        self._carried: States | None = None  # each [1, output_size]; None: 0
+        self._carried: States | None = None  # initial states, each [1, output_size]; None: 0
         self._x = BaseHiddenStates(np.empty((0, self.input_size)))
         empty = np.empty((0, 0, input_size + output_size))
         self._pass = Pass(empty, empty[..., None], False)  # of the last forward pass
@@ -100,7 +102,7 @@ class LSTM(BaseLayer):
         x = x.shaped((self.input_size,))
         batch = len(x.mean)
         carry = self.carries_states and batch == 1
-        # If time steps are independent, each is computed like a sample.
+        # Independent time steps are computed like samples.
         rows, steps = (batch * self.seq_len, 1) if self._independent else (batch, self.seq_len)
         x_variance = None if x.variance is None else x.variance.reshape(rows, -1)
         start, gates = self._carried if carry else None, Gates(self.weight, self.biases, steps)
@@ -112,12 +114,12 @@ class LSTM(BaseLayer):
         return BaseHiddenStates(mean.reshape(batch, -1), variance.reshape(batch, -1))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the gates' sums over batch and time; return deltas of the input."""
+        """Set the sums of the gates over batch and time, and return the deltas of the input."""
         joined, slopes, _ = self._pass
         xp = array_module(joined)
         width = self._outputs if self._independent else self.output_size
         d, e = d.reshape(-1, width), e.reshape(-1, width)
-        if self._carried is not None:  # the posterior, from the deltas of h
+        if self._carried is not None:  # change the states to the posterior
             h, v_h, c, v_c = self._carried
             t = v_c * slopes[0, :, 4]  # cov(h, c)
             h, v_h = h + v_h * d, xp.maximum(v_h + v_h * v_h * e, 0)
@@ -135,7 +137,7 @@ class LSTM(BaseLayer):
 
     @property
     def carries_states(self) -> bool:
-        """Whether h and c are carried between calls with one sample."""
+        """Whether a call with one sample starts with h and c of the previous call."""
         return self.seq_len == 1
 
     def get_states(self) -> States:
@@ -169,8 +171,8 @@ class TimeStep(NamedTuple):
 
     Attributes:
         prior, posterior: Means and variances of h, then of c, each ``[n]``.
-        cell: Covariances of c with the previous c, element by element, ``[n]``.
-        hidden: Covariances of the previous h with h, ``[n before, n]``.
+        cell: Covariance of each c with the previous c of the same unit, ``[n]``.
+        hidden: Covariances of the previous h (rows) with h (columns), ``[n, n]``.
     """
 
     prior: States
@@ -180,12 +182,13 @@ class TimeStep(NamedTuple):
 
 
 class SLSTM(LSTM):
-    """An :class:`LSTM` for one time step and one sample that keeps ``num_samples`` time steps.
+    """An :class:`LSTM` that keeps ``num_samples`` time steps for ``Sequential.smoother()``.
 
-    Each backward pass keeps its time step for ``Sequential.smoother()``, which goes back in time.
-    With ``G = cov(this, next) / var_prior(next)``, mean and variance of a step become ``posterior +
-    G (smoothed - prior)``, with ``G**2`` for the variance. ``smoothed`` and ``prior`` are those of
-    the next step. For c this is element by element, for h a sum over all h of that step.
+    Each call computes one time step of one sample, and its backward pass keeps the step. The
+    smoother goes back in time. With ``G = cov(this, next) / var_prior(next)``, it adds ``G
+    (smoothed mean - prior mean)`` to the posterior mean of a step, and ``G**2 (smoothed variance -
+    prior variance)`` to the posterior variance. Smoothed and prior moments are those of the next
+    step. G is one number per unit for c, and a matrix for h.
 
     Args:
         input_size, output_size, bias, gain_weight, gain_bias, init_method: See :class:`LSTM`.
@@ -203,17 +206,17 @@ class SLSTM(LSTM):
             input_size, output_size, seq_len, bias, gain_weight, gain_bias, init_method
         )
         if seq_len != 1:
-            raise ValueError(f"SLSTM: seq_len must be 1, a time step of a series, got {seq_len}")
+            raise ValueError(f"SLSTM: seq_len must be 1, one time step per call, got {seq_len}")
         self.num_samples = 0  # number of time steps to keep; 0: none
         self.time_steps: list[TimeStep] = []
         self.smoothed: States | None = None  # ``[time steps, n]`` each
         self._previous: States | None = None  # initial states of the last forward pass
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[1, output_size]``.
+        """Return moments of the next time step of the series, ``[1, output_size]``.
 
         Raises:
-            ValueError: If the batch does not have exactly one sample, the next step of a series.
+            ValueError: If the batch does not have exactly one sample.
         """
         if len(x.mean) != 1:
             raise ValueError(
@@ -296,7 +299,7 @@ def _smoothed(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return smoothed moments of a time step from the moments of the next step.
 
-    ``covariance`` has one element per unit, or one per pair of units.
+    ``covariance`` is that of the step with the next step: ``[n]`` for c, ``[n, n]`` for h.
     """
     xp = array_module(covariance)
     gain = covariance / xp.where(prior[1] > 0, prior[1], FLOOR)
@@ -310,12 +313,12 @@ def _smoothed(
 
 
 class SLinear(Linear):
-    """A :class:`Linear` after an :class:`SLSTM`, through which ``smoother()`` computes outputs."""
+    """A :class:`Linear` for use after an :class:`SLSTM`. ``smoother()`` computes its outputs."""
 
     def smooth(self, hidden: BaseHiddenStates) -> BaseHiddenStates:
-        """Return the outputs of a series, ``[time steps, output_size]``.
+        """Return the outputs for smoothed ``hidden``, ``[time steps, output_size]``.
 
-        It uses the current parameters. Arrays kept for a backward pass are unchanged.
+        It uses the current parameters. Data kept for a backward pass is unchanged.
         """
         training, self.training = self.training, False
         try:

@@ -38,15 +38,15 @@ class Sequential(Network):
         output_delta_z_buffer: Deltas of the input, after a backward pass with
             ``input_state_update`` or if the input was the output of another network.
         input_state_update: Whether a backward pass computes the deltas of the input.
-        samples: Number of samples of the last forward pass. Without samples nothing is learned.
-        learnt: Number of samples of the last backward pass, on all processes if their sums were
-            added.
+        samples: Number of samples of the last forward pass. If it is 0, nothing is learned.
+        learnt: Number of samples of the last backward pass, on all ranks of data-parallel training.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Raises:
         TypeError: If an argument is not a layer of ``fl.tagi``, or there is no argument.
-        ValueError: If a layer cannot accept the output of its predecessor (the message names both),
-            a first-only layer is not the first, or a layer that keeps inputs occurs twice.
+        ValueError: If a layer cannot accept the output of its predecessor (the message names both
+            layers), an ``Embedding`` is not the first layer, or a layer occurs twice and is no
+            activation.
     """
 
     def __init__(self, *layers: BaseLayer) -> None:
@@ -54,12 +54,10 @@ class Sequential(Network):
             if not isinstance(layer, BaseLayer):
                 raise TypeError(
                     f"Sequential: expected layers of fl.tagi, got {type(layer).__name__} as "
-                    f"number {number}"
+                    f"layer {number}"
                 )
             if number and layer.first_only:
-                raise ValueError(
-                    f"Sequential: {layer} must be the first layer, not number {number}"
-                )
+                raise ValueError(f"Sequential: {layer} must be the first layer, not layer {number}")
         if not layers:
             raise TypeError("Sequential: expected at least one layer, got 0")
         self._row = LayerBlock(*layers)
@@ -123,7 +121,7 @@ class Sequential(Network):
             x = BaseHiddenStates(array_module(x.mean).empty(shape, REAL))
         self.output_z_buffer = x
         self.input_delta_z_buffer.mean = None
-        return output_copies(x, flat, is_cupy(mu_x))  # x: other threads may replace the buffer
+        return output_copies(x, flat, is_cupy(mu_x))  # other threads may replace the buffer
 
     def backward(self) -> None:
         """Compute the sums of every parameter from the deltas of the outputs.
@@ -169,9 +167,9 @@ class Sequential(Network):
     def step(self) -> None:
         """Change every parameter in place by the result of the last backward pass.
 
-        A parameter changes by at most its standard deviation divided by 0.1 for one sample, by 2
-        for batches below 256 samples, and by 3 for larger batches. Raises RuntimeError if another
-        network was created with one of the layers.
+        The change is at most the standard deviation divided by a cap: 0.1 for one sample, 2 for a
+        batch of 2 to 255 samples, and 3 for larger batches. Raises RuntimeError if another network
+        was created with one of the layers.
         """
         cap = cap_factor(self.learnt)
         for bucket in self.buckets:
@@ -201,10 +199,10 @@ class Sequential(Network):
     def gather_parameters(
         self, make: Callable[[list[BaseLayer]], list[ParameterBucket]] | None = None
     ) -> None:
-        """Move the parameters to the buckets that ``make`` returns, or to one bucket for None.
+        """Move the parameters to the buckets that ``make`` returns. None: move them to one bucket.
 
-        ``make`` receives the layers with parameters, in the order in which a backward pass
-        completes their sums.
+        ``make`` receives the layers that have parameters. The last layer is the first item, because
+        a backward pass completes its sums first.
         """
         layers = [layer for _, layer in self.named_layers() if layer.parameters_in_use][::-1]
         if make is None:
@@ -214,7 +212,7 @@ class Sequential(Network):
             self.buckets = make(layers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without buckets: parameters of a copy are not views of a bucket."""
+        """Return the attributes without buckets, because a copy makes its own buckets."""
         return {name: value for name, value in self.__dict__.items() if name != "buckets"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -222,7 +220,7 @@ class Sequential(Network):
         self.gather_parameters()
 
     def __copy__(self) -> Sequential:
-        """Return a deep copy, because the buckets of one network own the parameters."""
+        """Return a deep copy, because two networks cannot share parameters."""
         return copy.deepcopy(self)
 
     def parameters(self) -> list[tuple[Array, Array, Array, Array]]:
@@ -240,7 +238,7 @@ class Sequential(Network):
         self.load_state_dict(other.state_dict())
 
     def params_to_device(self) -> None:
-        """Do nothing: parameters always exist on the network's device, and reading copies them."""
+        """Do nothing: the parameters are always on the network's device."""
 
     params_to_host = preinit_layer = params_to_device
 
@@ -280,7 +278,7 @@ class Sequential(Network):
         deltas = self.output_delta_z_buffer
         if deltas.mean is None:
             raise RuntimeError(
-                "get_input_states: the last backward pass ended at the first layer. Set "
+                "get_input_states: the last backward pass did not compute deltas of the input. Set "
                 "net.input_state_update = True before it"
             )
         return host_copy(deltas.delta_mu), host_copy(deltas.delta_var)
@@ -298,9 +296,9 @@ class Sequential(Network):
     def get_norm_mean_var(self) -> dict[str, tuple[list[Array], ...]]:
         """Return the statistics of batch normalisation layers: copies on the CPU.
 
-        Keys are info and number of each such layer, or of a block with such layers, for example
-        ``"BatchNorm2d()_1"``. Values are lists, with one array per layer, of running means, running
-        variances, and means and variances of the last training batch.
+        Keys are info and number of each such layer, or of a block that contains such layers, for
+        example ``"BatchNorm2d()_1"``. Values are four lists, with one array per layer: running
+        means, running variances, and means and variances of the last training batch.
         """
         statistics = {}
         for number, layer in enumerate(self.layers):
@@ -333,7 +331,7 @@ class Sequential(Network):
         return BaseHiddenStates(mean, variance)
 
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
-        """Connect the layers to inputs of ``shape`` if necessary; return the shape of a sample."""
+        """Return the shape of a sample in inputs of ``shape``. Connect the layers if needed."""
         size = math.prod(shape)
         if not shape or 0 in shape[1:]:
             raise ValueError(f"{self.layers[0]}: expected a batch of samples, got {shape}")

@@ -18,8 +18,8 @@ class BaseHiddenStates:
     Attributes:
         mean: ``[batch, *shape]``, float32.
         variance: The same shape. None: all are 0, as for exact inputs.
-        slope: cov(a, z) / var(z) of the activation ``a(z)`` that made these units, the same shape.
-            None: all are 1, without an activation.
+        slope: ``cov(a, z) / var(z)``, the same shape, if an activation ``a(z)`` computed these
+            units. None: all are 1, because there was no activation.
     """
 
     __slots__ = ("mean", "slope", "variance")
@@ -58,7 +58,7 @@ class BaseHiddenStates:
         return self.size // max(1, self.block_size)
 
     def shaped(self, shape: tuple[int, ...] | None) -> BaseHiddenStates:
-        """Return the units with samples of ``shape``; copies arrays only if not contiguous."""
+        """Return the units with samples of ``shape``. Arrays without gaps are not copied."""
         assert shape is not None  # the layer is connected
         if self.mean.shape[1:] == shape:
             return self
@@ -76,8 +76,8 @@ def _flat(array: Array | None, like: Array, default: float) -> Array:
 class BaseDeltaStates:
     """The deltas of a batch of units: float32 arrays ``[batch, *shape]``.
 
-    posterior mean = mean + variance * ``delta_mu``, posterior variance = variance + variance ** 2 *
-    ``delta_var``. An :class:`OutputUpdater` sets them, and a backward pass consumes them.
+    The posterior mean is mean + variance * ``delta_mu``. The posterior variance is variance +
+    variance ** 2 * ``delta_var``. An :class:`OutputUpdater` sets the deltas for a backward pass.
     """
 
     __slots__ = ("mean", "variance")
@@ -112,7 +112,7 @@ class BaseDeltaStates:
         """
         if source.mean is None or source.variance is None:
             raise ValueError(
-                "copy_from: expected a source with deltas, got one without. Set "
+                "copy_from: expected a source with deltas, got none. Set "
                 "input_state_update = True of its network before backward()"
             )
         if num_data > source.size:
@@ -124,7 +124,7 @@ class BaseDeltaStates:
             self.variance = source.delta_var[:num_data].copy()
 
     def reset_zeros(self) -> None:
-        """Set all deltas to 0 in place, as without observations."""
+        """Set all deltas to 0 in place. This is their value without observations."""
         for array in (self.mean, self.variance):
             if array is not None:
                 array[...] = 0
@@ -139,11 +139,11 @@ def as_real(
     name: str, values: Any, device: str, copy: bool = False, missing: float | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Array:  # fmt: skip
-    """Convert ``values`` to float32 on ``device``, copying if necessary; ``name`` is for errors.
+    """Convert ``values`` to float32 on ``device``. Error texts begin with ``name``.
 
-    ``copy`` forces a contiguous copy, for values that are kept after the call. ``missing``: see
-    :func:`unmasked`. ``shape`` is the shape of the result. Raises TypeError if values are not real
-    numbers, and ValueError if they do not match ``shape``.
+    ``copy``: whether the result must be a contiguous copy, because it is kept after the call.
+    ``missing``: see :func:`unmasked`. ``shape``: shape of the result. Raises TypeError if values
+    are not real numbers, and ValueError if their shape does not match ``shape``.
     """
     array: Array = values if is_cupy(values) else np.asarray(unmasked(name, values, missing))
     if array.dtype.kind not in "fiub":
@@ -158,9 +158,9 @@ def as_real(
 
 
 def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
-    """Return ``values`` with masked elements replaced by ``missing``; ``name`` is for errors.
+    """Return ``values`` with masked elements replaced by ``missing``.
 
-    If ``missing`` is None, a masked element raises ValueError.
+    If ``missing`` is None, a masked element raises ValueError. Its text begins with ``name``.
     """
     values = _stacked(values)
     if not isinstance(values, np.ma.MaskedArray):
@@ -173,19 +173,19 @@ def unmasked(name: str, values: Any, missing: float | None = None) -> Any:
             f"{name}: expected no masked elements, got {np.count_nonzero(mask)} of {mask.size}. "
             "Fill or remove them"
         )
-    # Class names become objects, so that NaN can replace masked names.
+    # Labels that are strings become objects, so that NaN can replace masked labels.
     plain = values.data if values.dtype.kind in "fiub" else values.data.astype(object)
     return np.where(mask, missing, plain)
 
 
 def _stacked(values: Any) -> Any:
-    """Return nested lists and tuples that contain masked arrays as one masked array.
+    """If nested lists or tuples contain masked arrays, return one masked array.
 
-    NumPy drops masks below the first level. Other values are returned unchanged.
+    NumPy would drop masks below the first level. Other values are returned unchanged.
     """
     if not isinstance(values, list | tuple):
         return values
-    kinds = set(map(type, values))  # a set is fast: a list of numbers has one type
+    kinds = set(map(type, values))  # fast, because a list of numbers has one type
     if not any(issubclass(kind, list | tuple | np.ma.MaskedArray) for kind in kinds):
         return values
     parts = [_stacked(value) for value in values]
@@ -193,9 +193,8 @@ def _stacked(values: Any) -> Any:
 
 
 def fits_in(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Return whether an array of ``shape`` has the elements of ``expected`` in order: it is flat,
-    or has the batch first and equivalent samples. Sizes of 1 are ignored.
-    """
+    """Return whether reshaping ``shape`` to ``expected`` keeps the meaning of the elements: a flat
+    array, or the batch first and equivalent samples. Dimensions of size 1 are ignored."""
     if shape == expected:
         return True
     dimensions = _without_ones(shape)
@@ -207,7 +206,7 @@ def fits_in(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
 
 
 def reads_as(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether sample shapes are equal except for sizes of 1, or one is flat."""
+    """Return whether sample shapes are equal without dimensions of size 1, or one is flat."""
     shape, other = _without_ones(shape), _without_ones(other)
     return shape == other or min(len(shape), len(other)) <= 1
 

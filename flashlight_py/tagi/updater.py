@@ -27,8 +27,8 @@ def deltas_of(
 
     Args:
         outputs: Units of shape ``[batch, *shape]``.
-        indices: Observed outputs of each sample, counted from 1: int64 ``[batch, k]`` on the CPU.
-            None: all. The deltas of the remaining outputs are 0.
+        indices: Numbers of the observed outputs of each sample, from 1: int64 ``[batch, k]`` on the
+            CPU. None: all outputs are observed. The deltas of other outputs are 0.
         observed: Observations, float32, one per observed output.
         errors: Variances of the observation errors, float32; one per observation, or one for all.
     """
@@ -53,7 +53,7 @@ def deltas_of(
 
 @functools.lru_cache(4)
 def _flat_offsets(batch: int, outputs: int) -> Array:
-    """Return offsets that turn indices from 1 into indices of the flat outputs: ``[batch, 1]``."""
+    """Return ``[batch, 1]`` offsets from output numbers, from 1, to indices of flat outputs."""
     return np.arange(batch)[:, None] * outputs - 1
 
 
@@ -78,7 +78,8 @@ def _observe_natively(
         positions = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
         observed_units = math.prod(indices.shape[1:])
     d, e = np.zeros((2, *outputs.mean.shape), REAL)
-    # The kernel reads ``d.size`` numbers of each array, and a user may have set smaller arrays.
+    # The kernel reads ``d.size`` numbers of each array. A user may have set arrays of other sizes,
+    # for which reshape raises.
     arrays = (outputs.mean, outputs.variance, outputs.slope)
     moments = [floats(module, None if a is None else a.reshape(d.shape)) for a in arrays]
     description = ffi.new("fl_tagi_outputs *", (*moments, units, observed.size, observed_units))
@@ -92,9 +93,9 @@ class OutputUpdater:
 
     Each method writes the deltas to ``delta_states`` for the ``backward()`` of the network. Arrays
     are ``[batch, outputs]`` or flat, of any dtype and strides. ``var_obs`` may also be one number,
-    or a longer array of one repeated, unmasked value: pytagi scripts pass it with the smaller last
-    batch of an epoch. Elements that are NaN in ``mu_obs`` or masked (``np.ma``) in either array are
-    unobserved and have no effect.
+    or a longer array of equal, unmasked values: pytagi scripts use one such array for all batches,
+    also for the smaller last batch. An element is unobserved and has no effect if it is NaN in
+    ``mu_obs`` or masked (``np.ma``) in either array.
 
     Args:
         model_device: Device of the network, such as its attribute ``device``.
@@ -183,7 +184,8 @@ class OutputUpdater:
             total = variance[0] + noise
             d[:, 0] = slope[0] * error / total
             e[:, 0] = -slope[0] * slope[0] / total
-            # Posterior moments: of the error (p, q), of its square, and of the error variance.
+            # Posterior moments of the error (p, q) and of its square, whose prior variance is
+            # ``prior``.
             p, q = noise * error / total, noise - noise * noise / total
             square, square_variance = p * p + q, 2 * q * q + 4 * q * p * p
             prior = 3 * variance[1] + 2 * noise * noise

@@ -25,13 +25,14 @@ ERROR_VARIANCE = 1 / 9
 class HRCSoftmax:
     """A binary tree whose leaves are classes, for class probabilities from Gaussian outputs.
 
-    A class is the path from the root to its leaf. At each node of the path, the output of the node
-    is observed as +1 or -1. With L = ceil(log2(classes)) levels, a sample observes L of about
-    ``classes`` outputs. :meth:`Utils.get_hierarchical_softmax` creates a tree.
+    A class is the path from the root to its leaf. Each node has one output of the network. At each
+    node of the path, this output is observed as +1 or -1. A sample therefore observes L outputs,
+    with L = ceil(log2(classes)) levels; the network has about ``classes`` outputs.
+    :meth:`Utils.get_hierarchical_softmax` creates a tree.
 
     Attributes:
         obs: Observations of each class, +1 or -1: flat, ``classes * num_obs`` elements, float32.
-        idx: Observed outputs of each class, counted from 1: the same shape, int32.
+        idx: Numbers of the observed outputs of each class, from 1: the same shape, int32.
         num_obs: Number of observations per class, equal to the number of levels.
         len: Number of outputs that the network needs.
     """
@@ -44,8 +45,8 @@ class HRCSoftmax:
 def tree_of(num_classes: int) -> HRCSoftmax:
     """Return the tree of ``num_classes`` classes.
 
-    The path of a class is given by its bits, the highest first: 0 is observed as +1. Nodes are
-    numbered level by level, from the root.
+    The bits of a class, the highest first, are its path: 0 is observed as +1, and 1 as -1. Nodes
+    are numbered level by level, from the root.
 
     Raises:
         ValueError: If ``num_classes`` is below 2.
@@ -80,9 +81,9 @@ def _checked_labels(labels: Any, num_classes: int, missing: float | None = None)
 def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     """Return the probability of each class: NumPy float32 ``[batch, classes]``.
 
-    It is the product of P(node) along the path, as in pytagi. The sum is 1 only if the number of
-    classes is a power of 2. Means and variances of the outputs are ``[batch, tree.len]`` or flat,
-    of any dtype.
+    It is the product of the probabilities of the branches on the path, as in pytagi. The sum over
+    classes is 1 only if their number is a power of 2. Means and variances of the outputs are
+    ``[batch, tree.len]`` or flat, of any dtype.
     """
     m, v = as_real("means", mean, "cpu"), as_real("variances", variance, "cpu")
     shape = (m.size // tree.len, tree.len)
@@ -162,10 +163,10 @@ class Utils:
         self, ma: Any, Sa: Any, labels: Any, hr_softmax: HRCSoftmax, num_classes: int,
         batch_size: int,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Return whether each sample's most probable class differs from its label (1 or 0).
+        """Return 1 for each sample whose most probable class differs from its label, otherwise 0.
 
-        Arguments as in :meth:`get_labels`, and ``labels``, ``[batch_size]``. Returns int32
-        ``[batch_size]``, and the probabilities of :meth:`get_labels`.
+        ``labels`` has shape ``[batch_size]``. For the other arguments see :meth:`get_labels`.
+        Returns int32 ``[batch_size]``, and the probabilities of :meth:`get_labels`.
 
         Raises:
             ValueError: If :meth:`get_labels` raises it, or a label is not a class, NaN or masked.
@@ -184,7 +185,7 @@ class Utils:
     ) -> Array:
         """Return the probabilities of all classes: float32 ``[samples * num_classes]``.
 
-        Arguments and ValueError as in :meth:`get_labels`, for any number of samples.
+        See :meth:`get_labels` for arguments and ValueError. Any number of samples is accepted.
         """
         return self._probabilities(ma, Sa, hr_softmax, num_classes).reshape(-1)
 
@@ -272,8 +273,8 @@ class Utils:
     def get_upper_triu_cov(self, batch_size: int, num_data: int, sigma: float) -> Array:
         """Return covariance matrices of independent elements as upper triangles, row by row.
 
-        The result is flat float32, ``sigma ** 2`` on the diagonals and 0 elsewhere, for
-        ``batch_size`` samples of ``num_data`` elements.
+        The result is flat float32, with ``sigma ** 2`` on the diagonals and 0 elsewhere. It has
+        ``batch_size`` matrices of ``num_data`` rows.
         """
         triangle = np.eye(num_data, dtype=REAL)[np.triu_indices(num_data)] * REAL.type(sigma) ** 2
         return np.tile(triangle, batch_size)
@@ -286,7 +287,7 @@ class Utils:
 
 
 def _idx(path: Path, number: int, dimensions: int) -> Array:
-    """Return the uint8 array in an MNIST file with magic number ``number``, in ``dimensions``."""
+    """Return the array in an MNIST file. ``number`` and ``dimensions`` describe its header."""
     data = path.read_bytes()
     head = 4 * (1 + dimensions)
     sizes = np.frombuffer(data[:head], ">i4").tolist() if len(data) >= head else [0]
@@ -327,7 +328,7 @@ class Normalizer:
 
     @staticmethod
     def unstandardize_std(norm_std: Array, std: Array) -> Array:
-        """Convert deviations of standardised data, of any shape, to the scale of the data."""
+        """Convert standard deviations of standardised data to the scale of the original data."""
         return norm_std * (std + SMALL)
 
     @staticmethod
@@ -348,7 +349,7 @@ class Normalizer:
 
     @staticmethod
     def max_min_unnorm_std(norm_std: Array, max_value: Array, min_value: Array) -> Array:
-        """Convert deviations of scaled data, of any shape, to the scale of the original data."""
+        """Convert standard deviations of scaled data to the scale of the original data."""
         return norm_std * (max_value - min_value + SMALL)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Square windows over images, as matrix columns and back, and mean and maximum pooling.
 
-Images are ``[batch, channels, height, width]``, with batch and channels in either memory order. A
-convolution writes its output in channel-first order, the result of its matrix product, and later
-layers read this order without a copy.
+Images are ``[batch, channels, height, width]``. In memory, the batch or the channels may be first.
+A convolution writes its output with channels first, as its matrix product does. Later layers read
+this order without a copy.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class Windows:
         return (self.width + self.before + self.after - self.kernel) // self.stride + 1
 
     def parts(self, batch: int, columns: int) -> Iterator[WindowPart]:
-        """Divide the windows of ``batch`` images into chunks of at most ``columns`` windows, or of
-        one row if a row is longer.
-        """
+        """Divide the windows of ``batch`` images into chunks of at most ``columns`` windows. A row
+        with more windows is one chunk."""
         rows, height = max(1, columns // self.out_width), self.out_height
         if rows >= height:
             for images in _evenly(batch, rows // height):
@@ -72,25 +71,23 @@ class Windows:
                 yield WindowPart(slice(image, image + 1), part, span)
 
     def padded(self, images: Array) -> Array:
-        """Return zero-padded copies of the images."""
         around = ((0, 0), (0, 0), *[(self.before, self.after)] * 2)
         return array_module(images).pad(images, around)  # type: ignore[no-any-return]
 
     def inner(self, padded: Array) -> Array:
-        """Return a view of the images without their padding."""
         rows, columns = (slice(self.before, self.before + n) for n in (self.height, self.width))
         return padded[:, :, rows, columns]
 
     def at(self, padded: Array, y: int, x: int) -> Array:
-        """Return a view of element (y, x) of every window, as images with one pixel per window."""
+        """Return element (y, x) of each window as ``[batch, channels, out_height, out_width]``."""
         return self.along(self.down(padded, y), x)
 
     def down(self, padded: Array, y: int) -> Array:
-        """Return a view of the image rows that are row ``y`` of a window, in full width."""
+        """Return row ``y`` of the windows as ``[batch, channels, out_height, width]``."""
         return padded[:, :, self._every_stride(y, self.out_height)]
 
     def along(self, rows: Array, x: int) -> Array:
-        """Return a view of column ``x`` of every window, for ``rows`` from :meth:`down`."""
+        """Return column ``x`` of the windows from ``rows``, a result of :meth:`down`."""
         return rows[..., self._every_stride(x, self.out_width)]
 
     def _every_stride(self, first: int, count: int) -> slice:
@@ -105,18 +102,18 @@ def _evenly(size: int, most: int) -> Iterator[slice]:
 
 
 def channel_first(images: Array) -> Array:
-    """Return ``[channels, batch * height * width]``: a view if channel-first, else a copy."""
+    """Return ``[channels, batch * height * width]``: a view if possible, else a copy."""
     return images.transpose(1, 0, 2, 3).reshape(images.shape[1], -1)
 
 
 def batch_first(matrix: Array, shape: tuple[int, ...]) -> Array:
-    """Return ``[channels, batch * height * width]`` as a view with the image shape ``shape``."""
+    """Return a view of ``matrix``, ``[channels, batch * height * width]``, as images."""
     batch, channels, height, width = shape
     return matrix.reshape(channels, batch, height, width).transpose(1, 0, 2, 3)
 
 
 def readable(mean: Array, variance: Array | None = None) -> tuple[Array, Array | None]:
-    """Return both arrays with contiguous rows and equal strides, copied if necessary."""
+    """Return both arrays with contiguous rows and equal strides. Copy them if necessary."""
     alike = variance is None or variance.strides == mean.strides
     if alike and mean.strides[3] == mean.itemsize:
         return mean, variance
@@ -126,11 +123,11 @@ def readable(mean: Array, variance: Array | None = None) -> tuple[Array, Array |
 def patches(
     windows: Windows, part: WindowPart, mean: Array, variance: Array | None, out: tuple[Array, ...]
 ) -> None:
-    """Write the windows of a chunk as columns, ``[channels * kernel**2, windows]``.
+    """Write each window of ``part`` as a column of the matrices ``out``.
 
-    The contiguous arrays ``out`` receive windows of ``mean``, ``variance`` and ``mean**2 +
-    variance``, or without ``variance`` of ``mean`` and ``mean**2``. Images must come from
-    :func:`readable`.
+    The matrices are contiguous, ``[channels * kernel**2, windows]``. They receive the windows of
+    ``mean``, ``variance`` and ``mean**2 + variance``. If ``variance`` is None, they receive the
+    windows of ``mean`` and ``mean**2``. Images must come from :func:`readable`.
     """
     columns = out if variance is not None else (out[0], None, *out[1:], None)[:3]
     if call_kernel("patches", windows, part, mean, mean, variance, *columns):
@@ -155,9 +152,9 @@ def patches(
 
 
 def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
-    """Add columns to the image elements from which :func:`patches` takes them, in place.
+    """Add ``columns``, in place, to the image elements that :func:`patches` copies to columns.
 
-    It is the adjoint of ``patches``. Columns and the rows of images must be contiguous.
+    ``columns`` and the rows of ``images`` must be contiguous.
     """
     if call_kernel("add_patches", windows, part, images, columns, images):
         return
@@ -177,7 +174,7 @@ def contiguous_channels(images: Array) -> Array:
 
 
 def empty_images(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
-    """Return new images for the batch of ``x`` in its memory order of batch and channels."""
+    """Return new images of ``shape`` for the batch and in the memory order of ``x``."""
     xp, (channels, *size) = array_module(x), shape
     if x.strides[0] < x.strides[1]:
         return xp.empty((channels, len(x), *size), dtype).swapaxes(0, 1)  # type: ignore[no-any-return]
@@ -188,7 +185,7 @@ def call_kernel(
     name: str, windows: Windows, part: WindowPart | None, images: Array,
     *arguments: Array | float | None,
 ) -> bool:  # fmt: skip
-    """Call a kernel with the geometry of the windows of ``part`` (None: all) and ``arguments``.
+    """Call the kernel ``name`` for the windows of ``part``. None: for all windows.
 
     Returns False without effect if there is no kernel for ``images``.
     """
@@ -265,14 +262,14 @@ class ImageLayer(BaseLayer):
         return (*channels, *size, self.kernel_size)
 
     def _cover(self, images: Shape, channels: int) -> Shape:
-        """Connect to ``images`` and output ``channels`` channels with one element per window."""
+        """Set the shapes for ``images`` and for outputs of one element per window and channel."""
         self._over = self._windows(*images[1:])
         self.input_shape = images
         self.output_shape = (channels, self._over.out_height, self._over.out_width)
         return self.output_shape
 
     def _windows(self, height: int, width: int) -> Windows:
-        """Return windows that cover images of this size exactly, or raise ValueError."""
+        """Return the windows. Raise ValueError if they do not end at the edges of the images."""
         before = self.padding if self.padding_type == 1 else 0
         windows = Windows(self.kernel_size, self.stride, before, self.padding, height, width)
         for name, size in (("height", height), ("width", width)):
@@ -308,7 +305,7 @@ class _Pool(ImageLayer):
         return self._cover(images, images[0])
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Return the deltas of the input: sums of shares of the window deltas, times slopes."""
+        """Return the deltas of the input. Each window divides its deltas among its elements."""
         if not needs_input:
             return None
         shape = self.shape_of_outputs(len(self._like))
@@ -317,14 +314,15 @@ class _Pool(ImageLayer):
 
     @abc.abstractmethod
     def _spread(self, deltas: Array, power: int) -> Array:
-        """Return input deltas of means (``power`` 1) or variances (2), from window ``deltas``."""
+        """Return the input's deltas of means if ``power`` is 1, of variances if it is 2."""
 
 
 class AvgPool2d(_Pool):
     """The mean of each window, per channel.
 
     It maps ``[batch, channels, height, width]`` to ``[batch, channels, out_height, out_width]``.
-    With k^2 elements: ``mean = sum(m) / k^2``, ``variance = sum(v) / k^4``. Padding zeros count.
+    With k^2 elements in a window: ``mean = sum(m) / k^2``, ``variance = sum(v) / k^4``. Zeros of
+    the padding are elements, too.
 
     Args:
         kernel_size: Height and width of the window.
@@ -391,9 +389,7 @@ class MaxPool2d(_Pool):
 
 
 def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
-    """Return ``factor`` times the sum of each window, ``[batch, channels, out_height, out_width]``,
-    in the memory order of the images.
-    """
+    """Return ``factor`` times the sum of each window, in the memory order of ``images``."""
     images, _ = readable(images)
     sums = empty_images(images, (images.shape[1], windows.out_height, windows.out_width))
     if call_kernel("sum_windows", windows, None, images, images, sums, *_steps(sums), factor):
@@ -410,9 +406,8 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
 
 
 def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
-    """Return images with ``factor`` times the delta of each window added to its elements: the
-    adjoint of :func:`sum_windows`. The result has shape and memory order of ``like``.
-    """
+    """Return images in which ``factor`` times the delta of each window is added to its elements.
+    The result has the shape and memory order of ``like``."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     arguments = (deltas, images, *_steps(deltas), factor)
     if call_kernel("spread_windows", windows, None, images, *arguments):
@@ -460,15 +455,14 @@ def largest(
 
 
 def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> Array:
-    """Return images with the delta of each window added to its element ``taken``, an index from
-    :func:`largest`. The result has shape and memory order of ``like``.
-    """
+    """Return images in which the delta of each window is added to its element ``taken``, from
+    :func:`largest`. The result has the shape and memory order of ``like``."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     images[...] = 0
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))
     if call_kernel("spread_taken", windows, None, images, *arguments, images):
         return images
-    padded = windows.padded(images)  # adds in another order than the kernel
+    padded = windows.padded(images)  # a different order of additions than in the kernel
     for position, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
         windows.at(padded, y, x)[...] += array_module(images).where(taken == position, deltas, 0)
     images[...] = windows.inner(padded)
@@ -476,6 +470,5 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
 
 
 def _steps(images: Array) -> tuple[int, int]:
-    """Return the strides of images and channels in elements."""
     batch_step, channel_step = (step // images.itemsize for step in images.strides[:2])
     return batch_step, channel_step

@@ -389,7 +389,7 @@ def test_backward_of_a_wrapped_network_raises(rank: int, size: int) -> None:
     train(own, range(1), lambda _: slice(rank, rank + 2), lambda _: 4)
     net(np.ones((2, 6)))
     OutputUpdater().update(net.output_z_buffer, np.ones(6), 0.1, net.input_delta_z_buffer)
-    with pytest.raises(RuntimeError, match="a DDPSequential trains this network"):
+    with pytest.raises(RuntimeError, match="a DDPSequential wraps this network"):
         net.backward()
     one, other = fl.all_gather_object(own.state_dict()["Linear.0"][0])
     assert not np.array_equal(one, other)

@@ -10,7 +10,7 @@ from tests.tagi.helpers import network
 # Arguments of networks and blocks that are not layers.
 NO_LAYERS: dict[str, str] = {
     "": "expected at least one layer",
-    "ReLU(), 3": r"expected layers of fl\.tagi, got int as number 1",
+    "ReLU(), 3": r"expected layers of fl\.tagi, got int as layer 1",
     "LayerBlock()": "at least one layer",
     "LayerBlock('ReLU')": r"LayerBlock: expected layers of fl\.tagi, got str",
     "ResNetBlock(ReLU(), 'ReLU')": r"ResNetBlock: expected layers of fl\.tagi, got str",
@@ -59,13 +59,13 @@ LAYERS: dict[str, str] = {
     "Embedding(2**24 + 1, 1)": "Embedding: expected 1 to 16777216 embeddings",
     "Embedding(3, 2, padding_idx=-2)": "padding_idx must be from 0 to 2, .* got -2",
     "Embedding(3, 2, padding_idx=3)": "padding_idx must be from 0 to 2, .* got 3",
-    "Linear(2, 2), Embedding(3, 2)": "must be the first layer, not number 1",
+    "Linear(2, 2), Embedding(3, 2)": "must be the first layer, not layer 1",
     "LSTM(0, 1, 1)": "LSTM: sizes and seq_len must be at least 1, got",
     "LSTM(1, 0, 1)": "LSTM: sizes and seq_len must be at least 1, got",
     "LSTM(1, 1, 0)": "LSTM: sizes and seq_len must be at least 1, got",
     "LSTM(1, 1, 1, window='x')": "window must be one of recurrent, independent, got 'x'",
     "Linear(2, 3), LSTM(2, 3, 5)": r"layer 1, LSTM\(2,3\), after layer 0",
-    "SLSTM(2, 4, 5)": "SLSTM: seq_len must be 1, a time step of a series, got",
+    "SLSTM(2, 4, 5)": "SLSTM: seq_len must be 1, one time step per call, got",
     "SLSTM(0, 4, 1)": "SLSTM: sizes and seq_len must be at least 1",
 }  # fmt: skip
 # Layers, and a batch of the wrong shape.

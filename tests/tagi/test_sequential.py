@@ -261,7 +261,7 @@ def test_layer_attributes_set_parameters_in_place() -> None:
     equal(net.state_dict()["Linear.0"][0], np.arange(32))
     with pytest.raises(ValueError, match=r"Linear\(4,8\): weight: expected 32 elements, got 3"):
         layer.mu_w = np.zeros(3)
-    with pytest.raises(AttributeError, match="is read-only: it follows from a backward"):
+    with pytest.raises(AttributeError, match="is read-only: a backward pass"):
         layer.delta_mu_w = np.zeros(32)
 
 

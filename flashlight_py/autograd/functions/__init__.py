@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-# Submodule of each public name. `scripts/stubs` writes the same table for type checkers.
+# The submodule that defines each public name. `scripts/stubs` writes the same table into a stub.
 _HOMES = {
     "elementwise": [
         *("negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "exp", "log"),

@@ -21,7 +21,7 @@ from flashlight_py.erf import MIDDLE, NEAR, SPLIT, quotient
 def _function(
     x: Input, value: Callable[..., Array], vjp: Callable[..., Array], native: str = ""
 ) -> Variable:
-    """Return ``value(xp, x)`` with gradient ``vjp(xp, x, value, grad)``, if possible natively."""
+    """Return ``value(xp, x)``, from kernel ``native`` if there is one. ``vjp`` is its vjp."""
     x = as_variable(x)
     result = record_mapped(native, x) if native else None
     if result is not None:
@@ -38,7 +38,7 @@ def log1p(x: Input) -> Variable:
 
 
 def erf(x: Input) -> Variable:
-    """Return the error function: ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` to x."""
+    """Return ``2 / sqrt(pi)`` times the integral of ``exp(-t * t)`` from t = 0 to ``x``."""
     factor = 2 / math.sqrt(math.pi)
     return _function(
         x, lambda xp, a: erf_of(a), lambda xp, a, out, grad: grad * xp.exp(-a * a) * factor
@@ -48,9 +48,9 @@ def erf(x: Input) -> Variable:
 def gelu(x: Input, approximate: bool | str = False) -> Variable:
     """Return ``x * Phi(x)``, where ``Phi`` is the standard normal distribution function.
 
-    Hendrycks and Gimpel (2016). ``Phi(x) = (1 + erf(x / sqrt(2))) / 2``. If ``approximate`` is True
-    or ``"tanh"``: ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as in GPT-2. Raises
-    ValueError unless ``approximate`` is a bool, ``"none"`` or ``"tanh"`` (torch's names).
+    ``Phi(x) = (1 + erf(x / sqrt(2))) / 2`` (Hendrycks and Gimpel, 2016). If ``approximate`` is True
+    or ``"tanh"``, ``Phi(x) = (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as in GPT-2.
+    Raises ValueError unless ``approximate`` is a bool, ``"none"`` or ``"tanh"`` (torch's names).
     """
     x, by_tanh = as_variable(x), is_by_tanh(approximate)
     result = record_mapped("gelu_by_tanh" if by_tanh else "gelu", x)
@@ -80,7 +80,7 @@ _GELU = math.sqrt(2 / math.pi)
 
 
 def is_by_tanh(approximate: bool | str) -> bool:
-    """Return whether GELU is approximated. Raises ValueError if the option is unknown."""
+    """Return whether ``approximate`` selects tanh. Raises ValueError if the value is unknown."""
     if approximate not in (False, True, "none", "tanh"):
         raise ValueError(
             f"gelu: approximate must be 'none', 'tanh', False or True, got {approximate!r}"
@@ -130,7 +130,7 @@ def leaky_relu(x: Input, slope: float = 0.01) -> Variable:
 
 
 def hardtanh(x: Input, lower: float = -1.0, upper: float = 1.0) -> Variable:
-    """Return ``x`` limited to ``lower`` .. ``upper``. The slope is 0 on the limits and outside.
+    """Return ``x`` limited to ``lower`` .. ``upper``. The slope is 1 only between the limits.
 
     Raises:
         ValueError: If ``lower`` is not below ``upper``.
@@ -177,7 +177,7 @@ def prelu(x: Input, weight: Input) -> Variable:
 def glu(x: Input, axis: int = -1) -> Variable:
     """Return the first half of ``x`` along ``axis`` times the sigmoid of the second half.
 
-    Dauphin et al. (ICML 2017). The result is half as long along ``axis``.
+    The result is half as long along ``axis`` (Dauphin et al., ICML 2017).
 
     Raises:
         ValueError: If the length along ``axis`` is odd, or if the axis does not exist.
@@ -201,8 +201,9 @@ def glu(x: Input, axis: int = -1) -> Variable:
 def erf_of(array: Array) -> Any:
     """Return the error function of a float32 or float64 array, as a new array, within 4 ulp.
 
-    Cody's third approximation, for 4 and above, is not needed: 1 - erf is about 1e-8 there, so that
-    8 digits of the second approximation are enough.
+    Cody's third approximation, for sizes of at least 4, is not used. For such sizes 1 - erf is
+    about 1e-8, so that 8 correct digits of 1 - erf are enough, and the second approximation has
+    them.
     """
     xp = array_module(array)
     size = xp.minimum(xp.abs(array), 6.0)  # erf(6) rounds to 1

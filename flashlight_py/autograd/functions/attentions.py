@@ -1,4 +1,4 @@
-"""Attention: means of values, weighted by the match of queries and keys (Vaswani et al., 2017)."""
+"""Attention: each query gets a weighted mean of the values (Vaswani et al., 2017)."""
 
 import math
 from itertools import chain
@@ -22,22 +22,24 @@ def attention(
 ) -> Variable:  # fmt: skip
     """Return ``softmax(scale * q @ k.T + mask) @ v`` for each head of each sample.
 
-    The full matrix of weights is never stored. Tiles of it are computed, and computed again in the
-    backward pass (Dao et al., FlashAttention, 2022). Queries without allowed keys have result 0.
+    The full matrix of weights is never stored. The forward pass computes it tile by tile, and the
+    backward pass computes the tiles again (Dao et al., FlashAttention, 2022). If a query may not
+    attend to any key, its result is 0.
 
     Args:
         q: Shape ``[batch, heads, queries, width]``, with any strides.
         k: Shape ``[batch, heads, keys, width]``.
         v: Shape ``[batch, heads, keys, value width]``.
-        mask: Broadcasts to ``[batch, heads, queries, keys]``. True allows a query to attend to a
-            key. Numbers are added to the scores. The mask is a constant without gradient.
+        mask: Broadcasts to ``[batch, heads, queries, keys]``. A Boolean mask is True if a query may
+            attend to a key. A mask of numbers is added to the scores. A mask gets no gradient.
         causal: If True, query i attends only to keys 0 .. i.
         dropout: Probability of zeroing a weight, seeded by ``set_seed``. Other weights are scaled
             up.
         scale: Factor of the scores. Default: ``1 / sqrt(width)``.
 
     Returns:
-        ``[batch, heads, queries, value width]``, a view of ``[batch, queries, heads, ...]``.
+        ``[batch, heads, queries, value width]``, a transposed view of a contiguous array ``[batch,
+        queries, heads, value width]``.
 
     Raises:
         ValueError: If the shapes do not fit together or are empty, or unless ``0 <= dropout < 1``.
@@ -62,10 +64,10 @@ def attention(
 def self_attention(
     x: Input, heads: int, mask: Input | None = None, causal: bool = False, dropout: float = 0.0
 ) -> Variable:
-    """Return :func:`attention` of queries, keys and values that one array stores together.
+    """Return :func:`attention` of queries, keys and values that are thirds of ``x``.
 
-    ``x`` has shape ``[batch, positions, 3 * width]``. The width is divided among ``heads``. The
-    result is a new array ``[batch, positions, width]``. See ``attention`` for the other arguments.
+    ``x`` has shape ``[batch, positions, 3 * width]``, and the result ``[batch, positions, width]``.
+    Each head gets ``width / heads`` elements. See ``attention`` for the other arguments.
 
     Raises:
         ValueError: If ``x`` has another shape, or as in ``attention``.
@@ -97,7 +99,7 @@ def self_attention(
 
 
 class _Attention:
-    """The arrays and options of one call. ``packed``: the array that stores q, k and v, or None."""
+    """The arrays and options of one call. If one array stores q, k and v, it is ``packed``."""
 
     def __init__(
         self, arrays: list[Array], mask: Input | None, causal: bool, dropout: float,
@@ -115,7 +117,6 @@ class _Attention:
         self.native = kernel("attention", q) if q.dtype == k.dtype == v.dtype else None
 
     def _masking(self, mask: Array, dtype: Any) -> Array:
-        """Return ``mask`` with four dimensions and a dtype that the kernels accept."""
         padded = mask.reshape((1,) * (4 - mask.ndim) + mask.shape) if mask.ndim < 4 else mask
         fits = all(n in (1, all_) for n, all_ in zip(padded.shape, self.shape, strict=True))
         if mask.ndim > 4 or not fits:
@@ -127,7 +128,6 @@ class _Attention:
         return as_contiguous(mask)
 
     def forward(self) -> Array:
-        """Return the result, a view [batch, heads, queries, width]."""
         q, _, v = self.arrays
         batch, heads, queries, _ = self.shape
         if self.native is None:
@@ -172,7 +172,7 @@ class _Attention:
     # Array operations, one sample at a time -------------------------------------------------------
 
     def _weights(self, sample: int) -> tuple[Array, Array | float]:
-        """Return weights of a sample, [heads, queries, keys], and their dropout factors."""
+        """Return the weights [heads, queries, keys] of ``sample``, and their factors by dropout."""
         q, k = self.arrays[0][sample], self.arrays[1][sample]
         xp = array_module(q)
         _, heads, queries, keys = self.shape
@@ -213,7 +213,7 @@ class _Attention:
 
 
 def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
-    """Return ``x`` contiguous, its strides for kernels, and whether rows precede heads."""
+    """Return ``x`` contiguous, its strides for kernels, and whether [rows, heads] are swapped."""
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:

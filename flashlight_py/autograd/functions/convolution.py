@@ -1,8 +1,8 @@
 """Convolution and pooling of images with shape ``[batch, channels, height, width]``.
 
-Results are views with this shape of arrays that store the channels last. NumPy's elementwise
-functions keep the layout, so a chain of layers converts only its first input. Without a native
-kernel, array operations compute one matrix product per window position.
+The result has this shape too, but it is a view: the memory stores the channels last. NumPy's
+elementwise functions keep this layout, so a chain of layers converts only its first input. Without
+a native kernel, array operations compute one matrix product per element of the kernel window.
 """
 
 import math
@@ -25,7 +25,7 @@ _Two: TypeAlias = tuple[int, int]
 
 
 class _Windows(NamedTuple):
-    """Windows over images. Pairs are (down, across). Shapes have the channels last."""
+    """The sizes of a convolution or pooling. Pairs are (down, across). Channels are last."""
 
     inputs: tuple[int, int, int, int]
     outputs: tuple[int, int, int, int]
@@ -34,30 +34,30 @@ class _Windows(NamedTuple):
     pad: _Two
     dilation: _Two
     groups: int
-    numbers: tuple[int, ...]  # arguments of kernels, in the order of csrc/nn/windows.h
+    numbers: tuple[int, ...]  # arguments of native kernels, see csrc/nn/windows.h
 
     def places(self) -> Iterator[tuple[_Two, tuple[slice, ...]]]:
-        """Yield each window position, and the index of its pixels in padded images."""
+        """Yield each position in a window, and the index of the pixels at it in padded images."""
         for position in np.ndindex(self.kernel):
             steps = zip(position, self.dilation, self.outputs[1:3], self.stride, strict=True)
             ranges = [(i * step, i * step + (n - 1) * far + 1, far) for i, step, n, far in steps]
             yield position, (slice(None), slice(*ranges[0]), slice(*ranges[1]))
 
     def padded(self, like: Array, value: float) -> tuple[Array, Array]:
-        """Return images padded with ``value``, and a view of the part inside the padding."""
+        """Return new images, all ``value``, and a view of them without the padding."""
         (batch, height, width, channels), (down, across) = self.inputs, self.pad
         shape = batch, height + 2 * down, width + 2 * across, channels
         image: Array = array_module(like).full(shape, value, like.dtype)
         return image, image[:, down : down + height, across : across + width]
 
     def taken(self, images: Array, beyond: float = 0) -> Iterator[tuple[_Two, Array]]:
-        """Yield window positions and their pixels, which are ``beyond`` outside of the images."""
+        """Yield each position in a window, and the pixels at it. Padding has value ``beyond``."""
         padded, inside = self.padded(images, beyond)
         inside[...] = images
         return ((position, padded[part]) for position, part in self.places())
 
     def sum_parts(self, parts: Iterable[Array], like: Array) -> Array:
-        """Return images that are sums of ``parts``, one for each window position, in order."""
+        """Return images to which ``parts`` are added: one for each position of :meth:`places`."""
         padded, inside = self.padded(like, 0)
         for (_, index), part in zip(self.places(), parts, strict=True):
             view = padded[index]
@@ -82,9 +82,10 @@ def conv2d(
         weight: Shape ``[out, channels / groups, kernel height, kernel width]``.
         bias: Shape ``[out]``, or None.
         stride: Distance of windows in pixels: a number or a pair (down, across).
-        padding: Number of zeros on each side, or ``"same"`` for results of the size of ``x``.
+        padding: Number of zeros on each side. ``"same"`` gives the result the height and width of
+            ``x``.
         dilation: Distance of the elements of a window in pixels.
-        groups: Number of groups of channels, each of which computes its share of ``out``.
+        groups: Number of groups of channels. Each group computes ``out / groups`` channels.
 
     Returns:
         ``[batch, out, (height + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1, ...]``.
@@ -104,7 +105,7 @@ def conv2d(
     images, filters = _rows(read(x)), as_contiguous(read(weight))
     added = None if bias is None else as_contiguous(read(bias))
     out = _compute("conv_forward", _to_output, w, w.outputs, images, filters, added)
-    # Do not keep a sharded weight: the backward pass reads it again.
+    # A sharded weight is not kept, to save memory. The backward pass reads it again.
     kept = filters if weight.placement is None else None
     shape = weight.shape
 
@@ -131,7 +132,7 @@ def conv_transpose2d(
     x: Input, weight: Variable, bias: Variable | None, stride: _Two, padding: _Two, dilation: _Two,
     groups: int, output_padding: _Two,
 ) -> Variable:  # fmt: skip
-    """Return ``bias`` plus the input gradient of ``conv2d`` for the output gradient ``x``."""
+    """Return ``bias`` plus the input gradient of a ``conv2d`` whose result has gradient ``x``."""
     x, weight = as_half(x), as_half(weight)
     channels, in_group, *kernel = weight.shape
     numbers = zip(x.shape[2:], kernel, stride, padding, dilation, output_padding, strict=False)
@@ -165,17 +166,17 @@ def pool2d(
 ) -> Variable:  # fmt: skip
     """Return the maximum or the mean of each window of each channel, as a new variable.
 
-    Of equal elements, the first (row by row) gets the gradient of a maximum. float16 is computed in
-    float32.
+    The gradient of a maximum goes to one element of the window: the first maximum, row by row.
+    float16 is computed in float32.
 
     Args:
         x: Shape ``[batch, channels, height, width]``.
         kernel: Window size in pixels: a number or a pair (down, across).
         stride: Distance of windows in pixels. Default: ``kernel``.
-        padding: Number of pixels on each side, at most half of ``kernel``. A maximum ignores the
-            padding. A mean uses zeros.
+        padding: Number of pixels on each side, at most half of ``kernel``. A maximum ignores them.
+            A mean counts them as zeros.
         mode: ``"max"`` or ``"average"``.
-        count_padding: Whether the divisor of a mean counts the padding.
+        count_padding: Whether the divisor of a mean includes the padding.
 
     Returns:
         Shape ``[batch, channels, (height + 2 * padding - kernel) // stride + 1, ...]``.
@@ -218,14 +219,11 @@ def _rows(images: Array) -> Array:
 def _compute(
     name: str, otherwise: Callable[..., Array], w: _Windows, shape: tuple[int, ...], *arrays: Any
 ) -> Array:
-    """Return a kernel's result, of ``shape``. Without a kernel, call ``otherwise(w, *arrays)``."""
+    """Return the result of kernel ``name``, or ``otherwise(w, *arrays)`` if there is no kernel."""
     native, dtype = kernel(name, arrays[0]), arrays[0].dtype
     if native is None:
         return otherwise(w, *arrays)
     return native(((shape, dtype),), w.numbers, (), *arrays)  # type: ignore[no-any-return]
-
-
-# Array operations that replace the kernels --------------------------------------------------------
 
 
 def _by_groups(array: Array, w: _Windows) -> Array:
@@ -234,7 +232,7 @@ def _by_groups(array: Array, w: _Windows) -> Array:
 
 
 def _filters(weight: Array, w: _Windows, position: _Two) -> Array:
-    """Return ``weight`` at one window position: ``[groups, out per group, channels per group]``."""
+    """Return ``weight`` at ``position``: ``[groups, out per group, channels per group]``."""
     return weight[:, :, position[0], position[1]].reshape(w.groups, -1, weight.shape[1])
 
 
@@ -313,7 +311,7 @@ def as_two(name: str, value: Any, least: int) -> _Two:
 
 
 def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation: Any) -> Any:
-    """Return ``padding`` as (down, across). Raises ValueError if ``"same"`` is not possible."""
+    """Return ``padding`` as (down, across). ValueError if a window does not allow "same"."""
     if padding != "same":
         return as_two(f"{name}: padding", padding, 0)
     for size, far, step in zip(kernel, stride, dilation, strict=True):
@@ -328,7 +326,7 @@ def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation
 def pool_options(
     name: str, kernel: Any, stride: Any, padding: Any, mode: str
 ) -> tuple[_Two, _Two, _Two]:
-    """Return the options of ``pool2d`` as pairs. ``name`` appears in errors."""
+    """Return ``kernel``, ``stride`` and ``padding`` as pairs. ``name`` appears in errors."""
     if mode not in ("max", "average"):
         raise ValueError(f"{name}: mode must be 'max' or 'average', got {mode!r}")
     kernel = as_two(f"{name}: kernel", kernel, 1)
@@ -369,7 +367,7 @@ def _windows(
     name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """Return the windows. ``ends``: channels of ``x`` and of the result (0: as many as ``x``)."""
+    """Return the windows. ``ends``: channels of ``x`` and of the result (0: any number)."""
     if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
         raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
     batch, channels, *size = x.shape

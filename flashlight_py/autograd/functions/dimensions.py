@@ -1,8 +1,8 @@
-"""Functions over dimensions: shapes, parts, reductions and matrix products.
+"""Functions over dimensions: shapes, sections, reductions and matrix products.
 
 ``axis`` is one dimension, several dimensions, or None for all. Negative numbers count from the end.
-A missing or repeated dimension raises ValueError. Reductions return new arrays. With ``keepdims``
-the reduced dimensions are kept with size 1.
+ValueError is raised if a dimension does not exist or occurs twice. Reductions return new arrays.
+With ``keepdims`` the reduced dimensions stay, with size 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Axis: TypeAlias = int | Sequence[int] | None
 def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
     """Return ``x`` with another shape, as a view if possible.
 
-    One entry of ``shape`` may be -1. Raises ValueError if the number of elements differs.
+    One entry of ``shape`` may be -1: this size is computed. Raises ValueError if the number of
+    elements differs.
     """
     x = as_variable(x)
     old = x.data.shape
@@ -47,12 +48,12 @@ moddims = reshape  # name in flashlight
 
 
 def flat(x: Input) -> Variable:
-    """Return ``x`` as one dimension, in row-major order. It is a view if possible."""
+    """Return ``x`` as one dimension, in row-major order, as a view if possible."""
     return reshape(x, -1)
 
 
 def squeeze(x: Input, axis: Axis = None) -> Variable:
-    """Return a view of ``x`` without the dimensions ``axis``, whose size must be 1 (None: all)."""
+    """Return a view of ``x`` without the dimensions ``axis``, or all dimensions, of size 1."""
     x = as_variable(x)
     return reshape(x, x.data.squeeze(None if axis is None else _axes(axis, x.ndim)).shape)
 
@@ -73,7 +74,7 @@ def flip(x: Input, axis: Axis = None) -> Variable:
 
 
 def transpose(x: Input, axes: Sequence[int] | None = None) -> Variable:
-    """Return a view of ``x`` with permuted dimensions. None reverses the order.
+    """Return a view of ``x`` with dimensions in the order ``axes``, by default reversed.
 
     Raises:
         ValueError: If ``axes`` is not a permutation of the dimensions.
@@ -164,8 +165,8 @@ def tile(x: Input, repeats: int | Sequence[int]) -> Variable:
 def index(x: Input, where: Any) -> Variable:
     """Return ``x[where]`` by NumPy's rules: a view for slices and numbers, else a copy.
 
-    The gradients of all copies of an element are summed. Integer and Boolean variables in ``where``
-    are used as arrays. Raises IndexError if an index is out of range.
+    If ``where`` selects an element several times, its gradients are summed. ``where`` may contain
+    integer and Boolean variables. Raises IndexError if an index is out of range.
     """
     x = as_variable(x)
     array = x.data
@@ -187,7 +188,6 @@ def index(x: Input, where: Any) -> Variable:
 
 
 def _as_index(where: Any, array: Array) -> Any:
-    """Return the index ``where`` with variables and arrays copied to the device of ``array``."""
     if isinstance(where, tuple):
         return tuple(_as_index(part, array) for part in where)
     if isinstance(where, Variable):
@@ -230,13 +230,13 @@ def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
-    """Return the variance over ``axis`` with divisor ``n - ddof``, which must be above 0."""
+    """Return the variance of n elements over ``axis``. The divisor ``n - ddof`` must exceed 0."""
     deviation, count = _deviation("var", x, axis, ddof)
     return mul(mean(mul(deviation, deviation), axis, keepdims), count / (count - ddof))
 
 
 def std(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
-    """Return the square root of :func:`var`, with the same errors. The slope at 0 is 0."""
+    """Return the square root of :func:`var`, with its errors. If it is 0, so is its gradient."""
     deviation, count = _deviation("std", x, axis, ddof)
     return norm(mul(deviation, (count - ddof) ** -0.5), 2, axis, keepdims)
 
@@ -256,7 +256,7 @@ def prod(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp = array_module(array)
 
-    def slope() -> Any:  # the product of the other elements
+    def slope() -> Any:
         is_zero = array == 0
         rest = xp.where(is_zero, 1, array)
         product = rest.prod(axis=axes, keepdims=True) / rest
@@ -271,7 +271,7 @@ def logsumexp(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp, top = array_module(array), array.max(axis=axes, keepdims=True)
     powers = xp.exp(array - xp.where(xp.isfinite(top), top, 0))
-    # The sum is below 1 only if all elements are -inf.
+    # The largest power is 1, unless all elements are -inf.
     sums = xp.maximum(powers.sum(axis=axes, keepdims=True), 1)
     return _reduction(x, top + xp.log(sums), axes, keepdims, lambda: powers / sums)
 
@@ -290,7 +290,7 @@ def _reduction(
 def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> Variable:
     """Return the vector norm of order ``p`` over ``axis``: ``sum(abs(x) ** p) ** (1 / p)``.
 
-    An infinite ``p`` gives the largest absolute value. The slope at an element of 0 is 0.
+    An infinite ``p`` gives the largest absolute value. An element of 0 gets gradient 0.
 
     Raises:
         ValueError: If ``p`` is below 1.
@@ -323,7 +323,7 @@ def cumsum(x: Input, axis: int) -> Variable:
 
 
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the maximum over ``axis``; ValueError if empty. Equal maxima share the gradient."""
+    """Return the maximum over ``axis``. Equal maxima get equal gradients. ValueError if empty."""
     return _extremum("max", as_variable(x), axis, keepdims)
 
 
@@ -345,7 +345,6 @@ def _extremum(name: str, x: Variable, axis: Axis, keepdims: bool) -> Variable:
 
 
 def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
-    """Return ``axis`` as a tuple of numbers in 0 .. ndim - 1."""
     if axis is None:
         return tuple(range(ndim))
     named = tuple(axis) if hasattr(axis, "__iter__") else (axis,)
@@ -363,7 +362,6 @@ def _count(shape: tuple[int, ...], axes: tuple[int, ...], name: str) -> int:
 
 
 def _spread(grad: Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """Return a view of a reduction's gradient, repeated over the reduced dimensions."""
     kept = tuple(1 if a in axes else n for a, n in enumerate(shape))
     return array_module(grad).broadcast_to(grad.reshape(kept), shape)  # type: ignore[no-any-return]
 
@@ -379,7 +377,7 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
 
 
 def linear_relu(x: Input, weight: Input, bias: Input | None = None) -> Variable:
-    """Return ``max(linear(x, weight, bias), 0)`` by one operation. See :func:`linear`."""
+    """Return ``max(linear(x, weight, bias), 0)``, computed as one operation. See :func:`linear`."""
     return _linear(x, weight, bias, True)
 
 
@@ -397,7 +395,8 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
             raise _misfit(rows, w)
         flat = reshape(x, (math.prod(outer), features))
         return reshape(_linear(flat, weight, bias, with_relu), (*outer, len(w)))
-    # NumPy multiplies float16 in a loop. A GPU has float16 products with sums in float32.
+    # On the CPU, NumPy computes products of float16 in a slow loop. GPUs are fast, with float32
+    # sums.
     is_narrow = w.dtype.char in NARROW and not is_cupy(w)
     try:
         out = widened(rows).dot(widened(w).T) if is_narrow else rows.dot(w.T)
@@ -419,7 +418,7 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
         out = narrowed(out, rows)
         narrow_slope = slope_of_relu(out, 0)
         slope = (lambda grad: widened(narrow_slope(grad))) if with_relu else widened
-    # Do not keep a sharded weight: the backward pass reads it again.
+    # A sharded weight is not kept, to save memory. The backward pass reads it again.
     kept = w if weight.placement is None else None
 
     def weight_vjp(grad: Array) -> Any:
@@ -428,14 +427,14 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
             return grad.T.dot(widened(rows) if is_narrow else rows)
         if isinstance(buffer, GradSink):
             return buffer.product(weight, grad.T, rows)
-        # Write the first contribution directly into the buffer, if possible.
+        # Write the product directly into the buffer if it is the first contribution and fits.
         fits = weight.grad is None and buffer.flags.c_contiguous
         fits = fits and grad.dtype == rows.dtype == weight.dtype
         return grad.T.dot(rows, out=buffer if fits else None)
 
     def bias_vjp(grad: Array) -> Any:
         if len(grad) == 1:
-            return grad[0]  # a view is ten times as fast as a sum
+            return grad[0]  # ten times as fast as a sum of one row
         return total(grad, 0) if grad.dtype.char in NARROW else grad.sum(0)
 
     def x_vjp(grad: Array) -> Any:
@@ -450,7 +449,6 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
 
 
 def _add_bias_and_relu(out: Array, bias: Variable | None) -> Vjp:
-    """Replace ``out`` by ``max(out + bias, 0)``, in place, and return the vjp of the maximum."""
     zero = device.constant(0, out)
     if bias is not None and is_cupy(out) and bias.data.dtype == out.dtype:
         kernels.add_bias_relu(out, bias.data)
@@ -478,7 +476,7 @@ def matmul(a: Operand, b: Operand) -> Variable:
     ``a`` is a row and without m if ``b`` is a column.
 
     Raises:
-        ValueError: If the inner sizes differ, or if an operand has no dimensions.
+        ValueError: If the sizes k differ, or if an operand has no dimensions.
     """
     x, y = map(as_half, as_pair(a, b))
     if not x.data.ndim or not y.data.ndim:
@@ -493,10 +491,10 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 
 def _matmul(x: Variable, y: Variable) -> Variable:
-    # Sharded operands are not kept; the backward pass reads them again.
+    # Sharded operands are not kept, to save memory. The backward pass reads them again.
     p = x.data if x.placement is None else None
     q = y.data if y.placement is None else None
-    # float16 and bfloat16 are computed in float32, and converted again in the backward pass.
+    # The backward pass converts float16 and bfloat16 again, to save the memory of float32 copies.
     is_narrow = x.data.dtype.char in NARROW and not is_cupy(x.data)
     wide: Any = widened if is_narrow else lambda array: array
     out = wide(x.data) @ wide(y.data)
@@ -512,22 +510,22 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
     """Return the sum of products that ``subscripts`` describe, by NumPy's rules, as a new array.
 
     Examples are ``"bij,bjk->bik"`` and ``"...ii->...i"``, with one operand per term before the
-    arrow. A repeated letter takes the diagonal. Letters that are missing in the result are summed
-    over. An ellipsis represents dimensions that broadcast. Without ``->`` the result has the
-    ellipsis, then the letters that occur once, in alphabetical order. Raises ValueError if the
-    subscripts are malformed or do not fit the shapes of the operands.
+    arrow. A repeated letter in a term selects the diagonal. The result is summed over letters that
+    it does not contain. An ellipsis represents dimensions that broadcast. Without ``->`` the result
+    has the ellipsis, then the letters that occur once, in alphabetical order. Raises ValueError if
+    the subscripts are malformed or do not fit the shapes of the operands.
     """
     inputs = [as_half(operand) for operand in operands]
     terms, result, sizes = _read_subscripts(subscripts, [x.data.shape for x in inputs])
     arrays, used = [], []
-    # Dimensions of size 1 that broadcast are dropped.
+    # Broadcast dimensions of size 1 are removed from arrays and terms.
     for variable, term in zip(inputs, terms, strict=True):
         letters = [x for x, n in zip(term, variable.data.shape, strict=True) if n == sizes[x]]
         arrays.append(widened(variable.data).reshape([sizes[x] for x in letters]))
         used.append("".join(letters))
 
     def vjp(position: int, grad: Array) -> Any:
-        """Return an operand's gradient: the same sum, with ``grad`` in place of the operand."""
+        """The gradient of an operand is the same sum with ``grad`` in place of the operand."""
         xp, operands, others = array_module(grad), list(arrays), list(used)
         operands[position], others[position] = widened(grad), result
         term, letters = used[position], "".join(dict.fromkeys(used[position]))
@@ -553,7 +551,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
 def _read_subscripts(
     subscripts: str, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[str], str, dict[str, int]]:
-    """Return one letter per dimension of each operand and of the result, and the letters' sizes."""
+    """Return the terms of operands and result, without ellipsis, and the size of each letter."""
     before, arrow, result = subscripts.replace(" ", "").partition("->")
     terms = before.split(",")
     wrong = f"einsum: {subscripts!r} does not fit operands of shapes {list(shapes)}: "
@@ -565,7 +563,7 @@ def _read_subscripts(
     for count, term in zip(counts, terms, strict=True):
         if count < 0 or (count and "..." not in term):
             raise ValueError(f"{wrong}{term!r} must have one letter per dimension")
-    most = builtins.max(counts)  # 0 for terms without an ellipsis
+    most = builtins.max(counts)  # number of dimensions of the longest ellipsis
     dots = "".join(free[:most])
     full = [term.replace("...", dots[most - n :]) for n, term in zip(counts, terms, strict=True)]
     sizes: dict[str, int] = {}

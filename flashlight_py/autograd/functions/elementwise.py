@@ -1,8 +1,8 @@
 """Elementwise functions of one or two operands, with NumPy's broadcasting.
 
-Results are new arrays. Functions of two operands take variables, arrays and numbers, at least one
-of them a variable. A number takes the dtype of the other operand. Shapes that do not broadcast
-raise ValueError.
+Results are new arrays. At least one of two operands must be a variable. The other operand may be an
+array or a number. A number takes the dtype of the variable. Shapes that do not broadcast raise
+ValueError.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flashlight_py.random import generator
 
 
 def as_variable(x: Input) -> Variable:
-    """Return ``x`` if it is a variable, or an array as a constant, as ``fl.input`` does."""
+    """Return ``x`` if it is a variable, else a variable without gradient for the array ``x``."""
     return x if isinstance(x, Variable) else Variable(x)
 
 
 def as_pair(a: Operand, b: Operand) -> tuple[Variable, Variable]:
-    """Return both operands as variables, or raise TypeError. Numbers take the other's dtype."""
+    """Return ``a`` and ``b`` as variables. Raises TypeError unless one of them is a variable."""
     if isinstance(a, Variable):
         return a, b if isinstance(b, Variable) else _as_constant(b, a)
     if isinstance(b, Variable):
@@ -88,7 +88,7 @@ def pow(a: Operand, b: Operand) -> Variable:
     out = base**exponent
 
     def base_vjp(grad: Array) -> Any:
-        # The slope for exponent 0 is 0. Without this, base ** -1 would give nan at base 0.
+        # The slope for exponent 0 is 0, but 0 * base ** -1 would be nan for base 0.
         lowered = array_module(exponent).where(exponent == 0, 0, exponent - 1)
         return grad * exponent * base ** lowered.astype(exponent.dtype)
 
@@ -100,7 +100,7 @@ def pow(a: Operand, b: Operand) -> Variable:
 
 
 def maximum(a: Operand, b: Operand) -> Variable:
-    """Return the elementwise maximum. Equal elements get half of the gradient each."""
+    """Return the elementwise maximum. If two elements are equal, each gets half of the gradient."""
     x, y = as_pair(a, b)
     p, q = x.data, y.data
     out = array_module(p).maximum(p, q)
@@ -109,7 +109,7 @@ def maximum(a: Operand, b: Operand) -> Variable:
 
 
 def minimum(a: Operand, b: Operand) -> Variable:
-    """Return the elementwise minimum. Equal elements get half of the gradient each."""
+    """Return the elementwise minimum. If two elements are equal, each gets half of the gradient."""
     x, y = as_pair(a, b)
     p, q = x.data, y.data
     out = array_module(p).minimum(p, q)
@@ -118,7 +118,6 @@ def minimum(a: Operand, b: Operand) -> Variable:
 
 
 def _share(chosen: Array, equal: Array, grad: Array) -> Any:
-    """Return 1 where ``chosen``, 1/2 where ``equal``, else 0, in the dtype of ``grad``."""
     half = array_module(grad).asarray(0.5, grad.dtype)
     return (chosen * 2 + equal) * half
 
@@ -168,7 +167,7 @@ def tanh(x: Input) -> Variable:
 
 
 def sigmoid(x: Input) -> Variable:
-    """Return ``1 / (1 + exp(-x))``, computed by tanh to avoid overflow."""
+    """Return ``1 / (1 + exp(-x))``, without overflow."""
     x = as_variable(x)
     result = record_mapped("sigmoid", x)
     if result is not None:
@@ -185,20 +184,20 @@ def relu(x: Input) -> Variable:
     out = array_module(x.data).maximum(x.data, zero)
     slope = slope_of_relu(out, zero)
 
-    def vjp(grad: Array) -> Any:  # errors quote its name
+    def vjp(grad: Array) -> Any:  # errors name relu, from the __qualname__ of this function
         return slope(grad)
 
     return record(out, (x, vjp))
 
 
 def slope_of_relu(out: Array, zero: Any) -> Vjp:
-    """Return the vjp of a ReLU with result ``out``."""
+    """Return the vjp of a ReLU with result ``out``. The slope is 1 where ``out > zero``, else 0."""
     if is_cupy(out):
         return lambda grad: kernels.relu_slope(grad, out)
 
     def vjp(grad: Array) -> Any:
-        slope = (out > zero).astype(grad.dtype)  # faster than a product with bools in NumPy
-        if not out.flags.c_contiguous:  # the product may have another memory layout
+        slope = (out > zero).astype(grad.dtype)  # in NumPy faster than bools times floats
+        if not out.flags.c_contiguous:  # grad * slope chooses the memory layout
             return grad * slope
         slope *= grad
         return slope
@@ -239,10 +238,11 @@ clip = clamp  # name in NumPy
 
 
 def dropout(x: Input, ratio: float) -> Variable:
-    """Return ``x`` with random elements set to 0 (share: ``ratio``) and other elements scaled up.
+    """Return ``x`` with each element set to 0 with probability ``ratio``.
 
-    The scale ``1 / (1 - ratio)`` keeps the expectation. ``set_seed`` seeds the generator. A ratio
-    of 0 returns ``x`` itself. Raises ValueError unless ``0 <= ratio < 1``.
+    The other elements are multiplied by ``1 / (1 - ratio)``, which keeps the expectation.
+    ``set_seed`` seeds the generator. If ``ratio`` is 0, the result is ``x`` itself. Raises
+    ValueError unless ``0 <= ratio < 1``.
     """
     x = as_variable(x)
     check_ratio(ratio)
@@ -254,7 +254,7 @@ def dropout(x: Input, ratio: float) -> Variable:
         seed = generator().integers(0, 2**63 - 1, 1, dtype=np.int64)
         is_last = is_channels_last(array)
 
-        def vjp(grad: Array) -> Any:  # errors quote its name
+        def vjp(grad: Array) -> Any:  # errors quote its __qualname__
             return apply_elementwise("dropout", grad, seed, numbers=(ratio,), is_last=is_last)
 
         return record(vjp(array), (x, vjp))

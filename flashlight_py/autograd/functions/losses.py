@@ -1,6 +1,7 @@
 """Softmax, its logarithm, and losses.
 
-``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``. float16 is computed in float32.
+``reduction`` is ``"mean"`` or ``"sum"`` of all losses, or ``"none"`` for one loss per element or
+sample. float16 is computed in float32.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ def softmax(x: Input, axis: int = -1) -> Variable:
 
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``log(softmax(x))`` along ``axis``. Shape and errors as in :func:`softmax`."""
+    """Return ``log(softmax(x))`` along ``axis``. Shape and errors are those of :func:`softmax`."""
     return _softmax("log_softmax", x, axis)
 
 
 def _softmax(name: str, x: Input, axis: int) -> Variable:
     x = as_float32(x)
-    # Differences of unsigned integers would wrap.
+    # Differences of unsigned integers would overflow.
     x = as_floating(x) if x.data.dtype.kind in "ub" else x
     array, ndim = x.data, max(x.ndim, 1)
     if not -ndim <= axis < ndim:
@@ -67,7 +68,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
 
 
 def mean_squared_error(prediction: Input, target: Input) -> Variable:
-    """Return the mean of ``(prediction - target) ** 2`` over all elements, without dimensions.
+    """Return the mean of ``(prediction - target) ** 2`` over all elements, as one number.
 
     Raises ValueError if the shapes differ, or if there are no elements.
     """
@@ -78,7 +79,7 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     _check_pair("mean_squared_error", prediction, target)
     scale = 2.0 / p.size
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
-        return record(  # one launch, and one per gradient
+        return record(  # one kernel launch for the loss, and one for each gradient
             kernels.mean_square_error(p, t),
             (prediction, lambda grad: kernels.scaled_difference(p, t, grad, scale)),
             (target, lambda grad: kernels.scaled_difference(p, t, grad, -scale)),
@@ -110,8 +111,8 @@ def categorical_cross_entropy(
     Args:
         log_probabilities: Shape ``[..., classes]``, the result of ``log_softmax``.
         target: Integers of shape ``[...]``: the class of each sample.
-        reduction: ``"mean"`` over the samples that are not ignored (0 without such samples),
-            ``"sum"``, or ``"none"`` for the shape of ``target``.
+        reduction: ``"mean"`` over the samples that are not ignored, ``"sum"``, or ``"none"`` for
+            one loss per sample. If all samples are ignored, the mean is 0.
         ignore_index: Target value of samples to ignore. Their loss and gradient are 0.
         label_smoothing: Share of a target that is divided among all classes, 0 to 1 (Szegedy et
             al., CVPR 2016). The loss is the loss of the target class times ``1 - label_smoothing``,
@@ -168,9 +169,10 @@ def categorical_cross_entropy(
 
 
 def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean") -> Variable:
-    """Return ``abs(prediction - target)``, reduced. The slope of equal elements is 0.
+    """Return the mean (or ``reduction``) of ``abs(prediction - target)``.
 
-    Raises ValueError if the shapes differ, or if there are no elements.
+    If two elements are equal, their gradient is 0. Raises ValueError if the shapes differ, or if
+    there are no elements.
     """
     return _of_pairs(
         *("mean_absolute_error", prediction, target, reduction),
@@ -204,10 +206,10 @@ def kl_divergence(log_probabilities: Input, target: Input, reduction: str) -> Va
 
 
 def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "mean") -> Variable:
-    """Return ``-target * log(p) - (1 - target) * log(1 - p)``, reduced.
+    """Return the mean (or ``reduction``) of ``-target * log(p) - (1 - target) * log(1 - p)``.
 
-    Logarithms are limited to at least -100. Raises ValueError if the shapes differ, or if an
-    element is nan or outside of 0 to 1.
+    p is ``probabilities``. A logarithm below -100 counts as -100. Raises ValueError if the shapes
+    differ, or if an element is nan or outside of 0 to 1.
     """
 
     def logs(xp: Any, p: Array) -> Any:
@@ -235,7 +237,7 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
 
 
 def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "mean") -> Variable:
-    """Return ``binary_cross_entropy(sigmoid(x), target)``, reduced, without overflow or limit."""
+    """Return ``binary_cross_entropy(sigmoid(x), target, reduction)``, exact for large ``x`` too."""
     return _of_pairs(
         *("binary_cross_entropy_with_logits", x, target, reduction),
         lambda xp, p, t: xp.maximum(p, 0) - p * t + xp.log1p(xp.exp(-xp.abs(p))),
@@ -247,7 +249,7 @@ def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "
 def _of_pairs(
     name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
 ) -> Variable:
-    """Return an elementwise loss, reduced. ``value`` and ``vjps`` are functions of both arrays."""
+    """Return the loss ``value(xp, p, t)``, reduced. ``vjps`` also get the gradient."""
     prediction, target = as_floating(as_float32(prediction)), as_floating(as_float32(target))
     check_loss_reduction(reduction)
     _check_pair(name, prediction, target)
@@ -270,19 +272,19 @@ def connectionist_temporal_classification(
 ) -> Variable:  # fmt: skip
     """Return the negative log of the total probability of all alignments of inputs and targets.
 
-    Graves et al. (ICML 2006), in log space. Forward and backward variables give the gradient. A
-    target that is too long for any alignment has an infinite loss and gradient 0.
+    The method is that of Graves et al. (ICML 2006), in log space. If a target is too long for its
+    input, there is no alignment: the loss is infinite and the gradient 0.
 
     Args:
-        log_probabilities: Shape ``[batch, time, classes]``, the result of ``log_softmax``. The
-            batch is first, unlike in torch.
-        targets: Integers ``[batch, longest]``, classes other than ``blank``. Elements beyond a
-            target's length are ignored.
-        input_lengths: Integers ``[batch]``, 1 to time. None: the full length.
-        target_lengths: Integers ``[batch]``, 0 to longest. None: the full length.
+        log_probabilities: Shape ``[batch, time, classes]``, the result of ``log_softmax``. In torch
+            the time is first.
+        targets: Integers ``[batch, longest]``: classes other than ``blank``, where ``longest`` is
+            the maximum target length. Elements beyond a target's length are ignored.
+        input_lengths: Integers ``[batch]``, 1 to ``time``. Default: ``time``.
+        target_lengths: Integers ``[batch]``, 0 to ``longest``. Default: ``longest``.
         blank: Class that separates the classes of the target.
-        reduction: ``"none"`` for ``[batch]``, ``"sum"``, or ``"mean"``: the mean over the batch of
-            losses divided by target lengths (at least 1).
+        reduction: ``"none"`` for one loss per sample, ``"sum"``, or ``"mean"``: the mean over the
+            batch of each loss divided by its target length (at least 1).
         zero_infinity: Whether to replace infinite losses by 0.
 
     Raises:
@@ -297,13 +299,13 @@ def connectionist_temporal_classification(
     logs = widened(logits.data)
     xp = array_module(logs)
     batch, time, classes = logs.shape
-    states = 2 * labels.shape[1] + 1  # the target classes with a blank around each
+    states = 2 * labels.shape[1] + 1  # a blank before, between and after classes
     kinds = xp.zeros((batch, states), "int64") + blank
     kinds[:, 1::2] = labels
-    jumps = xp.full((batch, states), -xp.inf, logs.dtype)  # 0 where a blank may be skipped
+    jumps = xp.full((batch, states), -xp.inf, logs.dtype)  # 0: skip the blank before
     jumps[:, 2:] = xp.where((kinds[:, 2:] != blank) & (kinds[:, 2:] != kinds[:, :-2]), 0, -xp.inf)
     emitted = xp.take_along_axis(logs.transpose(1, 0, 2), kinds[None], axis=2)
-    # Two leading states of probability 0 avoid special cases.
+    # Two additional states of probability 0 before the first avoid a special case for it.
     forward = xp.full((time, batch, states + 2), -xp.inf, logs.dtype)
     forward[0, :, 2:4] = emitted[0, :, :2]
     for t in range(1, time):
@@ -315,7 +317,7 @@ def connectionist_temporal_classification(
 
     def vjp(grad: Array) -> Any:
         follow = xp.full((time, batch, states + 2), -xp.inf, logs.dtype)  # two trailing states
-        behind = end[:, None] - xp.arange(states)  # distance to the last state
+        behind = end[:, None] - xp.arange(states)  # number of states until the end
         start = xp.where((behind == 0) | (behind == 1), 0, -xp.inf).astype(logs.dtype)
         jumps_on = xp.full((batch, states), -xp.inf, logs.dtype)
         jumps_on[:, :-2] = jumps[:, 2:]
@@ -341,7 +343,7 @@ def connectionist_temporal_classification(
 def _check_sequences(
     logs: Array, targets: Input, inputs: Input | None, lengths: Input | None, blank: int
 ) -> tuple[Array, Array, Array]:
-    """Return targets, padded with blanks, and both lengths: int64, on the device of ``logs``."""
+    """Return targets, input lengths and target lengths as int64. ``blank`` fills each target."""
     name = "connectionist_temporal_classification"
     if logs.ndim != 3 or not logs.size or not 0 <= blank < logs.shape[2]:
         raise ValueError(

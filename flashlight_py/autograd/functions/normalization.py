@@ -1,8 +1,8 @@
 """Normalizations: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
-The functions differ in the elements over which mean and variance are computed. Variances are
-computed from deviations from the mean, in float32 or wider. Weight and bias may be None. Results
-are new arrays in the memory layout of ``x``; float16 and bfloat16 are rounded once.
+Each function computes mean and variance over other elements. Variances are computed from deviations
+from the mean, in float32 or wider. Weight and bias may be None. Results are new arrays in the
+memory layout of ``x``. float16 and bfloat16 are rounded once.
 """
 
 import math
@@ -25,9 +25,9 @@ def layer_norm(
 ) -> Variable:  # fmt: skip
     """Return ``x`` normalized over its last dimensions (Ba, Kiros and Hinton, 2016).
 
-    ``weight`` and ``bias`` have the shape of the normalized dimensions. Without them,
+    ``weight`` and ``bias`` have the shape of the normalized dimensions. If both are None,
     ``dimensions`` is the number of normalized dimensions. ``eps`` is added to the variance. Raises
-    ValueError if a shape does not fit, or if the dimensions are empty.
+    ValueError if a shape does not fit, or if ``x`` is empty.
     """
     return _of_rows("layer_norm", as_float32(x), weight, bias, eps, dimensions)
 
@@ -35,8 +35,8 @@ def layer_norm(
 def rms_norm(x: Input, weight: Input | None = None, eps: float = 1e-5) -> Variable:
     """Return ``x / sqrt(mean(x ** 2) + eps) * weight`` (Zhang and Sennrich, 2019).
 
-    The mean is over as many last dimensions of ``x`` as ``weight`` has, or over one without
-    ``weight``. Raises ValueError if a shape does not fit, or if the dimensions are empty.
+    The mean is over the last dimensions, which have the shape of ``weight``. If ``weight`` is None,
+    it is over the last dimension. Raises ValueError if a shape does not fit, or if ``x`` is empty.
     """
     return _of_rows("rms_norm", as_float32(x), weight, None, eps, 1)
 
@@ -93,10 +93,10 @@ def batch_norm(
 ) -> Variable:  # fmt: skip
     """Return ``x`` with each channel normalized over all samples (Ioffe and Szegedy, 2015).
 
-    ``x`` has shape ``[N, C, ...]``, with any strides. All other arrays have shape ``[C]``. If
-    ``mean`` and ``variance`` are passed, they replace the moments of the samples and are constants.
-    ``eps`` is added to the variance. Raises ValueError if a shape does not fit, or if the moments
-    are computed from one value per channel.
+    ``x`` has shape ``[N, C, ...]``, with any strides. All other arrays have shape ``[C]``. ``mean``
+    and ``variance`` are constants. By default they are computed from ``x``. ``eps`` is added to the
+    variance. Raises ValueError if a shape does not fit, or if mean and variance would be computed
+    from one value per channel.
     """
     return batch_norm_with_moments(x, weight, bias, mean, variance, eps)[0]
 
@@ -124,7 +124,7 @@ def batch_norm_with_moments(
 
 
 def few_values(name: str, shape: tuple[int, ...], _: object = None) -> ValueError:
-    """Return the error that ``name`` raises if channels have fewer than two values."""
+    """Return the error that function ``name`` raises if a channel has less than two values."""
     return ValueError(
         f"{name}: expected more than one value per channel, got input of shape {shape}. "
         "Train with larger batches, or call eval() on the module"
@@ -148,7 +148,7 @@ def _of_channels(
     name: str, x: Variable, params: _Given, eps: float, samples: int, groups: int,
     moments: Sequence[Array] = (),
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
-    """Call :func:`_normalized` for channels. ``samples`` is 1 to normalize over all samples."""
+    """Call :func:`_normalized`. ``samples``: number of samples, or 1 for common statistics."""
     n, channels, *rest = x.shape
     positions = math.prod(rest)
     is_last = positions == 1 or not x.data.flags.c_contiguous
@@ -169,9 +169,9 @@ def _normalized(
     """Return the normalized variable, the means and the variances.
 
     ``sizes`` are arguments of the kernel. ``count`` is the number of means. ``inner`` is the shape
-    of a parameter. In the shape ``parts``, elements of one mean are along ``axes``, and elements of
-    one parameter along ``others``. ``moments`` are constants that replace the computed mean and
-    variance. ``is_last`` selects the layout with channels last.
+    of weight and bias. ``parts`` is a shape of ``x`` for array operations: a mean is over ``axes``,
+    and the gradient of a weight is summed over ``others``. ``moments``, if there are any, replace
+    the computed mean and variance. ``is_last``: whether channels are last in memory.
     """
 
     def laid_out(array: Array) -> Array:
@@ -225,7 +225,6 @@ def _normalized(
 
 
 def _values(value: Variable | Array | None, dtype: Any) -> Any:
-    """Return ``value`` as a contiguous array of ``dtype`` for kernels, or None for None."""
     if value is None:
         return None
     array = value.data if isinstance(value, Variable) else value

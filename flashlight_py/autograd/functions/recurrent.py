@@ -1,7 +1,8 @@
 """Recurrent layers. One operation computes all time steps of one direction.
 
-One matrix product computes the input part of all steps. Each step computes its recurrent part. The
-gates have torch's order, so that torch's weights can be used. float16 is computed in float32.
+One matrix product computes the part of the gates that depends on the inputs of all steps. Then each
+step adds the part that depends on the previous state. The gates have torch's order, so that torch's
+weights can be used. float16 is computed in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,8 @@ from flashlight_py.autograd.variable import Input, Variable, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
-# Function of a step and the gradients of h and c after it. It returns the gradients of the gates'
-# inputs (for the input part, and for the recurrent part if different) and of h and c before it.
+# The backward pass of one step. Arguments: the step, and the gradients of h and c after the step.
+# Returns the gradients of ``u`` and ``v`` (one if equal), and of h and c before the step.
 _Back: TypeAlias = Callable[[int, Array, Any], tuple[Any, Any]]
 _Prepare: TypeAlias = Callable[[], _Back]
 
@@ -23,7 +24,7 @@ def recurrent(
     kind: str, x: Input, weights: Sequence[Input], state: Sequence[Input] = (),
     reverse: bool = False,
 ) -> tuple[Variable, ...]:  # fmt: skip
-    """Return the hidden state after each step of one layer in one direction, and the last state.
+    """Return the hidden states of one layer in one direction, and the state after the last step.
 
     With ``u = weight_ih @ x + bias_ih`` and ``v = weight_hh @ h + bias_hh``, split into gates:
 
@@ -38,11 +39,13 @@ def recurrent(
         x: Shape ``[batch, time, features]``.
         weights: ``weight_ih [gates * hidden, features]``, ``weight_hh [gates * hidden, hidden]``,
             ``bias_ih`` and ``bias_hh``, both ``[gates * hidden]``.
-        state: First ``h``, and for "lstm" ``c``, both ``[batch, hidden]``. Default: zeros.
+        state: ``h`` before the first step, and for "lstm" also ``c``. Both have shape ``[batch,
+            hidden]``. Default: zeros.
         reverse: Whether to process the steps from the last to the first.
 
     Returns:
-        ``h`` of all steps, ``[batch, time, hidden]``, the last ``h``, and for "lstm" ``c``.
+        ``h`` after each step, ``[batch, time, hidden]``; ``h`` after the last processed step; and
+        for "lstm" also ``c`` after the last processed step.
 
     Raises:
         ValueError: If ``kind`` is unknown, or if the shapes do not fit.
@@ -61,16 +64,15 @@ def recurrent(
         array[0] = variable.data
     prepare = _FORWARD[kind](xp, inputs, states, cells, widened(w_hh.data).T, widened(b_hh.data))
     out = states[1:][steps]
-    if is_lstm:  # h and c in one array, since a node has one result
+    if is_lstm:  # one array has h of all steps and the last c
         out = xp.concatenate([out, cells[-1:]])
 
     def through(grad: Array) -> Any:
-        """Return the gradients of all inputs."""
         wide = widened(grad).transpose(1, 0, 2)
         of_out = wide[:time][steps]
         of_state, of_cell = xp.zeros_like(of_out[0]), wide[time] if is_lstm else None
         w, back = widened(w_hh.data), prepare()
-        # In the last gate of "gru", a factor multiplies the recurrent part.
+        # "gru" multiplies v by r in n, so that the gradients of u and v differ.
         sides = [xp.zeros(shape, dtype) for _ in range(2 if kind == "gru" else 1)]
         for t in reversed(range(time)):
             slopes, (of_state, of_cell) = back(t, of_out[t] + of_state, of_cell)
@@ -177,7 +179,7 @@ _FORWARD: dict[str, Callable[..., _Prepare]] = {"tanh": _tanh, "gru": _gru, "lst
 def _check(
     kind: str, x: Array, weights: Sequence[Variable], state: Sequence[Variable]
 ) -> tuple[int, int, int]:
-    """Return batch size, time steps and hidden size. Raises ValueError for other arguments."""
+    """Return the batch size, time steps and hidden size. Raises ValueError if a shape is wrong."""
     if kind not in GATES:
         raise ValueError(f"recurrent: kind must be one of {', '.join(GATES)}, got {kind!r}")
     shapes = [variable.shape for variable in weights]

@@ -1,4 +1,4 @@
-"""Functions that select elements by a condition or by indices, and scatter_add.
+"""Selection of elements by a condition or by indices, and scatter_add.
 
 Indices are integer arrays or variables. They must be in range, and negative indices are not
 allowed. Results are new arrays.
@@ -41,9 +41,9 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
 def gather(x: Input, index: Input, axis: int) -> Variable:
     """Return the elements of ``x`` at positions ``index`` along ``axis``, as in torch.
 
-    For ``axis`` 0 of two: ``result[i, j] = x[index[i, j], j]``. The gradients of all copies of an
-    element are summed. ``index`` has as many dimensions as ``x``, and is not longer than ``x`` in
-    dimensions other than ``axis``. The result has the shape of ``index``.
+    For ``axis`` 0 of two: ``result[i, j] = x[index[i, j], j]``. If an element is read several
+    times, its gradients are summed. ``index`` has as many dimensions as ``x``, and is not longer
+    than ``x`` in dimensions other than ``axis``. The result has the shape of ``index``.
 
     Raises:
         TypeError: If the dtype of ``index`` is not an integer dtype.
@@ -152,10 +152,10 @@ def sort(x: Input, axis: int = -1) -> Variable:
 
 
 def pad(x: Input, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> Variable:
-    """Return ``x`` with elements added around each dimension, with arguments of ``numpy.pad``.
+    """Return ``x`` with elements added around each dimension. Arguments are those of ``numpy.pad``.
 
-    Modes are ``"constant"``, and the modes that copy elements of ``x``: ``"edge"``, ``"reflect"``,
-    ``"symmetric"`` and ``"wrap"``.
+    ``mode`` is ``"constant"``, or a mode that copies elements of ``x``: ``"edge"``, ``"reflect"``,
+    ``"symmetric"`` or ``"wrap"``.
 
     Raises:
         ValueError: If the mode is unknown, or if a width is negative or does not fit.
@@ -175,7 +175,6 @@ def pad(x: Input, pad_width: Any, mode: str = "constant", constant_values: Any =
 
 
 def _beside(value: Input, array: Array) -> Array:
-    """Return ``value`` as an array on the device of ``array``."""
     value = value.data if isinstance(value, Variable) else value
     if is_cupy(array) == is_cupy(value) and hasattr(value, "dtype"):
         return value
@@ -183,7 +182,7 @@ def _beside(value: Input, array: Array) -> Array:
 
 
 def integers(name: str, value: Input, array: Array) -> Array:
-    """Return indices on the device of ``array``. Raises TypeError if they are not integers."""
+    """Return ``value`` on the device of ``array``. Raises TypeError unless it has integers."""
     index = _beside(value, array)
     if index.dtype.kind not in "iu":
         raise TypeError(f"{name}: indices must be integers, got {index.dtype}. Cast them")
@@ -191,10 +190,10 @@ def integers(name: str, value: Input, array: Array) -> Array:
 
 
 def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """Return a checked, contiguous int64 copy, because users may overwrite ``index`` later."""
+    """Return a contiguous int64 copy of ``index``. IndexError if a number is out of range."""
     copy, index_shape = index.astype("int64", order="C"), index.shape
     require_all(
-        copy.view("uint64") < shape[axis],  # negative integers become large numbers
+        copy.view("uint64") < shape[axis],  # a negative number is a large uint64
         index,
         lambda wrong: IndexError(
             f"{name}: expected indices of 0..{shape[axis] - 1} for axis {axis} of shape {shape}, "
@@ -205,7 +204,7 @@ def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Arr
 
 
 def _places(name: str, array: Array, index: Input, axis: int) -> Array:
-    """Return the flat positions of the elements that :func:`gather` reads."""
+    """Return the positions that :func:`gather` reads, in the flattened ``array``."""
     index, ndim = integers(name, index, array), array.ndim
     fits = -ndim <= axis < ndim and index.ndim == ndim
     sizes = list(zip(index.shape, array.shape, strict=False))
@@ -228,9 +227,9 @@ def _flat(index: Array, array: Array, axis: int) -> Array:
 
 
 def added(shape: Any, positions: Array, source: Array, start: Array | None = None) -> Array:
-    """Return ``start`` (default: zeros) of ``shape``, plus ``source`` at flat ``positions``."""
+    """Return an array of ``shape``: ``start``, or zeros, plus ``source`` at flat ``positions``."""
     xp = array_module(source)
     wide = widened(source)
     sums = xp.zeros(math.prod(shape), wide.dtype) if start is None else start.reshape(-1).copy()
-    xp.add.at(sums, positions.reshape(-1), wide.reshape(-1))  # NumPy is fast for one dimension
+    xp.add.at(sums, positions.reshape(-1), wide.reshape(-1))  # NumPy's add.at is fast in 1-D
     return sums.reshape(shape)
