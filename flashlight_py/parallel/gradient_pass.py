@@ -344,7 +344,7 @@ def ranks_of(arguments: Mapping[str, Any]) -> ProcessGroup:
 
 
 def require_gradient_pass(module: Module, caller: str) -> GradientPass[Any]:
-    """Return the pass of ``module``; raise ValueError if there is none or it uses leaves."""
+    """Return the pass of ``module``; ValueError if there is none or the pass uses leaves."""
     sync = pass_of(module)
     if sync is None:
         raise ValueError(

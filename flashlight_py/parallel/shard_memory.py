@@ -175,7 +175,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """Return a block that either ends on all ranks or raises on all of them. Collective."""
+        """Make the block raise on all ranks if it raises on any rank. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
             with reject_together(self.local, "fully_shard", outcome="failed"):
@@ -324,7 +324,7 @@ class HostMemory:
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
 
     def sum_between_hosts(self) -> None:
-        """Sum gradients over all hosts; complete when all ranks of this host have returned."""
+        """Sum gradients over all hosts. They are complete when all ranks of this host return."""
         if len(self.hosts) == 1:
             return
         wait_for_ranks(self.local, BACKWARD)

@@ -208,7 +208,7 @@ _KEPT_BYTES, _MOST_KEPT = 1 << 20, 8
 def give_state(
     module: Module, state: Mapping[str, Any], root: int, group: ProcessGroup | None
 ) -> None:
-    """Synchronize ``state``, entries of ``module.state_dict()``. Collective, blocking."""
+    """Set the entries ``state`` of ``module`` to the values of ``root``. Collective, blocking."""
 
     def plan_of_state(tree: object, sort_keys: bool) -> Plan:
         plan = _plans.get(module)

@@ -345,7 +345,7 @@ class Team:
         return self._answers
 
     def fill(self, answers: list[Any]) -> list[Any]:
-        """Return the list with the answers. Blocks. Arrays are valid until the next request.
+        """Block until ``answers`` is full, and return it. Arrays are valid until the next request.
 
         Raises like ``ask``, and RankFailedError if a worker raised (its exception is the cause) or
         was killed.
@@ -626,7 +626,7 @@ class WorkersGraph:
         return grad
 
     def _gradient(self, leaf: Leaf, like: Array, _: object) -> Array:
-        """Return the workers' gradient of a parameter, or of an input with 0 in our own rows."""
+        """Return the workers' gradient of a parameter, or of their rows of an input (else 0)."""
         answers = enumerate(self._team.fill(self._answers))
         parts = [(worker, arrays.pop(leaf)) for worker, (arrays, _) in answers if leaf in arrays]
         if not leaf[0]:
