@@ -1,4 +1,4 @@
-// The C ABI; ../common/capi.h handles exceptions.
+// The C ABI. ../common/capi.h converts exceptions into status codes.
 #include "../common/capi.h"
 
 #include "group.h"

@@ -35,7 +35,7 @@ fl_site Collectives::Frame::site() const {
   return site;
 }
 
-// Return zeroed frames. They are in small pages of memory, because most pages are never touched.
+// Return zeroed frames. Huge pages are disabled, because most pages of this memory are never accessed.
 Collectives::Frames Collectives::frames(size_t count) {
   const size_t bytes = count * sizeof(Frame);
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -60,7 +60,7 @@ void Collectives::open() {
   if (std::all_of(neighbours.begin(), neighbours.end(), connected)) begin();
 }
 
-// Post the first receives. Call it once, after the neighbours are connected.
+// Post the receives for the first headers. The neighbours must be connected.
 void Collectives::begin() {
   has_begun_ = true;
   if (uses_relay_) return relay_.open();
@@ -70,20 +70,19 @@ void Collectives::begin() {
   }
 }
 
-// Wait until payloads sent separately from the headers have been sent.
+// Wait until the payloads of send_separately() have been sent.
 void Collectives::await_pending() {
   for (int r : pending_) waiter_->sent(*outgoing_buffers_[r], r);
   pending_.clear();
 }
 
-// Post a receive for the header of call `number` of rank r, so that r can send the header without a request.
+// Post a receive for the header of call `number` of rank r. `grants`: permit headers without requests.
 void Collectives::post_header(int r, uint32_t number, bool grants) {
   mesh_.expect(*incoming_buffers_[r], r, kHeaderSlot, number % kTurns * sizeof(Frame), sizeof(Frame), grants);
 }
 
-// Announce this rank's call to every rank, with the small payloads that `give` selects of `data`. All ranks
-// reach the same verdict, except that a rank may need the calls of only some ranks: see enter(). Payloads
-// stay valid until the next call; with many ranks they must be fetched first.
+// Send this rank's call to every rank, and with it give[r] of `data` to each rank r, if give[r] is small.
+// Throws Mismatch if calls differ. payload() is valid until the next call. With a relay, call fetch() first.
 void Collectives::exchange_calls(Call& call, const void* data, const Parts& give) {
   waiter_ = &call.waiter;
   mesh_.has_called(call.signature.sequence);
@@ -101,18 +100,18 @@ void Collectives::exchange_calls(Call& call, const void* data, const Parts& give
     if (!are_one_call(call.report.calls.data(), size_)) throw Mismatch(call.report);
     if (common == 0) send_separately(data, give);
   } catch (const TimedOut& failure) {
-    // If any peer has given up, report its reason: perhaps the awaited rank is late because of that peer.
+    // If a peer has ended the group, report its reason: the awaited rank may be late because of that peer.
     if (mesh_.has_farewell()) throw mesh_.explain(failure.missing[0], failure.what());
     const auto missing = not_arrived(call);
     throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
   }
 }
 
-// As in shared memory (shm/entering.cc), a rank that needs only some calls may return early. For example, the
-// root of a small broadcast needs no call and returns after the copy of its data. It compares the calls of
-// other ranks in its next calls, and may be at most kMostAhead calls ahead of the last compared one. If calls
-// differ, a rank that detects it raises at once. In addition, the next call in which every rank waits for
-// every other rank does nothing and raises on all ranks.
+// A rank that needs only some calls may return before the other ranks call, as in shm/entering.cc. For
+// example, the root of a small broadcast returns after it has copied its data. Such a rank compares the other
+// calls later, and may be at most kMostAhead calls ahead of the last compared call. If calls differ, each
+// rank that detects it raises immediately. The next call in which all ranks wait for all moves no data and
+// raises on all ranks.
 
 void Collectives::enter(Call& call, const void* data, const Parts& give) {
   while (calls_ + 1 - compared_ > kMostAhead) compare_call(compared_ + 1);
@@ -126,8 +125,8 @@ void Collectives::enter(Call& call, const void* data, const Parts& give) {
   receive_all(call);
 }
 
-// Raise the mismatch of an earlier call that this rank has not raised yet. The payload of the current call
-// would become a result on other ranks, so this rank announces the call as withdrawn.
+// Raise a mismatch of an earlier call if this rank has not raised it. First announce the current call as
+// withdrawn, because the other ranks would otherwise use its payload as a result.
 void Collectives::raise_new_mismatch(const Call& call) {
   while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
   const auto news = mismatches_.to_raise(calls_, true);
@@ -137,9 +136,9 @@ void Collectives::raise_new_mismatch(const Call& call) {
   raise_earlier(news);
 }
 
-// Return the ranks whose calls bring data for `rank` in `call`; all ranks if data follows outside the calls.
+// Return the ranks whose calls `rank` must receive in `call`: all ranks if the data is too large for headers.
 Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
-  const bool is_scan = call.verb == FL_SCAN || call.verb == FL_EXSCAN;  // all its data travels in the calls
+  const bool is_scan = call.verb == FL_SCAN || call.verb == FL_EXSCAN;
   const size_t bytes = static_cast<size_t>(call.count) * call.itemsize * (is_scan ? size_ - 1 : 1);
   const bool is_small = may_be_small(rank, call) || (call.ndim >= 0 && bytes <= kInlineBytes);
   const bool is_ahead = is_small && !is_compared(call);
@@ -149,7 +148,7 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
 void Collectives::announce(const fl_signature& signature, const fl_site& site, const void* data, const Parts& give,
                            WaitMode mode) {
   const char* const source = static_cast<const char*>(data);
-  const uint32_t read = compared_;  // payloads of calls up to this number were used
+  const uint32_t read = compared_;  // frames of calls up to this number are free
   awaited_ = calls_;
   own_calls_[calls_ % own_calls_.size()] = {signature, site, mode};
   for (int r = 0; r < size_; ++r) {
@@ -163,7 +162,7 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.data + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = reposted_; number != read;) post_header(r, ++number + kTurns, false);
-    // If this rank's data for a gather is too large for the call, this rank waits for all ranks.
+    // Rank r may wait for all headers. In a gather this rank does not know it: r may have large data.
     const bool may_wait = mode == kWaits || first_dimension_is_free(signature.verb);
     const bool is_needed = may_wait || fl::needed_by(r, size_, signature).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
@@ -176,13 +175,13 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
   reposted_ = read;
 }
 
-// Wait until a frame for messages to rank r is free.
+// Wait until one of the kLeaving outgoing frames for rank r is free.
 void Collectives::await_leaving(int r) {
   for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
 
-// Ignore a failed send to a rank that has closed the group, because that rank may have completed its part. If
-// this rank needs data from it, the later wait fails.
+// Ignore a failed send to a rank that has closed the group, because it may have completed this call. If this
+// rank needs data from that rank, the wait for the data fails later.
 template <typename Send>
 void Collectives::ignore_if_left(int r, Send send) {
   try {
@@ -192,9 +191,9 @@ void Collectives::ignore_if_left(int r, Send send) {
   }
 }
 
-// Receive the calls of `needed`. Return false if all calls are needed, because the root's data is large.
+// Receive the calls of the ranks `needed`. Return false if all calls are needed: the root's data is large.
 bool Collectives::receive_some(Call& call, Ranks needed) {
-  call.report = last_;  // default for ranks whose calls this rank does not need
+  call.report = last_;
   call.report.ago = 0;
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);
@@ -235,7 +234,7 @@ void Collectives::wait_for(uint32_t number, int r) {
   for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*incoming_buffers_[r], r);
 }
 
-// True if the header of rank r for call `number` has arrived, even if no wait has returned it.
+// True if the header of rank r for call `number` has arrived. A call of wait_for() is not required.
 bool Collectives::has_arrived(uint32_t number, int r) const {
   return !is_before(received_[r], number) || !is_before(received_[r] + incoming_buffers_[r]->received(), number);
 }
@@ -247,7 +246,7 @@ bool Collectives::all_have_called(uint32_t number) const {
   return true;
 }
 
-// Return the known calls of number `number`. This rank's own call is in own_calls_.
+// Return the calls `number` of this rank and of all ranks whose header for it has arrived.
 CallReport Collectives::report_of(uint32_t number) const {
   CallReport report;
   report.reset(size_);
@@ -261,8 +260,8 @@ CallReport Collectives::report_of(uint32_t number) const {
   return report;
 }
 
-// Receive and compare the next uncompared call; return true if all calls agree. A rank that returned ahead
-// may not have raised a mismatch; it raises in a later call.
+// Receive call `number` of all ranks and compare the calls. Return true if they agree. Otherwise, ranks that
+// did not wait for this call raise the mismatch in a later call.
 bool Collectives::compare_call(uint32_t number) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) wait_for(number, r);
@@ -294,13 +293,13 @@ void Collectives::flush(Clock::time_point end) noexcept {
       for (; leaving_[r] > 0; --leaving_[r]) waiter.sent(*outgoing_buffers_[r], r);
     }
   } catch (const std::exception&) {
-    // Ignore: a peer has left or is too late.
+    // Ignore errors: a peer has closed the group, or `end` has passed.
   }
 }
 
 // Many ranks ------------------------------------------------------------------------------------
 
-// Return the payload size if all receivers get the same small payload, which the relay can carry; else 0.
+// Return the size of the payload if it is equal for all receivers and small enough for the relay, else 0.
 size_t Collectives::common_bytes(const Parts& give) const {
   Part common;
   for (int r = 0; r < size_; ++r) {
@@ -331,7 +330,7 @@ void Collectives::send_separately(const void* data, const Parts& give) {
   }
 }
 
-// Receive the small payload of every rank: take[r] bytes, unless it is empty or large.
+// Receive take[r] bytes from each rank r, unless they are too large for a header or came through the relay.
 void Collectives::fetch(const Parts& take) {
   if (!uses_relay_) return;
   std::vector<int> requested;
@@ -364,7 +363,7 @@ void Collectives::store_calls(Call& call) {
 CallReport Collectives::last_calls() const {
   CallReport report = last_;
   report.ago = 0;
-  // Add the headers that have arrived and whose calls were not compared.
+  // Add the calls that have arrived and were not compared yet.
   for (uint32_t number = compared_; !uses_relay_ && number != calls_;) {
     const CallReport later = report_of(++number);
     for (int r = 0; r < size_; ++r) {
@@ -386,7 +385,8 @@ bool Collectives::is_ahead(int rank, fl_signature& call) const {
   return true;
 }
 
-// With many ranks, ask the ranks whose blocks are missing: a relaying rank may itself wait for these blocks.
+// Return the ranks that have not called. With a relay, ask the ranks whose calls are missing: perhaps they
+// have called, but the rank that forwards their calls is late.
 std::vector<int> Collectives::not_arrived(const Call& call) {
   if (uses_relay_ && has_begun_) return mesh_.not_called(relay_.missing(), call.signature.sequence);
   std::vector<int> missing;

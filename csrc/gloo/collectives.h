@@ -10,14 +10,14 @@ namespace fl {
 // Chunk size, in bytes, of large arrays. One chunk is processed while the next chunk is transferred.
 constexpr size_t kChunkBytes = 512 << 10;
 
-// A byte range of an array; Parts has one range for each rank.
+// A byte range of an array. Parts contains one range per rank.
 struct Part {
   size_t begin = 0;
   size_t bytes = 0;
 };
 using Parts = std::vector<Part>;
 
-// Return adjacent parts; the part of rank r has `bytes(r)` bytes.
+// Return ranges without gaps, in rank order. The range of rank r has bytes(r) bytes.
 template <typename Bytes>
 Parts adjacent_parts(int ranks, Bytes bytes) {
   Parts parts(ranks);
@@ -39,25 +39,25 @@ inline size_t longest(const Parts& parts) {
 struct Call {
   const fl_signature& signature;
   const fl_site& site;
-  CallReport& report;  // receives every rank's call, or after a timeout the last known calls
+  CallReport& report;  // output: the calls of all ranks; after a timeout, their last known calls
   Waiter& waiter;
 
   size_t bytes() const { return static_cast<size_t>(signature.count) * signature.itemsize; }
 };
 
-// The collectives. Each throws Failure, Mismatch before any payload has moved, or Gloo's exception if a
-// connection is already broken. Not thread-safe.
+// The collectives of one group. If calls differ, a function throws Mismatch before it sends large data. It
+// throws Failure, or Gloo's exception if a connection is already broken. Not thread-safe.
 class Collectives {
  public:
   explicit Collectives(Mesh& mesh);
   ~Collectives();
 
-  // Post receives for the first header of every peer. Call it once, after all peers are connected.
+  // Create the buffers. If the neighbours are connected, post receives for their first headers.
   void open();
   // Wait until all data of earlier calls has been sent, but not longer than until `end`.
   void flush(Clock::time_point end) noexcept;
 
-  // True if `rank` has announced a call that this rank has not made; `call` receives it. Use between calls.
+  // True if `rank` has announced a call that this rank has not made; `call` receives it. Not during a call.
   bool is_ahead(int rank, fl_signature& call) const;
 
   // Return the last known call of each other rank, with its age.
@@ -71,7 +71,8 @@ class Collectives {
   void reduce_scatter(Call& call, const void* data, void* output);
   void reduce_scatter_uneven(Call& call, const fl_sections& sections, void* output);
   Bytes broadcast(Call& call, void* data);
-  // If `room` has the size of the received data, the data is stored in `room` and the result is empty.
+  // If the received data has the size of `room`, it is stored there and the result is empty. Otherwise the
+  // result contains the data.
   Bytes all_gather(Call& call, const void* data, const fl_room* room);
   Bytes gather(Call& call, const void* data, const fl_room* room);
   Bytes scatter(Call& call, const void* data, void* output);
@@ -79,16 +80,16 @@ class Collectives {
   void all_to_all_uneven(Call& call, const fl_sections& sections, void* output);
 
  private:
-  // Maximum payload, in bytes, inside a header. Copying more would take longer than a second step of the
-  // call.
+  // Maximum bytes of a payload in a header. A larger payload is sent after the header, because a copy into
+  // the header would take longer.
   static constexpr size_t kInlineBytes = 65 << 10;
-  // kMostAhead: number of calls by which a rank that needs no data of other ranks may be ahead. kTurns:
-  // number of frames for unrequested headers, which suffices. Let n = kMostAhead + 1. The sender of header k
-  // has all headers of call k - n, and their senders have compared and released call k - 2 n.
+  // kMostAhead: maximum number of calls between the last compared call and this rank's call. kTurns: number
+  // of header frames per peer. With n = kMostAhead + 1, the sender of header k has all headers of call k - n.
+  // Their senders have released the frames of call k - 2 n.
   static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
-  // Maximum number of calls whose data the kernel may not have accepted yet.
+  // Maximum number of headers to one peer that wait until the kernel accepts them.
   static constexpr uint32_t kLeaving = 8;
-  // Headers that no rank waits for are sent with MSG_MORE, except every kHurryEvery-th.
+  // Headers that no rank waits for are sent with MSG_MORE, except in every kHurryEvery-th call.
   static constexpr uint32_t kHurryEvery = 16;
   // How a rank makes a call: it waits for all other ranks, or it may return before they call.
   enum WaitMode : uint32_t { kWaits, kRunsAhead };
@@ -96,7 +97,7 @@ class Collectives {
     fl_signature signature;
     WaitMode mode;
     uint32_t site_bytes;
-    char data[sizeof(fl_site) + kInlineBytes];  // the site's text, then the payload
+    char data[sizeof(fl_site) + kInlineBytes];  // text of the call site, then the payload
 
     const char* payload() const { return data + site_bytes; }
     void set_site(const fl_site& site);
@@ -137,7 +138,7 @@ class Collectives {
   void relay_calls(Call& call, const void* data, const Parts& give, size_t bytes);
   void send_separately(const void* data, const Parts& give);
   void fetch(const Parts& take);
-  // The payload of rank r that arrived with its header or was fetched. Valid until the next call.
+  // Return the payload of rank r in this call. It is valid until the next call.
   const char* payload(int r) const;
   void await_pending();
   void post_header(int r, uint32_t number, bool grants);
@@ -167,30 +168,29 @@ class Collectives {
   Mesh& mesh_;
   const int rank_;
   const int size_;
-  const bool uses_relay_;          // calls travel through other ranks: see Relay
+  const bool uses_relay_;          // other ranks forward the calls: see Relay
   bool compares_at_once_ = false;  // no call returns before all ranks have made it
   bool has_begun_ = false;
-  // Frames by peer and call. Pages that no payload reaches stay untouched.
   Frames outgoing_, incoming_;
-  // For each peer: buffers over all frames. leaving_: calls still being sent. received_: last call received.
+  // By peer. leaving_: number of unsent headers. received_: number of the last received call.
   std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
   std::vector<uint32_t> leaving_, received_;
-  std::vector<OwnCall> own_calls_;  // the last calls of this rank, as long as they may not be compared
+  std::vector<OwnCall> own_calls_;  // this rank's calls that may be uncompared
   Relay relay_;
-  Waiter* waiter_ = nullptr;  // waits of the running call
-  std::vector<int> pending_;  // ranks to which a small payload was sent separately
-  uint32_t calls_ = 0;        // calls so far, with few ranks
+  Waiter* waiter_ = nullptr;
+  std::vector<int> pending_;  // ranks of send_separately() in this call
+  uint32_t calls_ = 0;        // calls of this rank so far, without relay
   uint32_t compared_ = 0;     // number of the last compared call
-  uint32_t reposted_ = 0;     // number of the last call whose frame was posted again
-  uint32_t awaited_ = 0;      // number of the awaited call
+  uint32_t reposted_ = 0;     // the frames up to this call are posted again
+  uint32_t awaited_ = 0;      // number of the call that this rank awaits
   Mismatches mismatches_{rank_, kMostAhead};
-  // last_: the latest call that all ranks have made. received_at_: its arrival time.
+  // last_: the last call that this rank has received from all ranks. received_at_: the time of its arrival.
   CallReport last_;
   Clock::time_point received_at_;
-  // scratch_: received chunks of each peer in large reductions. The memory is kept between calls.
+  // Memory for received chunks in large reductions. It is kept between calls.
   std::unique_ptr<char[]> scratch_;
   std::vector<Buffer> rooms_;
-  size_t taken_ = 0;  // number of chunks taken from each peer
+  size_t taken_ = 0;  // chunks received so far from each peer
 };
 
 }  // namespace fl

@@ -1,5 +1,5 @@
-// Descriptors of a group's sockets. A forked child must close them: its copies keep connections open, and
-// peers would not notice that a rank was killed.
+// Descriptors of a group's sockets. A forked child must close its copies: while they are open, peers do not
+// notice that this rank was killed.
 #pragma once
 
 #include <sys/types.h>
@@ -15,14 +15,14 @@ namespace fl {
 // Throw the errno of a failed system call.
 [[noreturn]] inline void fail_in(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
 
-// A descriptor with the identity of its file, because the number may be reused.
+// A descriptor, with device and inode: they show whether its number was reused for another file.
 struct Descriptor {
   int number = -1;  // no descriptor
   dev_t device = 0;
   ino_t inode = 0;
 
   static Descriptor of(int number) noexcept;
-  // In a forked child: close the descriptor unless its number was reused.
+  // In a forked child: close the descriptor unless its number now refers to another file.
   void close_if_same() const noexcept;
 };
 
@@ -30,10 +30,10 @@ class Descriptors {
  public:
   explicit Descriptors(size_t capacity) : descriptors_(new Descriptor[capacity]), capacity_(capacity) {}
 
-  // Not thread-safe. Descriptors beyond the announced maximum are ignored.
+  // Add a descriptor, unless there are `capacity` already. Not thread-safe.
   void add(int descriptor);
 
-  // In a forked child: close all descriptors that were not reused. Other threads may have been in add().
+  // In a forked child: close all descriptors whose numbers were not reused.
   void close_all() const noexcept;
 
  private:

@@ -7,10 +7,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// kGoodbye: maximum time to wait for the delivery of notifications. kDeliveryTick: interval of the checks.
+// kGoodbye: maximum time to wait for the delivery of notes. kDeliveryTick: time between checks for delivery.
 constexpr milliseconds kGoodbye{500}, kDeliveryTick{2};
 
-// Send `text` to the peer. Ignore errors: a rank that has left needs no notification.
+// Send `text` to the peer. Ignore errors: a rank that has left the group needs no note.
 void notify_peer(Pair& pair, uint64_t group, const std::string& text) noexcept {
   try {
     pair.send_note(group, text, Mesh::is_last(text));
@@ -79,7 +79,7 @@ bool Family::has_ended() const {
   return std::all_of(groups_.begin(), groups_.end(), [](const auto& entry) { return entry.second->has_ended; });
 }
 
-// Notify all members. A rank that is now connecting gets the text here or in connected().
+// Peers that connect during this function receive the text here or from connected().
 void Family::notify(Mesh& group, const std::string& text) noexcept {
   std::vector<Pair*> connections;
   {
@@ -105,7 +105,7 @@ void Family::forward_later(const Mesh& group, std::string text) {
   });
 }
 
-// Wait for delivery: if a connection is closed while data arrives from the peer, data to the peer is dropped.
+// If a connection is closed while data from the peer arrives, the kernel drops data to the peer.
 void Family::deliver() const noexcept {
   const auto is_delivered = [&] {
     for (int peer = 0; peer < links->size; ++peer) {
@@ -135,7 +135,7 @@ void Family::connected(int peer, Pair& pair) {
   }
 }
 
-// Handle a note. If the group is unknown, keep the note, because this rank is about to create the group.
+// Handle a note. If the group is unknown, store the note: this rank will create the group soon.
 void Family::handle_note(int peer, uint64_t group, const std::string& text) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = groups_.find(group);
@@ -179,12 +179,12 @@ int Family::listen_for_hosts() {
 void Family::watch_hosts(std::shared_ptr<const Hosts> hosts) {
   if (!(hosts->seconds > 0)) return heartbeat_.reset();
   links->keep_alive_for(patience_ = hosts->seconds);
-  if (heartbeat_ == nullptr) return;  // another group monitors hosts and ends this one too
+  if (heartbeat_ == nullptr) return;  // another group monitors the hosts: see Companion
   heartbeat_->begin(std::move(hosts));
   beats_ = std::thread(&Family::beat, this);
 }
 
-// Run the heartbeat on a separate thread, so that news is forwarded even if it ends groups of this rank.
+// Run the heartbeat on its own thread, so that it forwards news while the watch thread ends groups.
 void Family::beat() {
   while (!is_going_) {
     if (const auto lost = heartbeat_->update()) watch.soon([this, lost] { lose(*lost); });
@@ -192,7 +192,7 @@ void Family::beat() {
   }
 }
 
-// End each group with ranks on lost hosts. Connections may break while this rank notifies other ranks.
+// End each group with ranks on lost hosts. Set all reasons first: later steps may break connections.
 void Family::lose(const Failure& failure) {
   const std::lock_guard<std::mutex> losing(losing_);
   std::vector<std::pair<Mesh*, Failure>> lost;

@@ -1,4 +1,4 @@
-// State that a group shares with its subgroups: connections, threads, descriptors, and notifications.
+// State that a group shares with its subgroups: connections, threads, descriptors and notes.
 #pragma once
 
 #include "../common/engine.h"
@@ -26,17 +26,17 @@ class Family {
   // Begin to accept connections; see Links.
   void open(const char* addresses, size_t bytes, const char* key);
 
-  // add() and remove() register or unregister a group. remove() notifies the members: connections stay open.
+  // Register a group, or remove it. remove() notifies the members, because the connections remain open.
   void add(Mesh& group);
   void remove(Mesh& group) noexcept;
-  // Mark `group` as unusable. If no usable group remains, close all connections.
+  // Mark `group` as unusable. If all groups are unusable, close all connections.
   void end(Mesh& group) noexcept;
 
-  // Notify the members of `group`, including members that connect later.
+  // Send the note `text` to the members of `group`, also to members that connect later.
   void notify(Mesh& group, const std::string& text) noexcept;
-  // Have the watch thread call group.forward(text) if the group still exists. The group may be locked.
+  // Call group.forward(text) on the watch thread, if the group still exists. The caller may hold group locks.
   void forward_later(const Mesh& group, std::string text);
-  // Wait until notifications are delivered to all peers, except peers that are silent for half a second.
+  // Wait until all peers have received their notes, except peers that do not answer for half a second.
   void deliver() const noexcept;
 
   // Monitor the hosts. If a host is lost, end the groups with ranks on that host and notify other ranks.
@@ -46,16 +46,16 @@ class Family {
   void leave() {
     if (heartbeat_ != nullptr) heartbeat_->leave();
   }
-  // Seconds until a lost host is detected. 0 means that hosts are not monitored.
+  // Maximum seconds until a lost host is detected, or 0 if hosts are not monitored.
   double patience() const { return patience_; }
 
   // In a forked child, where the threads do not exist: close the descriptors.
   void abandon() const noexcept;
 
   const std::shared_ptr<Links> links;
-  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // threads for asynchronous operations
+  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for started operations
   GlooWire wire{*links};
-  Engine engine{wire, links->size};  // progresses messages; its ranks are ranks of the whole group
+  Engine engine{wire, links->size};  // its ranks are ranks of the whole group
 
  private:
   using Notes = std::vector<std::string>;
@@ -64,19 +64,19 @@ class Family {
   int64_t calls_of(uint64_t group);
   void beat();
   void lose(const Failure& failure);
-  // True if no usable group exists. Requires the lock.
+  // True if all groups are unusable. Requires mutex_.
   bool has_ended() const;
 
   double patience_ = 0;
-  std::mutex losing_;  // held while groups handle losses, so that no group is removed
-  std::mutex mutex_;  // guards the members below; to hold a pair's lock too, lock the pair first
+  std::mutex losing_;  // locked while groups end after a loss: no group is removed then
+  std::mutex mutex_;   // guards the members below; a thread that needs a pair's lock too locks the pair first
   std::map<uint64_t, Mesh*> groups_;
-  std::vector<Pair*> connections_;  // to each rank; null: not connected
-  // By rank: notifications of removed groups for members that connect later.
+  std::vector<Pair*> connections_;  // by rank; null if not connected
+  // By rank: the notes of removed groups, for members that connect later.
   std::map<int, std::vector<std::pair<uint64_t, Notes>>> late_notes_;
-  // Notifications about groups that this rank has not created yet.
+  // By group number: (rank, note) for groups that this rank has not created yet.
   std::map<uint64_t, std::vector<std::pair<int, std::string>>> early_;
-  std::unique_ptr<Heartbeat> heartbeat_;  // null: all ranks are on one host
+  std::unique_ptr<Heartbeat> heartbeat_;  // null if all ranks are on one host
   std::atomic<bool> is_going_{false};
   std::thread beats_;
 

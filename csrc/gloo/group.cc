@@ -8,7 +8,7 @@ namespace {
 
 fl_site site_of(const Request& call) { return call.site != nullptr ? *call.site : fl_site{}; }
 
-// True if `timeout` names one rank and that rank has begun the same call, so that it is waiting itself.
+// True if `timeout` names one rank that has begun the same call, and so waits for another rank itself.
 bool waits_in(const Failure& timeout, const fl_signature& call) {
   return timeout.missing.size() == 1 && timeout.report.calls[timeout.missing[0]].sequence == call.sequence;
 }
@@ -47,13 +47,13 @@ bool Group::is_ahead(int rank, fl_signature& call) {
 std::shared_ptr<Operation> Group::lost() {
   const auto reason = mesh_->reason();
   if (!mesh_->is_broken() && !mesh_->has_farewell() && !reason) return nullptr;
-  // If a host is lost, other groups get the failure as well, even if another operation detected it.
+  // The loss of a host concerns other groups too: report it even if an operation of this group raised it.
   const bool concerns_others = reason && reason->status == FL_HOST_LOST;
   const bool was_raised = mesh_->is_broken() && !concerns_others;
   const Failure found = was_raised ? mesh_->why_broken() : mesh_->explain(-1, "it gave up");
   auto operation = ended_with(found.status, {found.what(), found.missing, {}, {}});
   operation->ended = Clock::now();
-  return operation;  // the group has not ended yet; the caller decides
+  return operation;
 }
 
 void Group::give_up(const std::string& why) {
@@ -85,13 +85,13 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
   return nothing_to_fetch ? nullptr : operation;
 }
 
-// Sockets stay open during a caller's operation. Therefore notify other ranks that the group is closed.
+// Notify the other ranks that the group is closed, because a running operation keeps the sockets open.
 void Group::close() {
   if (queue_.enter()) {
     collectives_.flush(Clock::now() + kLastMessages);
     queue_.leave();
   }
-  mesh_->leave();  // so that this rank is not reported as lost
+  mesh_->leave();  // otherwise this rank would be reported as lost
   port_->close();
   queue_.close();
   if (!queue_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, kWasClosed));
@@ -117,7 +117,7 @@ Group::Task Group::collective(const Request& request, InterruptCheck interrupt) 
     } catch (const Mismatch&) {
       throw;
     } catch (const std::exception& error) {
-      throw mesh_->explain(-1, error.what());  // while a waiter with a deadline exists
+      throw mesh_->explain(-1, error.what());  // explain() may wait until the deadline of `waiter`
     }
   };
 }

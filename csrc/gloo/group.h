@@ -1,4 +1,4 @@
-// A process group over Gloo: its mesh, its collectives, its messages and its queue.
+// A process group over Gloo: mesh, collectives, messages and queue.
 #pragma once
 
 #include "../common/queue.h"
@@ -17,30 +17,30 @@ class Group {
   int size() const { return mesh_->size; }
   void call_ranks(std::vector<int> numbers) { mesh_->call_ranks(std::move(numbers)); }
   void compare_at_once() { mesh_->compare_at_once(); }
-  // Call before the first run().
+  // Set the check for signals. Call it before the first run().
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes,
                                      std::string key, bool lazily, double seconds);
   // True if `rank` has begun a collective that this rank has not called; `call` receives it.
   bool is_ahead(int rank, fl_signature& call);
-  // Return null if the group is usable, else an ended operation with the reason.
+  // Return null if the group is usable, else a failed operation whose error is the reason.
   std::shared_ptr<Operation> lost();
-  // Announce that this rank begins no more messages.
+  // Announce that this rank starts no more messages.
   void leave() { mesh_->leave(); }
-  // End the group and report the reason to the other ranks.
+  // End the group with the reason `why`, and send the reason to the other ranks.
   void give_up(const std::string& why);
-  // End running and queued operations; the destructor closes the sockets. An operation on the calling thread,
-  // which a signal handler has interrupted, ends when it continues.
+  // End running and queued operations. The destructor closes the sockets. If a signal handler calls close(),
+  // an operation that it has interrupted on this thread ends after the handler returns.
   void close();
 
-  // In a forked child: close the descriptors, without locks.
+  // In a forked child: close the descriptors. Uses no lock.
   void abandon() noexcept { mesh_->close_descriptors(); }
 
-  // Start an operation; collectives run on a thread, in order.
+  // Start an operation. Collectives run one after the other on another thread.
   Handle start(const Request& call);
-  // Run an operation on the caller's thread; if earlier operations are pending, start it instead. A
-  // null result means success without a result to fetch.
+  // Run an operation on the caller's thread, or start it if earlier operations have not ended. Null means
+  // that the operation succeeded and has no result to fetch.
   Handle run(const Request& call);
   // Run several sends and receives; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, bool async) {
@@ -60,7 +60,7 @@ class Group {
   const std::unique_ptr<Port> port_;
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
-  std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();  // shared by the operations that run() has ended
+  std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();
   Queue queue_;  // last: destroyed before the objects that its operations use
 };
 

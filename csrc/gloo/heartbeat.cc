@@ -10,29 +10,29 @@
 namespace fl {
 namespace {
 
-// Messages after both ends have exchanged proofs. News starts with kNews and ends with a zero byte. It
-// contains the kind, the age in milliseconds, and the first and last number of each run of hosts or ranks;
-// rank numbers follow the host numbers. A rank that has sent kLeave is not lost when its connection ends.
+// First bytes of messages after both proofs. A message of news ends with a zero byte. It contains the kind of
+// loss, milliseconds since the loss, and the first and last number of each range of lost hosts or ranks. Rank
+// r has the number r + number of hosts. If the peer has sent kLeave, the end of its connection is no loss.
 constexpr char kBeat = 1, kNews = 2, kLeave = 3;
 // Kinds of losses: host does not answer; only its kernel answers; this host is cut off; a process has died.
 constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
-// Limits of one message of news: bytes of the shortest, which wakes the peer unlike a beat; runs; bytes.
+// For one message of news: minimum bytes (fewer do not wake the peer), maximum ranges, maximum bytes.
 constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
-// Time to collect news before it is sent in one message: if half of the hosts are lost, there is much news.
+// Minimum time between messages of news. If many hosts are lost, one message contains several losses.
 constexpr std::chrono::milliseconds kPause{10};
 
-// Sizes, in bytes, of the rank number and of the proof that an asking rank sends.
+// An asking rank sends its rank number and its proof: their sizes in bytes.
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
-constexpr size_t kMostStrangers = 64;  // unproven connections beyond the ranks of one host
+constexpr size_t kMostStrangers = 64;  // maximum unproven connections, plus Hosts::most
 
-// Fractions of Hosts::seconds. kLook: interval of beats. kDoubt, kJudge: silence before doubt and before the
-// decision. The remaining time is for spreading the news and ending the operations.
+// Fractions of Hosts::seconds. kLook: time between beats. kDoubt: silence after which other ranks are asked.
+// kJudge: silence after which the host is lost. The remaining time is for news and the end of operations.
 constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
-// If this rank has not run for this number of intervals, it was stopped: its measured silences are invalid.
+// If update() was not called for this number of intervals, this rank was stopped. Its silences are corrected.
 constexpr int kAsleep = 4;
-// Maximum number of witnesses: other hosts that this rank asks if a host is silent.
+// Maximum number of other hosts that this rank asks if a host is silent.
 constexpr int kWitnesses = 8;
-// If a host has at most this number of ranks, each rank notifies all others of a loss. Else some forward it.
+// On hosts with at most this number of ranks, each rank sends news to all others. On larger hosts some do.
 constexpr size_t kDirect = 8;
 constexpr size_t kMostNames = 20;
 
@@ -86,10 +86,11 @@ void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   interval_ = std::min<Clock::duration>(seconds(hosts_->seconds * kLook), kLongestInterval);
   doubt_ = seconds(hosts_->seconds * kDoubt);
   limit_ = seconds(hosts_->seconds * kJudge);
-  // The ranks of one host may receive the last answers of a lost host up to two intervals apart.
+  // The ranks of this host may detect a loss at different times, at most two intervals apart.
   settling_ = hosts_->count() > 2 ? 2 * interval_ : Clock::duration{};
   looked_ = beats_ = due_ = time_now();
-  // All ranks of this host ask the next host (distance 1). One rank of this host asks at each other distance.
+  // Every rank of this host watches the next host. The hosts at distance 2, 4, 8, ... are divided among the
+  // ranks.
   const int ranks = static_cast<int>(local.size());
   for (int bit = 0; 1 << bit < hosts_->count(); ++bit) {
     if (bit == 0 || bit % ranks == host_index_ % ranks) watched_.push_back({1 << bit, -1, looked_});
@@ -187,7 +188,7 @@ void Heartbeat::listen_to(Link& link) {
   link.line.send({kBeat});
 }
 
-// True after both ends have shown valid proofs; the asking rank shows its proof first.
+// True if the peer has shown a valid proof. The rank that asks sends its proof first.
 bool Heartbeat::is_proven_now(Link& link) {
   if (link.is_proven) return true;
   int32_t rank = rank_;
@@ -202,7 +203,7 @@ bool Heartbeat::is_proven_now(Link& link) {
   if (!link.is_ours && rank >= 0 && rank < static_cast<int>(hosts_->numbers.size())) link.peer = rank;
   link.is_proven = link.peer >= 0 && prover_.is_shown_by(link.peer, proof.data());
   if (!link.is_proven) {
-    if (link.is_ours) left_.insert(link.peer);  // another process listens there now
+    if (link.is_ours) left_.insert(link.peer);  // the peer has ended: another process uses its port
     link.line.give_up();
     return false;
   }
@@ -230,8 +231,8 @@ bool Heartbeat::has_beaten(Link& link) {
   return has_beaten;
 }
 
-// Handle an answer. If a host answers on one new connection, it is alive. The connection to the silent rank
-// stays open, because its end shows that the rank's process has died.
+// Record that the host of `answers` is alive and close the other new connections to it. The old connection to
+// the silent rank stays open, because its end shows that the process has died.
 void Heartbeat::handle_answer(Link& answers) {
   Watched* const entry = watched(host(answers.peer));
   if (entry == nullptr) return;
@@ -245,7 +246,7 @@ void Heartbeat::handle_answer(Link& answers) {
 
 // Asking -------------------------------------------------------------------------------------
 
-// Ask the watched hosts, once per interval.
+// Send a beat to each watched host. It is called once per interval.
 void Heartbeat::ask_hosts() {
   beats_ = looked_ + interval_;
   std::set<int> hosts_asked;
@@ -277,9 +278,9 @@ void Heartbeat::ask_hosts() {
   }
 }
 
-// Choose the rank to ask: the rank with this rank's index on that host, so that each rank there is asked by
-// one rank. Distance 1 is the next host with present ranks. A host at another distance is skipped if it has
-// none, so that not all ranks ask the host after many lost hosts.
+// Choose the host and its ranks to ask; return false if no host is left. Ranks ask the rank with their own
+// index on that host, so that each rank is asked by one rank. Distance 1 means the next host with present
+// ranks. Other distances are exact: otherwise all ranks would ask the first host after a gap of lost hosts.
 bool Heartbeat::choose(Watched& entry) {
   const int count = hosts_->count();
   const int end = entry.distance == 1 ? count : entry.distance + 1;
@@ -314,8 +315,8 @@ void Heartbeat::ask(int peer, bool is_fresh) {
   links_.push_back({Line(hosts_->addresses[peer]), looked_, true, peer, is_fresh});
 }
 
-// Ask on a new connection: the kernel repeats lost connection requests after growing pauses, too late for a
-// network outage of two seconds.
+// Ask `peer` on a new connection. The old connection may be slow after a network outage, because the kernel
+// waits longer and longer before it repeats a lost packet.
 void Heartbeat::ask_again(int peer) {
   doubts_.emplace(host(peer), Doubt{looked_});
   const auto is_question = [&](const Link& link) {
@@ -360,7 +361,7 @@ void Heartbeat::judge() {
 void Heartbeat::add_loss(int index, const Loss& loss) {
   if (lost_.count(index)) return;
   lost_.emplace(index, loss);
-  for (Link& link : links_) {  // the peers may answer and be notified
+  for (Link& link : links_) {
     if (link.is_ours && host(link.peer) == index && !link.line.is_connected()) link.line.give_up();
   }
   unsent_.emplace(index, loss);
@@ -381,7 +382,7 @@ void Heartbeat::read_news(const std::string& text) {
   }
 }
 
-// Return the ranks of this host to notify: all, or a subset that forwards news to the others.
+// Return the ranks of this host to notify: all ranks, or on large hosts some ranks, which forward the news.
 std::vector<int> Heartbeat::local_receivers() const {
   const std::vector<int>& local = hosts_->ranks[own_host_];
   const int count = static_cast<int>(local.size());
@@ -395,8 +396,8 @@ std::vector<int> Heartbeat::local_receivers() const {
   return result;
 }
 
-// Send news. Connections to ranks of this host are made now. A host that is cut off notifies only its own
-// ranks: after it returns, other hosts have better information.
+// Send news; with the first news, connect to ranks of this host. If this host is cut off, notify only its own
+// ranks: other hosts must not receive a wrong loss when the network returns.
 void Heartbeat::send_news() {
   if (!unsent_.empty() && news_.empty()) {
     for (int peer : local_receivers()) ask(peer, false);
@@ -434,12 +435,12 @@ void Heartbeat::send_news() {
   for (Link& link : links_) {
     const bool is_known = link.is_ours ? link.has_shown : link.is_proven;
     if (!is_known || link.news_sent == news_.size()) continue;
-    const bool is_near = host(link.peer) == own_host_;  // of two connections one suffices
+    const bool is_near = host(link.peer) == own_host_;  // two ranks of a host may have two connections
     if (is_near ? link.is_ours : !stays_here) link.news_sent += link.line.send(news_.substr(link.news_sent));
   }
 }
 
-// Report lost hosts before lost ranks. A report with both is rare.
+// Return the lost hosts first. Lost processes are returned by the next call.
 std::optional<Failure> Heartbeat::report() {
   if (looked_ < reports_) return std::nullopt;
   const int count = hosts_->count();

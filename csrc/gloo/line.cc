@@ -11,7 +11,7 @@ namespace fl {
 namespace {
 
 constexpr size_t kMostWaiting = 16384;
-constexpr int kProbes = 3, kMostIdle = 32767;  // maximum seconds that the kernel accepts
+constexpr int kProbes = 3, kMostIdle = 32767;  // kMostIdle: maximum seconds that the kernel accepts
 
 // True if a system call that failed with `error` may succeed if it is repeated later.
 bool is_later(int error) { return error == EAGAIN || error == EINTR || error == EINPROGRESS; }
@@ -137,7 +137,7 @@ std::optional<Line> Listener::accept() {
   return socket_number < 0 ? std::nullopt : std::make_optional<Line>(socket_number);
 }
 
-// If no descriptor is free, do not poll the listener: a pending connection would end every poll at once.
+// If descriptors ran out, do not poll the listener, because a pending connection would end every poll.
 void Listener::await(const std::vector<const Line*>& lines, Clock::time_point end) {
   std::vector<pollfd> events{{bell_, POLLIN, 0}, {has_room_ ? socket_ : -1, POLLIN, 0}};
   for (const Line* line : lines) events.push_back(line->awaited());
@@ -156,8 +156,8 @@ void set_port(sockaddr_storage& address, int port) {
 
 void keep_alive(int socket, double seconds) noexcept {
   const int idle = static_cast<int>(seconds);
-  // No TCP_USER_TIMEOUT: the kernel also counts time with a full window while the peer answers, so a rank in
-  // a debugger would be lost. Rendezvous connections use it, because nothing else monitors them.
+  // TCP_USER_TIMEOUT is not set: it would break the connection to a rank in a debugger, which receives no
+  // data although its host answers. Only rendezvous connections use it, because nothing else monitors them.
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, std::clamp(idle, 1, kMostIdle));
   const int interval = (idle + kProbes - 1) / kProbes;

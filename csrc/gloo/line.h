@@ -1,4 +1,4 @@
-// Sockets and time for the heartbeats. The simulation replaces line.cc.
+// Sockets and time for the heartbeats. tests/simulation replaces line.cc.
 #pragma once
 
 #include <netinet/in.h>
@@ -9,13 +9,12 @@
 
 namespace fl {
 
-// Return the current time of the heartbeats.
 Clock::time_point time_now();
 
 // One connection. No function blocks.
 class Line {
  public:
-  // Take over an accepted connection, closed by the destructor.
+  // Use the accepted connection `socket`. The destructor closes it.
   explicit Line(int socket);
   // Begin to connect to `address` (IPv4 or IPv6).
   explicit Line(const sockaddr_in6& address);
@@ -26,20 +25,20 @@ class Line {
   // Update the state of the connection and read arrived bytes.
   void update();
   bool is_connected() const { return is_connected_; }
-  // True if the peer has closed the connection or does not listen. Its kernel answered, so its host is alive.
+  // True if the peer has closed the connection or does not listen. In both cases its host has answered.
   bool has_left() const { return has_left_; }
   // True if has_left(), or if the connection is broken.
   bool has_ended() const { return has_left_ || is_broken_; }
 
-  // Return the received bytes that were not taken yet, at most some kilobytes.
+  // Return the received bytes that take() has not removed, at most some kilobytes.
   const std::string& received() const { return received_; }
   std::string take(size_t bytes);
-  // Send `bytes` and return the number of bytes that the kernel accepted.
+  // Send `bytes`. Return the number of bytes that the kernel has accepted, which may be less.
   size_t send(const std::string& bytes);
 
-  // Wake only if at least `bytes` bytes have arrived. The next update() reads fewer bytes as well.
+  // Let Listener::await() wake for this connection only if at least `bytes` bytes have arrived.
   void await_at_least(int bytes);
-  // Return the event to wait for.
+  // Return the event for which Listener::await() polls this connection.
   pollfd awaited() const;
 
   // Mark the connection as broken.
@@ -59,32 +58,32 @@ class Line {
 // A listening socket.
 class Listener {
  public:
-  // Listen at `address_to_use` on a free port. Throws.
+  // Listen at `address_to_use` on a free port. Throws std::runtime_error.
   explicit Listener(sockaddr_storage address_to_use);
   ~Listener();
   Listener(const Listener&) = delete;
 
   int port() const { return port_; }
-  // Return a new connection, or nothing if no connection or no free descriptor is available.
+  // Return a new connection, or no value if none is pending or descriptors ran out.
   std::optional<Line> accept();
 
-  // Wait for a new connection, an event of `lines`, `end`, or ring().
+  // Wait until a connection is pending, a line has an event, ring() is called, or `end` is reached.
   void await(const std::vector<const Line*>& lines, Clock::time_point end);
-  // From any thread: wake await(), now and in the future.
+  // From any thread: make this and all later await() calls return immediately.
   void ring() noexcept;
-  // In a forked child: close the socket. A later ring() in the child does not wake the parent.
+  // In a forked child: close the socket. ring() in the child does not wake the parent any more.
   void abandon() const noexcept { descriptor_.close_if_same(); }
 
  private:
   int socket_ = -1, bell_ = -1, port_ = 0;
-  bool has_room_ = true;  // false: descriptors ran out, and a connection may be pending
+  bool has_room_ = true;  // false if the last accept() found no free descriptor
   Descriptor descriptor_;
 };
 
 void set_port(sockaddr_storage& address, int port);
 
-// Make the kernel probe a peer that has been silent for `seconds`, and break the connection after another
-// `seconds` without an answer. The kernel does not probe while data waits to be sent.
+// Let the kernel probe a peer that is silent for `seconds`, and break the connection if the peer does not
+// answer for another `seconds`. The kernel sends no probes while data waits to be sent.
 void keep_alive(int socket, double seconds) noexcept;
 
 }  // namespace fl

@@ -15,11 +15,11 @@
 namespace fl {
 namespace {
 
-// Maximum number of connections without a proof, in addition to one per rank.
+// Maximum number of attempts to connect, in addition to two per rank.
 constexpr size_t kSpareAttempts = 64;
 
-// Maximum time in which a waiting thread reads the connection itself: a few times the time to schedule Gloo's
-// thread and then the waiting thread.
+// Maximum time for which a waiting thread reads a connection itself. The alternative, to schedule Gloo's
+// thread and then the waiting thread, takes a fraction of this time.
 constexpr std::chrono::microseconds kBrief{600};
 
 // Thrown if the peer closed the connection or is not in this group. The right peer may still connect.
@@ -31,13 +31,12 @@ struct Refused : std::runtime_error {
 
 class Links::Listener : public Handler {
  public:
-  // `descriptor`: a listening socket, or a descriptor that never has events.
+  // `descriptor` is a listening socket, or for settle() a descriptor without events.
   Listener(Links& links, int descriptor) : links_(links), socket(descriptor) {
     if (socket < 0) fail_in("eventfd");
   }
   ~Listener() override { close(); }
 
-  // Close the socket.
   void close() noexcept {
     if (socket >= 0) ::close(socket);
     socket = -1;
@@ -57,8 +56,8 @@ class Links::Attempt : public Handler {
  public:
   static constexpr char kStranger[] = "the process that connected as this rank does not know the secret of this job";
 
-  // A connecting socket to `peer`, perhaps only to ask for the number of calls in group `asks_of`; or an
-  // accepted socket of an unknown peer (-1).
+  // If this rank connects, `peer` is the target, and with `asks_of` it only asks for the calls in that group.
+  // If a peer connects, `peer` is -1 until its greeting arrives.
   Attempt(Links& links, int socket, int peer, std::optional<uint64_t> asks_of = {})
       : socket(socket),
         is_ours(peer >= 0),
@@ -84,28 +83,28 @@ class Links::Attempt : public Handler {
     }
   }
 
-  // From any thread: make the attempt end itself.
+  // From any thread: let Gloo's thread end this attempt.
   void cancel() noexcept { shutdown(socket, SHUT_RDWR); }
 
   const int socket;
   const bool is_ours;
   int peer;
   std::optional<uint64_t> asks_of;
-  int64_t calls = 0;      // the answer
-  bool has_slot = false;  // accepted, and selected as the connection of this peer
-  bool is_taken = false;  // Gloo owns the socket
+  int64_t calls = 0;      // answer to `asks_of`
+  bool has_slot = false;  // accepted as the connection with this peer
+  bool is_taken = false;  // a Pair has the socket now
 
  private:
-  // The message of each end. The connecting end sends first. The other end answers after a valid proof.
+  // Each end sends one. The connecting end sends first, and the other end answers if the proof is valid.
   struct Greeting {
     int32_t rank;
-    int32_t asks;    // asks only for the number of begun collectives
-    uint64_t group;  // whose collectives are counted
-    int64_t calls;   // the answer
+    int32_t asks;  // 1: only asks for the calls in `group`
+    uint64_t group;
+    int64_t calls;  // the answer: number of collectives
     char proof[FL_PROOF_BYTES];
   };
 
-  // Do not use this object after ended(), which destroys it.
+  // ended() destroys this object, so it is the last call.
   void serve() {
     if (!is_connected_) {
       int error = 0;
@@ -125,7 +124,7 @@ class Links::Attempt : public Handler {
       if (peer_greeting_.asks != 0) asks_of = peer_greeting_.group;
       if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("the rank is invalid");
       if (!links_.prover_.is_shown_by(peer, peer_greeting_.proof)) {
-        answer(Greeting{});  // informs a mistaken peer and reveals nothing
+        answer(Greeting{});  // shows the peer that the secrets differ
         throw Refused(kStranger);
       }
       if (!asks_of && !links_.has_slot(*this)) throw Refused("the connection exists already");
@@ -143,11 +142,11 @@ class Links::Attempt : public Handler {
   }
 
   void answer(const Greeting& greeting) {
-    const ssize_t sent = send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL);  // fits into the buffer
+    const ssize_t sent = send(socket, &greeting, sizeof greeting, MSG_NOSIGNAL);
     if (sent != sizeof greeting) throw Refused("the connection broke");
   }
 
-  // Read exactly one greeting; the following bytes belong to Gloo.
+  // Read exactly one greeting, because the bytes after it belong to the Pair. Return true at its end.
   bool receive() {
     char* const into = reinterpret_cast<char*>(&peer_greeting_) + received_;
     const ssize_t count = recv(socket, into, sizeof peer_greeting_ - received_, 0);
@@ -205,7 +204,7 @@ void Links::close() noexcept {
     was_open = std::exchange(is_open_, false);
     if (was_open) remove(listener->socket);
     for (const auto& entry : attempts_) {
-      if (!entry.first->is_taken) remove(entry.first->socket);  // Gloo's socket is removed when it is closed
+      if (!entry.first->is_taken) remove(entry.first->socket);
     }
   }
   changed_.notify_all();
@@ -216,7 +215,7 @@ void Links::close() noexcept {
   }
 }
 
-// Wait until Gloo's thread has left this object: it processes registrations in order.
+// Wait until Gloo's thread no longer uses this object: it handles registrations in order.
 void Links::settle() const {
   device_->registerDescriptor(settles_->socket, EPOLLIN, settles_.get());
   device_->unregisterDescriptor(settles_->socket, settles_.get());
@@ -296,7 +295,7 @@ void Links::begin(int peer, std::optional<uint64_t> asks_of) {
   device_->registerDescriptor(connection, EPOLLOUT, begun);
 }
 
-// Keep a stored kStranger: a peer that failed its proof then closes the connection, which is not the reason.
+// Do not replace kStranger: after it, the peer closes the connection, which is only a consequence.
 void Links::explain(int peer, const std::string& problem) {
   if (problems_[peer] != Attempt::kStranger) problems_[peer] = problem;
 }
@@ -307,7 +306,7 @@ void Links::accept() {
   const std::lock_guard<std::mutex> lock(lock_);
   if (!is_open_) return;
   const int connection = accept4(listener_->socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (connection < 0) return;  // the peer has closed it already
+  if (connection < 0) return;
   auto attempt = std::make_unique<Attempt>(*this, connection, -1);
   Attempt* const begun = attempt.get();
   const auto other = std::find_if(attempts_.begin(), attempts_.end(),
@@ -317,7 +316,7 @@ void Links::accept() {
   device_->registerDescriptor(connection, EPOLLIN, begun);
 }
 
-// True if this attempt is used. If both ends have begun one, the lower rank's connection is kept.
+// True if the accepted connection is used. If both ends connect, the connection of the lower rank is used.
 bool Links::has_slot(Attempt& attempt) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;
@@ -341,7 +340,7 @@ void Links::adopt(Attempt& attempt) {
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
   on_connected_(attempt.peer, static_cast<Pair&>(*pairs_[attempt.peer]));
   states_[attempt.peer].store(kConnected, std::memory_order_release);
-  // If all peers are connected, close the listener, unless ranks may still ask for calls: see calls_of.
+  // If all peers are connected, close the listener, unless calls_of() may still need it.
   for (int peer = 0; peer < size; ++peer) {
     if (listens_on_ || (peer != rank && !is_connected(peer))) return;
   }
@@ -349,7 +348,7 @@ void Links::adopt(Attempt& attempt) {
   listener_->close();
 }
 
-// `is_refused`: the peer closed the connection or keeps its own attempt. The thread that waits tries again.
+// If `is_refused`, await() may connect again: the peer closed this connection and perhaps uses another.
 void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;
@@ -366,7 +365,7 @@ void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused)
   if (!attempt.is_taken) remove(attempt.socket);
   attempts_.erase(&attempt);
   changed_.notify_all();
-  if (peer >= 0) parcels_->ended(peer);  // senders check the connection again
+  if (peer >= 0) parcels_->ended(peer);  // tells waiting senders to check the connection
 }
 
 }  // namespace fl

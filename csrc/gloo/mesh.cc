@@ -8,10 +8,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Maximum time to wait until a peer confirms our goodbye.
+// Maximum time for the delivery of this rank's reason, and for answers to calls_of().
 constexpr milliseconds kGoodbye{500};
 
-// Maximum delay between reports of a lost host on two ranks: each rank waits a little for further losses.
+// Maximum time by which this rank's heartbeat may report a lost host later than another rank's.
 constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
 
 // Errors that mean that a host does not answer. If only a process has ended, its kernel still answers.
@@ -24,7 +24,7 @@ bool is_silence(const std::string& what) {
   });
 }
 
-// kSettling: maximum time between the ends of one wait on different ranks. kSettlingTick: interval of checks.
+// If a wait times out on several ranks: maximum time between the timeouts, and time between checks.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
 
 std::string text_for_peers(std::string message, const std::string& name) {
@@ -37,10 +37,10 @@ std::string text_for_peers(std::string message, const std::string& name) {
 
 }  // namespace
 
-// The reason why a rank gave up. Wire format: kMark, status, number of missing ranks, these ranks, text.
+// Why a rank has ended the group. Text: kMark, status, number of missing ranks, these ranks, words.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
-  static constexpr size_t kMostBytes = 4000;  // maximum bytes of the text
+  static constexpr size_t kMostBytes = 4000;
 
   int status = 0;
   std::vector<int> missing;
@@ -75,7 +75,7 @@ int index_in(const std::vector<int>& ranks, int rank) {
 
 }  // namespace
 
-// The watch belongs to the family, which is a member; but the base class, initialised first, needs the watch.
+// The base class needs the watch of the family before the members are initialised: see the third constructor.
 Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
            double connect_seconds)
     : Mesh(std::make_shared<Family>(rank, size, host, interface, size > kDirect), all_ranks(size), 0,
@@ -153,7 +153,7 @@ void Mesh::require(int peer) {
   }
 }
 
-// Return the failure for a connection that cannot be made.
+// Wait for a reason from other ranks. Return the failure for a peer that cannot be connected.
 Failure Mesh::not_connected(int peer, const std::string& problem) {
   await_reason(is_silence(problem));
   if (const auto why = reason()) return *why;
@@ -162,16 +162,16 @@ Failure Mesh::not_connected(int peer, const std::string& problem) {
 
 Pair& Mesh::pair_with(int peer) {
   if (!is_connected(peer)) require(peer);
-  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // or it gave up: see explain
+  if (has_news_ && has_ended_sending(peer)) throw std::runtime_error(kHasLeft);  // explain() finds the reason
   return *links_.pair(ranks_[peer]);
 }
 
 void Mesh::request(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes) {
-  if (!is_connected(peer)) require(peer);  // a missing connection is not a broken one
+  if (!is_connected(peer)) require(peer);
   try {
     buffer.recv(peer, slot, offset, bytes);
   } catch (const std::exception&) {
-    // Ignore: a later send to the peer reports the broken connection.
+    // Ignore errors: a later send to the peer reports the broken connection.
   }
 }
 
@@ -179,7 +179,7 @@ void Mesh::expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size
   try {
     pair_with(peer).expect(buffer, group, slot, offset, bytes, tells);
   } catch (const std::exception&) {
-    // Ignore: a later send to the peer reports the broken connection.
+    // Ignore errors: a later send to the peer reports the broken connection.
   }
 }
 
@@ -196,7 +196,7 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
 
 // Notifications between members ---------------------------------------------------------------
 
-// Called on Gloo's or a reading thread with a pair locked. Therefore another thread notifies the other ranks.
+// Store a note. The calling thread has locked a pair, so another thread forwards a reason to the other ranks.
 void Mesh::receive_note(int peer, const std::string& text) {
   const bool is_hearsay = text[0] == kHearsay;
   bool is_first = false;
@@ -222,7 +222,7 @@ void Mesh::receive_note(int peer, const std::string& text) {
 void Mesh::forward(const std::string& text) noexcept {
   if (has_reported_) return;
   family_->notify(*this, text);
-  connect_neighbours(all_ranks(size));  // a new connection gets the text
+  connect_neighbours(all_ranks(size));  // peers that connect later receive the text too
 }
 
 Mesh::PeerState Mesh::state_of(int peer) const {
@@ -230,7 +230,7 @@ Mesh::PeerState Mesh::state_of(int peer) const {
   return peer_states_[peer];
 }
 
-// Return the reason that arrived first. Later reasons may come from ranks that failed because of the first.
+// Return the reason that arrived first. Later reasons may be consequences of it.
 Mesh::PeerFarewell Mesh::first_farewell() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return first_farewell_;
@@ -267,7 +267,7 @@ std::unique_ptr<Port> Mesh::port() {
   return std::make_unique<Port>(family_->engine, group, rank, ranks_, *this);
 }
 
-// Connect to the peer first, because the loss of a peer without a connection could go undetected.
+// Return the failure if the peer is lost. Connect first: without a connection, a loss may not be detected.
 std::optional<Failure> Mesh::loss_of(int peer) {
   if (const auto why = reason()) return why;
   try {
@@ -294,8 +294,8 @@ Clock::time_point Mesh::end_of(int peer) const {
 
 void Mesh::stop() { end(Failure(FL_CLOSED, {}, kWasClosed)); }
 
-// A peer may close a connection because it has detected a lost host; news of the host then arrives soon. If a
-// host does not answer, the heartbeats report it later, so a waiter with a deadline must exist.
+// If a peer has closed the connection because of a lost host, this rank soon receives the news as well. If
+// `is_silent`, the heartbeats report the loss later. Without a Waiter and its deadline, do not wait for them.
 void Mesh::await_reason(bool is_silent) {
   const Waiter* const waiter = Waiter::current();
   auto end = Clock::now();
@@ -310,8 +310,8 @@ void Mesh::await_reason(bool is_silent) {
   }
 }
 
-// Explain a broken connection. A peer that gave up has sent the true reason before it closed. Without a
-// reason, the connections broken so far show which ranks are gone.
+// A peer that ends the group sends its reason before it closes its connections. If no reason arrives, the
+// lost ranks are the peers whose connections had ended first.
 Failure Mesh::explain(int peer, const std::string& what) {
   std::map<int, std::string> broken;
   std::vector<int> missing;
@@ -348,9 +348,9 @@ std::map<int, std::string> Mesh::broken_peers() {
   return broken;
 }
 
-// Return the peers that ended first. A rank that gives up because of another rank closes later, after its
-// reason was delivered or kGoodbye has passed. A rank that left in order is a cause only if this rank awaits
-// it, or if no other rank has ended.
+// Return the peers in `broken` that ended first, at most kGoodbye / 2 apart. Other ranks may have ended
+// because of them: they close their connections after their reason is delivered or kGoodbye has passed. A
+// rank that announced its end with leave() counts only if it is `peer`, or if all ranks in `broken` did so.
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
   std::vector<int> suspects, result;
   for (const auto& entry : broken) {
@@ -372,7 +372,8 @@ std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
   return await_cause(timeout.missing);
 }
 
-// Follow the reported waits, from `missing` on, to a rank that reports no wait until the time is over.
+// If the rank in `missing` reports a timeout as well, continue with the rank for which it waited. Return the
+// first rank without such a report.
 std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   const auto end = Clock::now() + kSettling;
   for (int steps = 0; steps < size && missing.size() == 1 && missing[0] != rank; ++steps) {
@@ -389,7 +390,7 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   return missing;
 }
 
-// If the heartbeats detected the loss, all ranks learn of it. Then no connections are made to report it.
+// If the heartbeats have detected the loss, all ranks know it, and no connections are made to report it.
 void Mesh::give_up(const Failure& failure) noexcept {
   report_to_others(failure);
   if (!reason()) connect_neighbours(failure.missing);
@@ -398,8 +399,8 @@ void Mesh::give_up(const Failure& failure) noexcept {
   family_->end(*this);
 }
 
-// Connect to the neighbours. Otherwise a neighbour that connects later finds this rank gone and reports it as
-// lost. Do not wait for `missing` ranks.
+// Connect to the neighbours, except ranks in `missing`. Otherwise, a neighbour that connects later does not
+// receive the reason and reports this rank as lost.
 void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   const auto end = Clock::now() + kGoodbye;
   const std::vector<int> peers = neighbours();
@@ -408,7 +409,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
       try {
         connect(peer);
       } catch (const std::exception&) {
-        // Ignore: the peer has left, or this rank has ended the group.
+        // Ignore errors: the peer has ended, or this rank has closed the group.
       }
     }
   };
@@ -418,7 +419,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   });
 }
 
-// Report only once, because peers use the first reason.
+// Only the first failure is reported, because the others may be its consequences.
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
   const Farewell farewell{failure.status, failure.missing, text_for_peers(failure.what(), name(rank))};
@@ -440,7 +441,6 @@ Failure Mesh::for_members(const Failure& failure) const {
   return {failure.status, missing, failure.what()};
 }
 
-// End the group: the next operation and waiting operations raise `failure`.
 void Mesh::lose(const Failure& failure) noexcept {
   end(failure);
   family_->end(*this);
@@ -454,7 +454,7 @@ void Mesh::lose(const Failure& failure) noexcept {
   }
 }
 
-// Return the text of the error that ends another group, in the form that Python reads: see native_errors.py.
+// Return the reason for a companion in the form that native_errors.py reads.
 std::string Mesh::loss_text(const Failure& failure) const {
   std::string names;
   for (int r : failure.missing) {

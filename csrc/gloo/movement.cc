@@ -11,7 +11,7 @@ void for_each_piece(size_t bytes, Visit visit) {
   for (size_t at = 0; at < bytes; at += kChunkBytes) visit(at, std::min(kChunkBytes, bytes - at));
 }
 
-// Divide the root's array into a part for each other rank.
+// Return a part of the root's array for each other rank.
 Parts parts_for_others(size_t bytes, int ranks, int root) {
   const size_t receivers = ranks - 1;
   const int last = root == ranks - 1 ? ranks - 2 : ranks - 1;
@@ -22,7 +22,7 @@ Parts parts_for_others(size_t bytes, int ranks, int root) {
 
 }  // namespace
 
-// Copy payloads that arrived with the headers, then move large payloads.
+// Copy small received parts into `into`, then send and receive the large parts.
 void Collectives::deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take) {
   char* const target = static_cast<char*>(into);
   fetch(take);
@@ -34,7 +34,8 @@ void Collectives::deliver(Call& call, const void* from, const Parts& give, void*
   move_large(call, from, give, target, take);
 }
 
-// Send give[r] of `from` to every rank r and receive take[r] of `into`, all at once, except small parts.
+// Send range give[r] of `from` to each rank r, and receive range take[r] of `into` from it. All transfers run
+// at the same time. Ranges of at most kInlineBytes are skipped.
 void Collectives::move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take) {
   const char* const source = static_cast<const char*>(from);
   std::vector<Buffer> sends(size_), receives(size_);
@@ -63,8 +64,8 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
   }
 }
 
-// If the array is large, the root sends a part to each other rank. These ranks forward their parts, so that
-// the root's link carries the array once instead of n-1 times. At the start only the root must know the size.
+// If the array is large, the root sends one part to each other rank, which forwards it to all. So the root
+// sends the array once and not n-1 times. Only the root knows the size before the headers arrive.
 Bytes Collectives::broadcast(Call& call, void* data) {
   const int root = call.signature.root;
   const auto in_one_piece = [&](size_t bytes) { return bytes <= kInlineBytes || size_ == 2; };
@@ -156,7 +157,7 @@ Bytes Collectives::gather_to(Call& call, const void* data, bool wanted, const Pa
   return output;
 }
 
-// Before the headers arrive, only the root must know the size of a part.
+// Only the root knows the size of a part before the headers arrive.
 Bytes Collectives::scatter(Call& call, const void* data, void* output) {
   const int root = call.signature.root;
   Parts give(size_), take(size_);

@@ -19,7 +19,7 @@ namespace tcp = gloo::transport::tcp;
 
 namespace {
 
-// Explicit instantiations skip access checks, so they can name private members of this version of Gloo.
+// Explicit instantiations skip access checks: this struct gives access to private members of Gloo's classes.
 template <typename Of, typename Of::Member member>
 struct Reveal {
   friend typename Of::Member reveal(Of) { return member; }
@@ -76,7 +76,7 @@ sockaddr_storage read_address(const char* address, size_t bytes) {
 
 namespace {
 
-// Opcodes of notes and parcels, which Gloo does not define.
+// Opcodes of notes and parcels. Gloo has no such messages.
 constexpr size_t kNote = 16, kParcel = 17;
 constexpr size_t kMostInParcel = 1 << 24;
 constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_RECV_READY;
@@ -84,10 +84,10 @@ constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_
 constexpr size_t kHead = sizeof(tcp::Op::preamble);
 constexpr size_t kDiscardBytes = 64 << 10;
 constexpr size_t kBeyondBytes = 32 << 10;
-// Offset in a permission that allows any number of sends.
+// Value in the field `offset` of a kReady message: the peer may send any number of messages.
 constexpr size_t kForEver = 1;
 
-// The parcel of an OwnedBuffer. As a base class it is initialised before the buffer.
+// Base class of OwnedBuffer: it is initialised before Buffer, which needs the address of the parcel.
 struct Memory {
   Parcel parcel;
 };
@@ -109,7 +109,7 @@ class Pair::OwnedBuffer : private Memory, public Buffer {
   Weak weak() const { return getWeakNonOwningPtr(); }
 };
 
-// Gloo's base class listens at an address that no rank knows; replace its socket.
+// Gloo's constructor opens a socket for listening. Close it and use the connected `socket` instead.
 Pair::Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels)
     : tcp::Pair(context, device, peer,
                 std::chrono::hours(24)), note_handler_(std::move(note_handler)), parcels_(parcels) {
@@ -121,7 +121,7 @@ Pair::Pair(Context* context, Device* device, int peer, int socket, NoteHandler n
   try {
     handleConnected();
   } catch (const std::exception&) {
-    state_ = CLOSED;  // Gloo's loop does not serve it
+    state_ = CLOSED;  // Gloo's loop does not serve this socket
     throw;
   }
 }
@@ -134,10 +134,10 @@ void Pair::set_served(bool served) {
   epoll_event event{};
   event.events = (served ? EPOLLIN : 0u) | (tx_.empty() ? 0u : EPOLLOUT);
   event.data.ptr = static_cast<Handler*>(this);
-  epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo would try to add it first
+  epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo's function would use ADD
 }
 
-// Do not wait for the lock, because its holder may wait for this thread, Gloo's. The event repeats.
+// If the lock is held, return: its owner may wait for Gloo's thread, which is here. The event repeats.
 void Pair::handleEvents(int events) {
   if (!m_.try_lock()) return void(sched_yield());
   m_.unlock();
@@ -193,7 +193,7 @@ void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, 
   is_at_leisure_ = false;
 }
 
-// Setting the option again sends data that the kernel holds back.
+// Send the data that the kernel holds back after MSG_MORE: setting TCP_NODELAY again does this.
 void Pair::hurry() {
   const std::lock_guard<std::mutex> lock(m_);
   const int on = 1;
@@ -261,7 +261,7 @@ void Pair::erase_if_idle(Queues& slots, uint64_t slot) {
   if (!queues.is_open && queues.ready == 0 && queues.sends.empty() && queues.receives.empty()) slots.erase(line);
 }
 
-// Complete begun messages with a copy, as the peer cannot skip the rest of them. Drop other messages.
+// A partly sent message is completed from a copy, because the peer expects all its bytes.
 void Pair::forget(const Receiver& buffer, uint64_t group) {
   const std::lock_guard<std::mutex> lock(m_);
   drop_sends(buffer, group);
@@ -295,11 +295,11 @@ void Pair::drop_sends(const Receiver& buffer, uint64_t group) {
     const size_t sent = std::max(op.nwritten, kHead) - kHead;
     owned_.emplace_back(copied(static_cast<const char*>(buffer.ptr) + op.offset + sent, op.nbytes - sent));
     op.ubuf = owned_.back().weak();
-    op.offset = -sent;  // the copy lacks the sent bytes
+    op.offset = -sent;  // the copy begins at the first unsent byte
   }
 }
 
-// Called on the sending thread or Gloo's. An op counts as done if its buffer was released before it began.
+// Send the rest of `op`; return true if it is done. An op is also done if its buffer no longer exists.
 bool Pair::write(tcp::Op& op) {
   if (state_ == CLOSED) return false;
   const bool notifies = op.preamble.opcode == kReady;
@@ -322,8 +322,8 @@ bool Pair::write(tcp::Op& op) {
       op.nwritten += count;
     } else if (errno != EINTR) {
       const int error = errno;
-      buffer = Alive();  // the end of the connection may destroy it
-      // Do not report a reset here: the reading side reports it after the last data of the peer.
+      buffer = Alive();  // release it: fail() may destroy the buffer
+      // If the peer has closed the connection, read() reports this after it has read the peer's last data.
       if (error != EAGAIN && error != ECONNRESET && error != EPIPE) fail("write", error);
       return false;
     }
@@ -332,7 +332,7 @@ bool Pair::write(tcp::Op& op) {
   Buffer* const sent = buffer.operator->();
   const auto owned = std::find_if(owned_.begin(), owned_.end(), [&](OwnedBuffer& entry) { return &entry == sent; });
   if (owned != owned_.end()) {
-    buffer = Alive();  // otherwise its destructor would wait for this thread
+    buffer = Alive();  // release it: erase() destroys the buffer
     owned_.erase(owned);
     if (op.preamble.opcode == kParcel) parcels_.sent(rank_, op.nbytes);
   } else {
@@ -371,7 +371,7 @@ bool Pair::read() {
   return true;
 }
 
-// Read available bytes into `room`, like recv(2), and further bytes into beyond_ in the same call.
+// Like recv(2) into `room`. Further available bytes are stored in beyond_, which saves system calls.
 ssize_t Pair::fill(const iovec& room) {
   if (beyond_begin_ < beyond_end_) {
     const size_t bytes = std::min(room.iov_len, beyond_end_ - beyond_begin_);
@@ -397,7 +397,7 @@ ssize_t Pair::fill(const iovec& room) {
   return std::min(arrived, room.iov_len);
 }
 
-// Return the memory for the next bytes of the message; `buffer` receives its buffer. Empty: no more bytes.
+// Return the memory for the next bytes of the message, or nothing at its end. `buffer` keeps it alive.
 iovec Pair::next_room(Alive& buffer) {
   if (state_ == CLOSED) return {};
   if (rx_.nread < kHead) {
@@ -423,7 +423,7 @@ iovec Pair::next_room(Alive& buffer) {
   return {discarded_.get(), std::min(remaining, kDiscardBytes)};
 }
 
-// Match the message with the first waiting receive of its slot. If the group has ended, there is none.
+// Select the first waiting receive of the message's slot. If this rank has left the group, drop the message.
 void Pair::match_buffer() {
   GroupState& group_state = group_states_[rx_.preamble.roffset];
   SlotQueues& line = group_state.slots[rx_.preamble.slot];
@@ -476,7 +476,7 @@ void Pair::take_message(const Alive& buffer) {
   try {
     for (const Part& part : parts) put(kSend, group, slot, part);
   } catch (const std::exception&) {
-    // Ignore: the connection has ended, and the buffers were notified.
+    // Ignore errors: the connection has ended, and signal_all() has notified the buffers.
   }
 }
 
@@ -493,7 +493,7 @@ void Pair::changeState(state next) noexcept {
   tcp::Pair::changeState(next);
 }
 
-// Notify all waiting sends and receives.
+// Let all waiting sends and receives fail.
 void Pair::signal_all() noexcept {
   const auto signal = [&](const Weak& weak) {
     const Alive buffer(weak);
@@ -512,7 +512,7 @@ void Pair::signal_all() noexcept {
 Receiver::Receiver(std::shared_ptr<Context> context, Route& route, void* data, size_t bytes, Mover* mover)
     : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
-// Gloo's destructor waits until no thread uses the buffer, but this subclass is already destroyed by then.
+// ~UnboundBuffer waits until no thread uses the buffer. That is too late: this subclass is destroyed then.
 Receiver::~Receiver() {
   if (unfinished_ == 0) return;
   for (Pair* pair : pairs_) pair->forget(*this, group_);

@@ -1,7 +1,7 @@
-// Gloo owns the socket, its thread and the send queue. This class has its own protocol: a receiver announces
-// that it is ready, then the sender sends. Gloo's protocol also announces each send, which only helps
-// receives from any rank, and searches all slots for every message. In addition, messages of a group that has
-// ended must not block other groups: see forget.
+// A connection with one rank. Gloo's base class has the socket and the send queue, and Gloo's thread serves
+// them. The protocol differs from Gloo's: a receiver announces that it is ready, and then the sender sends.
+// Gloo also announces each send, which only a receive from any rank needs, and searches all slots for every
+// message. Here, messages of an ended group do not block other groups.
 #pragma once
 
 #include <gloo/transport/tcp/address.h>
@@ -19,16 +19,16 @@
 
 namespace fl {
 
-// Only this header includes Gloo's internal headers. Context holds a group's connections, Device owns the
-// socket thread, and Handler receives socket events.
+// Gloo's internal headers are included only here. A Context has a group's connections, a Device has the
+// thread that serves sockets, and a Handler receives their events.
 using Context = gloo::transport::tcp::Context;
 using Device = gloo::transport::tcp::Device;
 using Handler = gloo::transport::tcp::Handler;
 
 std::shared_ptr<Device> create_device(const std::string& host, const std::string& interface);
-// Return the device's epoll descriptor, for forked children to close: their copy would hide a rank's death.
+// Return the device's epoll descriptor. Forked children close it, because it keeps connections open.
 int descriptor_of(const Device& device);
-// Return a socket that listens at the device's address. Throws.
+// Return a socket that listens at the device's address. Throws std::system_error.
 int listening_socket(const Device& device);
 // Return the address of `socket` in Gloo's format.
 std::vector<char> address_of(int socket);
@@ -36,7 +36,7 @@ sockaddr_storage read_address(const char* address, size_t bytes);
 
 class Receiver;
 
-// Bytes sent as one message. A buffer for more bytes is not initialised.
+// Bytes that are sent as one message. The constructor does not initialise them.
 struct Parcel {
   explicit Parcel(size_t bytes) : memory(new char[bytes]), bytes(bytes) {}
 
@@ -44,13 +44,13 @@ struct Parcel {
   size_t bytes;
 };
 
-// Sender and receiver of parcels. Its functions are called with a pair locked. They must not wait for a lock
-// if the holder of that lock may need a pair.
+// Receives events about parcels. The caller holds the lock of a pair. So a function must not wait for a lock
+// whose owner may wait for a pair.
 class Parcels {
  public:
   virtual ~Parcels() = default;
 
-  // `is_over`: this rank has left the group.
+  // A parcel of `peer` has arrived. `is_over`: this rank has left the group.
   virtual void received(int peer, uint64_t group, bool is_over, Parcel parcel) = 0;
   // The kernel has accepted `bytes` bytes.
   virtual void sent(int peer, size_t bytes) = 0;
@@ -60,44 +60,43 @@ class Parcels {
 
 class Pair : public gloo::transport::tcp::Pair {
  public:
-  // Handler for a note `text` of rank `peer` about a group that has not ended here. Called on Gloo's thread
-  // or a reading thread, with the pair locked.
+  // Called with a note `text` of rank `peer` about a group that this rank has not left, on the thread that
+  // has read the note. That thread holds the lock of the pair.
   using NoteHandler = std::function<void(int peer, uint64_t group, const std::string& text)>;
 
-  // `socket` is connected. Throws if the peer has closed it; then `socket` stays open.
+  // Use the connected `socket`. Throws if the peer has closed it; the caller must then close `socket`.
   Pair(Context* context, Device* device, int peer, int socket, NoteHandler note_handler, Parcels& parcels);
   ~Pair() override;
 
-  // Set whether Gloo's thread reads arriving data (initially true).
+  // Set whether Gloo's thread reads arriving data. Initially it does.
   void set_served(bool served);
-  // Read arrived data on this thread.
   void read_available();
 
-  // Send. Messages of one slot of a group keep their order. Throws if the connection is broken. `at_leisure`:
-  // send in one packet with the next message, or when TCP's timer fires, after 200 ms or one round trip.
+  // Send a message. Messages of one slot of a group arrive in order. With `at_leisure`, the kernel sends it
+  // with the next message, or after 200 ms or one round trip. Throws if the connection has ended.
   void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void hurry();
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
-  // Receive in a slot whose peer, after one permission, sends without requests. `grants`: give the permission
-  // now; all initial buffers must have been posted.
+  // Receive in a slot for which the peer needs only one permission, and no request per message. `grants`:
+  // give this permission. The receives for the first messages must be posted before.
   void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
-  // Send `text` after all earlier data. `is_last`: this rank leaves the group and drops its later messages.
+  // Send `text` after all earlier data. `is_last`: leave the group and drop this rank's waiting messages.
   void send_note(uint64_t group, const std::string& text, bool is_last);
   // Send a parcel after all earlier data. Throws if the connection is broken.
   void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
 
-  // Call it before `buffer` is destroyed. Messages that were partly sent are completed, and others are not
-  // sent. Data that arrives later for the buffer is dropped.
+  // Stop using `buffer`, which will be destroyed. Partly sent messages are still completed, and other
+  // messages are dropped. Data that arrives for the buffer is dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
-  // Return the time at which the connection ended, or kNever. problem() returns Gloo's text of the reason.
+  // Return the time when the connection ended, or kNever. problem() returns the text of the error.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
-  // True if the kernel has accepted all data to send, or if the connection has ended.
+  // True if the kernel has accepted all data, or the connection has ended.
   bool has_written();
-  // True if the peer's kernel has acknowledged all data, or was silent for `silence`. If true, closing the
-  // connection loses no data that could still arrive.
+  // True if the peer's kernel has acknowledged all data, has not answered for `silence`, or the connection
+  // has ended. Then nothing is gained by a delay before the connection is closed.
   bool has_delivered(std::chrono::milliseconds silence);
 
  private:
@@ -110,8 +109,8 @@ class Pair : public gloo::transport::tcp::Pair {
   };
   struct SlotQueues {
     std::list<Part> sends, receives;  // waiting
-    int ready = 0;                    // number of waiting receives of the peer
-    bool is_open = false;             // the peer accepts messages without requests
+    int ready = 0;                    // number of receives that the peer announced
+    bool is_open = false;             // the peer permits any number of sends
   };
   struct GroupState {
     std::unordered_map<uint64_t, SlotQueues> slots;  // key: slot
@@ -142,19 +141,19 @@ class Pair : public gloo::transport::tcp::Pair {
   std::atomic<Clock::time_point> ended_at_{kNever};
   // Guarded by the pair's mutex.
   std::unordered_map<uint64_t, GroupState> group_states_;  // key: group number
-  std::list<OwnedBuffer> owned_;  // outgoing data that the pair owns
-  bool is_matched_ = false;  // the arriving message has been matched with a buffer
+  std::list<OwnedBuffer> owned_;
+  bool is_matched_ = false;  // match_buffer() was called for this message
   std::string note_;
   std::optional<Parcel> parcel_;
-  std::unique_ptr<char[]> discarded_;  // memory for arriving data that no buffer waits for
-  // beyond_: bytes read beyond the current buffer. is_drained_: whether the kernel has no more bytes.
+  std::unique_ptr<char[]> discarded_;  // for data that no buffer expects
+  // beyond_: bytes that fill() has read in advance. is_drained_: the kernel had no more bytes.
   std::unique_ptr<char[]> beyond_;
   size_t beyond_begin_ = 0, beyond_end_ = 0;
   bool is_drained_ = false;
-  bool is_at_leisure_ = false;  // whether the message being written was sent with `at_leisure`
+  bool is_at_leisure_ = false;  // parameter of the current send()
 };
 
-// A group's access to its connections.
+// Gives the buffers of one group access to its connections.
 class Route {
  public:
   explicit Route(uint64_t group) : group(group) {}
@@ -163,13 +162,13 @@ class Route {
   // Return the connection with rank `peer` of the group. Connect first if necessary. Throws Failure.
   virtual Pair& pair_with(int peer) = 0;
 
-  const uint64_t group;  // unique number; 0 for a group that is not a subgroup
+  const uint64_t group;  // number of the subgroup, or 0
 };
 
-// Base of all buffers of a group; `context` owns the connections.
+// A buffer that sends from, or receives into, memory of a group. `context` has the connections.
 class Receiver : public gloo::transport::tcp::UnboundBuffer {
  public:
-  // Observer of transfers, called before the buffer counts them. It must outlive the use of `data`.
+  // Notified of each transfer before the buffer counts it. It must exist until the buffer is destroyed.
   class Mover {
    public:
     // Called with the pair locked after `bytes` bytes were sent or received.
@@ -187,13 +186,13 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   void recv(int peer, uint64_t slot, size_t offset, size_t bytes) override;
   using UnboundBuffer::recv;
 
-  // received() and sent() return the number of finished receives and sends that no wait has consumed.
+  // Number of finished receives, or sends, for which no thread has waited yet.
   uint32_t received() { return now(recvCompletions_); }
   uint32_t sent() { return now(sendCompletions_); }
 
  private:
   friend class Pair;
-  // Count a part that `pair` will send or receive.
+  // Count a message that `pair` will send or receive.
   void begin(Pair& pair);
   uint32_t now(int& count) {
     const std::lock_guard<std::mutex> lock(m_);
@@ -203,8 +202,8 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   Route& route_;
   Mover* const mover_;
   const uint64_t group_ = route_.group;
-  std::vector<Pair*> pairs_;        // pairs that sent or received parts
-  std::atomic<int> unfinished_{0};  // parts that pairs may still use
+  std::vector<Pair*> pairs_;        // connections that have used this buffer
+  std::atomic<int> unfinished_{0};  // number of messages in progress
 };
 
 }  // namespace fl

@@ -11,14 +11,15 @@ namespace fl {
 // Return the HMAC-SHA-256 (RFC 2104) of `text`. `key` has at most 64 bytes.
 std::string hmac(const std::string& key, const std::string& text);
 
-// Computes proofs on demand: a table of the proofs of many ranks takes megabytes and much start-up time.
+// Computes each proof when it is needed. A table for all ranks would take megabytes and start-up time.
 class Prover {
  public:
   Prover() = default;
   Prover(int rank, std::string key) : rank_(rank), key_(std::move(key)) {}
 
   std::string shown_to(int peer) const { return of(rank_, peer); }
-  // True if the FL_PROOF_BYTES at `shown` are the proof of `peer`. Takes constant time, against attacks.
+  // True if the bytes at `shown` are the proof of `peer`. Takes constant time, so that no one can guess
+  // bytes.
   bool is_shown_by(int peer, const char* shown) const;
 
  private:

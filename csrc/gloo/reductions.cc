@@ -6,20 +6,20 @@
 namespace fl {
 namespace {
 
-// kPieces, kLeastPiece: minimum number and minimum bytes of a part's chunks. Reductions overlap transfers.
+// Each part has at least kPieces chunks of at least kLeastPiece bytes, so that reductions overlap transfers.
 constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
-// kMostSlots: maximum number of unrequested chunks per rank. kAllBytes: bytes for the chunks of all ranks.
+// Maximum number of requested chunks per rank, and maximum bytes of the requested chunks of all ranks.
 constexpr size_t kMostSlots = 8, kAllBytes = 8 << 20;
 
-// Maximum size, in bytes, that two ranks exchange in one step and both reduce. For larger arrays, halving the
-// additions per rank saves more time than the second step costs.
+// Maximum bytes of an array that two ranks exchange completely and both reduce. Larger arrays take two steps,
+// but each rank adds only half of the elements, which saves more time.
 constexpr size_t kInOneStep = 4 << 20;
 
-// Collector value: all ranks get the reduced parts.
+// Value of `collector`: all ranks receive the reduced parts.
 constexpr int kAllRanks = -2;
 
-// Return the bytes reserved for a chunk of one rank.
+// Return the bytes that are reserved for one chunk of one rank.
 size_t slot_bytes(int ranks) {
   return std::max(kAllBytes / ranks / kMostSlots / kLeastPiece * kLeastPiece, kLeastPiece);
 }
@@ -46,14 +46,14 @@ Parts even_parts(const fl_signature& signature, int ranks, int without = -1) {
 
 }  // namespace
 
-// A direct reduce-scatter: rank p receives part p of every rank and reduces in rank order. Each reduced part
-// is then sent to the collecting ranks.
+// A direct reduce-scatter: rank p receives part p from every rank and reduces it in rank order. Then it sends
+// the reduced part to the collecting ranks.
 //
-// The next chunks of every part are in transit while one is reduced. A collecting rank receives a reduced
-// chunk into its own data. This is safe: the owner sends it only after receiving that data from all ranks.
+// While one chunk is reduced, the next chunks are sent. A collecting rank receives a reduced chunk into its
+// own data. No unsent data is overwritten: the sender of the chunk has already received that data.
 class Collectives::ReductionInParts {
  public:
-  // `output` receives this rank's reduced part. Null: the part is only forwarded to the collector.
+  // `output` receives this rank's reduced part. If it is null, the part is only sent to the collector.
   ReductionInParts(Collectives& group, Call& call, const void* data, char* output, Parts parts, int collector)
       : group_(group),
         waiter_(call.waiter),
@@ -89,7 +89,7 @@ class Collectives::ReductionInParts {
   }
 
  private:
-  // Return chunk `c` of rank r's part. Chunks behind the part's end are empty.
+  // Return chunk `c` of rank r's part. It is empty if the part has fewer chunks.
   Part piece(int r, size_t c) const {
     const size_t begin = std::min(c * piece_bytes_, parts_[r].bytes);
     return {parts_[r].begin + begin, std::min(piece_bytes_, parts_[r].bytes - begin)};
@@ -148,18 +148,18 @@ class Collectives::ReductionInParts {
   const fl_signature& signature_;
   const int rank_, size_, collector_;
   const Parts parts_;
-  const size_t piece_bytes_, depth_;  // depth_: chunks of each part in transit or being reduced
-  const size_t first_;                // index of the first chunk in the receive buffers (rooms)
-  const bool in_place_;               // the result overwrites the sent data
+  const size_t piece_bytes_, depth_;  // depth_: maximum number of chunks of a part in transit
+  const size_t first_;                // value of taken_ at the start
+  const bool in_place_;               // output_ is data_
   char* const data_;
   char* const output_;
   const Buffer sends_, results_;
   std::vector<Buffer> collected_;
   std::vector<const void*> from_;
-  std::vector<int> sent_, pending_;  // destinations of sends to be awaited
+  std::vector<int> sent_, pending_;  // destination of each send of data_, of each result
 };
 
-// Return the receive buffer for rank r. This rank's own buffer is free for other use.
+// Return the buffer for chunks of rank r. This rank's own buffer may store results.
 gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
 
 void Collectives::make_rooms() {
@@ -169,7 +169,7 @@ void Collectives::make_rooms() {
   for (size_t at = 0; at < bytes; at += slot_bytes(size_)) request_chunk(at);
 }
 
-// Request chunks ahead of time, as for headers: a chunk can be sent as soon as the calls are known to agree.
+// Request a chunk from each rank in advance, so that a rank can send it immediately after it has called.
 void Collectives::request_chunk(size_t at) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) mesh_.request(room(r), r, kReduceSlot, at, slot_bytes(size_));
@@ -189,9 +189,9 @@ void Collectives::reduce_inline(const Call& call, const void* data, size_t skip,
   fl::reduce(call.signature.dtype, call.signature.op, call.signature.scale, into, from.data(), size_, count);
 }
 
-// Small: every rank receives all data and reduces it. Two ranks also do so for larger arrays, because it
-// sends no more bytes. Large: each rank sends 2 (n-1)/n of the array, as with a ring, but in 2 steps instead
-// of 2 (n-1), and the order of additions does not depend on the position in a ring.
+// A small array is sent to all ranks, and every rank reduces all arrays. Two ranks also do this with larger
+// arrays, because it sends no more bytes. Of a large array, each rank sends 2 (n-1)/n, as in a ring, but in 2
+// steps and not 2 (n-1). All elements are added in rank order, unlike in a ring.
 void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   exchange_calls(call, data, same_for_all(small ? call.bytes() : 0));
@@ -206,8 +206,8 @@ void Collectives::all_reduce(Call& call, void* data) {
   reduce_in_parts(call, data, own_piece, parts, kAllRanks);
 }
 
-// Large: every rank except the root reduces a part, so that each link carries the array once in each
-// direction: the root sends its data and receives the result. Of two ranks, the root reduces everything.
+// If the array is large, every rank except the root reduces a part. So each link carries the array once per
+// direction: the root sends its data and receives the result. With two ranks, the root reduces everything.
 void Collectives::reduce(Call& call, void* data) {
   const int root = call.signature.root;
   const bool small = call.bytes() <= kInlineBytes;
@@ -235,7 +235,7 @@ void Collectives::reduce_scatter_uneven(Call& call, const fl_sections& sections,
   reduce_sections(call, sections.data, output, adjacent_parts(size_, [&](int r) { return sections.bytes[r]; }));
 }
 
-// Use the path for small data only if all parts are small, so that every rank chooses the same path.
+// Small parts are sent with the headers only if all parts are small, so that all ranks do the same.
 void Collectives::reduce_sections(Call& call, const void* data, void* output, const Parts& sections) {
   const bool small = std::all_of(sections.begin(), sections.end(), [](const Part& part) {
     return part.bytes <= kInlineBytes;

@@ -6,8 +6,8 @@
 
 namespace fl {
 
-// In step k each rank sends all its blocks to the rank 2^k after it, which doubles the blocks that each rank
-// has (Bruck et al., 1997): log2(n) messages instead of n-1. Blocks stay unchanged. Not thread-safe.
+// In step k each rank sends all blocks that it has to the rank 2^k after it. So the number of blocks of each
+// rank doubles in each step (Bruck et al., 1997), and log2(n) messages replace n-1. Not thread-safe.
 class Relay {
  public:
   // Maximum total of all payloads, in bytes.
@@ -15,7 +15,7 @@ class Relay {
 
   explicit Relay(Mesh& mesh) : mesh_(mesh) {}
 
-  // Request the first messages. Call open() once, after the neighbours are connected.
+  // Request the first messages. The neighbours must be connected.
   void open() {
     const int rank = mesh_.rank, size = mesh_.size;
     const auto room = [](size_t blocks) { return blocks * (sizeof(Head) + kAlignment) + kBytes; };
@@ -35,7 +35,7 @@ class Relay {
     }
   }
 
-  // Exchange `site`, `call` and the `bytes` bytes at `data` with every rank. Throws Failure.
+  // Send `call`, `site` and the `bytes` bytes at `data` to every rank, and receive theirs. Throws Failure.
   void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
     begins_.clear();
     end_ = 0;
@@ -51,13 +51,13 @@ class Relay {
     for (Step& step : steps_) waiter.sent(*step.sends, step.to);
   }
 
-  // The call, site, byte count and payload of each rank in the last exchange.
+  // Data of `rank` in the last exchange.
   const fl_signature& call(int rank) const { return head(rank).call; }
   const fl_site& site(int rank) const { return head(rank).site; }
   size_t bytes(int rank) const { return head(rank).bytes; }
   const char* payload(int rank) const { return &blocks_[begins_[index_of(rank)]] + sizeof(Head); }
 
-  // Return the ranks whose blocks have not arrived. Use it after a failed exchange.
+  // After a failed exchange: return the ranks whose blocks have not arrived.
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < mesh_.size; ++rank) {
@@ -66,7 +66,7 @@ class Relay {
     return ranks;
   }
 
-  // True if the neighbour `rank` has begun the next exchange; `call` receives its call.
+  // True if the neighbour `rank` has begun the next exchange. `call` receives its call.
   bool is_ahead(int rank, fl_signature& call) const {
     for (const Step& step : steps_) {
       if (step.from != rank) continue;
@@ -79,14 +79,14 @@ class Relay {
   }
 
  private:
-  // Two receives per step: requesting the next message before sending the last saves half a round trip.
+  // Number of receives per step. The early request of the next message saves half a round trip.
   static constexpr size_t kTurns = 2;
-  static constexpr size_t kAlignment = 16;  // in bytes, of payloads: they may be reduced as complex long double
+  static constexpr size_t kAlignment = 16;  // bytes; for reductions of complex long double
   struct alignas(kAlignment) Head {
-    uint64_t bytes;  // size of the payload, which follows this Head
+    uint64_t bytes;  // bytes of the payload after this Head
     fl_signature call;
     fl_site site;
-    uint64_t arrived;  // nonzero: the fields above have arrived
+    uint64_t arrived;  // nonzero after this Head has arrived
   };
   struct Step {
     int to, from;
@@ -97,14 +97,14 @@ class Relay {
   };
 
   static size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-  // Return the index of a rank's block. Blocks are stored in arrival order: from this rank downwards.
+  // Return the index of the block of `rank`. Order: this rank, then the previous ranks.
   size_t index_of(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
   const Head& head(int rank) const {
     return *reinterpret_cast<const Head*>(&blocks_[begins_[index_of(rank)]]);
   }
 
   void request(Step& step, size_t turn) {
-    std::memset(step.rooms[turn].get(), 0, sizeof(Head));  // no message yet
+    std::memset(step.rooms[turn].get(), 0, sizeof(Head));  // marks that no message has arrived
     const Buffer& receive = step.receives[turn];
     mesh_.request(*receive, step.from, kRelaySlot, 0, receive->size);
   }

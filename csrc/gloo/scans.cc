@@ -7,10 +7,10 @@
 namespace fl {
 namespace {
 
-// Maximum number of chunks in transit or being reduced.
+// Maximum number of chunks that are in transit to, or from, one rank.
 constexpr size_t kDepth = 2;
 
-// True for 16-bit floats. Their partial results are sent as float32 and are not rounded.
+// True for 16-bit floats. Their partial results are sent as float32, so that only the result is rounded.
 bool is_narrow(int dtype) { return dtype == FL_FLOAT16 || dtype == FL_BFLOAT16; }
 
 template <typename T>
@@ -25,7 +25,7 @@ void narrow(void* into, const float* from, size_t count) {
   for (size_t i = 0; i < count; ++i) values[i] = T::narrow(from[i]);
 }
 
-// Memory and buffers for kDepth chunks that are sent to, or received from, one rank.
+// Memory and buffers for the kDepth chunks that are sent to, or received from, one rank.
 class Pieces {
  public:
   Pieces(Mesh& mesh, size_t bytes) : memory_(new char[kDepth * bytes]) {
@@ -40,8 +40,8 @@ class Pieces {
   Buffer buffers_[kDepth];
 };
 
-// For large arrays: each rank combines each arriving chunk with its own and forwards the result. Each link
-// carries the array once, delayed by one chunk per previous rank.
+// For large arrays: each rank receives a chunk from the previous rank, adds its own chunk, and sends the sum
+// to the next rank. Each rank is one chunk later than the previous rank.
 class Chain {
  public:
   Chain(Mesh& mesh, Call& call, char* data)
@@ -94,7 +94,7 @@ class Chain {
     }
     const void* own_data = position(c);
     if (is_narrow_) own_data = widened(own_data, n);
-    const void* all = own_data;  // reduction up to this rank
+    const void* all = own_data;  // reduction of ranks 0 to rank_
     if (has_next()) {
       if (c >= kDepth) call_.waiter.sent(leaving_[c], rank_ + 1);
       void* next = leaving_[c].ptr;
@@ -114,7 +114,7 @@ class Chain {
     return wide_.get();
   }
 
-  // Write this rank's result from one or two arrays.
+  // Store this rank's result: the reduction of `first` and, if it is not null, `second`.
   void finish(size_t c, const void* first, const void* second) {
     const size_t n = count(c);
     if (!is_narrow_) return reduce(factor_, position(c), first, second, n);
@@ -126,19 +126,19 @@ class Chain {
   Call& call_;
   const fl_signature& signature_;
   const int rank_, size_;
-  const int terms_;  // number of arrays reduced here, from rank 0 on; 0: rank 0 keeps its own
+  const int terms_;  // the result reduces ranks 0 to terms_ - 1
   char* const data_;
   const bool is_narrow_;
   const int dtype_, op_;
   const double factor_;
-  const size_t item_, piece_;  // bytes of an element in transit, elements of a chunk
+  const size_t item_, piece_;  // bytes per sent element, elements per chunk
   Pieces arriving_, leaving_;
   const std::unique_ptr<float[]> wide_;
 };
 
 }  // namespace
 
-// Small: every rank receives the arrays of all ranks before it.
+// If the array is small, every rank receives the arrays of all previous ranks.
 void Collectives::scan(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   Parts give(size_);

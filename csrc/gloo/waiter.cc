@@ -7,7 +7,7 @@
 namespace fl {
 namespace {
 
-// Longer than any real deadline: the watch ends waits, not Gloo.
+// Timeout for Gloo's waits. It never passes: Watch ends waits, because Gloo's timeout closes connections.
 constexpr std::chrono::hours kForever{10000};
 
 }  // namespace
@@ -42,7 +42,7 @@ void Watch::soon(std::function<void()> chore) {
   changed_.notify_one();
 }
 
-// Tick while waits exist, and for one more tick, so that the next operation needs no wake-up.
+// Tick while waits exist and once more after the last one. Then a next operation need not wake this thread.
 void Watch::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closing_) {
@@ -56,7 +56,7 @@ void Watch::work() {
   }
 }
 
-// Run the chores without the mutex, because they may end waits.
+// Run the chores without the lock, because they may end waits, which needs the lock.
 void Watch::do_chores(std::unique_lock<std::mutex>& lock) {
   const auto chores = std::exchange(chores_, {});
   lock.unlock();
@@ -122,8 +122,8 @@ void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {
   wait(buffer, peer, {&UnboundBuffer::waitSend, &UnboundBuffer::abortWaitSend, &Receiver::sent});
 }
 
-// If a wait was woken without a reason to end, it is resumed, and no data is lost. It is also resumed if Gloo
-// saw the connection's end before data that had arrived.
+// Wait again if the wait was woken without a reason to end, or if Gloo reported the end of the connection
+// before it reported data that had arrived.
 void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const WaitFunctions& functions) {
   const auto has_ended = [&] { return (static_cast<Receiver&>(buffer).*functions.count)() > 0; };
   for (;;) {
@@ -158,7 +158,7 @@ void Waiter::leave() noexcept {
   buffer_ = nullptr;
 }
 
-// Requires the watch's mutex. A late wake is harmless: the buffer's next wait is checked and resumed.
+// Requires the watch's mutex. If the wait has ended, this wakes the next one, which then simply waits again.
 void Waiter::wake() noexcept {
   if (buffer_ != nullptr) (buffer_->*abort_)();
 }
@@ -173,7 +173,7 @@ void Waiter::check(int peer) {
   if (is_interrupted()) throw Failure(FL_CLOSED, {}, kInterrupted);
   if (Clock::now() >= deadline_) throw TimedOut(peer);
   if (!connections_.is_lost(peer)) return;
-  // Gloo notifies only some waiters of a broken connection.
+  // Gloo does not wake every wait for a lost peer. Raise at the second check: data may still arrive.
   if (peer_is_lost_) throw connections_.explain(peer, "the connection broke");
   peer_is_lost_ = true;
 }

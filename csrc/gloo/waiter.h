@@ -1,4 +1,4 @@
-// Waits for Gloo's sends and receives, ended by deadlines, signal handlers, lost peers or a closed group.
+// Waits for sends and receives of Gloo. Deadlines, signal handlers, lost peers and close() can end them.
 #pragma once
 
 #include <gloo/transport/unbound_buffer.h>
@@ -9,22 +9,22 @@
 
 namespace fl {
 
-// Interval of the checks of waits, and the maximum delay until a wait ends that must end.
+// Time between checks of all waits. A wait that must end ends within this time.
 constexpr std::chrono::milliseconds kTick{100};
 
 class Connections;
 class Receiver;
 class Waiter;
 
-// A thread that checks all waits of a group and its subgroups. It replaces Gloo's own timeout, which closes
-// the connections before this rank can report the reason.
+// A thread that checks all waits of a group and its subgroups. Gloo's own timeout is not used, because it
+// closes connections before this rank can report the reason.
 class Watch {
  public:
   Watch();
   ~Watch();
   Watch(const Watch&) = delete;
 
-  // Run `chore`, which may end waits, on the watch thread.
+  // Run `chore` on the watch thread. It may end waits.
   void soon(std::function<void()> chore);
 
  private:
@@ -43,7 +43,7 @@ class Watch {
   std::vector<std::function<void()>> chores_;
   bool closing_ = false;
   bool ticking_ = false;
-  std::thread thread_;  // last: started after the other members exist
+  std::thread thread_;  // last: it uses the other members
 };
 
 // The state of a group's connections and the reason why its waits end.
@@ -57,18 +57,18 @@ class Connections {
   virtual bool has_ended_sending(int peer) = 0;
   // Read arriving data of `peer` for a short time, on the thread that waits for `buffer`.
   virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
-  // Return the failure for the error `what` of a wait for `peer`.
+  // Return the failure to raise if a wait for `peer` fails with the error `what`.
   virtual Failure explain(int peer, const std::string& what) = 0;
 
-  // End all current and later waits of the group with `reason`. The first reason counts.
+  // End all current and later waits of the group with `reason`. Later calls do not change the reason.
   void end(const Failure& reason) noexcept;
-  // Set the reason, but do not end waits yet.
+  // Set the reason without ending waits.
   void set_reason(const Failure& reason) noexcept;
-  // Return the reason why waits end; wait for one until `end`.
+  // Return the reason why waits end. If there is none yet, wait for it until `end`.
   std::optional<Failure> reason(Clock::time_point end = {}) const;
-  // Wake the engine's waits for messages.
+  // Wake the waits for messages.
   virtual void wake() noexcept = 0;
-  // Wake waits that the latest news concerns, such as waits for a lost rank.
+  // Wake all waits that must be checked now, for example waits for a lost rank.
   void wake_concerned() noexcept;
 
   Watch& watch;
@@ -78,7 +78,7 @@ class Connections {
   std::optional<Failure> reason_;  // guarded by the watch's mutex
 };
 
-// Thrown if the deadline of this waiter itself has passed.
+// Thrown if the deadline of a wait on this rank has passed.
 struct TimedOut : Failure {
   explicit TimedOut(int peer) : Failure(FL_TIMEOUT, {peer}, "timed out") {}
 };
@@ -90,25 +90,25 @@ class Waiter {
   ~Waiter();
   Waiter(const Waiter&) = delete;
 
-  // Wait for one receive, or send, of `buffer` with `peer` to finish. Throws Failure.
+  // Wait until a receive into `buffer`, or a send from it, has finished with `peer`. Throws Failure.
   void received(gloo::transport::UnboundBuffer& buffer, int peer);
   void sent(gloo::transport::UnboundBuffer& buffer, int peer);
 
   Clock::time_point deadline() const { return deadline_; }
-  // Run signal handlers; true if a handler asks to give up.
+  // Run signal handlers. Return true if a handler has raised an error.
   bool is_interrupted() const { return interrupt_ != nullptr && interrupt_() != 0; }
 
   // Return the waiter of the operation that runs on this thread, or null.
   static Waiter* current() { return current_; }
 
-  // Call it every tick of another kind of wait for `peer`. Throws Failure if that wait cannot succeed.
+  // For waits that do not use Gloo: call it every kTick. Throws Failure if the wait for `peer` must end.
   void check(int peer);
 
  private:
   friend class Connections;
   friend class Watch;
   using Abort = void (gloo::transport::UnboundBuffer::*)();
-  // Functions of a buffer for sends or for receives: wait, abort such waits, and count the finished ones.
+  // Functions of a buffer for sends or for receives: wait, abort the wait, count the finished transfers.
   struct WaitFunctions {
     bool (gloo::transport::UnboundBuffer::*wait)(int*, std::chrono::milliseconds);
     Abort abort;
@@ -126,8 +126,8 @@ class Waiter {
   Watch& watch_ = connections_.watch;
   const Clock::time_point deadline_;
   const InterruptCheck interrupt_;
-  bool peer_is_lost_ = false;  // the peer is lost, but data that it sent may still be read
-  // The current wait; guarded by the watch's mutex.
+  bool peer_is_lost_ = false;  // the last check found the peer lost
+  // Arguments of the current wait. The watch's mutex guards them.
   gloo::transport::UnboundBuffer* buffer_ = nullptr;
   Abort abort_ = nullptr;
   int peer_ = -1;

@@ -3,23 +3,22 @@
 namespace fl {
 namespace {
 
-// Maximum number of bytes that may wait to be sent to a peer.
+// Maximum bytes that wait to be sent to a peer. Records of at most kSmall bytes are accepted even then.
 constexpr size_t kMostWaiting = 1 << 20;
-// Maximum bytes of a record that is always accepted, because there may be no thread to send it later.
 constexpr size_t kSmall = 1 << 10;
 
-// Maximum number of polls. A polling thread reads the connection itself, so that neither Gloo's thread nor
-// this thread must be scheduled first.
+// Maximum number of polls of a wait. A polling thread reads the connections itself. This saves the wake-ups
+// of Gloo's thread and of the polling thread.
 constexpr int kPolls = 200;
 
-// Maximum number of ranks that a thread polls. With more ranks it polls only the peer that it waits for.
+// Maximum number of ranks for which a thread polls all connections. With more ranks it polls only one peer.
 constexpr int kMostPolled = 8;
 
 }  // namespace
 
 GlooWire::GlooWire(Links& links) : links_(links), peer_states_(std::make_unique<PeerState[]>(links.size)) {}
 
-// Reserve space. If there is no connection, begin to connect; ended() announces the result.
+// If `peer` is not connected, begin to connect and return no space. ended() wakes the waiting threads.
 Wire::Room GlooWire::reserve(int peer, size_t bytes) {
   PeerState& state = peer_states_[peer];
   Pair* const pair = links_.pair(peer);
@@ -27,7 +26,7 @@ Wire::Room GlooWire::reserve(int peer, size_t bytes) {
     try {
       links_.reach(peer);
     } catch (const std::exception&) {
-      // Ignore: a later check reports the peer as lost.
+      // Ignore errors: a later check reports the peer as lost.
     }
     return {};
   }
@@ -46,7 +45,7 @@ void GlooWire::send(int peer, const Room& room) {
   try {
     links_.pair(peer)->post(room.group, std::move(*state.reserved));
   } catch (const std::exception&) {
-    state.waits -= bytes;  // the connection has just ended; a later check reports the peer as lost
+    state.waits -= bytes;  // the connection has ended; a later check reports the lost peer
   }
   state.reserved.reset();
 }
@@ -69,7 +68,7 @@ Wire::Room GlooWire::next(int peer) {
 
 void GlooWire::drop(int peer) {
   PeerState& state = peer_states_[peer];
-  std::optional<StoredParcel> taken;  // freed after the lock
+  std::optional<StoredParcel> taken;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(state.mutex);
   taken.emplace(std::move(state.parcels.front()));
   state.parcels.pop_front();
@@ -78,7 +77,7 @@ void GlooWire::drop(int peer) {
 
 // Memory to memory -----------------------------------------------------------------------------
 
-// A transfer with one buffer, over existing connections, as a Route of one group.
+// Sends an array to one peer, or receives it, in chunks. The connection must exist.
 class GlooWire::Stream final : public Flow, private Route, private Receiver::Mover, private Receiver {
  public:
   Stream(GlooWire& wire, const Moves& moves)
@@ -101,15 +100,15 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
     try {
       moves_.out ? send(moves_.peer, slot, at_, bytes) : recv(moves_.peer, slot, at_, bytes);
     } catch (const std::exception&) {
-      // Ignore: the connection has ended, and a later check reports the peer as lost.
+      // Ignore errors: a later check reports the peer as lost.
     }
     at_ += bytes;
   }
 
  private:
-  // Slots of streams, above all other slots.
+  // First slot number of streams, above the numbers of all other slots.
   static constexpr uint64_t kFirstStream = uint64_t{1} << 40;
-  // Chunk size in bytes, so small that other messages can interleave. kAtOnce: number of chunks in flight.
+  // Bytes per chunk, so few that other messages need not wait long. kAtOnce: number of chunks in transit.
   static constexpr size_t kPieceBytes = 4 << 20;
   static constexpr int kAtOnce = 2;
 
@@ -173,7 +172,7 @@ void GlooWire::parcels(int peer, StoredParcel parcel) {
   {
     const std::lock_guard<std::mutex> lock(state.mutex);
     state.parcels.push_back(std::move(parcel));
-    // Single order with the futex: see Futex.
+    // A thread that waits sees this change, or this thread sees the waiting thread: see Futex.
     state.count.fetch_add(1, std::memory_order_seq_cst);
   }
   wake_all();

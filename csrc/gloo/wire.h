@@ -7,7 +7,7 @@
 
 namespace fl {
 
-// Gloo's thread, or a polling thread, reads the parcels and stores them until the engine takes them.
+// The thread that reads a connection stores the parcels until the engine takes them.
 class GlooWire final : public Wire, public Parcels {
  public:
   explicit GlooWire(Links& links);
@@ -33,7 +33,7 @@ class GlooWire final : public Wire, public Parcels {
   void sent(int peer, size_t bytes) override;
   void ended(int) noexcept override { wake_all(); }
 
-  // Number of polls before a sleep. It shrinks after polls without success.
+  // Number of polls before a sleep. It is reduced after polls without success.
   Patience patience() const;
 
  private:
@@ -45,8 +45,8 @@ class GlooWire final : public Wire, public Parcels {
   };
   // State of the records from and to one peer.
   struct PeerState {
-    std::mutex mutex;                 // guards `parcels`; held briefly
-    std::list<StoredParcel> parcels;  // a list, because an empty list needs no memory for idle peers
+    std::mutex mutex;                 // guards `parcels`
+    std::list<StoredParcel> parcels;  // not a deque, which uses memory even if it is empty
     std::atomic<size_t> count{0};
     std::atomic<size_t> waits{0};  // bytes waiting to be sent
     std::optional<Parcel> reserved;
@@ -61,7 +61,7 @@ class GlooWire final : public Wire, public Parcels {
   Links& links_;
   Futex futex_;
   Persistence polling_;
-  const std::unique_ptr<PeerState[]> peer_states_;  // one entry per peer
+  const std::unique_ptr<PeerState[]> peer_states_;  // by rank
 };
 
 }  // namespace fl

@@ -1,4 +1,4 @@
-// The C ABI; ../common/capi.h handles exceptions.
+// The C ABI. ../common/capi.h converts exceptions into status codes.
 #include "../common/capi.h"
 
 #include "abi.h"
@@ -13,7 +13,7 @@ struct fl_posted {
   int count;
   fl::ShmGroup* group;
   fl::Port::Posted messages;
-  std::exception_ptr error;  // only in `not_posted`: the reason why it was not posted
+  std::exception_ptr error;  // why fl_post() failed; only in `not_posted`
 };
 
 struct fl_region {
@@ -23,13 +23,13 @@ struct fl_region {
 
 namespace {
 
-thread_local fl_posted not_posted;  // per thread, because there may be no memory for another one
+thread_local fl_posted not_posted;  // allocated in advance, because fl_post() may fail for lack of memory
 
 fl::Mapping map(const char* path, bool create, size_t bytes, bool reserve) {
   return create ? fl::Mapping::create(path, bytes, reserve) : fl::Mapping::open(path, bytes);
 }
 
-// Map a group's segment. An unnamed file is closed after the mapping, because there may be many groups.
+// Map a group's segment. Close an unnamed file, because many groups would use many descriptors.
 fl::Mapping map_segment(const char* path, int create, int is_named, int size, bool has_channels) {
   fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size, has_channels), is_named != 0);
   if (is_named == 0) mapping.close_file();
@@ -105,7 +105,7 @@ fl_region* fl_add_region(fl_group* group, const char* path, int create, size_t b
   return fl::guarded<fl_region*>(nullptr, [&] {
     const auto mapping = std::make_shared<fl::Mapping>(
         map(path, create != 0, bytes * group->group.size(), create == 1));
-    mapping->close_file();  // there may be many regions
+    mapping->close_file();  // many regions would use many descriptors
     return new fl_region{mapping, group->group.add_region(mapping, bytes)};
   });
 }

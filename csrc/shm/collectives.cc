@@ -17,7 +17,8 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
 
 // Large arrays --------------------------------------------------------------------------------
 
-// Choose the copy path by the announced costs. `bytes` is equal on all ranks. Direct reads need `may_read`.
+// Choose the copy path by the costs in all calls. `bytes` is equal on all ranks. `may_read`: allow direct
+// reads.
 CopyPath Collectives::choose(const fl_signature& signature, size_t bytes, bool may_read) {
   return choose_in(calls_, signature, bytes, may_read);
 }
@@ -35,15 +36,15 @@ CopyPath Collectives::choose_in(uint32_t number, const fl_signature& signature, 
   return trial_.path;
 }
 
-// Read data that rank r sends in this call.
+// Read `bytes` bytes, from `begin` on, of the array that rank r passed to this call.
 void Collectives::read(int r, size_t begin, void* into, size_t bytes) {
   if (bytes == 0) return;
   const size_t done = remote_.read(r, call_of(r).large.address + begin, into, bytes);
   if (done < bytes) request_read(r, begin + done, static_cast<char*>(into) + done, bytes - done);
 }
 
-// Ask rank r to copy data into a slot of this rank, because this rank cannot read the memory of rank r. Rank
-// r copies while it waits, here or in end_reading(). The slots are free, because all ranks have called.
+// Let rank r copy its data to a slot of this rank, which cannot read the memory of rank r. Rank r does this
+// while it waits in wait_and(). The slots are free, because all ranks are in this call.
 void Collectives::request_read(int r, size_t begin, char* into, size_t bytes) {
   ReadRequest& request = segment_.block(rank_).request;
   for (size_t done = 0; done < bytes;) {
@@ -74,7 +75,7 @@ bool Collectives::serve() {
   return served;
 }
 
-// Wait until no rank reads this rank's data.
+// Wait until the other ranks have read this rank's data.
 void Collectives::end_reading() {
   pass_chunks(1);
   for (int r = 0; r < size_; ++r) {
@@ -96,7 +97,7 @@ void Collectives::drop_region(const void* array) {
   if (own_location != 0) regions_[(own_location >> 44) - 1].mapping = nullptr;
 }
 
-// Return the region number (from 1) and the offset in this rank's array, packed; 0: not in a region.
+// Return (region number, from 1, << 44) + offset in this rank's array, or 0 if `data` is not in a region.
 uint64_t Collectives::location_of(const void* data) const {
   const char* at = static_cast<const char*>(data);
   for (size_t i = 0; i < regions_.size(); ++i) {

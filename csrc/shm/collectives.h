@@ -1,6 +1,5 @@
-// Collectives between the ranks of one host, on top of a Segment.
-//
-// entering.cc: start of a call; collectives.cc: memory of large arrays; other files: the verbs.
+// Collectives between the ranks of one host, on top of a Segment. entering.cc: start of a call.
+// collectives.cc: access to large arrays of other ranks. Other files: the verbs.
 #pragma once
 
 #include "../common/ahead.h"
@@ -12,60 +11,60 @@
 
 namespace fl {
 
-// Number of chunks by which a pipeline stage runs ahead of the next, to have work while peers catch up.
+// Maximum number of chunks between the stages of a pipeline, so that a rank has work if others are late.
 constexpr uint32_t kAhead = 2;
 static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
 
-// Maximum number of arrays that one rank reduces. If there are more arrays, every rank reduces a part.
+// Maximum number of ranks for which one rank reduces all arrays. With more ranks, every rank reduces a part.
 constexpr int kFewRanks = sized(4, 3);
 
-// Memory that holds one array of each rank and that all ranks map: see Collectives::add_region.
+// Shared memory with one array per rank: see Collectives::add_region.
 struct Region {
-  std::shared_ptr<Mapping> mapping;  // shared with users of the array; null once dropped
-  size_t stride;                     // bytes between the arrays of consecutive ranks
+  std::shared_ptr<Mapping> mapping;  // null after drop_region()
+  size_t stride;                     // bytes from one rank's array to the next
 };
 
-// Flags in Call::kind; see entering.cc.
-constexpr uint32_t kIsLarge = 1u << 30;  // the data is not in the call, but its address is
-constexpr uint32_t kCanRead = 1u << 31;  // this rank can read the memory of all other ranks
+// Flags in Call::kind. entering.cc has more.
+constexpr uint32_t kIsLarge = 1u << 30;  // the call has the address of the data, not the data
+constexpr uint32_t kCanRead = 1u << 31;  // this rank can read the memory of all ranks
 
-// State of the calls that this rank needs: some missing; all arrived; all arrived with their data.
+// The calls that this rank needs: some have not arrived; all have arrived; all have arrived with their data.
 enum class Progress { kAwaited, kCalled, kComplete };
 
-// The collectives. Call begin() first. A verb throws Failure, or Mismatch before data changes. Not
-// thread-safe.
+// The collectives of one group. Call begin() before each call. If calls differ, a verb throws Mismatch before
+// it changes data. It may also throw Failure. Not thread-safe.
 class Collectives {
  public:
   Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size);
 
-  // Begin the next call. Each of its waits may take `seconds`. `interrupt` is checked on the caller's thread.
+  // Prepare the next call. `seconds`: timeout of each wait. `interrupt`: check for signals, or null.
   void begin(double seconds, InterruptCheck interrupt);
 
-  // Announce this rank's call without waiting: the first step of every verb. The verb's function must follow;
-  // until then, progress() returns the state of the other ranks. `site` is the call site, valid during the
-  // call. If `site` is null, a call that needs no other rank waits for all ranks.
+  // Announce this rank's call and return immediately. Then call the function of the verb; progress() may be
+  // called in between. `site` is the call site and must exist until the end of the call. If it is null, this
+  // rank waits for all ranks even if it needs no other rank.
   void call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead = false);
-  // True if all data for the other ranks fits into the call and the call can be announced at once.
+  // True if the call can be announced immediately with all its data.
   bool can_begin(const fl_signature& signature);
-  // Continue the announced call, perhaps on another thread. `seconds` and `interrupt` are as for begin().
+  // Continue the announced call, perhaps on another thread. Both parameters replace the values of begin().
   void go_on(double seconds, InterruptCheck interrupt);
   Progress progress();
-  // From now on no call returns before all ranks have called.
+  // From now on, let no call return before all ranks have made it.
   void compare_at_once() { compares_at_once_ = true; }
 
-  // The verbs, after call(); see common/verbs.h.
+  // The functions of the verbs. Use them after call(); see common/verbs.h.
   void barrier(const fl_signature& signature) { receive_calls(signature); }
   void all_reduce(const fl_signature& signature, void* data);
   void reduce(const fl_signature& signature, void* data);
   void scan(const fl_signature& signature, void* data);
   void reduce_scatter(const fl_signature& signature, const void* data, void* output);
   void reduce_scatter_uneven(const fl_signature& signature, const fl_sections& sections, void* output);
-  // If this rank does not know the size, `data` is null and the received data is returned.
+  // If this rank does not know the size, it passes null as `data`, and the result contains the data.
   Bytes broadcast(const fl_signature& signature, void* data);
-  // If `room` is null or has the wrong size, the received data is returned.
+  // If `room` is null or has another size than the received data, the result contains the data.
   Bytes all_gather(const fl_signature& signature, const void* data, const fl_room* room);
   Bytes gather(const fl_signature& signature, const void* data, const fl_room* room);
-  // If `output` is null, the part is returned.
+  // If `output` is null, the result contains this rank's part.
   Bytes scatter(const fl_signature& signature, const void* data, void* output);
   void all_to_all(const fl_signature& signature, const void* data, void* output);
   void all_to_all_uneven(const fl_signature& signature, const fl_sections& sections, void* output);
@@ -74,19 +73,19 @@ class Collectives {
   std::vector<fl_signature> calls() const { return calls(calls_); }
   // After a mismatch: publish this rank's call site.
   void publish_site(const fl_site& site);
-  // Return every rank's current call and site. Waits briefly until all ranks have published them.
+  // Return the current calls with their sites. Wait some seconds for ranks whose site is missing.
   CallReport current_report() { return report_of(calls_); }
   // Return the last call of every rank with its age.
   CallReport last_calls() const;
 
-  // True if `rank` has made a call that this rank has not made yet; `call` receives it.
+  // True if `rank` has made a call that this rank has not made yet. `call` receives it.
   bool is_ahead(int rank, fl_signature& call) const;
 
-  // Compare calls that this rank made ahead of other ranks; return true if some ranks have not made all of
-  // them. Throws Mismatch if calls differ, or Failure if a rank is more than `seconds` late.
+  // Compare the calls that this rank made before other ranks. Return true if a rank has not made all of them
+  // yet. Throws Mismatch if calls differ, or Failure if a rank is more than `seconds` late.
   bool look_back(double seconds);
 
-  // Add memory whose arrays are reduced in place, and return this rank's array in it. Every rank adds the
+  // Add shared memory for in-place reductions, and return this rank's array in it. All ranks must add the
   // same regions in the same order.
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   void drop_region(const void* array);
@@ -96,14 +95,14 @@ class Collectives {
   struct Rows;
   struct Sections;
   struct Routes;
-  // The data that a rank sends, and the number of its bytes that travel with the rank's call.
+  // A rank's data, and the number of its bytes that are sent with the call.
   struct Outgoing {
     const void* data;
     size_t inline_bytes;
   };
   struct Payload {
     bool is_used;
-    uint32_t call;  // the last call with data in it
+    uint32_t call;  // number of the last call that used it
   };
   const Call& call_of(int rank, uint32_t number) const {
     return segment_.block(rank).calls[number % kCalls];
@@ -166,10 +165,10 @@ class Collectives {
   Routes routes_of(const Sections& sections) const;
   void stream_sections(const Routes& routes, const void* data, const std::function<void(uint32_t)>& consume);
 
-  // For large calls: choose the copy path and read other ranks' memory.
+  // Choose the copy path of a large call.
   CopyPath choose(const fl_signature& signature, size_t bytes, bool may_read = true);
   CopyPath choose_in(uint32_t number, const fl_signature& signature, size_t bytes, bool may_read);
-  // True if `rank` reads the data that this rank shows in the running call.
+  // True if `rank` reads this rank's data in the current call.
   bool reads(int rank) const {
     return rank != rank_ && (only_reader_ < 0 || rank == only_reader_);
   }
@@ -190,26 +189,26 @@ class Collectives {
   Segment& segment_;
   Peers& peers_;
   Remote& remote_;
-  Watch watch_;  // waits of the running call
+  Watch watch_;
   const int rank_, size_;
   uint32_t calls_ = 0;     // number of calls that this rank has announced
   uint32_t compared_ = 0;  // number of the last compared call
-  Ranks needed_;           // ranks that the running call needs
-  bool is_shown_ = true;   // the running call is announced; if false, it waits for space:
+  Ranks needed_;           // ranks whose calls the current call needs
+  bool is_shown_ = true;   // false: the current call waits for space. Its arguments:
   fl_signature waiting_{};
   const void* waiting_data_ = nullptr;
   const fl_site* waiting_site_ = nullptr;
   std::array<Payload, kPayloads> payloads_{};
-  uint32_t payload_ = 0;  // index of a free payload
+  uint32_t payload_ = 0;  // index of a free payload after find_payload()
   Mismatches mismatches_{rank_, kMostAhead};
-  std::optional<Mismatches::Call> news_;  // earlier mismatch that the running call raises
+  std::optional<Mismatches::Call> news_;  // an earlier mismatch that the current call raises
   bool compares_at_once_ = false;
-  int only_reader_ = -1;         // the only rank that reads this rank's data in the running call; -1: all
-  uint32_t chunks_ = 0;          // chunks passed through the slots so far
-  std::vector<Region> regions_;  // elements keep their index; a dropped region stays, empty
+  int only_reader_ = -1;         // -1: all ranks read this rank's data
+  uint32_t chunks_ = 0;          // number of chunks of all calls so far
+  std::vector<Region> regions_;  // dropped regions stay, with a null mapping
   std::vector<const void*> from_;
   Choice choice_;
-  Choice::Trial trial_;  // copy path of the running call
+  Choice::Trial trial_;  // copy path of the current call
   std::vector<char> scratch_;
 };
 

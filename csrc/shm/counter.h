@@ -1,4 +1,4 @@
-// A counter in shared memory that one process raises and other processes wait for.
+// A counter in shared memory. One process raises it, and other processes wait for it.
 #pragma once
 
 #include "../common/atomic.h"
@@ -6,10 +6,9 @@
 
 namespace fl {
 
-// Eight bytes. The containing struct selects the cache line.
 class Counter {
  public:
-  // True if the counter has reached `target`. The sign of the difference decides, because the counter wraps.
+  // True if the counter has reached `target`. Correct also after the counter has wrapped around.
   bool reached(uint32_t target) const {
     return static_cast<int32_t>(value_.load(std::memory_order_acquire) - target) >= 0;
   }
@@ -18,24 +17,24 @@ class Counter {
 
   // Set the value and publish all earlier writes. Only the owner calls it.
   void raise(uint32_t value) {
-    // Single order with sleep(): a sleeper sees the new value, or this thread sees the sleeper.
+    // Because of seq_cst, either a thread in sleep() sees the new value, or this thread sees that thread.
     value_.exchange(value, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
 
-  // Like raise() without a wake: for counters that other ranks only poll, or that a later raise() publishes.
+  // Set the value without waking threads: for counters that are only polled, or before another raise().
   void set(uint32_t value) { value_.store(value, std::memory_order_release); }
 
   void wake() {
     futex_wake(&value_, kAllBits, FutexScope::kProcesses);
   }
 
-  // Wait until the counter reaches `target` (true) or about `milliseconds` have passed (false).
+  // Return true if the counter reaches `target`, or false after about `milliseconds`.
   bool wait(uint32_t target, Patience patience, long milliseconds) {
     return poll(target, patience) || sleep(target, milliseconds);
   }
 
-  // poll() and sleep() are the two steps of wait().
+  // The two steps of wait().
   bool poll(uint32_t target, Patience patience) {
     for (int i = 0; i < patience.spins; ++i) {
       if (reached(target)) return true;
@@ -48,7 +47,7 @@ class Counter {
     return false;
   }
   bool sleep(uint32_t target, long milliseconds) {
-    // This access needs no order: the kernel reads the value again after a full barrier.
+    // No order is needed here: after a full barrier, the kernel reads the value again.
     sleepers_.fetch_add(1, std::memory_order_relaxed);
     const uint32_t observed = value_.load(std::memory_order_relaxed);
     if (static_cast<int32_t>(observed - target) < 0) {

@@ -1,10 +1,10 @@
-// Start of a call: each rank announces its call, awaits the calls of other ranks, and compares them.
+// Start of a call: each rank announces its call, waits for the calls of other ranks, and compares them.
 //
-// Most verbs need every rank's call. A rank that needs fewer calls returns ahead of other ranks: for example,
-// the root of a small broadcast needs no call. It compares the other calls in its later calls, and may be
-// kMostAhead calls ahead of the last compared one. If calls differ, a rank that detects it raises at once.
-// The next call in which every rank waits for every other rank then does nothing and raises on all ranks,
-// because some ranks have not detected it. All ranks derive the same result from the announced calls.
+// A rank that needs only some calls may return before the other ranks call. For example, the root of a small
+// broadcast needs no call. Such a rank compares the other calls later, and may be at most kMostAhead calls
+// ahead of the last compared call. If calls differ, each rank that detects it raises immediately. The next
+// call in which all ranks wait for all moves no data and raises on all ranks. All ranks derive the same
+// result from the announced calls.
 
 #include "../common/signature.h"
 #include "collectives.h"
@@ -14,14 +14,14 @@ namespace fl {
 namespace {
 
 // Flags in Call::kind.
-constexpr uint32_t kRunsAhead = 1u << 23;  // may return before other ranks have called
-constexpr uint32_t kAny = 1u << 29;        // only verb and root are known
+constexpr uint32_t kRunsAhead = 1u << 23;  // this rank may return before other ranks have called
+constexpr uint32_t kAny = 1u << 29;        // the rank knows only verb and root
 
-// If each rank has a processor, at most this many bytes are sent ahead: writing data for the next call slows
-// down the reader of the current data (docs/shared-memory.md).
+// Maximum bytes of a call that may return early if each rank has a processor. With more data, the next call
+// would slow down ranks that still read the data of this call (docs/shared-memory.md).
 constexpr size_t kAheadBytes = sized(1024, 32);
 
-// Seconds to wait for the call sites of other ranks after a mismatch.
+// Maximum seconds to wait for the call site of another rank after a mismatch.
 constexpr double kAnnouncingSeconds = 5;
 
 uint32_t kind_of(const fl_signature& s) {
@@ -30,7 +30,7 @@ uint32_t kind_of(const fl_signature& s) {
   return call | static_cast<uint32_t>(s.dtype) << 8 | static_cast<uint32_t>(s.op);
 }
 
-// FNV-1a hash of the fields that same_call() compares, except fields in the first cache line of a Call.
+// Return the FNV-1a hash of the shape, without a first dimension that may differ between ranks.
 uint64_t hash_of_shape(const fl_signature& s) {
   uint64_t hash = 1469598103934665603u ^ static_cast<uint64_t>(s.ndim);
   const int dims = std::min(s.ndim, FL_DIMENSIONS);
@@ -40,11 +40,11 @@ uint64_t hash_of_shape(const fl_signature& s) {
   return hash;
 }
 
-// Like same_call, but compare only the first lines of the calls.
+// Like same_call(), but compares only the first cache lines of two calls. `free`: the counts may differ.
 bool alike(const Call& a, const Call& b, bool free) {
   constexpr uint32_t kMayDiffer = kRunsAhead | kIsLarge | kCanRead;
   if (((a.kind | b.kind) & kAny) != 0) {
-    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // bits of verb and part_of
+    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // bits of `verb` and `part_of`
     return ((a.kind ^ b.kind) & kVerb) == 0 && a.root == b.root;
   }
   return (a.kind | kMayDiffer) == (b.kind | kMayDiffer) && a.root == b.root && a.scale == b.scale &&
@@ -63,12 +63,12 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// Announce a call. With `is_ahead`, the call moves no data, needs no other rank, and is compared later.
+// Announce a call. `is_ahead`: the call sends no data and is compared later, so it needs no other rank.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
-  // A rank that needs no other rank returns before a mismatch is detected, so it must publish its site now.
+  // A rank that waits for no rank must publish its site now: other ranks may need it when it has returned.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
   if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
   is_shown_ = find_room(outgoing.inline_bytes);
@@ -92,7 +92,6 @@ void Collectives::wait_and_show() {
   show_waiting();
 }
 
-// Announce the waiting call. There is space for the call now.
 void Collectives::show_waiting() {
   is_shown_ = true;
   announce(waiting_, outgoing_of(waiting_, waiting_data_), waiting_site_);
@@ -109,7 +108,7 @@ bool Collectives::can_begin(const fl_signature& signature) {
   return travels_whole(signature) && find_room(bytes_with_call(signature));
 }
 
-// Return the bytes that travel with the call: zero, or all data of this rank.
+// Return the number of bytes that are sent with the call: all bytes of this rank's data, or 0.
 size_t Collectives::bytes_with_call(const fl_signature& signature) const {
   size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const bool only_root = signature.verb == FL_BROADCAST || signature.verb == FL_SCATTER;
@@ -118,14 +117,15 @@ size_t Collectives::bytes_with_call(const fl_signature& signature) const {
   return bytes <= kInlineBytes ? bytes : 0;
 }
 
-// Return the ranks whose calls bring data for `rank` in `call`; all ranks if data follows outside the calls.
+// Return the ranks whose calls `rank` must receive in `call`: all ranks if the data is not in the calls.
 Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   const bool travels = may_be_small(rank, call) || travels_whole(call);
   return travels && !is_compared(call) ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
-// A rank that makes call k has compared, and used, all calls up to k - kMostAhead. Its call k replaces call k
-// - kCalls, which no rank reads any more. A payload is free when all ranks have passed its call.
+// True if the next call can be announced. When a rank makes call k, it has compared call k - kMostAhead, so
+// all ranks have used call k - kCalls, which call k replaces. A payload is free if all ranks made a later
+// call.
 bool Collectives::find_room(size_t inline_bytes) {
   while (calls_ + 1 - compared_ > kMostAhead || (inline_bytes > kTinyBytes && !find_payload())) {
     if (!all_have_called(compared_ + 1)) return false;
@@ -151,10 +151,10 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // If this rank made its previous call just now, compare later: other ranks wait for this announcement.
+    // Right after its previous call, a rank does not compare: other ranks wait for this announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
-    // If this call will raise, withdraw it: otherwise its payload would become a result on other ranks.
+    // Announce a call that will raise as withdrawn. Otherwise, other ranks would use its payload as a result.
     if (news_ && !is_compared(signature)) return write_call(withdrawn(signature, compared_), {nullptr, 0}, site, now);
   }
   write_call(signature, outgoing, site, now);
@@ -193,8 +193,8 @@ void Collectives::write_call(const fl_signature& signature, const Outgoing& outg
   call.number.raise(number);
 }
 
-// Announce the address of data that is not in the call, and the costs for choosing its path. A rank that does
-// not know the total size always announces both.
+// Announce the address of large data, and the costs of the copy paths. A rank that does not know the total
+// size announces them as well.
 void Collectives::announce_large(const fl_signature& signature, const void* data, Call& call) {
   if (is_compared(signature)) return;
   const bool knows = signature.ndim != FL_ANY && signature.verb != FL_ALL_TO_ALL_UNEVEN;
@@ -205,7 +205,7 @@ void Collectives::announce_large(const fl_signature& signature, const void* data
   call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(signature, call), bytes)};
 }
 
-// Return the key of the costs that were measured for this call. In-place reductions have separate costs.
+// Return the key of this call's costs in choice_. Reductions in shared memory have their own key, 0.
 int Collectives::key_of(const fl_signature& signature, const Call& call) {
   return signature.verb == FL_ALL_REDUCE && call.location != 0 ? 0 : signature.verb;
 }
@@ -213,11 +213,11 @@ int Collectives::key_of(const fl_signature& signature, const Call& call) {
 const char* Collectives::inline_data(int rank, size_t bytes) const {
   const Call& call = call_of(rank);
   if (bytes <= kTinyBytes) return call.tiny;
-  // Ranks in step use the same index. Then the data is prefetched before the line with the index arrives.
+  // Ranks usually have the same index. So the data can be loaded before the other rank's index is loaded.
   uint32_t payload = payload_;
   if (call.payload != payload || needed_.count() < size_) {
     payload = call.payload;
-    asm volatile("" : "+r"(payload));  // a predicted jump instead of a wait for the value
+    asm volatile("" : "+r"(payload));  // the compiler must keep the branch above, which is predicted
   }
   return segment_.block(rank).payloads[payload];
 }
@@ -239,7 +239,7 @@ Progress Collectives::progress() {
   return complete ? Progress::kComplete : Progress::kCalled;
 }
 
-// Wait for the calls that this rank needs. If this rank needs all calls, compare them.
+// Wait for the calls that this rank needs. If these are all calls, compare them.
 void Collectives::receive_calls(const fl_signature& signature) {
   if (!is_shown_) wait_and_show();
   only_reader_ = -1;
@@ -255,10 +255,10 @@ void Collectives::receive_calls(const fl_signature& signature) {
     same = same && alike(own_call, peer_call, free);
   }
   if (verb == FL_BROADCAST) same = same && (call_of(own_call.root).kind & kAny) == 0;
-  // All ranks are in this call and have read the previous call, so its line is free for the next call.
+  // All ranks have used the call that the next call replaces: load its cache line for writing.
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
   if (same && compared_ + 1 == calls_ && mismatches_.empty()) {
-    compared_ = calls_;  // same result as compare_call
+    compared_ = calls_;  // as compare_call() would do
   } else {
     compare_all();
   }
@@ -286,7 +286,7 @@ void Collectives::receive_some(const fl_signature& signature) {
     if (root_must_know(signature.verb)) same = same && (peer_call.kind & kAny) == 0;
   }
   if (same && some_wait) {
-    needed_ = {0, size_};  // the root's data is large: see awaited()
+    needed_ = {0, size_};  // large data of the root: see awaited()
     return receive_calls(signature);
   }
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
@@ -303,7 +303,7 @@ bool Collectives::look_back(double seconds) {
   return true;
 }
 
-// Compare the calls before `number` that all ranks have made.
+// Compare all calls before `number` that all ranks have made.
 void Collectives::compare_earlier(uint32_t number) {
   while (compared_ + 1 != number && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
 }
@@ -321,8 +321,8 @@ bool Collectives::all_have_called(uint32_t number) const {
   return true;
 }
 
-// Compare the next uncompared call; return true if all calls agree. A rank that returned ahead may not have
-// raised a mismatch; it raises in a later call.
+// Compare call `number` of all ranks and return true if the calls agree. Otherwise, ranks that did not wait
+// for this call raise the mismatch in a later call.
 bool Collectives::compare_call(uint32_t number) {
   const Call& own_call = call_of(rank_, number);
   const int verb = static_cast<int>(own_call.kind >> 16 & 0x1f);
@@ -339,10 +339,10 @@ bool Collectives::compare_call(uint32_t number) {
   compared_ = number;
   if (same && (kinds & kIsLarge) != 0 && (own_call.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
     mismatches_.forget_old(number);
-    if (mismatches_.empty()) pass_rows(number);  // else ranks have raised the mismatch, and no data was moved
+    if (mismatches_.empty()) pass_rows(number);  // after a mismatch no rank moves rows
   }
   if (same && mismatches_.empty()) return true;
-  // Call sites are not requested here but when the mismatch is raised.
+  // Call sites are read later, when the mismatch is raised.
   const auto made = calls(number);
   const auto needed = [&](int r) {
     const auto waits = [&](int other) { return (call_of(other, number).kind & kRunsAhead) == 0; };
@@ -353,7 +353,7 @@ bool Collectives::compare_call(uint32_t number) {
   return same;
 }
 
-// Compare the full calls. Every rank gets the same result, also a rank whose own call has FL_ANY.
+// Compare the complete calls. All ranks get the same result, also ranks that do not know the shape.
 bool Collectives::all_call_the_same(uint32_t number) const {
   return are_one_call(calls(number).data(), size_);
 }
@@ -368,8 +368,8 @@ std::vector<fl_signature> Collectives::calls(uint32_t number) const {
 
 // Mismatches ----------------------------------------------------------------------------------
 
-// Raise the mismatch of this call, which other ranks may not have made yet. If another rank has withdrawn its
-// call, raise the earlier mismatch. This rank can compare all calls that the other rank has compared.
+// Raise the mismatch of this call. If a rank has withdrawn its call because of an earlier mismatch, raise the
+// earlier one: this rank can compare the same calls as that rank.
 void Collectives::raise_now() {
   if (withdrawn_after(calls().data(), needed_)) {
     compare_earlier(calls_);
@@ -377,7 +377,7 @@ void Collectives::raise_now() {
   }
   try {
     wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
-  } catch (const Failure&) {  // the calls of late ranks stay unknown
+  } catch (const Failure&) {  // late ranks are missing in the report
   }
   throw Mismatch();
 }
@@ -400,10 +400,10 @@ CallReport Collectives::report_of(uint32_t number) {
   return report;
 }
 
-// True if the site is known. It stays unknown if the rank died, stopped, or saw no mismatch and continues.
+// Wait for the call site of `rank`. False if it is not published: the rank has ended or sees no mismatch.
 bool Collectives::has_site(int rank, uint32_t number) {
   Counter& site_known = description_of(rank, number).site_known;
-  if (number == 0) return false;  // the counter has wrapped: 0 is also the initial value
+  if (number == 0) return false;  // 0 is also the initial value
   if (!site_known.reached(number) && !raises_itself(rank, number)) return false;
   try {
     watch_.at_most(kAnnouncingSeconds).wait(site_known, number, rank);
@@ -413,7 +413,7 @@ bool Collectives::has_site(int rank, uint32_t number) {
   return site_known.value() == number;
 }
 
-// True if `rank` itself raises in call `number`, whose calls differ.
+// True if `rank` itself detects that the calls `number` differ, and so publishes its site.
 bool Collectives::raises_itself(int rank, uint32_t number) const {
   const Call& call = call_of(rank, number);
   if ((call.kind & kRunsAhead) == 0) return true;
@@ -435,7 +435,7 @@ CallReport Collectives::last_calls() const {
       const uint32_t number = call.number.value();
       if (number != 0 && (last == 0 || is_before(last, number))) last = number;
     }
-    if (last == 0) continue;  // no call yet
+    if (last == 0) continue;  // the rank has made no call
     const Description& description = description_of(r, last);
     report.calls[r] = description.signature;
     report.ages[r] = (now - description.called_at) * 1e-9;

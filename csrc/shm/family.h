@@ -12,7 +12,7 @@ namespace fl {
 
 class Family {
  public:
-  // A group's function that runs every millisecond for some time after activate().
+  // A group's function tick(). After activate() it is called every millisecond for some time.
   class Ticking {
    public:
     virtual void tick() = 0;
@@ -32,12 +32,12 @@ class Family {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups_.push_back(&group);
   }
-  // Start the ticks. Throws if no thread can be created.
+  // Start the ticks. Throws if the thread cannot be created.
   void activate() {
     const std::lock_guard<std::mutex> lock(mutex_);
     ticker_.activate();
   }
-  // Remove a group and stop its ticks. If the last group is removed, no thread remains.
+  // Remove a group, whose tick() is not called any more. The last call also stops all threads.
   void leave(Ticking& group, uint64_t number) {
     engine.forget(number);
     {
@@ -53,7 +53,7 @@ class Family {
   Remote remote;
   Rings rings;
   Engine engine;  // its ranks are ranks of the segment
-  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // threads for asynchronous collectives
+  const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for started collectives
 
  private:
   void tick() {

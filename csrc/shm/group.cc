@@ -6,7 +6,7 @@
 namespace fl {
 namespace {
 
-// Maximum milliseconds that close() waits for a collective of another thread to end.
+// Maximum milliseconds for which close() waits for a collective on another thread.
 constexpr long kLeavingMilliseconds = 500;
 
 }  // namespace
@@ -31,7 +31,7 @@ ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, co
 
 ShmGroup::~ShmGroup() { close(); }
 
-// End the group. If this rank leaves inside a collective, it has not done its part and reports this.
+// End the group. If a collective still runs, other ranks may need this rank and get FL_CLOSED as the reason.
 void ShmGroup::close() {
   if (closed_.exchange(true, std::memory_order_relaxed)) return;
   Result begun;
@@ -61,13 +61,13 @@ Handle ShmGroup::start(const Request& call) {
   return handle_of(start_collective(call, site_of(call.site)));
 }
 
-// Run on the caller's thread, unless queued operations must run first.
+// Run the collective on the caller's thread, or start it if an earlier collective has not ended.
 ShmGroup::Result ShmGroup::run_collective(const Request& call) {
   if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) {
     return start_collective(call, site_of(call.site));
   }
   if (turn_.is_owner()) return reentrant_call();
-  bool was_late = false;  // another thread has begun a collective, or this one was queued
+  bool was_late = false;  // another thread has begun a collective
   Result result = guarded([&](CallReport& report) {
     const Turn::Guard running = await_turn(interrupt_);
     was_late = is_begun_;
@@ -110,8 +110,8 @@ void ShmGroup::give_up(const std::string& why) {
   peers_.fail(Failure(FL_RAISED, {rank_}, why));
 }
 
-// Take no lock: a thread that does not exist in this forked process may hold it. Close the segment's file,
-// because it holds the lock that other ranks take as a sign of life.
+// In the forked child a lock may be held by a thread that does not exist there, so take none. The segment's
+// file must be closed, because its lock shows the other ranks that this rank is alive.
 void ShmGroup::abandon() noexcept {
   family_->segment.close_file();
   segment_.close_file();

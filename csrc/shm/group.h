@@ -1,5 +1,4 @@
-// The ranks of one host as a group. Operations run on the caller's thread or are started. Collectives run in
-// order, and messages run concurrently.
+// The ranks of one host as a group. Collectives run one after the other. Messages run at the same time.
 #pragma once
 
 #include "../common/engine.h"
@@ -13,29 +12,29 @@
 
 namespace fl {
 
-// Writes the call site of the program. It is called on the caller's thread if the site is needed.
+// Writes the call site of the program to `site`. It is called on the caller's thread.
 using SiteFunction = void (*)(fl_site* site);
 
 class ShmGroup : private Helper, private Family::Ticking {
  public:
-  // Result of a call. Null: the call succeeded and there is no result to fetch.
+  // An operation. Null means that the operation succeeded and has no result to fetch.
   using Result = std::shared_ptr<Operation>;
 
   ShmGroup(Mapping mapping, int rank, int size);
-  // Create a subgroup. `number`: nonzero, equal on its ranks, unique among subgroups that share ranks.
+  // Create a subgroup. `number` is not 0, equal on its ranks, and different for other subgroups of a rank.
   ShmGroup(const ShmGroup& whole, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number)
       : ShmGroup(whole.family_, std::move(mapping), rank, ranks, number) {}
   ~ShmGroup();
-  // End running and queued operations, and leave. An operation on the calling thread, which a signal handler
-  // has interrupted, ends when it continues.
+  // End running and queued operations, and leave the group. If a signal handler calls close(), an operation
+  // that it has interrupted on this thread ends after the handler returns.
   void close();
 
-  // Run an operation. If its call site is needed and missing, the function of on_mismatch() supplies it.
+  // Run an operation. If its site is null, the function of on_mismatch() finds it when it is needed.
   Handle run(const Request& call);
-  // A comparison-only call with `is_ahead` ends at once; look_back() compares it later.
+  // Start an operation. A comparison-only call with `is_ahead` ends immediately: look_back() compares it.
   Handle start(const Request& call);
-  // Compare calls with `is_ahead` as far as other ranks have made them. `is_behind`: some ranks have not made
-  // all. Null: the calls agree, and no rank is more than `seconds` late.
+  // Compare the calls with `is_ahead` that all ranks have made. `is_behind`: some are not compared yet.
+  // Return null unless calls differ or a rank is more than `seconds` late.
   Result look_back(double seconds, bool& is_behind);
 
   // Run several sends and receives; see Port.
@@ -48,16 +47,16 @@ class ShmGroup : private Helper, private Family::Ticking {
   }
   std::vector<Handle> deliver(const Port::Posted& posted) { return port_.finish(posted, interrupt_); }
 
-  // A collective on the caller's thread in two steps, so that a caller can release a lock while other ranks
-  // are late. begin() never waits. It returns false without effect if a collective runs or is queued, or if
-  // the group has ended. After true, finish() must follow on the same thread; it does not wait once ready()
-  // is kComplete. With a `site`, valid until then, the call may end before other ranks have made it.
+  // A collective in two steps on the caller's thread, which can release a lock in between. begin() never
+  // waits. It returns false, and does nothing, if another collective has not ended or the group has ended. If
+  // it returns true, call finish() on the same thread. After ready() has returned kComplete, finish() does
+  // not wait. With `site`, which must exist until then, the call may end before other ranks have made it.
   bool begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site = nullptr);
   Progress ready(int spins);
   Result finish(const fl_signature& signature, void* data, void* output);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
-  // Return false if a thread runs a collective; then the region remains.
+  // Return false, and keep the region, if a thread runs a collective.
   bool drop_region(const void* array);
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void compare_at_once() {
@@ -66,13 +65,13 @@ class ShmGroup : private Helper, private Family::Ticking {
   }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(SiteFunction site_function) { site_function_ = site_function; }
-  // True if `rank` has begun a collective that this rank has not called; `call` receives it.
+  // True if `rank` has begun a collective that this rank has not called. `call` receives it.
   bool is_ahead(int rank, fl_signature& call);
-  // Return null if the group is usable, else an ended operation with the reason.
+  // Return null if the group is usable, else a failed operation whose error is the reason.
   Result lost();
-  // Announce that this rank begins no more messages.
+  // Announce that this rank starts no more messages.
   void leave() { peers_.leave(); }
-  // End the group and report the reason to the other ranks.
+  // End the group with the reason `why`, and send the reason to the other ranks.
   void give_up(const std::string& why);
   // In a forked child: close the descriptors.
   void abandon() noexcept;
@@ -109,7 +108,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   const int rank_, size_;
   const std::shared_ptr<Family> family_;
   const uint32_t number_;
-  // Used only in a subgroup; else the family's is used. Declared before peers_, which publish this rank.
+  // Of a subgroup. Declared before peers_, whose constructor publishes that this rank is ready.
   Segment own_segment_;
   const std::unique_ptr<Remote> own_remote_;
   Segment& segment_;
@@ -120,24 +119,23 @@ class ShmGroup : private Helper, private Family::Ticking {
   SiteFunction site_function_ = nullptr;
   Turn turn_;  // held by the thread that runs a collective
   std::atomic<bool> closed_{false};
-  // Started collectives that have not ended. Their effects are visible to the next holder of turn_.
+  // Number of started collectives that have not ended.
   std::atomic<int> queued_{0};
   Queue queue_{peers_, family_->crew};
-  // See starting.cc.
-  Turn starting_;          // guards begun_
-  Result begun_;           // an announced collective that is not complete here
-  bool is_begun_ = false;  // true while begun_ exists; guarded by turn_
+  Turn starting_;          // guards begun_; see starting.cc
+  Result begun_;           // collective that is announced and not complete
+  bool is_begun_ = false;  // whether begun_ exists; guarded by turn_
   const void* seen_by_tick_ = nullptr;
 };
 
-// Run `body`, a collective called at `site`, and add the calls of all ranks to its exceptions.
+// Run the collective `body`, called at `site`. Add the calls of all ranks to its exceptions.
 template <typename Body>
 auto ShmGroup::reporting(const fl_site* site, Body body) {
   try {
     return body();
   } catch (const Mismatch& mismatch) {
     collectives_.publish_site(site_of(site));
-    if (!mismatch.report.calls.empty()) throw;  // a mismatch of an earlier call
+    if (!mismatch.report.calls.empty()) throw;  // has a report of an earlier call
     throw Mismatch(collectives_.current_report());
   } catch (Failure& failure) {
     if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.report = collectives_.last_calls();
@@ -145,8 +143,8 @@ auto ShmGroup::reporting(const fl_site* site, Body body) {
   }
 }
 
-// Run `body` on the caller's thread and convert its exceptions into a failed operation. `report` receives the
-// ranks' calls for the result.
+// Run `body` and convert its exceptions into a failed operation. `body` writes calls to `report` if the
+// result needs them.
 template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(peers_.why_broken());
@@ -159,7 +157,7 @@ ShmGroup::Result ShmGroup::guarded(Body body) {
     return ended_with(FL_MISMATCH, {mismatch.what(), {}, mismatch.report, {}});
   } catch (const Failure& caught) {
     return failed(caught);
-  } catch (const std::exception& error) {  // no memory: other ranks are inside this call
+  } catch (const std::exception& error) {  // out of memory; other ranks wait for this rank
     return failed(peers_.explain(error.what()));
   }
 }

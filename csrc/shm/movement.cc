@@ -1,4 +1,4 @@
-// Flow of chunks through the slots, and the verbs that move whole arrays.
+// Chunks in slots, and the verbs that move whole arrays.
 
 #include "collectives.h"
 #include "../common/copying.h"
@@ -15,7 +15,7 @@ uint32_t chunks_of(size_t bytes, size_t chunk) {
 
 }  // namespace
 
-// Write data to a slot, where other ranks read it.
+// Copy data to a slot, where other ranks read it.
 void Collectives::show(void* slot, const void* data, size_t bytes) const {
   if (trial_.path == kThroughCaches) {
     copy(slot, data, bytes);
@@ -30,15 +30,15 @@ void Collectives::wait_for_free_slot(uint32_t chunk) {
   }
 }
 
-// Return the chunk size for `bytes`, equal on every rank. Small data has several chunks: copies overlap.
+// Return the chunk size for `bytes`, equal on every rank. Small data has several chunks: copies overlap then.
 size_t Collectives::chunk_for(size_t bytes) const {
   const size_t part = (bytes / kPipelined + kLine - 1) / kLine * kLine;
   return std::min(segment_.chunk_bytes(), std::max(kLeastChunk, part));
 }
 
-// Stream chunks from every producer's slots to every consumer. `produce(c, slot)` fills this rank's slot.
-// `consume(c, filled)` reads the other slots after waiting for their counters. Every rank counts every chunk,
-// so that the counters agree at the end.
+// Send chunks from each producer to each consumer through slots. produce(c, slot) fills this rank's slot.
+// consume(c, filled) waits until `filled` chunks of a rank are filled and reads its slot. Every rank counts
+// every chunk, so that all counters are equal at the end.
 void Collectives::stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
                          const Consume& consume) {
   RankBlock& block = segment_.block(rank_);
@@ -60,8 +60,8 @@ void Collectives::stream(size_t chunks, bool produces, bool consumes, const Prod
   block.reduced.set(chunks_);
 }
 
-// Like stream(), in three stages for each chunk: every rank fills its slot. When all slots are filled, every
-// rank reduces a part. When all parts are reduced, every rank collects the results.
+// Like stream(), but with three stages per chunk: all ranks fill their slots; then each rank reduces a part;
+// then each rank collects the results.
 void Collectives::stream_parts(uint32_t number, const Produce& fill, const Stage& combine, const Stage& collect) {
   RankBlock& block = segment_.block(rank_);
   const uint32_t base = chunks_;
@@ -87,13 +87,13 @@ void Collectives::stream_parts(uint32_t number, const Produce& fill, const Stage
 struct Collectives::Rows {
   std::vector<size_t> begin;
   size_t largest = 0;
-  bool receives = false;  // this rank receives the rows
+  bool receives = false;
 
   size_t bytes(int r) const { return begin[r + 1] - begin[r]; }
   size_t total() const { return begin.back(); }
 };
 
-// Large data moves as rows of the root.
+// A large array is sent like the rows of a gather, in which only the root has rows.
 Bytes Collectives::broadcast(const fl_signature& signature, void* data) {
   const int root = signature.root;
   receive_calls(signature);
@@ -124,7 +124,7 @@ Bytes Collectives::gather(const fl_signature& signature, const void* data, const
 Bytes Collectives::gather_to(const fl_signature& signature, const void* data, const fl_room* room, bool receives) {
   const size_t item = signature.itemsize;
   receive_calls(signature);
-  if (needed_.count() == 0) return {};  // this rank has sent its data; see pass_rows
+  if (needed_.count() == 0) return {};  // this rank need not wait: see pass_rows()
   Rows rows{{0}, 0, receives};
   for (int r = 0; r < size_; ++r) {
     rows.begin.push_back(rows.total() + static_cast<size_t>(call_of(r).count) * item);
@@ -139,13 +139,13 @@ Bytes Collectives::gather_to(const fl_signature& signature, const void* data, co
     if (!is_here || peer_bytes == 0) continue;
     copy(into + rows.begin[r], r == rank_ ? data : inline_data(r, peer_bytes), peer_bytes);
   }
-  // In a gather, wait only until the root has read: ranks with little data may have continued.
+  // In a gather, wait only for the root: other ranks with little data may have returned already.
   if (signature.verb == FL_GATHER) only_reader_ = signature.root;
   if (rows.largest > kInlineBytes) move_rows(signature, rows, data, into);
   return output;
 }
 
-// Move the rows that did not travel with the calls.
+// Send and receive the rows that are not in the calls.
 void Collectives::move_rows(const fl_signature& signature, const Rows& rows, const void* data, char* into) {
   if (choose(signature, rows.largest) == kDirectly) {
     for (int r = 0; rows.receives && r < size_; ++r) {
@@ -158,7 +158,7 @@ void Collectives::move_rows(const fl_signature& signature, const Rows& rows, con
   choice_.end(trial_);
 }
 
-// After a gather from which this rank returned ahead: count its chunks, as if this rank had moved rows.
+// Count the chunks of gather `number`, from which this rank returned before large rows were sent.
 void Collectives::pass_rows(uint32_t number) {
   const fl_signature& signature = description_of(rank_, number).signature;
   size_t largest = 0;
@@ -169,7 +169,7 @@ void Collectives::pass_rows(uint32_t number) {
   pass_chunks(direct ? 1 : chunks_of(largest, chunk_for(largest)));
 }
 
-// Skip chunks: count them as moved, so that the counters of all ranks agree.
+// Count chunks that this rank does not move, so that the counters of all ranks agree.
 void Collectives::pass_chunks(uint32_t chunks) {
   RankBlock& block = segment_.block(rank_);
   chunks_ += chunks;

@@ -10,8 +10,8 @@ struct ProcessCache {
   std::unordered_map<int32_t, std::weak_ptr<Process>> processes;
 };
 
-// If each rank has a core, waits end after some hundred nanoseconds, and polling costs less than sleeping and
-// waking. If there are fewer cores, the peer needs this core to make progress.
+// If each rank has a core, waits usually end after some hundred nanoseconds, and polling costs less than
+// sleep and wake-up. Otherwise the awaited rank may need this core.
 Patience patience_for(int ranks) {
   constexpr int kSpins = sized(16000, 1), kYields = sized(200, 1);
   return ranks <= processors() ? Patience{kSpins, kYields} : Patience{0, kYields};
@@ -31,7 +31,7 @@ std::shared_ptr<Process> Process::find(int32_t pid) {
   const std::lock_guard<std::mutex> lock(cache.mutex);
   auto& slot = cache.processes[pid];
   auto process = slot.lock();
-  if (process != nullptr && !process->has_ended()) return process;  // else another process may have this PID now
+  if (process != nullptr && !process->has_ended()) return process;  // otherwise the PID may be reused
   process = std::make_shared<Process>(open_process(pid));
   slot = process;
   return process;
@@ -59,14 +59,11 @@ Peers::~Peers() { close_files(); }
 void Peers::close_files() noexcept { processes_.clear(); }
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
-  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // takes precedence over reports of other ranks
-  // A rank that shuts down waits for all ranks. If another rank waits for a message from it, both would wait
-  // until the timeout. Therefore that wait ends after half a second; a receive from any rank ends when all
-  // other ranks have left. Messages begun before still arrive. Polling does not count as waiting.
+  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // before reasons of other ranks
   if (auto failure = farewell(concern)) return failure;
   const std::vector<int> dead_ranks = dead(concern);
   if (!dead_ranks.empty()) {
-    if (auto failure = farewell(concern)) return failure;  // a reason would precede its end
+    if (auto failure = farewell(concern)) return failure;  // it may have sent a reason and then ended
     return Failure(FL_PEER_LOST, dead_ranks, "its process has ended");
   }
   if (has_ended()) return why_ended();
@@ -106,8 +103,8 @@ std::vector<int> Peers::dead(const Concern& concern) {
   return dead;
 }
 
-// If a rank has not published all fields yet, it counts as alive and is checked again later. A rank in
-// another container, or without /proc, is checked by the lock that it holds.
+// A rank without a PID has not started yet and counts as alive. If PIDs are not comparable (another
+// container, or no /proc), the rank is dead if it no longer holds its lock.
 bool Peers::is_dead(int r) {
   const RankBlock& block = segment_.block(r);
   const int32_t pid = block.pid.load(std::memory_order_relaxed);
@@ -119,8 +116,8 @@ bool Peers::is_dead(int r) {
   return processes_[r]->has_ended();
 }
 
-// True if the end of rank r prevents the operation. A rank that has finished the call may leave before other
-// ranks, for example with little data for a gather. Then no wait needs rank r.
+// True if an operation fails when rank r ends. A rank that has left in order and has made the call is not
+// needed: for example, it had little data for a gather.
 bool Peers::matters(int r, const Concern& concern) const {
   if (r == rank_) return false;
   if (concern.only >= 0) return r == concern.only;
@@ -144,7 +141,7 @@ std::vector<int> Peers::not_called(const Concern& concern) const {
 }
 
 void Peers::give_up(const Failure& failure) noexcept {
-  // One thread may close the group while another finds that its call has failed.
+  // Keep the first reason: two threads may call this function at the same time.
   if (has_farewell_.exchange(true, std::memory_order_relaxed)) return;
   Farewell& farewell = segment_.block(rank_).farewell;
   farewell.status = failure.status;
@@ -156,7 +153,7 @@ void Peers::give_up(const Failure& failure) noexcept {
   }
   std::strncpy(farewell.message, failure.what(), sizeof farewell.message - 1);
   farewell.is_set.set(1);
-  full_fence();  // peers see the farewell before later changes of the memory that they read
+  full_fence();  // later, this rank may free memory that peers read
 }
 
 // Watch ---------------------------------------------------------------------------------------
@@ -171,7 +168,7 @@ void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
   } while (!counter.wait(target, Patience{0, 0}, kSliceMilliseconds));
 }
 
-// If a lost rank raised the counter before its end, the wait succeeds.
+// Throw the reason to end the wait. There is none if a lost rank has raised the counter before its end.
 void Watch::check_loss(const Counter& counter, uint32_t target, Clock::time_point since, int peer) {
   if (const auto lost = loss()) {
     if (counter.reached(target)) return;

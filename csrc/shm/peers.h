@@ -1,4 +1,4 @@
-// Waits for the other ranks of the host, and detection of ranks that have left, given up or died.
+// Waits for other ranks of the host, and detection of ranks that have left, ended the group or died.
 #pragma once
 
 #include "../common/operation.h"
@@ -8,21 +8,21 @@ namespace fl {
 
 inline Failure interrupted() { return {FL_CLOSED, {}, kInterrupted}; }
 
-// Milliseconds of sleep between checks for farewells, deaths, signals and the deadline.
+// Maximum milliseconds of sleep between checks for ended ranks, signals and the deadline.
 constexpr long kSliceMilliseconds = 20;
 
-// Ranks that an operation needs: `only`. If `only` is -1: all ranks that have not done their part of `call`.
+// The ranks that an operation needs: rank `only`, or if it is -1, all ranks, for collective `call`.
 struct Concern {
   int only = -1;
   uint32_t call = 0;
 };
 
-// A process of this host whose end can be detected. All groups of a rank share one object per peer.
+// A process of this host. All groups of this process use the same object for it.
 class Process {
  public:
   static std::shared_ptr<Process> find(int32_t pid);
 
-  // `fd`: descriptor of the process, kNoProcess or kEndedProcess.
+  // `fd` is a pidfd, kNoProcess or kEndedProcess.
   explicit Process(int fd) : fd_(fd) {}
   ~Process() { close_file(); }
   Process(const Process&) = delete;
@@ -33,16 +33,16 @@ class Process {
   int fd_;
 };
 
-// The peers of all operations. Thread-safe.
+// Reports lost ranks to all operations of a group. Thread-safe.
 class Peers : public Transport {
  public:
   Peers(const Segment& segment, int rank, int size);
   ~Peers() override;
   Peers(const Peers&) = delete;
 
-  // Return the reason why an operation cannot finish: a rank that it needs, or this rank, has gone.
+  // Return why an operation cannot finish: a needed rank has ended, or this rank has closed the group.
   std::optional<Failure> loss(const Concern& concern);
-  // Return the failure of any rank that has gone, except ranks that left in order.
+  // Return the failure of any rank that has ended, except ranks that left in order.
   std::optional<Failure> lost();
   // True if operations of this rank must end, because this rank closed the group or the group is broken.
   bool has_ended() const { return stopped_.load(std::memory_order_relaxed) || is_broken(); }
@@ -55,14 +55,14 @@ class Peers : public Transport {
     return left_at != 0 && coarse_now() - left_at > std::chrono::nanoseconds(kLastMessages).count();
   }
   bool has_given_up(int r) override { return segment_.block(r).farewell.is_set.value() != 0; }
-  // Announce that this rank begins no more messages.
+  // Announce that this rank starts no more messages.
   void leave() { segment_.block(rank_).left_at.store(coarse_now(), std::memory_order_relaxed); }
-  // Return the ranks that have not called yet.
+  // Return the ranks that have not made collective concern.call.
   std::vector<int> not_called(const Concern& concern) const;
 
-  // Polling time of a wait. It shrinks after waits without success, for example for a rank on another host or
-  // a rank that needs this processor. Every kTryEvery-th wait uses the full time: otherwise two ranks whose
-  // wake-ups take longer than the reduced time would keep it.
+  // Duration of polling before a sleep. Waits without success reduce it: the awaited rank may be on another
+  // host or need this processor. Every kTryEvery-th wait polls for the full time, because the wake-ups of two
+  // sleeping ranks may take longer than the reduced time.
   Patience patience() const override {
     const bool tries = waits_.load(std::memory_order_relaxed) % kTryEvery == 0;
     return {patience_.spins >> (tries ? 0 : vain_.load(std::memory_order_relaxed)), patience_.yields};
@@ -79,7 +79,7 @@ class Peers : public Transport {
 
   void enforce_deadline() override {}
   void stop() override { stopped_.store(true, std::memory_order_relaxed); }
-  // Close all descriptors: in a forked child, or after the last use.
+  // Close all pidfds: in a forked child, or after the last use.
   void close_files() noexcept;
   Failure explain(const std::string& what) override { return {FL_FAILED, {}, what}; }
   void give_up(const Failure& failure) noexcept override;
@@ -98,21 +98,21 @@ class Peers : public Transport {
   const Patience patience_;
   const uint64_t space_;  // PID namespace
   std::atomic<int> vain_{0};
-  std::atomic<unsigned> waits_{0};                   // number of waits while vain_ is positive
-  std::atomic<bool> stopped_{false};                 // carries no other data; a late reader checks again
-  std::atomic<bool> has_farewell_{false};            // the farewell is written or being written
+  std::atomic<unsigned> waits_{0};  // number of waits while vain_ is positive
+  std::atomic<bool> stopped_{false};
+  std::atomic<bool> has_farewell_{false};            // give_up() was called
   std::mutex mutex_;                                 // guards the members below
-  std::vector<std::shared_ptr<Process>> processes_;  // process of each rank; null: not looked up yet
+  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null if not needed yet
 };
 
 // The waits of one operation, on one thread.
 class Watch {
  public:
-  // Each wait may take `seconds`, and on the caller's thread it can be interrupted.
+  // `seconds`: timeout of each wait. `interrupt`: check for signals, or null.
   Watch(Peers& peers, Concern concern, double seconds, InterruptCheck interrupt)
       : peers_(&peers), concern_(concern), seconds_(seconds), interrupt_(interrupt) {}
 
-  // Return a copy with at most `seconds` per wait.
+  // Return a copy with a timeout of at most `seconds`.
   Watch at_most(double seconds) const {
     return {*peers_, concern_, std::min(seconds, seconds_), interrupt_};
   }
@@ -120,13 +120,13 @@ class Watch {
   // Return a copy for collective number `call`.
   Watch in_call(uint32_t call) const { return {*peers_, Concern{-1, call}, seconds_, interrupt_}; }
 
-  // Wait until `counter` of rank `peer` reaches `target`; throws Failure.
+  // Wait until `counter` of rank `peer` reaches `target`. Throws Failure.
   void wait(Counter& counter, uint32_t target, int peer) {
     if (!counter.reached(target)) wait_long(counter, target, peer);
   }
 
-  // Like wait(), and handle other ranks' requests with `serve`, which returns true if there was a request.
-  // The first request may wait for a slice; later requests do not.
+  // Like wait(), but call `serve` regularly. It handles requests of other ranks and returns true if there was
+  // one. Before the first request it is called every kSliceMilliseconds, and then every millisecond.
   template <typename Serve>
   void wait_and(Counter& counter, uint32_t target, int peer, Serve serve) {
     long slice = kSliceMilliseconds;
@@ -141,8 +141,7 @@ class Watch {
     }
   }
 
-  // For other kinds of waits: return the reason to end a wait. Check for the result before loss(), because a
-  // result takes precedence.
+  // Return the reason to end another kind of wait. Before that, check whether the awaited result has arrived.
   std::optional<Failure> loss() { return peers_->loss(concern_); }
   void check(Clock::time_point since, int peer);
 

@@ -7,17 +7,17 @@
 namespace fl {
 namespace {
 
-// Parts of a chunk begin at multiples of this number of elements: no two ranks write to the same cache line.
+// Parts of a chunk begin at multiples of this number of elements, so that no cache line belongs to two ranks.
 constexpr size_t kPartElements = sized(64, 16);
 
-// Reducing these dtypes takes longer than moving them, so it should not be done twice.
+// True for dtypes whose reduction takes longer than a copy. Two ranks should not both reduce all elements.
 bool is_costly(int dtype) {
   return dtype == FL_BFLOAT16 || dtype == FL_LONGDOUBLE || dtype == FL_CLONGDOUBLE;
 }
 
 }  // namespace
 
-// Division of an array into chunks: the element range of each chunk.
+// The chunks of an array: number, and element range of each chunk.
 struct Collectives::Chunks {
   size_t elements, itemsize, per_chunk;
 
@@ -72,7 +72,7 @@ void Collectives::reduce(const fl_signature& signature, void* data) {
   choice_.end(trial_);
 }
 
-// Reduce, on every rank, the data that came with the calls.
+// Reduce the arrays that were sent with the calls.
 void Collectives::reduce_inline(const fl_signature& signature, const void* data, size_t skip, size_t count,
                                 void* into) {
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
@@ -82,7 +82,7 @@ void Collectives::reduce_inline(const fl_signature& signature, const void* data,
   fl::reduce(signature.dtype, signature.op, signature.scale, into, from_.data(), size_, count);
 }
 
-// Every rank maps all arrays, reduces its part of them in place, and writes the result into all of them.
+// Each rank reduces one part of all arrays in shared memory and writes the result to all arrays.
 void Collectives::reduce_in_place(const fl_signature& signature, void*) {
   const size_t count = static_cast<size_t>(signature.count), item = signature.itemsize;
   const size_t rows = (count + kPartElements - 1) / kPartElements;
@@ -107,7 +107,7 @@ void Collectives::reduce_in_place(const fl_signature& signature, void*) {
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
 
-// For few ranks: this rank shows its array if `shows`, and combines the first `terms` arrays if `combines`.
+// For few ranks. `shows`: copy this rank's array to its slots. `combines`: reduce the first `terms` arrays.
 void Collectives::combine_shown(const fl_signature& signature, char* data, size_t chunk_bytes, int terms, bool shows,
                                bool combines) {
   const Chunks chunks(signature, chunk_bytes);
@@ -125,7 +125,7 @@ void Collectives::combine_shown(const fl_signature& signature, char* data, size_
   stream(chunks.number(), shows, combines, fill, combine);
 }
 
-// Reduce `count` elements of the arrays `from_[0..terms)` to `into`, which may be one of these arrays.
+// Reduce `count` elements of the first `terms` arrays in from_. `into` may be one of them.
 void Collectives::reduce_terms(const fl_signature& signature, void* into, int terms, size_t count) {
   if (terms == 1 && signature.scale == 1.0) {
     if (into != from_[0]) copy(into, from_[0], count * signature.itemsize);
@@ -134,8 +134,8 @@ void Collectives::reduce_terms(const fl_signature& signature, void* into, int te
   }
 }
 
-// Reduce `count` elements of all ranks, starting at byte `begin` of their arrays. The data of other ranks is
-// read in steps that fit into a second-level cache.
+// Reduce `count` elements of all ranks' arrays, from byte `begin` on. The memory of other ranks is read in
+// steps that fit into a second-level cache.
 void Collectives::reduce_read(const fl_signature& signature, size_t begin, const char* own_data, size_t count,
                               char* into) {
   const size_t item = signature.itemsize;
@@ -152,14 +152,14 @@ void Collectives::reduce_read(const fl_signature& signature, size_t begin, const
   }
 }
 
-// For more ranks: every rank reduces one part of each chunk and shows the result. `collector`: rank that
-// collects the results; -1: all ranks. Only one rank accesses a part, so the result can replace the input.
+// For more ranks: every rank reduces one part of each chunk and copies the result to its slot. `collector`
+// (-1: every rank) collects the results. No other rank reads this part of `data`, so it can be overwritten.
 void Collectives::reduce_in_parts(const fl_signature& signature, char* data, int collector) {
   const Chunks chunks(signature, segment_.chunk_bytes());
   const size_t item = chunks.itemsize;
   const uint32_t base = chunks_;
   const bool collects = collector < 0 || collector == rank_;
-  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // for results that this rank does not keep
+  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // for results of other ranks' elements
 
   const auto part_begin = [&](uint32_t c, int r) {
     const size_t rows = (chunks.size(c) + kPartElements - 1) / kPartElements;

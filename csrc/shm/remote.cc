@@ -11,7 +11,7 @@ Remote::Remote(const Segment& segment, int rank, int size)
       token_(std::make_unique<uint64_t>()),
       answers_(size, kUnknown) {
   RankBlock& own_block = segment.block(rank);
-  // Set a value that no other process has at this address by chance.
+  // A value that probably no other process has at this address.
   *token_ = reinterpret_cast<uintptr_t>(token_.get()) * 0x9e3779b97f4a7c15u + process_id();
   own_block.token = *token_;
   own_block.token_at = reinterpret_cast<uintptr_t>(token_.get());
@@ -37,21 +37,21 @@ bool Remote::can_read_all() {
 
 bool Remote::find_out(int r) const {
   const RankBlock& peer_block = segment_.block(r);
-  const int32_t pid = peer_block.pid.load(std::memory_order_relaxed);  // answer() has seen it
+  const int32_t pid = peer_block.pid.load(std::memory_order_relaxed);  // loaded with `acquire` in answer()
   uint64_t token = 0;
   const ssize_t bytes_read = read_memory(pid, peer_block.token_at, &token, sizeof token);
   return bytes_read == sizeof token && token == peer_block.token;
 }
 
 size_t Remote::read(int r, uint64_t from, void* into, size_t bytes) {
-  constexpr size_t kAtOnce = sized(16 << 20, 128);  // limits the delay until a rank that gives up is noticed
+  constexpr size_t kAtOnce = sized(16 << 20, 128);  // limits the time until the next check of the farewell
   const RankBlock& peer_block = segment_.block(r);
   const int32_t pid = peer_block.pid.load(std::memory_order_relaxed);
   char* to = static_cast<char*>(into);
   size_t done = 0;
   while (done < bytes) {
     const ssize_t bytes_read = read_memory(pid, from + done, to + done, std::min(kAtOnce, bytes - done));
-    full_fence();  // data that was read is older than the farewell checked next
+    full_fence();  // read the farewell after the data
     if (bytes_read <= 0 || peer_block.farewell.is_set.value() != 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       answers_[r] = kNo;

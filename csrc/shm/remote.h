@@ -1,4 +1,4 @@
-// Reads from the memory of other ranks' processes, if the system permits.
+// Reads from the memory of other ranks' processes, if the system permits it.
 #pragma once
 
 #include "../common/atomic.h"
@@ -6,22 +6,22 @@
 
 namespace fl {
 
-// Bytes from which a direct read may be faster: it saves one copy, but costs a system call and a final wait.
+// Minimum bytes for direct reads. They save one copy, but need a system call and a wait for the readers.
 constexpr size_t kReadBytes = sized(16 << 10, 64);
 
-// Linux lets a process read the memory of another process of the same user (process_vm_readv), unless Yama, a
-// container or namespaces forbid it. Therefore each rank tests whether it can read.
+// A process may read the memory of another process of the same user with process_vm_readv, unless Yama, a
+// container or a namespace forbids it. Each rank therefore tests it.
 class Remote {
  public:
   Remote(const Segment& segment, int rank, int size);
 
-  // True if this rank can read the memory of rank `r`, as far as known. Thread-safe.
+  // True if this rank has successfully read memory of rank `r`. Thread-safe.
   bool can_read(int r) { return answer(r) == kYes; }
   bool can_read_all();
 
-  // Copy `bytes` from address `from` of rank r's process; return the number of valid bytes. Fewer bytes are
-  // valid if the rank has ended or given up, which may free its data, or if the system refuses: device
-  // memory, memfd_secret, an undumpable process. Then rank r counts as unreadable.
+  // Copy `bytes` bytes from address `from` of rank r's process. Return the number of valid bytes. It is
+  // smaller if the system refuses (device memory, memfd_secret, undumpable process), or if rank r has ended,
+  // because its memory may be freed. Then can_read(r) is false from now on.
   size_t read(int r, uint64_t from, void* into, size_t bytes);
 
  private:
@@ -31,9 +31,9 @@ class Remote {
 
   const Segment& segment_;
   const int rank_, size_;
-  const std::unique_ptr<uint64_t> token_;  // value that other ranks try to read
+  const std::unique_ptr<uint64_t> token_;  // other ranks test whether they can read it
   std::mutex mutex_;
-  std::vector<Answer> answers_;  // for each rank: whether its memory can be read
+  std::vector<Answer> answers_;  // by rank: whether its memory can be read
   std::atomic<Answer> all_{kUnknown};
 };
 

@@ -14,7 +14,7 @@ Wire::Room Rings::reserve(int peer, size_t bytes) {
   const auto all = static_cast<uint32_t>(segment_.data_bytes()), records = segment_.records();
   const auto size = static_cast<uint32_t>((bytes + kLine - 1) / kLine * kLine);
   uint32_t at = ends.at;
-  if (at % all + size > all) at += all - at % all;  // data does not wrap
+  if (at % all + size > all) at += all - at % all;  // data does not wrap around
   const auto is_full = [&] {
     return ends.sent - ends.seen_drained >= records || at + size - ends.drained_at > all;
   };
@@ -26,7 +26,7 @@ Wire::Room Rings::reserve(int peer, size_t bytes) {
       ends.seen_drained = drained;
       return !is_full();
     };
-    // If there is no space: either this rank sees new space, or the receiver sees the request for space.
+    // Check again: either this rank sees new space, or the receiver sees that wants_room is set.
     if (!update()) {
       channel.wants_room.exchange(1, std::memory_order_seq_cst);
       if (!update()) return {};
@@ -43,7 +43,7 @@ void Rings::send(int peer, const Room& room) {
   const uint32_t number = ++ends.sent;
   ends.ends[number % segment_.records()] = ends.at = ends.reserved_at;
   room.record->group = static_cast<uint32_t>(room.group);
-  // Single order with the futex: see Futex.
+  // A waiting thread sees this number, or this thread sees the waiting thread: see Futex.
   room.record->number.exchange(number, std::memory_order_seq_cst);
   segment_.block(peer).futex.wake(kCallers | kThread);
   expect_to_write(&segment_.record(rank_, peer, number + 1));

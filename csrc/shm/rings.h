@@ -1,4 +1,4 @@
-// Records between the ranks of one host. Each pair has a ring in shared memory per direction.
+// Records between the ranks of one host. Each pair of ranks has one ring in shared memory per direction.
 #pragma once
 
 #include <unordered_set>
@@ -32,13 +32,13 @@ class Rings final : public Wire {
   void end_wait() override { futex().end_wait(); }
   void wake(bool callers) override { futex().wake(callers ? kCallers : kThread); }
 
-  // State of the rings to and from one peer. Counters wrap.
+  // State of the rings to and from one peer. The numbers wrap around.
   struct Ends {
-    uint32_t sent = 0, seen_drained = 0;  // records
-    uint32_t at = 0, drained_at = 0;      // bytes of data: written, released
+    uint32_t sent = 0, seen_drained = 0;  // number of records
+    uint32_t at = 0, drained_at = 0;      // bytes: written, released by the peer
     uint32_t reserved_at = 0;
-    std::vector<uint32_t> ends;  // for each record in the ring: end of its data
-    uint32_t received = 0;       // records
+    std::vector<uint32_t> ends;  // for each record in the ring: `at` after its data
+    uint32_t received = 0;       // number of records
     Choice choice{1};
   };
 
@@ -50,7 +50,7 @@ class Rings final : public Wire {
   Segment& segment_;
   Remote& remote_;
   const int rank_;
-  std::unique_ptr<Ends[]> ends_;  // one entry per peer
+  std::unique_ptr<Ends[]> ends_;  // by rank
   std::unordered_set<uint32_t> left_groups_;
 };
 

@@ -7,7 +7,7 @@ namespace fl {
 
 void Collectives::scan(const fl_signature& signature, void* data) {
   char* const array = static_cast<char*>(data);
-  // Number of arrays that this rank reduces, from rank 0 on. 0: this is rank 0, whose array stays unchanged.
+  // The result reduces the arrays of ranks 0 to terms - 1. In FL_EXSCAN, rank 0 keeps its array.
   const int terms = rank_ + (signature.verb == FL_SCAN ? 1 : 0);
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   receive_calls(signature);
@@ -25,8 +25,9 @@ void Collectives::scan(const fl_signature& signature, void* data) {
   choice_.end(trial_);
 }
 
-// For more ranks: every rank reduces one part of each chunk for all ranks, from the last rank down. The
-// result for rank r replaces array r, which lower ranks do not need. Each rank then collects its result.
+// For more ranks: each rank computes one part of each chunk for all ranks, from the last rank to the first.
+// The result for rank r replaces array r in its slot: lower ranks do not need it. Each rank then copies its
+// result.
 void Collectives::scan_in_parts(const fl_signature& signature, char* data, int terms) {
   const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const uint32_t base = chunks_;

@@ -10,12 +10,12 @@ namespace {
 
 size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// The path of one section through the slots. Each chunk contains one piece of the section.
+// Where a section is in the array and in the slots. Each chunk contains one piece of the section.
 struct Route {
-  size_t bytes = 0;     // size of the section
-  size_t in_array = 0;  // offset in the array
-  size_t piece = 0;     // bytes of a piece
-  size_t in_slot = 0;   // offset of its pieces in a slot
+  size_t bytes = 0;
+  size_t in_array = 0;
+  size_t piece = 0;    // bytes of the section in one chunk
+  size_t in_slot = 0;  // offset of the pieces in a slot
 
   size_t begin(uint32_t chunk) const { return std::min(bytes, chunk * piece); }
   size_t size(uint32_t chunk) const { return std::min(piece, bytes - begin(chunk)); }
@@ -23,19 +23,19 @@ struct Route {
 
 }  // namespace
 
-// The sizes of the sections that each rank sends to each rank.
+// Sizes of the sections from each rank to each rank.
 struct Collectives::Sections {
   int ranks;
-  size_t equal = 0;                 // bytes of every section, unless `uneven` is set
-  const int64_t* uneven = nullptr;  // bytes of section [source * ranks + destination]
-  int only_source = -1;             // other ranks send nothing; -1: all ranks send
+  size_t equal = 0;                 // bytes of each section if `uneven` is null
+  const int64_t* uneven = nullptr;  // bytes by source * ranks + destination
+  int only_source = -1;             // the only rank that sends; -1: all ranks send
 
   size_t bytes(int source, int destination) const {
     if (only_source >= 0 && source != only_source) return 0;
     return uneven != nullptr ? static_cast<size_t>(uneven[source * ranks + destination]) : equal;
   }
 
-  // Return the offset of a section in the source's array; with `ranks` as destination: the end of the array.
+  // Return the offset of a section in the source's array, or the array's size if `destination` is `ranks`.
   size_t begin(int source, int destination) const {
     size_t before = 0;
     for (int d = 0; d < destination; ++d) before += bytes(source, d);
@@ -51,15 +51,15 @@ struct Collectives::Sections {
   }
 };
 
-// Routes of all sections from and to one rank. Each section has as many pieces as there are chunks, so that
-// all sections arrive evenly whatever their lengths.
+// Routes of all sections from and to one rank. Each section has one piece in every chunk, so that all
+// sections are complete with the last chunk, whatever their sizes are.
 struct Collectives::Routes {
   uint32_t chunks = 1;
-  std::vector<Route> give, take;  // routes by destination; routes by source
+  std::vector<Route> give, take;  // by destination; by source
 
   Routes(const Sections& sections, int rank, size_t chunk_bytes) {
     const int ranks = sections.ranks;
-    const size_t room = chunk_bytes - ranks * kLine;  // pieces end with a line
+    const size_t room = chunk_bytes - ranks * kLine;  // each piece is rounded up to cache lines
     for (int s = 0; s < ranks; ++s) {
       const size_t travels = sections.bytes_of(s) - sections.bytes(s, s);
       chunks = std::max(chunks, static_cast<uint32_t>((travels + room - 1) / room));
@@ -97,7 +97,7 @@ Collectives::Routes Collectives::routes_of(const Sections& sections) const {
   return Routes(sections, rank_, std::max(least, chunk_for(sections.most_bytes())));
 }
 
-// Fill this rank's slots. `consume` is called when from_ points to the pieces of a chunk from all sources.
+// For each chunk: fill this rank's slot, wait for others, let from_ point to the pieces, call `consume`.
 void Collectives::stream_sections(const Routes& routes, const void* data,
                                   const std::function<void(uint32_t)>& consume) {
   const char* array = static_cast<const char*>(data);
@@ -209,7 +209,7 @@ void Collectives::exchange_sections(const fl_signature& signature, const Section
   }
 }
 
-// The root's signature describes one part. Other ranks may not know the part's dtype and shape.
+// The root's signature describes one part. Other ranks may not know dtype and shape.
 Bytes Collectives::scatter(const fl_signature& signature, const void* data, void* output) {
   const int root = signature.root;
   const bool is_root = rank_ == root;

@@ -10,10 +10,10 @@ namespace fl {
 namespace {
 
 constexpr size_t kPage = sized(4096, 64);
-// Maximum bytes of all slots. Containers often have 64 MB of /dev/shm or less: a segment has some 10 MB.
+// Maximum bytes of all slots. A segment has some 10 MB, and /dev/shm of a container often 64 MB or less.
 constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kDataBudget = 2 << 20;
-// Maximum bytes of a chunk, so that a second-level cache has space for chunks and arrays.
+// Maximum bytes of a chunk. A second-level cache must have space for several.
 constexpr size_t kMaxChunk = sized(256 << 10, 256);
 constexpr size_t kMostData = sized(256 << 10, 512), kLeastData = sized(1 << 10, 512);
 constexpr size_t kRecordBudget = 2 << 20;
@@ -22,13 +22,13 @@ constexpr uint32_t kLeastRecords = sized(8, 4);
 size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 size_t chunk_for(int ranks) {
-  const size_t least = pages(2 * ranks * kLine);  // two lines for each rank's section
+  const size_t least = pages(2 * ranks * kLine);  // two cache lines per section
   return std::max(least, std::min(kMaxChunk, kSlotBudget / (ranks * kSlots) / kPage * kPage));
 }
 
 size_t pairs_of(int ranks) { return static_cast<size_t>(ranks) * (ranks - 1); }
 
-// Halve `most` until all channels together are within `budget`.
+// Return `most`, halved until the items of all channels fit into `budget` bytes, but at least `least`.
 size_t halved(size_t most, size_t least, size_t item_bytes, int ranks, size_t budget) {
   while (most > least && pairs_of(ranks) * most * item_bytes > budget) most /= 2;
   return most;
@@ -64,9 +64,9 @@ Mapping Mapping::create(const std::string& path, size_t bytes, bool reserve) {
   const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail("create");
   Mapping made(fd);
-  // Allocate the space now: on a file system that is too small, a later access would cause SIGBUS.
+  // Allocate the space now. Otherwise, a later access causes SIGBUS if the file system is full.
   const auto size = static_cast<off_t>(bytes);
-  int error = EINTR;  // posix_fallocate fails with it when a signal arrives
+  int error = EINTR;  // a signal may interrupt posix_fallocate()
   while (error == EINTR) error = reserve ? posix_fallocate(fd, 0, size) : ftruncate(fd, size) == 0 ? 0 : errno;
   if (error != 0) {
     if (named) ::unlink(path.c_str());
@@ -142,7 +142,7 @@ Segment::Segment(Mapping mapping, int ranks)
       data_bytes_(data_for(ranks)) {
   const size_t pairs = pairs_of(ranks);
   char* at = mapping_.data();
-  // The file is zeroed, which is the initial value of every counter.
+  // All counters are 0, because the file was created with zeros.
   blocks_ = reinterpret_cast<RankBlock*>(at);
   slots_ = at + pages(ranks * sizeof(RankBlock));
   at = slots_ + static_cast<size_t>(ranks) * kSlots * chunk_bytes_;

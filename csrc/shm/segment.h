@@ -12,9 +12,9 @@ namespace fl {
 // A mapped file in memory. The destructor unmaps and closes it.
 class Mapping {
  public:
-  // Create the file exclusively, for this user only, or use an unnamed file that a process has open
-  // (/proc/PID/fd/N). Throws std::system_error. A name stays until unlink(). With `reserve` the memory is
-  // allocated now, else on first use: only a named file can run out of space.
+  // Create a file that only this user can open, or use the unnamed file /proc/PID/fd/N. A name exists until
+  // unlink(). `reserve`: allocate the memory now, because a named file may run out of space. Throws
+  // std::system_error.
   static Mapping create(const std::string& path, size_t bytes, bool reserve = true);
   // Map a file that this user has created. Throws std::system_error.
   static Mapping open(const std::string& path, size_t bytes);
@@ -26,11 +26,11 @@ class Mapping {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
-  // Close the file. Until then the file stays open, because it holds locks.
+  // Close the file, which releases its locks. The memory remains mapped.
   void close_file();
 
-  // Lock byte `number` of the file until it is closed, also by the end of the process; false if impossible.
-  // is_locked() returns true if another mapping holds the lock. Unlike a pidfd, a lock works across containers.
+  // Lock byte `number` until the file is closed or the process ends. Return false if this fails. is_locked():
+  // whether another process has the lock. Unlike a pidfd, a lock can be checked from another container.
   bool lock(int number) const;
   bool is_locked(int number) const;
 
@@ -46,90 +46,90 @@ constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;
 constexpr size_t kInlineBytes = sized(16384, 64);
 constexpr uint32_t kSlots = sized(4, 3);
-constexpr uint32_t kCalls = sized(16, 5);    // calls of a rank that other ranks can read
-constexpr uint32_t kPayloads = sized(4, 2);  // payloads of a rank that other ranks can read
+constexpr uint32_t kCalls = sized(16, 5);    // number of a rank's calls in memory
+constexpr uint32_t kPayloads = sized(4, 2);  // number of a rank's payloads in memory
 
-// Number of calls by which a rank may be ahead of another rank. Each rank can then still read the other's
-// calls while it makes a call: see Collectives::find_room.
+// Maximum number of calls by which a rank is ahead. Within it, no rank replaces a call that another rank
+// still reads: see Collectives::find_room.
 constexpr uint32_t kMostAhead = (kCalls - 1) / 2;
 
-// The announcement of a rank's call. A tiny call is in the first of two lines, so one line must move between
-// cores. Calls are aligned to two lines, because processors prefetch lines in pairs. The number is raised last.
+// The announcement of a call, `number` last. Tiny data fits into the first of two cache lines, so only one
+// line is transferred between cores. The alignment is two lines, because processors prefetch pairs.
 struct alignas(2 * kLine) Call {
   Counter number;
-  uint32_t kind;  // part_of, verb, dtype, op and the flags of entering.cc
+  uint32_t kind;  // part_of, verb, dtype, op, flags of entering.cc
   int32_t root;   // root, or 0
   int64_t count;  // elements
   double scale;
-  uint64_t shape;     // hash
-  uint64_t location;  // region and offset of data in shared memory; else 0
+  uint64_t shape;     // hash_of_shape()
+  uint64_t location;  // location_of() the data
   union {
     char tiny[kTinyBytes];
-    uint32_t payload;  // index of the payload with the data, up to kInlineBytes
+    uint32_t payload;  // index in `payloads`, for up to kInlineBytes
     struct {
-      uint64_t address;  // address of the data in this rank's process
+      uint64_t address;  // of the data in this rank's process
       Costs costs;
-    } large;  // more than kInlineBytes
+    } large;  // for more than kInlineBytes
   };
 };
 static_assert(offsetof(Call, tiny) + kTinyBytes == kLine, "a tiny call is one cache line");
 
-// The full description of a call, read only for errors and unknown shapes.
+// The complete call. It is read only for error messages and if a rank does not know the shape.
 struct alignas(kLine) Description {
   fl_signature signature;
-  int64_t called_at;   // nanoseconds of coarse_now()
-  Counter site_known;  // number of the call once its site is known, after a mismatch
-  fl_site site;        // set at the beginning of calls that may return ahead
+  int64_t called_at;   // coarse_now()
+  Counter site_known;  // raised to the call's number when `site` is set
+  fl_site site;        // set early if the call may return early
 };
 
-// The reason why a rank has left the group or given up.
+// The reason why a rank has left or ended the group.
 struct alignas(kLine) Farewell {
   static constexpr int kMaxMissing = 32;
-  Counter is_set;  // 0: the rank is still active
+  Counter is_set;  // 0 while the rank is in the group
   int32_t status;
   int32_t missing_count;
   int32_t missing[kMaxMissing];
   char message[4000];
 };
 
-// A request for a part of another rank's array that this rank cannot read: see Collectives::request_read.
+// A request to rank `owner`, whose memory this rank cannot read: see Collectives::request_read.
 struct alignas(kLine) ReadRequest {
-  Counter requested;      // number of requests by this rank
-  Counter served;         // number of served requests, raised by the owner
-  int32_t owner;          // rank that is asked
-  uint64_t begin, bytes;  // range of the data that the owner sends in this call
+  Counter requested;  // number of requests
+  Counter served;     // number of served requests; the owner raises it
+  int32_t owner;
+  uint64_t begin, bytes;  // range of the owner's data in the current call
 };
 
-// Memory that one rank writes and other ranks read. Its counters are never reset.
+// Memory that one rank writes and other ranks read. Counters count all calls and are never reset.
 struct alignas(kLine) RankBlock {
-  Call calls[kCalls];  // index: call number modulo kCalls
+  Call calls[kCalls];  // index: call number % kCalls
   Description descriptions[kCalls];
   alignas(4096) char payloads[kPayloads][kInlineBytes];
-  alignas(kLine) Counter filled;   // chunks that this rank has put into its slots
-  alignas(kLine) Counter reduced;  // chunks of which this rank has reduced its part
-  alignas(kLine) Counter drained;  // chunks of other ranks that this rank has released
+  alignas(kLine) Counter filled;   // number of chunks that this rank has filled
+  alignas(kLine) Counter reduced;  // number of chunks with this rank's part reduced
+  alignas(kLine) Counter drained;  // number of other ranks' chunks it has read
   ReadRequest request;
   Farewell farewell;
-  std::atomic<int64_t> left_at;             // coarse_now() when this rank called leave(); 0: not yet
-  alignas(kLine) Futex futex;               // for threads of this rank that wait for messages
-  alignas(kLine) std::atomic<int32_t> pid;  // written last; 0: not ready
+  std::atomic<int64_t> left_at;             // coarse_now() in leave(), or 0
+  alignas(kLine) Futex futex;               // for threads that wait for messages
+  alignas(kLine) std::atomic<int32_t> pid;  // 0 until all fields are set
   std::atomic<uint64_t> pid_namespace;
-  std::atomic<int32_t> holds_lock;  // the rank holds the lock of its byte of the file while it lives
-  uint64_t token, token_at;         // a value and its address in the process: see remote.h
+  std::atomic<int32_t> holds_lock;  // 1: this rank has locked its byte of the file
+  uint64_t token, token_at;         // a value and its address: see remote.h
 };
 
-constexpr uint32_t kMostRecords = sized(128, 4);  // maximum per channel; see records()
+constexpr uint32_t kMostRecords = sized(128, 4);  // maximum of records()
 
-// Channel from one rank to another: a ring of records, and a ring of their data in the same order.
+// From one rank to another: a ring of records, and a ring with their data in the same order.
 struct alignas(kLine) Channel {
-  std::atomic<uint32_t> drained;                    // records released by the receiver
-  alignas(kLine) std::atomic<uint32_t> wants_room;  // set by a sender without space, cleared by the receiver
+  std::atomic<uint32_t> drained;                    // number of records that the receiver has released
+  alignas(kLine) std::atomic<uint32_t> wants_room;  // set by a sender that waits for space
 };
 
-// Layout: rank blocks, the ranks' slots, channels, their records, their data.
+// Layout in memory: blocks, slots, channels, records of channels, data of channels.
 class Segment {
  public:
-  // Return the size in bytes. A subgroup needs no channels.
+  // Return the size in bytes. A subgroup has no channels.
   static size_t bytes_for(int ranks, bool has_channels = true);
 
   Segment() = default;
@@ -143,7 +143,7 @@ class Segment {
   }
   size_t chunk_bytes() const { return chunk_bytes_; }
   Channel& channel(int from, int to) const { return channels_[pair(from, to)]; }
-  // Records per channel. data_bytes(): data bytes per channel. Both numbers are powers of two.
+  // Number of records, and bytes of data, per channel. Both are powers of two.
   uint32_t records() const { return records_per_channel_; }
   size_t data_bytes() const { return data_bytes_; }
   Record& record(int from, int to, uint32_t number) const {

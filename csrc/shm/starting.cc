@@ -1,23 +1,23 @@
 // Asynchronous collectives.
 //
-// A collective whose data travels with its call is announced at once on the caller's thread, so that no other
-// rank waits for this one and no thread must wake up. Whichever is first completes it: the thread that waits
-// for it, the thread that makes the next call, or after a millisecond a thread of the group. Other
-// collectives run in the queue.
+// If all data fits into the call, the caller's thread announces the call immediately. So no other rank waits
+// for this rank, and no thread must be woken. The first of these threads completes the collective: the thread
+// that waits for it, the thread that makes the next call, or, after a millisecond, a thread of the group.
+// Other collectives run in the queue.
 
 #include "group.h"
 
 namespace fl {
 namespace {
 
-// Patience for other ranks' calls. kNoTime: if the thread does not wait. kLittleTime: before the next call.
+// Polling for other ranks' calls: if the thread does not wait for the operation; before its next call.
 constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
 constexpr int kSpins = sized(1000, 1);
 
 }  // namespace
 
 ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& site, bool is_begun) {
-  // The operation counts as queued until its end is visible. Then finish() releases its function.
+  // queued_ decreases when finish() releases this function: the end of the operation is visible then.
   queued_.fetch_add(1, std::memory_order_relaxed);
   const auto leave = [](std::atomic<int>* count) { count->fetch_sub(1, std::memory_order_relaxed); };
   const std::shared_ptr<std::atomic<int>> queued(&queued_, leave);
@@ -48,7 +48,7 @@ ShmGroup::Result ShmGroup::start_collective(const Request& call, const fl_site& 
   return result;
 }
 
-// Begin a small collective if possible; `result` receives the operation. Requires `starting_`.
+// Begin a small collective and return true with its operation in `result`, if possible. Requires `starting_`.
 bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& result) {
   if (queued_.load(std::memory_order_relaxed) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
@@ -62,7 +62,7 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
         return reporting(&site, [&] { return complete(call.signature, call.data, call.output, report); });
       });
       if (result == nullptr && call.is_ahead) return true;
-      // Null means success. Return a handle nevertheless, because the caller can wait for the operation.
+      // Null means success, but the caller needs a handle to wait for.
       if (result == nullptr) result = ended_with(FL_OK);
       result->ended = Clock::now();
       return true;
@@ -73,14 +73,14 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
   begun_->helper = this;
   try {
     family_->activate();
-  } catch (const std::exception&) {  // no thread: the queue reports it
+  } catch (const std::exception&) {  // the ticks have no thread
     hand_over();
   }
   return true;
 }
 
-// Complete the begun collective if the other ranks do their part within `patience`. Otherwise hand it over to
-// a thread if `or_hand_over`. Requires `starting_`.
+// Complete begun_ if the other ranks call within `patience`. Otherwise, and if `or_hand_over`, give it to a
+// thread. Requires `starting_`.
 void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
   if (begun_ == nullptr) return;
   Progress progress = collectives_.progress();
@@ -102,7 +102,7 @@ ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   if (peers_.has_ended()) return ended(peers_.why_ended());
   if (!starting_.try_take()) return nullptr;
   const Turn::Guard guard(starting_);
-  // If operations are queued, do nothing: they compare the calls before them.
+  // Queued operations compare the calls before them.
   if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
   if (!turn_.try_take()) return nullptr;
   const Turn::Guard running(turn_);
@@ -130,7 +130,7 @@ bool ShmGroup::has_caught_up() {
   return queued_.load(std::memory_order_relaxed) == 0;
 }
 
-// If another thread holds `starting_`, do nothing: that thread holds it only briefly.
+// Try to complete `operation`. If another thread has `starting_`, return: the caller will try again.
 void ShmGroup::help(const Operation& operation, bool waits) {
   if (!starting_.try_take()) return;
   const Turn::Guard guard(starting_);
@@ -140,7 +140,7 @@ void ShmGroup::help(const Operation& operation, bool waits) {
   end_begun(waits ? limited : kNoTime, waits);
 }
 
-// Every millisecond: if a collective was begun before the last tick and has not ended, give it to a thread.
+// Called every millisecond: give a collective that was begun before the previous tick to a thread.
 void ShmGroup::tick() {
   if (!starting_.try_take()) return;
   const Turn::Guard guard(starting_);

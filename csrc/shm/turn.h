@@ -1,4 +1,4 @@
-// A turn, for example to run a collective, that one thread holds at a time.
+// A turn to do something, for example to run a collective. One thread has it at a time.
 #pragma once
 
 #include <atomic>
@@ -9,13 +9,13 @@
 
 namespace fl {
 
-// A lock that knows its owner. A signal handler may run on a thread that is inside a collective. Calls of the
-// handler must not wait for that collective.
+// A lock that knows its owner. A signal handler may run on a thread that is inside a collective, and its own
+// calls must fail then and not wait for that collective.
 class Turn {
  public:
-  // Take the turn. Return false if any thread holds it, including this thread.
+  // Take the turn. Return false if any thread has it, also if this thread has it.
   bool try_take() {
-    // Both memory orders are seq_cst: a failure needs the single order below, and allows no weaker success.
+    // The default order is seq_cst, also for a failure: see owner_.
     std::thread::id no_thread;
     return owner_.compare_exchange_strong(no_thread, std::this_thread::get_id());
   }
@@ -52,10 +52,10 @@ class Turn {
   bool is_owner() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
  private:
-  // Single order (seq_cst) of both members: a waiter sees the turn free, or release() sees the waiter.
+  // Both have seq_cst, so that a waiting thread sees the release, or release() sees the waiting thread.
   std::atomic<std::thread::id> owner_{};
   std::atomic<int> waiting_{0};
-  std::mutex mutex_;  // held so that no thread falls asleep between both accesses
+  std::mutex mutex_;  // prevents a notification between a waiter's check and its sleep
   std::condition_variable released_;
 };
 

@@ -35,7 +35,7 @@ class RendezvousAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Description of one attempt, which the engine sends to every rank. ``key`` identifies it."""
+    """Description of one attempt, which every rank receives. ``key`` is a unique name."""
 
     size: int
     restarts: int = 0

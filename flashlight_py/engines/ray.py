@@ -130,7 +130,7 @@ def ray_cluster(ray: Any) -> Iterator[None]:
 
 
 def nodes_of(ray: Any) -> list[Resources]:
-    """Return the total resources of each living node, including those in use."""
+    """Return the total resources of each living node, including resources in use."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 

@@ -88,7 +88,7 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
 
 
 def signal_if_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make the kernel send ``number`` when the thread of ``parent`` that started us ends."""
+    """Make the kernel signal this process when the thread of ``parent`` that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), number)

@@ -1,6 +1,6 @@
-// Replacement for a file that Debian's libgloo-dev lacks and Gloo's TCP headers include. Its folder is
-// searched last, after a complete Gloo. The classes have the same layout as in Gloo, whose library creates
-// and destroys the objects that share themselves.
+// Replacement for a header that Debian's libgloo-dev lacks, although Gloo's TCP headers include it. The
+// compiler searches this folder last, so it prefers the header of a complete Gloo. The classes must have the
+// same layout as in Gloo, because code of Gloo's library creates and destroys their objects.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace gloo {
 template <typename T>
 class WeakNonOwningPtr;
 
-// Keeps an object alive; null if the object was already destroyed.
+// A pointer that keeps its object alive. It is null if the object was already destroyed.
 template <typename T>
 class NonOwningPtr final {
  public:
