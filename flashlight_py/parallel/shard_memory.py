@@ -221,7 +221,7 @@ class HostMemory:
         return self.staging_of_ranks(chunk, total.dtype)[self.local.rank]
 
     def staging_of_ranks(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's staging buffer for ``chunk``, after ``staging`` was called for it."""
+        """Return every rank's staging buffer for ``chunk``. Call ``staging`` first."""
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         staging: list[Array] = [rank[self._parity, :nbytes].view(dtype) for rank in self._staging]
         return staging
