@@ -31,7 +31,7 @@ int done(Run run) noexcept {
 inline Handle as_handle(Handle handle) { return handle; }
 inline Handle as_handle(std::shared_ptr<Operation> operation) { return handle_of(std::move(operation)); }
 
-// Return as a handle the Handle or operation that `run` returns. Null: there is no result to fetch.
+// Return a handle for the Handle or the Operation that `run` returns. Null: there is no result to fetch.
 template <typename Run>
 fl_op* handle(Run run) noexcept {
   try {
@@ -41,7 +41,7 @@ fl_op* handle(Run run) noexcept {
   }
 }
 
-// Like handle(), for a `run` that returns several results.
+// Like handle() for a `run` that returns `count` handles or operations.
 template <typename Run>
 void handles(fl_op** results, int count, Run run) noexcept {
   try {
