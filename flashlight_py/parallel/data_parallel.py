@@ -109,8 +109,9 @@ def distribute_module_grads(
             ``hook``, ``bucket_bytes`` or ``check_finite``, CuPy arrays or an unsuitable BLAS; if
             ``bucket_bytes`` is not positive, ``ignore`` contains an unknown name, no parameter can
             be trained, or a parameter is sharded (without ``leaves``).
-        MismatchError: If the modules differ. It names the first different parameter. With
-            ``leaves`` also if NumPy, BLAS, core type or CPU features differ. It names the hosts.
+        MismatchError: If the modules differ. The message has the first different parameter. With
+            ``leaves``, also if NumPy, BLAS, core type or CPU features differ. The message then has
+            the hosts.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)

@@ -174,7 +174,7 @@ class WorkerShare:
     def forward(
         self, arrays: list[Array], graph: int, seed: int, form: bytes, calc_grads: list[bool | None]
     ) -> Answer:
-        """Return the results. ``calc_grads``: of parameters, then of inputs (None for arrays)."""
+        """Return the results. ``calc_grads`` has flags of the parameters, then of the inputs."""
         for param, flag in zip(self._params, calc_grads, strict=False):
             param.calc_grad = bool(flag)
         # Copy, because the graph needs the inputs, which the answer overwrites.
