@@ -33,9 +33,9 @@ class Backend(abc.ABC):
     processes: Sequence[str] = ()  # one text per rank for errors: "process 12 on host a"
     hosts: Sequence[Sequence[int]] = ()  # lists of ranks that share memory; (): no ranks do
     finds_shape = False  # True: receivers of a broadcast may pass no array
-    packed_bytes = 32 << 10, 32 << 10  # max. bytes of an array to pack: if blocking, if async_op
+    packed_bytes = 32 << 10, 32 << 10  # max. bytes of an array to pack: blocking, async_op
     count: Sequence[int] = (0,)  # number of collectives that users called in this group
-    composite: object = None  # the same object in all parts of a hierarchical backend
+    composite: object = None  # one object for all backends of a hierarchical backend
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
     memory: Any = None  # backend whose shared memory subgroups reuse, or None
     memory_ranks: Sequence[int] = ()  # for each rank: its rank in ``memory``, or -1
@@ -44,24 +44,24 @@ class Backend(abc.ABC):
     def start(self, call: Call) -> Work:
         """Start ``call`` and return a ``Work``, whose ``wait()`` returns the result.
 
-        The result is the array for verbs that work in place, and a new array or ``call.out`` for
-        other verbs; ``Matched`` for an open receive; None on ranks without a result.
+        The result is ``call.array`` for a verb that works in place, ``Matched`` for an open
+        receive, and else ``call.out`` or a new array. On a rank without a result, it is None.
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start ``calls`` together: all block, or none does. The Work's result is a list."""
+        """Start ``calls`` as one operation whose result is a list. All block, or none does."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run ``verb`` as a step of another call and return its result. Blocks."""
+        """Run ``verb`` on ``array`` as a part of another call, and return the result. Blocks."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
 
     def bind(self, journal: Journal) -> FastPath:
-        """Return the fast path of the group that records its calls in ``journal``."""
+        """Return a fast path for this group. Its calls are recorded in ``journal``."""
         return EntryPoints()
 
     def limit(self, seconds: float) -> None:
-        """Set ``timeout`` for later operations, but not in existing fast paths. Not collective."""
+        """Set ``timeout``. Existing fast paths and operations keep the old one. Not collective."""
         self.timeout = seconds
 
     @abc.abstractmethod
@@ -73,26 +73,27 @@ class Backend(abc.ABC):
         """Fail pending operations and release all resources. Not collective; idempotent."""
 
     def abort(self, cause: str | DistributedError) -> None:  # noqa: B027 (optional method)
-        """Notify the other ranks why this rank stops, and end the group.
+        """End the group on all ranks because this rank stops.
 
-        The other ranks raise ``PeerLostError`` with ``cause``: a traceback whose first line names
-        the exception, or the error of another rank. Not collective. Blocks for at most 0.5 s.
+        The other ranks raise ``PeerLostError`` with ``cause``. A text is the traceback of this
+        rank, with the exception in its first line. An error was raised by another rank. Not
+        collective. Blocks for at most 0.5 s.
         """
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return the error of operation ``doing`` if the group is unusable, else None. No wait."""
+        """Return an error for the operation ``doing`` if the group is unusable. Does not block."""
         return None
 
     def leave(self) -> None:  # noqa: B027
-        """Notify the other ranks that this rank starts no further messages. Does not block."""
+        """Notify the other ranks that this rank sends no more messages. Does not block."""
 
     def abandon(self) -> None:  # noqa: B027
         """Close file descriptors only. A child that was forked from a rank calls this."""
 
     def is_busy(self) -> bool:
-        """Return whether an operation is pending. Other ranks may wait for it."""
+        """Return whether an operation has not ended. Other ranks may still wait for this rank."""
         return False
 
     def is_calling(self) -> bool:
-        """Return whether the caller is a signal handler that interrupted a call on this thread."""
+        """Return whether this thread runs a signal handler that has interrupted a call."""
         return False

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 def graph_launcher(graph: Any, targets: Sequence[Any]) -> GraphLauncher:
-    """Return a ``GraphLauncher``. The import is delayed because only programs with GPUs need it."""
+    """Return a ``GraphLauncher``. The delayed import saves time in programs without GPUs."""
     from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
 
     return GraphLauncher(graph, targets)

@@ -1,8 +1,9 @@
 """The table of verbs. A verb is a communication function: a collective or a message.
 
-Each row states the arguments of a verb, the arrays that it writes, and how its ranks may differ.
-All code that handles every verb reads this table: argument checks (``verb_call.py``), native
-signatures, flight records, comparison of calls (``call.py``), tests. See also ``combining.py``.
+Each row states the arguments of a verb, the array that it fills, and whether ranks may pass
+different first dimensions. All code that handles every verb reads this table: argument checks
+(``verb_call.py``), native signatures, flight records, comparison of calls (``call.py``), tests.
+``combining.py`` defines the results.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from flashlight_py._native import codes
 from flashlight_py._native.codes import ALL_TO_ALL_UNEVEN, REDUCE_SCATTER_UNEVEN
 
 
-@dataclass(frozen=True, eq=False)  # identity comparison is fast
+@dataclass(frozen=True, eq=False)  # compared by identity, which is fast
 class Verb:
     """A row of the table.
 
     Args:
         name: Name of the public function.
         code: Number of the verb in the native libraries (scripts/codes).
-        takes: Arguments besides the array, in the order of error messages.
-        writes: Array that the verb fills. ``"array"``: the argument, in place. ``"root's array"``:
-            the argument, on the root only. ``"later array"``: the argument, except on rank 0.
-            ``"result"``: a new array or ``out``. ``"root's result"``: a new array or ``out``, on
-            the root only. ``""``: nothing.
+        takes: Names of arguments besides the array, in the order in which errors show them.
+        writes: Array that the verb fills. ``"array"``: the array that the user passes. ``"root's
+            array"``: the same, but only on the root. ``"later array"``: the same, but not on rank
+            0. ``"result"``: a new array or ``out``. ``"root's result"``: the same, but only on the
+            root. ``""``: no array.
         cuts: True if the first dimension is split into one part per rank.
         ragged: True if the first dimension may differ between ranks.
-        uneven: Code for calls with ``rows``; 0: the same code.
+        uneven: Number of the verb for calls with ``rows``. 0: the same as ``code``.
         prefix: True if rank r combines the arrays of ranks 0 to r (exscan: 0 to r - 1).
         numbers: True if the verb accepts a number instead of an array.
         lists: True if the verb accepts a list or tuple of arrays.
@@ -47,17 +48,14 @@ class Verb:
 
     @property
     def reduces(self) -> bool:
-        """Whether the verb combines the arrays of the ranks."""
         return "op" in self.takes
 
     @property
     def rooted(self) -> bool:
-        """Whether the verb has a root."""
         return "root" in self.takes
 
     @property
     def is_message(self) -> bool:
-        """Whether the verb is a message between two ranks."""
         return "tag" in self.takes
 
     @property
@@ -68,8 +66,8 @@ class Verb:
     def shape(self, shape: tuple[int, ...], size: int, rows: int | None) -> tuple[int | None, ...]:
         """Return the shape of the result for an array of ``shape`` on ``size`` ranks.
 
-        ``rows`` is the number of rows of this rank, if the parts are unequal. The first dimension
-        is None if it depends on the calls of other ranks.
+        ``rows`` is the number of rows for this rank, or None if parts are equal. If the first
+        dimension depends on other ranks, it is None.
         """
         if self.cuts and self.reduces:
             return (shape[0] // size if rows is None else rows, *shape[1:])

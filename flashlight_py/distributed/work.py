@@ -1,4 +1,4 @@
-"""A pending operation (``Work``) and its implementations that need no backend."""
+"""A pending operation (``Work``), and classes of operations that need no backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # Python's own TypeVar has defaults since 3.13
+    from typing_extensions import TypeVar  # TypeVar of Python has ``default`` only since 3.13
 
     Result_co = TypeVar("Result_co", covariant=True, default=Any)
 else:
@@ -28,21 +28,22 @@ FAILURES = DistributedError, ValueError, MemoryError
 class Work(abc.ABC, Generic[Result_co]):
     """An operation that was started with ``async_op=True``. The type parameter is its result type.
 
-    Do not read or write its arrays until :meth:`wait` has returned.
+    Do not read or write the arrays of the operation until :meth:`wait` has returned.
     """
 
     source: int | None = None
     """For a receive: the rank in the group that sent the message, set when :meth:`wait` returns."""
 
     flight: Any = None  # for a collective on a GPU: the object that knows when it ended
-    is_settled = False  # True: ``wait`` raises no new error, and the result exists
+    is_settled = False  # True if the result is stored and ``wait`` raises no new error
 
     @abc.abstractmethod
     def wait(self, timeout: float | None = None) -> Result_co:
         """Block until the operation has ended, and return its result.
 
-        Waiting releases the GIL and reacts to Ctrl-C. After ``timeout`` seconds this wait raises an
-        error, but the operation continues. None: only the timeout of the group applies.
+        Other Python threads run meanwhile, and Ctrl-C interrupts the wait. After ``timeout``
+        seconds the call raises an error, but the operation continues. None: only the timeout of the
+        group applies.
 
         Raises:
             CollectiveTimeoutError: If the operation has not ended after ``timeout`` seconds, or a
@@ -57,23 +58,24 @@ class Work(abc.ABC, Generic[Result_co]):
         """Return whether the operation has ended, successfully or not. Does not block."""
 
     def __await__(self) -> Generator[Any, None, Result_co]:
-        """Return the result in ``await work``. Other asyncio tasks run meanwhile."""
+        """Wait in a coroutine: ``await work`` returns the result, and other tasks run meanwhile."""
         if not self.is_completed():
             import asyncio
 
             ended: futures.Future[Result_co] = futures.Future()
             threading.Thread(target=_wait_for, args=(self, ended), daemon=True).start()
             yield from asyncio.wrap_future(ended)
-        return self.wait()  # also makes the current GPU stream of the caller wait
+        return self.wait()  # the caller's current GPU stream must wait, too
 
     def end_time(self) -> float | None:
-        """Return the end of the operation in seconds of ``time.monotonic``; None: unknown."""
+        """Return the time of the end in seconds of ``time.monotonic``, or None if unknown."""
         return None
 
     def cancel(self) -> None:
-        """Cancel a receive from any rank that a backend, not the user, started: its result is None.
+        """Cancel a receive from any rank. The result of the receive is then None.
 
-        No effect on other operations, or after a message has arrived.
+        Only backends call this, for receives that they have started themselves. No effect on other
+        operations, or after a message has arrived.
         """
 
     def result(self) -> Result_co:
@@ -88,7 +90,7 @@ class Work(abc.ABC, Generic[Result_co]):
 
 
 def _wait_for(work: Work, ended: futures.Future[Any]) -> None:
-    if ended.set_running_or_notify_cancel():  # a cancelled task cannot cancel ``ended`` now
+    if ended.set_running_or_notify_cancel():  # from now on, the task cannot cancel ``ended``
         try:
             ended.set_result(work.wait())
         except BaseException as failure:  # noqa: BLE001 - the awaiting task raises it
@@ -96,7 +98,6 @@ def _wait_for(work: Work, ended: futures.Future[Any]) -> None:
 
 
 def wait_timeout_error(where: str, timeout: float) -> CollectiveTimeoutError:
-    """Return the error of a wait whose limit of ``timeout`` seconds has passed."""
     error = CollectiveTimeoutError(
         f"{where}: still running after wait(timeout={timeout:g}) seconds. The operation continues. "
         "Call wait() again for its result."
@@ -106,13 +107,10 @@ def wait_timeout_error(where: str, timeout: float) -> CollectiveTimeoutError:
 
 
 class Done(Work):
-    """An operation that has ended when it is created."""
-
     def __init__(self, value: Any = None) -> None:
         self._value = value
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the result at once. ``timeout`` has no effect."""
         return self._value
 
     def is_completed(self) -> bool:
@@ -120,9 +118,10 @@ class Done(Work):
 
 
 class Then(Work):
-    """An operation whose result ``finish`` computes once from the result of another operation.
+    """An operation whose result is ``finish(result of work)``.
 
-    The first thread that waits calls ``finish``. Other threads get the same result or error.
+    Only the first ``wait()`` calls ``finish``. Every ``wait()`` returns the same result or raises
+    the same error.
     """
 
     def __init__(self, work: Work, finish: Callable[[Any], Any]) -> None:
@@ -136,14 +135,15 @@ class Then(Work):
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the other operation, and return the result of ``finish``.
 
-        Raises RuntimeError in a signal handler that has interrupted ``finish`` on its own thread.
+        Raises RuntimeError if a signal handler waits, and has interrupted ``finish`` on the same
+        thread.
         """
         limit = threading.TIMEOUT_MAX if timeout is None else timeout
         end = time.monotonic() + limit
         try:
             value = self._work.wait(timeout)
         except FAILURES as failure:
-            self.is_settled = not getattr(failure, "goes_on", False)  # a wait timeout is not final
+            self.is_settled = not getattr(failure, "goes_on", False)  # the wait may be repeated
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
@@ -184,7 +184,7 @@ class Then(Work):
 
 
 def wait_for(works: list[Any]) -> None:
-    """Block until all ``works`` have ended, and empty the list. Raise each failure once.
+    """Wait for ``works`` and remove them. Raise the first failure; a later call raises the next.
 
     A GroupClosedError is raised last, because another failure may be its cause.
     """
@@ -195,14 +195,14 @@ def wait_for(works: list[Any]) -> None:
                 work.wait()
         except GroupClosedError as failure:
             closed = closed or failure
-        with suppress(ValueError):  # another thread has removed it
+        with suppress(ValueError):  # another thread has removed ``work``
             works.remove(work)
     if closed is not None:
         raise closed
 
 
 class AllOf(Work[list[Any]]):
-    """Several operations as one. The result is the list of their results."""
+    """Several operations as one. Its result is the list of their results."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = list(works)
@@ -210,7 +210,7 @@ class AllOf(Work[list[Any]]):
         self._failure: DistributedError | ValueError | None = None  # set when all works have ended
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait for each operation, up to ``timeout`` seconds each. Then raise the first failure.
+        """Wait at most ``timeout`` seconds for each operation. Then raise the first failure.
 
         A GroupClosedError is raised only if there is no other failure, which may be its cause.
         """
@@ -222,7 +222,7 @@ class AllOf(Work[list[Any]]):
             try:
                 results.append(work.wait(timeout))
             except (DistributedError, ValueError) as failure:  # noqa: PERF203
-                failures.append(failure)  # wait on: the other operations still use their arrays
+                failures.append(failure)  # other operations still use their arrays: continue
         if not failures:
             return results
         first_failure = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))

@@ -31,9 +31,9 @@ def check_modules_agree(
     with_values: bool = False,
     also: Iterable[str] = (),
 ) -> list[int]:
-    """Compare ``also``, and names, shapes and dtypes of ``params``. Collective, blocking.
+    """Compare names, shapes and dtypes of ``params``, and the texts ``also``. Collective, blocking.
 
-    Return a digest of the values of each rank, or zeros without ``with_values``.
+    Return for each rank a digest of its parameter values, or 0 unless ``with_values``.
     """
     if group.size == 1:
         return [0]
@@ -50,7 +50,7 @@ def check_modules_agree(
 def check_entries_agree(
     differ: str, remedy: str, entries: Sequence[str], group: ProcessGroup, values: int = 0
 ) -> list[int]:
-    """Compare ``entries`` over the ranks; return the ``values`` of all ranks. Collective, blocking.
+    """Compare ``entries`` over the ranks, and return ``values`` of each rank. Collective, blocking.
 
     If entries differ, every rank raises MismatchError. The message consists of ``differ``, the
     first different index, the entry of each rank and ``remedy``.
@@ -73,7 +73,7 @@ def digest_of_values(params: Iterable[Variable]) -> int:
 
 
 def warn_if_parameters_differ(operation: str, digests: Sequence[int], group: ProcessGroup) -> None:
-    """Warn on rank 0, at the user's line, that the parameters of the ranks differ."""
+    """Warn on rank 0 if parameters differ. The warning refers to the line of the user's call."""
     others = [str(rank) for rank, values in enumerate(digests) if values != digests[0]]
     if group.rank != 0 or not others:
         return
@@ -112,7 +112,7 @@ def check_arrays_agree(operation: str, arrays: Sequence[Array], group: ProcessGr
 
 
 def equal_on_all_ranks(data: bytes, group: ProcessGroup, *others: int) -> tuple[bool, list[int]]:
-    """Return whether all ranks pass the same bytes, and the maximum of each of ``others``.
+    """Return whether ``data`` is equal on all ranks, and the maximum over ranks of ``others``.
 
     Collective, blocking: one small all_reduce.
     """
@@ -134,14 +134,13 @@ def gather_json(data: object, group: ProcessGroup) -> list[Any]:
 
 
 def differences(of_ranks: Sequence[Mapping[Any, Any]]) -> list[str]:
-    """Describe entries that differ between ranks: each value and its ranks, in rank 0's order."""
+    """Return a text for each entry that differs, with the values and the ranks that have them."""
     names = dict.fromkeys(itertools.chain.from_iterable(of_ranks))
     values = {name: [str(entries.get(name, "nothing")) for entries in of_ranks] for name in names}
     return [f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1]
 
 
 def by_rank(entries: Sequence[object]) -> str:
-    """Return text that lists, for each distinct entry, the ranks that have it."""
     seen: dict[object, list[int]] = {}
     for rank, entry in enumerate(entries):
         seen.setdefault(entry, []).append(rank)
@@ -149,7 +148,7 @@ def by_rank(entries: Sequence[object]) -> str:
 
 
 def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
-    """Raise ValueError if a parameter is sharded; ``may_be_cut`` allows ``shard_linear``."""
+    """Raise ValueError if a parameter is sharded, except by ``shard_linear`` if ``may_be_cut``."""
     for position, param in enumerate(params):
         if param.placement is not None and not (may_be_cut and param.placement.is_cut):
             description = (

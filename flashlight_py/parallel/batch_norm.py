@@ -18,8 +18,9 @@ class BatchNorm(LocalBatchNorm):
     """Normalization of each channel over the batch; see ``functions.batch_norm``.
 
     Evaluation uses ``running_mean`` and ``running_var``, which start at 0 and 1. Each training
-    batch sets them to ``(1 - momentum) * running + momentum * new``; the new variance is divided by
-    ``n - 1``.
+    batch sets them to ``(1 - momentum) * running + momentum * new``; ``new`` is the mean or the
+    variance of the batch. For this variance, the sum of squared deviations is divided by ``n - 1``,
+    where n is the number of values of a channel.
 
     Args:
         channels: Size of the second dimension of the input.
@@ -30,8 +31,8 @@ class BatchNorm(LocalBatchNorm):
             their backward passes are then collective.
 
     Raises:
-        ValueError: If a size is below 1. A call raises it if the input has another number of
-            channels or, in training, only one value per channel.
+        ValueError: If ``channels`` is below 1. A call raises it if the second dimension of the
+            input is not ``channels`` or, in training, if the input has only one value per channel.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class BatchNorm(LocalBatchNorm):
         count = xp.full(1, local_count, wide.dtype)
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]
-        if local_count < 2:  # otherwise the batch of all ranks is large enough
+        if local_count < 2:  # with at least 2 values here, all ranks together have enough
             require_all(count > 1, count, partial(few_values, "BatchNorm", x.shape))
         shape = (1, -1, *[1] * (x.ndim - 2))
         mean = sums[: self.channels] / count

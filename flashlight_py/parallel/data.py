@@ -1,4 +1,4 @@
-"""Shares of one rank: of any data, of the samples of an epoch, or of global batches."""
+"""Data of one rank: a share of any data, of the samples of an epoch, or of global batches."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
@@ -43,7 +43,7 @@ class Share:
     def require_world(self) -> None:
         """Raise NotInitializedError if the world changed, GroupClosedError if the group is closed.
 
-        A process that is alone now (after a shutdown, or a forked data loader) keeps its share.
+        If this process is now alone (after a shutdown, or in a forked data loader), raise nothing.
         """
         rank, size = get_world_rank(), get_world_size()
         if not self.is_of_group or size == 1:
@@ -52,8 +52,9 @@ class Share:
             self.group.backend()
         elif (rank, size) != (self.rank, self.size):
             raise NotInitializedError(
-                f"{self._label}: expected the world of its creation, as rank {self.rank} of "
-                f"{self.size}, got rank {rank} of {size}. Make a new one after distributed_init"
+                f"{self._label}: expected the world in which it was created, as rank "
+                f"{self.rank} of {self.size}, got rank {rank} of {size}. Make a new one after "
+                "distributed_init"
             )
 
 
@@ -76,8 +77,8 @@ class DistributedDataContainer(Dataset):
 
     Raises:
         TypeError: If ``data`` has no length or no ``[]``, or is a mapping.
-        ValueError: If ``rank`` is not in [0, size), ``rank``, ``size`` and ``group`` are combined
-            otherwise, or this process is not in the group.
+        ValueError: If ``rank`` is not in [0, size), only one of ``rank`` and ``size`` is passed,
+            ``group`` is passed with them, or this process is not in the group.
         GroupClosedError: If the group is closed.
 
     Example:
@@ -106,7 +107,8 @@ class DistributedDataContainer(Dataset):
         if not hasattr(data, "__getitem__"):
             raise TypeError(f"{problem}, which has no []")
         try:
-            # zarr arrays have no len(). An object with len() may have the shape of a sample.
+            # zarr arrays have no len(). If an object has len(), its shape may be that of one
+            # sample.
             length = len(data) if hasattr(data, "__len__") or not data.shape else data.shape[0]
         except TypeError as error:
             raise TypeError(f"{problem}, which has no length ({error})") from error
@@ -165,9 +167,9 @@ def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
 class InEpochs:
     """The order of ``n`` samples in each epoch, and the number of samples used so far.
 
-    The samples that all ranks together have used are always the first ``consumed`` of the epoch's
-    order. So this number is valid for any number of ranks. ``_begin`` is the first position of this
-    pass: 0, or ``consumed`` of a loaded state. ``_left`` samples follow it.
+    The samples that all ranks together have used are always the first ``consumed`` samples of the
+    epoch's order. So this number is valid for any number of ranks. An iterator starts at position
+    ``_begin``: 0, or ``consumed`` of a loaded state. ``_left`` samples follow from there.
     """
 
     _label: str  # class name in error messages
@@ -194,8 +196,9 @@ class InEpochs:
     def set_epoch(self, epoch: int) -> None:
         """Select the order of ``epoch``, before iterating.
 
-        Collective and blocking, unless rank and size were passed. A new epoch starts at its
-        first sample. If ``epoch`` is the current epoch, its progress (or loaded progress) is kept.
+        Collective and blocking, unless rank and size were passed. A new epoch starts at its first
+        sample. If ``epoch`` is the current epoch, ``consumed`` does not change, also after
+        ``load_state_dict``.
 
         Raises:
             TypeError: If ``epoch`` is not an integer.
@@ -218,8 +221,8 @@ class InEpochs:
     def set_consumed(self, samples: int) -> None:
         """Set the number of samples of the epoch that all ranks together have used. Not collective.
 
-        Only ``state_dict`` uses the number; iterators do not move. It is kept until the epoch
-        changes, a state is loaded, or this method is called again.
+        Only ``state_dict`` uses this number; the positions of iterators do not change. The number
+        is kept until the epoch changes, a state is loaded, or this method is called again.
 
         Raises:
             TypeError: If ``samples`` is not an integer.
@@ -267,7 +270,6 @@ class InEpochs:
         self._go_to(epoch, consumed)
 
     def _count(self, used: int) -> None:
-        """Record that the ranks together have used the first ``used`` samples of this pass."""
         if not self._is_set:
             self._consumed = self._begin + used
 
@@ -305,9 +307,9 @@ class InEpochs:
 class DistributedSampler(InEpochs):
     """This rank's share of the indices of ``n`` samples, in a new order for each epoch.
 
-    Rank r of s gets the entries r, r + s, r + 2 s, ... of one permutation of all samples. If all
-    ranks together use B samples per step, step t covers the entries [B t, B (t + 1)) for every
-    number of ranks s.
+    Rank r of s ranks gets the entries r, r + s, r + 2 s, ... of one permutation of all samples. If
+    all ranks together use B samples per step, they use the entries [B t, B (t + 1)) in step t. This
+    is true for every number of ranks.
 
     No sample occurs twice, and no sample is added as padding. Without ``drop_last``, every sample
     occurs once, as evaluation needs. The ranks' numbers of samples then differ by at most one, so
@@ -315,11 +317,12 @@ class DistributedSampler(InEpochs):
     number of samples, as training needs. The last n % size entries of the order are left out.
 
     The constructor, ``set_epoch`` and ``load_state_dict`` are collective in the group, unless rank
-    and size are passed. The ranks compare all arguments, the epoch and the consumed number.
-    Iterating sends nothing and starts from the beginning each time. An index counts as used when
-    the iterator returns it, and the other ranks are assumed to have the same progress. For loaders
-    that read ahead, ``set_consumed`` corrects the count. ``load_state_dict`` divides the remaining
-    samples of the epoch among the current ranks, so that each sample occurs once.
+    and size are passed. They compare the arguments, the epoch and ``consumed`` of all ranks.
+    Iterating is not collective. Each new iterator starts from the beginning of the share.
+    ``consumed`` counts an index as used when the iterator returns it, and assumes that the other
+    ranks have used as many. If a loader reads ahead, correct the number with ``set_consumed``.
+    ``load_state_dict`` divides the remaining samples of the epoch among the current ranks, so that
+    each sample occurs once.
 
     Args:
         n: Number of samples, the same on every rank.
@@ -371,7 +374,7 @@ class DistributedSampler(InEpochs):
         return shares.strided_share(self._left, share.rank, share.size, self._drop_last)
 
     def _counting(self, indices: list[int]) -> Iterator[int]:
-        """Yield ``indices``; each one counts as one used sample on every rank."""
+        """Yield ``indices``. Each index adds one used sample per rank to ``consumed``."""
         left, size = self._left, self._share.size
         end = left - left % size if self._drop_last else left
         for number, index in enumerate(indices, 1):
@@ -393,11 +396,12 @@ class ShardedDataset(InEpochs, Dataset):
 
     The constructor, ``set_epoch`` and ``load_state_dict`` are collective, as in
     :class:`flashlight_py.DistributedSampler`. All other methods send nothing, and
-    ``PrefetchDataset`` may call them in threads. A batch counts as used when iterating returns it,
-    also through a ``PrefetchDataset``; ``dataset[t]`` does not count. Batches are new arrays that
-    ``dataset.take`` makes: override ``take`` to pad samples of unequal shapes. After
-    ``load_state_dict``, with any number of ranks and batch size, the items are the batches of the
-    remaining samples, counted from 0.
+    ``PrefetchDataset`` may call them in threads. ``consumed`` counts a batch as used when an
+    iterator returns it, also an iterator of a ``PrefetchDataset``. ``dataset[t]`` does not change
+    ``consumed``. Batches are new arrays that ``dataset.take`` makes: override ``take`` to pad
+    samples of unequal shapes. After ``load_state_dict``, the remaining samples of the epoch are
+    divided into new global batches, numbered from 0. The number of ranks and ``global_batch_size``
+    may have changed.
 
     Args:
         dataset: Dataset with the same samples on every rank. Its length is read once.
@@ -458,7 +462,7 @@ class ShardedDataset(InEpochs, Dataset):
             yield part
 
     def handed_out(self, index: int) -> None:
-        """Count batch ``index`` and all earlier batches as used; the last batch ends the epoch."""
+        """Count batch ``index`` and all earlier batches as used."""
         is_last = index + 1 >= len(self)
         self._count(self._left if is_last else (index + 1) * self._batch_size)
 
@@ -470,7 +474,7 @@ class ShardedDataset(InEpochs, Dataset):
         batch, part = self._part(index)
         if part:
             return self._dataset.take(self._at(part))
-        # A user's dataset may need one row to know the shape and dtype of an empty part.
+        # A user's dataset may need one row to know the dtype and shape of a part without rows.
         row = self._dataset.take(self._at(batch[:1]))
         return tuple([field[:0] for field in row])
 

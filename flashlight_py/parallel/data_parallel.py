@@ -59,18 +59,19 @@ def distribute_module_grads(
     """Reduce the module's gradients over the ranks in every backward pass from now on.
 
     Collective. When ``backward()`` returns, every parameter's gradient is ``scale`` times the sum
-    over ranks, in place. A parameter that a rank does not use counts as zeros. If no rank uses a
-    parameter, its gradient is None and optimizers do not change it. Each rank must use at least one
-    parameter. Gradients become views into flat buckets, which are sent during the pass. A second
-    call replaces the first. The call replaces the parameters' gradient hooks and, if there are
+    over ranks, in place. If a rank does not use a parameter, its gradient on this rank counts as
+    zeros. If no rank uses a parameter, its gradient is None and optimizers do not change it. Each
+    rank must use at least one parameter. Gradients become views of larger arrays, the buckets. A
+    bucket is sent during the pass as soon as its gradients are complete. A second call for the same
+    module undoes the first call. The call replaces the parameters' gradient hooks and, if there are
     buffers to broadcast, ``Module.before_forward``.
 
     Only gradients are reduced. Call :func:`flashlight_py.broadcast_parameters` first to start all
     ranks from the same parameters. Rank 0 of the group warns if the parameters differ.
 
     If several synchronised passes run without ``zero_grad``, each pass reduces the accumulated sum
-    again. The result is right with the default scale. With another scale, run all passes but the
-    last within :func:`no_sync`.
+    again. With the default scale, the result is still the mean of the accumulated gradients. With
+    another scale, run all passes except the last one within :func:`no_sync`.
 
     Args:
         module: Module with the same structure on every rank.
@@ -98,16 +99,19 @@ def distribute_module_grads(
 
     Raises:
         FloatingPointError: If ``check_finite`` is set and gradients are not finite. ``backward()``
-            raises it on every rank, names ranks and parameters, and sets all gradients to None.
+            raises it on every rank and sets all gradients to None. The message contains the ranks
+            and parameters.
         TypeError: If ``module`` is not a Module, ``leaves`` is not an integer, ``hook`` is not
-            callable or lacks a dtype, or ``ignore`` contains an object of another type.
+            callable or lacks a dtype, or ``ignore`` contains an object that is neither a name nor a
+            Variable.
         ValueError: If ``reducer`` is combined with ``scale``, ``hook``, ``group`` or
-            ``bucket_bytes``; if ``leaves`` is combined with one of them except ``group``, is below
-            1, or cannot be used with CuPy arrays or this BLAS; if ``bucket_bytes`` is not positive,
-            ``ignore`` contains an unknown name, no parameter can be trained, or a parameter is
-            sharded (without ``leaves``).
-        MismatchError: If the modules differ. It names the first different parameter. With
-            ``leaves`` also if NumPy, BLAS, core type or CPU features differ. It names the hosts.
+            ``bucket_bytes``; if ``leaves`` is below 1, or is combined with ``scale``, ``reducer``,
+            ``hook``, ``bucket_bytes`` or ``check_finite``, CuPy arrays or an unsuitable BLAS; if
+            ``bucket_bytes`` is not positive, ``ignore`` contains an unknown name, no parameter can
+            be trained, or a parameter is sharded (without ``leaves``).
+        MismatchError: If the modules differ. The message has the first different parameter. With
+            ``leaves``, also if NumPy, BLAS, core type or CPU features differ. The message then has
+            the hosts.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
@@ -133,7 +137,7 @@ def distribute_module_grads(
         raise ValueError(f"distribute_module_grads: bucket_bytes must be positive, got {limit}")
     ignored = _names(module, ignore)
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
-    in_order = [param for param in named.values() if param.calc_grad][::-1]  # the order of a pass
+    in_order = [param for param in named.values() if param.calc_grad][::-1]  # the last ones first
     if not in_order:
         raise ValueError("distribute_module_grads: expected parameters with calc_grad, got 0")
     _check_arrays(named if leaves is not None else {}, hook, in_order)
@@ -184,10 +188,10 @@ class GradientBucket(PassBucket):
 class GradientSync(GradientPass[GradientBucket]):
     """A pass that gives complete buckets to ``reducer``, which sums them in place.
 
-    ``flags``: space at the end of the last bucket with one number per parameter, which states
-    whether a rank used it. If None, a separate message sends these numbers. ``averages``: whether
-    the reducer returns the mean over ranks. ``checked``: names of parameters whose gradients must
-    be finite, or None.
+    ``flags`` is the end of the last bucket. It has one number per parameter, which is not 0 if a
+    rank used the parameter. If ``flags`` is None, a separate message sends these numbers.
+    ``averages`` is True if the reducer returns the mean over ranks. ``checked`` has the names of
+    parameters whose gradients must be finite, or is None.
     """
 
     checked: Mapping[Variable, str] | None = None
@@ -202,7 +206,7 @@ class GradientSync(GradientPass[GradientBucket]):
         super().__init__(reducer, buckets)
         self.averages, self.ends_with_message = averages, flags is None
         self._flags = flags
-        self._not_finite: list[str] = []  # names of parameters in this pass
+        self._not_finite: list[str] = []  # names of parameters, in this pass
         self.register_hooks()
 
     def _send_bucket(self, bucket: GradientBucket, weight: float) -> None:
@@ -235,7 +239,7 @@ class GradientSync(GradientPass[GradientBucket]):
         flags: Any = self._flags
         if flags is None:
             flags = used_on_any_rank(self._used_params(), self.reducer.group)
-        elif not self._unused:  # all parameters were used; flags may be on a GPU
+        elif not self._unused:  # saves reading flags from a GPU
             return
         kept = _kept(flags, list(map(gradient_of, self._params)))
         for param, is_kept in zip(self._params, kept, strict=True):
@@ -263,13 +267,13 @@ class GradientSync(GradientPass[GradientBucket]):
 
 @as_one
 def _kept(flags: Any, grads: list[Array]) -> list[bool]:
-    """Return for each gradient whether a rank used the parameter or a hook changed its zeros."""
+    """Return for each gradient whether a rank used the parameter, or the gradient is not zero."""
     flags = flags if isinstance(flags, list) else flags.tolist()
     return [bool(flag) or bool(grad.any()) for flag, grad in zip(flags, grads, strict=True)]
 
 
 def _is_finite(array: Array) -> bool:
-    """Return whether no element is NaN or infinite. Usually a single sum decides."""
+    """Return whether all elements are finite. If their sum is finite, no element is read again."""
     xp = array_module(array)
     with np.errstate(all="ignore"):
         return bool(xp.isfinite(array.sum())) or bool(xp.isfinite(array).all())
@@ -372,9 +376,9 @@ def all_reduce_gradients(
 ) -> None:
     """Sum every gradient over the ranks and multiply by ``scale``, in place, after ``backward()``.
 
-    :func:`distribute_module_grads` does the same in every pass. Collective, blocking. A
-    gradient that is None on this rank but not on every rank counts as zeros, and is an array
-    afterwards. A gradient that is None on every rank stays None.
+    :func:`distribute_module_grads` does the same in every pass. Collective, blocking. If a gradient
+    is None on this rank but not on every rank, it counts as zeros and is replaced by the sum. A
+    gradient that is None on every rank stays None.
 
     Args:
         module: Module with the same structure on every rank.

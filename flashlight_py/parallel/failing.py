@@ -1,8 +1,8 @@
 """Failure of a backward pass on all ranks if it fails on one rank.
 
-The failing rank rejects its next collective, so that the other ranks raise in that call. Some calls
-are started while gradients are computed, so no rank knows how many calls the other ranks have
-started. Therefore each rank calls ``end_together`` until all other ranks do.
+The failing rank rejects its next collective, so that the other ranks raise in this collective. A
+rank may start collectives while it computes gradients, so no rank knows how many collectives the
+other ranks have started. Therefore ``end_together`` waits until all ranks call it.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ _FAILED = "flashlight_py_failed"
 _WORDS = "backward, and failed"
 
 
-# A sharded pass instead continues with zeros and rejects its last call. It uses three groups, and
-# only at the last call do all ranks have the same state.
+# After a failure, a pass of fully_shard sends zeros for the remaining buckets and rejects only its
+# last collective. It uses three groups, whose ranks have the same state only there.
 def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[Array] = ()) -> bool:
     """Make the other ranks raise MismatchError at their next collective: ``error`` ends the pass.
 
-    ``sent`` are the arrays that the other ranks reduce next. Nothing is sent if the other ranks
-    already know of the error. An interrupt ends all groups. Return True if any rank has rejected a
-    call. The group then remains usable, and all ranks must call ``end_together``.
+    ``sent`` are the arrays that the other ranks reduce next. If the other ranks already know of the
+    error, nothing is sent. If ``error`` is an interrupt, all groups end. Return True if any rank
+    has rejected a call. The group then remains usable, and all ranks must call ``end_together``.
     """
     if error is None or group.size == 1:
         return False
@@ -64,8 +64,8 @@ def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None
 def end_together(group: ProcessGroup) -> None:
     """Wait until all ranks have ended the pass, so that their next calls match again.
 
-    If another rank has already started a different call, this call raises ``MismatchError`` and is
-    repeated. If the group has failed, the function returns, and the next call on the group raises.
+    If another rank has already started a different call, the wait raises ``MismatchError`` and is
+    repeated. If the group has failed, this function returns, and the next call on the group raises.
     """
     while True:
         try:

@@ -50,9 +50,9 @@ def fully_shard(
         module: Module with the same structure on every rank. CuPy parameters are sharded over all
             ranks and gathered module by module for use (ZeRO-3); see docs/sharding-gpu.md.
         group: Process group. Default: the world.
-        across_hosts: Whether each host updates only a part of the parameters, stores optimizer
-            state only for this part, and sends the part to the other hosts (ZeRO-1). ``grad`` is
-            then complete only in this part.
+        across_hosts: If True, each host updates only a part of the parameters, stores optimizer
+            state only for this part, and sends the updated part to the other hosts (ZeRO-1).
+            ``grad`` then has the mean over all ranks only in this part.
 
     Raises:
         TypeError: If ``module`` is not a Module.
@@ -61,8 +61,8 @@ def fully_shard(
             sharded or have a gradient hook.
         MemoryError, OSError: If memory cannot be allocated. No rank's module has changed. On GPUs
             some parameters may already be sharded: create the module again.
-        MismatchError: If modules or arguments differ, or another rank has raised an error above.
-            The message contains the difference or the reason.
+        MismatchError: If modules or arguments differ, or another rank has raised one of the errors
+            above. The message contains the difference or the reason.
         TornStateError: If the module was sharded before and a rank ended during a step.
         DistributedError: As :func:`flashlight_py.all_reduce`.
 
@@ -98,7 +98,7 @@ def fully_shard(
             param.placement.shards.check("fully_shard")
     nbytes = sum(param.data.nbytes for param in named.values())
     if nbytes < SMALL_BYTES and not across_hosts:
-        with reject_together(members, "fully_shard"):  # on all ranks, or no rank changes
+        with reject_together(members, "fully_shard"):  # if a copy fails, no rank changes
             copies = {p: np.array(p.data) for p in named.values() if p.placement is not None}
             for param, data in copies.items():
                 param.placement, param.data = None, data

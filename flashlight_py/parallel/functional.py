@@ -2,17 +2,17 @@
 
 **The convention.** Every rank computes its own loss and calls ``backward()`` on it. All ranks
 differentiate J, the sum of the losses of all ranks. The gradient of a variable x on a rank is
-dJ/dx: it includes the effect of x on the losses of all ranks. In the docstrings below, g_r is the
-gradient of J with respect to the result on rank r. If every rank computes the same loss, J contains
-it once per rank. Divide the loss by the number of ranks to count it once.
+dJ/dx: it includes the effect of x on the losses of all ranks. In the docstrings below, v_q is ``v``
+on rank q, and g_r is the gradient of J with respect to the result on rank r. If every rank computes
+the same loss, J contains it once per rank. Divide the loss by the number of ranks to count it once.
 
 **The gradient of a collective is a collective.** If ``backward()`` reaches a result on one rank, it
-must reach the result on every rank. A rank whose loss does not depend on its result adds ``0 *
-sum(result)``. Backward passes run their collectives in the reverse order of the forward pass, so
-the calls of ranks with different graphs still match. Before each collective, a small ``all_reduce``
-checks that all ranks are at the same one. If a rank is at a different collective, every rank raises
-``MismatchError``. If a rank makes no call, the other ranks raise ``CollectiveTimeoutError``, which
-names it. Gradients of different results are never added.
+must reach the result on every rank. If the loss of a rank does not depend on its result, add ``0 *
+sum(result)`` to this loss. Backward passes run their collectives in the reverse order of the
+forward pass, so the calls of ranks with different graphs still match. Before each collective, a
+small ``all_reduce`` checks that all ranks are at the same collective. If they are not, every rank
+raises ``MismatchError``. If a rank makes no call, the other ranks raise ``CollectiveTimeoutError``,
+whose message names this rank. Gradients of different results are never added.
 
 All functions block. ``group`` is the process group; the default is the world. The result is a new
 variable with the dtype of ``v``. It has a gradient on every rank if ``v`` has a gradient on any
@@ -60,8 +60,8 @@ def all_reduce(
 ) -> Variable:
     """Return ``scale`` times the sum (or average) of all ranks' ``v``, the same on every rank.
 
-    Gradient: y_r = scale * sum_q x_q on every rank r, hence dJ/dx_q = scale * sum_r g_r. The same
-    all_reduce of the gradients computes it.
+    Gradient: the result on rank r is y_r = scale * sum_q v_q, hence dJ/dv_q = scale * sum_r g_r.
+    The same all_reduce of the gradients computes it.
 
     Args:
         v: Variable of any shape, with the same shape and dtype on every rank.
@@ -88,8 +88,9 @@ def reduce_scatter(
 ) -> Variable:
     """Return this rank's part of ``scale`` times the sum (or average) of all ranks' ``v``.
 
-    Gradient: y_r = scale * sum_q (part r of x_q), hence part r of dJ/dx_q = scale * g_r. A scaled
-    all_gather of the gradients computes it. y_r has shape ``(v.shape[0] // size, *v.shape[1:])``.
+    Gradient: the result on rank r is y_r = scale * sum_q (part r of v_q), hence part r of dJ/dv_q =
+    scale * g_r. A scaled all_gather of the gradients computes it. y_r has shape ``(v.shape[0] //
+    size, *v.shape[1:])``.
 
     Args:
         v: Variable with the same shape and dtype on every rank. Its first dimension is a multiple
@@ -112,7 +113,7 @@ def reduce_scatter(
 def all_gather(v: Variable, *, group: ProcessGroup | None = None) -> Variable:
     """Return the ``v`` of all ranks, concatenated along the first dimension in rank order.
 
-    Gradient: the rows q of y_r are x_q on every rank r, hence dJ/dx_q = sum_r (rows q of g_r). A
+    Gradient: on rank r, the rows q of the result are v_q, hence dJ/dv_q = sum_r (rows q of g_r). A
     reduce_scatter of the gradients computes it. If the ranks pass different numbers of rows, an
     all_reduce computes it and sends twice the bytes; each rank keeps its own rows. The result has
     shape ``(sum of first dimensions, *v.shape[1:])``.
@@ -141,9 +142,10 @@ def all_to_all(
 ) -> Variable:
     """Return the parts of all ranks' ``v`` for this rank: rank r gets part r of each ``v``.
 
-    Gradient: part q of y_r is part r of x_q, hence part r of dJ/dx_q = part q of g_r. An all_to_all
-    of the gradients computes it. The result is in rank order and has shape ``(number of rows
-    received, *v.shape[1:])``. A first dimension that does not fit ``rows`` raises ValueError.
+    Gradient: on rank r, part q of the result is part r of v_q, hence part r of dJ/dv_q = part q of
+    g_r. An all_to_all of the gradients computes it. The result is in rank order and has shape
+    ``(number of rows received, *v.shape[1:])``. A first dimension that does not fit ``rows`` raises
+    ValueError.
 
     Args:
         v: Variable whose dtype and dimensions except the first are the same on every rank.
@@ -163,8 +165,8 @@ def all_to_all(
 def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Return the ``v`` of rank ``root`` on every rank.
 
-    Gradient: y_r = x_root, hence dJ/dx_root = sum_r g_r, and 0 on other ranks. A reduce of the
-    gradients to the root computes it.
+    Gradient: the result on each rank is v_root, hence dJ/dv_root = sum_r g_r, and dJ/dv = 0 on
+    other ranks. A reduce of the gradients to the root computes it.
 
     Args:
         v: Variable with the same shape and dtype on every rank; only the root's values are used.
@@ -192,7 +194,7 @@ _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 # A small message before each call ensures that gradients of different results are never added.
 class DifferentiableCall(InPasses):
-    """A collective of ``group`` on ``v``; ``rows`` are numbers of all ranks, one row per rank."""
+    """A collective of ``group`` on ``v``. ``rows`` are the numbers that each rank passed."""
 
     def __init__(
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
@@ -210,7 +212,7 @@ class DifferentiableCall(InPasses):
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()
     ) -> Variable:
-        """Return ``result`` as a variable. Its backward pass calls ``vjp`` on all ranks. Blocks."""
+        """Return ``result`` as a variable. ``vjp`` is its backward pass. Collective, blocking."""
         table = self._check_same_call(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
         if not any(row[0] for row in table):
@@ -224,12 +226,12 @@ class DifferentiableCall(InPasses):
         return vjp(grad)
 
     def join_failed(self) -> None:
-        """Reject this collective if the pass fails earlier, because the other ranks wait in it."""
+        """Reject this collective if the pass failed, because the other ranks wait in it."""
         fail_pass(self.group, sys.exc_info()[1])
 
     @as_one
     def _check_same_call(self, backward: bool, *facts: int) -> list[list[int]]:
-        """Return the ``facts`` of every rank, one row per rank, if all ranks are at this call."""
+        """Return ``facts`` of every rank, or raise MismatchError if a rank makes another call."""
         group = self.group
         if not backward:
             self._number = _calls.get(weakref.ref(group), 0) + 1
@@ -245,7 +247,7 @@ class DifferentiableCall(InPasses):
             raise MismatchError(
                 f"[functional.{self._verb}] rank {group.rank} of {group.size}: expected the same "
                 f"differentiable collective on every rank, got {', '.join(calls)}. Use the results "
-                "of the same calls in every rank's loss; add 0 * sum(result) if it is not needed"
+                "of the same calls in every rank's loss, or add 0 * sum(result) to the loss"
             )
         if not backward:
             _calls[weakref.ref(group, _calls.pop)] = self._number
@@ -253,7 +255,6 @@ class DifferentiableCall(InPasses):
 
 
 def require_variable(verb: str, v: object) -> None:
-    """Raise TypeError if ``v`` is not a Variable."""
     if not isinstance(v, Variable):
         raise TypeError(
             f"functional.{verb}: expected a flashlight_py.Variable, got {type(v).__name__}. Wrap "
@@ -262,15 +263,14 @@ def require_variable(verb: str, v: object) -> None:
 
 
 def copy_of(array: Array) -> Array:
-    """Return a C-contiguous copy that a verb can change in place."""
     return array_module(array).array(array, order="C")  # type: ignore[no-any-return]
 
 
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
-# The receiver of a message sends the gradient back under a tag of its own: this bit, the tag of the
-# message, and the number of the message among messages with this tag. So backward passes may run in
-# any order.
+# The receiver of a message sends the gradient back under a different tag. This tag consists of the
+# bit _GRADIENT, the tag of the message, and the number of earlier messages with the same tag. So
+# backward passes may run in any order.
 _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
@@ -281,7 +281,8 @@ _messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
 def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Send ``v`` to rank ``dst``, which must call :func:`recv`. Blocks as ``fl.send`` does.
 
-    Gradient: y = x on rank dst, hence dJ/dx = g_dst. Rank ``dst`` sends it in its backward pass.
+    Gradient: the result on rank ``dst`` is ``v``, hence dJ/dv is the gradient of this result. Rank
+    ``dst`` sends it in its backward pass.
 
     Args:
         v: Variable of any shape and dtype.
@@ -314,9 +315,9 @@ def send(v: Variable, dst: int, tag: int = 0, *, group: ProcessGroup | None = No
 def recv(like: Like, src: int, tag: int = 0, *, group: ProcessGroup | None = None) -> Variable:
     """Return the variable that rank ``src`` sends with :func:`send` under ``tag``. Blocks.
 
-    Gradient: y = x of rank src, hence dJ/dx = g. The backward pass sends the gradient to ``src``
-    and blocks until ``src`` runs the backward pass of its token. The variable has a gradient if its
-    dtype is real and floating.
+    Gradient: the result is ``v`` of rank ``src``, hence dJ/dv is the gradient of the result. The
+    backward pass sends the gradient to ``src`` and blocks until ``src`` runs the backward pass of
+    its token. The variable has a gradient if its dtype is real and floating.
 
     Args:
         like: Variable or array with the shape, dtype and device of the message, or a tuple of shape
@@ -351,7 +352,7 @@ def _checked_tag(verb: str, tag: int) -> int:
 
 
 class _GradientMessage(InPasses):
-    """Transfer of the gradient of the latest message that was sent or received with ``tag``."""
+    """The message that sends a gradient back. It belongs to one call of ``send`` or ``recv``."""
 
     def __init__(self, group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None:
         self._group, self._verb, self._peer = group, verb, peer
@@ -360,16 +361,15 @@ class _GradientMessage(InPasses):
         self._count(tag)
 
     def receive(self, allocate: Callable[[], Array], _: Array) -> Array:
-        """Return the gradient that the peer sends. Blocks."""
         return self._transfer(allocate())
 
     def send(self, below: Array, grad: Array) -> Array:
-        """Send ``grad`` to the peer and return the zero ``below``. Blocks."""
+        """Send ``grad`` to the peer. Return ``below`` (0) as the gradient of the source. Blocks."""
         self._transfer(grad)
         return below
 
     def join_failed(self) -> None:
-        """Reject this message if the pass fails earlier, because the peer waits for the message."""
+        """Send an error to the peer, which waits for this message, if the pass has failed."""
         if not self._has_started:
             refuse_message(self._group, self._verb, self._peer, self._tag)
 

@@ -1,8 +1,8 @@
 """Sharding by gathering (ZeRO-3): each rank stores parts and gathers parameters for use.
 
 The method is for ranks that cannot read each other's memory, such as GPUs. When a module reads its
-parameters, they are gathered, and the parameters that followed them in the last pass are
-prefetched. Parameters that were read earlier are freed. A backward pass reads parameters again. The
+parameters, they are gathered. The parameters that the previous pass read next are prefetched, and
+parameters that this pass has read before are freed. A backward pass reads parameters again. The
 gradients of a module are reduced as soon as they are complete, and each rank keeps its part.
 
 Modules are not wrapped: reading a parameter gathers it, so every module works. Memory is saved by
@@ -115,7 +115,6 @@ class Flat(PassBucket):
         return full
 
     def views(self, full: Array) -> list[Array]:
-        """Return views of the parameters in memory from ``empty``."""
         line = full.reshape(-1)
         return [
             line[start:stop].reshape(shape)
@@ -123,7 +122,7 @@ class Flat(PassBucket):
         ]
 
     def cut(self, position: int) -> tuple[slice, slice]:
-        """Return this rank's slices of ``part`` and of parameter ``position``."""
+        """Return slices of ``part`` and of parameter ``position`` that select the same elements."""
         first = self.group.rank * self.row
         start, stop = self.starts[position : position + 2]
         begin, end = (min(max(edge, first), first + self.row) for edge in (start, stop))
@@ -160,7 +159,8 @@ class Flat(PassBucket):
 class Reduction:
     """Gradients of one flat in one pass; each rank receives the mean of its row.
 
-    ``buffers`` contain the gradients until ``send``. ``used``: parameters with a gradient here.
+    ``buffers`` contain the gradients until ``send``. ``used`` are the parameters for which this
+    rank has computed a gradient.
     """
 
     _part: Array  # mean gradients of this row; set by send()
@@ -187,7 +187,6 @@ class Reduction:
         self._gradients, self.buffers = None, []  # the work keeps the memory alive
 
     def wait(self) -> None:
-        """Block until the reduction ends, and free the memory of this rank's gradients."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -204,7 +203,7 @@ class Reduction:
 
 
 class PartPlacement(Placement, GradSink):
-    """Placement of a parameter of which this rank keeps a part, with gradient and state."""
+    """Placement of a parameter: this rank has a part of its values, gradient and state."""
 
     shards: GatheringSharder
 
@@ -323,7 +322,7 @@ class GatheringSharder(Shards, GradientPass[Flat]):
 
     @contextmanager
     def changing(self, operation: str) -> Iterator[None]:
-        """Free gathered parameters, because the change makes them stale."""
+        """Free gathered parameters, because the block changes the parts."""
         self._release()
         self._last_read = None
         yield

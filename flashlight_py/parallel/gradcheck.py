@@ -31,13 +31,13 @@ def gradcheck_over_ranks(
             different functions that make the same collective calls.
         arrays: float64 arrays of this rank, of any shapes. May be empty.
         step: Change of one element, for the difference quotient.
-        tolerance: Largest allowed difference, relative to the larger gradient or 1.
+        tolerance: Largest allowed difference, divided by the larger gradient (at least by 1).
         group: Process group. Default: the world.
 
     Raises:
         TypeError: If an array is not float64; other dtypes are too coarse for difference quotients.
-        AssertionError: If a gradient differs on any rank. Every rank raises. It states rank, input,
-            element and both numbers.
+        AssertionError: If a gradient differs on any rank. Every rank raises. The message has rank,
+            input, element and both numbers.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     for array in arrays:

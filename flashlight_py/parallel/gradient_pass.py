@@ -5,10 +5,10 @@ sequence. So a plan that all ranks share divides the gradients into buckets. A c
 until all earlier buckets have been sent. After the computation, the remaining buckets are sent, and
 the pass waits for the sums.
 
-Subclasses define the buckets and the use of the sums. ``data_parallel`` reduces buckets in place,
-``sharder`` into memory shared by the ranks of a host, and ``gathered_shards`` scatters sums to the
-ranks. ``leaf_sync`` adds leaves in the order of a tree. ``tagi`` sums the updates of means and
-variances.
+Subclasses define the buckets and the use of the sums. ``data_parallel`` sums buckets in place.
+``sharder`` writes the sums to memory that the ranks of a host share. ``gathered_shards`` scatters
+the sums to the ranks. ``leaf_sync`` adds leaves in the order of a tree. ``tagi`` sums the updates
+of means and variances.
 """
 
 import abc
@@ -36,7 +36,7 @@ _positions = itertools.count(1)  # in the order of creation, the same on all ran
 
 
 class PassBucket(HoldsState):
-    """Gradients that are sent together; ``pending`` of them are incomplete in this pass."""
+    """Gradients that are sent together. ``pending`` is the number of incomplete gradients."""
 
     def __init__(self, params: Sequence[Variable], parts: int | None = None) -> None:
         self.params = params
@@ -47,7 +47,7 @@ AnyBucket = TypeVar("AnyBucket", bound=PassBucket)
 
 
 class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
-    """A sum over the ranks in every backward pass, which ranks without data can join.
+    """A sum over the ranks in every backward pass. Ranks without data can join it with zeros.
 
     If ``weigh`` is set, ``weigh(first)`` returns the factor of the next bucket; ``first`` is True
     for the first bucket of a pass. The factor 0 means that this rank used no parameter. ``enabled``
@@ -66,21 +66,20 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         self.weigh: Callable[[bool], float] | None = None
         self.ignored: frozenset[str] = frozenset()
         self.enabled = True
-        self._position = next(_positions)  # in the order of operations at the end of a pass
+        self._position = next(_positions)
         self._buckets = list(buckets)
         self._params = [param for bucket in self._buckets for param in bucket.params]
         self._unused: set[Variable] = set()  # parameters without gradient, of buckets already sent
-        self._sent = 0  # number of buckets sent in this pass
+        self._sent = 0
         self._running = False
         self._has_failed = False  # whether this pass failed on this rank
         self._ends_together = False  # whether all ranks must call end_together()
         self._module: Callable[[], Module | None] = lambda: None
         self._known_params: set[Variable] = set()
         self._new_params: dict[str, Variable] = {}  # parameters that no bucket contains
-        self._structure = self._pending = 0  # values at the last search for new parameters
+        self._structure = self._pending = 0  # at the last search for parameters
 
     def register_hooks(self) -> None:
-        """Set the gradient hooks of the parameters."""
         for bucket in self._buckets:
             for param in bucket.params:
                 param.register_grad_hook(functools.partial(self._on_ready, bucket))
@@ -102,7 +101,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         watching.append(reference)
 
     def on_begin(self) -> None:
-        """Search for new parameters at the begin of any backward pass; see ``InPasses``."""
+        """Search for new parameters when a backward pass begins; see ``InPasses``."""
         if count[0] != self._structure:
             self._find_new_params()
 
@@ -116,13 +115,13 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
                 param.register_grad_hook(functools.partial(self._on_new_param))
 
     def _on_new_param(self, _: object) -> None:
-        """Begin a pass that uses a new parameter, so that all ranks raise at the pass's end."""
+        """Begin a pass. At its end, all ranks raise because of the new parameter."""
         if self.enabled and not self._running:
             self._begin()
 
     def _check_params(self) -> None:
         pending = sum(bucket.pending for bucket in self._buckets)
-        if pending != self._pending:  # a parameter in a list may have been replaced
+        if pending != self._pending:  # for example, a list has another parameter
             self._find_new_params()
         if self._new_params:
             raise ValueError(
@@ -133,7 +132,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         self._pending = pending
 
     def _on_ready(self, bucket: AnyBucket, _: object = None) -> None:
-        """Send buckets that are complete; the gradient hook of each parameter."""
+        """Record that a gradient of ``bucket`` is complete, and send buckets that are complete."""
         if not self.enabled:
             return
         if not self._running:
@@ -216,12 +215,11 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
             param.grad = None
 
     def fail(self) -> None:
-        """Make the current pass, which an exception ends here, fail on all ranks."""
+        """Make the current pass fail on all ranks, because this rank has raised an exception."""
         self._has_failed = True
         self._ends_together = fail_pass(self._members, sys.exc_info()[1], self._next_arrays())
 
     def end_failed(self) -> None:
-        """End a failed pass. Blocks until all ranks have ended it."""
         ends_together, self._has_failed, self._ends_together = self._ends_together, False, False
         self.reducer.abandon()
         if ends_together:
@@ -235,7 +233,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         """Raise an error for ``operation`` if a rank has ended in the middle of a step."""
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return this rank's weight: samples relative to the mean over ranks, or 1 for sums."""
+        """Return 1 if gradients are summed, else ``samples`` divided by the mean over all ranks."""
         if not self.averages:
             return 1.0
         return samples * ranks / all_samples if all_samples else 0.0
@@ -262,7 +260,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         """Wait for the sums, and set the gradients of parameters that no rank used to None."""
 
     def _next_arrays(self) -> Iterable[Array]:
-        """Return arrays with shape and dtype of the next message, for which other ranks wait."""
+        """Return arrays with the shapes and dtypes that the other ranks send next."""
         return ()
 
 
@@ -292,7 +290,7 @@ def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[b
 
 
 def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | None) -> None:
-    """Sum the gradients that exist on any rank, times ``scale``, in place. Collective, blocking."""
+    """Sum gradients, times ``scale``, unless all ranks have None. Collective, blocking."""
     used = used_on_any_rank((param.grad is not None for param in params), group)
     used_params = itertools.compress(params, used)
     reduce_all([gradient_of(param) for param in used_params], scale, group)
@@ -339,14 +337,14 @@ def pass_of(module: Module) -> GradientPass[Any] | None:
 
 
 def ranks_of(arguments: Mapping[str, Any]) -> ProcessGroup:
-    """Return the group that trains the argument ``module``; the world if no pass is installed."""
+    """Return the group of the pass that is installed for ``arguments["module"]``, or the world."""
     module = arguments.get("module")
     sync = pass_of(module) if isinstance(module, Module) else getattr(module, "sync", None)
     return group_or_world(sync.reducer.group if isinstance(sync, GradientPass) else None)
 
 
 def require_gradient_pass(module: Module, caller: str) -> GradientPass[Any]:
-    """Return the pass of ``module``; raise ValueError if there is none or it uses leaves."""
+    """Return the pass of ``module``; ValueError if there is none or the pass uses leaves."""
     sync = pass_of(module)
     if sync is None:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Training with different numbers of batches per rank: a rank without data joins with zeros.
 
 In every synchronised backward pass, the ranks first add up two numbers: their number of samples in
-this pass, and 1 if they still train. A rank whose loop has ended sends two zeros.
-While any rank trains, it also adds zeros to the reductions of the pass. So no rank waits for a rank
-without data, and each rank knows without further messages when all loops have ended.
+this pass, and 1 if they still train. A rank whose loop has ended sends two zeros. While any rank
+trains, a rank without data also adds zeros to the reductions of the pass. So no rank waits for a
+rank without data, and each rank knows without further messages when all loops have ended.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ class Trained(Protocol):
         """Copy the values of rank ``root`` to all ranks. Collective, blocking."""
 
 
-# Owners of a ``GradientPass`` can join: modules and TAGI networks.
 class Joined:
     """The object that ``with fl.join(module) as joined`` returns."""
 
@@ -41,15 +40,15 @@ class Joined:
         self._count = 1
         self._counting = False  # whether count() was called since the last synchronised pass
         self._weight = 1.0
-        self._had_data_in_every_pass = True  # whether this rank had data in every pass
+        self._had_data_in_every_pass = True
 
     def count(self, samples: SupportsIndex) -> None:
         """Set the weight of this rank's next synchronised pass: its number of samples.
 
         If a rank calls this several times before a synchronised pass (see ``no_sync``), the numbers
-        are added. Without a call, a pass has the weight of the previous pass; the first weight is
-        1. Sends nothing. With 0, this rank's gradients are ignored. Raises TypeError if ``samples``
-        is not an integer, and ValueError if it is negative.
+        are added. Without a call, a pass has the weight of the previous pass (1 for the first
+        pass). If the number is 0, this rank's gradients are ignored. Not collective. Raises
+        TypeError if ``samples`` is not an integer, and ValueError if it is negative.
         """
         number = check_integer("join: count", "samples", samples)
         self._count = self._count + number if self._counting else number
@@ -64,7 +63,7 @@ class Joined:
         return self._weight
 
     def _add_up(self, samples: int, training: int) -> tuple[int, int]:
-        """Return both sums over all ranks. No gradient has this message's dtype and shape."""
+        """Return the sums of ``samples`` and ``training`` over all ranks. Collective, blocking."""
         message = np.array([[samples, training]], np.int64)
         ((all_samples, trained),) = all_reduce(message, group=self._sync.reducer.group).tolist()
         return all_samples, trained
@@ -106,14 +105,15 @@ def join(
     has ended steps the module's optimizers after every pass of the other ranks. So call ``step()``
     exactly once after each pass, with a constant learning rate and no ``clip_grad_norm``.
 
-    If ``distribute_module_grads`` was called with a scale or a reducer, gradients are summed over
-    the ranks that still have data and multiplied by its scale. Counts are ignored.
+    If ``distribute_module_grads`` was called with ``scale`` or ``reducer``, gradients are summed
+    over the ranks that still have data and multiplied by this scale (or that of the reducer).
+    Counts are ignored.
 
     Every rank must use ``join`` and, in its body, start no collectives except the backward passes
     of the module. Each synchronised pass needs one more blocking ``all_reduce``, of 16 bytes.
     Gradients accumulated in ``no_sync`` when a loop ends are not used. The end of the ``with`` is
-    collective and blocks. If the body raises, this rank leaves at once. The other ranks raise
-    ``PeerLostError`` when this rank exits, or ``CollectiveTimeoutError``.
+    collective and blocks. If the body raises, this rank does not wait for the other ranks. The
+    other ranks raise ``PeerLostError`` when this rank exits, or ``CollectiveTimeoutError``.
 
     Args:
         module: Module of ``distribute_module_grads`` or ``fully_shard``, or a

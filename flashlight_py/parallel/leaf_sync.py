@@ -51,9 +51,10 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     leaf's rows. The pass of a rank's last leaf ends with the reduction, which is collective and
     blocking. Then every gradient is the gradient of the mean over the global batch, with the same
     bits for any number of ranks, and replaces earlier gradients. In the body, the package's random
-    numbers belong to the leaf. Afterwards the generator continues as if one number had been drawn.
-    Each leaf starts with the buffers from the beginning of the loop. Afterwards they are the mean
-    over the leaves, or the values of the first leaf if they are not floating-point.
+    numbers (dropout) depend only on the step and the leaf. After the loop, the package's generator
+    has drawn a single number. Each leaf starts with the buffers from the beginning of the loop.
+    After the loop, a floating-point buffer is the mean over the leaves. Another buffer has its
+    value after the first leaf.
 
     Args:
         module: Module that was passed to ``distribute_module_grads`` with ``leaves``.
@@ -132,7 +133,7 @@ class LeafSync(GradientPass[PassBucket]):
         self.register_hooks()
 
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
-        """Return the number of rows of the arrays of a global batch; raise as ``leaves``."""
+        """Return the number of rows of a global batch, or raise the errors of ``leaves``."""
         if not arrays:
             raise TypeError(f"{self.context}: expected the arrays of a global batch, got no array")
         for number, array in enumerate(arrays):
@@ -196,14 +197,14 @@ class LeafSync(GradientPass[PassBucket]):
         self._count_step(rows, *arrays)
         self._used: set[Variable] = set()
         self._buffers.begin()
-        self._stack: list[range] = []  # by row: the leaves whose sum it has
+        self._stack: list[range] = []  # the leaves whose sum is stored in each row
         self._error = ""
         self._is_open, self._is_reduced, self._failure = True, False, None
         self._clear_gradients()
 
     @as_one
     def _count_step(self, rows: int, *arrays: Array) -> None:
-        """Draw the seed of this step, and record the facts that all ranks must share."""
+        """Draw the seed of this step, and record values that must be equal on all ranks."""
         random.use(None)
         self._key = int(random.generator().integers(1 << 62))
         self._facts: dict[str, Any] = {"rows": rows, "step": self._steps}
@@ -229,7 +230,7 @@ class LeafSync(GradientPass[PassBucket]):
             self._clear_gradients()
 
     def join_failed(self) -> None:
-        """Make a pass that fails before its first gradient fail on all ranks; see ``InPasses``."""
+        """Join a pass that fails before this rank has a gradient, so that all ranks raise."""
         if self._leaf >= 0 and not (self._running or self._is_reduced):
             self._join()
 
@@ -254,11 +255,11 @@ class LeafSync(GradientPass[PassBucket]):
         self._has_failed, self._failure = True, sys.exc_info()[1]
 
     def end_failed(self) -> None:
-        """Reset the failure; if the body continues, the leaf may have another pass."""
+        """Allow another pass of the leaf, if the user's code has caught the exception."""
         self._has_failed = False
 
     def _finish(self) -> None:
-        """Push the leaf's row and merge complete nodes. After the last leaf, reduce."""
+        """Put the leaf's gradients on the stack of sums. After the last leaf, reduce over ranks."""
         self._is_done, self._failure = True, None
         row, leaf = len(self._stack), self._leaf
         changes = self._buffers.changes(is_first=leaf == 0)
@@ -276,13 +277,12 @@ class LeafSync(GradientPass[PassBucket]):
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
         if leaf == self._own_leaves[-1]:
-            self._reduce()  # also adds the other rows, in one pass over memory
+            self._reduce()  # also adds this rank's other rows, so that memory is read once
         elif merges := push(self._stack, range(leaf, leaf + 1), self._count):
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
 
     def _reduce(self) -> None:
-        """Set the gradients to the mean over the batch. Collective, blocking."""
         used_here = [param in self._used for param in self._params]
         used = dict(zip(self._params, self._compare(used_here), strict=True))
         for rows in self._rows:
@@ -300,7 +300,7 @@ class LeafSync(GradientPass[PassBucket]):
 
     @as_one
     def _compare(self, used: Sequence[int]) -> Sequence[int]:
-        """Return the flags of parameters that any rank used, if all ranks agree on the step."""
+        """Return whether any rank used each parameter. MismatchError if the steps differ."""
         if self.members.size == 1:
             return used
         facts = json.dumps(self._facts).encode()
@@ -316,7 +316,6 @@ class LeafSync(GradientPass[PassBucket]):
 
 
 def is_leaf_by_leaf(module: object) -> bool:
-    """Return whether ``module`` is trained leaf by leaf."""
     return isinstance(module, Module) and isinstance(pass_of(module), LeafSync)
 
 
@@ -348,16 +347,14 @@ class LeafBuffers(HoldsState):
         return {n: x for n, x in arrays.items() if is_floating(x.dtype) or x.dtype.kind == "c"}
 
     def begin(self) -> None:
-        """Save the values of the buffers at the beginning of the step."""
         for name, value in self._current().items():
             if isinstance(value, np.ndarray):
                 self._before[name][...] = value  # replays of a captured step use this array
             else:
                 self._before[name] = np.array(value)
-        self._first: dict[str, Array] = {}  # buffers not averaged, after leaf 0, on rank 0
+        self._first: dict[str, Array] = {}  # other buffers after leaf 0 (on rank 0)
 
     def restore(self) -> None:
-        """Restore the values from the beginning of the step."""
         self._set(self._before)
 
     def changes(self, is_first: bool) -> dict[str, Array]:
@@ -372,7 +369,7 @@ class LeafBuffers(HoldsState):
             }
 
     def end(self, means: Mapping[str, Array]) -> None:
-        """Add the mean changes, and broadcast the other buffers of the first leaf. Collective."""
+        """Add the mean changes, and broadcast the non-floating buffers of leaf 0. Collective."""
         with np.errstate(all="ignore"):
             self._set({name: self._before[name] + mean for name, mean in means.items()})
         if self._others:

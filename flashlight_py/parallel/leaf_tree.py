@@ -26,16 +26,16 @@ Steps: TypeAlias = "list[tuple[int, int]]"
 Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
 _LINE = 64  # elements; the shares of ranks begin at multiples, in different cache lines
-_BLOCK_BYTES = 64 << 10  # of each array per block; partial sums stay in the second-level cache
+_BLOCK_BYTES = 64 << 10  # bytes of each array in a block; sums stay in the L2 cache
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
-    """Push the sum of ``leaves``, some of ``count`` leaves; return the number of merged pairs."""
+    """Push ``leaves`` (of ``count``) and add complete pairs; return the number of additions."""
     stack.append(leaves)
     merges = 0
     while len(stack) > 1:
         left, right = stack[-2:]
-        size = 2 * len(left)  # an entry that has a right neighbour is a complete block
+        size = 2 * len(left)  # number of leaves of the next larger block
         node = range(left.start, min(left.start + size, count))
         if node.start % size or node.stop != right.stop:
             break
@@ -46,7 +46,7 @@ def push(stack: list[range], leaves: range, count: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
-    """Return the stack of ``rank`` before its last leaf is merged, and the maximum depth."""
+    """Return the stack of ``rank`` after its last push, and the maximum number of entries."""
     stack: list[range] = []
     depth = 0
     leaves = contiguous_share(count, rank, ranks)
@@ -73,7 +73,7 @@ def additions(sums: Sequence[range], count: int) -> Steps:
 
 @functools.lru_cache(maxsize=256)
 def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]], Steps]:
-    """Return the sums of each host with ``per_host`` ranks, and the additions that combine them."""
+    """Return for each host the sums that it computes, and the additions of all these sums."""
     hosts, everywhere = [], []
     for first in range(0, ranks, per_host):
         sums = {
@@ -107,8 +107,8 @@ def fold(
 ) -> None:
     """Add flat arrays in the order ``steps`` and write ``scale`` times the sum to ``targets``.
 
-    Dtypes and lengths are equal. All targets get the same result; one may be a source. Each sum is
-    rounded once to the dtype, and the result once more if ``scale`` is not 1.
+    All arrays must have the same dtype and length. A target may be a source. Each sum is rounded to
+    the dtype. If ``scale`` is not 1, the product is rounded too.
     """
     first = targets[0]
     block = max(1, _BLOCK_BYTES // first.itemsize)
@@ -131,10 +131,10 @@ def fold(
 
 
 def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return ranks of this host, and the ranks with the same position on all hosts.
+    """Return the group of this host's ranks, and the group of each host's rank at this position.
 
     The second group is None for a single host. If hosts have unequal numbers of ranks, or ranks
-    that are not consecutive, all count as one host without shared memory. Collective, blocking.
+    that are not consecutive, return ``members`` and None. Collective, blocking.
     """
     hosts = hosts_of(members)
     per_host = len(hosts[0])
@@ -190,11 +190,9 @@ class Rows(HoldsState):
         ]
 
     def gradients(self, row: int) -> Iterator[tuple[Variable, Array]]:
-        """Return each parameter with the view of its gradient in ``row``."""
         return zip(self.params, self._views[row], strict=False)
 
     def buffers(self, row: int) -> dict[str, Array]:
-        """Return the views of the buffers in ``row``, by name."""
         return dict(zip(self._names, self._views[row][len(self.params) :], strict=True))
 
     def scale(self, row: int, factor: float) -> None:
@@ -202,7 +200,7 @@ class Rows(HoldsState):
             np.multiply(self.rows[row], self.dtype.type(factor), out=self.rows[row])
 
     def merge(self, first: int, count: int) -> None:
-        """Replace ``count`` rows from row ``first`` on by their sum; add the last rows first."""
+        """Replace ``count`` rows from row ``first`` on by their sum. Add the last row first."""
         steps = [(a, a + 1) for a in reversed(range(count - 1))]
         fold(list(self.rows[first : first + count]), steps, 1.0, [self.rows[first]])
 
@@ -230,7 +228,7 @@ class Rows(HoldsState):
             sums.append(np.empty_like(sources[0]) if steps else sources[0])
             if steps:
                 fold(sources, steps, 1.0, [sums[-1]])
-        # Each host receives from all hosts its part of this rank's share.
+        # This rank's share is divided into one part per host. Each host adds one part.
         size, part = across.size, share // across.size
         empty = np.empty((size, 0, part), self.dtype)  # sent by a rank without leaves
         parts = [array.reshape(size, 1, part) for array in sums] or [empty]

@@ -35,11 +35,11 @@ def shard_linear(
     part, ``[..., sizes[rank]]``, and all ranks get the same result, ``[..., out]``. A column layer,
     an elementwise function and a row layer of the same sizes need one ``all_reduce`` forward, and
     one backward if the input has a gradient. The bias of a column layer is divided with its weight.
-    The bias of a row layer is kept on every rank and added once.
+    Every rank keeps the bias of a row layer and adds it after the ``all_reduce``.
 
     Every rank must call ``backward()`` on the same loss, not on a share of it. The rank gets the
-    gradients of the original layer: its part for a weight, the full gradient for the input.
-    Only with the same loss, parameters that are not divided stay equal on all ranks.
+    gradients of the original layer: its part for a weight, the full gradient for the input. If the
+    losses differ, parameters that are not divided become different on the ranks.
 
     State dicts of the layer and of optimizers contain full arrays for any number of ranks, so
     ``state_dict`` is collective, like ``fl.save``. Create optimizers and gradient hooks after this
@@ -108,7 +108,7 @@ class ShardedLinear(Linear):
         """Return this rank's part of ``x @ weight.T + bias`` (column), or the full result (row)."""
         members = self.cut.group
         if self.cut.axis == 0:
-            if x.calc_grad:  # its gradient is the sum over ranks
+            if x.calc_grad:  # each rank computes a part of the gradient of x
                 call = DifferentiableCall("shard_linear", x, members)
                 x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
             return F.linear(x, self.weight, self.bias)
@@ -131,7 +131,6 @@ class ShardedLinear(Linear):
         return result if bias is None else result + bias
 
     def set_placements(self) -> list[Variable]:
-        """Set the placement of the divided parameters, and return these parameters."""
         shape = list(self.weight.shape)
         shape[self.cut.axis] = sum(self.cut.sizes)
         params = [self.weight] if self.cut.axis or self.bias is None else [self.weight, self.bias]
@@ -162,7 +161,6 @@ class Cut(Shards):
         return group_or_world(self._group)
 
     def part(self, axis: int) -> tuple[slice, ...]:
-        """Return slices that select this rank's part along dimension ``axis``."""
         rank = self.group.rank
         ends = list(accumulate(self.sizes))
         return (slice(None),) * axis + (slice(ends[rank] - self.sizes[rank], ends[rank]),)
@@ -175,8 +173,6 @@ class Cut(Shards):
 
 
 class CutParameter(Placement):
-    """Placement of a parameter that is divided among ranks."""
-
     is_cut = True
     shards: Cut
 

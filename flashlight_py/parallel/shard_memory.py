@@ -2,8 +2,9 @@
 
 All parameters of a dtype are stored in one flat array, and their gradients in another flat array of
 the same order, once per host, in memory that all its ranks map. The arrays are divided into chunks.
-Rank r of a host sums and steps part r of each chunk. Each rank passes gradients through two staging
-buffers of one chunk. The first ranks of all hosts sum and send data between hosts.
+Rank r of a host sums part r of each chunk, and its optimizer updates this part. Each rank has two
+staging buffers of the size of a chunk, in which it passes gradients to the other ranks of the host.
+If the hosts have unequal numbers of ranks, only the first ranks send data between hosts.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ LINE = 64  # bytes of a cache line; parts of ranks begin at multiples
 class HostBucket(PassBucket):
     """Parameters that are sent together, with offsets ``starts`` in flat array ``name``.
 
-    ``chunks`` are slices of this array, one per staging buffer. The last chunk may be too long.
+    ``chunks`` are the slices of this array that fit into a staging buffer. The last chunk may
+    include unused elements after the last parameter.
     """
 
     def __init__(
@@ -55,10 +57,10 @@ class HostBucket(PassBucket):
 def plan(
     name: str, params: Sequence[Variable], chunk_bytes: int, ranks: Sequence[int]
 ) -> tuple[list[HostBucket], int]:
-    """Return the buckets of the flat array ``name``, in sending order, and its length.
+    """Return the buckets of the flat array ``name`` in sending order, and the array's length.
 
-    ``params`` have one dtype and are in the order of their gradients. ``ranks`` is the number of
-    ranks of each host, from which all hosts compute equal offsets.
+    ``params`` have one dtype and are in the order of their gradients. ``ranks`` has the number of
+    ranks of each host. All hosts pass equal ``ranks`` and compute equal offsets.
 
     Example:
         >>> shapes = (100, 40), (40,), (3,)
@@ -99,7 +101,7 @@ def plan(
     return buckets, end
 
 
-# Names of operations. Waiting ranks compare them, because a rank may be in a pass or a step.
+# Names of operations. Waiting ranks compare them, so a pass does not match a step of another rank.
 BACKWARD = "backward of a sharded module"
 STEP = "optimizer.step of a sharded module"
 # Bytes of all staging buffers of a host; least and most bytes of one buffer.
@@ -117,8 +119,9 @@ class HostMemory:
 
     ``hosts`` are the ranks of each host, and ``host`` is the number of this host. ``local`` is the
     group of this host's ranks. ``between`` is the group of the ranks with the same position on all
-    hosts, or None. With ``across`` each host steps a part and sends it to the other hosts. A
-    single rank of a host needs no staging buffer. The constructor is collective and blocking.
+    hosts, or None. With ``across``, optimizers of each host update a part of the parameters and
+    send it to the other hosts. If a host has one rank, it needs no staging buffer. The constructor
+    is collective and blocking.
     """
 
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:
@@ -172,7 +175,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """Return a block that either ends on all ranks or raises on all of them. Collective."""
+        """Make the block raise on all ranks if it raises on any rank. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
             with reject_together(self.local, "fully_shard", outcome="failed"):
@@ -204,21 +207,21 @@ class HostMemory:
         return slice(chunk.start + rank * size, chunk.start + (rank + 1) * size)
 
     def host_range(self, name: str, host: int) -> slice:
-        """Return the slice of a flat array that ``host`` steps: all of it unless ``across``."""
+        """Return the slice of a flat array that ``host`` updates: all of it if not ``across``."""
         length, count = self.params[name].size, len(self.hosts)
         if not self.across:
             return slice(0, length)
         return slice(length * host // count, length * (host + 1) // count)
 
     def staging(self, chunk: slice, total: Array, adds: bool) -> Array:
-        """Return the buffer for this rank's gradients of ``chunk``, a part of ``total``."""
+        """Return this rank's memory for gradients: a staging buffer, or ``total`` itself."""
         if self._alone and not adds:
             return total[chunk]
         self._parity ^= 1
         return self.staging_of_ranks(chunk, total.dtype)[self.local.rank]
 
     def staging_of_ranks(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's staging buffer for ``chunk``, after ``staging`` was called for it."""
+        """Return every rank's staging buffer for ``chunk``. Call ``staging`` first."""
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         staging: list[Array] = [rank[self._parity, :nbytes].view(dtype) for rank in self._staging]
         return staging
@@ -239,7 +242,7 @@ class HostMemory:
         if not adds:
             add_up(arrays, self._scale, total)
             return
-        if len(self.hosts) > 1:  # otherwise every host would add the earlier sum
+        if len(self.hosts) > 1:  # keep the earlier sum on one host, so that it is added once
             host_range = self.host_range(name, self.host)
             edges = (host_range.start - part.start, host_range.stop - part.start)
             low, high = (min(max(edge, 0), total.size) for edge in edges)
@@ -251,8 +254,8 @@ class HostMemory:
     def check(self, operation: str) -> None:
         """Raise TornStateError if a rank of this host ended or failed while it changed parameters.
 
-        Wait first if another thread of this rank is changing parameters, because ranks' counters
-        then differ as well. Raise RuntimeError if this thread is changing parameters.
+        If another thread of this rank is changing parameters, wait for it first, because the change
+        looks like a failure meanwhile. Raise RuntimeError if this thread is changing parameters.
         """
         if not self._are_inconsistent():
             return
@@ -301,7 +304,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Return the context in which this rank sets all parameters consistently."""
+        """Allow this rank to set all parameters in the block. Then ``check`` raises no error."""
         self.protect(False)
         yield
         self._marks[...] = 0
@@ -309,7 +312,7 @@ class HostMemory:
         self.protect(True)
 
     def protect(self, on: bool) -> None:
-        """If debugging, make writes to parameters kill the process (``on``), or allow writes."""
+        """If debugging, make writes to parameters kill the process; if not ``on``, allow writes."""
         if not self.is_debugged:
             return
         libc = ctypes.CDLL(None, use_errno=True)
@@ -321,7 +324,7 @@ class HostMemory:
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
 
     def sum_between_hosts(self) -> None:
-        """Sum gradients over all hosts; complete when all ranks of this host have returned."""
+        """Sum gradients over all hosts. They are complete when all ranks of this host return."""
         if len(self.hosts) == 1:
             return
         wait_for_ranks(self.local, BACKWARD)

@@ -39,9 +39,8 @@ Gradients: TypeAlias = "Sequence[Array | tuple[Array, Array] | None]"
 class HostPlacement(Placement, GradSink):
     """Position of one parameter in the memory of its host, and receiver of its gradient.
 
-    ``total`` is the view of the sum over ranks. ``unsent`` is this rank's contribution to a later
-    pass if ``total`` has a sum. Otherwise this rank's gradient is ``Variable.grad`` until it is
-    sent.
+    ``total`` is a view of the sum over ranks. If ``Variable.grad`` is ``total``, a gradient of this
+    rank that was not sent yet is ``unsent``. Otherwise it is ``Variable.grad``.
     """
 
     shards: HostSharder
@@ -63,7 +62,6 @@ class HostPlacement(Placement, GradSink):
         self.unsent: Array | None = None
 
     def view(self, flat: Array) -> Array:
-        """Return the view of this parameter in a flat array."""
         return flat[self._range].reshape(self.shape)
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
@@ -114,7 +112,7 @@ class HostPlacement(Placement, GradSink):
         return leaf.grad
 
     def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
-        """Compute ``a @ b`` into the staging buffers if its bucket is next; see ``GradSink``."""
+        """Return ``a @ b``, or compute it into staging buffers if this parameter is sent next."""
         fits = a.dtype == b.dtype == self.dtype and self.unsent_gradient(leaf) is None
         if fits and is_last_contribution(leaf) and self.shards.stream(self.bucket, a, b):
             return self
@@ -138,13 +136,13 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         self._taken: Counter[tuple[int, str]] = Counter()
         # Optimizers that all ranks step together, in the order of creation.
         self._optimizers = weakref.WeakKeyDictionary[FirstOrderOptimizer, None]()
-        self._error: Exception | None = None  # failure of the pass that other ranks do not know
+        self._error: Exception | None = None  # of this rank, not yet reported
 
     def adopt_params(self) -> None:
         """Move rank 0's parameters into shared memory, bucket by bucket. Collective, blocking.
 
-        If the call fails, no module changes, except that arrays may have moved and the first ranks
-        of other hosts may have values of rank 0.
+        If the call fails, no module changes, except that parameters may already use the shared
+        memory. On hosts other than the first, they may then have values of rank 0.
         """
         memory, local = self.memory, self.memory.local
         with memory.loading():
@@ -205,7 +203,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return (self.group if self.memory.across else self.memory.local).in_step(name)
 
     def sum_of_squares(self, variables: Sequence[Variable]) -> float:
-        """Return the sum of squares of all gradients, equal for any number of ranks."""
+        """Return the sum of squares of all gradients of ``variables``, the same on all ranks."""
         if self.memory.across:
             return super().sum_of_squares(variables)
         local, parts = self.memory.local, [np.zeros(0)]
@@ -238,7 +236,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
                 param.data.flags.writeable = not self.memory.is_debugged
 
     def stream(self, bucket: HostBucket, a: Array, b: Array) -> bool:
-        """Send ``a @ b``, the gradient of the bucket's only parameter, if the bucket is next."""
+        """Send ``a @ b`` if it is the next bucket's only gradient. Return whether it was sent."""
         is_next = self._buckets[self._sent : self._sent + 1] == [bucket]
         if not (self.enabled and is_next and len(bucket.params) == 1):
             return False
@@ -267,7 +265,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         """Return whether a bucket's sums are added to the sums of earlier passes."""
         kept = [param.grad is placement.total for param, placement in _with_placements([bucket])]
         for placement, is_kept in zip(bucket.placements, kept, strict=True) if any(kept) else ():
-            for piece in () if is_kept else placement.owned_ranges:  # will be added to
+            for piece in () if is_kept else placement.owned_ranges:  # the sum is added to zeros
                 placement.total.reshape(-1)[piece] = 0
         return any(kept)
 
@@ -287,13 +285,13 @@ class HostSharder(Shards, GradientPass[HostBucket]):
 
     @as_one
     def _complete(self, used: list[bool]) -> list[bool]:
-        """Return for each parameter whether a rank used it. This host's sums are then complete."""
+        """Sum gradients between hosts; return for each parameter whether a rank used it."""
         self.memory.sum_between_hosts()
-        # Ranks exchange flags after they complete their parts, so all sums are then complete.
+        # Each rank sends these flags when its sums are complete, so now all sums are complete.
         return used_on_any_rank(used, self.group)
 
     def send_zeros(self) -> None:
-        """Join a pass of the other ranks with zeros, and the optimizer steps after it."""
+        """Join a pass of the other ranks with zeros. Then join the step of each optimizer."""
         for param in self._params:
             param.grad = None
         super().send_zeros()
@@ -313,7 +311,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return None
 
     def fail(self) -> None:
-        """Finish a pass that fails here with zeros; at its end all ranks raise."""
+        """Send zeros for the remaining buckets of a failed pass. All ranks raise at its end."""
         if not self._running:
             super().fail()
             return
@@ -328,7 +326,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
                 raise
 
     def end_failed(self) -> None:
-        """Make the other ranks raise when they exchange their flags."""
+        """Make the other ranks raise in ``used_on_any_rank``, the last call of the pass."""
         error, self._error, self._has_failed = self._error, None, False
         if error is not None:
             with contextlib.suppress(DistributedError):

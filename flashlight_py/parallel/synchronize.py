@@ -58,12 +58,11 @@ def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = N
         ``tree``, or a new object if ``tree`` is a number or immutable.
 
     Raises:
-        ValueError: If ``root`` is not a rank of the group. On every rank, if any rank's tree has a
-            read-only array, a Variable with history that needs a gradient, or a sharded
-            parameter.
-        TypeError: On every rank, if an array of any rank contains Python objects.
-        MismatchError: On every rank, if the trees differ. It names the first different path and its
-            values. Nothing is changed.
+        ValueError: If ``root`` is not a rank of the group, or the tree of any rank has a read-only
+            array, a Variable with history that needs a gradient, or a sharded parameter.
+        TypeError: If an array of any rank contains Python objects. Every rank raises.
+        MismatchError: If the trees differ. Every rank raises, and nothing is changed. The message
+            has the first different path and its values.
         DistributedError: As :func:`flashlight_py.all_reduce`. The tree is not changed.
 
     Example:
@@ -94,7 +93,8 @@ def broadcast_parameters(
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If ``root`` is not a rank, an array is read-only, or a parameter is sharded.
-        MismatchError: If the modules differ. It names the first different parameter or buffer.
+        MismatchError: If the modules differ. The message has the first different parameter or
+            buffer.
         DistributedError: As :func:`flashlight_py.all_reduce`. Nothing is changed.
 
     Example:
@@ -108,7 +108,7 @@ def broadcast_parameters(
 
 @in_step()
 def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) -> None:
-    """Average every parameter over the ranks, in place, like flashlight.
+    """Average every parameter over the ranks, in place, like ``allReduceParameters`` of flashlight.
 
     Collective, blocking. Buffers are not changed. If ranks have drawn different initial parameters,
     call :func:`flashlight_py.broadcast_parameters` instead: the mean of n draws is too small.
@@ -120,7 +120,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If a parameter is sharded.
-        MismatchError: If the modules differ. It names the first different parameter.
+        MismatchError: If the modules differ. The message has the first different parameter.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)
@@ -135,9 +135,9 @@ class PeriodicAveraging(Structured):
     """Average of all ranks' parameters after every ``every`` steps. Ranks train alone in between.
 
     The algorithm is known as local SGD and is meant for ranks on a slow network. Use it without
-    ``distribute_module_grads``. On every rank, call ``step()`` after each step of the optimizer,
-    outside of captured steps. Each rank keeps its own optimizer state. The constructor is
-    collective.
+    ``distribute_module_grads``. On every rank, call ``step()`` after each step of the optimizer. Do
+    not call it in a function that ``capture`` records. Each rank keeps its own optimizer state. The
+    constructor is collective.
 
     Args:
         module: Module with the same structure on every rank. Start from equal values
@@ -173,10 +173,10 @@ class PeriodicAveraging(Structured):
     def step(self) -> bool:
         """Count a step; after every ``every`` steps average the parameters, in place.
 
-        Return whether the parameters were averaged. Only then is the call collective and blocking,
-        and raises as :func:`flashlight_py.all_reduce`.
+        Return True if the parameters were averaged. Such a call is collective and blocking, and
+        raises the errors of :func:`flashlight_py.all_reduce`.
         """
-        vars(self)["_steps"] += 1  # a change of structure: capture() cannot replay the step
+        vars(self)["_steps"] += 1  # so that capture() does not replay the step
         if self._steps % self._every:
             return False
         arrays = [param.data for param in self._module.params()]
@@ -208,7 +208,7 @@ _KEPT_BYTES, _MOST_KEPT = 1 << 20, 8
 def give_state(
     module: Module, state: Mapping[str, Any], root: int, group: ProcessGroup | None
 ) -> None:
-    """Synchronize ``state``, entries of ``module.state_dict()``. Collective, blocking."""
+    """Set the entries ``state`` of ``module`` to the values of ``root``. Collective, blocking."""
 
     def plan_of_state(tree: object, sort_keys: bool) -> Plan:
         plan = _plans.get(module)
@@ -226,7 +226,6 @@ def give_state(
 
 
 def require_module(module: object) -> None:
-    """Raise TypeError if ``module`` is not a Module."""
     if not isinstance(module, Module):
         raise TypeError(f"expected a flashlight_py.nn.Module, got {type(module).__name__}")
 
@@ -309,7 +308,7 @@ _kept: dict[tuple[bytes, int], TreeBuffers] = {}
 
 
 def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
-    """Return buffers for ``plan``. No other thread uses them until they are in ``_kept`` again."""
+    """Return kept or new buffers. Kept buffers leave ``_kept``, so no other thread uses them."""
     return _kept.pop((plan.description, number_bytes), None) or TreeBuffers(plan, number_bytes)
 
 

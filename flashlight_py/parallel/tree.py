@@ -11,9 +11,10 @@ equal:
                                        a dict, list, tuple or object; its entries follow
     (name, number)                     the array or container that was visited with that number
 
-A name is a key, a position or an attribute. A key that is not a string or integer is a tuple of its
-text. Arrays and mutable containers are numbered in the order of the walk. Tuples and immutable
-objects have no number: equal values may be one object on one rank and two objects on another.
+A name is a key, a position or an attribute. For a key that is not a string or integer, the name is
+a tuple that contains the key's text. Arrays and mutable containers are numbered in the order of the
+walk. Tuples and immutable objects have no number: equal values may be one object on one rank and
+two objects on another.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ class Plan:
 
     @functools.cached_property
     def description(self) -> bytes:
-        """The facts as bytes, to compare plans."""
-        return marshal.dumps(self.facts, 2)  # no references; a fifth of the time of JSON
+        return marshal.dumps(self.facts, 2)  # equal facts give equal bytes; faster than JSON
 
     def is_of(self, arrays: Mapping[str, Any]) -> bool:
         """Return whether this is the plan of the dict ``arrays`` of distinct NumPy arrays."""
@@ -101,7 +101,7 @@ class _Walk:
         self._sort_keys = sort_keys
         self._plan = Plan(tree)
         self._numbers: dict[int, int] = {}  # numbers of visited values, by address
-        self._kept: list[Any] = []  # temporary objects, so that no other gets their address
+        self._kept: list[Any] = []  # so that addresses of temporary objects stay unique
         # Containers with entries that are not visited yet, the innermost last.
         self._waiting: list[tuple[int, Iterator[tuple[Any, Any]]]] = [(0, iter([(0, tree)]))]
 
@@ -221,7 +221,7 @@ def _step(name: Any, is_object: bool) -> str:
 
 
 def inspect_value(value: Any) -> str | Array | Parts | None:
-    """Return the kind of a NumPy number, the memory of an array, ``Parts``, or None."""
+    """Return the kind of a NumPy number, an array, or ``Parts``; None for ignored values."""
     if is_cupy(value):
         return value  # type: ignore[no-any-return]
     if isinstance(value, np.ndarray):
@@ -263,7 +263,7 @@ def _array_of(variable: Variable) -> Array:
 
 
 def _dtype_of(array: Array) -> str:
-    """Return the dtype of an array as text, if the array can be sent and changed in place."""
+    """Return the dtype of an array as text; raise if it is read-only or has Python objects."""
     name = native_dtype_name(array.dtype)
     if not array.flags.writeable:
         raise ValueError(
@@ -274,7 +274,6 @@ def _dtype_of(array: Array) -> str:
 
 
 def _parts(value: Any) -> Parts | None:
-    """Return the parts of a container or of an object of a supported type, else None."""
     if isinstance(value, tuple):
         if hasattr(value, "_fields") and hasattr(value, "_replace"):
             return _object(value, dict(zip(value._fields, value, strict=True)))
@@ -294,7 +293,6 @@ def _object(value: Any, parts: dict[str, Any]) -> Parts:
 
 
 def _state(value: Any) -> dict[str, Any] | None:
-    """Return the attributes by name if ``value`` is of a supported type, else None."""
     if isinstance(value, Module):
         reject_sharded("synchronize", value.params())
         return dict(value.state_dict())

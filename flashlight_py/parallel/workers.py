@@ -45,7 +45,7 @@ Part: TypeAlias = "Variable | Array"
 Leaf: TypeAlias = tuple[bool, int]
 # An array in shared memory: offset in bytes, shape and dtype.
 ArrayLayout: TypeAlias = "tuple[int, tuple[int, ...], np.dtype[np.generic]]"
-# Arrays by leaf or by index of the result, and for each result the leaves it depends on.
+# Arrays, by index of a result (forward) or by leaf (backward). The leaves of each result.
 Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 
 
@@ -108,7 +108,7 @@ class WorkerMemory:
         for offset, shape, dtype in places:
             end = offset + math.prod(shape) * dtype.itemsize
             if self._map is None or len(self._map) < end:
-                self._map = mmap.mmap(self.fd, 0)  # the last array frees the previous mapping
+                self._map = mmap.mmap(self.fd, 0)  # arrays keep the old mapping alive
             arrays.append(np.ndarray(shape, dtype, self._map, offset))
         return arrays
 
@@ -132,9 +132,10 @@ class WorkerShare:
         self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # by number: inputs, results
 
     def __call__(self, link: Connection) -> None:
-        """Answer requests until ``link`` is closed with (failure or None, answer, output).
+        """Answer each request until ``link`` is closed. An answer is (failure, answer, output).
 
-        After a failure, the answer is a pickle of the exception, or empty if it cannot be pickled.
+        If the request fails, ``failure`` is not None, and ``answer`` is a pickle of the exception,
+        or empty if the exception cannot be pickled.
         """
         while True:
             try:
@@ -155,10 +156,11 @@ class WorkerShare:
     def _answer(
         self, module: bytes | None, kept: list[int], method: str, places: Any, *arguments: Any
     ) -> Answer:
-        """Return an answer with the layout of each array; None stands for a parameter's gradient.
+        """Call ``method`` and return its arrays by their layout in shared memory.
 
-        Arguments are None if the module has not changed (``module``) or this worker has no rows
-        (``places``). ``kept`` are the numbers of graphs that the parent still uses.
+        The gradient of a parameter is None, because the parent knows its memory. ``module`` is None
+        if it has not changed, and ``places`` is None if this worker has no rows. ``kept`` are the
+        numbers of graphs that the parent still uses.
         """
         self._module = module or self._module
         self._graphs = {graph: self._graphs[graph] for graph in kept if graph in self._graphs}
@@ -172,7 +174,7 @@ class WorkerShare:
     def forward(
         self, arrays: list[Array], graph: int, seed: int, form: bytes, calc_grads: list[bool | None]
     ) -> Answer:
-        """Return results; ``calc_grads`` are flags of parameters and inputs, None for arrays."""
+        """Return the results. ``calc_grads`` has flags of the parameters, then of the inputs."""
         for param, flag in zip(self._params, calc_grads, strict=False):
             param.calc_grad = bool(flag)
         # Copy, because the graph needs the inputs, which the answer overwrites.
@@ -188,7 +190,7 @@ class WorkerShare:
         return dict(enumerate(map(array_of, results))), below
 
     def backward(self, seeds: list[Array], graph: int, numbers: list[int]) -> Answer:
-        """Return gradients of leaves, given the gradients ``seeds`` of the results ``numbers``."""
+        """Return gradients of leaves, given the gradients ``seeds`` of results with ``numbers``."""
         inputs, results = self._graphs[graph]
         leaves = self._leaves(inputs)
         for variable in leaves:
@@ -198,7 +200,7 @@ class WorkerShare:
         edges = [(x, lambda _, seed=seed: seed) for x, seed in roots if isinstance(x, Variable)]
         root = record(np.zeros(()), *edges)
         if root.calc_grad:
-            root.backward(retain_graph=True)  # until the parent drops its graph
+            root.backward(retain_graph=True)  # the parent may repeat the pass
         grads = {leaf: v.grad for v, leaf in leaves.items() if v.grad is not None}
         return {leaf: None if leaf[0] else grad for leaf, grad in grads.items()}, []
 
@@ -251,7 +253,7 @@ _dropped_teams: deque[weakref.ref[Team]] = deque()
 
 
 def end_dropped() -> None:
-    """End the workers of collected teams; each team is ended by one thread."""
+    """End the workers of teams that Python has freed. Several threads may call this."""
     with suppress(IndexError):  # empty, or another thread took the last reference
         while True:
             team = _dropped_teams.popleft()
@@ -271,14 +273,15 @@ def _end_all() -> None:
 class Team:
     """``count`` worker processes with the arrays of ``params`` in shared memory.
 
-    They and this process divide ``cores``. ``ask`` starts a request, ``fill`` stores its results.
+    The workers and this process share ``cores``. ``ask`` sends a request and returns an empty list.
+    ``fill`` waits for the answers and appends them to this list.
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
-        self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers drop them
+        self.numbers: dict[weakref.ref[Any], int] = {}  # numbers of graphs in the workers
         self._params = list(params)
         self._module: bytes | None = None  # pickle of the module that the workers have
-        self._answers: list[Any] = []  # to the last request
+        self._answers: list[Any] = []  # answers of the workers to the last request
         self._is_waiting = False
         end_dropped()
         self.resources = resources = TeamResources()
@@ -304,7 +307,7 @@ class Team:
             resources.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
-        """Return whether the workers map ``params``; copy new arrays of equal shape and dtype."""
+        """Return whether the workers can use ``params``, after copying replaced arrays."""
         if not self.resources.is_open or [*map(id, params)] != [*map(id, self._params)]:
             return False
         for param, view in zip(self._params, self._views, strict=True):
@@ -318,7 +321,7 @@ class Team:
     def ask(
         self, shares: Iterable[Sequence[Array]], module: bytes | None, method: str, *arguments: Any
     ) -> list[Any]:
-        """Send one share to each of the first workers. Return a list, which ``fill`` fills.
+        """Send each worker its share, or no share if there are too few. Return a list for ``fill``.
 
         Raises RuntimeError if the workers have ended, or this process was forked from their parent.
         """
@@ -342,7 +345,7 @@ class Team:
         return self._answers
 
     def fill(self, answers: list[Any]) -> list[Any]:
-        """Return the list with the answers. Blocks. Arrays are valid until the next request.
+        """Block until ``answers`` is full, and return it. Arrays are valid until the next request.
 
         Raises like ``ask``, and RankFailedError if a worker raised (its exception is the cause) or
         was killed.
@@ -357,9 +360,10 @@ class Team:
         return answers
 
     def _receive(self) -> None:
-        """Receive pending answers to the last request, and print the text of the workers.
+        """Receive the answers to the last request, and print what the workers printed.
 
-        If a share raised, its answer is a RankFailedError, caused by the exception if picklable.
+        If a worker raised, its answer is a RankFailedError, whose cause is the exception of the
+        worker if it could be pickled.
         """
         if not (self._is_waiting and self.resources.is_open):
             return
@@ -374,7 +378,7 @@ class Team:
         for worker, (failure, answer, _), box, grads in shares:
             if failure is not None:
                 error = worker.error(failure.description, failure.traceback)
-                with suppress(Exception):  # runs user code; the message has the traceback
+                with suppress(Exception):  # unpickling runs user code, which may fail
                     error.__cause__ = pickle.loads(answer)
                 self._answers.append(error)
                 continue
@@ -401,11 +405,12 @@ _NOTHING = np.zeros(())  # value and gradient of nodes that represent the worker
 class DataParallel(Module):
     """A module that divides each batch into shares, which processes of this machine compute.
 
-    ``model = fl.DataParallel(model)`` is the only change. ``model(x)`` returns one Variable with
-    all rows. ``backward()`` gives every ``param.grad`` the value that one process would compute,
-    except for rounding, and the same bits each time. Optimizers and checkpoints work with the
-    wrapped module, whose parameters and names in ``state_dict()`` stay the same. No launcher and no
-    ``distributed_init`` is needed. In a world, each rank has its own workers.
+    A training script needs only one change: ``model = fl.DataParallel(model)``. ``model(x)``
+    returns one Variable with all rows. ``backward()`` gives every ``param.grad`` the value that one
+    process would compute, except for rounding, and the same bits each time. Optimizers and
+    checkpoints work with the wrapped module, whose parameters and names in ``state_dict()`` stay
+    the same. No launcher and no ``distributed_init`` is needed. In a world, each rank has its own
+    workers.
 
     This process computes the first share, and workers compute the other shares. The first call
     starts the workers as new interpreters, like the ranks of :func:`flashlight_py.spawn`. So
@@ -508,12 +513,11 @@ class DataParallel(Module):
         return f"{WHAT}({self.module!r}, nprocs={self.nprocs})"
 
     def _visit(self, prefix: str, seen: set[int], modules: Any, seen_params: Any) -> Any:
-        """Append this module to ``modules``; inner modules have the same names as unwrapped."""
+        """Append this module, and visit the inner module without a prefix for its names."""
         modules.append((prefix, self))
         return self.module._visit(prefix, seen, modules, seen_params)
 
     def _ready_team(self) -> tuple[Team, bytes, list[Variable]]:
-        """Return workers that map the module's leaves, the module's pickle, and the leaves."""
         form, params = split_parts(
             self.module, lambda x: isinstance(x, Variable) and x.node is None, "the module"
         )
@@ -560,7 +564,7 @@ def _rows(parts: Sequence[Part]) -> int:
 # Steps 2 and 4 are ordered operations of the engine, which visits them in the reverse order of
 # recording. The engine handles accumulation, hooks, buffers, retain_graph and a second pass.
 class WorkersGraph:
-    """Graphs of the workers for forward pass ``number``; workers drop them after this object.
+    """The graphs that the workers store for forward pass ``number``, until this object is freed.
 
     ``shares`` are the workers' rows of the batch. Only operations of the graph refer to the object.
     """
@@ -574,13 +578,13 @@ class WorkersGraph:
     def join(
         self, local: list[Part], answers: list[Answer], params: list[Variable], inputs: list[Part]
     ) -> list[Part]:
-        """Return the results ``local`` concatenated with the workers' results, recorded."""
+        """Concatenate ``local`` and the workers' results, and record them for a backward pass."""
         others, leaves = zip(*answers, strict=True)
         counts = [len(local), *map(len, others)]
         if len(set(counts)) > 1:
             raise ValueError(
                 f"{WHAT}: expected the same number of results from every share of the batch, got "
-                f"{', '.join(map(str, counts))}. Return equally many results for any rows"
+                f"{', '.join(map(str, counts))}. Return the same number of results for any batch"
             )
         below = [set[Leaf]().union(*sets) for sets in zip(*leaves, strict=True)]  # for each result
         nodes: dict[Leaf, Variable] = {}
@@ -607,7 +611,7 @@ class WorkersGraph:
         return results
 
     def _cut(self, result: int, ends: Sequence[int], grad: Array) -> Array:
-        """Return the first share's rows of the gradient of ``result``; store the workers' rows."""
+        """Store the workers' rows of ``grad``, and return the rows of this process."""
         if not self._rows:
             on_backward_end(self._forget)
         self._rows[result] = [grad[begin:end] for begin, end in pairwise(ends)]
@@ -622,7 +626,7 @@ class WorkersGraph:
         return grad
 
     def _gradient(self, leaf: Leaf, like: Array, _: object) -> Array:
-        """Return the workers' gradient of a parameter, or of an input with 0 in our own rows."""
+        """Return the workers' gradient of a parameter, or of their rows of an input (else 0)."""
         answers = enumerate(self._team.fill(self._answers))
         parts = [(worker, arrays.pop(leaf)) for worker, (arrays, _) in answers if leaf in arrays]
         if not leaf[0]:
@@ -632,7 +636,7 @@ class WorkersGraph:
             return grad
         total: Array = parts.pop(0)[1]
         for _, part in parts:
-            total += part  # in place: no later step of the pass reads the first worker's gradient
+            total += part  # in place: nothing else reads the first worker's gradient
         return total
 
     def _forget(self, completed: bool) -> None:

@@ -32,7 +32,6 @@ def register() -> None:
 
 
 def _create(options: Any, params: Any) -> Any:
-    """Return a process group of this backend."""
     from flashlight_py.torch import joining
 
     return joining.join_process_group(options, params)

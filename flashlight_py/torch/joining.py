@@ -26,15 +26,16 @@ from flashlight_py.torch.store import TorchStore
 
 OWNER = "torch.distributed"
 hide_folder(f"{Path(torch.__file__).parent}/")
-hide_folder(typing_extensions.__file__)  # calls deprecated functions of torch
+hide_folder(typing_extensions.__file__)  # typing_extensions calls deprecated functions of torch
 
 
 def join_process_group(options: Any, params: Any) -> FlashlightGroup:
     """Join the ranks of a process group. Collective, blocking.
 
-    ``options`` are torch's: store, rank, size, timeout and the ranks in the world (empty for the
-    default group). ``params`` are those of ``distributed_init``, passed as ``pg_options``. The
-    default group becomes this package's world, or uses an existing world.
+    ``options`` come from torch: store, rank, size, timeout and the ranks in the world (empty for
+    the default group). ``params`` is the ``pg_options`` of the user, a dict of
+    ``distributed_init``'s parameters. If this process is in a world, this world becomes the default
+    group. Otherwise the default group becomes the world.
 
     Raises:
         ValueError: If the existing world has another rank or size, or if ``params`` are invalid.
@@ -76,7 +77,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
 
 
 def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
-    """Return the function that ends ``group`` if ``ours``. torch calls it to destroy the group."""
+    """Return the function that torch calls to destroy the group. ``ours``: torch created it."""
     if ours and not is_world:
         return group.close
     return lambda: initialize.leave() if ours and current_world().group is group else None
@@ -96,5 +97,5 @@ def rendezvous() -> Iterator[tuple[Any, int, int]]:
         address_and_port = address, own_store.port
     host, port = broadcast_object(address_and_port)
     store = own_store or dist.TCPStore(host, port, is_master=False, **store_options)
-    world.group.barrier()  # rank 0 may end immediately, with its store
+    world.group.barrier()  # rank 0 may exit soon, which ends its store
     yield store, rank, size

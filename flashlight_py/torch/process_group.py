@@ -58,7 +58,7 @@ _ALL_REDUCE = v.ALL_REDUCE.code
 # Before torch 2.7 the options do not state whether the call is asynchronous.
 _OPTIONS = dist.AllreduceOptions if hasattr(dist.AllreduceOptions, "asyncOp") else None
 _MOST_COMPARED = 60  # maximum number of lengths; an array has at most this many dimensions
-# Functions of torch that wait at once, so a call by them blocks and needs no thread.
+# These functions of torch wait for the Work immediately. So a call by them may block.
 _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 _BLOCKING = SimpleNamespace(asyncOp=False)
 Tensors = Sequence[torch.Tensor]
@@ -77,7 +77,7 @@ Method = Callable[..., Any]
 
 
 def _in_torchs_terms(method: Method, name: str) -> Method:
-    """Return ``method`` with torch's errors. For tensors of other devices, call torch's backend."""
+    """Let ``method`` raise torch's errors, and pass tensors of other devices to torch's backend."""
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def _in_torchs_terms(method: Method, name: str) -> Method:
 
 
 def _of_torch(cls: type[Any]) -> type[Any]:
-    """Add torch's errors and old method names to the collectives of ``cls``."""
+    """Make the collectives of ``cls`` raise torch's errors, and add their old names."""
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and not name.startswith("_"):
             setattr(cls, name, _in_torchs_terms(method, name))
@@ -151,7 +151,7 @@ def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
 
 
 def _options_of_message() -> Any:
-    """Return options for a blocking call if torch's ``send`` or ``recv`` calls, else None."""
+    """Return options of a blocking call if torch's ``send`` or ``recv`` calls, else None."""
     frame = sys._getframe(2).f_back  # the caller of the decorated method, or None if C++ called it
     callers = frame, frame and frame.f_back
     waits = any(caller and caller.f_code in _WAIT_AT_ONCE for caller in callers)
@@ -172,7 +172,6 @@ def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
 
 
 def _shapes(tensors: Any) -> Any:
-    """Return the shape of a tensor, or the shapes of a list of tensors."""
     if isinstance(tensors, torch.Tensor):
         return tuple(tensors.shape)
     return [_shapes(x) for x in tensors or ()] if isinstance(tensors, list | tuple) else tensors
@@ -301,7 +300,7 @@ class FlashlightGroup(dist.ProcessGroup):
             self._require(verb, fits and (equal or verb is v.ALL_GATHER), x, parts)
             joined = self._joined(verb, [x, *parts], parts)
             if not equal:
-                # Lengths may differ, so the ranks first compare their expected lengths, as a shape.
+                # Lengths may differ, so ranks first compare them, encoded as the shape of an array.
                 compared = 0, *counts[:_MOST_COMPARED]
                 expected = torch.empty(compared, dtype=torch.uint8, device="cpu")
                 before = self._do(opts, v.BROADCAST, expected).work
@@ -379,9 +378,10 @@ class FlashlightGroup(dist.ProcessGroup):
         parts: Sequence[torch.Tensor] | None = None,
         before: Work | None = None,
     ) -> TensorWork:
-        """Run ``verb`` from ``x`` to ``out``, in ``shapes``, and copy the result to ``parts``.
+        """Run ``verb`` with input ``x`` and output ``out``, and copy the result to ``parts``.
 
-        ``reduction`` is used if ``opts`` has no operation. The call fails if ``before`` fails.
+        ``shapes`` are the shapes of ``x`` and ``out`` in the call. If ``opts`` has no operation,
+        ``reduction`` is used. If ``before`` fails, the call fails too.
         """
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
         if verb.reduces and x is not None:
@@ -418,7 +418,7 @@ class FlashlightGroup(dist.ProcessGroup):
         call: dict[str, Any],
         tag: int,
     ) -> Any:
-        """Run ``verb`` with contiguous copies, in Python if native code does not support it."""
+        """Run ``verb`` with contiguous copies. If native code does not support it, use Python."""
         ours, peer, is_async = self.ours, call["root"], call["async_op"]
         for tensor in (x, out):
             if tensor is not None and self._backend_of(tensor.device) is not None:
@@ -436,7 +436,7 @@ class FlashlightGroup(dist.ProcessGroup):
         if source is not None and room is not None:
             storages = {tensor.untyped_storage().data_ptr() for tensor in (source, room)}
             if len(storages) == 1:
-                # For example, FSDP gathers into the tensor that contains this rank's part.
+                # Input and output share memory, for example if FSDP gathers parameters.
                 packed[0] = source = source.clone()
         work: Any = NotImplemented
         if call["rows"] is None or verb is v.ALL_TO_ALL:

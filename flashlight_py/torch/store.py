@@ -66,7 +66,7 @@ class TorchStore(Store):
         for text in texts:
             if text[:1] == _ABORTED:
                 raise self._error(text[1:].decode(errors="replace"))
-        if self._count:  # all ranks have read the previous exchange
+        if self._count:  # no rank needs the keys of the previous exchange
             self._do("delete_key", self._keys(self._count - 1)[self.rank])
         self._count += 1
         return Roster.of([text[1:] for text in texts])
@@ -92,7 +92,7 @@ class TorchStore(Store):
         self._do("set", self._keys(self._count)[self.rank], _ABORTED + text)
 
     def _read(self, keys: dict[int, str], waiting: Waiting) -> list[bytes]:
-        """Wait until the ranks have set ``keys``, and return the values."""
+        """Return the values of ``keys``. Block until the ranks have set them."""
         end, every = time.monotonic() + self._timeout, list(keys.values())
         while missing := self._missing(keys):
             if (left := end - time.monotonic()) <= 0:

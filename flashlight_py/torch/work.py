@@ -18,12 +18,12 @@ from flashlight_py.distributed import Work
 from flashlight_py.distributed.internal import Then, leave_first_at_exit
 from flashlight_py.errors import DistributedError
 
-# Seconds that the thread waits for one operation before it checks the other operations.
+# Seconds that the thread of Futures waits for one operation before it checks the others.
 _LOOK_SECONDS = 0.005
-# Operations of at most _SMALL_BYTES are awaited for _MOMENT seconds before a thread is used.
+# For operations of at most _SMALL_BYTES, the caller waits _MOMENT seconds before it uses a thread.
 _SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
 _types: dict[type[DistributedError], Any] = {}
-# Before torch 2.7, waiters in C++ keep no reference to results of a Python process group.
+# Before torch 2.7, C++ code that waits for a TensorWork of a Python group does not keep it alive.
 _kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
 
 
@@ -54,7 +54,8 @@ class TensorWork(dist.Work):
         """Block until the operation has ended, for at most ``timeout`` (0: no limit). Returns True.
 
         Raises:
-            DistBackendError: If the operation fails, or exceeds ``timeout``; it then continues.
+            DistBackendError: If the operation fails, or if ``timeout`` passes. In the latter case
+                the operation continues.
         """
         if _kept is not None:
             _kept.discard(self)
@@ -85,14 +86,13 @@ class TensorWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, and its result or error is available."""
+        """Return whether the operation has ended and its result or error is available."""
         return self.work.is_completed() and self.ends_within(0)
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Return the exception of the operation, or None."""
         try:
             if self.is_completed():
                 self.wait()
@@ -132,8 +132,6 @@ class TensorWork(dist.Work):
 
 
 class Ended(TensorWork):
-    """An operation that has already ended."""
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
@@ -146,7 +144,6 @@ class Futures:
         self._thread: threading.Thread | None = None
 
     def add(self, work: TensorWork, future: torch.futures.Future[Any]) -> None:
-        """Complete ``future`` when ``work`` has ended."""
         if self._thread is None:
             options: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
             self._thread = threading.Thread(target=_complete, **options)
@@ -155,7 +152,7 @@ class Futures:
             # operations. Otherwise a C++ thread that waits for Python would abort the process.
             weakref.finalize(self, _finish, self._asked, self._thread)
             leave_first_at_exit()
-        if threading.current_thread() is self._thread:  # a callback, which may wait for it
+        if threading.current_thread() is self._thread:  # called by a callback here
             work.ends_within(None)
             future.set_result(None)
         else:
@@ -169,7 +166,7 @@ class Futures:
 
 def _finish(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     asked.put(None)
-    if thread is not threading.current_thread():  # it may release the last reference
+    if thread is not threading.current_thread():  # a thread cannot join itself
         thread.join()
 
 

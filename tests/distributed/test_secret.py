@@ -190,7 +190,7 @@ def test_missing_rank_error_names_rejected_hosts(ranks: Ranks) -> None:
 @as_root
 def test_listener_of_another_user_receives_no_secret(ranks: Ranks, port: int) -> None:
     ranks.start_ready(0, 2, uid=NOBODY)
-    assert "the listener there, as rank 0, does not know the secret" in ranks.start(1, 2).refusal()
+    assert "the rank 0 that listens there does not know the secret" in ranks.start(1, 2).refusal()
 
 
 def test_socket_user_returns_the_user_of_a_connection() -> None:

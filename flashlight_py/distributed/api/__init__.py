@@ -1,8 +1,8 @@
-"""The public verbs. Each acts on the world, or on the argument ``group``.
+"""The public verbs. A verb acts on the ranks of its argument ``group``, by default on the world.
 
-An array is a ``numpy.ndarray``, a ``cupy.ndarray``, an object with DLPack whose memory can be
-shared, or a ``Variable`` (its array is used). Before ``distributed_init`` the world is rank 0 of 1.
-Every verb then returns its argument times the scale.
+An array is a ``numpy.ndarray``, a ``cupy.ndarray``, a ``Variable`` (its array is used), or an
+object with DLPack whose memory can be used without a copy. Before ``distributed_init`` the world
+has only rank 0, and a reduction only multiplies by ``scale``.
 """
 
 from importlib import import_module

@@ -15,27 +15,28 @@ from flashlight_py.distributed.groups.membership import Membership
 class ProcessGroup(Membership):
     """A group of ranks of the world, connected by a backend.
 
-    ``rank`` is the rank of this process in the group. Outside the group, ``rank`` is -1 and every
-    verb raises ValueError. ``size`` is the number of ranks; ``ranks`` lists their ranks in the
-    world. Every verb except messages is collective over the group. A verb blocks unless
-    ``async_op=True``, which returns a ``Work``. A ``with`` block closes the group at its end.
+    ``rank`` is the rank of this process in the group. If this process is not in the group, ``rank``
+    is -1 and every verb raises ValueError. ``size`` is the number of ranks. ``ranks`` lists the
+    ranks of the members in the world. All members must call a verb together, except the two ranks
+    of a message. A verb blocks, or returns a ``Work`` if ``async_op=True``. A ``with`` block closes
+    the group.
 
-    The methods are the public functions of the same names, without the argument ``group``.
+    Each verb is a method: ``group.all_reduce(x)`` is ``all_reduce(x, group=group)``.
     """
 
     def in_step(self, name: str) -> reject_together:
-        """Return a context manager for argument checks of ``name``: all ranks raise if one does."""
+        """Return a context manager for checks of arguments. If one rank raises, all ranks raise."""
         return reject_together(self, name)
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` as a method that passes the object as ``group``."""
+    """Return a method that calls ``function`` with ``group=self``."""
 
     @functools.wraps(function)
     def bound(self: ProcessGroup, /, *args: Any, **options: Any) -> Any:
         return function(*args, group=self, **options)
 
-    bound.__code__ = bound.__code__.replace(co_name=function.__name__)  # name in flight records
+    bound.__code__ = bound.__code__.replace(co_name=function.__name__)  # for flight records
     signature = inspect.signature(function)
     parameters = [p for name, p in signature.parameters.items() if name != "group"]
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -44,5 +45,5 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in api.__all__:
-    if _name not in ("Grid", "P2POp", "sync_distributed"):  # not verbs, or methods of Membership
+    if _name not in ("Grid", "P2POp", "sync_distributed"):  # classes, and a wait for all works
         setattr(ProcessGroup, _name, _method(getattr(api, _name)))

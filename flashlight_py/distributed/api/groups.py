@@ -27,31 +27,33 @@ if TYPE_CHECKING:
 
 __all__ = ["Grid", "barrier", "grid", "new_group", "split", "sync_distributed"]
 
-# Tag of messages between members of a future group. Tags of users begin at 0.
+# Tag of messages between ranks that create a group. Tags of users begin at 0.
 _TAG = -1
-# Maximum number of characters of a member list that the parent's ranks exchange.
+# Maximum number of characters of a list of ranks that the ranks of the parent exchange.
 _MOST_WORDS = 200
 
 
 def new_group(
     ranks: Sequence[int], *, timeout: float | None = None, group: Group = None
 ) -> ProcessGroup:
-    """Create a group of some ranks of ``group``, the parent (default: the world).
+    """Create a group of some ranks of ``group``, which is called the parent.
 
-    Collective over the parent; blocks. Every rank of the parent must pass the same list, even ranks
-    that are not in the list. Collectives of different groups may run at the same time. The group is
-    closed by ``with`` or ``close()``, or together with the world.
+    Collective: every rank of the parent must call it with the same list, even ranks that are not in
+    the list. Blocks. Collectives of different groups may run at the same time. To close the group,
+    use a ``with`` block or call its ``close()``. The end of the world also closes it.
 
     Args:
-        ranks: Ranks in the parent, without duplicates. Their order determines the new ranks.
-        timeout: Limit in seconds of each operation, equal on every rank. Default: the parent's.
+        ranks: Ranks in the parent, without duplicates. ``ranks[i]`` becomes rank i of the new
+            group.
+        timeout: Limit of each operation in seconds, equal on every rank. Default: the parent's.
         group: The parent. Default: the world.
 
     Returns:
-        The group. On ranks outside it, ``is_member`` is False, and verbs raise ValueError.
+        The group. If this rank is not in ``ranks``, ``is_member`` is False and verbs raise
+        ValueError.
 
     Raises:
-        ValueError: If ``ranks`` is empty or has an invalid or repeated rank, or ``timeout`` <= 0.
+        ValueError: If ``ranks`` is empty, or has an invalid or repeated rank, or ``timeout`` <= 0.
         MismatchError: If the ranks pass different lists or timeouts. Every rank raises it.
         DistributedError: As for :func:`all_reduce` and :func:`distributed_init`.
     """
@@ -70,16 +72,17 @@ def split(
 ) -> ProcessGroup:
     """Create one group for each ``color``, with the ranks that pass this color.
 
-    Collective over the world (or ``group``), like MPI_Comm_split; blocks. The new ranks are ordered
-    by ``key``, then by old rank.
+    Collective over ``group`` (default: the world), like MPI_Comm_split. Blocks.
 
     Args:
-        color: Any integer. None: this rank joins no group; ``is_member`` of the result is False.
-        key: Any integer.
-        timeout, group: As for :func:`new_group`; the timeout in seconds.
+        color: Any integer. None: this rank joins no group, and ``is_member`` of the result is
+            False.
+        key: Any integer. Ranks with a lower ``key`` have lower ranks in the new group. Ranks with
+            equal keys keep their order.
+        timeout, group: As for :func:`new_group`. The timeout is in seconds.
 
     Returns:
-        The new group of this rank; see :func:`new_group`.
+        The new group of this rank, as for :func:`new_group`.
 
     Raises:
         ValueError: If ``color`` or ``key`` is no integer, or ``timeout`` is not a positive number.
@@ -106,26 +109,27 @@ def grid(
     *,
     group: Group = None,
 ) -> Grid:
-    """Return a Cartesian grid of the ranks of the world, or of ``group``.
+    """Return a Cartesian grid of the ranks of ``group``.
 
-    Ranks are numbered like in MPI_Cart_create. Nothing is sent and no group is created.
-    ``shift(dim, +1)`` of the result returns the neighbours along a dimension, for :func:`sendrecv`
-    and :class:`P2POp`. A neighbour beyond an edge is None, which stands for no rank.
+    Ranks are numbered like in MPI_Cart_create. Nothing is sent, and no group is created.
+    ``shift(dim, +1)`` of the grid returns the two neighbours of this rank along dimension ``dim``.
+    Pass them to :func:`sendrecv` or :class:`P2POp`. Beyond an edge, the neighbour is None.
 
     Args:
-        shape: Extents, whose product is the size of the group. Extents of None or -1 are computed:
-            of similar size, larger ones first, like MPI_Dims_create.
-        periodic: True if the ends of a dimension are neighbours. One value, or one per dimension.
+        shape: Length of each dimension. The product must be the size of the group. Lengths of None
+            or -1 are computed like in MPI_Dims_create: as equal as possible, longer ones first.
+        periodic: True if the first and the last rank of a dimension are neighbours. One value for
+            all dimensions, or one value for each.
         group: The process group. Default: the world.
 
     Raises:
-        ValueError: If the product of the extents is not the size of the group, an extent is
-            invalid, ``periodic`` has a wrong length, or this process is not in the group.
+        ValueError: If the product of the lengths is not the size of the group, a length is invalid,
+            ``periodic`` has a wrong length, or this process is not in the group.
 
     Example:
-        >>> fl.grid((1, None), periodic=(True, False)).shift(0, +1)  # a ring of one, (src, dst)
+        >>> fl.grid((1, None), periodic=(True, False)).shift(0, +1)  # one rank is its own neighbour
         (0, 0)
-        >>> fl.grid((1, None)).shift(0, +1)  # its edges have no neighbour
+        >>> fl.grid((1, None)).shift(0, +1)  # not periodic: no neighbours
         (None, None)
     """
     members = members_of(group)
@@ -138,7 +142,6 @@ def grid(
 
 
 def _member_text(members: Sequence[int]) -> str:
-    """Return the members of a new group as text. A digest completes the text of a long list."""
     words = f"new_group {list(members)}"
     if len(words) <= _MOST_WORDS:
         return words
@@ -153,9 +156,9 @@ def _create_group(
     timeout: float | None,
     select_members: Callable[[Sequence[Any]], list[int]],
 ) -> ProcessGroup:
-    """Exchange the choices of all ranks, and return the group of ``select_members(choices)``.
+    """Send ``choice`` to all ranks, and return the group of ``select_members(choices)``.
 
-    If timeouts, or choices that are texts, differ between ranks, every rank raises MismatchError.
+    Every rank raises MismatchError if timeouts differ, or if choices are strings and differ.
     """
     seconds, backend = check_seconds(verb, timeout), parent.backend()
     with parent.journal.recording(verb):
@@ -178,13 +181,12 @@ def _create_group(
         return cast("ProcessGroup", parent.subgroup(members, store, seconds, count))
 
 
-# Members of a new group exchange messages through the parent. So no port or file is needed, and the
-# code that joins the world also joins the members.
+# The members exchange their addresses through the parent, so they need no port and no file.
 class MemberStore(Store):
-    """A store for the members of a new group, which sends by the backend of the parent group.
+    """A store for the members of a new group. It sends messages by the backend of the parent.
 
-    The members form a tree, which limits the connections of each member. The number of a parent is
-    the number of the member in base FAN with its last nonzero digit set to 0.
+    The members form a tree, so each member exchanges messages with few other members. To find the
+    parent of a member, write its rank in base FAN, and replace the last nonzero digit by 0.
     """
 
     def __init__(self, backend: Backend, verb: str, members: Sequence[int]) -> None:
@@ -198,8 +200,8 @@ class MemberStore(Store):
         self._above = self._members[self.rank - self.rank % (span * FAN)]
 
     def exchange(self, payload: bytes) -> Roster:
-        """Send ``payload`` and return the payloads of all members. Collective; blocks."""
-        payloads = [payload]  # payloads of this rank, then of the members below it
+        """Send ``payload`` to all members, and return the payloads of all members. Blocks."""
+        payloads = [payload]  # of this member, then of members below it in the tree
         for member in self._below:
             payloads += Roster(self._receive(member))
         roster = Roster.of(payloads)
@@ -227,11 +229,15 @@ class MemberStore(Store):
 
 @native_entry(BARRIER)
 def barrier(timeout: float | None = None, *, group: Group = None) -> None:
-    """Block until every rank of the group has called it, for at most ``timeout`` seconds.
+    """Block until every rank of ``group`` has called ``barrier``.
+
+    Args:
+        timeout: Maximum time in seconds. Default: the timeout of the group.
+        group: The process group. Default: the world.
 
     Raises:
         ValueError: If ``timeout`` is not positive.
-        CollectiveTimeoutError: If a rank (named) does not call within the timeout.
+        CollectiveTimeoutError: If a rank does not call in time. The error names the rank.
         DistributedError: As for :func:`all_reduce`.
     """
     members = members_of(group)
@@ -240,9 +246,9 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
 
 
 def sync_distributed(*, group: Group = None) -> None:
-    """Block until every operation that this rank has started has ended. The name is flashlight's.
+    """Block until every operation that this rank has started in ``group`` has ended.
 
     Raises:
-        DistributedError, ValueError: If an operation failed and no ``wait()`` raised its error.
+        DistributedError, ValueError: The error of an operation, if no ``wait()`` has raised it.
     """
     members_of(group).synchronize()

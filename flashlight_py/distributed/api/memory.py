@@ -27,7 +27,7 @@ from flashlight_py.errors import OutOfMemoryError, RankFailedError
 
 __all__ = ["host_array", "shared_empty"]
 
-# Bytes per copy step: large for a disk, small compared with a data set.
+# Number of bytes that are copied in one step.
 _PIECE_BYTES = 16 << 20
 
 _log = logging.getLogger("flashlight_py")
@@ -38,9 +38,9 @@ def shared_empty(
 ) -> Array:
     """Return a new uninitialised NumPy array that collectives reduce without copies.
 
-    The ranks of a host share its memory, so collectives need not copy the array or views of it. If
-    shared memory is unavailable, it is an ordinary array. Collective; blocks. Every rank must pass
-    the same arguments.
+    The array is stored in memory that all ranks of a host share, so collectives on the array or on
+    a view of it copy nothing. If the ranks cannot share memory, the array is an ordinary array.
+    Collective; blocks. Every rank must pass the same arguments.
 
     Args:
         shape: Dimensions of the array.
@@ -49,9 +49,9 @@ def shared_empty(
 
     Raises:
         ValueError: If a dimension is negative.
-        TypeError: If the dtype cannot be sent.
-        OutOfMemoryError: If the host or its container lacks memory, even for an ordinary array.
-            Every rank raises it, before memory is taken.
+        TypeError: If :func:`all_reduce` does not accept the dtype.
+        OutOfMemoryError: If the host or its container has too little free memory. Every rank raises
+            it, before any memory is allocated.
         DistributedError: As for :func:`all_reduce`.
     """
     members = members_of(group)
@@ -76,24 +76,24 @@ def host_array(
     *,
     group: Group = None,
 ) -> Array:
-    """Return one read-only array per host: one rank loads it, and all ranks of the host map it.
+    """Return a read-only array that one rank of each host loads and all ranks of the host share.
 
-    Use it for data sets: eight ranks need one copy instead of eight. The memory is anonymous. It is
-    freed when the last rank has dropped the last array or view, or has ended for any reason.
-    Writing to the array raises ValueError; no rank maps it writable. The array remains valid after
-    the group is closed. Ranks that cannot share memory count as separate hosts. If such ranks run
-    on one machine, a warning is logged.
+    Use it for data sets: eight ranks need one copy instead of eight. Writing to the array raises
+    ValueError. The kernel frees the memory when no rank of the host has the array or a view of it
+    any more, even if ranks were killed. The array remains valid after the group is closed. If ranks
+    of one machine cannot share memory, each of them loads a copy, and a warning is logged.
 
     Collective; blocks. Other ranks wait while one rank loads, so loading must take less than the
     timeout of the group. ``load`` must not call a collective of the group.
 
     Args:
-        load: Function that is called on the first rank of each host only. Without ``shape`` it
-            takes no argument and returns an array, or an argument of ``numpy.asarray``. The array
-            is copied, so two copies exist for a time. The copy of a ``numpy.memmap`` of mode
-            ``"r"`` needs only 16 MB in addition.
-        shape: If passed, ``load`` is called with a new writable C-ordered array of zeros, and fills
-            it in place, without a second copy. ``load`` must not keep the array.
+        load: Function that only the first rank of each host calls. Without ``shape`` it takes no
+            argument, and returns an array or any other argument of ``numpy.asarray``. The array is
+            copied, so the host needs memory for two copies. Only for a ``numpy.memmap`` of mode
+            ``"r"``, 16 MB are enough for the second copy.
+        shape: Shape of the array. If it is passed, ``load`` is called with a new C-ordered array of
+            zeros and fills this array, so no second copy exists. ``load`` must not keep a reference
+            to it.
         dtype: Dtype of the array of zeros. Used only with ``shape``.
         group: The process group. Default: the world.
 
@@ -103,10 +103,10 @@ def host_array(
     Raises:
         TypeError: If ``load`` is not callable, or the dtype contains Python objects.
         ValueError: If a dimension is negative.
-        Exception: If ``load`` raises it, on that rank. The group remains usable.
-        OutOfMemoryError: If memory is insufficient. Every rank raises it; with ``shape``, before
-            ``load`` is called.
-        RankFailedError: If ``load`` raises on another rank (named).
+        Exception: If ``load`` raises it, on the rank that loads. The group remains usable.
+        OutOfMemoryError: If memory is insufficient. Every rank raises it. With ``shape``, ``load``
+            is not called before.
+        RankFailedError: If ``load`` raises on another rank. The error names the rank.
         DistributedError: As for :func:`all_reduce`.
 
     Example:
@@ -130,7 +130,6 @@ def host_array(
 
 
 def _extents(caller: str, shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple. One integer stands for one dimension, as in NumPy."""
     length = as_integer(shape)
     values = tuple(shape) if length is None else (length,)  # type: ignore[arg-type]
     extents = tuple(
@@ -142,8 +141,6 @@ def _extents(caller: str, shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class Layout(NamedTuple):
-    """Shape and dtype of an array."""
-
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
@@ -151,9 +148,9 @@ class Layout(NamedTuple):
 def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None) -> Array:
     """Load an array on the first rank of each host, and map it on all ranks. Collective.
 
-    With a ``layout``, ``load`` fills an array of this layout. Otherwise it returns one.
+    With a ``layout``, ``load`` fills an array of this layout. Otherwise ``load`` returns an array.
     """
-    exchange_process_info(store, checks=True)  # all ranks have agreed on ``checks`` already
+    exchange_process_info(store, checks=True)  # all ranks have the same checks already
     sharing = ranks_by_memory(store)
     if sharing.apart and store.rank == 0:
         _log.warning("host_array: a host has more than one copy of the array: %s", sharing.apart)
@@ -175,7 +172,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
             error, words = failure, reason_of(failure)
         problems = [text.decode() for text in store.exchange(words.encode())]
         _raise_first(store, "while mapping the array", problems, error)
-    finally:  # also if a rank was lost, or a signal handler raised
+    finally:  # runs even if another rank dies or a signal handler raises
         del error  # its traceback refers to this frame
         if file is not None:
             file.close()
@@ -187,7 +184,6 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
 def _load(
     load: Callable[..., Any], layout: Layout | None, named: bool
 ) -> tuple[MemoryFile, Layout]:
-    """Return a file that contains the array, and the layout of the array."""
     source = None
     if layout is None:
         source = load()
@@ -211,7 +207,6 @@ def _load(
 
 
 def _map_array(path: str, layout: Layout, new: bool = False) -> Array:
-    """Return an array in the memory at ``path``, which stays mapped while the array exists."""
     nbytes = max(1, int(np.prod(layout.shape, dtype=object)) * layout.dtype.itemsize)
     with open_memory(path) as fd:
         if new:
@@ -233,7 +228,7 @@ def _check_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copy in steps. After each step, release the pages of a read-only ``numpy.memmap``."""
+    """Copy in steps. Release copied pages of a read-only ``numpy.memmap``, to save memory."""
     source, target = np.atleast_1d(source, target)
     rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
     base: Any = source
@@ -248,9 +243,10 @@ def _copy(source: Array, target: Array) -> None:
 
 
 def _raise_first(store: Store, doing: str, problems: list[str], failure: Exception | None) -> None:
-    """Raise the exception of this rank, else RankFailedError for the first rank with a problem.
+    """Raise ``failure``, the exception of this rank, or report the exception of another rank.
 
-    If a rank lacks memory, every rank raises OutOfMemoryError.
+    If a rank has too little memory, every rank raises OutOfMemoryError. ``problems`` has one text
+    for each rank, empty if the rank did not fail.
     """
     lacking = f"{OutOfMemoryError.__name__}: "
     for rank, problem in enumerate(problems):

@@ -31,19 +31,25 @@ X = TypeVar("X")
 
 @native_entry(SEND, op=None)
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
-    """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
+    """Send array ``x`` of any shape and dtype to rank ``dst``. Blocks until ``x`` may be changed.
 
-    The call returns when ``dst`` has received ``x``. Exception: in a world of one host, an array of
-    up to 16 KB is copied, and the call returns at once unless ``FLASHLIGHT_CHECKS=sync`` is set.
-    ``tag`` is an integer from 0 to 2**31 - 1; the receiver passes the same tag. Messages between
-    two ranks with one tag are received in the order of sending.
+    The call returns when ``dst`` has received ``x``. There is one exception: if all ranks of the
+    world are on one host, an array of at most 16 KB is copied, and the call returns without
+    waiting. The environment variable ``FLASHLIGHT_CHECKS=sync`` disables the exception.
+
+    Args:
+        x: Array to send.
+        dst: Another rank of the group.
+        tag: An integer from 0 to 2**31 - 1. The receiver must pass the same tag. Messages with one
+            tag from one rank to another rank arrive in the order of sending.
+        group: The process group. Default: the world.
 
     Raises:
         ValueError: If ``dst`` is no other rank of the group, or ``tag`` is out of range.
-        CollectiveTimeoutError: If ``dst`` does not receive within the timeout. The error names the
-            tag that ``dst`` waits for.
+        CollectiveTimeoutError: If ``dst`` does not receive within the timeout. If ``dst`` waits for
+            another tag, the error names this tag.
         MismatchError: If ``dst`` receives another shape or dtype. Both ranks raise. If the send has
-            returned already, this rank raises in its next call of the group.
+            returned before, this rank raises in its next call of the group.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
     _message(send, x, dst, tag, group)
@@ -55,22 +61,23 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
 
     Args:
         x: Array to fill, with the shape and dtype of the sent array.
-        src: Rank in the group. None: any other rank, for NumPy arrays. A message fills the first
-            matching receive that was called. If messages have arrived before the call, a receive
-            from any rank takes the oldest message of one rank; ranks take turns. To learn the
-            sender, use :func:`irecv`: ``work = fl.irecv(x, None)``, ``work.wait()``,
-            ``work.source``. All ranks must stay in the group until the receive has ended.
-        tag: An integer from 0 to 2**31 - 1.
+        src: Rank in the group. None: any other rank, for NumPy arrays only. If messages of several
+            ranks are waiting, the receive takes the oldest message of one rank, and later receives
+            prefer other ranks. To learn the sender, use :func:`irecv` and read ``source`` of its
+            ``Work``. With None, all ranks must stay in the group until the receive has ended.
+        tag: An integer from 0 to 2**31 - 1. If several receives match a message, the first one
+            takes it.
         partial: True if the message may have fewer rows than the NumPy array ``x``.
         group: The process group. Default: the world.
 
     Returns:
-        ``x``, or a new JAX array. With ``partial``: a view of the filled rows.
+        ``x``; a new array if ``x`` is a JAX array; a view of the filled rows if ``partial``.
 
     Raises:
-        ValueError: If ``src`` is no other rank of the group, ``tag`` is out of range, or with
+        ValueError: If ``src`` is no other rank of the group, or ``tag`` is out of range, or with
             ``partial`` the array has no dimension.
-        PeerLostError: If ``src`` exited or died. For None: if any rank did, and no message is left.
+        PeerLostError: If ``src`` exits or dies. With ``src=None``: if any rank exits or dies and no
+            message is waiting.
         CollectiveTimeoutError: If ``src`` sends no message with ``tag`` within the timeout. The
             error names the tags of other messages from ``src``.
         MismatchError: If ``src`` sends another shape or dtype. Both ranks raise.
@@ -81,12 +88,12 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
 
 @native_entry(SEND, op=None, async_op=True)
 def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
-    """Start to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
+    """Start to send array ``x`` to rank ``dst``. Return a ``Work`` without waiting for ``dst``.
 
-    Like :func:`send`, but other operations may run at the same time. Do not change ``x`` until
-    ``wait()`` has returned; the result is ``x``. A message to this rank itself is copied at once.
-    With CuPy arrays the call blocks until the peer calls too; use :func:`sendrecv` or
-    :func:`batch_isend_irecv` for an exchange.
+    Like :func:`send`, but ``dst`` may be this rank, and this rank may start other operations
+    meanwhile. Do not change ``x`` until ``wait()`` of the ``Work`` has returned. ``wait()`` returns
+    ``x``. With CuPy arrays, ``isend`` blocks until ``dst`` receives, so two ranks that send to each
+    other must use :func:`sendrecv` or :func:`batch_isend_irecv`.
 
     Raises:
         TypeError, ValueError, DistributedError: As for :func:`send`.
@@ -98,11 +105,12 @@ def isend(x: X, dst: int, tag: int = 0, *, group: Group = None) -> Work[X]:
 def irecv(
     x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: Group = None
 ) -> Work[X]:
-    """Start to receive a message of rank ``src`` into array ``x``, and return a ``Work`` at once.
+    """Start to receive a message of rank ``src`` into array ``x``. Return a ``Work``; do not wait.
 
-    Like :func:`recv`, but other operations may run at the same time. Do not use ``x`` until
-    ``wait()`` has returned; its result is that of :func:`recv`. Afterwards the attribute ``source``
-    of the ``Work`` is the sender. Receives with one tag are filled in call order.
+    Like :func:`recv`, but ``src`` may be this rank, and this rank may start other operations
+    meanwhile. Do not use ``x`` until ``wait()`` of the ``Work`` has returned. ``wait()`` returns
+    the same value as :func:`recv`. Then the attribute ``source`` of the ``Work`` is the rank of the
+    sender.
 
     Raises:
         TypeError, ValueError, DistributedError: As for :func:`send`.
@@ -123,21 +131,22 @@ def sendrecv(
 ) -> X:
     """Send ``x`` to rank ``dst``, and receive a message of rank ``src`` into ``out``, in place.
 
-    Both messages run at the same time, so rings and exchanges cannot deadlock. Blocks until both
-    have ended. ``dst`` and ``src`` may be this rank, and ``out`` may share memory with ``x``.
+    The two messages run at the same time, so no deadlock occurs if every rank sends to its
+    neighbour in a ring. Blocks until both messages have ended. ``dst`` and ``src`` may be this
+    rank, and ``out`` may share memory with ``x``.
 
     Args:
         x: Array to send.
         dst: Rank in the group that receives ``x``. None: nothing is sent (MPI's PROC_NULL).
-        src: Rank in the group that sends to this rank. None: ``out`` stays unchanged, so the edges
-            of a :func:`grid` need no special case.
+        src: Rank in the group that sends to this rank. None: nothing is received, and ``out`` stays
+            unchanged. So neighbours that a :func:`grid` returns can be passed even at an edge.
         out: Array to fill, with the shape and dtype that ``src`` sends.
         tag: Tag of the sent message.
         recv_tag: Tag of the received message. Default: ``tag``.
         group: The process group. Default: the world.
 
     Returns:
-        ``out``, or a new JAX array.
+        ``out``, or a new array if ``out`` is a JAX array.
 
     Raises:
         TypeError, ValueError, DistributedError: As for :func:`send` and :func:`recv`.
@@ -145,7 +154,7 @@ def sendrecv(
     Example:
         >>> x, out = np.arange(3), np.zeros(3, int)
         >>> size, rank = fl.get_world_size(), fl.get_world_rank()
-        >>> fl.sendrecv(x, (rank + 1) % size, src=(rank - 1) % size, out=out)  # a ring of one
+        >>> fl.sendrecv(x, (rank + 1) % size, src=(rank - 1) % size, out=out)  # one rank: to itself
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
@@ -170,11 +179,13 @@ def sendrecv(
 
 
 def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list[Any]]:
-    """Start several messages at once. The result of the ``Work`` is the list of their arrays.
+    """Start several messages that run at the same time. Return one ``Work`` for all messages.
+
+    ``wait()`` of the ``Work`` returns the list of the arrays of ``ops``.
 
     Args:
-        ops: Sends and receives. All are checked before the first starts. Receives start in list
-            order. An entry whose ``peer`` is None has no effect.
+        ops: Sends and receives. All entries are checked before the first message starts. Receives
+            start in list order. An entry whose ``peer`` is None has no effect.
         group: The process group. Default: the world.
 
     Raises:
@@ -206,7 +217,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], *, group: Group = None) -> Work[list
 
 
 class _Message(NamedTuple):
-    """A checked message: operation, user's array, and call, whose array may be a copy."""
+    """A checked message. ``call.array`` may be a packed copy of the user's ``array``."""
 
     op: P2POp
     array: Array
@@ -216,7 +227,6 @@ class _Message(NamedTuple):
 def _message(
     function: Callable[..., Any], x: Any, peer: Any, tag: int, group: Group, partial: bool = False
 ) -> Any:
-    """Run the public ``function`` for one message, without the fast path."""
     verb, members = function.__name__, members_of(group)
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
     if verb == op.kind and not partial:
@@ -240,7 +250,7 @@ def _message(
 
 
 def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
-    """Start messages: first to this rank itself, then all NumPy arrays, then all GPU arrays."""
+    """Start messages to this rank itself, then messages of NumPy arrays, then of GPU arrays."""
     calls = [message.call for message in messages]
 
     def phase(i: int) -> int:
@@ -264,7 +274,6 @@ def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
 
 
 def _begin(members: Membership, call: Call) -> Work:
-    """Start one message of a NumPy array, or one message to this rank itself."""
     if call.peer != members.rank:
         return members.run(call)
     members.backend()  # raises GroupClosedError if the group is closed
@@ -276,7 +285,6 @@ def _begin(members: Membership, call: Call) -> Work:
 
 
 def _complete(members: Membership, message: _Message, work: Work) -> Any:
-    """Return the user's array after ``work`` has ended, or a Work for it."""
     op, array, call = message
     if op.sends:
         return work.wait() if call.blocking else Then(work, lambda _: op.x)
@@ -295,7 +303,6 @@ def _complete(members: Membership, message: _Message, work: Work) -> Any:
 
 
 def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Message:
-    """Check all arguments of a message and return it."""
     array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True, mutable=True)
     if op.sends and op.peer is None:
         raise ValueError(

@@ -46,7 +46,7 @@ __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
 
-_DIMENSIONS = 8  # limit for parts of ``scatter``, which sends their shape
+_DIMENSIONS = 8  # maximum for an array of ``scatter``, whose shape is sent
 
 
 @native_entry(BROADCAST)
@@ -59,7 +59,7 @@ def broadcast(x: X, root: int = 0, *, group: Group = None, async_op: bool = Fals
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        ``x``, or the number of the root; or the ``Work``. Blocks unless ``async_op``.
+        ``x``; the number of rank ``root`` if ``x`` is a number. With ``async_op``, a ``Work``.
 
     Raises:
         ValueError: If ``root`` is no rank of the group, or ``x`` is read-only.
@@ -75,17 +75,17 @@ def all_gather(
     """Concatenate ``x`` of all ranks along the first dimension, in rank order.
 
     Args:
-        x: Array, not changed. The first dimension may differ between ranks; other dimensions and
-            the dtype must be equal. An array without dimensions counts as one row. Or a list or
-            tuple of arrays of any shapes and dtypes, in the same order on every rank; all are
-            checked before any is sent.
-        out: Array of the shape of the result, which is filled instead of a new array; for a list, a
-            list of arrays. If it overlaps ``x``, ``x`` is copied.
+        x: Array, not changed. Only the first dimension may differ between ranks. An array without
+            dimensions counts as one row. A list or tuple of arrays is also accepted: each array is
+            gathered separately, and all are checked before the first one is sent.
+        out: Array to fill, of the shape of the result. If ``x`` is a list, a list of arrays. If
+            ``out`` overlaps ``x``, ``x`` is copied first.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        A new array of the kind of ``x`` with shape ``(sum of first dimensions, *x.shape[1:])``, or
-        ``out``; for a list, a list of arrays; or the ``Work``. Blocks unless ``async_op``.
+        ``out`` if it is passed, else a new array of the library of ``x``, with the shape ``(sum of
+        first dimensions, *x.shape[1:])``. If ``x`` is a list, a list of arrays. With ``async_op``,
+        a ``Work`` for this result.
 
     Raises:
         ValueError: If ``out`` has another shape or dtype. If only its first dimension is wrong, the
@@ -104,12 +104,12 @@ def gather(
     Args:
         x: Array, as for :func:`all_gather`.
         root: Rank in the group that receives the result.
-        out: On ``root``: array to fill, as for :func:`all_gather`. Ignored on other ranks.
+        out: On rank ``root``, array to fill, as for :func:`all_gather`. Ignored on other ranks.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        On ``root``, a new array as of :func:`all_gather`, or ``out``; on other ranks None; or the
-        ``Work``. Blocks unless ``async_op``.
+        On rank ``root``, the same as :func:`all_gather`. On other ranks, None. With ``async_op``, a
+        ``Work`` for this result.
 
     Raises:
         ValueError: If ``root`` is no rank of the group, or ``out`` has a wrong shape or dtype.
@@ -130,28 +130,28 @@ def scatter(
 ) -> Array | Work[Array]:
     """Send each rank its part of the arrays of rank ``root``.
 
-    Dtype and shape are sent along, so the other ranks need not know them. For CuPy arrays, the
-    other ranks must pass ``out`` to select the GPU backend.
+    The dtype and the shape are sent as well, so other ranks need not know them. For CuPy arrays,
+    the other ranks must pass ``out``, a CuPy array, so that they use the same backend as ``root``.
 
     Args:
-        xs: On ``root``: a list or tuple of one array per rank, all of one dtype and one shape of at
-            most eight dimensions; or one array whose first dimension is split into equal parts.
-            With ``rows`` the first dimensions may differ. On other ranks, ``xs`` only selects the
-            library of the result.
-        root: Rank in the group.
-        out: Array that is filled instead of a new one. If it overlaps ``xs``, ``xs`` is copied.
-        rows: Number of rows for each rank, if the parts are unequal; the same on every rank. The
-            call then blocks until every rank has called, because the ranks compare ``rows``.
+        xs: On rank ``root``: a list or tuple with one array per rank. All arrays have the same
+            dtype and the same shape of at most eight dimensions. Or one array whose first dimension
+            is split into equal parts. With ``rows``, the first dimensions may differ. On other
+            ranks, ``xs`` is not sent: the result is an array of the same library.
+        root: Rank in the group that sends.
+        out: Array to fill. If it overlaps ``xs``, ``xs`` is copied first.
+        rows: Number of rows for each rank, if the parts are unequal. Every rank must pass the same
+            numbers. The ranks compare them, so the call blocks until every rank has called.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        The part of this rank as a new array of the kind of ``xs`` (NumPy for None), or ``out``; or
-        the ``Work``. Blocks unless ``async_op``.
+        ``out`` if it is passed, else the part of this rank as a new array of the library of ``xs``
+        (NumPy if ``xs`` is None). With ``async_op``, a ``Work`` for this result.
 
     Raises:
-        ValueError: If ``root`` is no rank of the group, ``xs`` of the root cannot be split into
-            these parts, or ``out`` of the root does not match.
-        MismatchError: If the ``out`` of another rank has a wrong shape or dtype, or the ranks pass
+        ValueError: If ``root`` is no rank of the group, ``xs`` of ``root`` cannot be split into
+            these parts, or ``out`` of ``root`` has a wrong shape or dtype.
+        MismatchError: If ``out`` of another rank has a wrong shape or dtype, or the ranks pass
             different ``rows``. Every rank raises it.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
@@ -182,26 +182,27 @@ def all_to_all(
     """Send each rank a part of ``x``, and concatenate the received parts in rank order.
 
     Args:
-        x: Array whose first dimension is split into equal parts, one per rank; not changed. Shape
-            and dtype must be equal on every rank; with ``rows`` the first dimension may differ. Or,
-            on every rank, a list with one NumPy array per rank, of any shapes and dtypes, without
-            ``rows`` and ``return_rows``.
-        out: Array to fill, as for :func:`all_gather`; for a list, a list of arrays.
+        x: Array, not changed. Its first dimension is split into equal parts, one per rank. Shape
+            and dtype must be equal on every rank. With ``rows``, the first dimension may differ.
+            Every rank may instead pass a list with one NumPy array per rank, of any shapes and
+            dtypes, without ``rows`` and ``return_rows``.
+        out: Array to fill, as for :func:`all_gather`. If ``x`` is a list, a list of arrays.
         rows: Number of rows for each rank, if the parts are unequal. Either all ranks pass it or no
-            rank does; the numbers may differ. The ranks exchange ``rows`` first, so the call blocks
-            until every rank has called, even with ``async_op``.
+            rank does. The numbers may differ between ranks. The ranks exchange ``rows`` first, so
+            the call blocks until every rank has called, even with ``async_op``.
         return_rows: True to also return the number of rows received from each rank.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        A new array of the kind of ``x``, of its shape if parts are equal, or ``out``. For a list:
-            new arrays, one from each rank, or ``out``. With ``return_rows``: a pair of the array
-            and the list of received rows. With ``async_op``: a ``Work``; otherwise the call blocks.
+        ``out`` if it is passed, else a new array of the library of ``x``. If ``x`` is a list, a
+        list of arrays, one from each rank. With ``return_rows``, a pair of the array and the list
+        of received rows. With ``async_op``, a ``Work`` for this result.
 
     Raises:
         ValueError: If the first dimension cannot be split, ``rows`` is not one integer per rank, or
-            ``out`` does not match. If only the parts of other ranks do not match, the error is
-            raised after all ranks have called, and the other ranks have their result.
+            ``out`` has a wrong shape or dtype. If ``out`` is wrong only because of the parts of
+            other ranks, the error is raised after all ranks have called, and the other ranks have
+            their result.
         TypeError, DistributedError: As for :func:`all_reduce`.
 
     Example:
@@ -233,7 +234,7 @@ def all_to_all(
 def _blocks_to_all(
     members: Membership, xs: Sequence[Any], outs: Any, async_op: bool, has_rows: bool
 ) -> Any:
-    """Send ``xs[r]`` to rank r, as bytes followed by dtype and shape."""
+    """Send ``xs[r]`` to rank r as bytes, with its dtype and shape at the end."""
     verb, rank = ALL_TO_ALL.name, members.rank
 
     def check(index: int, block: Array, outcome: str = "") -> None:
@@ -264,7 +265,7 @@ def _blocks_to_all(
             overlap.add(room)
         arrays = [as_array(verb, x, writes=False, of_any_dtype=True) for x in xs]
         blocks = [encode_part(as_packed(array)).view(ENCODED_PART) for array in arrays]
-        if rooms:  # the only block known here before the exchange
+        if rooms:  # only the block of this rank is known before the exchange
             check(rank, decode_part(blocks[rank].view(np.uint8)))
         received: list[int] = []
         options: dict[str, Any] = {"rows": [block.size for block in blocks], "received": received}
@@ -284,9 +285,8 @@ def _blocks_to_all(
     return members.keep(Then(work, results)) if async_op else results(work)
 
 
-# Dtype and shape are sent in the call of the root, so the other ranks need no matching array.
+# The root sends dtype and shape with the data, so other ranks need no array.
 def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any) -> Any:
-    """Scatter ``xs`` (None except on the root) in equal parts. Return an array like ``kind``."""
     parts = None if xs is None else _concatenate_parts(xs, members.size)
     if parts is not None and parts.ndim > _DIMENSIONS + 1:
         raise ValueError(
@@ -314,7 +314,6 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
 def _scatter_rows(
     members: Membership, call: Call, xs: Any, out: Any, kind: Any, rows: Iterable[object]
 ) -> Any:
-    """Scatter ``rows[r]`` rows to rank r: agree on dtype and shape, then move the rows."""
     counts = row_counts("scatter", rows, members.size)
     array = None if xs is None else _concatenate_parts(xs, members.size, counts)
     like = array if array is not None else _out_array(out)
@@ -338,9 +337,10 @@ def _scatter_rows(
 def _agree(
     members: Membership, call: Call, counts: list[int]
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return the dtype, and the shape without the first dimension, of the root's array.
+    """Return dtype and ``shape[1:]`` of the root's array.
 
-    If ``rows``, or the dtype or shape of an ``out``, differ, every rank raises MismatchError.
+    Every rank raises MismatchError if ranks differ in ``counts`` or ``root``, or if the ``out`` of
+    a rank has another dtype or ``shape[1:]`` than the root's array.
     """
     like, root = call.out, call.root
     kind = None if like is None else (dtype_text(like.dtype), like.shape[1:])
@@ -366,7 +366,7 @@ def _out_array(out: Any) -> Array | None:
 
 
 def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> Array:
-    """Return the root's parts as one array; if parts are equal, of shape (size, *part)."""
+    """Return the root's arrays as one array: stacked if ``counts`` is None, else concatenated."""
     is_list = isinstance(xs, list | tuple)
     arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in (xs if is_list else [xs])]
     if not is_list:
@@ -376,7 +376,7 @@ def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> A
         return as_packed(array).reshape(size, array.shape[0] // size, *array.shape[1:])
     if len(xs) != size:
         raise ValueError(f"scatter: xs must have {size} arrays, one for each rank, got {len(xs)}")
-    first, free = arrays[0], counts is not None  # free: first dimensions may differ
+    first, free = arrays[0], counts is not None  # True: the first dimensions may differ
     for rank, array in enumerate(arrays):
         is_alike = array.ndim >= free and array.shape[free:] == first.shape[free:]
         if not is_alike or array.dtype != first.dtype:
@@ -392,5 +392,5 @@ def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> A
             f"scatter: rows must be {lengths}, the lengths of the arrays of the root, got {counts}"
         )
     xp, shape = array_module(first), (sum(map(len, arrays)), *arrays[0].shape[1:])
-    room: Array = xp.empty(shape, first.dtype)  # NumPy would remove the padding of the dtype
+    room: Array = xp.empty(shape, first.dtype)  # concatenate alone would drop padding of the dtype
     return as_packed(xp.concatenate(arrays, out=room))

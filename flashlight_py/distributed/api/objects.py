@@ -42,17 +42,18 @@ __all__ += ["recv_object", "send_object"]
 
 T = TypeVar("T")
 
-# Maximum bytes of a frame in the first collective of a gather. Longer frames are sent only to the
-# root, in a second collective. csrc/fast/objects.c has the same numbers.
+# Maximum bytes of a frame in the first collective of a gather. A longer frame is sent in a second
+# collective, and only to the root. csrc/fast/objects.c has the same limits.
 _SHORT_BYTES = 1024
-# A scatter may have this many bytes of padding more than the bytes of all its frames.
+# A scatter pads all frames to one length, if this adds at most the total length plus these bytes.
 _MOST_PADDING = 65536
-# Maximum bytes of the reason why an object cannot be pickled.
+# Maximum bytes of the text that explains why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
 _NOTHING = np.empty(0, np.uint8)
-# Maximum bytes of the first message of send_object. Its first byte is 0x80: a short pickle; 0: size
-# of a long pickle, a number and the rank; 1: why pickling failed. A long pickle follows with a
-# negative tag that only this sender uses, because threads may send concurrently.
+# Maximum bytes of the first message of send_object. Its first byte gives its content: 0x80 is a
+# pickle; 1 is a pickling error; 0 is a header (size of the pickle, a number, the sender). After a
+# header, the pickle follows in a second message. The number selects a negative tag for this
+# message, because several threads may send.
 _FIRST_BYTES = 16384
 _LATER, _NO_PICKLE = 0, b"\1"
 _LATER_TAGS = -2
@@ -62,13 +63,14 @@ _numbers = itertools.count()
 def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> Any:
     """Return ``obj`` of rank ``root`` on every rank. ``obj`` of other ranks is ignored.
 
-    Collective; blocks. ``root`` returns the object itself, other ranks return a copy made by
-    pickle. The ranks of a group must trust each other (docs/sharp-bits.md).
+    Collective; blocks. Rank ``root`` returns the object itself, and other ranks return a copy made
+    by pickle. The ranks of a group must trust each other (docs/sharp-bits.md).
 
     Raises:
         ValueError: If ``root`` is no rank of the group.
         TypeError: If the object cannot be pickled. Every rank raises it, and no rank receives an
-            object. An error of unpickling is raised only where it occurs; a note names the ranks.
+            object.
+        Exception: If pickle raises it while this rank loads its copy. A note names ``root``.
         DistributedError: As for :func:`all_reduce`.
     """
     return _run(BROADCAST_OBJECT, obj, root, group)[0]
@@ -77,10 +79,10 @@ def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> 
 def all_gather_object(obj: T, *, group: Group = None) -> list[T]:
     """Return the list of the objects of all ranks, in rank order. Collective; blocks.
 
-    The object of this rank is returned itself. The other objects are copies made by pickle.
+    This rank receives its own object itself, and copies made by pickle of the other objects.
 
     Raises:
-        TypeError: If the object of a rank (named) cannot be pickled. Every rank raises it.
+        TypeError: If an object cannot be pickled. Every rank raises it, and it names the rank.
         DistributedError: As for :func:`all_reduce`.
 
     Example:
@@ -117,8 +119,8 @@ def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, *, group: G
 def send_object(obj: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send an object that can be pickled to rank ``dst``, which calls :func:`recv_object`.
 
-    Blocks until ``obj`` may be changed. Objects and arrays between two ranks with one ``tag`` are
-    received in the order in which they were sent.
+    After the call, ``obj`` may be changed. If several objects or arrays are sent to ``dst`` with
+    one ``tag``, they arrive in the order of sending.
 
     Raises:
         TypeError: If the object cannot be pickled. ``dst`` raises it as well.
@@ -145,11 +147,12 @@ def send_object(obj: Any, dst: int, tag: int = 0, *, group: Group = None) -> Non
 def recv_object(src: int | None, tag: int = 0, *, group: Group = None) -> Any:
     """Return a copy of the object that rank ``src`` sends by :func:`send_object`. Blocks.
 
-    ``src`` may be None for any other rank, as in :func:`recv`.
+    If ``src`` is None, the object may come from any other rank, as in :func:`recv`.
 
     Raises:
         TypeError: If the object cannot be pickled on ``src``.
-        ValueError, DistributedError: As for :func:`recv`. Unpickling errors are raised too.
+        Exception: If pickle raises it while this rank loads the object.
+        ValueError, DistributedError: As for :func:`recv`.
     """
     members = members_of(group)
     first = recv(np.empty(_FIRST_BYTES, np.uint8), src, tag, group=group, partial=True)
@@ -175,13 +178,13 @@ def _reason_bytes(error: Exception) -> bytes:
 
 
 def _run(verb: Verb, obj: Any, root: Any, group: Group) -> Any:
-    """Run an object verb. Return this rank's list of objects, or None if it receives nothing."""
+    """Run an object verb. Return the received objects, or None if only other ranks receive."""
     try:
         result = (world_fast.objects if group is None else members_of(group).fast.objects)(
             verb.code, obj, root
         )
     except BaseException as error:
-        if not isinstance(error, Exception):  # raised while objects are pickled or unpickled
+        if not isinstance(error, Exception):  # such as Ctrl-C while an object is pickled
             members_of(group).end(error)
         raise
     if result is None or type(result) is list:
@@ -221,7 +224,7 @@ def _run_in_python(members: Membership, verb: Verb, obj: Any, root: Any) -> Any:
 
 
 def _pickled(objs: Sequence[Any]) -> list[Array]:
-    """Return the frame of each object. On a pickling error, each frame has the reason."""
+    """Return one frame for each object. If one cannot be pickled, all frames contain the reason."""
     try:
         return [Frame(pickle.dumps(obj, 5)).pack() for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
@@ -229,9 +232,10 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 
 
 class _Move:
-    """A call of the object verb ``verb`` on this rank, which sends the frames ``mine``.
+    """A call of the object verb ``verb`` on this rank, which sends the frames ``arrays``.
 
-    If a frame is too long, the first collective sends its length, and a second one the frame.
+    If a frame is too long for the first collective, only its length is sent there. A second
+    collective then sends the frame.
     """
 
     def __init__(
@@ -242,7 +246,7 @@ class _Move:
         self._sources = range(members.size) if verb.ragged else range(root, root + 1)
 
     def begin(self) -> Array:
-        """Return the received frames of the first collective, usually the only collective."""
+        """Run the first collective, and return the received frames."""
         verb, frames, root = self._verb, self._mine, self._root
         if verb is SCATTER_OBJECT:
             return self._step(Call(SCATTER, _rows(frames) if frames else None, root=root))
@@ -254,7 +258,6 @@ class _Move:
         return self._step(Call(ALL_GATHER, _NOTHING if frame is None else frame, root=root))
 
     def end(self, first: Array) -> list[Any] | None:
-        """Return the objects. ``first`` has the frames of the first collective."""
         rank, frames = self._members.rank, read_frames(first, limit=len(self._sources))
         self._raise_problems(frames)
         if any(frame.kind == LATER for frame in frames):
@@ -268,7 +271,6 @@ class _Move:
         return [obj if source == rank else self._object(frame, source) for source, frame in pairs]
 
     def _later(self, first: Frame) -> Array:
-        """Run the second collective, and return the long frames on the ranks that need them."""
         verb, frames = self._verb, self._mine
         if verb is SCATTER_OBJECT:
             lengths = [frame.size for frame in frames] or [0] * self._members.size
@@ -286,7 +288,6 @@ class _Move:
         return _NOTHING if received is None else received
 
     def _object(self, frame: Frame, source: int) -> Any:
-        """Return the object of rank ``source``. A note on an unpickling error names the rank."""
         try:
             return pickle.loads(frame.content, buffers=frame.buffers)
         except Exception as error:
@@ -298,7 +299,6 @@ class _Move:
             raise
 
     def _raise_problems(self, frames: Sequence[Frame]) -> None:
-        """Raise TypeError on every rank if an object could not be pickled."""
         problems = "; ".join(
             f"rank {source}: {bytes(frame.content).decode(errors='replace')}"
             for source, frame in zip(self._sources, frames, strict=True)
@@ -315,7 +315,7 @@ class _Move:
 
 
 def _rows(frames: Sequence[Array]) -> Array:
-    """Return ``frames`` as padded rows, or only their lengths if padding would be too long."""
+    """Return ``frames`` as rows of equal length, or only their lengths if padding is too long."""
     longest, total = max(map(len, frames)), sum(map(len, frames))
     if longest * len(frames) > 2 * total + _MOST_PADDING:
         return np.stack(list(map(_announced, frames)))

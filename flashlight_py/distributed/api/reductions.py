@@ -63,7 +63,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
 ) -> X | Work[X]:
-    """Combine ``x`` of all ranks. Afterwards every rank holds ``scale`` times the result.
+    """Combine ``x`` of all ranks, and multiply by ``scale``. Every rank gets the result.
 
     In place, for any shape and memory layout. Every rank must pass the same shape and dtype. Values
     are combined in rank order, so the result has the same bits on every rank and in every run.
@@ -72,21 +72,23 @@ def all_reduce(
     Args:
         x: Array of integer, float or complex dtype, of bool (min, max, and, or, xor), or of dates
             (min, max). Or a number of the same type on every rank: bool, int (64 bits), float,
-            complex or a NumPy scalar. The result is then returned.
+            complex or a NumPy scalar.
         scale: Real factor for the result: a whole number for integer arrays, and 1 for bitwise and
             logical operations.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"``, ``"max"``; ``"and"``, ``"or"``, ``"xor"``:
             bitwise, for integers and bool; ``"land"``, ``"lor"``, ``"lxor"``: logical, with the
             result 1 or 0 in the dtype of ``x`` (nonzero is true). Upper case and equivalent NumPy
             functions such as ``np.add`` and ``np.maximum`` are accepted.
-        out: Array of the shape and dtype of ``x`` for the result. ``x`` may then be read-only, such
-            as arrays of pandas and Arrow. If the call fails, ``out`` contains a copy of ``x``.
+        out: Array for the result, of the shape and dtype of ``x``. ``x`` is then not changed and
+            may be read-only, such as arrays of pandas and Arrow. If the call fails, ``out``
+            contains a copy of ``x``.
         group: The process group. Default: the world.
-        async_op: True to return a ``Work`` at once. Its ``wait()`` returns the result.
+        async_op: True to return a ``Work`` without waiting. Its ``wait()`` returns the result.
+            False to block. Other Python threads run meanwhile.
 
     Returns:
-        ``x``, or ``out``, or the number; or the ``Work``. Blocks, without the GIL, unless
-        ``async_op``. JAX arrays are immutable: every verb returns a new one.
+        ``out`` if it is passed, else ``x``. If ``x`` is a number, the combined number. JAX arrays
+        are immutable, so if ``x`` is a JAX array, every verb returns a new array.
 
     Raises:
         OverflowError: If ``x`` is a Python int and the result could exceed 64 bits.
@@ -115,7 +117,6 @@ def all_reduce(
 
 
 def _copy_to_out(x: Any, out: Any, group: Group) -> None:
-    """Copy ``x`` to ``out``, which is then reduced in place."""
     members = members_of(group)
     with reject_together(members, ALL_REDUCE, arrays=(x, out)):
         array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
@@ -135,7 +136,7 @@ def reduce(
     group: Group = None,
     async_op: bool = False,
 ) -> X | Work[X]:
-    """Combine ``x`` of all ranks. Afterwards rank ``root`` holds ``scale`` times the result.
+    """Combine ``x`` of all ranks, and multiply by ``scale``. Only rank ``root`` gets the result.
 
     In place on ``root``. The arrays of other ranks do not change. The result has the same bits as
     the result of :func:`all_reduce`.
@@ -146,8 +147,8 @@ def reduce(
         op, scale, group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        ``x``. For a number the result on ``root``, and ``x`` on other ranks. Or the ``Work``.
-        Blocks unless ``async_op``.
+        ``x``. If ``x`` is a number, rank ``root`` gets the combined number. With ``async_op``, a
+        ``Work``.
 
     Raises:
         ValueError: If ``root`` is no rank of the group, or as for :func:`all_reduce`.
@@ -167,24 +168,25 @@ def reduce_scatter(
     group: Group = None,
     async_op: bool = False,
 ) -> Array | list[Array] | Work[Array]:
-    """Combine ``x`` of all ranks and return the part of the result for this rank.
+    """Combine ``x`` of all ranks, and return the part of the result for this rank.
 
     Args:
         x: Array, not changed. Its first dimension is a multiple of the number of ranks, or the sum
-            of ``rows``. Or a list or tuple of such arrays, of any shapes and dtypes, in the same
-            order on every rank; all are checked before any is sent.
+            of ``rows``. A list or tuple of such arrays is also accepted: each array is reduced
+            separately, and all are checked before the first one is sent.
         op, scale, group, async_op: As for :func:`all_reduce`.
-        out: Array of the shape of the part that is filled instead of a new one; for a list, a list
-            of arrays. It may share memory with ``x``, which is then copied.
+        out: Array to fill, of the shape of the part of this rank. If ``x`` is a list, a list of
+            arrays. If ``out`` shares memory with ``x``, ``x`` is copied first.
         rows: Number of rows for each rank, if the parts are unequal; the same on every rank.
 
     Returns:
-        A new array of the kind of ``x`` with shape ``(x.shape[0] // size, *x.shape[1:])``, or
-        ``(rows[rank], *x.shape[1:])`` with ``rows``; or ``out``; for a list, a list of arrays; or
-        the ``Work``. Blocks unless ``async_op``.
+        ``out`` if it is passed, else a new array of the library of ``x``, with the shape
+        ``(x.shape[0] // size, *x.shape[1:])``, or with ``rows``, ``(rows[rank], *x.shape[1:])``. If
+        ``x`` is a list, a list of arrays. With ``async_op``, a ``Work`` for this result.
 
     Raises:
-        ValueError: If ``x`` cannot be split, ``out`` does not match, or as for ``all_reduce``.
+        ValueError: If ``x`` cannot be split, ``out`` has a wrong shape or dtype, or as for
+            :func:`all_reduce`.
         MismatchError: If the ranks pass different ``rows``, or as for :func:`all_reduce`.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
@@ -196,9 +198,10 @@ def reduce_scatter(
 def scan(
     x: X, *, op: Op = "sum", scale: float = 1.0, group: Group = None, async_op: bool = False
 ) -> X | Work[X]:
-    """Combine ``x`` of ranks 0 to r on rank r, in rank order: a prefix reduction.
+    """Combine ``x`` of the ranks 0 to r, and store the result on rank r: a prefix reduction.
 
-    In place. Rank r holds ``scale`` times its result, with the same bits in every run.
+    In place, in rank order. Each result is multiplied by ``scale``, and has the same bits in every
+    run.
 
     Args:
         x: Array with the same shape and dtype on every rank; or a number.
@@ -206,7 +209,8 @@ def scan(
         scale, group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        ``x``, or the number; or the ``Work``. Blocks unless ``async_op``.
+        ``x``. If ``x`` is a number, the combined number. With ``async_op``, a ``Work`` for this
+        result.
 
     Raises:
         TypeError, ValueError, OverflowError, DistributedError: As for :func:`all_reduce`.
@@ -221,11 +225,11 @@ def scan(
 def exscan(
     x: X, *, op: Op = "sum", scale: float = 1.0, group: Group = None, async_op: bool = False
 ) -> X | Work[X]:
-    """Combine ``x`` of ranks 0 to r - 1 on rank r, in rank order: an exclusive prefix reduction.
+    """Combine ``x`` of the ranks 0 to r - 1, and store the result on rank r.
 
-    Like :func:`scan`, but without ``x`` of rank r; ``"avg"`` divides by r. Rank 0 receives the
-    identity of ``op``: 0 for a sum, 1 for a product, False for or, the largest value of the dtype
-    for min. For averages and dates, which have no identity, ``x`` of rank 0 stays unchanged.
+    Like :func:`scan`, but without ``x`` of rank r itself. ``"avg"`` divides by r. Rank 0 receives
+    the identity of ``op``: 0 for a sum, 1 for a product, False for or, the largest value of the
+    dtype for min. An average and dates have no identity: ``x`` of rank 0 then stays unchanged.
     Arguments, results and errors are the same as for :func:`scan`.
     """
     members = members_of(group)
@@ -239,7 +243,6 @@ def exscan(
 
 
 def _filled_with_identity(op: ReduceOp, x: Any) -> Any:
-    """Return ``x`` filled with the identity of ``op``; for a number, return the identity."""
     is_number = isinstance(x, NUMBERS)
     array = np.asarray(x) if is_number else as_array("exscan", x, of_any_dtype=True, mutable=True)
     if (value := identity_of(op, array.dtype)) is None:
@@ -258,15 +261,15 @@ def all_reduce_location(
     Like MINLOC and MAXLOC of MPI. Use it for small arrays: every rank receives ``x`` of all ranks.
 
     Args:
-        x: Array of integer, float, date or bool dtype, of the same shape and dtype on every rank;
-            not changed. Or a number.
-        op: ``"min"`` or ``"max"``. If an element is NaN or NaT on a rank, so is the result.
+        x: Array, not changed, of integer, float, date or bool dtype, of the same shape and dtype on
+            every rank. Or a number.
+        op: ``"min"`` or ``"max"``. If an element is NaN or NaT on a rank, the result is NaN or NaT.
         group, async_op: As for :func:`all_reduce`.
 
     Returns:
-        A pair of new arrays of the kind and shape of ``x``, with the values in its dtype and the
-        ranks in int64. If several ranks have the value, the lowest rank. For a number, a pair of
-        the number and the rank. Or the ``Work``. Blocks unless ``async_op``.
+        A pair of new arrays like ``x``: the values, and the ranks (int64). If several ranks have
+            the same value, the lowest of these ranks is returned. If ``x`` is a number, a pair of
+            the number and the rank. With ``async_op``, a ``Work`` for this result.
 
     Raises:
         ValueError: If ``op`` has another value.
@@ -321,12 +324,13 @@ def all_reduce_multiple(
     Args:
         xs: Arrays of any shapes and dtypes; the same list, in the same order, on every rank.
         scale, op, group, async_op: As for :func:`all_reduce`.
-        contiguous: True to copy arrays of one dtype into a buffer and reduce them in one call,
-            which is fastest for many small arrays. NumPy arrays are copied up to 8 KiB in shared
-            memory (if the call blocks) and up to 32 KiB over a network; CuPy arrays of any size.
+        contiguous: True to copy arrays of one dtype into a buffer and reduce the buffer in one
+            call. This is fastest for many small arrays. A NumPy array is copied only if it has at
+            most 32 KiB. In shared memory, the limit is 8 KiB, and with ``async_op`` nothing is
+            copied. CuPy arrays of any size are copied.
 
     Returns:
-        The list of ``xs``, or the ``Work``. Blocks unless ``async_op``.
+        The list of ``xs``. With ``async_op``, a ``Work`` for this result.
 
     Raises:
         ValueError: If two arrays of the list share memory, or as for :func:`all_reduce`.
@@ -338,7 +342,6 @@ def all_reduce_multiple(
 
 
 def _unpacked_later(started: tuple[Work, Any], xs: Sequence[X], group: Group) -> Work:
-    """Return a Work that also copies the results from packed messages to the arrays."""
     work, packs = started
     return members_of(group).keep(Then(work, partial(_unpack, packs, list(xs))))
 
@@ -347,7 +350,7 @@ setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native c
 
 
 def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
-    """Copy the first array of each list back to the other arrays, which were packed into it."""
+    """Undo packing. Each list of ``packs`` is a buffer, followed by the arrays it contains."""
     for flat, *arrays in packs:
         parts = split_rows(flat, [array.size for array in arrays])
         for array, part in zip(arrays, parts, strict=True):
@@ -356,7 +359,6 @@ def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[
 
 
 def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group: Group) -> Any:
-    """Run :func:`all_reduce_multiple` in Python, for all kinds of arrays."""
     members, verb = members_of(group), "all_reduce_multiple"
     with reject_together(members, verb, _pending_calls(xs, limit, async_op)):
         inputs = list(xs)
@@ -367,7 +369,7 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
         packs = not (any(map(is_cupy, checked)) or sum(x.nbytes for x in checked) >> 20)
         packed = list(map(as_packed, checked)) if packs else checked
         is_copied = any(map(operator.is_not, packed, checked))
-        if is_copied:  # native code reduces the copies
+        if is_copied:  # call the native entry again, with the packed copies
             options: dict[str, Any] = {
                 "contiguous": limit >= 0,
                 "group": group,
@@ -394,19 +396,20 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
 
 
 def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
-    """Yield the calls that other ranks start. Read only if this rank rejects its arguments."""
+    """Yield ``COLLECTIVE`` for each call of other ranks if this rank rejects its arguments."""
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]
-    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks make one call for each
+    invalid = len(values) - len(arrays) if limit < 0 else 0  # one call for each array
     yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + invalid))
 
 
 def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
-    """Return lists of arrays; each list becomes one message. Ranks and ``csrc/fast`` plan the same.
+    """Return lists of arrays. The arrays of a list are sent as one message.
 
-    NumPy arrays of one dtype and at most ``limit`` bytes are sent together, up to 64 times the
-    limit. CuPy arrays of one dtype are sent together. With a negative limit, each NumPy array is
-    sent alone, and CuPy arrays start together.
+    All ranks compute the same lists, and so does ``csrc/fast``. A NumPy array of more than
+    ``limit`` bytes is sent alone. Smaller NumPy arrays of one dtype are sent together, up to ``64 *
+    limit`` bytes. All CuPy arrays of one dtype are sent together. If ``limit`` is negative, each
+    NumPy array is sent alone, and one list has all CuPy arrays.
     """
     messages: list[list[Array]] = []
     latest: dict[tuple[bool, str], tuple[list[Array], int]] = {}
@@ -430,13 +433,12 @@ def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
 def _reduce_together(
     members: Membership, arrays: list[Array], limit: int, op: Op, scale: float, async_op: bool
 ) -> Work:
-    """Reduce the arrays of one message, and wait for its end unless ``async_op``."""
     options: dict[str, Any] = {"op": op, "scale": scale, "async_op": async_op}
     if len(arrays) == 1:
         y = collective(members, ALL_REDUCE, arrays[0], **options)
         return y if async_op else Done()
     unpack: Callable[[Any], Any]
-    if limit < 0:  # GPU arrays, one call each
+    if limit < 0:  # GPU arrays: one call for each, not packed
         verb, dtype = "all_reduce_multiple", arrays[0].dtype
         reduce_op, factor = resolve_reduction(verb, dtype, op, scale, members.size)
         terms = [pack_terms(array, reduce_op) for array in arrays]
@@ -451,7 +453,7 @@ def _reduce_together(
         flat, digest = array_module(arrays[0]).concatenate([x.ravel() for x in arrays]), 0
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
-        root = 1 + (digest >> 34)  # ranks compare it: other shapes may have as many elements
+        root = 1 + (digest >> 34)  # arrays of other shapes may have as many elements
         y = collective(members, ALL_REDUCE, flat, root=root, **options)
         unpack = partial(_unpack, [(flat, *arrays)], [])
     together = Then(y if isinstance(y, Work) else Done(), unpack)

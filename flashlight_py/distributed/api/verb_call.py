@@ -1,9 +1,9 @@
-"""Conversion of user arguments to a ``Call``, and of its result to the user's objects.
+"""Conversion of user arguments to a ``Call``, and of the result to the user's objects.
 
-Invalid arguments are detected before data is sent. A rank with invalid arguments still joins the
-call, with a signature that matches no other rank, and raises its own error at once. The other ranks
-raise ``MismatchError`` with its reason instead of waiting, and the group remains usable. If the
-peer or tag of a message is invalid, no other rank is notified.
+Arguments are checked before data is sent. If a rank has invalid arguments, it raises its own error,
+but also joins the call with a signature that matches no other rank. So the other ranks do not wait:
+they raise ``MismatchError``, which contains the error, and the group remains usable. If the peer or
+the tag of a message is invalid, the other ranks are not notified.
 """
 
 from __future__ import annotations
@@ -73,16 +73,17 @@ def collective(
     async_op: bool = False,
     received: list[int] | None = None,
 ) -> Any:
-    """Run ``verb`` on an array, a number or a list of arrays, as far as the verb supports them.
+    """Run ``verb`` on ``x``: an array, or a number or a list of arrays if the verb accepts them.
 
-    Arguments as in the public functions; ``received`` as in ``Call``. Returns the result or a Work.
+    The arguments are the same as in the public functions; for ``received`` see ``Call``. Returns
+    the result, or a Work if ``async_op``.
     """
     members = members_of(group)
     several = verb.lists and isinstance(x, list | tuple)
     begun = len(x) if several and async_op else 1
     with reject_together(members, verb, [COLLECTIVE] * begun, (x, out)):
         is_plain = verb is ALL_REDUCE and isinstance(op, str) and type(scale) is float
-        # Backends take such an array in its own dtype, without packing.
+        # A contiguous CuPy array of numbers is passed to the backend as it is.
         is_plain = is_plain and is_cupy(x) and x.flags.c_contiguous and x.dtype.kind in "fiu"
         if is_plain and op in PLAIN_OPS:
             reduce_op, scale = _cached_reduction(verb.name, x.dtype, op, scale, members.size)
@@ -113,7 +114,11 @@ PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
 def resolve_reduction(
     verb: str, dtype: np.dtype[Any], op: Op, scale: float, size: int, of_some: bool = False
 ) -> tuple[ReduceOp, float]:
-    """Return the checked ``op`` and ``scale``. Unless ``of_some``, an average is a scaled sum."""
+    """Return the checked ``op`` and ``scale``.
+
+    An average becomes a sum with ``scale / size``. With ``of_some`` it remains an average, because
+    each rank of a prefix reduction has another number of terms.
+    """
     reduce_op = parse_op(verb, op)
     factor = check_op_and_scale(verb, dtype, reduce_op, scale)
     if reduce_op is ReduceOp.AVG and not of_some:
@@ -125,9 +130,9 @@ _cached_reduction = functools.lru_cache(256)(resolve_reduction)
 
 
 def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *args: Any) -> Any:
-    """Run a plain call in native code, with packed arrays. Return NotImplemented for other calls.
+    """Run a call in native code. Return NotImplemented if native code cannot handle the call.
 
-    ``args`` are the arguments of ``FastPath.collective`` after ``out``, up to ``async_op``.
+    ``args`` are the arguments of ``FastPath.collective`` from ``op`` to ``async_op``.
     """
     array, room = as_numpy(x), None if out is None else as_numpy(out)
     written = array if verb.in_place else room
@@ -153,7 +158,7 @@ def call_fast_path(group: Membership, verb: Verb, x: Any, out: Any, *args: Any) 
 
 
 def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, Any]) -> Any:
-    """Check all arrays, then start ``verb`` on each of ``xs`` with its entry of ``args["out"]``."""
+    """Check all arrays of the list ``xs``. Then start ``verb`` for each array."""
     outs = [None] * len(xs) if args["out"] is None else list(args["out"])
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: out must have {len(xs)} arrays, one for each x, got {len(outs)}")
@@ -172,12 +177,12 @@ def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, 
 def _prepare(
     group: Membership, verb: Verb, x: Any, args: dict[str, Any], received: list[int] | None = None
 ) -> Callable[[], Any]:
-    """Check all arguments. Return a function that starts the call and returns the result.
+    """Check all arguments. Return a function that starts the call and returns its result.
 
-    ``args`` are the other arguments by name.
+    ``args`` maps the names of the other arguments to their values.
     """
     name, op, scale = verb.name, ReduceOp.SUM, 1.0
-    root = args["root"]  # for an all_reduce of several arrays: a digest
+    root = args["root"]  # a digest of shapes, if arrays were packed
     if verb.rooted:
         root = check_rank(group.size, name, "root", root)
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True, mutable=True)
@@ -198,7 +203,6 @@ def _prepare(
 
 
 def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> Any:
-    """Run ``call`` with ``array`` or its packed terms, and return the result for ``x``."""
     verb = call.verb
     terms = pack_terms(array, call.op) if verb.reduces else Terms(as_packed(array), call.op)
     call.array, call.op, back = terms
@@ -210,15 +214,15 @@ def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> 
         back = back if fills else None
     elif back is None:
         call.array, call.out = pack_input(call.array, space), space.packed
-    else:  # truth values become numbers, and integers become dates
+    else:  # the result needs a conversion, so it cannot fill ``out``
         space = space._replace(packed=None)
     return finish(group, call, group.run(call), space, back)
 
 
 class Output(NamedTuple):
-    """Destination of a result: the user's object, its array, and the array that the backend fills.
+    """The object of the user for a result, its array, and a packed array for the backend.
 
-    None stands for a new array.
+    The two arrays are the same if no packing is needed. None: the backend creates an array.
     """
 
     argument: Any
@@ -229,13 +233,14 @@ class Output(NamedTuple):
 NEW = Output(np.empty(0), None, None)
 
 
-# Allocating a large result costs more than filling it, because the kernel clears every page.
+# A large new array costs more than its data: the kernel clears every page. ``out`` avoids this.
 def prepare_output(
     name: str, out: Any, like: Any, shape: tuple[int | None, ...], argument: Any
 ) -> Output:
-    """Return the destination of a result of ``shape``: ``out``, or a new array like ``argument``.
+    """Return the place for a result of ``shape``: ``out``, or a new array like ``argument``.
 
-    The first entry of ``shape`` is None if unknown.
+    Raises ValueError if ``out`` does not have this shape and the dtype of ``like``. If ``shape[0]``
+    is None, any first dimension is accepted.
     """
     if out is None:
         return NEW if type(argument) is np.ndarray else Output(argument, None, None)
@@ -251,7 +256,6 @@ def prepare_output(
 
 
 def pack_input(array: Array, space: Output) -> Array:
-    """Return ``array`` packed, without overlap with the memory of ``space``."""
     packed = as_packed(array)
     if space.packed is not None and may_overlap(packed, space.packed):
         return packed.copy()
@@ -265,7 +269,10 @@ def finish(
     space: Output,
     back: Callable[[Array], Array] | None = None,
 ) -> Any:
-    """Return the result in ``space`` or a new array, or a Work for it. ``back``: see ``Terms``."""
+    """Return the result of ``work`` as the user's object, or a Work if ``call`` does not block.
+
+    ``back`` converts the backend's array to the user's dtype.
+    """
     if call.blocking:
         return store_result(work.wait(), space, back)
     if space.packed is not space.array or back is not None:
@@ -276,7 +283,6 @@ def finish(
 
 
 def store_result(value: Any, space: Output, back: Callable[[Array], Array] | None) -> Any:
-    """Return the user's result after a backend has returned ``value`` or filled ``space``."""
     argument, array, packed = space
     part = value if packed is None else packed
     if back is not None:
@@ -286,15 +292,15 @@ def store_result(value: Any, space: Output, back: Callable[[Array], Array] | Non
     return user_result(argument, part, array is not None)
 
 
-# Default arguments of native code, and other names of its arguments.
+# Default values of native code. ``_ALIASES`` maps names of arguments to native names.
 _GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
 _OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": None, "": None}
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _make_entry: Any = None
-with contextlib.suppress(BackendUnavailableError):  # else the first call warns
+with contextlib.suppress(BackendUnavailableError):  # the first call warns later
     _make_entry = _native.load_extension("fast").verb
-    # Pickled by name. As a method and in repr() it behaves like the function.
+    # An entry is pickled by name, and behaves like the function as a method and in repr().
     _make_entry.__reduce__ = lambda entry: entry.__qualname__
     _make_entry.__get__ = lambda entry, one, _=None: (
         entry if one is None else MethodType(entry, one)
@@ -303,10 +309,10 @@ with contextlib.suppress(BackendUnavailableError):  # else the first call warns
 
 
 def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
-    """Return a decorator for a public function whose plain calls native code handles as ``verb``.
+    """Return a decorator that runs plain calls of a public function in native code, as ``verb``.
 
-    The Python function handles other calls, such as calls that pass an argument in ``constants``.
-    Native code receives the constant as this argument. See csrc/fast/entry.c.
+    Other calls run the Python function. ``constants`` are arguments that native code always gets
+    with this value; a call that passes one of them runs in Python. See csrc/fast/entry.c.
     """
 
     def decorated(function: F) -> F:
@@ -318,7 +324,7 @@ def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
             key = name if name in defaults else _ALIASES.get(name, name)
             default = parameter.default
             if key in constants or key not in defaults:
-                key = "verb"  # used only in Python
+                key = "verb"  # native code does not get this argument
             else:
                 defaults[key] = ... if default is parameter.empty else default
             parameters.append((name, list(defaults).index(key), default))
@@ -333,16 +339,16 @@ def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
     return decorated
 
 
-COLLECTIVE = None  # an entry of ``begun`` that is not a message
+COLLECTIVE = None  # stands for a collective in ``begun`` of ``reject_together``
 
 
 class reject_together:
-    """A block in which a rank checks arguments. If it raises an error, the other ranks raise too.
+    """A block in which a rank checks arguments. If it raises, the other ranks raise too.
 
-    ``begun`` lists the operations that the other ranks start: ``COLLECTIVE``, or the ``P2POp`` of
-    this rank. A CuPy array among ``arrays`` selects the backend that the other ranks use.
-    ``outcome`` describes the failure. With ``first``, only an error before the first collective of
-    the block is reported. Ctrl-C ends the group, also between two calls of the block.
+    ``begun`` lists the calls that other ranks make in the block and this rank then does not make:
+    ``COLLECTIVE``, or each ``P2POp``. ``arrays`` shows which backend they use: of CuPy or of NumPy
+    arrays. ``outcome`` describes the failure for other ranks. With ``first``, errors after the
+    first collective of the block are not reported. Ctrl-C in the block ends the group.
     """
 
     def __init__(
@@ -366,19 +372,18 @@ class reject_together:
         if error is not None and not isinstance(error, Exception):
             group.end(error)
         if isinstance(error, MismatchError) and self._calls == group.journal.count[0]:
-            # The rank with invalid arguments has counted the call as well.
+            # The call counts on this rank too, as on the rank that rejected it.
             group.journal.record_rejection(str(self._verb), error)
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
-            return  # the other ranks already know
+            return  # other ranks raise the same error, or have been notified
         if group.rank < 0 or group.size == 1 or not self._begun:
             return
         if self._calls not in (None, group.journal.count[0]):
             return
-        if not group.journal.has_recorded(error):  # no call notified the ranks
+        if not group.journal.has_recorded(error):  # otherwise a call has notified them
             self.reject(error)
 
     def reject(self, error: Exception) -> None:
-        """Make the other ranks raise because of ``error``."""
         group, begun = self._group, list(self._begun)
         words = f"{self._verb}, and {self._outcome} ({reason_of(error)})"
         arrays = [getattr(value, "array", value) for value in self._arrays]
@@ -401,7 +406,7 @@ class reject_together:
 
 
 def group_of(arguments: dict[str, Any]) -> Membership | None:
-    """Return the argument ``group``, else the ``_group`` of ``self``, else the world."""
+    """Return the argument ``group``, or ``self._group``, or the world."""
     return members_of(arguments.get("group") or getattr(arguments.get("self"), "_group", None))
 
 
@@ -410,9 +415,9 @@ def in_step(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a function that makes several calls of a group.
 
-    If the function raises before its first call, the rank still joins that call (see
-    ``reject_together``). Then every rank raises at once, and later calls match. ``group_of``
-    receives the arguments by name, and returns None if the function sends nothing.
+    If the function raises before its first call, the other ranks do not wait for this call: every
+    rank raises, and the group remains usable (see ``reject_together``). ``group_of`` receives the
+    arguments by name. It returns None if the function sends nothing.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
@@ -435,5 +440,4 @@ def in_step(
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an exception as one line."""
     return " ".join(f"{type(error).__name__}: {message_of(error)}".split())

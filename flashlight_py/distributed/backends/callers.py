@@ -1,7 +1,7 @@
-"""Callbacks of native calls into Python, and the threads that are inside a call.
+"""Callbacks from native code into Python, and the threads that are inside a native call.
 
-A native library calls Python while the library waits: to run signal handlers (Ctrl-C), and to find
-the line of user code of the call. A signal handler may start another call, or raise.
+During a wait, native code calls Python to run signal handlers (such as the handler of Ctrl-C) and
+to find the line of user code that made the call.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ SITE_BYTES = codes.SITE_BYTES - 1  # without the terminating zero
 
 
 class Callers:
-    """Threads that are inside a blocking call of a backend, or about to begin one.
+    """Threads that are inside a blocking call of a backend.
 
-    A signal handler must not call the same backend: the new call would wait for the interrupted
-    call, and ranks could not agree on the order of the two calls. A handler may leave the group.
-    Since a handler may raise at any point, a caller adds the result of ``check`` to ``threads``
-    inside a ``try`` block, and discards it in ``finally``.
+    A signal handler that interrupts such a call must not call the same backend: the new call would
+    wait for the interrupted call, and ranks could not agree on the order of the two calls. A
+    handler may end the group. It may also raise an exception at any point. A caller therefore adds
+    the result of ``check`` to ``threads`` inside a ``try`` block, and discards it in ``finally``.
     """
 
     def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
         self._name, self._parts = name, parts  # ``parts``: backends that this backend uses
         self.threads: set[int] = set()
-        self.native_header: Sequence[int] | None = None  # header of the ring of recorded calls
+        self.native_header: Sequence[int] | None = None  # header of the native ring buffer of calls
 
     def contains_this_thread(self) -> bool:
-        """Return whether the current thread is inside a call."""
+        """Return whether the current thread is inside a call of this backend."""
         thread = threading.get_ident()
         in_native = self.native_header is not None and thread in self.native_header[CALLERS]
         if in_native or thread in self.threads:
@@ -43,7 +43,7 @@ class Callers:
         return any(part.is_calling() for part in self._parts)
 
     def check(self, verb: str) -> int:
-        """Return the id of this thread. Raises DistributedError if it is already in a call."""
+        """Return this thread's id. If it is inside a call, raise an error that names ``verb``."""
         if not self.contains_this_thread():
             return threading.get_ident()
         error = DistributedError(
@@ -60,7 +60,7 @@ _exceptions: dict[int, BaseException] = {}
 
 
 def raise_interruption(lib: Any, handle: Any) -> None:
-    """Raise the exception of a signal handler that ran during the wait for ``handle``, if any."""
+    """If a signal handler raised an exception during the wait for ``handle``, raise it here."""
     if _exceptions and (raised := _exceptions.pop(threading.get_ident(), None)) is not None:
         lib.fl_op_free(handle)
         raise raised
@@ -71,7 +71,7 @@ def _store_exception(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def call_site_callback(native: ModuleType) -> Any:
-    """Return the C callback that writes the current line of user code into an fl_site."""
+    """Return the C callback that reports the current line of user code to native code."""
 
     @native.ffi.def_extern(name="fl_where", onerror=_store_exception)  # type: ignore[untyped-decorator]
     def write_site(site: Any) -> None:
@@ -85,6 +85,6 @@ def interrupt_callback(native: ModuleType) -> Any:
 
     @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_store_exception)  # type: ignore[untyped-decorator]
     def interrupted() -> int:
-        return 0  # The interpreter ran pending handlers. ``onerror`` stores their exceptions.
+        return 0  # Python has run the pending handlers. ``onerror`` stores an exception.
 
     return native.lib.fl_interrupted

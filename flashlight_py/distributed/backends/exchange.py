@@ -22,10 +22,11 @@ CONTENT, PROBLEM, LATER = range(3)
 
 
 class Frame(NamedTuple):
-    """Content and buffers that are sent with their lengths.
+    """A message: ``content`` and ``buffers``, which are sent with their lengths.
 
-    ``kind`` is ``CONTENT``, ``PROBLEM`` (the content is an error message) or ``LATER`` (the content
-    is the number of bytes of the frame in the next call). Only native code fills ``buffers``.
+    ``kind`` is ``CONTENT``; ``PROBLEM`` if the content is an error message; or ``LATER`` if the
+    content is the size in bytes of the frame that the next call sends. Only native code sends
+    buffers.
     """
 
     content: bytes | memoryview
@@ -40,7 +41,7 @@ class Frame(NamedTuple):
 
 
 def read_frames(data: Array, limit: int | None = None) -> list[Frame]:
-    """Return the first ``limit`` frames (default: all) of ``data``."""
+    """Return the first ``limit`` frames that ``data`` contains; None: all frames."""
     memory, offset = memoryview(data), 0  # type: ignore[arg-type]
     frames: list[Frame] = []
     while offset < len(memory) and len(frames) != limit:
@@ -64,7 +65,7 @@ def exchange_bytes(
 
 
 class BackendStore(Store):
-    """A store that uses a connected backend. Errors name the call ``part_of``."""
+    """A store on a connected backend. ``part_of`` names the calling function in errors."""
 
     def __init__(self, backend: Backend, part_of: str = "") -> None:
         self.rank, self.size = backend.rank, backend.size

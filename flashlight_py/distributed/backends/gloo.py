@@ -1,7 +1,7 @@
 """Communication of NumPy arrays between processes over TCP, with Gloo.
 
-The native code is in csrc/gloo. Blocking operations run on the thread of the caller, asynchronous
-ones on threads of the group: collectives one after another, messages in parallel.
+The native code is in csrc/gloo. A blocking operation runs on the thread of the caller. Other
+operations run on threads of the group: collectives one after another, messages in parallel.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds between checks, during connecting, whether the peer processes are alive.
+# Seconds between two checks, while ranks connect, whether the process of a rank has ended.
 _LOOK_SECONDS = 0.1
 _ADDRESS_BYTES = 1024  # Maximum length of an address
 
-# A group's number contains a rank in this number of bits.
+# Number of bits for a rank in the number of a subgroup; see ``GlooBackend.subgroup``.
 _RANK_BITS = 24
 
 
@@ -40,7 +40,7 @@ class _GlooCards(NamedTuple):
 
     peers: Sequence[Peer]
     addresses: bytes  # addresses of all ranks, concatenated
-    ports: Sequence[int]  # TCP ports for heartbeats of other hosts
+    ports: Sequence[int]  # TCP port of each rank for heartbeats
     limits: Sequence[float]  # Seconds that a host may be silent
 
     @classmethod
@@ -66,15 +66,17 @@ class GlooBackend(NativeBackend):
         key: Secret of the job. Both ends of a connection prove that they know it.
         host_timeout: Seconds until a silent host is lost (csrc/gloo/heartbeat.h); 0: no limit. The
             largest value of all ranks applies.
-        lazily: Connect all pairs on first use. Default: connect the pairs of small collectives now.
-        is_watched: A larger group watches the hosts and aborts this group.
-        at_once: No call returns before all ranks have made it, in subgroups as well.
+        lazily: If True, connect two ranks when they first exchange data. If False, connect the
+            pairs of ranks that small collectives use now.
+        is_watched: True if a larger group watches the hosts and aborts this group after a loss.
+        at_once: If True, no call returns before all ranks have made the call, also in subgroups.
 
     Raises:
         BackendUnavailableError: If the native extension or the interface is missing, or this rank
             cannot listen to the other hosts.
         PeerLostError: If the process of a rank has ended.
-        CollectiveTimeoutError: If a rank did not connect in time, or another process answered.
+        CollectiveTimeoutError: If a rank does not connect within ``joining``, or if another program
+            answers at its address.
     """
 
     kind = DistributedBackend.GLOO
@@ -113,16 +115,16 @@ class GlooBackend(NativeBackend):
         return self
 
     def subgroup(self, ranks: Sequence[int], count: int, is_flat: bool) -> Subgroup:
-        """Return a description of the subgroup ``ranks``; ``count`` makes its number unique."""
+        """Return a ``Subgroup``. ``count`` and the first rank make its number unique."""
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
 
     def part(self, store: Store, timeout: float) -> GlooBackend:
-        """Return a backend for the ranks of ``store``. Use it after every rank has created it."""
+        """Return a backend for ``store``. Use it only after all ranks have created theirs."""
         return _Part(self, store, timeout)
 
     def _create(self, address: str) -> Any:
-        interface = address.encode(), b""  # no interface name: it may have several addresses
+        interface = address.encode(), b""  # without a name: an interface may have several addresses
         group = self.lib.fl_gloo_create(self.rank, self.size, *interface, self._joining)
         if group == self.ffi.NULL:
             raise BackendUnavailableError(
@@ -132,7 +134,7 @@ class GlooBackend(NativeBackend):
         return self._owned(group)
 
     def _connect(self, store: Store, key: bytes, watched: tuple[int, float], lazily: bool) -> None:
-        """Send the address of this rank to its peers, and connect to them."""
+        """Exchange addresses with the other ranks, and connect to them."""
         buffer = self.ffi.new("char[]", _ADDRESS_BYTES)
         count = self.lib.fl_address(self.group, buffer, _ADDRESS_BYTES)
         assert count > 0
@@ -142,7 +144,7 @@ class GlooBackend(NativeBackend):
         texts = store.exchange(json.dumps(card).encode())
         cards = texts.derived(_GlooCards.read)
         self._set_peers(cards.peers)
-        # The key of this rendezvous only. Both ends of a connection derive a handshake from it.
+        # A key for this rendezvous only. Both ends of a connection use it in their handshake.
         key = texts.derived(derived_key, key)
         if len(set(store.hosts)) > 1:
             self._watch_hosts(store.hosts, cards, cards.addresses, count, key)
@@ -162,13 +164,12 @@ class GlooBackend(NativeBackend):
         work.wait()
 
     def _set_peers(self, peers: Sequence[Peer]) -> None:
-        """Store the processes of the ranks, and which of them run on this machine."""
         machine = this_process().machine
         self._peers, ranks = peers, range(len(peers))
         self._of_machine = [rank for rank in ranks if machine and peers[rank].machine == machine]
 
     def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
-        """Start to watch the hosts. ``connecting`` are the arguments of ``fl_connect``."""
+        """Start to watch the hosts. ``connecting``: addresses, bytes per address, and the key."""
         host_names = dict(zip(hosts, (peer.host for peer in self._peers), strict=True))
         numbers = {host: number for number, host in enumerate(host_names)}
         texts = [self.ffi.new("char[]", name.encode()) for name in host_names.values()]
@@ -182,12 +183,12 @@ class GlooBackend(NativeBackend):
         self._do("watch_hosts", self.group, self.ffi.new("fl_hosts *", fields), *connecting)
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``. Detects the end of a rank on another machine only during a wait."""
+        """See ``Backend``. Only a wait detects that a process on another machine has ended."""
         dead = self._dead(doing)
-        return super().lost(doing) or dead  # the group's own reason takes precedence
+        return super().lost(doing) or dead  # prefer the reason that the library recorded
 
     def _dead(self, doing: str) -> PeerLostError | None:
-        """Return an error if a process on this machine has ended. Gloo does not detect it."""
+        """Return an error if a process on this machine has ended: Gloo does not detect this."""
         dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None
@@ -197,7 +198,7 @@ class GlooBackend(NativeBackend):
         )
 
     def propagate_host_loss(self, other: NativeBackend) -> None:
-        """Abort ``other`` as well if a host is lost, even if this group runs no operation."""
+        """From now on, if a host is lost, abort ``other`` too, even if this group is idle."""
         if other is self:
             return
         give_up = other._address_of(other.ffi.addressof(other.lib, "fl_give_up"))

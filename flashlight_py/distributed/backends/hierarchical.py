@@ -1,8 +1,9 @@
 """A group over several hosts: shared memory inside each host, another backend between hosts.
 
-The data of a small array is sent with the comparison of the calls. The data of a large array
-follows later; see ``hierarchical_calls.py``. A reduction adds the ranks of each host in order, then
-the hosts in order. The result has the same bits on every rank, and in every run with the same
+The ranks compare each call before it changes an array. The messages of the comparison also contain
+the data of small arrays. Large arrays are sent afterwards; see ``hierarchical_calls.py``. A
+reduction first combines the arrays of each host, and then combines the results of the hosts in a
+fixed order. The result therefore has the same bits on every rank, and in every run with the same
 placement. A receive from any rank waits in both backends until one of them has a message.
 """
 
@@ -44,7 +45,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Receive from any rank: maximum seconds of a poll of a backend, and of a wait between polls.
+# For a receive from any rank: maximum seconds of one poll, and of the wait between two polls.
 _LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
 _NEVER = 1e9  # seconds; stands for no timeout
@@ -57,11 +58,11 @@ class HierarchicalBackend(Backend):
         rank: Rank of this process.
         hosts: Ranks of each host. Every rank is in exactly one list.
         inside: Backend for the ranks of this host, in the order of ``hosts``.
-        between: Backend for the ranks with this local rank on all hosts; None if a host lacks one.
-        flat: Backend for all ranks. It runs the verbs that gain nothing from the hierarchy.
-        timeout: Seconds that ``inside`` allows each operation. Operations between hosts get more.
-        checked: Compare calls before data moves. If False, a mismatch between hosts breaks the
-            group, at once or after the timeout.
+        between: Backend for the ranks at the same position in each list; None if a list is shorter.
+        flat: Backend for all ranks. It runs the verbs that the hierarchy would not make faster.
+        timeout: Seconds for each operation inside a host. The limit between hosts is longer.
+        checked: If True, ranks compare calls before data moves. If False, a mismatch between hosts
+            breaks the group, immediately or after the timeout.
     """
 
     kind = DistributedBackend.GLOO
@@ -107,9 +108,9 @@ class HierarchicalBackend(Backend):
         self._rows: Sequence[int] = ()  # row counts of all ranks in the compared call
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
-        self._failed: list[FutureWork] = []  # failed; no ``wait`` has raised their error
+        self._failed: list[FutureWork] = []  # failed; ``synchronize`` raises their errors
         self._receives: list[Then] = []
-        self._beginning = threading.RLock()  # reentrant for signal handlers
+        self._beginning = threading.RLock()  # reentrant, because a signal handler may need it
         self._notified: list[Backend] = []  # backends aborted because another one was lost
         self._is_closed = False
 
@@ -121,7 +122,8 @@ class HierarchicalBackend(Backend):
     def _set_timeouts(self, seconds: float) -> None:
         self.timeout = self._agreement.timeout = seconds
         # Longer than a timeout inside a host: data follows the comparison, and a local peer may
-        # itself wait for another host. That peer must time out first, to name the late rank.
+        # itself wait for another host. The peer must time out first, because its error names the
+        # late rank.
         self._far = self._calls.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
@@ -137,7 +139,7 @@ class HierarchicalBackend(Backend):
         return self._start(call, lambda: run(call))
 
     def _message(self, call: Call) -> Work:
-        """Start a message in the shared memory of the host, or between hosts; see ``Backend``."""
+        """Start a message inside this host, or to another host; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
         if call.peer == ANY_RANK:
             return self._receive_open(call)
@@ -150,8 +152,8 @@ class HierarchicalBackend(Backend):
     def _receive_open(self, call: Call) -> Work:
         claim = np.zeros(1, np.int32)
         limit = self.timeout if call.seconds is None else call.seconds
-        # Backends with their ranks and a timeout in seconds. Only ``flat``, the last one, ends the
-        # receive after the timeout.
+        # Backends with their ranks and a timeout in seconds. The timeout of ``flat``, the last
+        # backend, ends the whole receive.
         parts: list[tuple[Backend, Sequence[int], float]] = [(self._flat, range(self.size), limit)]
         if self._inside.size > 1:
             parts.insert(0, (self._inside, self._host, _NEVER))
@@ -167,7 +169,7 @@ class HierarchicalBackend(Backend):
         return Done(receive.receive()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
-        """Compare row counts or the shape of a scatter. ``_agreement`` has compared the rest."""
+        """Compare row counts or a scatter's shape. ``_agreement`` has compared everything else."""
         differs = call.is_ragged or call.verb is verbs.SCATTER
         return self._on_all_ranks(call) if differs or not self._checked else None
 
@@ -186,13 +188,13 @@ class HierarchicalBackend(Backend):
         return result
 
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
-        """Return an array in memory shared by the ranks of this host; see ``shared_arrays``."""
+        """Return a list with one array in memory that the ranks of this host share."""
         call = Call(verbs.BARRIER, part_of=f"shared_empty({dtype} {shape})")
 
         def inside() -> Array | MemoryError:
             try:
                 return shared_array(self._inside, shape, dtype)
-            except MemoryError as error:  # an error that does not end the group
+            except MemoryError as error:  # not raised here, because that would end the group
                 return error
 
         array: Array | MemoryError = self._start(call, inside).wait()
@@ -201,8 +203,8 @@ class HierarchicalBackend(Backend):
         return [array]
 
     def _refuse(self, call: Call) -> Work:
-        """Make the other ranks raise: this rank rejected ``call``. Unchecked: end the group."""
-        if not self._checked:  # other ranks may be in another call
+        """Make the other ranks raise an error because this rank rejected ``call``."""
+        if not self._checked:  # no comparison would notify other ranks
             self.end(MismatchError(f"{names([self.rank])} called {call}"))
             return Done()
         work = self._start(replace(call, blocking=False), lambda: None)
@@ -211,7 +213,7 @@ class HierarchicalBackend(Backend):
         return work
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
-        """Run a blocking call on this thread if no call is pending; otherwise queue the call."""
+        """Run a blocking call on this thread if no call is pending; otherwise queue ``call``."""
         thread, number = self._callers.check(call.name), self.count[0]
         ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
         if ended:
@@ -224,7 +226,7 @@ class HierarchicalBackend(Backend):
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_on_thread, caller(), call, number, run))
-            work.is_settled = call.compared  # the comparing code receives the error
+            work.is_settled = call.compared  # the comparing code handles an error
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
@@ -235,9 +237,9 @@ class HierarchicalBackend(Backend):
             return self._run(call, number, run)
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
-        """Compare the calls, then run. If one backend breaks, end the other backends too."""
+        """Compare the calls, then call ``run``. If one backend breaks, end the others."""
         for part in self._parts:
-            part.count = (number,)  # number of the call for errors
+            part.count = (number,)  # errors name the call by this number
         try:
             if not self._checked:
                 return run()
@@ -253,15 +255,15 @@ class HierarchicalBackend(Backend):
                 self._close_backends()
             raise
         except (PeerLostError, CollectiveTimeoutError) as error:
-            # If much data is in flight between hosts, the connection may close before the reason of
-            # a loss arrives. The ranks of this host know the reason in that case.
+            # A connection between hosts may close before it delivers the reason of a loss. A rank
+            # of this host may have received the reason.
             loss = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
             cause = loss if isinstance(loss, PeerLostError) else error
             self.end(cause)
             late = self._checked and isinstance(error, CollectiveTimeoutError)
             last = f". {self._agreement.last()}" if late else ""
             raise type(error)(f"in {call.steps}: {cause}{last}") from error
-        except ValueError:  # wrong size of ``out``: other ranks have results
+        except ValueError:  # this rank's ``out`` has a wrong size; the group is intact
             raise
         except GroupClosedError as error:
             raise self.host_loss_or(call.name, error) from error
@@ -271,7 +273,7 @@ class HierarchicalBackend(Backend):
             raise
 
     def guarded(self, doing: str, wait: Callable[[], Any]) -> Any:
-        """Return ``wait()`` of one backend; an error that breaks it ends the other backends."""
+        """Return ``wait()``. If its error breaks one backend, end the other backends too."""
         try:
             return wait()
         except GroupClosedError as error:
@@ -283,7 +285,7 @@ class HierarchicalBackend(Backend):
             raise
 
     def host_loss_or(self, doing: str, error: GroupClosedError) -> DistributedError:
-        """Return the error for lost hosts if they ended the group; otherwise ``error``."""
+        """Return an error that names lost hosts, if their loss closed the group; else ``error``."""
         if self._is_closed:
             return error
         loss = self._flat.lost(doing)
@@ -295,12 +297,11 @@ class HierarchicalBackend(Backend):
         return self._callers.contains_this_thread()
 
     def synchronize(self) -> None:
-        # A copy of the lists, because a rejected call still runs and changes them.
+        # Copy the lists, because a rejected call that still runs changes them.
         wait_for([*self._failed, *self._running, *self._receives])
         for part in self._parts:  # wait for messages
             self.guarded("sync_distributed", part.synchronize)
 
-    # Waits of the libraries end as well: a rank that waits in shared memory is notified at once.
     def end(self, error: DistributedError) -> None:
         """End all backends because of ``error`` in one of them."""
         self.abort(error)
@@ -315,7 +316,7 @@ class HierarchicalBackend(Backend):
             backend.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``. A loss aborts the other backends: each connects only some ranks."""
+        """See ``Backend``. After a loss, abort backends that may not detect the loss."""
         losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
         cause = next(filter(None, losses.values()), None)
         if isinstance(cause, PeerLostError):
@@ -333,7 +334,8 @@ class HierarchicalBackend(Backend):
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
-        # Code under a signal handler may hold the queue's lock. The thread then ends by itself.
+        # The code that a signal handler interrupted may hold the queue's lock: do not wait for the
+        # thread.
         if thread is not None and not self._callers.contains_this_thread():
             thread.shutdown(cancel_futures=True)
 
@@ -378,10 +380,10 @@ class FutureWork(Work):
 
 
 class PartWork(Work):
-    """The message ``call``, as operations of one or two backends. If one fails, all end.
+    """The message ``call``, which one or two backends run. If one fails, all backends end.
 
-    ``works`` pairs each operation with the ranks of its backend, numbered as in this group. The
-    operations of a receive from any rank share ``claim`` (see ``Call``).
+    ``works`` has pairs of an operation and the ranks of its backend, as numbered in this group. If
+    the operations receive from any rank, they share ``claim`` (see ``Call``).
     """
 
     def __init__(
@@ -394,7 +396,7 @@ class PartWork(Work):
         self._owner, self._call, self._works, self._claim = owner, call, works, claim
 
     def receive(self) -> Matched | None:
-        """Receive from any rank. Return None if no message arrived in time."""
+        """Receive from any rank. Return None if no message arrived within ``call.patience``."""
         patience = self._call.patience
         self._await(math.inf if patience < 0 else patience)
         match: Matched | None = self._finish(None)
@@ -411,7 +413,7 @@ class PartWork(Work):
         return self._finish(max(0.0, end - time.monotonic()))
 
     def _await(self, seconds: float) -> bool:
-        """Wait until a backend has a message for a receive from any rank, or fails."""
+        """Return whether a backend got a message, or failed, within ``seconds``."""
         end = time.monotonic() + seconds
         flat = self._works[-1][0]
         while not self._is_decided():
@@ -436,7 +438,7 @@ class PartWork(Work):
             work.cancel()
 
     def _finish(self, timeout: float | None) -> Any:
-        """Return the received message once it is complete, and cancel the other operation."""
+        """Cancel the operation without a message, if any; return the complete message."""
         self._cancel()
 
         def wait() -> Any:

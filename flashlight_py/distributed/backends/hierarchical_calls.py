@@ -1,8 +1,9 @@
-"""Collectives between hosts. A small array is sent with the comparison of the calls.
+"""Collectives over several hosts. A small array is sent with the comparison of the calls.
 
-A large array is reduced or collected inside each host, and cut into sections, one for each leader.
-Leader i of each host then exchanges section i with the leaders i of other hosts, which uses all
-links and cores. Then the ranks of a host share the sections.
+The leaders of a host are its first ranks; every host has the same number of leaders. A large array
+is first reduced or collected inside each host, and cut into one section for each leader. Leader i
+of each host then exchanges section i with leader i of every other host, so all leaders send in
+parallel. Finally, each leader broadcasts its section inside its host.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 class HostCalls:
     """The collectives of rank ``rank`` in ``hosts``.
 
-    For a small call, ``load`` returns the data to send with the comparison, and ``take`` returns
-    the result. This needs one exchange instead of two or three. A mismatch is detected before any
-    array changes. The other methods run large arrays, after all ranks have made the same call.
+    If an array is small, ``load`` returns the data to send with the comparison of the call, and
+    ``take`` returns the result from the answers. This saves one or two further exchanges. A
+    mismatch is detected before any array changes. The other methods run large arrays, after all
+    ranks have made the same call.
 
     ``inside`` and ``between``: see ``HierarchicalBackend``. ``far`` is the timeout between hosts in
     seconds. ``runs_ahead`` is called if a call returns while a local peer may still be in the call.
@@ -82,7 +84,7 @@ class HostCalls:
         self._runs_ahead = runs_ahead
 
     def load(self, call: Call) -> Load:
-        """Return the data to send with the comparison of ``call``; no data for a large array."""
+        """Return the data of ``call`` for its comparison; ``NO_LOAD`` if the array is large."""
         if call.compared or call.refusal or call.array is None:
             return NO_LOAD
         array: Array = call.array
@@ -115,7 +117,7 @@ class HostCalls:
         if not call.verb.fills(self._rank, call.root):
             return array if call.verb.in_place else None
         if call.verb is BROADCAST and self._rank == call.root:
-            return array  # the array of the root may be read-only
+            return array  # do not write to it: it may be read-only
         if call.verb in _GATHERS:
             rows = sum(message.lengths)
             values = np.ndarray((rows, *array.shape[1:]), array.dtype, message.data)
@@ -130,7 +132,7 @@ class HostCalls:
     def _combined(
         self, name: str, dtype: np.dtype[Any], op: int, scale: float, parts: Sequence[Array]
     ) -> Array:
-        """Return the reduction of ``parts``, bytes of ``dtype``, in their order."""
+        """Reduce ``parts`` in their order. Each part has the bytes of an array of ``dtype``."""
         ffi, count = self._native.ffi, parts[0].size // dtype.itemsize
         result = np.empty_like(parts[0])
         where = ffi.from_buffer("char[]", result, require_writable=True)
@@ -140,7 +142,7 @@ class HostCalls:
         return result
 
     def all_reduce(self, call: Call) -> Array:
-        """Reduce inside each host, then between hosts, and share the result."""
+        """Reduce inside each host and then between hosts. Copy the result to all ranks."""
         array: Array = call.array
         first, last = factors(array.dtype, call.op, call.scale)
         inside, between = (Call(ALL_REDUCE, None, call.op, scale) for scale in (first, last))
@@ -157,7 +159,7 @@ class HostCalls:
         return array
 
     def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
-        """For each chunk: run ``inside`` on each host, ``between`` hosts, and share it."""
+        """For each chunk: run ``inside``, then ``between`` on the leaders, then ``_share``."""
         flat, index = array.reshape(-1), self._inside.rank
         before: tuple[Sequence[Array], Work] = (), _DONE
         for chunk in cut_evenly(flat, max(1, array.nbytes // _CHUNK_BYTES)):
@@ -173,7 +175,7 @@ class HostCalls:
         self._share(*before)
 
     def _share(self, sections: Sequence[Array], work: Work = _DONE) -> None:
-        """After ``work``, send ``sections[i]`` from leader i to every rank of this host."""
+        """Wait for ``work``, then broadcast each ``sections[i]`` from leader i inside this host."""
         work.wait()
         for leader, part in enumerate(sections):
             self._send_inside(part, leader)
@@ -212,10 +214,10 @@ class HostCalls:
         return self._in_rank_order(call, gathered, rows, not self._in_order)
 
     def _gather(self, data: Array, regions: Sequence[Region]) -> None:
-        """Fill ``regions``, one for each host; ``data`` is the part of this rank."""
+        """Gather ``data`` of all ranks into ``regions``, a list with a region for each host."""
         home, index = regions[self._home], self._inside.rank
         work: Work = _DONE
-        if self._even:  # the section is this rank's data, so the exchange starts at once
+        if self._even:  # the section is this rank's data, so the exchange starts immediately
             work = self._start_gather(data, blocking=False)
         self._inside.start(Call(ALL_GATHER, data, out=home.flat)).wait()
         if self._between is not None and not self._even:
@@ -235,7 +237,7 @@ class HostCalls:
         return self._between.start(Call(ALL_GATHER, section, blocking=blocking, seconds=self.far))
 
     def reduce_scatter(self, call: Call) -> Array:
-        """Reduce inside hosts, then between hosts, and give each rank its part of the result."""
+        """Reduce inside hosts, then between hosts; return this rank's part of the result."""
         first, last = factors(call.array.dtype, call.op, call.scale)
         parts = [call.array[self._rows_of(call, rank)] for rank in self._order]
         flat = (call.array if self._in_order else np.concatenate(parts)).reshape(-1)
@@ -258,7 +260,6 @@ class HostCalls:
     def _reduce_regions(
         self, call: Call, scale: float, regions: Sequence[Region]
     ) -> tuple[Array, list[int]]:
-        """Reduce inside the host; return this leader's sections, and the length of each."""
         index = self._inside.rank
         sizes = [[len(section) for section in region.sections] for region in regions]
         lengths = [0 if self._between is None else counts[index] for counts in sizes]
@@ -277,7 +278,7 @@ class HostCalls:
         self._between.start(step).wait()
 
     def _regions(self, flat: Array, counts: Sequence[int]) -> list[Region]:
-        """Cut ``flat`` host by host; ``counts`` has the number of elements of each rank."""
+        """Cut ``flat`` into a region for each host. ``counts``: number of elements of each rank."""
         by_host = split_rows(counts, [len(host) for host in self._hosts])
         by_host_data = split_rows(flat, list(map(sum, by_host)))
         parts = zip(by_host_data, by_host, strict=True)
@@ -298,7 +299,7 @@ class HostCalls:
     def _in_rank_order(
         self, call: Call, gathered: Array, rows: Sequence[int], copies: bool = True
     ) -> Array:
-        """Return the rows in ``gathered``, which are sorted by host, in rank order.
+        """Return the rows of ``gathered`` in rank order. In ``gathered`` they are sorted by host.
 
         Raises ValueError if ``call.out`` has another number of rows.
         """

@@ -1,4 +1,4 @@
-"""A group in a native library: describe a call, start the call, wait for it, close the group.
+"""The base class of backends whose calls run in a native library.
 
 A call is passed to the library as a signature and the addresses of its input and output.
 """
@@ -66,10 +66,10 @@ from flashlight_py.errors import DistributedError, GroupClosedError
 
 _ARRAY = object()
 
-_LEAST_RUNNING = 8  # number of running operations at which ended operations are removed
+_LEAST_RUNNING = 8  # minimum number of tracked operations before ended operations are removed
 SLOWER = "small calls take some microseconds longer"
 _SEEN = 1024  # Maximum number of dtype names that are remembered
-# Numbers of the calls that consist of several steps; 0: the call is not a step.
+# Numbers that mark the steps of composed calls in signatures, by name of the call; 0: no step.
 _STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 # Properties of each verb for csrc/fast/plain.h, by the code of the verb.
@@ -88,8 +88,9 @@ FLAGS = bytes(_flags)
 def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int) -> tuple[Any, str]:
     """Return the signature of ``call`` with dtype and shape of ``like``, and a name or "".
 
-    If the library does not know the dtype, its number follows the dimensions, and its name is
-    returned. A barrier of the shutdown has a name too. The name is sent before the call site.
+    The name is not empty if the library does not know the dtype: the signature then stores a number
+    of the dtype after the dimensions. A barrier of the shutdown has a name too. The name is sent
+    before the call site.
     """
     name, size, dtype = "", (0, 0), call.compared * codes.COMPARED
     if like is None:
@@ -139,7 +140,7 @@ class NativeBackend(Backend):
     """
 
     journal: Journal | None = None  # journal of the group
-    steps: tuple[str, ...] = ()  # C functions for calls in several steps, if any
+    steps: tuple[str, ...] = ()  # names of C functions for calls in several steps
     finds_shape = True
     asks_for_sites = False  # whether the library asks for the call site of a blocking call
 
@@ -147,22 +148,22 @@ class NativeBackend(Backend):
         self.ffi, self.lib = native.ffi, native.lib
         self.rank, self.size, self.timeout = store.rank, store.size, timeout
         self.processes = store.processes
-        # Numbers of the ranks in messages to users.
+        # Messages to users name the ranks by these numbers.
         self.numbers = list(store.numbers) or list(range(self.size))
         self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
-        # Handle of the group in the library; None after close(). Its last user frees it.
+        # Handle of the group in the library; None after close(). It is freed after its last use.
         self.group: Any = None
         abort.watch(self)
         self._sites: dict[Site, Any] = {}
         self._running: dict[Any, None] = {}  # an ordered set; several threads change it
         self._most_running = _LEAST_RUNNING
         self._callers = Callers(self.name)
-        self._first: list[Any] = []  # garbage-collected shared arrays; the next call drops them
-        self._step: EntryPoints | None = None  # native code for steps of a call
+        self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
+        self._step: EntryPoints | None = None  # native functions for steps of composed calls
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
     def bind(self, journal: Journal) -> FastPath:
-        """Return native entry points that read plain NumPy arrays themselves; see ``Backend``."""
+        """Return native functions that accept plain NumPy arrays directly; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
         self.journal = journal
@@ -170,7 +171,7 @@ class NativeBackend(Backend):
         return self._bound(fast, journal)
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run ``verb`` as a step of a call, which is not recorded; see ``Backend``."""
+        """Run ``verb`` as a step of another call; steps are not recorded. See ``Backend``."""
         if (path := self._step) is None:
             fast = _native.optional("fast", SLOWER)
             path = self._step = EntryPoints() if fast is None else self._bound(fast, Ring())
@@ -197,11 +198,11 @@ class NativeBackend(Backend):
         return EntryPoints(*functions_of_group)
 
     def _owned(self, group: Any) -> Any:
-        """Return the handle ``group``, which is freed when no reference remains."""
+        """Return the handle ``group``, which is freed when no reference to it remains."""
         return freed_by(self.ffi, group, self.lib.fl_free, self._kept)
 
     def _begin(self, native: ModuleType, group: Any, at_once: bool = False) -> None:
-        """Start to use ``group``, a group of the library, for all calls."""
+        """Start to use ``group``. If ``at_once``, a call ends only after all ranks have made it."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
         self._do("on_interrupt", group, interrupt_callback(native))
@@ -223,19 +224,17 @@ class NativeBackend(Backend):
         return text
 
     def _pointer(self, array: Array | None) -> Any:
-        """Return the address of the first element of ``array``, or NULL if it is None."""
         return self.ffi.NULL if array is None else self.ffi.from_buffer(array)
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
 
     def _native_call_site(self) -> int:
-        """Return the address of an fl_site with the current line of user code."""
         return self._address_of(self._call_site(1))
 
     def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
-        """Return the result of a blocking native call that must still wait, or raise its error."""
-        root, number, limit = call  # number of the call in the journal; limit in seconds
+        """Finish a blocking call that native code started; return its result or raise its error."""
+        root, number, limit = call  # ``number``: entry in the journal; ``limit``: seconds
         try:
             if verb == SENDRECV.code:
                 arrays = x, out, out
@@ -248,12 +247,11 @@ class NativeBackend(Backend):
         except BaseException as error:
             if self.journal is not None:
                 self.journal.record_failure(number, error)
-            if not isinstance(error, Exception):  # the program must not run the next steps
+            if not isinstance(error, Exception):  # such as Ctrl-C: the other ranks must not wait
                 abort.report(error, [self])
             raise
 
     def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
-        """Return the Work of an asynchronous native call."""
         # ``arrays`` must outlive the operation. ``number`` is the collective's number in the group.
         *arrays, root, peer, entry, number = call
         work: Work = Done(arrays[2])
@@ -280,9 +278,9 @@ class NativeBackend(Backend):
         return work
 
     def _refuse(self, call: Call) -> Work:
-        """Join ``call`` with a signature that matches no other rank, so that all ranks raise."""
+        """Send a signature that differs from every other rank's, so that all ranks raise."""
         if self.group is None:
-            return Done()  # the group has ended: other ranks know
+            return Done()  # the group is closed, and the other ranks were notified
         return self._launch(replace(call, blocking=False), result=None)
 
     def call_ahead(self, rank: int) -> str:
@@ -333,7 +331,8 @@ class NativeBackend(Backend):
                 site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
-                # This rank may return from such a call before another rank asks for the call site.
+                # In a rooted or prefix verb, this rank may return before another rank asks for the
+                # site.
                 runs_ahead = verb.rooted or verb.prefix
                 site = self.ffi.NULL if asks and not runs_ahead else self._call_site()
             addresses = source, target, call.peer
@@ -353,7 +352,7 @@ class NativeBackend(Backend):
         return work
 
     def _forget_collected(self, group: Any) -> None:
-        """Drop the arrays of ``_first`` in the library, unless another thread is in a call."""
+        """Free collected arrays in the library; keep arrays while another thread is in a call."""
         dropped, self._first[:] = list(self._first), []
         self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
 
@@ -371,13 +370,11 @@ class NativeBackend(Backend):
         return self._callers.contains_this_thread()
 
     def _open(self, name: str) -> Any:
-        """Return the handle of the group; raise GroupClosedError if the group is closed."""
         if (group := self.group) is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed. Create it again")
         return group
 
     def _call_site(self, depth: int = 3) -> Any:
-        """Return the current line of user code as an fl_site."""
         line = caller(depth)
         if (site := self._sites.get(line)) is None:
             text = site_of(line).encode()[-SITE_BYTES:]
@@ -398,7 +395,6 @@ class NativeBackend(Backend):
         return start(call)
 
     def _compare(self, call: Call) -> Work:
-        """Start a comparison of the calls of the ranks; see ``Call.compared``."""
         rows = call.rows if call.verb.reduces else None
         root = None if rows is None else _digest(self._table(rows))
         work = self._launch(call, like=call.like, root=root, result=COMPARED)
@@ -418,7 +414,6 @@ class NativeBackend(Backend):
         return self._launch(call, output=out, result=out)
 
     def _result(self, call: Call, shape: Any) -> Array:
-        """Return ``call.out``, or a new array of ``shape``."""
         return np.empty(shape, call.array.dtype) if call.out is None else call.out
 
     def _gather(self, call: Call) -> Work:
@@ -460,7 +455,7 @@ class NativeBackend(Backend):
         return Then(work, lambda _: check_out_rows(call.name, out, count, self.rank, self.size))
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
-        """Return ``data`` and ``keep`` for ``_launch``. Rows of ``table``: numbers of sent rows."""
+        """Return ``data`` and ``keep`` of ``_launch``; ``table`` is a result of ``_table``."""
         bytes_of_all = np.ascontiguousarray(table * row_bytes(array))
         table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))
@@ -514,7 +509,7 @@ class NativeBackend(Backend):
     def close(self) -> None:
         """Fail pending operations and stop the native threads.
 
-        If a signal handler closes the group inside a call of the same thread, that call ends later.
+        If a signal handler closes the group, the call that it interrupted ends after the handler.
         """
         group, self.group, self._step, self._kept = self.group, None, None, []
         if group is not None:

@@ -47,8 +47,8 @@ dtype_names: dict[int, str] = {}
 _MOST_QUERIED = 64
 # First letter of a message for other ranks. The letter selects the class that they raise.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
-_LEFT = "it has left the group"  # the text of csrc/common
-_GIVEN_UP = "it gave up waiting for this rank: "  # the text of csrc/common
+_LEFT = "it has left the group"  # must equal the text in csrc/common
+_GIVEN_UP = "it gave up waiting for this rank: "  # must equal the text in csrc/common
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
 _WORDS_FOR_OTHERS = re.compile("^[PTM](?=lost |rank |ranks |all |a rank |the ranks )")
 
@@ -101,15 +101,15 @@ def failure(
 def _ended_normally(
     backend: NativeBackend, handle: Any, missing: Sequence[int], number: int
 ) -> str:
-    """Return a text: the first ``missing`` rank left the group, after this number of calls."""
+    """Return that the first ``missing`` rank left the group, and after how many calls."""
     words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
-        return words  # for a message, or if the group failed before this call
+        return words  # no counts: this is a message, or the group failed earlier
     own_count, peer_count = (calls[rank].sequence for rank in (backend.rank, missing[0]))
     if peer_count >= own_count:
         return words
     number = number or backend.count[0] or own_count
-    made = min(number - 1, peer_count + number - own_count)  # the rank may lack only a step of it
+    made = min(number - 1, peer_count + number - own_count)  # the rank may lack only the last step
     return f"{words} after {made} calls of it, {number - made} fewer than this rank"
 
 
@@ -126,7 +126,7 @@ def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> st
 
 
 def _late_rank_for_peers(backend: NativeBackend, who: str, why: str) -> str:
-    """Return the message for other ranks after ``who`` stopped waiting for this rank."""
+    """Return the message for other ranks if ``who`` gave up waiting for this rank."""
     processes = process_list([backend.rank], backend.processes)
     late = f"rank {backend.numbers[backend.rank]} did not join"
     return did_not_join("", late, f"the limit of {who}", why, processes).removeprefix(": ")
@@ -140,7 +140,6 @@ def _received_error(where: str, words: str) -> DistributedError:
 
 
 def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:
-    """Return an error that lists the calls of the ranks."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     by_rank = {
         backend.numbers[rank]: (rank, signatures[rank])
@@ -187,7 +186,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
     if signatures == backend.ffi.NULL:
         return ""  # the timeout's message already names the tag
     own_call = signatures[backend.rank]
-    extra = own_call.sequence - number if number else 0  # steps of calls, not counted as calls
+    extra = own_call.sequence - number if number else 0  # number of steps that users do not see
     sentences = [f"Call {own_call.sequence - extra} of this group is {signature_text(own_call)}"]
     for rank in missing[:MOST_RANKS]:
         who = f"rank {backend.numbers[rank]}"

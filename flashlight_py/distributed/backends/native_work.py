@@ -45,7 +45,7 @@ _WITH_SHAPES = {
 
 
 def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
-    """Return ``pointer``. If the pointer is collected, ``free`` is called, then ``kept`` released.
+    """Return ``pointer``. If it is garbage-collected, ``free`` is called and ``kept`` released.
 
     ``free`` and its caller are C functions: in Python code that runs during a collection, an
     exception of a signal handler (Ctrl-C) would be lost.
@@ -57,7 +57,7 @@ def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object
 
 def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     """Return ``pointer``, which keeps ``kept`` alive."""
-    return freed_by(ffi, pointer, id, kept)  # ``id`` is a function without effect
+    return freed_by(ffi, pointer, id, kept)  # ``id`` has no effect
 
 
 @functools.cache
@@ -67,14 +67,14 @@ def light_work(fast: Any) -> Any:
 
 
 class NativeWork(Work):
-    """A native operation. It keeps its arrays (``kept``) alive.
+    """A native operation. It keeps the objects in ``kept`` alive.
 
-    ``wait`` returns ``result``, which it first creates if ``result`` is a placeholder such as
-    ``GATHERED``. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is the result
-    of a gather if all ranks pass equal row counts. A description may replace an array.
+    ``wait`` returns ``result``. If ``result`` is a placeholder such as ``GATHERED``, ``wait`` first
+    creates the array. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is an
+    array for the result of a gather if all ranks pass equal row counts.
     """
 
-    id = 0  # entry in the backend's journal if native code recorded the call
+    id = 0  # entry in the backend's journal; 0: native code recorded no entry
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class NativeWork(Work):
         return self._result
 
     def _status(self, seconds: float) -> int:
-        """Return the status after a wait of at most ``seconds``."""
         group = self._backend.group  # noqa: F841  (keeps it alive: a wait may run the operation)
         return int(self._lib.fl_op_wait(self._handle, seconds))
 
@@ -153,7 +152,7 @@ class NativeWork(Work):
         return error
 
     def _compared(self) -> Any:
-        """Return the result for ``Call.compared``: for a message, its number."""
+        """Return the result of a comparison; see ``compared`` and ``received`` of ``Call``."""
         size, signatures = self._backend.size, self._signatures()
         if signatures == self._backend.ffi.NULL:
             return None
@@ -184,27 +183,26 @@ class NativeWork(Work):
             return result
         signatures = self._signatures()
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if result is not None and row_count(result) == rows:  # the rows have zero bytes
+        if result is not None and row_count(result) == rows:  # empty rows, so no bytes arrived
             return result
         if self._out is not None:
             check_out_rows(self._name, self._out, rows, backend.rank, backend.size)
         return self._wrap(self._like.dtype, (rows, *self._like.shape[1:]))
 
     def _scattered(self) -> Array:
-        """Return this rank's part as an array."""
         dtype, shape = self._sent()
         if dtype is ENCODED_PART:
             return decode_part(self._wrap(np.dtype(np.uint8), shape))
         return self._wrap(dtype, shape)
 
     def _wrap(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Return the received bytes as an array, without a copy. It keeps the handle alive."""
+        """Return the received bytes as an array without a copy. The array keeps them alive."""
         ffi, (pointer, count) = self._backend.ffi, self._fetched()
         owner = keeping(ffi, ffi.cast("char *", pointer), self._handle)
         array: Array = np.ndarray(shape, dtype, ffi.buffer(owner, count))
         return array
 
     def _fetched(self) -> tuple[Any, int]:
-        """Return address and length of the received bytes. NULL: the library filled the array."""
+        """Return address and length of the bytes; NULL if the library filled the result array."""
         count = self._backend.ffi.new("size_t *")
         return self._lib.fl_op_output(self._handle, count), count[0]

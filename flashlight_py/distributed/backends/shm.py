@@ -1,7 +1,7 @@
 """Communication of NumPy arrays between the processes of one host, through shared memory.
 
-The native code is in csrc/shm. Blocking operations run on the thread of the caller, asynchronous
-ones on threads of the group: collectives one after another, messages in parallel.
+The native code is in csrc/shm. A blocking operation runs on the thread of the caller. Other
+operations run on threads of the group: collectives one after another, messages in parallel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashlight_py.errors import BackendUnavailableError, OutOfMemoryError
 
 _PAGE = 4096
 
-# A group's number of 32 bits contains a world rank in this number of bits.
+# Number of bits for a rank in the 32-bit number of a subgroup; see ``ShmBackend.subgroup``.
 _RANK_BITS = 12
 
 _log = logging.getLogger("flashlight_py")
@@ -41,7 +41,7 @@ _log = logging.getLogger("flashlight_py")
 class ShmBackend(NativeBackend):
     """Backend for the ranks of ``store``, all on this host. Creation is collective and blocks.
 
-    ``timeout`` (seconds) bounds each wait of an operation. With ``at_once`` no call returns before
+    ``timeout`` (seconds) bounds each wait of an operation. If ``at_once``, no call returns before
     all ranks have made the call. If the ranks share the memory of a larger group
     (``Store.memory_subgroup``), messages use that memory.
 
@@ -52,7 +52,7 @@ class ShmBackend(NativeBackend):
     kind = DistributedBackend.SHM
     path = "shared memory"
     asks_for_sites = True
-    packed_bytes = 8 << 10, 0  # Another call costs as much as copying 8 KiB
+    packed_bytes = 8 << 10, 0  # a further call takes as long as copying 8 KiB
     steps = ("fl_begin", "fl_ready", "fl_finish", "fl_post", "fl_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
@@ -69,7 +69,7 @@ class ShmBackend(NativeBackend):
         self._do("on_mismatch", self.group, call_site_callback(native))
 
     def subgroup(self, ranks: Sequence[int], count: int, first: int) -> Subgroup | None:
-        """Return a description of the subgroup ``ranks``, or None if its number would not fit."""
+        """Return a ``Subgroup`` of ``ranks``; None if its number would exceed 32 bits."""
         number = (count << _RANK_BITS | first) << 1
         fits = first >> _RANK_BITS == 0 and number < 1 << 32
         return Subgroup(self, ranks, number, False) if fits else None

@@ -29,7 +29,7 @@ ACCEPTED = (
 # bfloat16 is recognised by name: NumPy knows the dtype only after ml_dtypes is imported.
 DTYPES = codes.DTYPES
 _CODES = {name: code for code, name in enumerate(DTYPES)}
-for name in ("longdouble", "clongdouble"):  # NumPy names them by width
+for name in ("longdouble", "clongdouble"):  # NumPy's names of these dtypes contain their width
     _CODES[np.dtype(name).name] = _CODES[name]
 
 _LONG_NAME = 128  # characters of a dtype name; longer names are shortened
@@ -67,10 +67,14 @@ LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, stric
 def as_array(
     verb: str, value: Any, writes: bool = True, of_any_dtype: bool = False, mutable: bool = False
 ) -> Array:
-    """Return the array that ``value`` is or contains. The memory is shared.
+    """Return ``value`` as a NumPy or CuPy array of the same memory.
 
-    ``writes``: the verb writes into the array. ``of_any_dtype``: nothing is computed, so NumPy
-    arrays may have any dtype without objects. ``mutable``: copy an immutable array.
+    Args:
+        verb: Name of the verb in errors.
+        value: An array of any library, or a Variable.
+        writes: True if the verb writes into the array.
+        of_any_dtype: True if the verb does not compute. Any dtype without objects is then valid.
+        mutable: True to return a copy if the array is immutable.
 
     Raises:
         TypeError: If ``value`` is no array, or its dtype cannot be sent.
@@ -95,7 +99,6 @@ def as_array(
 
 
 def _unwrap(verb: str, value: Any, writes: bool) -> Array:
-    """Return the array of a Variable, of another library, or of a NumPy subclass."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{verb}: expected an array without a mask, got a MaskedArray, whose masked elements "
@@ -118,7 +121,7 @@ def _unwrap(verb: str, value: Any, writes: bool) -> Array:
             f"({type(array).__name__}). Pass np.array(x)."
         )
     has_grad = is_instance(array, "torch", "Tensor") and array.requires_grad
-    if has_grad and sys.modules["torch"].is_grad_enabled():  # autograd would miss the verb
+    if has_grad and sys.modules["torch"].is_grad_enabled():  # autograd does not record verbs
         raise ValueError(
             f"{verb}: expected a tensor without grad, got a {array.dtype} tensor of shape "
             f"{tuple(array.shape)} that requires grad. Pass x.detach(), which shares its memory."
@@ -144,7 +147,6 @@ def _class_of(value: object) -> str:
 
 
 def _advice(verb: str, value: Any) -> str:
-    """Return advice for sending a value that is no array."""
     name = verb.partition("(")[0]
     of_objects = f"{name}_object" if name in _OF_OBJECTS else "all_gather_object"
     arrays = isinstance(value, list | tuple | bool | int | float | complex | np.generic)
@@ -157,7 +159,7 @@ def _advice(verb: str, value: Any) -> str:
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
-    """Return the native code of ``dtype``. Raise TypeError if no reduction supports ``dtype``."""
+    """Return the number of ``dtype`` in native code. Raises TypeError if it cannot be reduced."""
     code = native_code(dtype)
     if code == MOVED or dtype == BFLOAT16_BYTES:
         advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
@@ -169,7 +171,7 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
 
 @functools.lru_cache(maxsize=_SEEN)  # NumPy needs 2 us for dtype.name
 def native_code(dtype: np.dtype[Any]) -> int:
-    """Return the native code of ``dtype``; ``MOVED`` if verbs can move but not reduce it."""
+    """Return the number of ``dtype`` in native code, or ``MOVED`` if it cannot be reduced."""
     return _CODES["bfloat16"] if dtype == BFLOAT16_BYTES else _CODES.get(dtype.name, MOVED)
 
 
@@ -219,7 +221,6 @@ def _date_text(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_from_text(text: str) -> np.dtype[Any]:
-    """Return the dtype described by a ``dtype_text``."""
     return _dtype_from_parts(json.loads(text))
 
 
@@ -245,7 +246,7 @@ ENCODED_PART = np.dtype("V1")
 
 
 def encode_part(part: Array) -> Array:
-    """Return the bytes of ``part``, followed by its dtype and shape."""
+    """Return one array of bytes with the elements of ``part``, its dtype and its shape."""
     text = json.dumps([part.shape, dtype_text(part.dtype)]).encode()
     tail = text + len(text).to_bytes(8, "little")
     return np.frombuffer(part.tobytes() + tail, np.uint8)
@@ -260,12 +261,10 @@ def decode_part(packed: Array) -> Array:
 
 
 def dtype_of_code(code: int) -> np.dtype[Any]:
-    """Return the dtype of a native code: the inverse of ``dtype_code``."""
     return _dtype_from_parts(DTYPES[code])
 
 
 def parse_op(verb: str, op: object) -> ReduceOp:
-    """Return the reduce operation for a name or a NumPy function."""
     if isinstance(op, ReduceOp):
         return op
     reduce_op = _OPS.get(op) if isinstance(op, str | np.ufunc) else None
@@ -279,7 +278,7 @@ def parse_op(verb: str, op: object) -> ReduceOp:
 
 @functools.lru_cache(maxsize=_SEEN)
 def identity_of(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
-    """Return the identity element of ``op``, or None if ``dtype`` has no identity element."""
+    """Return the identity element of ``op`` for ``dtype``, or None for averages and dates."""
     if op is ReduceOp.AVG or dtype.kind in "mM":
         return None
     if op not in _EXTREMES:
@@ -350,7 +349,7 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
 
 
 def as_packed(array: Array) -> Array:
-    """Return ``array`` if a backend can use it, else a contiguous copy in native byte order."""
+    """Return ``array``, or a copy that is C-contiguous, aligned and in native byte order."""
     flags = array.flags
     if flags.c_contiguous and array.dtype.isnative and getattr(flags, "aligned", True):  # CuPy: is
         return array
@@ -360,7 +359,7 @@ def as_packed(array: Array) -> Array:
 
 
 class Terms(NamedTuple):
-    """An ``array`` that a backend reduces by ``op``; ``back`` restores the user's dtype."""
+    """A backend reduces ``array`` by ``op``. ``back`` converts the result to the user's dtype."""
 
     array: Array
     op: ReduceOp
@@ -368,11 +367,11 @@ class Terms(NamedTuple):
 
 
 def pack_terms(array: Array, op: ReduceOp) -> Terms:
-    """Return the array and operation that a backend reduces for ``array`` and ``op``.
+    """Return the array and the operation that a backend reduces instead of ``array`` and ``op``.
 
-    The array is packed. Logical operations reduce truth values, and dates become integers. NaT is
-    the smallest integer, and any reduction with NaT must return NaT. So for a maximum, 1 is
-    subtracted from all integers: NaT wraps around to the largest.
+    Logical operations become bitwise operations on truth values. Dates become integers. Any
+    reduction with NaT must return NaT. As an integer, NaT is the smallest one, so a minimum is
+    correct. For a maximum, 1 is subtracted from all integers, and NaT becomes the largest one.
     """
     packed = as_packed(array)
     if array.dtype.kind in "mM":
@@ -394,13 +393,11 @@ def _plus(number: int, array: Array) -> Array:
 
 
 def as_bytes(array: Array) -> Array:
-    """Return the memory of a contiguous ``array`` as a one-dimensional array of bytes."""
     flat: Array = array.reshape(-1).view(np.uint8) if array.itemsize else np.empty(0, np.uint8)
     return flat
 
 
 def row_bytes(array: Array) -> int:
-    """Return the number of bytes of one row of ``array``."""
     return array.itemsize * math.prod(array.shape[1:])
 
 
@@ -411,13 +408,12 @@ def may_overlap(one: Array, other: Array) -> bool:
 
 
 def row_count(array: Any) -> int:
-    """Return the first dimension of an array, or of its description (see ``FastPath``)."""
+    """Return the first dimension of an array, or of a tuple in its place (see ``FastPath``)."""
     shape = array[2] if type(array) is tuple else array.shape
     return int(shape[0])
 
 
 def check_out_rows(verb: str, out: Any, rows: int, rank: int, size: int) -> None:
-    """Raise ValueError if the first dimension of ``out`` differs from the received ``rows``."""
     if row_count(out) != rows:
         raise ValueError(
             f"[{verb}] rank {rank} of {size}: expected out with {rows} rows, the total of all "
@@ -427,14 +423,14 @@ def check_out_rows(verb: str, out: Any, rows: int, rank: int, size: int) -> None
 
 @np.errstate(all="ignore")
 def scale_in_place(array: Array, scale: float) -> None:
-    """Multiply ``array`` by ``scale``, with the rounding of the native reductions.
+    """Multiply ``array`` by ``scale``, and round like native reductions.
 
-    ``np.seterr`` has no effect, so that all ranks have the same results and errors.
+    Settings of ``np.seterr`` are ignored. Otherwise only ranks with such settings would raise.
     """
     if scale == 1.0:
         return
     if array.dtype.kind in "iu":
-        array *= np.int64(int(scale)).astype(array.dtype)  # CuPy accepts scalars too
+        array *= np.int64(int(scale)).astype(array.dtype)  # CuPy accepts a NumPy scalar
     elif array.dtype.itemsize == 2:  # float16 and bfloat16: round once, from float32
         array[...] = array.astype(np.float32) * np.float32(scale)
     else:

@@ -1,7 +1,4 @@
-"""``Call``: one call of a verb as a value that ranks compare, record and print.
-
-Backends receive it in ``Backend.start``.
-"""
+"""``Call``: a description of one call of a verb. Ranks compare it, record it and print it."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ ANY_RANK = -1
 PASS_FAILED = "end of a backward pass that has failed"
 SHUTDOWN = "distributed_shutdown()"  # a barrier that matches only the shutdown of other ranks
 
-# Operations that consist of several collectives. Ranks exchange the index in this list.
+# Operations that consist of several collectives. Ranks send an operation as its index here.
 COMPOSED = (
     *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
     *("new_group", "split", "shared_empty", "all_to_all(rows=...)", "scatter(rows=...)"),
     *("all_reduce_location(min)", "all_reduce_location(max)"),
-    # Users often call save and load on rank 0 alone by mistake. Errors show this remedy.
+    # Errors show these texts. A common mistake is to call save or load on rank 0 only.
     *(
         "save(collective, to be called on every rank)",
         "load(collective, to be called on every rank)",
@@ -41,12 +38,11 @@ _ROOTED = "broadcast_object", "gather_object", "scatter_object"
 
 
 def composed(name: str, root: int) -> str:
-    """Return the name of a composed operation, with its root if it has one."""
     return f"{name}(root={root})" if name in _ROOTED else name
 
 
 class Matched(NamedTuple):
-    """Sender and number of rows of a message that an open receive got."""
+    """Result of an open receive: rank of the sender, and number of rows of the message."""
 
     source: int
     rows: int
@@ -58,33 +54,35 @@ class Call:
 
     Args:
         array: Array that is sent, filled, or both. It is C-contiguous, in native byte order, and
-            writable if the verb writes to it. For a scatter: all parts, of shape (size, *part), on
-            the root. None on the other ranks of a scatter, for a barrier, for a rejected call, and
-            on receiving ranks of a broadcast if the backend ``finds_shape``.
+            writable if the verb writes to it. On the root of a scatter, it contains all parts and
+            has the shape (size, *part). It is None on other ranks of a scatter, for a barrier, for
+            a rejected call, and on receiving ranks of a broadcast if the backend ``finds_shape``.
         op: Reduce operation. Only prefix verbs pass ``AVG``; other verbs pass ``SUM`` and a scale.
         peer: The other rank of a message.
         rows: Number of rows of each rank, if the parts are unequal.
         out: Array for the result; None: a new array. If the ``out`` of a gather has a wrong length,
             this rank raises ValueError after all ranks have called.
-        blocking: True if the caller waits at once, so the backend may use the thread of the caller.
+        blocking: True if the caller waits for the result. The operation may then run on its thread.
         seconds: Timeout in seconds; None: the timeout of the group.
-        part_of: Composed operation of which this call is a step, from ``COMPOSED``. The call
-            matches only steps of the same operation on other ranks. Otherwise the exchange of an
-            object verb could match a user call and return wrong numbers.
-        partial: True if a receive accepts fewer rows than ``array`` has. They fill the first rows.
-        patience: Seconds until a receive without a message returns None. Negative: no limit.
-        claim: An int32 that several receives from any rank share, if only one of them may take a
-            message. It is 0 at first, and 1 once a receive has taken the message.
-        received: List for the number of rows that each rank sent. It is filled before the call
-            ends. For a ``compared`` message: one number, unique for this pair of ranks.
-        compared: True if the ranks only compare the call and move no data. Used for libraries that
-            do not compare calls; the arrays may be on a GPU. If shapes may differ, the result is
-            the first dimension of every rank. For a scatter, it is the dtype and shape of a part on
-            the root. For other verbs it is None.
-        holds: Dtype and shape that ``array`` represents, if they differ from its own: dates are
-            reduced as integers, and parts of a scatter may carry their dtype.
-        refusal: Reason why this rank rejects its arguments. The rank joins the call, so that the
-            other ranks raise ``MismatchError``. No data moves and no rank waits.
+        part_of: Operation in ``COMPOSED`` of which this call is a step. The call matches only steps
+            of the same operation on other ranks. Otherwise a step of an object verb could match a
+            call of a user, which would then get wrong numbers.
+        partial: True if a receive accepts fewer rows than ``array`` has. They fill its first rows.
+        patience: Seconds after which a receive returns None if no message has arrived. Negative: no
+            limit.
+        claim: An int32 that several receives from any rank share if only one of them may take a
+            message. It is 0 until a receive takes a message, and then 1.
+        received: List to which the backend appends the number of rows that each rank sent, before
+            the call ends. For a ``compared`` message: one number that is unique for this pair of
+            ranks.
+        compared: True if the ranks only compare their calls, because another library moves the data
+            without comparing. ``array`` may be on a GPU. If shapes may differ, the result is the
+            first dimension on every rank. For a scatter, it is dtype and shape of a part on the
+            root. For other verbs it is None.
+        holds: Dtype and shape that the user passed, if ``array`` has others: dates are reduced as
+            integers, and parts of a scatter may contain their dtype as bytes.
+        refusal: Error text if this rank rejects its arguments, else "". Then the call moves no
+            data, and other ranks raise ``MismatchError`` instead of waiting.
         is_ahead: True if a comparison may end before the other ranks join. Only a backend that
             ``ComparesAhead`` (nccl/comparing.py) sets it, and compares the call later.
     """
@@ -112,24 +110,23 @@ class Call:
 
     @property
     def like(self) -> Any:
-        """An array with the dtype and shape of the call; None if this rank does not know them."""
+        """Array with the dtype and shape of this call. None if only the root knows them."""
         if self.verb is SCATTER and self.array is not None:
             return self.array[0] if self.out is None else self.out
         return self.out if self.verb is SCATTER else self.array
 
     @property
     def finds_shape(self) -> bool:
-        """Whether this rank takes dtype and shape from the root."""
+        """Whether this rank receives dtype and shape from the root."""
         return self.like is None and self.verb in (SCATTER, BROADCAST) and not self.refusal
 
     @property
     def name(self) -> str:
-        """The public function that the user called."""
         return self.part_of.partition("(")[0] if self.part_of else self.verb.name
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the first dimension may differ between ranks."""
+        """Whether the first dimension of the arrays may differ between ranks."""
         return self.verb.ragged or (self.rows is not None and not self.verb.reduces)
 
     @property
@@ -138,9 +135,9 @@ class Call:
         return self.verb is RECV and (self.peer == ANY_RANK or self.partial)
 
     def room(self, rows: int) -> Array:
-        """Return the array for a result of ``rows`` rows: ``out`` if it matches, else a new array.
+        """Return ``out`` if it has ``rows`` rows, else a new array of ``rows`` rows for the result.
 
-        Does not reject a wrong ``out``, because the other ranks have joined the call already.
+        A wrong ``out`` is no error here, because the other ranks have joined the call already.
         """
         if self.out is not None and self.out.shape[0] == rows:
             return self.out
@@ -155,13 +152,13 @@ class Call:
     @property
     def key(self) -> str:
         """Text that is equal on all ranks if their calls match."""
-        like = None if self.verb is SCATTER else self.like  # a receiver may not know it
+        like = None if self.verb is SCATTER else self.like  # receivers do not know the shape
         part_of = "" if self.part_of == SHUTDOWN else composed(self.part_of, self.root)
         return self.refusal or f"{part_of}\n{self._text(like, self.is_ragged)}"
 
     @property
     def steps(self) -> str:
-        """The call as text, with the composed operation that it is a step of."""
+        """This call as text. If it is a step, the name of the composed operation comes first."""
         return SHUTDOWN if self.part_of == SHUTDOWN else self.key.strip("\n").replace("\n", ": ")
 
     def _text(self, like: Array | None, is_ragged: bool) -> str:
@@ -175,17 +172,17 @@ class Call:
         return call_text(self.verb, about, *values)
 
 
-@functools.lru_cache(maxsize=1024)  # programs repeat their calls, and wait for this
+@functools.lru_cache(maxsize=1024)  # programs repeat their calls, and the text takes time
 def call_text(
     verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
 ) -> str:
-    """Return a call as text. ``about`` describes its array; ``rows`` is "" if parts are equal.
+    """Return a call as text. ``about`` describes its array. If parts are equal, ``rows`` is "".
 
-    The ``root`` of an all_reduce is a digest of the shapes of its packed arrays, or 0.
+    If an all_reduce has packed arrays, ``root`` is a digest of their shapes.
     """
     if root and verb is ALL_REDUCE:
         about += f" of packed arrays #{root:x}"
-    short = f"{scale:g}"  # used only if exact: different scales need different texts
+    short = f"{scale:g}"  # may be rounded: "0.333333"
     exact = short if float(short) == scale else repr(scale)
     values = {"op": op.name.lower(), "scale": exact, "root": root, "tag": tag, "rows": rows}
     named = (f"{name}={values[name]}" for name in verb.takes if name != "rows" or rows)
@@ -194,7 +191,6 @@ def call_text(
 
 @functools.lru_cache(maxsize=1024)
 def array_text(kind: str, shape: tuple[object, ...]) -> str:
-    """Return dtype and shape as text, such as ``int8 (3,)``."""
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
@@ -213,7 +209,8 @@ class P2POp(_Fields):
     """One message of :func:`flashlight_py.batch_isend_irecv`.
 
     Args:
-        kind: ``"send"`` or ``"recv"``; or, like in PyTorch, ``fl.isend`` or ``fl.irecv``.
+        kind: ``"send"`` or ``"recv"``. PyTorch's form ``fl.isend`` or ``fl.irecv`` is also
+            accepted.
         x: Array that is sent, or filled in place.
         peer: The other rank. None: no rank, like MPI's PROC_NULL. To receive from any rank, call
             ``fl.irecv(x, None)`` instead.
@@ -226,7 +223,7 @@ class P2POp(_Fields):
 
     __slots__ = ()
 
-    # A tuple, because csrc/fast reads tuples fast.
+    # csrc/fast reads tuples fast.
     def __new__(
         cls, kind: MessageKind, x: Any, peer: int | None, tag: int = 0, partial: bool = False
     ) -> P2POp:
@@ -243,7 +240,7 @@ class P2POp(_Fields):
             tag = _plain(tag)
         return tuple.__new__(cls, (kind, x, peer, tag, partial))
 
-    __eq__ = object.__eq__  # arrays are not compared
+    __eq__ = object.__eq__  # two messages are equal only if they are one object
     __hash__ = object.__hash__
 
     @property
@@ -256,6 +253,5 @@ class P2POp(_Fields):
 
 
 def _plain(number: Any) -> Any:
-    """Return any integer as an int. Return other values unchanged; a later check rejects them."""
     integer = as_integer(number)
     return number if integer is None else integer

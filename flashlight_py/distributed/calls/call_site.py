@@ -11,7 +11,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
-# contextlib.py is skipped, because names like __exit__ identify no verb (also csrc/fast/binding.c).
+# Lines of contextlib.py are skipped too: a name like __exit__ would not identify a verb.
+# csrc/fast/binding.c skips the same files.
 _folders = [PACKAGE, contextlib.__file__]
 
 Site = tuple[str, int]
@@ -24,26 +25,25 @@ call. Fields: code object, ``f_lasti`` of a frame, name of the called function."
 
 @functools.cache
 def _is_ours(path: str) -> bool:
-    """Return whether a file belongs to this package or to a hidden folder."""
     return path.startswith(hidden_files())
 
 
 def hidden_files() -> tuple[str, ...]:
-    """Return the folders and files of this package and of hidden folders: no user code."""
+    """Return paths (or their beginnings) of files that contain no user code."""
     return tuple(_folders)
 
 
 def hide_folder(folder: str) -> None:
-    """Hide a folder or file that calls verbs for users: ``caller`` skips its lines."""
+    """Treat a folder or file like this package: ``caller`` skips its lines."""
     if folder not in _folders:
         _folders.append(folder)
         _is_ours.cache_clear()
 
 
 def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
-    """Return the innermost frame outside this package, and the package code that it called.
+    """Return the frame of user code that called this package, and the code object it called.
 
-    The innermost ``depth`` frames are skipped without a check: they belong to the package.
+    The first ``depth`` frames belong to this package, so they are skipped without a check.
     """
     frame = sys._getframe(depth)
     code = ours = frame.f_code
@@ -55,12 +55,12 @@ def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
     return frame, ours
 
 
-# Line that ``called_at`` has set for this thread.
+# Result of ``caller`` on this thread, if ``called_at`` has set it.
 _pinned: ContextVar[Site | None] = ContextVar("site", default=None)
 
 
 def caller(depth: int = 1) -> Site:
-    """Return the innermost line outside this package. Skip ``depth`` frames of the package."""
+    """Return the line of user code that called this package. For ``depth`` see above."""
     if (pinned := _pinned.get()) is not None:
         return pinned
     frame, _ = frame_of_caller(depth + 1)
@@ -75,24 +75,23 @@ def site_of(site: Site) -> str:
 
 
 def instruction_of_caller(depth: int) -> Instruction:
-    """Return the calling line outside this package. Skip ``depth`` frames of the package."""
+    """Return the same line as ``caller``, without computing its number."""
     frame, ours = frame_of_caller(depth + 1)
     return frame.f_code, frame.f_lasti, ours.co_name
 
 
 def line_of(code: CodeType, instruction: int) -> str:
-    """Return "folder/file.py:12" for an instruction (``f_lasti`` of a frame)."""
+    """Return "folder/file.py:12" for the instruction ``f_lasti`` of a frame."""
     lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
     return site_of((code.co_filename, lines[0] if lines else code.co_firstlineno))
 
 
 def call_site() -> str:
-    """Return "folder/file.py:line" of the innermost caller outside this package."""
     return site_of(caller())
 
 
 def text_at_site(text: str, limit: int) -> bytes:
-    """Return ``text`` and the calling line in ``limit`` bytes. Longer texts lose their middle."""
+    """Return ``text`` and the calling line. If they exceed ``limit`` bytes, cut out the middle."""
     raw = f"{text} at {call_site()}".encode(errors="backslashreplace")
     half = limit // 2
     return raw if len(raw) <= limit else raw[: half - 2] + b" ... " + raw[3 + half - limit :]
@@ -100,7 +99,7 @@ def text_at_site(text: str, limit: int) -> bytes:
 
 @contextlib.contextmanager
 def called_at(site: Site) -> Iterator[None]:
-    """Make ``caller`` return ``site`` on this thread, for work that was started at that line."""
+    """Make ``caller`` return ``site`` on this thread, while it continues work of that line."""
     token = _pinned.set(site)
     try:
         yield

@@ -19,7 +19,6 @@ from flashlight_py.errors import BackendUnavailableError
 
 
 def as_integer(value: object) -> int | None:
-    """Return an integer of any kind, such as NumPy's, as an int; None for other values."""
     if type(value) is int:
         return value
     try:
@@ -29,7 +28,7 @@ def as_integer(value: object) -> int | None:
 
 
 def check_integer(function: str, name: str, value: object, least: int = 0) -> int:
-    """Return the argument ``name`` of ``function`` as an int, if it is at least ``least``."""
+    """Return ``value`` as an int. Raises an error with ``name`` if it is less than ``least``."""
     number = None if isinstance(value, bool) else as_integer(value)
     if number is None:
         raise TypeError(f"{function}: {name} must be an integer, got {type(value).__name__}")
@@ -39,7 +38,7 @@ def check_integer(function: str, name: str, value: object, least: int = 0) -> in
 
 
 def check_rank(size: int, verb: str, name: str, rank: object) -> int:
-    """Return ``rank``, the argument ``name``, as an int if it is a rank of a group of ``size``."""
+    """Return ``rank`` as an int. Raises ValueError with ``name`` if no member has this rank."""
     number = None if isinstance(rank, bool) else as_integer(rank)
     if number is None or not 0 <= number < size:
         raise ValueError(
@@ -49,7 +48,7 @@ def check_rank(size: int, verb: str, name: str, rank: object) -> int:
 
 
 def check_seconds(verb: str, timeout: Any) -> float | None:
-    """Return ``timeout`` in seconds as a float, if it is positive. None stays None."""
+    """Return ``timeout`` as a float or None. Raises ValueError if it is not positive."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout > 0:
@@ -60,9 +59,9 @@ def check_seconds(verb: str, timeout: Any) -> float | None:
 def check_rows(
     verb: str, array: Array, rows: Iterable[object] | None, size: int
 ) -> list[int] | None:
-    """Return ``rows`` as ints if they split the first dimension of ``array`` into ``size`` parts.
+    """Return ``rows`` as ints, or None if ``rows`` is None, which means equal parts.
 
-    None stands for equal parts.
+    Raises ValueError if the first dimension of ``array`` cannot be split into these ``size`` parts.
     """
     row_count = array.shape[0] if array.ndim else 0
     if rows is None:
@@ -82,7 +81,7 @@ def check_rows(
 
 
 def row_counts(verb: str, rows: Iterable[object], size: int) -> list[int]:
-    """Return ``rows`` as ints, if they are one non-negative integer per rank."""
+    """Return ``rows`` as ints. Raises ValueError unless there is one (not negative) per rank."""
     values = list(rows)
     integers = [as_integer(value) for value in values if not isinstance(value, bool)]
     counts = [count for count in integers if count is not None and count >= 0]
@@ -110,9 +109,10 @@ def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
 def require_bits(
     verb: str, x: Any, op: ReduceOp | None = None, scale: float = 1.0, size: int = 1
 ) -> None:
-    """Raise OverflowError if the reduction of a Python int could exceed 64 bits. NumPy would wrap.
+    """Raise OverflowError if the reduction of a Python int could exceed 64 bits.
 
-    Each rank checks as if all ``size`` ranks pass its number. If all checks pass, no sum overflows.
+    Each rank assumes that all ``size`` ranks pass its number. If no rank raises, the true result
+    fits.
     """
     if type(x) is not int:
         return
@@ -131,30 +131,33 @@ def require_bits(
         )
 
 
-try:  # Memory bounds of a NumPy array. Native code takes 0.1 us, NumPy 2 us.
+try:  # The memory bounds of a NumPy array take 0.1 us in native code, and 2 us in NumPy.
     _numpy_bounds: Callable[[Any], tuple[int, int]] = _native.load_extension("fast").bounds
 except BackendUnavailableError:
     _numpy_bounds = byte_bounds
 
-# Limit for NumPy's overlap search, which is exponential for some strides: a few ms.
+# Work limit of NumPy's overlap search (a few ms). For some strides its time is exponential.
 _MOST_WORK = 100_000
 
 
 class OverlapCheck:
-    """Checks that a written array of ``verb`` shares no memory with another array of the call."""
+    """A check that arrays which ``verb`` fills share no memory with its other arrays.
+
+    Errors call the first ``outs`` arrays ``out[i]``, and the others ``x[i]``.
+    """
 
     def __init__(self, verb: str, outs: int = 0) -> None:
-        """The first ``outs`` arrays that are added belong to ``out``, the others to ``x``."""
         self._verb, self._outs = verb, outs
-        # Start address, index of the argument, end address, whether it is written, array.
+        # For each array: start address, index, end address, whether the verb fills it, the array.
         self._arrays: list[tuple[int, int, int, bool, Array]] = []
         self._longest = 0
         self._count = 0
 
     def add(self, array: Array, writes: bool = True, beside: int = -1) -> None:
-        """Add an array and compare it with arrays at neighbouring addresses.
+        """Add an array. Raises ValueError if it shares memory with an earlier array.
 
-        ``writes``: the call fills the array. The argument of index ``beside`` may share its memory.
+        ``writes``: the verb fills this array. It may share memory with the array of index
+        ``beside``.
         """
         index, self._count = self._count, self._count + 1
         start, end = _bounds(array)
@@ -181,7 +184,6 @@ class OverlapCheck:
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """Return the first address of the elements, and the address after the last byte."""
     if type(array) is np.ndarray:
         return _numpy_bounds(array)
     start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]

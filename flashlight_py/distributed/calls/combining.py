@@ -1,6 +1,7 @@
-"""The definition of each verb: the result of one rank, computed by NumPy or CuPy from all arrays.
+"""The definition of each verb: it computes a rank's result from the arrays of all ranks.
 
-Tests compare every backend with these functions. Backends whose library lacks a verb use them.
+Tests compare every backend with these functions. A backend uses them for verbs that its library
+lacks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
     narrow = is_narrow(dtype)
     terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
     if op in LOGICAL:
-        op, terms = LOGICAL[op], [array != 0 for array in arrays]  # also for a single array
+        op, terms = LOGICAL[op], [array != 0 for array in arrays]  # needed even for one array
     fold = functools.partial(functools.reduce, getattr(xp, UFUNCS[op.name.lower()].__name__))
     with np.errstate(all="ignore"):  # no warnings for infinities
         total = xp.array(fold(terms))
@@ -42,21 +43,19 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
 
 
 def is_narrow(dtype: np.dtype[Any]) -> bool:
-    """Return whether ``dtype`` is a 16-bit float, which is combined in float32."""
     return dtype.itemsize == 2 and dtype.kind not in "iu"
 
 
 def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, float]:
-    """Return the factors for the result of each host, and for the result over all hosts.
+    """Return two factors: for the result of each host, and for the result of all hosts.
 
-    A 16-bit mean is scaled before it is sent to other hosts, so that the sum cannot overflow.
+    A 16-bit mean is scaled on each host, because the sum over all hosts could overflow.
     """
     first = is_narrow(dtype) and op is ReduceOp.SUM and abs(scale) <= 1
     return (scale, 1.0) if first else (1.0, scale)
 
 
 def split_rows(rows: Any, counts: Sequence[int]) -> list[Any]:
-    """Split ``rows`` into consecutive parts of ``counts`` rows."""
     return [rows[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
 
 

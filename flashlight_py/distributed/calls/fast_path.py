@@ -1,4 +1,4 @@
-"""The fast path of a group: native code that handles plain calls without a ``Call``."""
+"""The fast path of a group: functions in native code that run most calls without a ``Call``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ dropped: deque[weakref.ref[Any]] = deque()
 
 
 class FastPath(Protocol):
-    """Native entry points of one group for the calls of users; see ``csrc/fast``.
+    """Functions of one group in native code, for the calls of users; see ``csrc/fast``.
 
-    Each entry point returns NotImplemented, without side effects, if ``Backend.start`` must handle
-    the call: for unusual arrays, for invalid arguments, and while a profile or step is recorded.
+    A function returns NotImplemented, without side effects, if it cannot handle a call: for unusual
+    arrays, for invalid arguments, and while a profile or a step is recorded. The caller must then
+    use ``Backend.start``.
 
-    Instead of an array, callers may pass ``(address, dtype code, shape, owner)``: contiguous,
-    writable memory that exists as long as ``owner``. A result then needs ``out``.
+    Instead of an array, callers may pass ``(address, dtype code, shape, owner)``. The memory must
+    be contiguous and writable, and exist as long as ``owner``. ``out`` must then be passed if there
+    is a result.
     """
 
     def collective(
@@ -33,25 +35,27 @@ class FastPath(Protocol):
         async_op: bool,
         seconds: float = ...,
     ) -> Any:
-        """Run the verb with number ``code``, and return the result or a Work.
+        """Run the verb with number ``code``, and return the result, or a Work if ``async_op``.
 
-        For a message, ``root`` is the other rank. For an all_reduce, ``root`` is a digest of the
-        shapes of the arrays packed in ``x``, or 0; the ranks compare it. If ``x`` is a list of
-        arrays, ``out`` states whether small arrays are packed (``native_several`` in csrc/fast).
-        ``seconds`` is the timeout of a blocking collective. Default: the timeout of the group.
+        ``root`` is the other rank for a message. For an all_reduce of packed arrays, it is a digest
+        of their shapes, so that ranks can compare the shapes. If ``x`` is a list of arrays, ``out``
+        is True to pack small arrays (``native_several`` in csrc/fast). ``seconds`` is the timeout
+        of a blocking collective. Default: the timeout of the group.
         """
 
     def sendrecv(self, *args: Any) -> Any:
-        """Run ``(x, dst, out, src, tag, recv_tag)``, or start ``(ops,)``, a list of messages.
+        """Run a sendrecv with the arguments ``x, dst, out, src, tag, recv_tag``, or start messages.
 
-        For a list, return one entry per message: its array if the message has ended, else its Work.
+        To start messages, pass one list of ``P2POp``. The result has one entry for each message:
+        its array if the message has ended, else its Work.
         """
 
     def objects(self, code: int, value: object, root: int) -> Any:
         """Run the object verb with number ``code`` and return the list of received objects.
 
-        Return None if only other ranks receive. If Python must unpickle, return a tuple: the array
-        of all frames (exchange.py), the number of the call, and the frame of this rank.
+        Return None if only other ranks receive. If native code cannot unpickle, return a tuple: the
+        array of all received frames (exchange.py), the id of the call, and the frame that this rank
+        sent.
         """
 
     barrier: Callable[..., Any]
@@ -59,14 +63,14 @@ class FastPath(Protocol):
 
 
 def left_to_python(*arguments: object) -> Any:
-    """Return NotImplemented. Groups without native code use it as every entry point."""
+    """Return NotImplemented. This is the fast path of a group without native code."""
     return NotImplemented
 
 
 class EntryPoints:
     """A ``FastPath`` whose functions are replaced when the group is closed or changes.
 
-    Look up a function for each call: a kept function would keep the native group alive.
+    Read the attribute for each call. A stored function would keep the memory of a closed group.
     """
 
     __slots__ = ("barrier", "collective", "objects", "sendrecv")
@@ -81,6 +85,5 @@ class EntryPoints:
         self.sendrecv, self.objects = sendrecv, objects
 
     def replace_by(self, other: FastPath) -> None:
-        """Replace the functions by the functions of ``other``."""
         self.collective, self.sendrecv = other.collective, other.sendrecv
         self.objects, self.barrier = other.objects, other.barrier

@@ -1,7 +1,7 @@
-"""The journal of a group: a counter of its calls, and a ring buffer with the last calls.
+"""The journal of a group: a counter of its calls, and a ring buffer with its latest calls.
 
-csrc/fast/ring.h defines the layout of entries that native code writes. A call that Python handles
-also takes an entry; its ``Record`` is stored in ``notes``.
+Native code writes its calls as entries of the layout in csrc/fast/ring.h. A call of Python code
+also reserves an entry, but its data is a ``Record`` in ``notes``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import GroupClosedError
 
 SENDRECV = Verb("sendrecv", codes.SENDRECV, ("tag",), "result")
-# In the order of ``COMPOSED`` (call.py).
+# These verbs have the order of their names in ``COMPOSED`` (call.py).
 BROADCAST_OBJECT = Verb("broadcast_object", codes.BROADCAST_OBJECT, ("root",), "result")
 ALL_GATHER_OBJECT = Verb("all_gather_object", codes.ALL_GATHER_OBJECT, (), "result", ragged=True)
 GATHER_OBJECT = Verb("gather_object", codes.GATHER_OBJECT, ("root",), "root's result", ragged=True)
@@ -45,16 +45,16 @@ _CALL = np.dtype(
     + [(name, "i4") for name in ("flags", "peer", "tag")]
     + [("id", "u8")]
 )
-# Indices of 8-byte words in the header of the ring.
+# Positions in the header of the ring, in words of 8 bytes.
 _NUMBER, _WRITTEN, _OFF, CALLERS = 0, 1, 2, slice(3, 8)
 
 _NOTED = "flashlight_py_noted"  # attribute of errors: names of groups that recorded the error
 
 _journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread appends
-# Keeps the latest groups alive: the calls of a closed group may explain a failure.
+# Calls of a closed group may explain a failure, so the newest groups are not freed.
 _latest: deque[Journal] = deque(maxlen=16)
 _made: Counter[tuple[int, ...]] = Counter()
-_forks = 0  # number of forks between the first process and this one
+_forks = 0  # in this process and its ancestors
 _listeners = 0  # number of active profiles and step recordings, of all threads
 _leaving = threading.RLock()
 
@@ -64,32 +64,32 @@ on_failure: Callable[[BaseException], None] | None = None
 """Called with the exception of each failed call."""
 
 
-# Field ``number`` counts the calls of the group; 0: a message. ``bytes`` is None if dtype and shape
-# determine the size. Fields that a call does not use are None, or missing at the end.
+# ``number`` is the number of the collective in the group, or 0 for a message. ``bytes`` is None if
+# dtype and shape give the size. Unused fields are None; unused fields at the end may be missing.
 _FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "tag", "bytes")
 
 
 class Record:
     """A recorded call. Times are in ``time.monotonic_ns``; ``ended`` is 0 while the call runs.
 
-    ``values`` corresponds to ``_FIELDS``. ``waits`` has the intervals (from, to) that the program
-    spent in ``Work.wait`` for this call, while a profile was active.
+    ``values`` are the values of ``_FIELDS``. While a profile is active, ``waits`` has the start and
+    the end of each ``Work.wait`` for this call.
     """
 
     ended = 0
     error = ""
-    id = 0  # number of the call in the ring
+    id = 0  # position of the call in the ring, from 1; it grows without limit
     is_async = False
-    size: int | None = None  # bytes, set later if unknown at the start
+    size: int | None = None  # bytes, if not known when the call started
     waits: tuple[tuple[int, int], ...] = ()
     work: weakref.ref[Work] | None = None
-    flight: Any = None  # for a collective on the GPU
+    flight: Any = None  # for a GPU collective: it knows the time of the end
 
     def __init__(self, values: tuple[Any, ...], started: int, line: Instruction | None) -> None:
         self.values, self.started, self.line = values, started, line
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for readers, in JSON types. Times stay in nanoseconds."""
+        """Return the fields in JSON types, for flight records. Times are in nanoseconds."""
         self._settle()
         fields: dict[str, Any] = dict(zip(_FIELDS, self.values, strict=False))
         dtype, shape, op, size = map(fields.get, ("dtype", "shape", "op", "bytes"))
@@ -116,7 +116,6 @@ class Record:
         return {name: value for name, value in fields.items() if value is not None}
 
     def _settle(self) -> None:
-        """Set ``ended`` if the operation has ended, even if no thread waited for it."""
         if self.ended:
             return
         work = None if self.work is None else self.work()
@@ -129,9 +128,9 @@ class Record:
 
 
 def name_of_group(ranks: Sequence[int]) -> str:
-    """Return a name for a new group of ``ranks`` of the world. It is equal on all members.
+    """Return a name for a new group of ``ranks`` of the world, equal on all its members.
 
-    Members create shared groups in the same order, so a counter identifies groups of equal ranks.
+    If several groups have the same ranks, their members number them by order of creation.
     """
     key = tuple(ranks)
     _made[key] += 1
@@ -140,11 +139,11 @@ def name_of_group(ranks: Sequence[int]) -> str:
 
 
 class Ring:
-    """The ring buffer that native code and Python write in one order.
+    """A ring buffer of calls. Native code and Python share it, so all calls are in order.
 
-    For each entry in ``memory``, ``notes`` has a line of user code, or the record of a Python call.
-    ``header[CALLERS]`` lists threads inside native calls (0: none). The thread that ends an
-    asynchronous operation writes its end time.
+    For each entry in ``memory``, ``notes`` has the line of user code, or the record of a Python
+    call. ``header[CALLERS]`` has the ids of threads that run a native call, or 0. The end of an
+    asynchronous operation is written by the thread that ends it.
     """
 
     def __init__(self) -> None:
@@ -156,7 +155,8 @@ class Ring:
 class Journal(Ring):
     """Counts and records the calls of the group ``name``, whose members are ``ranks`` of the world.
 
-    ``path`` is the ``path`` of the backend. ``count[0]`` is the number of collectives of this rank.
+    ``path`` names the transport, as in ``Backend``. ``count[0]`` is the number of collectives that
+    this rank has called.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
@@ -175,7 +175,10 @@ class Journal(Ring):
             _latest.append(self)
 
     def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
-        """Record ``calls`` as one call ``name`` and call ``start``. Wait if they are blocking."""
+        """Record ``calls`` as one call with the name ``name``, and start them by ``start()``.
+
+        Returns the Work of ``start()``. If the calls are blocking, waits for it first.
+        """
         call, verb = calls[0], calls[0].verb
         number = 0 if verb.is_message else self._count()
         kinds = {_dtype_and_shape(one_call) for one_call in calls}
@@ -204,7 +207,7 @@ class Journal(Ring):
     def recording(
         self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
     ) -> Iterator[Record]:
-        """Record the blocking body as one call; ``like`` is its dtype and shape."""
+        """Record the body of a ``with`` block as one call. ``like``: dtype and shape."""
         number = self._count()
         record = self._begin((self.name, number, verb, *like, None, root), 4)
         try:
@@ -215,21 +218,20 @@ class Journal(Ring):
         record.ended = monotonic_ns()
 
     def begin(self, verb: str, array: Any, op: ReduceOp) -> Record:
-        """Count and record a call that begins now. The caller's fast path records its end."""
+        """Count and record a call that begins now. The caller must record its end."""
         return self._begin((self.name, self._count(), verb, array.dtype, array.shape, op), 4)
 
     def record_rejection(self, verb: str, error: Exception, peer: int | None = None) -> None:
-        """Count and record a call that did not begin because of ``error`` on any rank."""
+        """Count and record a call that did not begin because a rank raised ``error``."""
         number = self._count() if peer is None else 0
         fields = (self.name, number, verb, None, None, None, None, peer)
         _fail(self._begin(fields, 4), error)
 
     def has_recorded(self, error: BaseException) -> bool:
-        """Return whether ``error`` ended or rejected a call that this group has recorded."""
         return self.name in getattr(error, _NOTED, ())
 
     def record_failure(self, call: int, error: BaseException) -> None:
-        """Record that ``error`` ended the native call with the id ``call``."""
+        """Record that the native call with the id ``call`` failed by ``error``."""
         slot = (call - 1) % codes.RECORDED_CALLS
         row = self._calls[slot : slot + 1]
         if row["id"][0] == call:
@@ -242,11 +244,11 @@ class Journal(Ring):
         _note(error, self.name)
 
     def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
-        """Let native code write records. ``clocks`` reads its clock and ``time.monotonic_ns``."""
+        """Allow native code to record calls. ``clocks()`` returns its time and that of Python."""
         self._clocks, self._zero = clocks, clocks()
 
     def records(self, most: int = codes.RECORDED_CALLS) -> list[Record]:
-        """Return up to ``most`` of the last calls in the ring, the oldest first."""
+        """Return up to ``most`` of the newest records, the oldest first."""
         written = self.header[_WRITTEN]
         calls, notes = self._calls.copy(), list(self.notes)
         ticks, nanoseconds = self._clocks()
@@ -256,7 +258,7 @@ class Journal(Ring):
             slot = (call - 1) % codes.RECORDED_CALLS
             if isinstance(note := notes[slot], Record) and note.id == call:
                 records.append(note)
-            elif calls[slot]["id"] == call:  # else overwritten by a later call
+            elif calls[slot]["id"] == call:  # if not overwritten by a newer call
                 records.append(self._record(calls[slot], note, rate))
         return records
 
@@ -265,7 +267,7 @@ class Journal(Ring):
         return number
 
     def _failed(self, record: Record, number: int, error: BaseException) -> None:
-        """Record how call ``number`` failed; 0: a message, which is not counted."""
+        """Record that a call failed by ``error``. If it has not begun, do not count it."""
         if number and not getattr(error, "has_begun", True):
             self.header[_NUMBER] -= 1
         _fail(record, error)
@@ -279,7 +281,6 @@ class Journal(Ring):
         return record
 
     def _record(self, row: Any, note: Any, rate: float) -> Record:
-        """Return an entry of native code as a record."""
         verb, flags = NATIVE[int(row["verb"])], row["flags"]
         ndim, peer = int(row["ndim"]), int(row["peer"])
         dtype: Any = None
@@ -311,7 +312,7 @@ def _dtype_and_shape(call: Call) -> tuple[Any, Any]:
 
 
 class _Recorded(Work):
-    """An operation that records its end when a thread waits for the operation."""
+    """A pending operation. ``wait()`` also records its end."""
 
     def __init__(self, work: Work, record: Record) -> None:
         self._work, self._record = work, record
@@ -341,7 +342,6 @@ class _Recorded(Work):
         return value
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended. In a forked child the answer is True."""
         return self._forks != _forks or self._work.is_completed()
 
     def end_time(self) -> float | None:
@@ -349,12 +349,10 @@ class _Recorded(Work):
 
 
 def fork_count() -> int:
-    """Return the number of forks between the first process and this one."""
     return _forks
 
 
 def forked(verb: str) -> GroupClosedError:
-    """Return the error of waiting in a forked child for an operation of its parent."""
     return GroupClosedError(
         f"[{verb}] expected wait() in the process that started the operation, got a call in a "
         "forked child. Wait in the parent."
@@ -374,7 +372,7 @@ def _note(error: BaseException, group: str) -> None:
 
 
 def leave_to_python(more: int) -> None:
-    """Disable native calls while a profile or recording runs. ``more``: 1 to begin, -1 to end."""
+    """Add ``more`` to the number of profiles. If the number is not 0, Python handles all calls."""
     global _listeners  # noqa: PLW0603 (new rings read it)
     with _leaving:
         _listeners += more
@@ -383,13 +381,13 @@ def leave_to_python(more: int) -> None:
 
 
 def recent_records() -> list[Record]:
-    """Return the last calls of this process in all groups, in the order of their start."""
+    """Return the newest calls of all groups of this process, in the order of their start."""
     records = [record for journal in _live_journals() for record in journal.records()]
     return sorted(records, key=lambda record: record.started)
 
 
 def groups() -> dict[str, dict[str, Any]]:
-    """Return the groups of this process by name: ranks in the world, path, number of calls."""
+    """Return ranks in the world, transport and number of calls of each group, by its name."""
     return {
         group.name: {"ranks": list(group.ranks), "path": group.path, "calls": group.count[0]}
         for group in _live_journals()
@@ -402,12 +400,11 @@ def _live_journals() -> list[Journal]:
 
 
 def _forget_in_child() -> None:
-    """Drop the calls of the parent after a fork."""
     global _forks, _leaving, _listeners, listener
     _forks, _leaving = _forks + 1, threading.RLock()  # another thread may have held the old lock
-    _listeners, listener = _listeners - (listener is not None), None  # parent keeps its profile
+    _listeners, listener = _listeners - (listener is not None), None  # the child has no profile
     _latest.clear()
-    for journal in _live_journals():  # a group of one process continues here
+    for journal in _live_journals():  # the child may use groups of one process
         journal.memory[:] = 0
         journal.header[_OFF], journal.notes[:] = _listeners, [None] * codes.RECORDED_CALLS
     _made.clear()

@@ -18,11 +18,11 @@ BFLOAT16_BYTES = np.dtype([("bfloat16", "V2")])
 
 
 class ArrayKind(NamedTuple):
-    """Arrays of the class ``module.name``. No code here imports the module.
+    """A class of arrays, ``module.name``. The module is not imported here.
 
-    ``view`` returns a NumPy or CuPy array of the same memory, or None if the memory cannot be
-    shared. ``make`` converts a NumPy or CuPy array to this kind, on the device of another array.
-    ``is_filled``: verbs write into such arrays; else they return new arrays.
+    ``view`` returns a NumPy or CuPy array of the same memory, or None if that is impossible.
+    ``make(array, like)`` converts a NumPy or CuPy array to this class, on the device of ``like``.
+    ``is_filled`` is True if verbs can write into such arrays. Otherwise verbs return new arrays.
     """
 
     module: str
@@ -33,20 +33,19 @@ class ArrayKind(NamedTuple):
 
 
 def is_instance(value: object, module: str, name: str) -> bool:
-    """Return whether ``value`` is an instance of ``module.name``, without importing the module."""
+    """Return whether ``value`` is an instance of ``module.name``. Do not import the module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
 
 def kind_of(value: object) -> ArrayKind:
-    """Return the entry of ``KINDS`` for ``value``, or ``OTHER``."""
     if isinstance(value, np.ndarray) or is_cupy(value):
         return OTHER
     return next((kind for kind in KINDS if is_instance(value, kind.module, kind.name)), OTHER)
 
 
 def as_numpy(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the NumPy array of an array, Variable or CPU tensor, without a copy; else None."""
+    """Return the NumPy array of an array, Variable or CPU tensor. For other values, return None."""
     if getattr(value, "has_history", None) is False:
         value = value.array
     if type(value) is np.ndarray:
@@ -62,7 +61,7 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def user_result(argument: Any, array: Array | None, in_place: bool) -> Any:
-    """Return ``argument`` if it was filled, else ``array`` as an array of the same library."""
+    """Return ``argument`` if the verb has filled it, else ``array`` in the same library."""
     kind = OTHER if type(argument) is np.ndarray else kind_of(argument)
     if in_place and kind.is_filled:
         return argument
@@ -70,10 +69,10 @@ def user_result(argument: Any, array: Array | None, in_place: bool) -> Any:
 
 
 def copy_to_fill(array: Array) -> Array:
-    """Return a copy of ``array`` that ``make`` can use without another copy."""
+    """Return a copy of ``array`` that JAX can use as its own memory, without another copy."""
     if is_cupy(array):
         return array.copy()
-    memory = np.empty(array.nbytes + 64, np.uint8)  # JAX adopts memory aligned to 64 bytes
+    memory = np.empty(array.nbytes + 64, np.uint8)  # to align by 64 bytes, which saves JAX a copy
     copy = np.ndarray(array.shape, array.dtype, memory, -memory.ctypes.data % 64)
     copy[...] = array
     return copy
@@ -82,7 +81,7 @@ def copy_to_fill(array: Array) -> Array:
 def _by_protocol(value: Any) -> Array | None:
     if is_instance(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
         value = value.get_obj()  # the ctypes array inside the lock of multiprocessing.Array
-    with contextlib.suppress(TypeError):  # the only test before Python 3.12
+    with contextlib.suppress(TypeError):  # Python 3.12 adds a test: collections.abc.Buffer
         return np.asarray(memoryview(value))
     if hasattr(value, "__dlpack__"):
         return _by_dlpack(value)
@@ -90,7 +89,7 @@ def _by_protocol(value: Any) -> Array | None:
 
 
 def _by_dlpack(value: Any) -> Array:
-    """Return an array of the same memory. The current CuPy stream waits for the producer."""
+    """Return an array of the same memory. CuPy's stream waits for the stream of ``value``."""
     if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _DLPACK_CUDA:
         import cupy
 
@@ -98,9 +97,10 @@ def _by_dlpack(value: Any) -> Array:
     return np.from_dlpack(value)
 
 
-# Hide the stream from CuPy: depending on its environment, CuPy would block, or would not wait.
+# CuPy must not see the stream: depending on an environment variable, CuPy would block the thread,
+# or would not wait.
 def _by_cuda(value: Any) -> Array:
-    """Return a CuPy array of the same memory. The current stream waits for the owner's stream."""
+    """Return a CuPy array of the same memory. CuPy's stream waits for the stream of ``value``."""
     import cupy
 
     interface = value.__cuda_array_interface__
@@ -132,12 +132,12 @@ def _to_torch(array: Array, _: Any) -> Any:
 
 def _of_jax(array: Any) -> Array:
     (device, *more_devices) = array.devices()
-    on_gpu = device.platform == "gpu" and not more_devices  # else it is copied to the host
+    on_gpu = device.platform == "gpu" and not more_devices  # NumPy copies other arrays to the host
     return _by_dlpack(array) if on_gpu else np.asarray(array)
 
 
 def _to_jax(array: Array, like: Any) -> Any:
-    """Return a JAX array on the devices of ``like``, of the same dtype even if JAX disables it."""
+    """Return a JAX array on the devices of ``like``, with its dtype even if JAX disables it."""
     jax = sys.modules["jax"]
     if is_cupy(array):
         return jax.dlpack.from_dlpack(array)

@@ -11,14 +11,14 @@ from flashlight_py.errors import MismatchError
 
 
 class SelfMessages:
-    """Queues of unreceived messages and of pending receives, per tag."""
+    """For each tag, messages that were not received, and receives without a message."""
 
     def __init__(self) -> None:
         self._sent: defaultdict[int, deque[Array]] = defaultdict(deque)
         self._receives: defaultdict[int, deque[_Receive]] = defaultdict(deque)
 
     def send(self, array: Array, tag: int) -> Work:
-        """Fill the oldest pending receive with this tag, or keep a copy for the next receive."""
+        """Fill the oldest waiting receive with this tag. Without one, keep a copy of ``array``."""
         if self._receives[tag]:
             self._receives[tag].popleft().fill(array)
         else:
@@ -26,9 +26,9 @@ class SelfMessages:
         return Done(array)
 
     def recv(self, array: Array, tag: int, partial: bool = False) -> Work:
-        """Fill ``array`` with the oldest message with this tag, else with the next message.
+        """Fill ``array`` with the oldest message with this tag, or with the next one that is sent.
 
-        With ``partial`` the message may have fewer rows. The result is then the filled part.
+        With ``partial``, the message may have fewer rows. The result is then the filled part.
         """
         receive = _Receive(array, tag, partial)
         if self._sent[tag]:
@@ -39,8 +39,6 @@ class SelfMessages:
 
 
 class _Receive(Work):
-    """A receive from this rank itself."""
-
     def __init__(self, array: Array, tag: int, partial: bool) -> None:
         self._array, self._tag, self._partial = array, tag, partial
         self._is_completed = False
@@ -50,7 +48,7 @@ class _Receive(Work):
         )
 
     def fill(self, sent: Array) -> None:
-        """Store a message if its shape and dtype match."""
+        """Store a message. If its shape or dtype is wrong, ``wait`` raises MismatchError."""
         array = self._array
         if self._partial and sent.ndim == array.ndim:
             array = self._array = array[: sent.shape[0]]
@@ -65,7 +63,7 @@ class _Receive(Work):
         self._is_completed = True
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the array. ``timeout`` has no effect: no later call can deliver the message."""
+        """Return the array. If this rank has sent no message, raise instead of blocking."""
         if self._error is not None:
             raise MismatchError(self._error)
         return self._array

@@ -1,8 +1,9 @@
-"""Reports of the exception that ends the program of this rank, to the other ranks.
+"""Notification of the other ranks if an exception ends the program of this rank.
 
-An uncaught exception is printed, then reported in every open group. The other ranks raise at once,
-with the traceback of this rank. If the exception ends a thread other than the main thread, it is
-reported when the process exits with open groups. ``abort_on_exception`` reports caught exceptions.
+An uncaught exception is printed, and its traceback is sent to the ranks of every open group. These
+ranks raise ``PeerLostError`` with the traceback instead of waiting. If the exception ends only a
+thread, it is sent when the process exits with open groups. ``abort_on_exception`` is for exceptions
+that the program catches.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from flashlight_py.tracebacks import folded, is_full
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Maximum bytes of a report that csrc sends.
+# Maximum bytes of the traceback text that native code sends.
 _BYTES = 3900
 _SUMMARY_BYTES = 500
 
 after_report: list[Callable[[], None]] = []
 """Functions to call after an uncaught exception has been printed and reported."""
 
-# A WeakSet would run Python code when a backend is collected. An exception that a signal handler
-# raises in this code would be lost.
+# A dict, because a WeakSet runs Python code when it drops a backend. If a signal handler raises in
+# this code, Python ignores the exception.
 _open: dict[weakref.ref[Backend], None] = {}
 
 
@@ -46,7 +47,7 @@ os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class _Hooks:
-    """Hooks for ``sys.excepthook`` and ``threading.excepthook`` that call the previous hooks."""
+    """Hooks for ``sys.excepthook`` and ``threading.excepthook`` that also call the old hooks."""
 
     def __init__(self) -> None:
         self._main, self._of_threads = sys.excepthook, threading.excepthook
@@ -83,7 +84,6 @@ class _Hooks:
         self._of_threads(args)
 
     def _is_rank(self) -> bool:
-        """Return whether this process has installed the hooks. False in a forked child."""
         return _hooks is self and self._pid == os.getpid()
 
 
@@ -91,17 +91,16 @@ _hooks: _Hooks | None = None
 
 
 def watch(backend: Backend) -> None:
-    """Add ``backend`` to the recipients of reports until it is garbage-collected."""
+    """Notify the other ranks of ``backend`` of uncaught exceptions while ``backend`` exists."""
     _open[weakref.ref(backend, _open.pop)] = None
 
 
 def open_backends() -> list[Backend]:
-    """Return all watched backends. Some may belong to closed groups."""
     return [backend for reference in list(_open) if (backend := reference()) is not None]
 
 
 def install_hooks() -> None:
-    """Report uncaught exceptions until ``uninstall_hooks``. No effect at a Python prompt."""
+    """Install hooks for uncaught exceptions, except at an interactive Python prompt."""
     global _hooks  # noqa: PLW0603  (there is one sys.excepthook)
     at_a_prompt = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
     if _hooks is None and not at_a_prompt:
@@ -109,7 +108,6 @@ def install_hooks() -> None:
 
 
 def uninstall_hooks() -> None:
-    """Undo ``install_hooks``."""
     global _hooks  # noqa: PLW0603
     if _hooks is not None:
         _hooks.remove()
@@ -117,34 +115,35 @@ def uninstall_hooks() -> None:
 
 
 def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
-    """Report that ``error`` ends this rank to the other ranks of ``backends`` (default: all)."""
+    """Notify the other ranks of ``backends`` (default: all) that ``error`` ends this rank."""
     words = _report_text(error)
     for backend in open_backends() if backends is None else backends:
         backend.abort(words)
 
 
 def report_of_threads() -> None:
-    """At exit: report the exception that ended a thread, if any."""
+    """Notify the other ranks, at exit, if an exception has ended a thread."""
     if _hooks is not None and _hooks.of_a_thread is not None:
         report(_hooks.of_a_thread)
 
 
 class abort_on_exception:
-    """Report an exception that leaves the block or function to the other ranks at once.
+    """Notify the other ranks of an exception that leaves a ``with`` block or a function.
 
-    The other ranks raise ``PeerLostError`` with the traceback of this rank instead of waiting for
-    their timeout. Every open group of this process ends. The exception then propagates. Use this in
-    a host program that catches exceptions (Ray, Dask, ``concurrent.futures``, pytest, a notebook):
-    there, the hook for uncaught exceptions does not run. To start again, call
+    The other ranks raise ``PeerLostError`` with the traceback of this rank, instead of waiting for
+    their timeout. All open groups of this process end, and the exception propagates. Use this if a
+    program catches exceptions around your code (Ray, Dask, ``concurrent.futures``, pytest, a
+    notebook), because only uncaught exceptions are sent automatically. To continue afterwards, call
     ``distributed_shutdown`` and ``distributed_init`` on every rank.
 
-    Not collective. Blocks for at most half a second. Works in any thread. If blocks are nested, the
-    innermost block reports. ``KeyboardInterrupt`` is reported, and so is ``SystemExit`` unless its
-    code is 0 or None. No effect in a world of one process, such as before ``distributed_init``.
+    Not collective. Blocks for at most half a second. May be used in any thread. If blocks are
+    nested, only the innermost block sends the exception. ``KeyboardInterrupt`` is sent, and
+    ``SystemExit`` if its code is neither 0 nor None. No effect in a world of one process, such as
+    before ``distributed_init``.
 
     Raises:
-        TypeError: If it decorates a coroutine or generator function, because the call only creates
-            an object. Use a ``with`` statement inside the function.
+        TypeError: If it decorates a coroutine or generator function, whose body runs after the
+            call. Use a ``with`` statement inside the function.
 
     Example:
         >>> @fl.abort_on_exception()
@@ -157,7 +156,6 @@ class abort_on_exception:
     """
 
     def __call__(self, func: F) -> F:
-        """Return ``func``, wrapped so that each call runs in a block that reports its exception."""
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
         if any(is_kind(func) for is_kind in kinds):
             raise TypeError(
@@ -182,7 +180,6 @@ class abort_on_exception:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the block, and report ``error`` if it is an exception."""
         is_planned = isinstance(error, GeneratorExit) or (
             isinstance(error, SystemExit) and error.code in (0, None)
         )
@@ -191,7 +188,7 @@ class abort_on_exception:
 
 
 def _report_text(error: BaseException) -> str:
-    """Return the exception as one line, followed by the end of its traceback, up to ``_BYTES``."""
+    """Return the exception as one line, then the last part of its traceback: ``_BYTES`` in all."""
     last = traceback.format_exception_only(type(error), error)[-1].strip()
     summary = _bytes(last.splitlines()[0] if last else type(error).__name__)[:_SUMMARY_BYTES]
     lines = _bytes(folded(error).rstrip())

@@ -1,7 +1,7 @@
-"""Comparison of calls across hosts, at the start of every collective.
+"""Comparison of the calls of all ranks, at the start of every collective between hosts.
 
-First the ranks of each host compare. Then one rank of each host compares with the other hosts, and
-sends the result to its host. The messages also carry small data of the calls.
+First the ranks of each host compare their calls. Then one rank of each host compares with the other
+hosts, and sends the result to the ranks of its host. The messages may also contain data (``Load``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flashlight_py.distributed.verbs import ALL_GATHER, GATHER
 from flashlight_py.errors import MismatchError
 
 _KEY_BYTES = 16
-# Maximum bytes of the text of a call and its line. The text is exchanged only if calls differ.
+# Maximum bytes of a call as text, with its line of code. Texts are sent only if calls differ.
 _TEXT_BYTES = 320
-# Alignment in bytes of the data in a message, and of the next message. Sufficient for every dtype.
+# Data and messages begin at multiples of this number of bytes, sufficient for every dtype.
 _ALIGNED = 16
 
 _EMPTY = np.empty(0, np.uint8)
@@ -34,8 +34,8 @@ _EMPTY = np.empty(0, np.uint8)
 def between_hosts(seconds: float, times: int = 1) -> float:
     """Return the timeout between hosts if the timeout inside a host is ``seconds``.
 
-    The result is longer, so that the host of a late rank can name the rank. ``times`` is the number
-    of ranks in a chain in which each waits for the next.
+    If a rank is late, its host must time out first, because only this host can name the rank. If
+    ``times`` ranks wait for each other in a chain, the increase is applied ``times`` times.
     """
     for _ in range(times):
         seconds += min(2.0, 0.2 * seconds)
@@ -43,14 +43,14 @@ def between_hosts(seconds: float, times: int = 1) -> float:
 
 
 def concatenated_bytes(parts: Sequence[Array]) -> Array:
-    """Return the bytes of ``parts``, concatenated."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Load(NamedTuple):
-    """What a rank adds to a comparison: the number of rows of its array, and ``data`` as bytes.
+    """Data that a rank sends with its call: the number of rows of its array, and ``data``.
 
-    ``inside`` combines the data of the ranks of a host, ``between`` the data of the hosts.
+    ``inside`` combines ``data`` of the ranks of a host. ``between`` combines the results of all
+    hosts.
     """
 
     length: int = 0
@@ -63,14 +63,13 @@ NO_LOAD = Load()
 
 
 class RankMessage(NamedTuple):
-    """Digest of the call, number of rows of the arrays of some ranks, and data as bytes."""
+    """A message for one or more ranks: digest of their call, numbers of rows, and ``data``."""
 
     digest: bytes
     lengths: Sequence[int]
     data: Array
 
     def packed(self) -> Array:
-        """Return the message as bytes."""
         numbers = (self.data.size, len(self.lengths), *self.lengths)
         head = self.digest + struct.pack(f"={len(numbers)}q", *numbers)
         room = np.zeros(_up(len(head)) + _up(self.data.size), np.uint8)
@@ -80,7 +79,6 @@ class RankMessage(NamedTuple):
 
 
 def unpack_messages(packed: Array) -> list[RankMessage]:
-    """Return the messages that are stored one after the other in ``packed``."""
     messages, text, at = [], packed.data, 0
     while at < packed.size:
         size, count = struct.unpack_from("=2q", text, at + _KEY_BYTES)
@@ -97,9 +95,10 @@ def _up(size: int) -> int:
 
 
 class Agreement:
-    """Comparison of the calls of all ranks of ``flat``.
+    """Compares the calls of all ranks of a group.
 
-    ``inside`` joins the ranks of a host and has the ``timeout``; ``between`` joins the hosts.
+    ``inside`` connects the ranks of a host, ``between`` one rank of each host, and ``flat`` all
+    ranks. ``timeout`` is the limit inside a host, in seconds.
     """
 
     timeout: float
@@ -112,8 +111,8 @@ class Agreement:
     def agree(self, call: Call, number: int, load: Load) -> RankMessage:
         """Wait until every rank has made a matching call. Return the combined loads of all ranks.
 
-        The result also has the number of rows of each rank, host by host. ``number`` counts user
-        calls. ``call.seconds`` limits each step; None: the timeout of the group.
+        The result also has the number of rows of each rank, in the order of hosts. ``number`` is
+        the number of the call in the group. ``call.seconds`` is the timeout of each step.
 
         Raises MismatchError on every rank if the calls differ; no array has changed. Raises
         DistributedError like ``Work.wait``.
@@ -125,20 +124,20 @@ class Agreement:
         return message
 
     def runs_ahead(self) -> None:
-        """Record that a peer on this host may still wait for other hosts in the last call."""
+        """Record that ranks of this host may join the next call late, after other hosts."""
         self._is_ahead = True
 
     def last(self) -> str:
-        """Return a sentence with the last call that all ranks joined, and its time."""
+        """Return as a sentence the newest call that all ranks have joined, and its age."""
         return f"All ranks joined {self._last}, {system.monotonic() - self._last_at:.1f} s ago"
 
     def exchange(self, key: str, load: Load, seconds: float | None) -> RankMessage:
-        """Return the combined loads of all ranks. The digest is zero if ranks differ in ``key``."""
+        """Return the combined loads of all ranks, with a zero digest if ranks differ in ``key``."""
         limit = self.timeout if seconds is None else seconds
-        # A local peer that waits for other hosts may be late by three of their timeouts.
+        # After ``runs_ahead``, a rank of this host may first wait for three timeouts between hosts.
         ahead = seconds is None and self._is_ahead
         seconds, self._is_ahead = between_hosts(limit, 4) if ahead else limit, False
-        # Rank 0 of the host sends the answer later, because it first waits for the other hosts.
+        # Rank 0 of the host first waits for the other hosts, so its answer may take longer.
         answered = between_hosts(seconds, 2)
         digest = hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()
         own_message = RankMessage(digest, (load.length,), load.data).packed()
@@ -148,7 +147,7 @@ class Agreement:
             sent = _combine(unpack_messages(local), load.inside)
             gathered = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
             answer = _combine(unpack_messages(gathered), load.between).packed()
-            # Other ranks of the host wait already. Other hosts do not wait before their next call.
+            # The other ranks of this host wait for this answer, so they cannot be late.
             answered = limit
         return unpack_messages(self._inside.step(ALL_GATHER, answer, answered))[0]
 
@@ -166,7 +165,7 @@ class Agreement:
 def _combine(
     messages: Sequence[RankMessage], combine: Callable[[Sequence[Array]], Array]
 ) -> RankMessage:
-    """Combine several messages into one. The digest is zero if the digests differ."""
+    """Combine several messages into one. If their digests differ, its digest is zero."""
     digest = messages[0].digest
     if any(message.digest != digest for message in messages) or not any(digest):
         return RankMessage(bytes(_KEY_BYTES), (), _EMPTY)

@@ -1,9 +1,9 @@
-"""The flight record: a readable file per rank with its last calls and the stacks of its threads.
+"""The flight record: a readable file per rank with its newest calls and the stacks of its threads.
 
-The file is written after a failed call, at SIGUSR1, and after another rank has written its record.
-A thread waits for the signal, because the main thread may hang in a library: faulthandler writes
-the stacks to a pipe inside the signal handler, and the thread adds the calls. If the program
-already handles SIGUSR1, its handler remains, and the handler of this module is not installed.
+A rank writes its file after a failed call, at SIGUSR1, and after another rank has written a file. A
+separate thread writes it, because the main thread may hang in a library. At SIGUSR1, faulthandler
+writes the stacks to a pipe, and this thread adds the calls. If the program already handles SIGUSR1,
+the signal writes no record.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _log = logging.getLogger("flashlight_py")
 
 @dataclass(frozen=True)
 class Flight:
-    """Folder, rank, size and job of the record of this process.
+    """Where this process writes its record: folder, rank, size and job.
 
-    ``chosen``: the user chose the folder, so it may be a link or belong to another user.
+    ``chosen``: the user chose the folder. Only then may it be a link or belong to another user.
     """
 
     folder: Path
@@ -62,32 +62,29 @@ class Flight:
 
     @property
     def file(self) -> Path:
-        """Path of the record of this rank."""
         return self.folder / f"rank{self.rank}.json"
 
 
 def new_job() -> str:
-    """Return a unique job name: the time and random digits."""
     begun = time.strftime("%Y%m%d-%H%M%S", time.localtime(system.wall_clock()))
     return f"{begun}-{system.random_bytes(4).hex()}"
 
 
 def default_folder(job: str) -> Path:
-    """Return the folder for the records of ``job`` if the user has not chosen one."""
     return Path(tempfile.gettempdir()) / f"{_PREFIX}{job}"
 
 
 def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = None) -> Path:
     """Write or replace the record of this rank and return its path.
 
-    ``threads`` are lines with the stacks of the threads; None: the present stacks. Raises OSError
-    if the file cannot be written or another user owns the folder.
+    ``threads`` has the stacks of the threads as lines. If it is None, the current stacks are used.
+    Raises OSError if the file cannot be written or another user owns the folder.
     """
     text = record_text(flight, reason, stacks() if threads is None else threads)
     path = store_record(flight, text)
-    # A launcher that collects the records of several hosts reads the path from this pipe.
+    # Some launchers collect the records of all hosts. They read the path of a record from a pipe.
     descriptor, _, inode = system.environ.get(RECORDS, "").partition(":")
-    with suppress(OSError, ValueError):  # no pipe, or already closed
+    with suppress(OSError, ValueError):  # the pipe does not exist or is closed
         status = os.fstat(int(descriptor))
         if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
             system.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
@@ -95,16 +92,16 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
 
 
 def store_record(flight: Flight, text: str) -> Path:
-    """Write ``text`` to the file of ``flight`` atomically. Raises as ``write_record`` does."""
+    """Write ``text`` to the file of ``flight``. Raises the same errors as ``write_record``."""
     flight.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not flight.chosen:
         if _age(flight.folder) is None:
             raise PermissionError(f"flight record: {flight.folder} must be a folder of this user")
         _remove_oldest(flight.folder.parent)
-    # Readers see a complete file or no file, even if the rank dies while it writes.
+    # Write another file and rename it, so that readers never see an incomplete record.
     part = flight.folder / f".rank{flight.rank}-{system.random_bytes(6).hex()}"
     try:
-        # Lone surrogates, such as in file names, are written as JSON escapes.
+        # File names may contain lone surrogates, which become JSON escapes.
         create_private(part, text.encode(errors="backslashreplace"))
         part.replace(flight.file)
     finally:
@@ -127,14 +124,13 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _remove_oldest(parent: Path) -> None:
-    """Remove the records of all but the newest ``KEPT_JOBS`` jobs of this user."""
     aged = [(age, path) for path in parent.glob(f"{_PREFIX}*") if (age := _age(path)) is not None]
     for _, path in sorted(aged)[KEPT_JOBS:]:
         shutil.rmtree(path, ignore_errors=True)  # another rank may remove it too
 
 
 def _age(folder: Path) -> float | None:
-    """Return the seconds since ``folder`` changed; None: missing, or no folder of this user."""
+    """Return the seconds since ``folder`` changed, or None if it is no folder of this user."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
@@ -144,7 +140,6 @@ def _age(folder: Path) -> float | None:
 
 
 def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
-    """Return the text of the file: JSON with one line per call and per line of a stack."""
     now = time.monotonic_ns()
     head = {
         "format": FORMAT,
@@ -172,7 +167,6 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
 
 
 def _readable(fields: dict[str, Any], now: int) -> dict[str, Any]:
-    """Return the ``fields`` of a call, preceded by its state, age and duration at time ``now``."""
     started, ended = fields["started"], fields.get("ended")
     state = "failed" if "error" in fields else "running" if ended is None else "ended"
     return {
@@ -193,7 +187,6 @@ _LIBRARY = str(Path(threading.__file__).parent)
 
 
 def stacks() -> list[str]:
-    """Return the stacks of all threads as lines, innermost frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, frame in sys._current_frames().items():
@@ -204,7 +197,7 @@ def stacks() -> list[str]:
             for line in "".join(traceback.format_list([entry])).rstrip().splitlines()
         ]
         lines += [f"Thread {names.get(ident, ident)} (most recent call last):", *entries]
-    del frame  # the frame refers to itself: break the cycle
+    del frame  # without ``del``, the frame would refer to itself
     return lines
 
 
@@ -230,24 +223,25 @@ _NAME = re.compile(r"rank\d+\.json")
 
 
 class OtherRecords:
-    """Detection of records that other ranks of the job write from now on.
+    """Finds records of the same job that other ranks write after the creation of this object.
 
-    Other files in the folder are ignored: it may belong to the user or be shared with other jobs.
+    Other files are ignored, because the folder may belong to the user or to several jobs.
     """
 
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
-        self._changed = 0, 0  # mtime of the folder at the last two checks
-        self._seen = set[tuple[str, int, int]]()  # a later record has another inode or mtime
+        self._changed = 0, 0  # modification times of the folder at the last two checks
+        self._seen = set[tuple[str, int, int]]()  # inode and time of each record so far
         self._new_records()
 
     def have_written(self, after: float) -> bool:
-        """Return whether another rank has written a record by itself since the last call.
+        """Return whether another rank has written a record since the last call of this method.
 
-        Only files later than ``after`` count (seconds of the file system): NFS may list files late.
+        Records that answer another record do not count. Files of a time up to ``after`` (seconds of
+        the file system) do not count, because network file systems may show old files late.
         """
         for path, _, when in self._new_records():
-            with suppress(OSError, ValueError):  # replaced by now, or no record
+            with suppress(OSError, ValueError):  # the file was removed, or is no record
                 if when > after * 1e9:
                     fields = read_fields(path)
                     if fields.get("job") == self._flight.job and fields.get("reason") != ANSWER:
@@ -255,10 +249,11 @@ class OtherRecords:
         return False
 
     def _new_records(self) -> set[tuple[str, int, int]]:
-        """Return path, inode and mtime of new records of other ranks since the last call."""
+        """Return path, inode and time of other ranks' records, if new since the last call."""
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
-            # Read an unchanged folder once more: its clock may show no second change.
+            # Two changes may have the same time, so skip the folder only if it was read with this
+            # time before.
             if self._changed == changed == changed[::-1]:
                 return set()
             records = set()
@@ -274,31 +269,31 @@ class OtherRecords:
         return records - before
 
 
-# Minimum seconds between automatic records. SIGUSR1 and ``dump`` ignore this limit.
+# Minimum seconds between two automatic records. SIGUSR1 and ``dump`` always write one.
 _QUIET_SECONDS = 10.0
-# Seconds between checks for other records. Network file systems send no notifications.
+# Seconds between checks for records of other ranks.
 _LOOK_SECONDS = 0.5
-# Bytes of the pipe, more than the stacks of a hundred threads.
+# Size of the pipe in bytes: more than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
-# Seconds that a thread waits for another thread to write. If the wait is longer, a signal handler
-# may have interrupted the writer and may itself wait for this thread.
+# Seconds to wait until another thread has written its record. Then this thread writes too: a signal
+# handler may have interrupted the other thread, and may wait for this one.
 _LOCK_SECONDS = 1.0
-# Seconds to wait for further stacks in the pipe.
+# If the pipe has no new data for this number of seconds, the stacks are complete.
 _WRITING_SECONDS = 0.05
 
 
 class Watchdog:
-    """A thread that writes the record of ``flight`` when needed, until ``stop``."""
+    """A thread that writes the record of ``flight`` after SIGUSR1 and records of other ranks."""
 
     def __init__(self, flight: Flight) -> None:
         self.flight = flight
         self._written, self._explained = -math.inf, -math.inf
-        # A signal handler may write while its own thread is writing.
+        # Re-entrant, because a signal handler may write while its thread writes.
         self._lock = system.RLock()
         self._others = OtherRecords(flight)
         with contextlib.ExitStack() as undo:
             self._reader, self._writer = _pipe(os.O_CLOEXEC | os.O_NONBLOCK, undo)
-            with suppress(OSError):  # above this user's limit: keep the default
+            with suppress(OSError):  # the limit of this user is lower
                 fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             self._stopping, self._stop = _pipe(os.O_CLOEXEC, undo)
             self._answers_signal = _register_signal(signal.SIGUSR1, self._writer)
@@ -307,12 +302,12 @@ class Watchdog:
             resources = undo.pop_all()
         try:
             self._thread.start()
-        except RuntimeError:  # the thread did not start
+        except RuntimeError:  # the system allows no new thread
             resources.close()
             raise
 
     def stop(self, is_child: bool = False) -> None:
-        """End the thread and release all resources. A forked child has no such thread."""
+        """End the thread, which does not exist in a forked child, and release all resources."""
         self.release_signal()
         system.close(self._stop)
         if not is_child:
@@ -321,21 +316,20 @@ class Watchdog:
             system.close(end)
 
     def release_signal(self) -> None:
-        """Release SIGUSR1, unless other code has taken it meanwhile."""
+        """Stop handling SIGUSR1, unless other code has installed a handler since."""
         if self._answers_signal and system.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             faulthandler.unregister(signal.SIGUSR1)
 
     def record(self, reason: str, threads: list[str] | None = None) -> Path:
         """Write the record and return its path. Raises OSError if it cannot be written."""
         with self._locked():
-            self._written = system.wall_clock()  # estimate, used if writing fails
+            self._written = system.wall_clock()  # used if writing fails
             path = write_record(self.flight, reason, threads)
             self._written = path.stat().st_mtime  # from the clock of the file system
             return path
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Exclude other threads, but wait at most ``_LOCK_SECONDS`` for them and then continue."""
         has_lock = self._lock.acquire(timeout=_LOCK_SECONDS)
         try:
             yield
@@ -346,7 +340,7 @@ class Watchdog:
     def write(
         self, reason: str, threads: list[str] | None = None, level: int = logging.WARNING
     ) -> Path | None:
-        """Write the record, log its path at ``level`` and return it; None if writing fails."""
+        """Write the record and log its path at ``level``. Return the path, or None on failure."""
         subject = f"rank {self.flight.rank} of {self.flight.size}: the flight record ({reason})"
         try:
             path = self.record(reason, threads)
@@ -357,14 +351,14 @@ class Watchdog:
         return path
 
     def explain(self, error: BaseException) -> None:
-        """Write the record for a failed call, and add its path to the error message."""
+        """Write the record after a failed call, and add its path to the text of ``error``."""
         if not isinstance(error, CollectiveTimeoutError | PeerLostError | MismatchError):
             return
         if system.monotonic() - self._explained < _QUIET_SECONDS:
             return
         self._explained = system.monotonic()
         reason = f"{type(error).__name__}: {error}"
-        path = self.write(reason, level=logging.INFO)  # the error contains the path
+        path = self.write(reason, level=logging.INFO)  # no warning: the error will show the path
         if path is not None and error.args:
             compare = f"python -m flashlight_py.trace diff {path.parent}"
             advice = f"The last calls of this rank are in {path}. To compare ranks, run {compare}"
@@ -372,7 +366,6 @@ class Watchdog:
             error.args = (f"{error.args[0]}{end}{advice}", *error.args[1:])
 
     def _run(self) -> None:
-        """Wait for the signal, for records of other ranks and for the end."""
         while True:
             ready, _, _ = system.select([self._reader, self._stopping], [], [], _LOOK_SECONDS)
             if self._stopping in ready:
@@ -380,12 +373,11 @@ class Watchdog:
             if ready:
                 self.write("SIGUSR1", self._stacks().splitlines())
                 continue
-            with self._locked():  # another thread may write the record now
+            with self._locked():  # wait while another thread writes the record
                 if self._others.have_written(after=self._written + _QUIET_SECONDS):
                     self.write(ANSWER, level=logging.INFO)
 
     def _stacks(self) -> str:
-        """Read the stacks that the signal handler writes to the pipe."""
         text = b""
         while system.select([self._reader], [], [], _WRITING_SECONDS)[0]:
             text += system.read(self._reader, _PIPE_BYTES)
@@ -393,7 +385,6 @@ class Watchdog:
 
 
 def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
-    """Return the read end and the write end of a pipe. ``undo`` closes both."""
     ends = system.pipe2(flags)
     for end in ends:
         undo.callback(system.close, end)
@@ -401,9 +392,10 @@ def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _register_signal(number: signal.Signals, file: int) -> bool:
-    """Write the stacks to ``file`` when the signal arrives, unless the program handles the signal.
+    """Let faulthandler write the stacks to ``file`` at the signal ``number``. Return success.
 
-    MPICH's handler, which detects ended processes, is kept and called afterwards.
+    If the program already handles the signal, return False. A handler of MPICH, which detects ended
+    processes, is called afterwards.
     """
     handler = _handler(number)
     by_mpi = "mpi4py" in sys.modules and system.getsignal(number) is signal.SIG_DFL
@@ -424,14 +416,13 @@ current: Watchdog | None = None
 
 
 def start(flight: Flight) -> None:
-    """Start to watch this rank."""
     global current  # noqa: PLW0603  (a process is one rank)
     current = Watchdog(flight)
     journal.on_failure = current.explain
 
 
 def stop(is_child: bool = False) -> None:
-    """Undo ``start``. ``is_child``: a forked child calls this and has no thread to end."""
+    """Undo ``start``. A forked child passes ``is_child``, because it has no watchdog thread."""
     global current
     journal.on_failure = None
     watchdog, current = current, None
@@ -445,8 +436,12 @@ os.register_at_fork(after_in_child=partial(stop, is_child=True))
 def dump(reason: str = "asked for") -> Path:
     """Write the flight record of this rank now, and return its path. Not collective.
 
-    It contains the last calls of this process (verb, bytes, dtype, shape, line of user code, times)
-    and the stacks of its threads. Other ranks of the host write their records within a second.
+    It contains the newest calls of this process (verb, bytes, dtype, shape, line of user code,
+    times) and the stacks of its threads. Within a second, the other ranks of the host write their
+    records too.
+
+    Args:
+        reason: Text that is stored in the record.
 
     Raises:
         OSError: If the file cannot be written.

@@ -28,7 +28,7 @@ HOST_ADVICE = (
 
 
 def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
-    """Return a clause such as ", which is process 12 on host a", for the known ``processes``."""
+    """Return a clause such as ", which is process 12 on host a", or "" if nothing is known."""
     texts = [processes[rank] for rank in ranks if rank < len(processes)]
     listed, more = ", ".join(texts[:MOST_RANKS]), len(texts) - MOST_RANKS
     listed += f" and {more} more" if more > 0 else ""
@@ -38,7 +38,11 @@ def process_list(ranks: Sequence[int], processes: Sequence[str]) -> str:
 def different_calls(
     where: str, calls: Iterable[tuple[int, str]], number: int, ago: int = 0, which: str = ""
 ) -> str:
-    """Return an error text: ``calls`` of all ranks, made ``ago`` calls before call ``number``."""
+    """Return the text of a MismatchError. ``calls`` are pairs of rank and call.
+
+    ``number`` is the number of the call of this rank. The calls were made ``ago`` calls earlier.
+    ``which`` replaces the description of the call by its number.
+    """
     outcome, made = EARLIER_ADVICE if ago else NOTHING_CHANGED, number - ago - 1
     earlier = f"an earlier call of this group, {ago} before this one"
     which = which or (earlier if ago else f"call {number} of this group")
@@ -55,7 +59,7 @@ def different_calls(
 
 
 def did_not_join(where: str, who: str, limit: str, detail: str, which: str, last: str = "") -> str:
-    """Return an error text: ``who`` did not join in ``limit``. ``which`` names the processes."""
+    """Return the text of a CollectiveTimeoutError. ``who`` is like "rank 1 did not join"."""
     return (
         f"{where}: {who} within {limit} ({detail}){which}. {last}It is stuck, slow, or made "
         "another call. If the timeout is too short, pass params={'TIMEOUT': seconds} to "
@@ -64,13 +68,12 @@ def did_not_join(where: str, who: str, limit: str, detail: str, which: str, last
 
 
 def peer_raised(who: str, which: str, traceback: str) -> str:
-    """Return an error text: ``who`` raised. The first line of ``traceback`` is a summary."""
     summary, _, lines = traceback.partition("\n")
     return f"lost {who}{which}: it raised {summary}. {UNUSABLE}\n\nThe traceback of {who}:\n{lines}"
 
 
 def indented_traceback(words: str) -> str:
-    """Return ``words`` with the traceback of another rank indented, so that launchers ignore it."""
+    """Indent the traceback of another rank, so that launchers do not treat it as this rank's."""
     before, mark, rest = words.partition("\n\nThe traceback of ")
     who, newline, lines = rest.partition("\n")
     return f"{before}{mark}{who}{newline}{textwrap.indent(textwrap.dedent(lines), '  ')}"

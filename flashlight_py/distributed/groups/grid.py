@@ -14,12 +14,12 @@ from flashlight_py.distributed.calls.checks import as_integer, check_rank
 
 @dataclass(frozen=True)
 class Grid:
-    """The coordinates of a group's ranks in a grid, numbered row by row like in MPI_Cart_create.
+    """The ranks of a group as a grid, numbered row by row like in MPI_Cart_create.
 
     Attributes:
         rank: Rank of this process in the group.
-        shape: Extent of each dimension. The product is the size of the group.
-        periodic: For each dimension, True if its two ends are neighbours.
+        shape: Length of each dimension. The product is the size of the group.
+        periodic: For each dimension, True if the first and the last rank are neighbours.
     """
 
     rank: int
@@ -41,7 +41,9 @@ class Grid:
         return tuple(map(int, np.unravel_index(rank, self.shape)))
 
     def rank_of(self, coords: Sequence[int]) -> int | None:
-        """Return the rank at ``coords``; None outside a dimension that is not periodic.
+        """Return the rank at ``coords``. Beyond the edge of a dimension, return None.
+
+        In a periodic dimension, coordinates beyond the edge continue at the other edge.
 
         Raises:
             ValueError: If ``coords`` does not have one number for each dimension.
@@ -56,10 +58,10 @@ class Grid:
         return rank
 
     def shift(self, dim: int, steps: int = 1) -> tuple[int | None, int | None]:
-        """Return ``(src, dst)`` of a shift along ``dim``, like MPI_Cart_shift.
+        """Return the ranks ``(src, dst)`` of a shift along ``dim``, like MPI_Cart_shift.
 
-        ``dst`` is the rank at ``steps`` positions after this rank, ``src`` the rank at ``steps``
-        positions before it. None: there is no such rank.
+        ``dst`` is ``steps`` positions after this rank, and ``src`` is ``steps`` positions before
+        it. A position beyond an edge gives None.
 
         Raises:
             ValueError: If the grid has no dimension ``dim``.
@@ -73,7 +75,6 @@ class Grid:
 
 
 def extents_of(shape: int | Iterable[int | None], size: int) -> tuple[int, ...]:
-    """Return ``shape`` for ``size`` ranks, with extents of None or -1 replaced by numbers."""
     values: list[int | None] = list(shape) if isinstance(shape, Iterable) else [shape]
     extents = [as_integer(extent) for extent in values if extent is not None and extent != -1]
     if any(extent is None or extent < 1 for extent in extents):

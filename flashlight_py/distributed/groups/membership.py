@@ -1,8 +1,8 @@
-"""Groups without their verbs: members, backends, subgroups, and the open groups of this process.
+"""The base class of groups, without their verbs: members, backends and subgroups.
 
-The garbage collector may free a group during a wait and on any thread. If it closed the backends,
-it could deadlock with the interrupted call. So the next call of any group closes the backends,
-after their pending operations, for which other ranks may wait. A shutdown closes all groups.
+The garbage collector may free a group on any thread, even during a call. Closing backends at that
+moment could cause a deadlock. So the next call of any group closes them. Before that, their pending
+operations must end, because other ranks may wait for them. A shutdown closes all groups.
 """
 
 from __future__ import annotations
@@ -33,26 +33,29 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Backends of each open group. Weak references run no Python code when a group is collected: there,
-# an exception of a signal handler would be lost.
+# Backends of each open group. A weak reference runs no Python code when a group is collected. If a
+# signal handler raised in such code, Python would ignore the exception.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
 
-_LEAST_UNFINISHED = 8  # number of kept results that triggers the first cleanup
-subgroup_numbers = itertools.count(1)  # counts the subgroups that this process was asked to create
-# A forked child keeps the backends of its parent, because it must not destroy them.
+_LEAST_UNFINISHED = 8  # number of unfinished results before the first cleanup
+subgroup_numbers = itertools.count(1)  # the number of this process's next subgroup
+# Backends of the parent process. References keep a forked child from destroying them.
 _inherited: list[list[Backend]] = []
 
 
 @runtime_checkable
 class HasCupySide(Protocol):
-    """A backend whose library also moves CuPy arrays, so that NCCL is not needed."""
+    """A backend whose library also moves CuPy arrays, without NCCL."""
 
     def cupy_side(self) -> Backend: ...
 
 
 @dataclass(frozen=True)
 class Joiner:
-    """Functions that join ranks or their GPUs. ``limited`` returns a Joiner for another timeout."""
+    """Functions that create backends: for the ranks of a store, or for the GPUs of these ranks.
+
+    ``limited`` returns a Joiner with another timeout in seconds.
+    """
 
     join: Callable[[Store], Backend]
     join_gpus: Callable[[Backend], Backend]
@@ -60,7 +63,7 @@ class Joiner:
 
 
 class Membership:
-    """Ranks of the world, and the backends that join them. Outside the group, ``rank`` is -1."""
+    """Ranks of the world, and their backends. If this process is not a member, ``rank`` is -1."""
 
     rank = -1
     gpus: Backend | None = None  # backend for CuPy arrays; None before the GPUs are joined
@@ -73,10 +76,10 @@ class Membership:
         joiner: Joiner | None = None,
         first_use: Callable[[], None] | None = None,
     ) -> None:
-        self.on_first_use = first_use  # called by the first call. No fast path until then
+        self.on_first_use = first_use  # called by the first verb, which Python must handle
         self.fast = EntryPoints()
         self._backend, self._joiner = backend, joiner
-        self._backends: list[Backend] = []  # closed also if the group is dropped
+        self._backends: list[Backend] = []  # closed even if the group is garbage-collected
         self._children: dict[weakref.ref[Membership], None] = {}
         self._unfinished: list[Then] = []
         self._most_unfinished = _LEAST_UNFINISHED
@@ -98,11 +101,11 @@ class Membership:
         self.size = len(self.ranks)
 
     def open_fast_path(self) -> None:
-        """Take the fast path that the backend offers now."""
+        """Use the current fast path of the backend from now on."""
         self.on_first_use = None
         self.fast.replace_by(self.backend().bind(self.journal))
         if self.gpus is not None:
-            self.fast.barrier = left_to_python  # only Python also waits for the GPUs
+            self.fast.barrier = left_to_python  # a barrier also waits for GPUs, in Python
         if self is _world:
             use_as_world(self)
 
@@ -113,13 +116,14 @@ class Membership:
 
     @property
     def is_open(self) -> bool:
-        """Whether the group is usable: not closed, and not in a forked child."""
+        """Whether the group is not closed, and this process is not a forked child."""
         return self._backend is not None
 
     def backend(self, array: Any = None) -> Backend:
-        """Return the backend for ``array`` (None: a NumPy array).
+        """Return the backend for ``array``. None stands for any NumPy array.
 
-        The first CuPy array of a group joins its GPUs, which is collective and blocks.
+        For the first CuPy array of a group, the ranks connect their GPUs. This is collective and
+        blocks.
 
         Raises:
             ValueError: If this process is not in the group.
@@ -153,11 +157,11 @@ class Membership:
         return GroupClosedError(f"{rank}: this group is closed. Use another group.")
 
     def join_gpus(self) -> Backend:
-        """Join the GPUs of the ranks by NCCL. The first call is collective and blocks.
+        """Connect the GPUs of the ranks by NCCL. The first call is collective and blocks.
 
         Raises:
             BackendUnavailableError: If a rank lacks NCCL, CuPy or a GPU. Every rank raises it.
-            DistributedError: If NCCL fails, or a rank (named) does not join.
+            DistributedError: If NCCL fails, or a rank does not join. The error names the rank.
         """
         if self.gpus is None:
             if self._joiner is None:
@@ -178,11 +182,12 @@ class Membership:
         timeout: float | None,
         count: int | None = None,
     ) -> Self:
-        """Join ``members`` of this group through ``store``, which is None on other ranks.
+        """Return the group of the ranks ``members`` of this group.
 
-        Collective among the members. Blocks. ``timeout`` is the timeout of the new group in
-        seconds; None: the timeout of this group. ``count`` is the next of ``subgroup_numbers`` on
-        the first member, or None if unknown.
+        Collective among the members; blocks. Other ranks pass None as ``store`` and get a group
+        without this process. ``timeout`` is in seconds; None: as in this group. ``count`` is the
+        number that the first member took from ``subgroup_numbers``. If it is None, the members
+        exchange it.
         """
         ranks, joiner = [self.ranks[member] for member in members], self._joiner
         if store is None:
@@ -203,7 +208,8 @@ class Membership:
         child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None
         try:
-            # A member that closes the group at once must not interrupt other connections.
+            # A member may close the group while other members are still connecting. So wait for
+            # all.
             if store.subgroup is None or not store.subgroup.is_flat:
                 store.exchange(b"")
         except BaseException:
@@ -221,11 +227,13 @@ class Membership:
         self.open_fast_path()
 
     def run(self, call: Call) -> Work:
-        """Start ``call``, record it, and wait for its end if it is blocking."""
         return self.run_many([call], call.name)
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
-        """Start ``calls`` for arrays of one device together, recorded as one call of ``name``."""
+        """Start ``calls`` as one operation, which is recorded with ``name``.
+
+        The arrays of all calls must be on one device.
+        """
         if thread_state.recorder is not None:
             return thread_state.recorder.verb(self, calls, name)  # type: ignore[no-any-return]
         call, *more_calls = calls
@@ -236,7 +244,7 @@ class Membership:
         return self.journal.run(calls, name, start)
 
     def keep(self, work: Then) -> Then:
-        """Keep ``work``, so that ``synchronize`` stores its result if no thread waits for it."""
+        """Keep ``work`` until it has ended, so that ``synchronize`` can store its result."""
         self._unfinished.append(work)
         if len(self._unfinished) > self._most_unfinished:
             self._unfinished = [other for other in self._unfinished if not other.is_settled]
@@ -246,23 +254,23 @@ class Membership:
     def synchronize(self) -> None:
         """Block until every operation that this rank started in the group has ended."""
         wait_for(self._unfinished)
-        if self.gpus is not None:  # first: a CPU part may belong to the same operation
+        if self.gpus is not None:  # before the CPU, which may run a part of the same operation
             self.gpus.synchronize()
         self.backend().synchronize()
 
     def is_calling(self) -> bool:
-        """Return whether the caller is a signal handler that interrupted a call on this thread."""
+        """Return whether this thread runs a signal handler that has interrupted a call."""
         return any(backend.is_calling() for backend in (self.gpus, self._backend) if backend)
 
     def end(self, error: BaseException) -> None:
-        """End the group after Ctrl-C interrupted a call. The other ranks raise ``error``."""
-        abort.report(error, self._backends)  # no effect without other ranks
+        """End the group after ``error``, such as Ctrl-C in a call. The other ranks raise."""
+        abort.report(error, self._backends)  # no effect in a group of one rank
 
     def close(self) -> None:
-        """End pending operations, also of subgroups, and release all resources.
+        """Close the group and its subgroups: end pending operations, and release all resources.
 
-        Not collective; idempotent. Verbs that run on other threads raise GroupClosedError. So does
-        a verb of this thread if a signal handler that interrupted it closes the group.
+        Not collective; idempotent. If another thread runs a verb of the group, this verb raises
+        GroupClosedError. If a signal handler closes the group, the interrupted verb raises it.
         """
         for reference in list(self._children):
             if (child := reference()) is not None:
@@ -271,7 +279,7 @@ class Membership:
             backend.close()
 
     def _leave(self, forked: bool = False) -> list[Backend]:
-        """Make the group unusable and return its backends. A forked child must leave them open."""
+        """Make the group unusable. Return its backends, which a forked child must not close."""
         self._forked |= forked
         backends, self._backends = self._backends, []
         self.gpus = self._backend = None
@@ -293,32 +301,31 @@ class Membership:
 
 
 def close_dropped() -> None:
-    """Close the backends of dropped groups, except groups with pending operations."""
+    """Close the backends of collected groups, unless an operation is pending."""
     for _ in range(len(dropped)):
         try:
             group = dropped[0]
-        except IndexError:  # a concurrent call removed it
+        except IndexError:  # another thread has emptied the list
             return
-        dropped.rotate(-1)  # stays in the list until closed, even after an interrupt
+        dropped.rotate(-1)  # remove it only after closing: an exception may come first
         backends = _watched.get(group, [])
         if any(backend.is_busy() for backend in backends):
             continue
         for backend in backends:
             backend.close()
         _watched.pop(group, None)
-        with suppress(ValueError):  # another thread has closed it too
+        with suppress(ValueError):  # another thread has removed it
             dropped.remove(group)
 
 
 def leave_all() -> None:
-    """Notify the other ranks of all groups that this rank starts no further messages."""
+    """Notify the other ranks of all groups that this rank sends no more messages."""
     for backends in list(_watched.values()):
         for backend in list(backends):
             backend.leave()
 
 
 def close_all() -> None:
-    """Close every open group, and every dropped group."""
     for group in _groups():
         group.close()
     for reference in list(_watched):
@@ -328,12 +335,11 @@ def close_all() -> None:
 
 
 def _groups() -> list[Membership]:
-    """Return the groups that are neither closed nor dropped."""
     return [group for reference in list(_watched) if (group := reference()) is not None]
 
 
 def _forget_in_child() -> None:
-    """Make the groups unusable in a forked child, which has no threads or connections for them."""
+    """Make all groups unusable in a forked child, which lacks their threads and connections."""
     _inherited.extend(_watched.values())
     for group in _groups():
         group._leave(forked=True)
@@ -351,14 +357,12 @@ world_fast = EntryPoints()
 
 
 def use_as_world(group: Membership) -> None:
-    """Make ``group`` the world of this process."""
     global _world  # noqa: PLW0603  (the world of the process)
     _world = group
     world_fast.replace_by(group.fast)
 
 
 def members_of(group: Membership | None) -> Membership:
-    """Return ``group``, or the world if it is None."""
     if group is None:
         assert _world is not None  # world.py sets it at import
         return _world

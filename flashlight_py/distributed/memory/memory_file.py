@@ -1,8 +1,9 @@
-"""Memory that several processes of one user map: files that do not outlive the processes.
+"""Files in memory that several processes of one user map. No file outlives its processes.
 
-If the processes see each other in /proc, the file has no name (``memfd_create``) and ends with the
-last process. Containers of one pod share /dev/shm, but often not /proc. There the file has a name
-until all processes have mapped it. A later job removes the files of killed owners.
+If the processes see each other in /proc, the file has no name (``memfd_create``), and the kernel
+frees it after the last process. Containers of one pod often share /dev/shm but not /proc. For them,
+the file has a name in /dev/shm until all processes have mapped it. If its owner is killed before, a
+later job removes it.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from flashlight_py.errors import DistributedError, OutOfMemoryError, Unavailable
 
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "flashlight-"
-# An unlocked file is kept for this number of seconds: its owner may not have locked it yet.
+# Age in seconds at which a file without a lock is removed. A newer file may get its lock soon.
 _YOUNG = 60.0
 
 
 def process_space() -> str:
     """Return a text that is equal for processes of one kernel that see each other in /proc.
 
-    Empty if other processes cannot open the files of this process there.
+    Return "" if other processes cannot open the files of this process in /proc.
     """
     space = boot_id_and_namespace("pid")
-    is_open = space and os.stat("/proc/self").st_uid == os.geteuid()  # /proc denies access else
-    return space if is_open and hasattr(os, "memfd_create") else ""  # some Pythons lack it
+    is_open = space and os.stat("/proc/self").st_uid == os.geteuid()  # else /proc denies access
+    return space if is_open and hasattr(os, "memfd_create") else ""  # absent in some Pythons
 
 
 def needs_names(spaces: Sequence[str]) -> bool:
-    """Return whether two processes of one kernel do not see each other, by ``spaces``."""
+    """Return whether files need names. ``spaces`` has the ``process_space`` of each process."""
     kernels = {space.partition(" ")[0] for space in spaces}
     return "" in spaces or len(set(spaces)) > len(kernels)
 
 
 class MemoryFile:
-    """An empty file in memory that this user's processes open at ``path`` until :meth:`close`.
+    """An empty file in memory. Other processes of this user can open ``path`` until ``close``.
 
     Raises OSError if the file cannot be created.
     """
@@ -58,14 +59,13 @@ class MemoryFile:
             self.path = str(DIRECTORY / name)
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
             self.fd = os.open(self.path, flags, 0o600)
-            fcntl.flock(self.fd, fcntl.LOCK_SH)  # marks the file as owned by a live process
+            fcntl.flock(self.fd, fcntl.LOCK_SH)  # locked while a process has it open
         else:
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
             os.fchmod(self.fd, 0o600)
             self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def close(self) -> None:
-        """Remove the name of the file. Mapped memory remains."""
         if self._named:
             Path(self.path).unlink(missing_ok=True)
         os.close(self.fd)
@@ -73,7 +73,7 @@ class MemoryFile:
 
 @contextlib.contextmanager
 def open_memory(path: str) -> Iterator[int]:
-    """Open the file of another process. Raise OSError if it is missing or another user's."""
+    """Open the file of another process. Raise OSError if it is missing or of another user."""
     without_links = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | without_links)
     try:
@@ -86,22 +86,22 @@ def open_memory(path: str) -> Iterator[int]:
 
 
 def _remove_orphans() -> None:
-    """Remove files of this user's dead processes, if the files were not mapped everywhere."""
+    """Remove files of this user whose processes died before all ranks had mapped them."""
     for path in DIRECTORY.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime <= _YOUNG:
                 continue
             with open_memory(str(path)) as fd:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a live owner holds a shared lock
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process has it open
                 path.unlink()
 
 
 def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:
-    """Create a file in memory on rank 0 and map it on every rank. Collective; two exchanges.
+    """Create a file in memory on rank 0 and map it on every rank. Collective.
 
-    ``map_path(path, create)`` raises OSError on failure. With ``named``, the file has a name until
-    all ranks have mapped it. Every rank raises OutOfMemoryError if a rank lacks memory, and
-    UnavailableEverywhereError if a rank cannot map the file for another reason.
+    ``map_path(path, create)`` maps the file and raises OSError on failure. If ``named``, the file
+    has a name until all ranks have mapped it. Every rank raises OutOfMemoryError if a rank lacks
+    memory, and UnavailableEverywhereError if a rank cannot map the file for another reason.
     """
     mapped, file, path, error = None, None, "", ("", "")
     try:
@@ -114,11 +114,11 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
         if not has_failed and store.rank != 0:
             mapped, error = _attempt(lambda: map_path(path, False))
         _raise_together(store, error)
-    finally:  # also if a rank is lost or a signal handler raises
+    finally:  # runs even if another rank dies or a signal handler raises
         if file is not None:
             file.close()
         elif path and named:
-            # All ranks have mapped the file. Every rank removes its name, as rank 0 may be dead.
+            # No rank needs the name any more. Rank 0 may be dead, so every rank removes it.
             Path(path).unlink(missing_ok=True)
     return mapped
 
@@ -131,12 +131,12 @@ def made_together(store: Store, make: Callable[[], Any]) -> Any:
 
 
 def _attempt(do: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
-    """Return (``do()``, no errors), or (None, error text for lack of memory, other error text)."""
+    """Return the result of ``do()``, and two error texts: lack of memory, other errors."""
     try:
         return do(), ("", "")
     except OutOfMemoryError as error:
         return None, (error.lack, "")
-    except DistributedError:  # fatal, even if it is an OSError as well
+    except DistributedError:  # not an error of this file
         raise
     except (OSError, MemoryError) as error:
         text = str(error) or repr(error)
@@ -145,7 +145,7 @@ def _attempt(do: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
 
 
 def _raise_together(store: Store, error: tuple[str, str]) -> None:
-    """Raise the errors of ``map_together`` if any rank has an ``error``. Collective."""
+    """Exchange the error texts of all ranks, and raise as ``map_together`` does. Collective."""
     answers = [answer.decode().split("\0") for answer in store.exchange("\0".join(error).encode())]
     shortages, failures = (
         "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
@@ -154,7 +154,7 @@ def _raise_together(store: Store, error: tuple[str, str]) -> None:
     if shortages:
         text = f"rank {store.rank} of {store.size}: there is not enough memory. {shortages}"
         group_error = OutOfMemoryError(text)
-        group_error.lack = error[0]  # a larger group adds its own rank numbers
+        group_error.lack = error[0]  # the caller may add rank numbers of a larger group
         raise group_error
     if failures:
         raise UnavailableEverywhereError(

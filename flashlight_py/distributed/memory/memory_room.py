@@ -1,6 +1,6 @@
 """Checks of the available memory before a large allocation.
 
-The kernel promises more memory than it has, and kills a process once too much is written.
+Linux lets a process allocate more memory than exists, and kills a process when it writes too much.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from flashlight_py.distributed.verbs import BARRIER
 
 ROOT = Path("/")  # parent of /proc and /sys; tests replace it
 
-# Fewer bytes (of all ranks of a host) are allocated without a check, which takes 0.1 ms.
+# Allocations below this number of bytes (all ranks of a host) are not checked. A check takes 0.1
+# ms.
 LITTLE = 64 << 20
-# Share of the available memory that stays free for other needs of the processes.
+# Fraction of the available memory that remains free for other needs.
 _RESERVE = 1 / 20
-# Bytes that are reserved between two checks, because other processes may allocate as well.
+# Bytes that are allocated after one check. Other processes may allocate meanwhile.
 _CHUNK_BYTES = 256 << 20
 
-# By version (2, 1) of control groups: files of limit and use, prefix of caches in memory.stat.
+# For control groups of version 2 and 1: file of the limit, file of the used bytes, and prefix of
+# names in memory.stat.
 _FILES = [
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -49,8 +51,9 @@ class SharesMemory(Protocol):
 def available(ranks: int = 1) -> tuple[int, str]:
     """Return the number of bytes that this process may still allocate, and the limiting resource.
 
-    Assumption: ``ranks`` processes of this machine allocate as much, each in its own control group.
-    File caches and swap count as free. In control groups, swap does not.
+    The memory of the machine is divided by ``ranks``, because so many processes allocate the same
+    amount. The limits of control groups are not divided. File caches count as free. Free swap
+    counts too, but not for control groups.
     """
     free: list[tuple[int, str]] = _if_known(_of_machine, ranks)
     for limit in _limits(ROOT):
@@ -62,7 +65,7 @@ def require_memory(nbytes: int, purpose: str, ranks: int = 1) -> None:
     """Raise MemoryError if fewer than ``nbytes`` are available for ``purpose``."""
     if nbytes * ranks < LITTLE:
         return
-    if nbytes >= 16 * LITTLE:  # find the limits again, which takes 1 ms
+    if nbytes >= 16 * LITTLE:  # read the limits again (1 ms)
         _limits.cache_clear()
     free, limit = available(ranks)
     if nbytes > free * (1 - _RESERVE):
@@ -74,18 +77,18 @@ def require_memory(nbytes: int, purpose: str, ranks: int = 1) -> None:
 
 
 def ordinary_empty(shape: tuple[int, ...], dtype: np.dtype[Any], ranks: int = 1) -> Array:
-    """Return ``numpy.empty``. Raise MemoryError if ``ranks`` such arrays need too much memory."""
+    """Return ``numpy.empty``. Raise MemoryError if the host has too little for ``ranks`` arrays."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes * ranks >= LITTLE:  # formatting the text takes longer than a small array
+    if nbytes * ranks >= LITTLE:  # avoids the text for small arrays
         require_memory(nbytes, f"an array of {dtype} {shape}", ranks)
     return np.empty(shape, dtype)
 
 
 def shared_arrays(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
-    """Return one new, uninitialised array for each rank, in memory that all ranks map. Collective.
+    """Return the new, uninitialised arrays of all ranks, in memory that all ranks map. Collective.
 
-    If the ranks of ``backend`` share no memory, the list has only this rank's array. If memory is
-    short, only this rank raises MemoryError: the caller must notify the other ranks.
+    If the ranks of ``backend`` share no memory, return a list with one ordinary array. If memory is
+    short, only this rank raises MemoryError, and the caller must notify the other ranks.
     """
     if isinstance(backend, SharesMemory):
         return backend.shared_by_all(shape, dtype)
@@ -94,16 +97,15 @@ def shared_arrays(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]
 
 
 def shared_array(backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return this rank's array of ``shared_arrays``. Reductions of the array need no copies."""
     arrays = shared_arrays(backend, shape, dtype)
     return arrays[backend.rank if len(arrays) > 1 else 0]
 
 
 def reserve(fd: int, nbytes: int, purpose: str) -> None:
-    """Allocate ``nbytes`` of the file in memory ``fd`` now. If it fails, the file does not change.
+    """Extend the file in memory ``fd`` to ``nbytes``, and allocate its pages.
 
-    Without a reservation, the kernel would kill a process that writes. Raises MemoryError like
-    ``require_memory``, and OSError if the file system is too small.
+    Without this, the kernel could kill a process that writes to the file. Raises MemoryError like
+    ``require_memory``, and OSError if the file system is too small. The file then does not change.
     """
     before, system = os.fstat(fd).st_size, os.fstatvfs(fd)
     capacity = system.f_bavail * system.f_frsize if system.f_blocks else nbytes
@@ -133,7 +135,7 @@ def _of_group(group: Path, limit: int, name: str, used: str, caches: str) -> tup
 
 @functools.lru_cache(maxsize=1)
 def _limits(root: Path) -> list[tuple[Path, int, str, str, str]]:
-    """Return the control groups of this process with a limit below the machine's memory."""
+    """Return the control groups of this process whose limit is below the memory of the machine."""
     machine = _if_known(lambda: 1024 * int(_numbers(root / "proc/meminfo")["MemTotal:"]))
     limits = []
     for group, (name, used, caches) in itertools.product(control_groups(root), _FILES):
@@ -143,15 +145,14 @@ def _limits(root: Path) -> list[tuple[Path, int, str, str, str]]:
 
 
 def _numbers(path: Path) -> dict[str, str]:
-    """Return a dict of the lines ``name number`` of a file."""
     return dict(itertools.pairwise(path.read_text().split()))
 
 
 def _if_known(read: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return a list with ``read(*arguments)``, or [] if the value cannot be read."""
+    """Return ``[read(*arguments)]``, or [] if the value cannot be read."""
     try:
         return [read(*arguments)]
-    # Files or lines may be missing, a group may have no limit ("max") or end, and containers may
-    # differ. An unknown value counts as no limit: an error on one rank would block other ranks.
+    # A file or a line may be missing, and a limit may be "max". Such a value counts as no limit: an
+    # error on only one rank would block the other ranks.
     except (OSError, ValueError, KeyError, IndexError):
         return []

@@ -1,8 +1,9 @@
 """Topology: hosts, GPUs and shared memory of the ranks, and addresses between hosts.
 
-Shared memory is tested with a file, because host names do not show it in containers. A host name
-may map to the loopback, and hosts behind a NAT may share an address. If both ends of a connection
-with rank 0 see the same addresses, these addresses work. Other routes are looked up locally.
+Host names do not show which ranks share memory (containers), so a file tests it. The address of a
+host name may be the loopback, and hosts behind a NAT may have the same address. So each rank
+compares both ends of its connection with rank 0. If they show the same addresses, other hosts can
+use them. Otherwise the routing table of the host gives an address.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class DeviceRule:
     """The rule that selects a rank's CUDA device.
 
     With ``max_per_node`` (MAX_DEVICE_PER_NODE), the index is ``rank % max_per_node``, as in
-    flashlight. Otherwise it is ``local_rank`` modulo the number of visible devices, which may be 1.
+    flashlight. Otherwise it is ``local_rank`` modulo the number of visible devices. A launcher may
+    make only one device visible to each rank.
     """
 
     rank: int = 0
@@ -47,7 +49,6 @@ class DeviceRule:
     max_per_node: int | None = None
 
     def index(self, count: int) -> int:
-        """Return this rank's index of ``count`` devices, or raise BackendUnavailableError."""
         if self.max_per_node is None:
             return self.local_rank % count
         index = self.rank % self.max_per_node
@@ -60,7 +61,7 @@ class DeviceRule:
 
 
 def gpu_identity(cupy: Any, index: int) -> str:
-    """Return a text that is equal for two ranks exactly if NCCL considers their GPUs the same.
+    """Return a text that is equal for two ranks if NCCL considers their GPUs the same, only then.
 
     NCCL compares PCI addresses and hosts, or NCCL_HOSTID. The text is "" if
     NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks on one GPU (since NCCL 2.30).
@@ -74,11 +75,11 @@ def gpu_identity(cupy: Any, index: int) -> str:
 # Shared memory ------------------------------------------------------------------------------------
 
 
-# The first exchange of every rendezvous. If two ranks are one process, all ranks raise together.
+# The first exchange of every rendezvous.
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Exchange the host and process of each rank of ``store``. Collective, blocking.
 
-    Raises UnavailableEverywhereError if ranks differ in ``checks`` (whether calls are compared).
+    Raises UnavailableEverywhereError if only some ranks compare their calls (``checks``).
     """
     process = f"process {system.getpid()} on {system.gethostname()}"
     facts = [process, process_space(), host_identity(), checks]
@@ -102,8 +103,8 @@ def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
 class Sharing(NamedTuple):
     """Groups of ranks that share memory, in the order of their first ranks.
 
-    ``of`` is the index of each rank's group. ``across[i]`` has the rank at position i of every
-    group, for positions in the smallest group. ``apart`` is the reason why groups are separate.
+    ``of[rank]`` is the index of the group of ``rank``. ``across[i]`` has rank i of each group, if
+    every group has a rank i. ``apart`` explains why a host has more than one group, else "".
     """
 
     groups: Sequence[Sequence[int]]
@@ -113,7 +114,6 @@ class Sharing(NamedTuple):
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Sharing:
-        """Return the groups, given the answer of each rank."""
         answers = [json.loads(text) for text in texts]
         by_leader: dict[int, list[int]] = {}
         for rank, (leader, _, _) in enumerate(answers):
@@ -133,10 +133,9 @@ class Sharing(NamedTuple):
 def ranks_by_memory(store: Store) -> Sharing:
     """Return which ranks share memory. Collective.
 
-    Each rank writes a secret to a small file in shared memory, for ranks that can read the file. A
-    rank without such a file is alone. Different values of FLASHLIGHT_MEMORY_DOMAIN separate ranks
-    like different hosts. ``Sharing.apart`` names the first rank that shares no memory with the
-    first rank of its host, or is empty.
+    Each rank writes a secret to a small file in shared memory. Ranks that can read it are in one
+    group. A rank that cannot create a file is alone. Ranks with different values of
+    FLASHLIGHT_MEMORY_DOMAIN are treated like ranks of different hosts.
     """
     nonce = system.random_bytes(16).hex()
     domain = system.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
@@ -167,7 +166,7 @@ def ranks_by_memory(store: Store) -> Sharing:
 
 
 def _kernel(host: str) -> str:
-    """Return the part of ``host_identity`` that is equal on hosts that may share memory."""
+    """Return the id of the kernel. Only hosts (containers) with one kernel may share memory."""
     return host.partition(" ")[0]
 
 
@@ -179,7 +178,7 @@ def _by_kernel(texts: Sequence[bytes]) -> dict[str, list[int]]:
 
 
 def _read_problem(offer: Sequence[str], own_domain: str) -> str:
-    """Return why this rank cannot read the file that another rank offers, or "" if it can."""
+    """Return why this rank cannot read another rank's file, described by ``offer``, or ""."""
     domain, path, nonce, problem = offer
     if problem or domain != own_domain:
         return problem or f"it has FLASHLIGHT_MEMORY_DOMAIN={domain!r}"
@@ -197,9 +196,10 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses that a rank reports.
 
-    ``host`` identifies the host, and messages show ``name``. ``has`` is a text that lists its
-    interfaces. ``interface`` is the user's choice, with ``interface_addresses``. Packets to other
-    hosts leave from ``sources``, best first. For ``ends`` see ``Store``.
+    ``host`` identifies the host, and errors show ``name``. ``has`` lists its interfaces as text. If
+    the user chose an ``interface``, ``interface_addresses`` are its addresses. ``sources`` are
+    addresses from which the host sends packets to other hosts, best first. For ``ends`` see
+    ``Store``.
     """
 
     host: str
@@ -212,8 +212,7 @@ class Card(NamedTuple):
     ends: Mapping[str, Sequence[Any]] = {}
 
 
-# The address of the default route may be behind a NAT and equal on all hosts. An address that both
-# ends of a connection see is better. All ranks know all addresses, so all raise at once.
+# All ranks know all addresses, so all ranks raise if no connection is possible.
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
@@ -223,9 +222,9 @@ def address_between_hosts(
 ) -> str:
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
-    ``hosts`` are the host identities of the ranks, and ``addresses`` their ``own_addresses``.
+    ``hosts`` has the ``host_identity`` of each rank, and ``addresses`` its ``own_addresses``.
     ``shared`` are addresses that several hosts have. ``interface`` is the user's choice or "".
-    Raises RendezvousError on every rank if other hosts cannot reach an address of each host.
+    Raises RendezvousError on every rank if a host has no address that other hosts can reach.
     """
     own_host, first = hosts[store.rank], hosts[0]
     peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (own_host != first))
@@ -274,8 +273,9 @@ def address_inside(interface: str) -> str:
 
 
 def choose_addresses(cards: Sequence[Card]) -> list[str]:
-    """Return the address of each rank. All are of one IP version, and each host has its own.
-    Raises ValueError, with host and reason, if a host has no such address.
+    """Return the address of each rank. All have one IP version, and hosts have different ones.
+
+    Raises ValueError if a host has no such address. The text names the host and the reason.
     """
     shared = shared_addresses((card.host, card.addresses) for card in cards)
     by_host, translated = _connections(cards)
@@ -288,7 +288,7 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
     for rank, card in enumerate(cards):
         if not usable[rank] or bool(card.interface) != bool(card.interface_addresses):
             raise ValueError(_address_problem(cards, rank, shared, translated[card.host]))
-    for candidates in (proven, usable):  # proven addresses have carried a connection
+    for candidates in (proven, usable):  # proven addresses have already been used by a connection
         for family in _FAMILIES:
             if all(_of_family(addresses, family) for addresses in candidates):
                 chosen = [_of_family(addresses, family)[0] for addresses in usable]
@@ -310,19 +310,19 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
 
 
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
-    """Return the addresses that a rank may use, best first."""
     good = [source for source in card.sources if source not in bad and not is_loopback(source)]
-    for family in _FAMILIES:  # otherwise the only address of a family
+    for family in _FAMILIES:  # if a host has only one address of a family, try it
         only = [address for address in _of_family(card.addresses, family) if address not in bad]
         good += only if len(only) == 1 else []
     return list(dict.fromkeys([*proven, *good]))
 
 
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """Return, by host, addresses that a connection with rank 0 proves, and translated addresses.
+    """Return two tables by host: proven addresses, and addresses that a NAT has translated.
 
-    If both ends report the same addresses, no NAT translates them. Addresses that their host does
-    not list (with a zone) are omitted. The second result maps reported to translated addresses.
+    An address is proven if both ends of a connection with rank 0 report the same addresses, and the
+    host lists this address. The second table maps an address that a host reports to the address
+    that rank 0 sees.
     """
     proven: dict[str, list[str]] = {card.host: [] for card in cards}
     translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}
@@ -339,7 +339,6 @@ def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str,
 
 
 def shared_addresses(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
-    """Return the addresses that several hosts have."""
     owned = {(address, host) for host, addresses in hosts for address in addresses}
     count = Counter(address for address, _ in owned)
     return {address for address in count if count[address] > 1}
@@ -353,7 +352,6 @@ def _of_family(addresses: Iterable[str], family: AddressFamily) -> list[str]:
 
 
 def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
-    """Raise ValueError if a user's interface has the same address on different hosts."""
     cards_by_address: dict[str, list[Card]] = {}
     for card, address in zip(cards, chosen, strict=True):
         cards_by_address.setdefault(address, []).append(card)
@@ -370,7 +368,6 @@ def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
 def _address_problem(
     cards: Sequence[Card], rank: int, shared: Collection[str], translated: Mapping[str, str]
 ) -> str:
-    """Return why other hosts cannot reach any address of the host of ``rank``."""
     card, why = cards[rank], "has no route to the others"
     if card.interface:
         why = f"has no {card.interface!r}"

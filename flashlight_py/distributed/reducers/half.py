@@ -17,17 +17,17 @@ from flashlight_py.distributed.reducers.hook import Bucket, Compression
 from flashlight_py.distributed.work import Then, Work
 
 LARGEST = 65504.0
-# Number of elements of a block that stays in a cache while it is processed.
+# Number of elements that are processed together, so that they stay in a cache.
 _BLOCK = 1 << 14
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14, as float32
-_HALF = np.uint32(0x3F00_0000)  # 0.5: its last bit is 2**-24, like the last bit of small float16
+_HALF = np.uint32(0x3F00_0000)  # 0.5 as float32: the value of its last bit is 2**-24
 _REBIAS = np.uint32((127 - 15) << 23)  # difference of the exponent biases
 
 
 class CastCompression(Compression):
-    """A hook that casts to ``dtype`` (16 bits), sums, and casts back."""
+    """A hook that casts to ``dtype`` (16 bits), sums over the ranks, and casts back."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class CastCompression(Compression):
         return Then(bucket.all_reduce(narrow), lambda _: self._widen(narrow, bucket.flat))
 
     def _narrow(self, flat: Array) -> Array:
-        """Round to the dtype. Finite numbers stay finite; infinities and NaN do not change."""
+        """Round to 16 bits. Finite numbers stay finite. Infinities and NaN do not change."""
         with np.errstate(all="ignore"):
             narrow: Array = flat.astype(self._dtype)
         bits = narrow.view(np.uint16)
@@ -140,10 +140,10 @@ def to_half(flat: Array) -> NDArray[np.float16]:
 def _half_bits(block: Array) -> NDArray[np.uint32]:
     bits = np.clip(block, -LARGEST, LARGEST).astype(np.float32).view(np.uint32)
     magnitude = bits & _MAGNITUDE
-    # After the addition of 0.5, the last bits are the rounded small float16.
+    # For numbers below 2**-14, float16 is a multiple of 2**-24. Adding 0.5 rounds to this multiple.
     small = (magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - _HALF
     is_small = magnitude < _SMALLEST_NORMAL
-    # Add half of the last place minus 1, plus 1 if that place is odd: nearest, ties to even.
+    # Round to 11 bits: to the nearest number, and from the middle to the even one.
     magnitude += (magnitude >> np.uint32(13)) & np.uint32(1)
     magnitude += np.uint32(0xFFF)
     magnitude -= _REBIAS
@@ -153,11 +153,9 @@ def _half_bits(block: Array) -> NDArray[np.uint32]:
 
 
 def from_half(half: NDArray[np.float16], out: Array) -> None:
-    """Write the numbers of ``half`` to ``out`` of the same shape, float32 or float64."""
     np.take(_numbers(out.dtype), half.view(np.uint16), out=out, mode="clip")
 
 
 @functools.cache
 def _numbers(dtype: DTypeLike) -> Array:
-    """Return the numbers of all 65536 bit patterns."""
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(dtype)

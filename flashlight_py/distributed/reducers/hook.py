@@ -28,9 +28,9 @@ class Bucket:
             and on every rank, so a hook may keep state for it.
         flat: All arrays as one: one-dimensional, C-contiguous, of one dtype, on one device.
         parts: The arrays as views into ``flat`` with their own shapes.
-        scale: Factor of the sums.
-        group: Group whose ranks reduce.
-        inline_bytes: Maximum bytes of a blocking message, which costs less than a thread.
+        scale: Factor by which the sum over the ranks is multiplied.
+        group: The group of the ranks.
+        inline_bytes: Messages up to this number of bytes block, because a thread would take longer.
     """
 
     index: int
@@ -39,20 +39,20 @@ class Bucket:
     scale: float
     group: ProcessGroup
     inline_bytes: float = 0
-    in_background: bool = dataclasses.field(default=False, init=False)  # a message did not block
+    in_background: bool = dataclasses.field(default=False, init=False)  # some message did not block
 
     def __post_init__(self) -> None:
         self.parts = tuple(self.parts)
 
     def all_reduce(self, array: Array, blocking: bool = False) -> Work:
-        """Sum ``array`` (any shape and dtype) over the ranks in place, times ``scale``."""
+        """Sum ``array`` of any shape and dtype over the ranks, in place, times ``scale``."""
         if not (blocking or self._pays_inline(array)):
             return all_reduce(array, self.scale, group=self.group, async_op=True)
         all_reduce(array, self.scale, group=self.group)
         return Done(array)
 
     def all_gather(self, array: Array) -> Work:
-        """Concatenate ``array`` of all ranks along axis 0 into a new array. Any dtype and shape."""
+        """Return a Work whose result has ``array`` of all ranks along its first dimension."""
         if self._pays_inline(array):
             return Done(self.group.all_gather(array))
         return self.group.all_gather(array, async_op=True)
@@ -64,15 +64,14 @@ class Bucket:
 
 
 # A hook starts the reduction of a bucket and returns its Work. After the Work's wait(), bucket.flat
-# contains the sum over the ranks times bucket.scale, or the hook's replacement, with the same bits
-# on every rank. During the backward pass, every rank calls the hook for the same buckets in the
-# same order, and the hook must call the same collectives on every rank. The Works are waited for in
-# the order in which the hook returned them. A wait may communicate as well.
+# must contain the sum over the ranks times bucket.scale, or an approximation, with the same bits on
+# every rank. Every rank calls the hook for the same buckets in the same order, and the hook must
+# call the same collectives on every rank. The caller waits for the Works in this order. wait() may
+# also call collectives.
 CommunicationHook: TypeAlias = Callable[[Bucket], Work]
 
 
 def views(flat: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
-    """Cut a one-dimensional array into consecutive views of these shapes."""
     shapes = list(shapes)
     parts = split_rows(flat, [math.prod(shape) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -81,11 +80,11 @@ def views(flat: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
 class Compression(abc.ABC):
     """Base class of communication hooks that send fewer bytes than a float32 or float64 bucket has.
 
-    The result has the same bits on every rank. Create the hook with equal arguments on all ranks,
-    and use it for one reducer or module only, because it keeps state for each bucket.
+    The result has the same bits on every rank. Create the hook with equal arguments on all ranks.
+    It keeps state for each bucket, so use it for only one reducer or module.
     """
 
-    # First parts of the names in ``state_dict``: "<name>.<bucket>" or "<name>.<bucket>.<part>".
+    # Arrays in ``state_dict`` are named "<name>.<bucket>" or "<name>.<bucket>.<part>".
     _state_names: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -93,11 +92,11 @@ class Compression(abc.ABC):
         self._sent: dict[int, int] = {}
 
     def __call__(self, bucket: Bucket) -> Work:
-        """Start reducing ``bucket``; see ``CommunicationHook``.
+        """Start to reduce ``bucket``; see ``CommunicationHook``.
 
         Raises:
             TypeError: If the dtype of the bucket is neither float32 nor float64.
-            ValueError: If the loaded state does not fit the bucket.
+            ValueError: If the state from ``load_state_dict`` does not fit the bucket.
         """
         self.check_dtype(bucket.flat.dtype)
         if bucket.index == 0:
@@ -107,7 +106,7 @@ class Compression(abc.ABC):
 
     @abc.abstractmethod
     def _start(self, bucket: Bucket) -> Work:
-        """Start reducing ``bucket``, whose dtype is valid; call ``_count`` for each message."""
+        """Start to reduce ``bucket``. Call ``_count`` for each message that is sent."""
 
     def _count(self, bucket: Bucket, message: Array) -> None:
         self._sent[bucket.index] += message.nbytes
@@ -126,23 +125,24 @@ class Compression(abc.ABC):
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that this rank passed to collectives in the last step, or so far in this step.
+        """Bytes that this rank has passed to collectives since the current or latest step began.
 
-        docs/compression.md says how many bytes a collective then sends between n ranks.
+        A collective may send more or fewer bytes; see docs/compression.md.
         """
         return sum(self._sent.values())
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the arrays that the next step depends on, by name.
 
-        Each rank has its own state. It is empty for hooks without state, and before the first step.
+        Each rank has its own state. It is empty before the first step, and for hooks without state.
         """
         return {name: array.copy() for name, array in self._state.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Copy the result of ``state_dict`` of this rank; the next step then has the same bits.
+        """Restore the state that ``state_dict`` of this rank returned. It is copied.
 
-        The next step raises ValueError if the shapes do not fit its buckets.
+        The next step then has the same bits as without the interruption. It raises ValueError if
+        the shapes do not fit its buckets.
 
         Raises:
             ValueError: If a name does not belong to this hook. Nothing is loaded.
@@ -164,7 +164,6 @@ class Compression(abc.ABC):
 
 
 def check_hook(hook: object, parts: Sequence[Sequence[Array]] = ()) -> None:
-    """Raise TypeError if ``hook`` is not a hook, or cannot compress the dtype of ``parts``."""
     if not callable(hook) or isinstance(hook, type):
         raise TypeError(
             "a communication hook must be callable with a bucket, got "

@@ -1,6 +1,6 @@
-"""Memory that the ranks of one host share: anonymous, filled with zeros, freed with the last rank.
+"""Memory of zeros that the ranks of one host share. It has no file, and ends with the last rank.
 
-Pages that no rank has written take no memory.
+Pages that no rank has written use no memory.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from flashlight_py.distributed.verbs import BARRIER
 
 
 def hosts_of(group: ProcessGroup) -> list[list[int]]:
-    """Return the ranks of ``group`` that share memory with each other, host by host.
+    """Return the ranks of ``group`` that share memory with each other, one list for each host.
 
-    If a backend connects ranks only by a network, each rank counts as a host.
+    If the backend uses only a network, each rank is treated as a host.
     """
     hosts = group.backend().hosts or [[rank] for rank in range(group.size)]
     return [list(host) for host in hosts]
 
 
 def store_of(group: ProcessGroup) -> BackendStore:
-    """Return a store for the ranks of ``group``, through which they create shared objects."""
     return BackendStore(group.backend(), "shared_empty")
 
 
 def wait_for_ranks(group: ProcessGroup, doing: str) -> None:
-    """Wait for all ranks of ``group`` in the operation ``doing``, one of ``COMPOSED``. Collective.
+    """Wait for all ranks of ``group``. Collective. ``doing`` names the operation in ``COMPOSED``.
 
-    Ranks then see each other's earlier writes to shared memory. Raises DistributedError like
-    :func:`flashlight_py.barrier`. A MismatchError closes the group.
+    Afterwards ranks see earlier writes of other ranks to shared memory. Raises DistributedError
+    like :func:`flashlight_py.barrier`. A MismatchError closes the group.
     """
     group.run(Call(BARRIER, part_of=doing)).wait()
 
@@ -52,7 +51,7 @@ def wait_for_ranks(group: ProcessGroup, doing: str) -> None:
 def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
     """Write the sum of ``arrays``, in their order, times ``scale`` to ``out``. Return ``out``.
 
-    All arrays are flat, contiguous, and of the same size and dtype. Not collective.
+    All arrays are flat, contiguous, and of the same size and dtype. Nothing is sent.
     """
     module = _native.optional("shm", "ranks of a host add up gradients with NumPy, more slowly")
     if module is None:
@@ -69,20 +68,21 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
 def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
-    The ranks must share memory. The ranks read each other's writes, and the caller must order reads
-    and writes. Errors name ``purpose``. The host must also have room for ``unwritten`` bytes, which
-    other mappings have not written yet. Every rank raises OutOfMemoryError or
-    UnavailableEverywhereError like ``map_together``, or DistributedError like ``all_reduce``.
+    The ranks must be able to share memory. A rank sees writes of other ranks at any time, so the
+    caller must wait for the ranks between writes and reads. Errors contain ``purpose``.
+    ``unwritten`` is the number of bytes of earlier mappings that are still unwritten: the host must
+    have memory for them too. Every rank raises OutOfMemoryError or UnavailableEverywhereError like
+    ``map_together``, or DistributedError like ``all_reduce``.
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:
         require_memory(nbytes + unwritten, purpose)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without large pages
+        with contextlib.suppress(OSError):  # the kernel may lack large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(memory, np.uint8)
     store = store_of(group)
-    exchange_process_info(store, checks=True)  # all ranks have agreed already
+    exchange_process_info(store, checks=True)  # all ranks have the same checks already
 
     def map_path(path: str, create: bool) -> Array:
         try:
@@ -90,7 +90,8 @@ def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0
                 if create:
                     require_memory(nbytes + unwritten, purpose)
                 if create and store.named:
-                    # The file system has a size limit. A write beyond it would kill the process.
+                    # If a write exceeded the limit of the file system, the kernel would kill the
+                    # process.
                     reserve(fd, nbytes, purpose)
                 elif create:
                     os.ftruncate(fd, nbytes)

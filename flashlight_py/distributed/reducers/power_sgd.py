@@ -13,35 +13,36 @@ from flashlight_py.distributed.calls.checks import check_integer
 from flashlight_py.distributed.reducers.hook import Bucket, Compression, views
 from flashlight_py.distributed.work import Then, Work
 
-# Minimum ratio of a column's lengths after and before projection: less is rounding error.
+# If projection shortens a column to less than this fraction, the remainder is rounding error.
 _MIN_LENGTH = 1e-12
-# Number of elements of a block that stays in a second-level cache.
+# Number of elements that are processed together, so that they stay in the second-level cache.
 _BLOCK = 1 << 15
 
 
 class PowerSGDCompression(Compression):
-    """Sends each matrix as a product of rank ``rank``, found by one step of power iteration.
+    """Sends each gradient matrix as a product of two thin matrices of ``rank`` columns.
 
-    A gradient of two or more dimensions counts as a matrix of ``shape[0]`` rows. For matrices M of
-    the ranks, ``P = orthonormal(sum of M Q)`` and ``Q = sum of M.T P``. The result is ``P Q.T``.
-    Each rank adds the difference of M and ``P P.T M`` to its next gradient (error feedback). The
-    next step starts with this Q (warm start). If the sum of the matrices has at most rank ``rank``,
-    the first step is exact. Gradients of one dimension, and matrices that are too small, are sent
-    exactly, in the same message as all ``M Q``.
+    Algorithms 1 and 2 of Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient
+    Compression for Distributed Optimization (2019).
 
-    Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization (2019), algorithms 1 and 2.
+    A gradient of two or more dimensions is used as a matrix M with ``shape[0]`` rows. A step
+    computes ``P = orthonormal(sum of M Q)`` over the ranks, then ``Q' = sum of M.T P``, and returns
+    ``P Q'.T``. The next step uses ``orthonormal(Q')`` as Q. Each rank adds its error ``M - P P.T
+    M`` to its next gradient. If the sum of the matrices has at most rank ``rank``, the first step
+    is exact. Gradients of one dimension and small matrices are sent exactly, in the same message as
+    all ``M Q``.
 
-    All ranks get the same bits, even if their processors or BLAS libraries differ. The hook needs
-    memory for one more gradient. If a matrix has NaN or infinities on one rank, it becomes NaN on
-    all ranks, and the state of its bucket is dropped.
+    The result has the same bits on all ranks, even if their processors or BLAS libraries differ.
+    The hook needs memory for one more gradient. If a matrix has NaN or infinities on one rank, it
+    becomes NaN on all ranks, and the state of its bucket is dropped.
 
     Args:
-        rank: Columns of the thin matrices, at least 1. More columns: more exact, more bytes.
-        start_step: Steps (from 0) that are reduced exactly before compression starts. Early
-            gradients change fast, and some hundred exact steps often help.
-        min_compression: Minimum ratio of size before and after, at least 1. Matrices with a smaller
-            ratio are sent exactly.
+        rank: Columns of the thin matrices, at least 1. With more columns, the result is more exact
+            and more bytes are sent.
+        start_step: Number of first steps without compression. Early gradients change fast, and some
+            hundred exact steps often help.
+        min_compression: Minimum ratio of bytes without and with compression, at least 1. Matrices
+            with a smaller ratio are sent exactly.
         seed: Seed of the random Q in the first step, the same on every rank.
 
     Raises:
@@ -98,7 +99,7 @@ class PowerSGDCompression(Compression):
         return rows * columns >= self.min_compression * self.rank * (rows + columns)
 
     def _start_products(self, bucket: Bucket, selected: Sequence[int]) -> Work:
-        """Send ``M Q`` of the parts ``selected`` with the other parts unchanged; then ``M.T P``."""
+        """Compress the parts with the numbers ``selected``, and send the other parts unchanged."""
         xp = array_module(bucket.flat)
         residual_views = views(self._residual(bucket), [part.shape for part in bucket.parts])
         residuals = [_matrix(residual_views[part]) for part in selected]
@@ -117,7 +118,6 @@ class PowerSGDCompression(Compression):
             message_part[...] = part
 
         def finish(_: object) -> None:
-            """Replace the gradients by the products."""
             shapes = [(matrix.shape[1], self.rank) for matrix in matrices]
             message, rights = self._message(bucket, shapes)
             bases = [orthonormal(left) for left in lefts]
@@ -125,7 +125,7 @@ class PowerSGDCompression(Compression):
             with np.errstate(all="ignore"):
                 for (base, right, matrix), residual in zip(products, residuals, strict=True):
                     xp.matmul(matrix.T, base, out=right)
-                    xp.matmul(base, right.T, out=residual)  # the residual of this product
+                    xp.matmul(base, right.T, out=residual)  # temporarily the product P P.T M
                     xp.subtract(matrix, residual, out=residual)
             bucket.all_reduce(message, blocking=True).wait()
             for base, right, matrix in products:
@@ -145,12 +145,10 @@ class PowerSGDCompression(Compression):
         return Then(bucket.all_reduce(message), finish)
 
     def _residual(self, bucket: Bucket) -> Array:
-        """Return the unsent residual of earlier steps. The caller changes it in place."""
         zeros = functools.partial(array_module(bucket.flat).zeros_like, bucket.flat)
         return self._get_state(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat, zeros)
 
     def _factor(self, bucket: Bucket, part: int, columns: int) -> Array:
-        """Return the matrix Q of ``part`` from which the next power iteration starts."""
         shape, flat = (columns, self.rank), bucket.flat
         create = functools.partial(uniform_numbers, flat, shape, self.seed, bucket.index, part)
         return self._get_state(f"factor.{bucket.index}.{part}", shape, flat, create)
@@ -158,7 +156,7 @@ class PowerSGDCompression(Compression):
     def _get_state(
         self, name: str, shape: tuple[int, ...], like: Array, create: Callable[[], Array]
     ) -> Array:
-        """Return the state ``name`` on the device of ``like``; ``create()`` makes a missing state.
+        """Return the state ``name``, on the device of ``like``. If it is missing, create it.
 
         Raises ValueError if its shape is not ``shape``, or its dtype is not the dtype of ``like``.
         """
@@ -192,10 +190,11 @@ def _matrix(array: Array) -> Array:
 def orthonormal(columns: Array) -> Array:
     """Return a new matrix (n, r), r <= n, whose columns are an orthonormal basis of ``columns``.
 
-    The first j columns of both matrices span the same space, for every j. If columns are zero or
-    linearly dependent, arbitrary directions replace them, the same on every rank. The result is NaN
-    if ``columns`` is not finite. Gram-Schmidt in float64. Each column is projected twice, which is
-    enough: Giraud, Langou, Rozloznik, The loss of orthogonality in the Gram-Schmidt process (2005).
+    For every j, its first j columns span the same space as the first j of ``columns``. If columns
+    are zero or linearly dependent, random directions replace them, the same on every rank. The
+    result is NaN if ``columns`` is not finite. The method is Gram-Schmidt in float64. Each column
+    is projected twice, which is enough: Giraud, Langou, Rozloznik, The loss of orthogonality in the
+    Gram-Schmidt process (2005).
     """
     xp = array_module(columns)
     if not xp.isfinite(columns).all():
@@ -210,7 +209,7 @@ def orthonormal(columns: Array) -> Array:
 
 
 def _project_away(row: Array, earlier: Array) -> bool:
-    """Make ``row`` orthogonal to ``earlier`` and of length 1; return False if nothing remains."""
+    """Make ``row`` orthogonal to ``earlier``, with length 1. Return False if it becomes zero."""
     sqrt = array_module(row).sqrt
     before = sqrt(_dot(row, row))
     for _ in range(2):
@@ -226,8 +225,8 @@ def _project_away(row: Array, earlier: Array) -> bool:
 def uniform_numbers(like: Array, shape: tuple[int, ...], *seed: int) -> Array:
     """Return random numbers in [-1, 1), of the dtype and on the device of ``like``.
 
-    They are made from the bits of PCG64, which NumPy guarantees for a seed. NumPy's distributions
-    may differ between releases, and so between ranks.
+    They are computed from the bits of PCG64, because NumPy guarantees only these bits for a seed.
+    The ranks may use different releases of NumPy.
     """
     bits = np.random.PCG64(list(seed)).random_raw(math.prod(shape))
     numbers = (bits >> np.uint64(11)) * 2.0**-52 - 1
@@ -247,7 +246,7 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def outer_sum(left: Array, right: Array, out: Array) -> None:
-    """Write ``left @ right.T`` to ``out`` (n, m), of one dtype; adds columns in order."""
+    """Write ``left @ right.T`` to ``out``. Terms are added in column order on every rank."""
     xp = array_module(out)
     rows = xp.ascontiguousarray(right.T)
     height = len(out) if is_cupy(out) else max(1, _BLOCK // out.shape[1])

@@ -1,4 +1,4 @@
-"""Reducers, which sum arrays over the ranks, and the plan of buckets."""
+"""Reducers, which sum arrays over the ranks, and the division of arrays into buckets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashlight_py.structure import HoldsState
 
 
 class Filling:
-    """A bucket of at most ``limit`` bytes that is being filled. A larger item fills it alone."""
+    """Collects items in a bucket of at most ``limit`` bytes. A larger item gets its own bucket."""
 
     def __init__(self, limit: int) -> None:
         if limit <= 0:
@@ -32,9 +32,10 @@ class Filling:
         self._items: list[Any] = []
 
     def add(self, item: Any, size: int, kind: object = None) -> list[Any]:
-        """Add an item of ``size`` bytes. Return the items of the bucket that it closes, or [].
+        """Add an item of ``size`` bytes to the bucket.
 
-        An item closes the previous bucket if it does not fit, or if its ``kind`` differs.
+        If the item does not fit, or its ``kind`` differs, it begins a new bucket. Then return the
+        items of the old bucket, else [].
         """
         ends = self._items and (kind != self._kind or self._bytes + size > self._limit)
         ended = self.take() if ends else []
@@ -44,11 +45,9 @@ class Filling:
 
     @property
     def is_full(self) -> bool:
-        """Whether only an item of zero bytes would still fit."""
         return self._bytes >= self._limit
 
     def take(self) -> list[Any]:
-        """Return the items of the bucket, and empty it."""
         items, self._items, self._bytes = self._items, [], 0
         return items
 
@@ -56,11 +55,11 @@ class Filling:
 def plan_buckets(
     sizes: Sequence[int], limit: int, kinds: Sequence[object] | None = None
 ) -> list[list[int]]:
-    """Cut a sequence of arrays into buckets of at most ``limit`` bytes, the same on every rank.
+    """Split a sequence of arrays into buckets of at most ``limit`` bytes, the same on every rank.
 
-    ``sizes`` are the bytes of each array, in the order in which the arrays become ready. An array
-    above ``limit`` has its own bucket. Arrays of different ``kinds`` do not share a bucket. Returns
-    the buckets in order, each a list of consecutive indices. Arrays of zero bytes are included.
+    ``sizes`` has the bytes of each array, in the order in which the arrays become ready. A larger
+    array gets its own bucket. Arrays of different ``kinds`` are not in one bucket. Returns the
+    buckets in order, each as a list of consecutive indices.
 
     Example:
         >>> plan_buckets([6, 4, 3, 20, 1], limit=10)
@@ -72,8 +71,8 @@ def plan_buckets(
     return [bucket for bucket in (*ended, filling.take()) if bucket]
 
 
-# Maximum bytes of an array that is reduced without a thread. A thread costs some 100 us while
-# Python computes. In shared memory, the reduction of 1 MB takes less.
+# Maximum bytes of an array that is reduced without a thread. A thread takes some 100 us if Python
+# computes meanwhile. In shared memory, the reduction of 1 MB takes less time.
 INLINE_BYTES = 1 << 20
 
 
@@ -93,19 +92,19 @@ class Reducer(HoldsState, abc.ABC):
         """Block until every added array contains the reduced values."""
 
     def abandon(self) -> None:
-        """Drop arrays that were added and not sent, after a failed backward pass."""
+        """Drop the added arrays after a failed backward pass. Running operations continue."""
 
 
 class InlineReducer(Reducer):
-    """Reduces each array when it is added, blocking.
+    """Reduces each array when it is added. ``add`` blocks.
 
     Args:
         scale: Factor of every sum, such as 1 / world size for the mean.
-        group: Group whose ranks reduce. Default: the world.
+        group: The group of the ranks. Default: the world.
     """
 
     def add(self, array: Any) -> None:
-        """Reduce ``array`` in place, any shape; blocks.
+        """Reduce ``array`` of any shape, in place. Blocks.
 
         Raises:
             TypeError, ValueError, DistributedError: As in :func:`flashlight_py.all_reduce`.
@@ -116,35 +115,33 @@ class InlineReducer(Reducer):
         all_reduce(array, self.scale, group=self.group)
 
     def finalize(self) -> None:
-        """Return at once: nothing is ever pending."""
+        """Do nothing: no operation is pending."""
 
 
 class _Pending(Reducer):
-    """A reducer whose operations run until :meth:`finalize`."""
+    """A reducer that starts operations in ``add`` and waits for them in :meth:`finalize`."""
 
     def __init__(
         self, scale: float, hook: CommunicationHook | None, group: ProcessGroup | None
     ) -> None:
         super().__init__(scale, group=group)
         self._hook = hook
-        _Pending.abandon(self)  # a subclass is not initialised yet
+        _Pending.abandon(self)  # not ``self``: the subclass is not initialised yet
 
     def finalize(self) -> None:
-        """Block until all added arrays have been reduced; raises the errors of ``all_reduce``."""
+        """Block until all added arrays have been reduced. Raises the errors of ``all_reduce``."""
         works = self._works
         self.abandon()
         for work in works:
             work.wait()
 
     def abandon(self) -> None:
-        """Drop the added arrays. Operations that have started still run."""
         self._works: list[Work] = []
         self._apart = OverlapCheck(f"{type(self).__name__}.add")
         self._hook_calls = 0  # number of buckets passed to the hook
         self._in_background = False  # True: the hook started messages that do not block
 
     def _call_hook(self, flat: Array, parts: Sequence[Array], inline_bytes: float) -> Work:
-        """Call the hook for the next bucket and return its Work."""
         assert self._hook is not None
         group = group_or_world(self.group)
         bucket = Bucket(self._hook_calls, flat, parts, self.scale, group, inline_bytes)
@@ -162,11 +159,11 @@ class _Pending(Reducer):
 class EagerReducer(_Pending):
     """Starts to reduce each array when it is added, and waits in ``finalize``.
 
-    Small NumPy arrays are reduced at once, blocking, unless larger arrays are in progress: a thread
-    for small arrays costs more time than it saves. CuPy arrays always overlap, without a thread.
+    While no larger array is in progress, small NumPy arrays block instead, because a thread would
+    take longer. CuPy arrays never block, and need no thread.
 
-    A ``hook`` reduces the arrays, which must be flat. ``parts`` are the views into each array, in
-    the order of ``add``. Raises TypeError if ``hook`` is not callable, or rejects the dtype.
+    If a ``hook`` reduces the arrays, each array must be flat, and ``parts`` has its views, in the
+    order of ``add``. Raises TypeError if ``hook`` is not callable, or rejects the dtype.
     """
 
     def __init__(
@@ -183,7 +180,7 @@ class EagerReducer(_Pending):
         self._parts, self._inline_bytes = parts, INLINE_BYTES
 
     def add(self, array: Any) -> None:
-        """Start reducing ``array`` in place, any shape; do not use it until ``finalize``.
+        """Start to reduce ``array`` of any shape, in place. Do not use it until ``finalize``.
 
         Raises the errors of ``all_reduce`` or of the hook; ValueError if arrays share memory.
         """
@@ -199,18 +196,20 @@ class EagerReducer(_Pending):
 
 
 class CoalescingReducer(_Pending):
-    """Collects arrays and reduces them together, in buckets, while the caller continues.
+    """Collects arrays in buckets, and reduces all arrays of a bucket together.
 
     Args:
         scale: Factor of every sum, such as 1 / world size for the mean.
-        async_op: True to start full buckets without waiting; ``finalize`` waits for them.
-        contiguous: True to pack each bucket into one transfer per dtype.
+        async_op: True to start a full bucket without waiting. ``finalize`` then waits.
+        contiguous: True to copy the arrays of a bucket into one array per dtype, and send this
+            array.
         bucket_bytes: Maximum bytes of a bucket (default 20 MiB, as in flashlight). A bucket is sent
-            when it is full, or the next array does not fit. A larger array is sent alone at once.
+            when it is full, or the next array does not fit. A larger array is sent alone, without
+            delay.
         hook: Hook that reduces the buckets, such as ``Float16Compression()``. A bucket then has one
-            dtype and one device. Buckets are numbered from 0 after each ``finalize``: add the same
-            arrays in the same order in every step.
-        group: Group whose ranks reduce. Default: the world.
+            dtype and one device. Buckets are numbered from 0 after each ``finalize``, so add the
+            same arrays in the same order in every step.
+        group: The group of the ranks. Default: the world.
 
     Raises:
         ValueError: If ``bucket_bytes`` is not positive, or a hook has ``contiguous=False``.
@@ -236,7 +235,7 @@ class CoalescingReducer(_Pending):
         self._async, self._contiguous = async_op, contiguous
 
     def add(self, array: Any) -> None:
-        """Add an array of any shape; do not use it until ``finalize``. Sends a full bucket.
+        """Add an array of any shape. Do not use it until ``finalize``. Sends full buckets.
 
         Raises:
             ValueError: If the array shares memory with an array that was added before.
@@ -262,7 +261,6 @@ class CoalescingReducer(_Pending):
         super().finalize()
 
     def abandon(self) -> None:
-        """Drop the collected arrays. Operations that have started still run."""
         self._filling.take()
         super().abandon()
 
@@ -280,10 +278,10 @@ class CoalescingReducer(_Pending):
             work.wait()
 
     def _send_by_hook(self, arrays: Sequence[Array]) -> Work:
-        """Pass ``arrays``, of one dtype on one device, to the hook as one bucket.
+        """Pass ``arrays``, of one dtype and on one device, to the hook as one bucket.
 
-        They are copied into one array, and the results are copied back when the caller waits. A
-        single contiguous array is used directly.
+        A single contiguous array is passed directly. Otherwise the arrays are copied into one
+        array, and ``wait()`` of the returned Work copies the results back.
         """
         is_packed = len(arrays) == 1 and as_packed(arrays[0]) is arrays[0]
         pieces = [as_packed(array).reshape(-1) for array in arrays]
@@ -299,8 +297,7 @@ class CoalescingReducer(_Pending):
 
 
 def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:
-    """Sum arrays over the ranks and multiply by ``scale``, in place. Collective, blocking."""
-    # One bucket cannot overlap with another bucket, and a thread would only cost time.
+    # With only one bucket, nothing runs at the same time, so a thread would only take time.
     is_large = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
     reducer = CoalescingReducer(scale, async_op=is_large, group=group)
     for array in arrays:

@@ -5,8 +5,8 @@ sbatch(1), mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), flux-run(1), LS
 (JSM_NAMESPACE_RANK), Jobs of Kubernetes and JobSets (JOB_COMPLETION_INDEX), SkyPilot, AWS Batch
 (multi-node parallel jobs), dstack and HPE Cray PALS.
 
-If the environment describes several processes, a world of one process causes an error or a warning.
-If a scheduler starts a process per node without a rank, the error names variables to set.
+If variables describe several processes and the program creates a world of one process, this module
+raises an error or warns. If a scheduler sets no rank, the error names the variables to set.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ _OUTER = (
 def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | None:
     """Return the launch described by ``environ`` (default: ``os.environ``), or None.
 
-    The innermost launcher is used: torchrun or flrun, then an MPI, Flux or jsrun, then a Slurm
-    step, then Kubernetes, whose pod is one rank. A shell inside ``salloc`` or a batch script is no
-    Slurm task, although it has Slurm's variables.
+    The innermost launcher is used. From inside to outside: torchrun or flrun; mpirun, Flux or
+    jsrun; a Slurm step; Kubernetes with one rank per pod. A shell inside ``salloc`` or a batch
+    script is no Slurm task, although it has Slurm's variables.
 
     Raises ValueError if variables are incomplete, no integers, out of range or contradictory.
     """
@@ -129,9 +129,9 @@ def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | N
 def _check_inner(
     environ: Mapping[str, str], inner: LaunchEnvironment, outer: LaunchEnvironment | None
 ) -> None:
-    """Raise ValueError if RANK and WORLD_SIZE of an old launch contradict mpirun's or srun's.
+    """Raise ValueError if RANK and WORLD_SIZE contradict the variables of mpirun or srun.
 
-    A launcher that runs inside another launcher marks its children.
+    They may remain from an earlier launch. A launcher inside mpirun or srun sets one of ``marks``.
     """
     marks = {"TORCHELASTIC_RUN_ID", "FLASHLIGHT_FILE", "FLASHLIGHT_RESTART_COUNT"}
     is_marked = not marks.isdisjoint(environ)
@@ -145,7 +145,7 @@ def _check_inner(
 
 
 def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
-    """Raise ValueError if a pod for several ranks runs a program without torchrun."""
+    """Raise ValueError if a pod requests several ranks, but torchrun did not start this process."""
     ranks = environ.get("PET_NPROC_PER_NODE", "")
     if not ranks.isdecimal() or int(ranks) < 2 or launched.local_rank is not None:
         return
@@ -158,7 +158,7 @@ def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
 
 
 def _pod(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return the launch of a pod with one rank; None if ranks are numbered inside the pod."""
+    """Return the launch if this pod is one rank; None if the pod may contain several ranks."""
     ranks = environ.get("PET_NPROC_PER_NODE", "1")
     if "RANK" in environ or ranks != "1":
         return None
@@ -175,7 +175,7 @@ def _pod(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 def _with_hints(
     environ: Mapping[str, str], launch: LaunchEnvironment, outer: LaunchEnvironment | None
 ) -> LaunchEnvironment:
-    """Add the address, port or file of the rendezvous, from variables, Slurm or Kubeflow."""
+    """Add address, port or file of the rendezvous, from variables or from ``outer``."""
     file = environ.get("FLASHLIGHT_FILE")
     address, port = environ.get("MASTER_ADDR"), _integer(environ, "MASTER_PORT")
     if address == "":
@@ -185,7 +185,7 @@ def _with_hints(
         raise ValueError(f"{present} is set and {missing} is not. Set both, or unset both")
     listed = tuple(environ.get(ADDRESSES, "").split(","))
     port_of_rank_0, _, other_port = environ.get(PORT, "").partition(":")
-    # Otherwise the listed addresses belong to the launch of an outer launcher.
+    # An outer launcher may have set the list. It is valid only for its own address and port.
     addresses = listed if address in listed and other_port in ("", str(port)) else ()
     if addresses and port_of_rank_0:
         port = _integer({PORT: port_of_rank_0}, PORT)
@@ -203,7 +203,7 @@ def agent_port(environ: Mapping[str, str] = system.environ) -> int | None:
 
 
 def derived_port(run: int, part: int = 0) -> int:
-    """Return a port that is equal on all ranks of a run, and that other runs rarely use.
+    """Return a TCP port for the numbers ``run`` and ``part``. Other runs rarely use the port.
 
     The port is below 32768, the first port that Linux assigns automatically.
     """
@@ -242,7 +242,7 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
-    """Return the number of tasks of this node, from a list like "2(x3),1" or a common number."""
+    """Return the number of tasks on this node, or None if Slurm's variables do not contain it."""
     node = _integer(environ, "SLURM_NODEID")
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE")
     if layout is not None and node is not None:
@@ -279,7 +279,7 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
 class _Scheduler(NamedTuple):
     """The variables of one scheduler; ``address`` is a shell expression for the first node.
 
-    ``ranks_per_node`` is the variable with the number of ranks per node, or "" without one.
+    ``ranks_per_node`` names the variable with the number of ranks per node; "": no such variable.
     """
 
     name: str
@@ -291,7 +291,8 @@ class _Scheduler(NamedTuple):
     def advice(self, environ: Mapping[str, str]) -> str:
         """Return the scheduler's variables, and how a shell starts one or several ranks on a node.
 
-        Return "" if this process is alone. An unknown number of nodes counts as several.
+        Return "" if the scheduler started one process. An unknown number of nodes counts as
+        several.
         """
         ranks = environ.get(self.ranks_per_node, "1")
         is_one = environ.get(self.nodes, "") == "1" and (ranks == "1" or not ranks.isdecimal())
@@ -340,7 +341,7 @@ def launch_description(environ: Mapping[str, str] = system.environ) -> str:
 
 
 def check_size_one(init_method: str, environ: Mapping[str, str] = system.environ) -> None:
-    """Raise RendezvousError if ``init_method``, a world of one, contradicts a launcher."""
+    """Raise RendezvousError if ``init_method`` allows one rank, but a launcher started several."""
     if text := _rank_by_launcher(environ):
         raise RendezvousError(
             f"{init_method} is a world of one process, and the environment says {text}: each rank "
@@ -350,7 +351,7 @@ def check_size_one(init_method: str, environ: Mapping[str, str] = system.environ
 
 
 def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
-    """Raise RendezvousError if a scheduler started several nodes, and sets no ranks."""
+    """Raise RendezvousError if a scheduler started several nodes without setting ranks."""
     if advice := _scheduler_advice(environ):
         raise RendezvousError(
             "this process is one of several, but its rank and the number of ranks are not set: "
@@ -360,7 +361,7 @@ def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
 
 
 def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
-    """Raise RendezvousError if the environment has a file or several nodes, but no rank.
+    """Raise RendezvousError if variables describe a file or several nodes, but no rank.
 
     A single process in a Slurm job of several tasks only logs a warning: users try out single
     processes in shells and batch scripts of a job.
@@ -369,9 +370,9 @@ def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
         return
     if "FLASHLIGHT_FILE" in environ:
         raise RendezvousError(
-            "FLASHLIGHT_FILE is set as for one of several ranks, but RANK and WORLD_SIZE are not "
-            "set: this process would silently be a separate world. Set RANK and WORLD_SIZE, unset "
-            f"FLASHLIGHT_FILE, or set {ALONE}=1"
+            "FLASHLIGHT_FILE is set, but RANK and WORLD_SIZE are not set: this process would "
+            "silently be a separate world. Set RANK and WORLD_SIZE, unset FLASHLIGHT_FILE, or set "
+            f"{ALONE}=1"
         )
     check_schedulers(environ)
     tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_NPROCS", ""))
@@ -385,7 +386,7 @@ def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
 
 
 def _rank_by_launcher(environ: Mapping[str, str]) -> str:
-    """Return the launcher's rank and size as text; "" for one rank, if unclear or ``ALONE``."""
+    """Return rank and size as text; "" if there is one rank, no valid rank, or ``ALONE`` is set."""
     with contextlib.suppress(ValueError):  # incomplete or invalid variables
         launch = None if is_alone(environ) else detect(environ)
         if launch is not None and launch.size > 1:

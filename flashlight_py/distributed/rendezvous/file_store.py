@@ -1,16 +1,17 @@
 """Rendezvous by files: a file at a common path contains the address of rank 0.
 
-Rank 0 listens on the loopback and announces its run in a file with a random name: address, process
-and a secret of this run. Only its user can read the file, so a process that knows the secret is a
-rank. The other ranks connect to the announced port. A rank that gets no answer, perhaps on another
-host, creates a file that asks rank 0 to listen on its other addresses and to announce them.
+Rank 0 listens on the loopback, and announces its run in a file with a random name. The file
+contains the address and process of rank 0, and a secret of the run. Only the user can read the
+file, so a process that knows the secret is a rank. The other ranks connect to the address. If a
+rank gets no answer, it may be on another host. It then creates a file that asks rank 0 to listen on
+its other addresses and to announce them.
 
-Files of a dead run do no harm: its process is known to be dead, its address rejects connections, or
-another program listens there and does not know the secret. Rank 0 removes such files at its end. A
-rank that finds no rank 0 keeps looking, so a rank 0 that died during the rendezvous may be
-restarted. Rank 0 connects to every other announced rank 0. If the other process is alive, it
-answers that two processes claim rank 0, or that its run has started. A rank has one connection, so
-only one of two runs at the same path can become complete. Clocks may differ: no file time is used.
+Files of a dead run do no harm: rank 0 of that run is known to be dead, or its address rejects
+connections, or another program listens there without the secret. Rank 0 removes such files at its
+end. A rank that finds no rank 0 keeps looking, so a rank 0 that died during the rendezvous may be
+restarted. Rank 0 connects to every other announced rank 0. A live one answers that two processes
+claim rank 0, or that its run has started. A rank has one connection, so only one of two runs at the
+same path can become complete. File times are not used, because clocks may differ.
 """
 
 from __future__ import annotations
@@ -67,7 +68,6 @@ class Announcement(NamedTuple):
     secret: str
 
     def pack(self) -> bytes:
-        """Return the announcement as a JSON object."""
         return json.dumps({"version": VERSION, **self._asdict()}).encode()
 
     @classmethod
@@ -76,7 +76,7 @@ class Announcement(NamedTuple):
         try:
             record = json.loads(content)
         except (ValueError, RecursionError) as error:  # e.g. nested too deeply
-            raise ValueError("must be an announcement, and is truncated or another file") from error
+            raise ValueError("must be a complete announcement") from error
         version = record.get("version") if isinstance(record, dict) else None
         if version != VERSION:
             raise ValueError(f"must have protocol version {VERSION}, got {version!r}")
@@ -100,9 +100,10 @@ class SharedDirectory:
     temporary name, closed (an NFS client sends everything at close) and renamed. It therefore
     appears completely or not at all. The content is JSON.
 
-    ``path`` is an existing directory (with files ``flashlight.*``), or a path whose parent
-    directory exists (with files of that name). ``nonce`` is random for every object. Raises
-    RendezvousError if the directory does not exist, or no file can be created.
+    If ``path`` is an existing directory, it contains the files, and ``<name>`` is ``flashlight``.
+    Otherwise the files are next to ``path``, and ``<name>`` is its last part. ``nonce`` is random
+    for every object. Raises RendezvousError if the directory does not exist, or no file can be
+    created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -128,9 +129,9 @@ class SharedDirectory:
     def names(self) -> set[Name]:
         """Return the names of all existing files.
 
-        An NFS client caches a listing for up to a minute. Creating a file changes the directory, so
-        the client must ask again. A name is opened only after a listing contains it. Otherwise a
-        cached "no such file" could hide the file.
+        An NFS client caches a listing for up to a minute. This method creates a file: that changes
+        the directory, so the client asks the server again. A name is opened only after a listing
+        contains it. Otherwise a cached "no such file" could hide the file.
         """
         try:
             self._make_temporary(b"").unlink(missing_ok=True)
@@ -140,7 +141,7 @@ class SharedDirectory:
             self._raise("list", error)
 
     def write(self, name: Name, content: bytes = b"") -> None:
-        """Create the file ``name`` at once with its complete ``content``."""
+        """Create the file ``name`` with its complete ``content`` in one atomic step."""
         try:
             temporary = self._make_temporary(content)
             with suppress(FileNotFoundError):  # removed by a later run's rank 0
@@ -213,11 +214,12 @@ class FileStore(TreeStore):
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
         self.next_poll = 0.0
-        # Runs with older files; runs that may be alive; runs with a rank 0 that was contacted.
+        # Names of runs: with older files than this run; with a live rank 0; with a contacted rank
+        # 0.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
         self._contacted: set[str] = set()
-        # Number of failed connections by run; files that ask rank 0 for its other addresses.
+        # By run: number of failed connections. Files of this rank that ask rank 0 for addresses.
         self._failures: Counter[str] = Counter()
         self._ask_files: set[Name] = set()
         super().__init__(rank, size, timeout, [LOOPBACK])
@@ -237,7 +239,7 @@ class FileStore(TreeStore):
         return list(self._listeners)
 
     def poll(self) -> system.Socket | None:
-        """Restore a lost announcement, contact other ranks 0, and listen everywhere if asked."""
+        """Repeat a lost announcement, contact other ranks 0, and listen everywhere on request."""
         names = self._directory.names()
         if self._announced is None:
             self._earlier = {name.run for name in names}
@@ -271,7 +273,7 @@ class FileStore(TreeStore):
             self._directory.remove(previous)
 
     def _contact_rival(self, offer: Offer) -> None:
-        """Contact the rank 0 of another run; raises if that process claims the same rank."""
+        """Contact the rank 0 of another run. If it rejects this rank 0, raise its reason."""
         patience = _PATIENCE if offer.run < self.run else _SHORT_PATIENCE
         try:
             reason = claim(offer, self.size, patience)

@@ -1,8 +1,8 @@
-"""The admission check of a rank: connecting processes must prove to belong to the run.
+"""The admission check of a rank: a connecting process must prove that it belongs to the run.
 
-This module also finds a rank's position. In a tree, the rank asks rank 0 and connects to the parent
-that rank 0 names. If another rank speaks for the host, the rank connects to that speaker by a local
-socket. ``MeetingPoint`` defines where rank 0 listens.
+This module also finds the position of this rank in the tree. One rank of each host, the speaker,
+asks rank 0 for a parent and connects to this parent. The other ranks of the host connect to the
+speaker by a local socket. ``MeetingPoint`` defines where rank 0 listens.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from flashlight_py.interfaces import family_of
 # Seconds between attempts to find rank 0: the first pause, its growth factor, the longest pause.
 # With the longest pause, a waiting rank sends a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
-_BUSY_SECONDS = 0.001  # seconds per rank for which rank 0 may be busy with other ranks
+_BUSY_SECONDS = 0.001  # seconds for each rank that rank 0 may be busy with before it answers
 # Seconds to wait for the parent that rank 0 assigned, plus one second per tree level. Seconds for
 # which a rank that lost its parent tries to reach a silent rank 0.
 _PARENT_SECONDS, _LOST_SECONDS = 5.0, 6.0
 SHORT_SECONDS = 2.0  # seconds to send a short message, or to read why a rank failed
-_SPARE_CANDIDATES = 64  # open connections without proof that are allowed beyond one per rank
+_SPARE_CANDIDATES = 64  # maximum of open connections without proof, minus the number of ranks
 # In a tree: maximum number of connections without proof, and seconds after which such a connection
 # may be dropped for a new one. The kernel queues further connections.
 _TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
@@ -149,15 +149,15 @@ class Gate(abc.ABC):
 
     @abc.abstractmethod
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
-        """Notify all neighbours, and return the error to raise."""
+        """Notify all neighbours of ``reason`` and return the error; see ``TreeNode._failure``."""
 
     @abc.abstractmethod
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
-        """Give a process with the secret its position, or reject the process with a reason."""
+        """Assign a position to a process that knows the secret, or reject it with a reason."""
 
     @abc.abstractmethod
     def _handle_messages(self, connection: Connection) -> None:
-        """Handle the messages of a rank's connection, and its end."""
+        """Handle the messages of a rank, and the end of ``connection`` if it has ended."""
 
     def _listen(self, listener: system.Socket) -> None:
         listener.setblocking(False)
@@ -181,7 +181,7 @@ class Gate(abc.ABC):
         return bool(ready)
 
     def _open_or_close(self) -> float:
-        """Watch the listeners only if a candidate fits; return the maximum seconds to wait."""
+        """Accept no connection while there are too many candidates; return the seconds to wait."""
         is_full = len(self._candidates) >= _TREE_CANDIDATES and self._round == 0
         oldest = self._candidates[0] if is_full else None
         left = oldest.since + _CANDIDATE_SECONDS - system.monotonic() if oldest else 0.0
@@ -223,7 +223,6 @@ class Gate(abc.ABC):
             self._drop(connection)
 
     def _handle_invalid(self, connection: Connection, error: WireError) -> None:
-        """Drop a connection that sent an invalid message."""
         who = f"rendezvous at {self._point.name}: dropped a connection of"
         _log.info("%s %s: %s", who, connection.address[0], error)
         self._drop(connection)
@@ -238,7 +237,7 @@ class Gate(abc.ABC):
     # Ranks that join ------------------------------------------------------------------------------
 
     def _greet(self, candidate: Connection) -> None:
-        """Handle a candidate's next message. Raises WireError if it must be dropped silently."""
+        """Handle a message of ``candidate``. Raises WireError if it is no valid greeting."""
         kind, body = candidate.inbox.popleft()
         if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
             own_nonce, key = nonce(), self._secret.key(candidate.address)
@@ -258,7 +257,7 @@ class Gate(abc.ABC):
             self._reject_secret(candidate, greeting)
 
     def _reject_secret(self, candidate: Connection, greeting: Greeting) -> None:
-        """Reject a process with another secret. In round 0, one of this user fails the run."""
+        """Reject a process with another secret. If this user started it, the run may fail."""
         if not self._point.is_common:  # the process may belong to an earlier run
             self._reject(candidate, Kind.SECRET, "")
             return
@@ -289,7 +288,7 @@ class Gate(abc.ABC):
             self._reject(culprit, Kind.FAILURE, reason)
         return self._failure(reason, joining=True)
 
-    # Its own position ----------------------------------------------------------------------------
+    # The position of this rank --------------------------------------------------------------------
 
     def _join(self) -> None:
         """Find this rank's position; retry until the deadline.
@@ -338,8 +337,9 @@ class Gate(abc.ABC):
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
         """Greet rank 0 and connect to the assigned parent; return whether the parent answered.
 
-        With ``patience`` (seconds), ``offer`` is the parent. With ``inside`` (a time), connect to
-        the speaker of this host. Raises NoServerError if no process with the secret answers.
+        If ``inside`` (a time) is set, connect to the speaker of this host until then. If
+        ``patience`` (seconds) is set, ``offer`` is the assigned parent. Raises NoServerError if no
+        process with the secret answers.
         """
         point, is_asking = self._point, not (inside or patience)
         if inside:
@@ -347,7 +347,7 @@ class Gate(abc.ABC):
         busy = self._size * _BUSY_SECONDS if point.is_tree else 0.0
         until = system.monotonic() + (patience or point.patience) + busy
         until = min(self._deadline, inside or until)
-        if is_asking and offer.secret is point.job_secret:  # local ranks can wait for this rank
+        if is_asking and offer.secret is point.job_secret:  # local ranks can already connect
             self._become_speaker(offer.secret)
         connection = greet(offer, partial(self._make_greeting, is_asking=is_asking), until)
         point.secret = offer.secret.common

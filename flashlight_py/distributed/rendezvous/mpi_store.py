@@ -53,7 +53,7 @@ def load_mpi() -> Any:
 
 
 def _finalize(mpi: Any, pid: int) -> None:
-    """Finalise MPI at exit, but not in a forked child, whose parent goes on."""
+    """Finalise MPI at exit, but not in a forked child: its parent still uses MPI."""
     if system.getpid() == pid and not mpi.Is_finalized():
         mpi.Finalize()
 

@@ -23,7 +23,7 @@ _ENTRY = struct.Struct("!4I")
 
 
 def entry(rank: int, parent: int, who: bytes, payload: bytes) -> bytes:
-    """Return the entry of ``rank`` for its parent. Parents concatenate entries unread."""
+    """Return the entry of ``rank`` for ``parent``. Parents join entries without reading them."""
     return _ENTRY.pack(rank, parent, len(who), len(payload)) + who + payload
 
 
@@ -38,7 +38,7 @@ def _entries(body: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
 
 
 def identity(peer: Peer) -> bytes:
-    """Return bytes that identify the process ``peer``. Messages show only their first line."""
+    """Return bytes that identify the process ``peer``. Messages show only the first line."""
     return f"{peer}\n{peer.machine}\n{peer.started}".encode(errors="replace")
 
 
@@ -60,7 +60,7 @@ class _Opening:
 
 
 class TreeRecord:
-    """The ranks below rank 0, whose process is ``peer``. Hosts get slots in order of arrival."""
+    """The tree below rank 0, the process ``peer``. Hosts get positions in order of arrival."""
 
     def __init__(self, peer: Peer) -> None:
         self.payloads: dict[int, bytes] = {}  # payloads of this round, by rank
@@ -107,11 +107,10 @@ class TreeRecord:
         return rank in self.payloads and self._identities.get(rank, who) != who
 
     def process(self, rank: int) -> str:
-        """Return the description of a rank's process."""
         return self._identities.get(rank, b"unknown").decode().partition("\n")[0]
 
     def remove(self, rank: int, parent: int) -> None:
-        """Remove ``rank``, last recorded below ``parent``, and the payloads of its subtree.
+        """If ``parent`` is the parent of ``rank``, remove ``rank`` and its subtree's payloads.
 
         Live ranks of the subtree send their payloads again, from their new position.
         """
@@ -128,13 +127,12 @@ class TreeRecord:
         del self._parents[rank]
 
     def is_below(self, rank: int, parent: int) -> bool:
-        """Return whether ``parent`` is the last recorded parent of ``rank``."""
         return self._parents.get(rank) == parent
 
     def missing(self, size: int) -> list[int]:
-        """Return the ranks without a payload, or in their place their ancestors that are silent.
+        """Return the ranks without a payload. A silent ancestor replaces the ranks below it.
 
-        Live ranks answer if asked. An ancestor that has not answered is therefore the cause.
+        All live ranks answer after ``ask``, so an ancestor without an answer is the cause.
         """
         named, silent = set(), set(range(size)) - self.payloads.keys()
         silent_parents = set[int]()
@@ -164,7 +162,7 @@ class TreeRecord:
             self._returned[rank] = now, times
             room += (0, _SPARE, _SPARE, _ANY)[min(times, 4) - 1]
             if silent := self._openings.pop(greeting.lost_parent, None):
-                self._openings[silent.rank] = silent  # listed last for other ranks
+                self._openings[silent.rank] = silent  # the last choice for other ranks
         if room <= 0:
             for other in self._openings.values():
                 is_usable = other.accepts(address) and other.rank != greeting.lost_parent

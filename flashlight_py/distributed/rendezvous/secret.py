@@ -24,7 +24,7 @@ from flashlight_py.interfaces import is_own
 
 VARIABLES = ("FLASHLIGHT_SECRET", "MASTER_SECRET")
 NONCE_BYTES = 32
-# End of a nonce. If the listener is an HTTP server, it answers this empty line at once.
+# End of a nonce. If the listener is an HTTP server, it answers this empty line immediately.
 _LINE_END = b"\r\n\r\n"
 FILE_NAME = "flashlight-secret"
 REMEDY = (
@@ -55,8 +55,9 @@ def derived_key(payloads: Roster, key: bytes) -> bytes:
 class Secret:
     """The secret of this process. ``source`` names its origin in messages.
 
-    ``from_job`` is the secret from the environment, or that the launcher made. ``of_user`` is the
-    secret of the user's processes on this host. ``one_host`` is True if all ranks are on this host.
+    ``from_job`` is the secret of the job: from the environment, or made by its launcher.
+    ``of_user`` is the secret of the user's processes on this host. ``one_host``: all ranks are on
+    this host.
     """
 
     from_job: bytes = field(repr=False)
@@ -83,11 +84,11 @@ class Secret:
                 f"cannot create a file for the secret of this user's jobs ({error}); {REMEDY}"
             ) from error
 
-    # Each end binds to the other end's address to detect whether it is local. If it is, both ends
-    # run on one host and can read the user's file, whatever the name of rank 0's host.
+    # Each end tries to bind to the other end's address. If this works, both ends are on one host
+    # and can read the user's file, even if MASTER_ADDR is not a name of the loopback.
     @property
     def common(self) -> bytes:
-        """The secret of all ranks; b"" if they may be on several hosts without a secret."""
+        """The secret of all ranks; b"" if the job has no secret and may use several hosts."""
         return self.from_job or (self.of_user if self.one_host else b"")
 
     def key(self, other: tuple[Any, ...]) -> bytes:
@@ -141,7 +142,7 @@ def create_private(file: Path, content: bytes) -> None:
         with open(descriptor, "wb") as stream:
             stream.write(content)
     except OSError:
-        file.unlink(missing_ok=True)  # a full disk may have had room for the name
+        file.unlink(missing_ok=True)  # on a full disk, an empty file may exist
         raise
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from flashlight_py import system
 
-ANY_RANK = -1  # no rank, or any free rank
+ANY_RANK = -1  # stands for no rank
 # Seconds until rank 0 first reports missing ranks, and between further reports.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
 MOST_RANKS = 20  # Maximum number of ranks that a message names
@@ -34,15 +34,15 @@ class Store(abc.ABC):
     numbers: Sequence[int] = ()  # numbers of the ranks in a larger group, if this is a sub-store
     total: int = 0
     hosts: Sequence[str] = ()  # identity of each rank's host; empty if unknown
-    spaces: Sequence[str] = ("",)  # by rank; equal: processes see each other in /proc; "": unknown
-    named = True  # shared memory needs a file name, as PID namespaces may differ
+    spaces: Sequence[str] = ("",)  # kernel and PID namespace of each rank; "": unknown
+    named = True  # shared memory needs a file name if PID namespaces differ
     # For each rank with a rendezvous connection to this rank: (address, port) of this end of the
     # connection, and (address, port) of the other end.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
     secret: bytes = b""  # secret that all ranks knew before the first exchange, if any
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit
     subgroup: Subgroup | None = None  # set if the ranks have connections already
-    memory_subgroup: Subgroup | None = None  # set if the ranks share memory; rank -1: does not
+    memory_subgroup: Subgroup | None = None  # set if ranks share memory; rank -1 has no such memory
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> Roster:
@@ -81,7 +81,7 @@ class Roster(Sequence[bytes]):
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """The end offset of each payload in ``body``, after the offset of the first payload."""
+        """Offsets in ``body``: start of the first payload, then the end of each payload."""
         (count,) = struct.unpack_from("!I", self.body)
         lengths = struct.unpack_from(f"!{count}I", self.body, 4)
         return array("Q", itertools.accumulate(lengths, initial=4 + 4 * count))
@@ -172,14 +172,13 @@ class Peer(NamedTuple):
 
 
 def this_process() -> Peer:
-    """Return the ``Peer`` of the current process."""
     machine = _machine(system.gethostname())
     started = _start_time(system.getpid())
     return Peer(system.gethostname(), system.getpid(), machine if started else "", started)
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two processes exactly if loopback connects them.
+    """Return a text that is equal for two processes if and only if loopback connects them.
 
     Containers may share a host name. The kernel's boot id distinguishes machines, and the network
     namespace distinguishes containers.

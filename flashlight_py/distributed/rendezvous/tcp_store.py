@@ -32,9 +32,9 @@ LISTENER = "FLASHLIGHT_LISTENER"
 class TcpStore(TreeStore):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` is in seconds per exchange.
 
-    ``one_host``: all ranks are on one host, so they know the user's secret if the job has no
+    If ``one_host``, all ranks are on one host, so they know the user's secret if the job has no
     secret. ``also`` are further addresses of rank 0. Raises ValueError if an argument is out of
-    range, and RendezvousError if rank 0 cannot listen there, or like ``Secret.find``.
+    range. Raises RendezvousError like ``Secret.find``, or if rank 0 cannot listen at its address.
     """
 
     kind, run_option, is_common = "address", "MASTER_PORT", True
@@ -98,9 +98,9 @@ class TcpStore(TreeStore):
 def create_listeners(host: str, port: int, backlog: int, one_host: bool) -> list[system.Socket]:
     """Return sockets that listen at ``port`` of this host; the caller closes them.
 
-    For an address, the loopback, or ranks of ``one_host``, they listen at the addresses to which
-    ``host`` resolves here. Other hosts may resolve a name differently, so otherwise they listen at
-    all addresses. Raises OSError with a remedy if ``host`` is another host, or the port is in use.
+    If ``one_host``, or if ``host`` is an address or the loopback, listen at the addresses of
+    ``host``. Otherwise listen at all addresses, because other hosts may resolve the name ``host``
+    differently. Raises OSError with a remedy if ``host`` is another host, or the port is in use.
     """
     if (listener := _inherited_listener(port)) is not None:
         return [listener]
@@ -154,8 +154,8 @@ def is_local(host: str) -> bool:
 def _inherited_listener(port: int) -> system.Socket | None:
     """Return a copy of the socket that the launcher passed for ``port``, or None.
 
-    A later ``distributed_init`` uses the original. A process that inherited only the variable has
-    another file, or no file, under that number.
+    A later ``distributed_init`` uses the same socket. If a process inherited the variable but not
+    the socket, the number in the variable may belong to another file.
     """
     text = system.environ.get(LISTENER, "")
     descriptor = int(text) if text.isdecimal() else -1

@@ -1,12 +1,13 @@
-"""A tree of ranks that exchange payloads: each rank sends its payload up and receives all payloads.
+"""A tree of ranks: each rank sends its payload towards rank 0, and receives all payloads.
 
 In a small job, rank 0 is the parent of all ranks. In a large job (``MeetingPoint.is_tree``) one
-rank speaks for each host, and the other ranks of the host connect to this speaker by a local
-socket. A speaker asks rank 0 for its parent and connects to the parent. A process has at most some
-dozens of connections to other hosts. In the first exchange, payloads travel up in batches as they
-arrive. A rank that loses its parent asks for another parent and sends the payloads again. In later
-exchanges each node sends the payloads of its subtree at once, and a closed connection means a dead
-rank. A rank that detects why the rendezvous fails notifies its neighbours, which notify theirs.
+rank of each host is its speaker. A speaker asks rank 0 for a parent and connects to this parent.
+The other ranks of the host connect to the speaker by a local socket. A process therefore has at
+most some dozens of connections to other hosts. In the first exchange, payloads travel up in batches
+as they arrive. A rank that loses its parent asks for another parent and sends the payloads again.
+In later exchanges, each rank waits for its whole subtree and sends all of its payloads together,
+and a closed connection means a dead rank. A rank that detects a failure notifies its neighbours,
+which notify their neighbours.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class TreeNode(Gate):
         self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
         self._log: list[tuple[int, Kind, bytes]] = []  # entries of the first round, by child
         self._complete: set[int] = set()  # children that sent their whole subtree
-        self._sends_partial = True  # send payloads up before all have arrived
+        self._sends_partial = True  # True: send payloads up before the subtree is complete
         self._is_late = False  # whether the deadline has passed and the parent was notified
         self._is_leaving, self._departed = False, set[int]()
         # On rank 0: both ends of the connections, by rank; and ranks that joined without a secret.
@@ -130,7 +131,6 @@ class TreeNode(Gate):
                 self._up.send(sent_kind, b"".join(body for _, body in group), self._deadline)
 
     def _poll(self, waiting: Waiting) -> None:
-        """Do the periodic work of rank 0 during a rendezvous."""
         if system.monotonic() >= self._point.next_poll:
             try:
                 listener = self._point.poll()
@@ -143,7 +143,7 @@ class TreeNode(Gate):
             waiting.log_missing(self._record.missing(self._size))
 
     def _finish(self) -> None:
-        """Send the roster to the children. A child that reads too slowly gets the rest later."""
+        """Send the roster to all children. Slow children get the remaining bytes later."""
         self._round += 1
         if self._round == 1 and self._is_root:
             self._point.next_poll, self._point.ends = math.inf, self._ends
@@ -210,7 +210,7 @@ class TreeNode(Gate):
                 self._log.append((rank, *self._pending[-1]))
 
     def _handle_lost(self, body: bytes) -> None:
-        """As rank 0, handle a report of lost ranks. Ignore ranks with another parent by now."""
+        """On rank 0, handle a report of lost ranks. Ignore ranks that have a new parent."""
         for line in body.decode().splitlines():
             rank, parent, reason = line.split(" ", 2)
             if self._round == 0:
@@ -219,7 +219,7 @@ class TreeNode(Gate):
                 raise self._failure(reason)
 
     def _handle_late(self, is_up: bool, body: bytes) -> None:
-        """Handle a message that the deadline has passed, unless the roster was sent meanwhile."""
+        """Handle a LATE message (see ``Kind``). Ignore it if it belongs to another round."""
         if body != str(self._round).encode():
             return
         if self._is_leaving:
@@ -244,7 +244,7 @@ class TreeNode(Gate):
         lost = Kind.LOST, f"{rank} {self._position.rank} {died}\n".encode()
         if is_up:
             self._up, self._lost_parent = None, rank or ANY_RANK
-            self._loss = died if rank else ""  # if rank 0 is lost, another rank 0 may replace it
+            self._loss = died if rank else ""  # another process may replace a lost rank 0
         else:
             del self.members[rank]
         if is_member and self._round > 0 and self._up is not None:
@@ -267,7 +267,7 @@ class TreeNode(Gate):
     def _handle_deadline(self) -> None:
         """Handle the deadline: notify the parent; rank 0 asks all ranks for their payloads.
 
-        Raises RendezvousError once the missing ranks are known, or if the parent does not answer.
+        At a second deadline (rank 0 of a small job: at the first), raise RendezvousError.
         """
         point, now = self._point, system.monotonic()
         if not self._is_root:
@@ -286,7 +286,7 @@ class TreeNode(Gate):
         self._is_late = True
 
     def _ask(self, done: set[int]) -> None:
-        """Ask children not in ``done`` for payloads, or at the end for ranks that did not leave."""
+        """Send LATE to all children that are not in ``done``."""
         for rank in self.members.keys() - done:
             self.members[rank].send(Kind.LATE, str(self._round).encode())
 
@@ -381,7 +381,8 @@ class TreeNode(Gate):
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not leave")
-                # A deeper rank gives up earlier, and names the ranks that did not leave.
+                # A rank deeper in the tree waits for less time, so its error names the absent
+                # ranks.
                 settle = _QUERY_SECONDS / (self._position.depth or 0.5)
                 has_asked, self._deadline = True, system.monotonic() + settle
                 self._ask(self._departed)
@@ -438,7 +439,6 @@ class TreeNode(Gate):
         return (*([self._up] if self._up else []), *self.members.values())
 
     def close(self) -> None:
-        """Stop listening, and close all connections."""
         self.selector.close()
         wires = (connection.wire for connection in (*self._neighbours(), *self._candidates))
         for end in (*self._listeners, *wires):
@@ -450,7 +450,7 @@ class TreeStore(MeetingPoint):
     """A store whose ranks meet in a tree."""
 
     def __init__(self, rank: int, size: int, timeout: float, loopback: Sequence[str] = ()) -> None:
-        """Create the tree. This host needs one of the ``loopback`` addresses."""
+        """Create the tree. Raise an error if this host reaches no address of ``loopback``."""
         self.rank, self.size, self.timeout = rank, size, timeout
         if size > 1 and loopback and not any(map(source_address, loopback)):
             raise self.error(

@@ -34,7 +34,7 @@ _PROBES = 5
 _CHUNK_BYTES = 1 << 28  # maximum bytes of one read
 _SMALL_BYTES = 1 << 16  # a body up to this size is sent in one call with its header
 PROOF_BYTES = 32
-_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # maximum bytes of a message: no proof, proof
+_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # maximum message: before a proof, after it
 _LOCAL_ENDS = ("127.0.0.1", 0)  # both ends of a local socket, which has no addresses
 LEAF = "leaf"  # in a greeting: no rank connects to its sender
 _LONGEST_CONNECT = 5.0  # Maximum seconds of one attempt to connect to all addresses
@@ -76,7 +76,8 @@ class WireError(Exception):
 class Greeting(NamedTuple):
     """A client's rank, its world size, and its process.
 
-    In a tree also: the address and port where it listens, or ``LEAF``; the rank of a lost parent.
+    ``listens_at`` is the address and port where the client listens, or ``LEAF``; "" without a tree.
+    ``lost_parent`` is the rank of a parent that the client has lost.
     """
 
     rank: int
@@ -92,7 +93,7 @@ class Greeting(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> Greeting | None:
-        """Return the greeting in ``text``, or None. Unprintable characters become "?"."""
+        """Return the greeting in ``text``; None: invalid. Unprintable characters become "?"."""
         try:
             rank, size, host, pid, machine, started, listens_at, lost_parent = (
                 "".join(char if char.isprintable() else "?" for char in word)
@@ -134,7 +135,6 @@ class Handshake(NamedTuple):
         return proof(self.key, b"client", *self[1:], greeting) + greeting
 
     def server_proof(self) -> bytes:
-        """Return the server's proof."""
         return proof(self.key, b"server", *self[1:])
 
     def check_client(self, body: bytes) -> bool:
@@ -174,7 +174,7 @@ class Connection:
         self._unsent: deque[bytes | memoryview] = deque()  # parts of messages
 
     def trust(self, host_timeout: float) -> None:
-        """Accept long messages, and end if the other host is silent for ``host_timeout`` seconds.
+        """Accept long messages; close if the other host is silent for ``host_timeout`` seconds.
 
         0 means no limit. The kernels send and answer the probes, even if the processes are busy.
         """
@@ -288,8 +288,8 @@ def unmapped(address: tuple[Any, ...]) -> tuple[Any, ...]:
 def socket_user(peer: tuple[Any, ...], local: tuple[Any, ...]) -> int | None:
     """Return the user id of the socket at ``peer`` that is connected to ``local``, or None.
 
-    The kernel lists sockets of this host in net/tcp (proc(5)). If the process has closed the
-    socket, the kernel lists no inode and user root.
+    The kernel lists sockets of this host in net/tcp (proc(5)). Closed sockets are ignored: the
+    kernel lists them without an inode, as sockets of root.
     """
     wanted_ends = [_hex_address(peer), _hex_address(local)]
     try:
@@ -325,7 +325,7 @@ class Offer(NamedTuple):
 
 
 class NoServerError(Exception):
-    """No rank 0 listens at an address, or not yet. The message has the reason."""
+    """No rank 0 answers at an address, but it may answer later. The message has the reason."""
 
 
 class SilentError(NoServerError):
@@ -385,7 +385,7 @@ def _greet_at(
         if welcome.kind is not Kind.WELCOME or not is_proven:
             origin = f"comes from {offer.secret.source}" if handshake.key else "is missing"
             raise SecretError(
-                f"the secrets differ: the listener there, as rank 0, does not know the secret of "
+                "the secrets differ: the rank 0 that listens there does not know the secret of "
                 f"this process, which {origin}; {REMEDY}"
             )
     except BaseException:
@@ -410,7 +410,7 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
 def claim(offer: Offer, size: int, seconds: float) -> str:
     """Greet the rank 0 of ``offer`` as another rank 0; return why ``offer``'s rank 0 rejects it.
 
-    Return "" if it accepts and does not answer within ``seconds``. Raises like ``greet``.
+    Return "" if no rejection arrives within ``seconds``. Raises like ``greet``.
     """
     greeting, deadline = Greeting(0, size, this_process()), system.monotonic() + seconds
     connection = greet(offer, lambda _: greeting, deadline)
@@ -465,7 +465,7 @@ class Attempts:
                         if error := wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                             wire.close()
                             self._add_problem(address, OSError(error, os.strerror(error)))
-                            due = 0.0  # rejected: try the next address at once
+                            due = 0.0  # rejected: try the next address immediately
                             until = min(until, system.monotonic() + _REFUSED_SECONDS)
                             continue
                         self.pending -= 1

@@ -1,8 +1,8 @@
 """The number of threads of NumPy's OpenBLAS, for ranks that share the cores of a host.
 
 OpenBLAS starts one thread per core when it is loaded, so four ranks on four cores would use sixteen
-threads. The launchers of this package set the variables that OpenBLAS reads. Under other launchers,
-the number is changed in the loaded library.
+threads. The launchers of this package set an environment variable that OpenBLAS reads. With other
+launchers, this module changes the number after OpenBLAS is loaded.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from flashlight_py import libraries, system
 
-# Variables that OpenBLAS reads when it is loaded. If one is set, the user has chosen.
+# Variables that OpenBLAS reads when it is loaded. Users set one of them to choose a number.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _NAMES = ("get_num_threads", "set_num_threads", "get_num_procs", "get_config", "get_corename")
 _limited: list[tuple[Any, int]] = []
-reason = ""  # text that explains the number of threads
+reason = ""  # where the number comes from, for ``describe``
 
 
 def limit(threads: int) -> None:
-    """Limit each OpenBLAS of this process to ``threads``, unless the user has chosen a number."""
+    """Limit OpenBLAS to ``threads`` threads, unless the user has chosen a number."""
     global reason  # noqa: PLW0603 (the libraries are global, too)
     _limited.extend(limited := limit_each(threads))
     numbers = [get_threads() for get_threads, *_ in _loaded()]
@@ -36,9 +36,10 @@ def limit(threads: int) -> None:
 
 
 def use_one_thread() -> tuple[int, str]:
-    """Limit each OpenBLAS of this process to one thread, even if the user has chosen more.
+    """Limit OpenBLAS to one thread, even if the user has chosen more.
 
-    Returns the number of threads, 0 without an OpenBLAS, and the instruction sets ("Haswell").
+    Returns the number of threads (0 if no OpenBLAS is loaded), and the instruction sets
+    ("Haswell").
     """
     global reason  # noqa: PLW0603  (see above)
     reason = "1, so that results do not depend on the number"
@@ -48,23 +49,23 @@ def use_one_thread() -> tuple[int, str]:
 
 
 def restore(limited: list[tuple[Any, int]] = _limited) -> None:
-    """Undo the limits in a list of ``limit_each`` (default: of this process) and empty the list."""
+    """Restore the numbers that ``limit_each`` returned, and empty the list. Default: all limits."""
     while limited:  # in reverse order
         set_threads, threads = limited.pop()
         set_threads(threads)
 
 
 def _user_choice() -> str:
-    """Return the first variable by which the user has chosen the number of threads, or ""."""
     settings = (f"{name}={system.environ[name]}" for name in _VARIABLES if name in system.environ)
     return next(settings, "")
 
 
 def limit_each(threads: int, override_user: bool = False) -> list[tuple[Any, int]]:
-    """Limit each OpenBLAS to ``threads``, by default only if the user has not chosen a number.
+    """Limit each OpenBLAS to ``threads`` threads, unless the user has chosen a number.
 
-    The user has chosen if a variable is set or the number differs from the default. Returns the
-    argument of ``restore``: the setter of each changed library and its previous number.
+    The user has chosen one if an environment variable is set or the current number is not the
+    default. ``override_user`` ignores this. Returns the argument of ``restore``: pairs of the
+    function that sets the number, and the old number.
     """
     limited = []
     for get_threads, set_threads, default, _ in _loaded():
@@ -76,11 +77,11 @@ def limit_each(threads: int, override_user: bool = False) -> list[tuple[Any, int
 
 
 def _loaded() -> Iterator[tuple[Any, Any, int, str]]:
-    """Yield for each OpenBLAS its two functions, its default number of threads and its core type.
+    """Yield for each OpenBLAS the functions ``get`` and ``set``, the default number, the core type.
 
-    NumPy and SciPy may each contain one.
+    NumPy and SciPy may contain different copies of OpenBLAS.
     """
-    # threadpoolctl 3.8 does not know the default, and lets only one thread set a number.
+    # threadpoolctl 3.8 cannot replace this: it lacks the default, and only one thread may use it.
     names = [f"openblas_{name}" for name in _NAMES]
     for *functions, cores, config, core_type in libraries.functions_of("openblas", *names):
         config.restype = core_type.restype = ctypes.c_char_p

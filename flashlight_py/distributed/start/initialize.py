@@ -54,8 +54,9 @@ def distributed_init(
 ) -> None:
     """Find the other processes and connect to them. Collective; blocks until all processes call it.
 
-    A second call warns and returns. After ``distributed_shutdown`` it may be called again. If
-    torch.distributed has joined the ranks through its backend "flashlight", it returns at once.
+    If this process has a world already, the call warns and returns. After ``distributed_shutdown``,
+    it creates a new world. If torch.distributed has joined the ranks by its backend "flashlight",
+    it uses the world of torch.
 
     If ranks share a host, NumPy's OpenBLAS uses this rank's share of the cores until the shutdown.
     To choose another number of threads, set OPENBLAS_NUM_THREADS or OMP_NUM_THREADS, or change it
@@ -63,32 +64,33 @@ def distributed_init(
 
     Args:
         init_method: ``DistributedInit.MPI``: started by ``mpirun``; MPI provides rank and size.
-            ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with rank and size passed. ``ENV``:
-            the environment variables of a launcher. None: the environment decides; without a
-            launcher, or with FLASHLIGHT_ALONE=1, a world of one process. Names of torch are
-            accepted: ``"env://"`` (ENV), ``"file://PATH"`` (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (a
-            port of rank 0's host; rank and size are passed or in the environment), and ``"nccl"``,
-            ``"gloo"`` or ``"mpi"`` (None, with that BACKEND).
-        world_rank: Rank of this process, from 0. Used by FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
-            MASTER_ADDR in ``params``. MPI ignores it.
+            ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with ``world_rank`` and
+            ``world_size``. ``ENV``: the environment variables of a launcher. None: like ``ENV`` or
+            ``MPI`` if there is a launcher, else a world of one process. FLASHLIGHT_ALONE=1 also
+            gives a world of one. Names of torch are accepted: ``"env://"`` (ENV), ``"file://PATH"``
+            (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (a port of rank 0's host; rank and size are passed
+            or in the environment), and ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that
+            BACKEND).
+        world_rank: Rank of this process, from 0. Required for FILE_SYSTEM. Optional with an address
+            of rank 0 (``"tcp://HOST:PORT"`` or MASTER_ADDR in ``params``). MPI ignores it.
         world_size: Number of processes, for the same methods.
         params: Keys of ``DistributedConstants``: FILE_PATH; MASTER_ADDR and MASTER_PORT (like
             ``"tcp://HOST:PORT"``); TIMEOUT (seconds for initialisation and for each operation,
             default 300); HOST_TIMEOUT (seconds until an unreachable host is declared lost, default
             5); INTERFACE (default: the variable FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME, else
             the route to rank 0); BACKEND; MPI_CUDA_AWARE; TRACE_DIR (default: the variable
-            FLASHLIGHT_TRACE_DIR, else a temporary folder); MAX_DEVICE_PER_NODE, which joins the
-            GPUs now instead of at the first collective of a CuPy array.
+            FLASHLIGHT_TRACE_DIR, else a temporary folder); MAX_DEVICE_PER_NODE, which also connects
+            the GPUs now instead of at the first collective of a CuPy array.
 
     Raises:
         ValueError: If the method or a key of ``params`` is unknown, rank or size is invalid, or
             FILE_PATH is missing for FILE_SYSTEM. Nothing was created.
         BackendUnavailableError: If mpi4py, an MPI library or Gloo is missing, or if gevent or
             eventlet has patched the threads or sockets of this process.
-        RendezvousError: If a rank (named) does not join in time, two processes use one rank or are
-            threads of one process, sizes or secrets differ, the path is unusable, hosts cannot
-            reach each other, MPI does not know the ranks that mpirun started, or this would be a
-            world of one although a launcher started several processes.
+        RendezvousError: If a rank does not join in time (the error names it), two processes use one
+            rank or are threads of one process, sizes or secrets differ, the path is unusable, hosts
+            cannot reach each other, MPI does not know the ranks that mpirun started, or this would
+            be a world of one although a launcher started several processes.
         PeerLostError: If a rank dies while the ranks connect.
         OSError: If the process may open no more files; or if TRACE_DIR is relative and the working
             directory was removed (nothing was created).
@@ -113,13 +115,12 @@ def distributed_init(
 
 
 def create_world(create: StoreFactory, settings: Settings) -> World:
-    """Return the world of the processes that join the store. Collective; blocks."""
     _check_threads()
     if settings.backend not in ("auto", "mpi"):
         _native.load_extension(settings.backend)  # fail before anything is created
     new = NewWorld(create(), settings)
     new.store.host_timeout = settings.host_timeout
-    abort.install_hooks()  # before MPI extends the hooks
+    abort.install_hooks()  # MPI then extends these hooks
     try:
         with new.undo:
             for step in STEPS:
@@ -130,7 +131,7 @@ def create_world(create: StoreFactory, settings: Settings) -> World:
         if isinstance(error, errors.UnavailableEverywhereError):
             new.store.close()
         else:
-            reason = f"{type(error).__name__}: {error}"  # paths may not be valid text
+            reason = f"{type(error).__name__}: {error}"  # paths in it may be no valid text
             new.store.abort(reason.encode(errors="backslashreplace").decode())
         raise
     return new.world
@@ -139,7 +140,7 @@ def create_world(create: StoreFactory, settings: Settings) -> World:
 def enter(world: World, settings: Settings) -> None:
     """Make ``world`` the world of this process until the shutdown or the exit.
 
-    If the flight record of this rank cannot be started, closes the world and raises OSError.
+    If the flight record of this rank cannot be started, close ``world`` and raise OSError.
     """
     try:
         _watch(world, settings)
@@ -157,7 +158,6 @@ def enter(world: World, settings: Settings) -> None:
 
 
 def _watch(world: World, settings: Settings) -> None:
-    """Start the flight record of this rank in the folder of ``settings``."""
     job, group, trace_dir = world.job, world.group, settings.trace_dir
     folder = flight_record.default_folder(job) if trace_dir is None else Path(trace_dir)
     if trace_dir != "":
@@ -169,13 +169,13 @@ def _watch(world: World, settings: Settings) -> None:
 def distributed_shutdown() -> None:
     """Leave the world. Collective. Afterwards this process is rank 0 of 1.
 
-    Blocks until every rank calls it, unless the group failed before. So the last operations of all
-    ranks can end. Finish the messages of other threads before this call: a rank that still waits
-    for a message which this rank has not started to send raises PeerLostError. Without this call,
-    the process releases all resources when it exits.
+    Blocks until every rank calls it, so that the last operations of all ranks can end. If the group
+    has failed before, it does not wait. Finish the messages of other threads before this call: if
+    another rank waits for a message that this rank has not started to send, it raises
+    PeerLostError. A process that ends without this call also releases all resources.
 
-    In a signal handler that interrupted a verb of the world, it does not wait. That verb raises
-    GroupClosedError after the handler, and the other ranks raise PeerLostError.
+    If a signal handler interrupts a verb of the world and calls this function, it does not wait.
+    The interrupted verb then raises GroupClosedError, and the other ranks raise PeerLostError.
 
     Raises:
         MismatchError: If another rank makes another call.
@@ -196,7 +196,7 @@ def distributed_shutdown() -> None:
 
 
 def leave() -> None:
-    """Close the world. Not collective: other ranks with unfinished operations raise."""
+    """Close the world of this rank only. If other ranks wait for this rank, they raise."""
     blas.restore()
     _close(current_world().group)
     abort.uninstall_hooks()
@@ -204,7 +204,7 @@ def leave() -> None:
 
 
 def leave_first_at_exit() -> None:
-    """Make the cleanup at exit run before all exit functions that are registered now."""
+    """Register the cleanup at exit again: it then runs before functions registered earlier."""
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
 
@@ -226,7 +226,7 @@ def _close(group: ProcessGroup) -> None:
 
 @dataclass
 class NewWorld:
-    """A world under construction. Each step of ``STEPS`` uses the fields set by earlier steps."""
+    """A world under construction. A step of ``STEPS`` needs the fields that earlier steps set."""
 
     store: Store
     settings: Settings
@@ -237,7 +237,7 @@ class NewWorld:
 
 
 def exchange_facts(new: NewWorld) -> None:
-    """Exchange host, cores, process and addresses of each rank, and agree on a key of the job.
+    """Exchange host, cores, process and addresses of each rank, and compute the key of the job.
 
     Raises RendezvousError if ranks are threads of one process.
     """
@@ -247,7 +247,7 @@ def exchange_facts(new: NewWorld) -> None:
     job = flight_record.new_job() if store.rank == 0 else ""
     own_facts = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
     texts = store.exchange(json.dumps(own_facts).encode())
-    # An eavesdropper on the exchange cannot compute the job key: it depends on the secret.
+    # The key also depends on the secret, which an eavesdropper on the exchange does not know.
     new.settings = replace(new.settings, job_key=texts.derived(derived_key, store.secret))
     new.facts = texts.derived(Facts.read)
     new.host_ranks = new.facts.ranks_by_host[host]
@@ -256,7 +256,6 @@ def exchange_facts(new: NewWorld) -> None:
 
 
 def choose_address(new: NewWorld) -> None:
-    """Agree on the address of this host for connections between hosts, if there are several."""
     if len(new.host_ranks) < new.store.size:
         hosts = new.facts.hosts, new.facts.addresses, new.facts.shared
         address = topology.address_between_hosts(new.store, *hosts, new.settings.interface)
@@ -264,7 +263,6 @@ def choose_address(new: NewWorld) -> None:
 
 
 def join_ranks(new: NewWorld) -> None:
-    """Select a backend, connect the ranks, and divide the cores of this host."""
     store, settings, host_ranks = new.store, new.settings, new.host_ranks
     choice = connect(store, settings)
     if choice.problem and store.rank == 0:
@@ -280,7 +278,7 @@ def join_ranks(new: NewWorld) -> None:
 
 
 def join_gpus_early(new: NewWorld) -> None:
-    """Join the GPUs if ``params`` request it. Otherwise the first CuPy array joins them."""
+    """Connect the GPUs if ``params`` require it. Otherwise the first CuPy array connects them."""
     group, settings = new.world.group, new.settings
     is_required = settings.backend == "nccl"
     if group.size == 1 or not (is_required or settings.max_device_per_node is not None):
@@ -290,25 +288,23 @@ def join_gpus_early(new: NewWorld) -> None:
     except errors.UnavailableEverywhereError as error:
         if is_required:
             raise
-        # MAX_DEVICE_PER_NODE may be set on machines without a GPU.
+        # This is no error, because the same parameters may be used on machines without a GPU.
         _log.info("MAX_DEVICE_PER_NODE is set, but the GPUs cannot be joined: %s", error)
 
 
 def close_store(new: NewWorld) -> None:
-    """Leave the store. Collective. Afterwards no file of the store remains."""
     new.store.close()
 
 
 STEPS = (exchange_facts, choose_address, join_ranks, join_gpus_early, close_store)
 
 
-# Modules that replace threads and sockets of the standard library, and functions that test it.
+# Modules that patch the standard library, and their functions that detect patched modules.
 _PATCHERS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 _PATCHED = ("threading", "thread", "select", "socket", "time", "os")
 
 
 def _check_threads() -> None:
-    """Raise BackendUnavailableError if blocking functions were replaced by cooperative ones."""
     for name, is_patched in _PATCHERS.items():
         if (module := sys.modules.get(name)) and any(map(getattr(module, is_patched), _PATCHED)):
             raise errors.BackendUnavailableError(
@@ -319,14 +315,12 @@ def _check_threads() -> None:
 
 
 class Facts(NamedTuple):
-    """Facts that the ranks have exchanged, in rank order."""
-
     hosts: Sequence[str]
     ranks_by_host: Mapping[str, Sequence[int]]  # ranks of each host
     cores: Sequence[str]  # hexadecimal bit masks
     addresses: Sequence[Sequence[str]]
     shared: Collection[str]  # addresses that several hosts have
-    twins: str  # an error text if several ranks are one process
+    twins: str  # error text if two ranks are one process, else ""
     job: str  # name of the job
 
     @classmethod
@@ -334,7 +328,7 @@ class Facts(NamedTuple):
         ranks_by_host: dict[str, list[int]] = {}
         interned = dict[Any, Any]()  # stores equal values once, for jobs of many ranks
         rows = list[tuple[Any, ...]]()
-        hashes = list[int]()  # hashes of processes need less memory than names
+        hashes = list[int]()  # hashes need less memory than the texts
         for rank, text in enumerate(texts):
             host, _, cores, _, process, addresses = json.loads(text)
             ranks_by_host.setdefault(host, []).append(rank)

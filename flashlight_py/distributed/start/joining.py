@@ -24,7 +24,10 @@ _MOST_SIZES = 16  # maximum number of hosts whose sizes ``describe`` lists
 
 
 class Choice(NamedTuple):
-    """A backend and the reason for it. ``problem``: why ranks of one host do not share memory."""
+    """A backend, and the reason why it was chosen.
+
+    ``problem`` explains why ranks of one host do not share memory, else "".
+    """
 
     backend: Backend
     why: str
@@ -32,7 +35,7 @@ class Choice(NamedTuple):
 
 
 def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
-    """Return a ``Joiner`` with these settings. ``rule`` selects the GPU of each rank."""
+    """Return functions that create backends with ``settings``. ``rule`` selects each rank's GPU."""
 
     def join_gpus(cpu: Backend) -> Backend:
         from flashlight_py.distributed.backends.nccl.joining import connect_gpus
@@ -46,7 +49,7 @@ def joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
 
 
 def connect(store: Store, settings: Settings) -> Choice:
-    """Join the ranks of ``store``. Collective; all ranks choose the same backend."""
+    """Connect the ranks of ``store``. Collective. All ranks choose the same backend."""
     if store.size == 1:
         return Choice(SingleBackend(), "the world is this process alone")
     if store.subgroup is not None and store.subgroup.is_flat and settings.backend != "mpi":
@@ -55,7 +58,7 @@ def connect(store: Store, settings: Settings) -> Choice:
     if settings.backend != "mpi":
         return _by_cpu(store, settings)
 
-    def join_cpus() -> Backend:  # these backends only compare calls
+    def join_cpus() -> Backend:  # compares calls; MPI moves the arrays
         return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
 
     mpi_joining = import_module("flashlight_py.distributed.backends.mpi.joining")
@@ -85,17 +88,17 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
 
 
 def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
-    """Use shared memory inside each host. If that fails on any host, all ranks use Gloo only."""
+    """Use shared memory inside each host. If it fails on one host, all ranks use only Gloo."""
     hosts, reason = sharing.groups, sharing.apart
     host_ranks = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
-    if len(host_ranks) == 1:  # ranks of larger hosts exchange twice here
+    if len(host_ranks) == 1:  # ShmBackend makes two exchanges on other hosts
         store.exchange(b"")
         store.exchange(b"")
     else:
         try:
-            # Ranks of several hosts must compare their calls before they contact another host.
+            # With several hosts, local ranks must compare before their call reaches another host.
             at_once = settings.compares_at_once or len(hosts) > 1
             inside = ShmBackend(SubStore(store, host_ranks), settings.timeout, at_once)
         except BackendUnavailableError as error:
@@ -107,8 +110,8 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
         return Choice(_gloo(store, settings), why, failed)
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    # Connect all ranks, then one rank per host: two exchanges. These backends compare at once: a
-    # late rejection would stop a call that other hosts have half finished.
+    # First connect all ranks, then one rank per host. Both backends compare calls before data
+    # moves: if calls differed later, other hosts would wait in half a call.
     limits = replace(settings, timeout=between_hosts(settings.timeout))
     flat, between = _gloo(store, limits, lazily=True, at_once=True), None
     if (local := host_ranks.index(store.rank)) < len(sharing.across):
@@ -136,7 +139,7 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect by Gloo, and exchange addresses once unless connections are shared."""
+    """Connect the ranks of ``store`` by Gloo. A subgroup shares the connections of its parent."""
     if store.subgroup is not None:
         part: Backend = store.subgroup.parent.part(store, settings.timeout)
         return part

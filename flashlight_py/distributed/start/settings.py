@@ -15,7 +15,7 @@ from flashlight_py import system
 from flashlight_py.distributed.constants import DistributedBackend, DistributedInit
 from flashlight_py.distributed.constants import DistributedConstants as Keys
 
-# Limits in seconds: epoll waits at most 24 days, and the keepalive interval is shorter.
+# Maximum seconds. epoll can wait at most 24 days; the interval of keepalive has a lower limit.
 MOST_SECONDS, MOST_HOST_SECONDS = 1e6, 1e5
 BACKENDS = ("nccl", "gloo", "mpi", "shm")
 _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
@@ -25,9 +25,9 @@ _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
 class Settings:
     """Settings of a user. Times are in seconds.
 
-    ``checks``: ranks of several hosts compare their calls. ``compares_at_once``: no call ends
-    before all ranks of the host have made it. ``host_timeout``: seconds until an unreachable host
-    is declared lost; 0: never. ``job_key``: a key that the ranks agreed on.
+    ``checks``: ranks of several hosts compare their calls. ``compares_at_once``: a call ends only
+    after all ranks of the host have started it. ``host_timeout``: seconds until an unreachable host
+    is declared lost; 0: never. ``job_key``: a key that all ranks have.
     """
 
     file_path: str | None = None
@@ -42,7 +42,7 @@ class Settings:
     trace_dir: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    joining: float = 0.0  # seconds to join ranks, if more than the timeout
+    joining: float = 0.0  # minimum seconds to connect the ranks
     job_key: bytes = field(default=b"", repr=False)
     address: str = ""  # address of this host for other hosts
 
@@ -52,11 +52,12 @@ class Settings:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:
-        """Check ``params``, and the environment variables for missing keys.
+        """Read ``params``. For some missing keys, read environment variables.
 
         Raises:
             TypeError: If ``params`` is no mapping.
-            ValueError: If a key is unknown or a value is invalid. Names the most similar key.
+            ValueError: If a key is unknown or a value is invalid. The error names the most similar
+                key.
             OSError: If TRACE_DIR is relative and the working directory was removed.
         """
         params = {} if params is None else params
@@ -88,7 +89,7 @@ class Settings:
                 if not is_valid(fields[key.lower()]):
                     raise ValueError(f"{sources[key]} must be {rule}, got {values[key]!r}")
         folder = values.get(Keys.TRACE_DIR, system.environ.get("FLASHLIGHT_TRACE_DIR"))
-        if folder:  # "" means no records; an absolute path survives chdir
+        if folder:  # "" disables records; a relative path depends on chdir
             folder = str(Path(os.fsdecode(os.fspath(folder))).absolute())
         return cls(
             **fields,
@@ -100,13 +101,12 @@ class Settings:
 
 
 def requested_interface(value: Any = None) -> str:
-    """Return the interface or address between hosts, from ``value`` or the environment."""
+    """Return the interface or address that the user chose by ``value`` or a variable, or ""."""
     candidates = (value, *map(system.environ.get, ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")))
     return next((str(candidate) for candidate in candidates if candidate), "")
 
 
 def _number(value: Any) -> float:
-    """Return ``value`` as a number, or NaN, which every range check rejects."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -121,7 +121,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-# For each key: a conversion of its value, a check of the result, and the requirement as text.
+# For each key: function that converts the value, function that checks it, and the rule as text.
 _RULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     Keys.FILE_PATH: (os.fspath, _is_text, "a path that is not empty"),
     Keys.MAX_DEVICE_PER_NODE: (_count, lambda count: count >= 1, "a whole number >= 1"),
@@ -153,12 +153,13 @@ _RULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
 def read_init_method(
     value: Any, params: Mapping[str, Any] | None
 ) -> tuple[DistributedInit | None, Mapping[str, Any] | None]:
-    """Translate ``"env://"``, ``"file://PATH"``, ``"tcp://HOST:PORT"`` and names of backends.
+    """Return the ``DistributedInit`` for ``value``, and ``params`` with keys that it implies.
 
-    Returns the method (None: the environment decides), and ``params`` with the keys that ``value``
-    implies. Raises ValueError if ``value`` is unknown or contradicts ``params``.
+    ``value`` may be a name of torch, such as ``"tcp://HOST:PORT"``, or the name of a backend. If
+    the method is None, the environment decides. Raises ValueError if ``value`` is unknown or
+    contradicts ``params``.
     """
-    if isinstance(value, DistributedBackend):  # its integers would be valid methods
+    if isinstance(value, DistributedBackend):  # its integers are also values of DistributedInit
         value = value.name.lower()
     scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
     if value is None:
@@ -197,7 +198,6 @@ def _parse_address(text: str) -> tuple[str, int]:
 
 
 def _add_params(params: Mapping[str, Any] | None, implied: dict[str, Any]) -> Mapping[str, Any]:
-    """Return ``params`` with the ``implied`` keys. Raise ValueError if the values differ."""
     for key, value in implied.items():
         passed = params.get(key) if isinstance(params, Mapping) else None
         if passed is not None and str(passed) != str(value):

@@ -25,7 +25,7 @@ StoreFactory = Callable[[], Store]
 def choose_store(
     method: DistributedInit | None, rank: int, size: int, settings: Settings
 ) -> StoreFactory | None:
-    """Return a function that creates the store; None: a world of one process.
+    """Return a function that creates the store, or None for a world of one process.
 
     Raises ValueError and RendezvousError like ``distributed_init``.
     """
@@ -80,7 +80,7 @@ def choose_store(
 
 
 def _check_passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnvironment:
-    """Check the passed rank and size. Errors quote ``call``, an example for a world of one."""
+    """Check ``rank`` and ``size``. If ``size`` is 1, errors show ``call`` as an example."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"distributed_init: {name} must be an integer, got {value!r}")
@@ -103,7 +103,6 @@ def _detect() -> LaunchEnvironment:
 
 
 def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
-    """Create the store that the environment describes."""
     rank, size, timeout = launch.rank, launch.size, settings.timeout
     file = settings.file_path or launch.file
     host, port = launch.master_address, launch.master_port
@@ -111,7 +110,7 @@ def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
         if launch.local_size == size:
             file = str(private_folder(system.environ) / f"torchrun-{port}")
         else:
-            port = environment.derived_port(port, 1)  # at offset 0, 13600 is its own result
+            port = environment.derived_port(port, 1)  # offset 0 could give the same port
     store: FileStore | TcpStore
     if file is not None:
         store = FileStore(file, rank, size, timeout)

@@ -23,14 +23,14 @@ from flashlight_py.distributed.start import blas
 
 @dataclass(frozen=True)
 class World:
-    """The group of all ranks, and the local rank of this process. Default: this process alone."""
+    """The group of all ranks, and facts about this process. By default, this process is alone."""
 
     group: ProcessGroup = field(default_factory=lambda: ProcessGroup(SingleBackend()))
     local_rank: int = 0
     local_size: int = 1
     why: str = "the world is this process alone"
     device_rule: DeviceRule = field(default_factory=DeviceRule)
-    job: str = field(default_factory=new_job)  # job name, equal on all ranks
+    job: str = field(default_factory=new_job)  # name of the job, the same on all ranks
     owner: str = ""  # library that created the world and must end it
     threads: int = 0  # BLAS threads of this rank; 0: the host is not shared
 
@@ -54,28 +54,26 @@ membership.use_as_world(_ALONE.group)
 
 
 def current_world() -> World:
-    """Return the initialised world, else the world of this process alone."""
+    """Return the world of ``distributed_init``, or else the world of this process alone."""
     return _ALONE if _world is None else _world
 
 
 def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
-    """Return ``group``, or the group of the current world if it is None."""
     return cast("ProcessGroup", membership.members_of(group))
 
 
 def set_world(world: World | None) -> None:
-    """Make ``world`` the current world; None: this process alone."""
+    """Make ``world`` the current world. None stands for the world of this process alone."""
     global _world  # noqa: PLW0603 (global by design)
     _world = world
-    _ALONE.group.open_fast_path()  # no warning about a missing init after this
+    _ALONE.group.open_fast_path()  # a warning would now come too late
     membership.use_as_world(current_world().group)
 
 
-_inherited: list[World | None] = []  # inherited worlds, which a child must not use, close or free
+_inherited: list[World | None] = []  # worlds of parent processes, kept so that they are not freed
 
 
 def _forget_in_child() -> None:
-    """Leave the world of the parent after a fork."""
     _inherited.append(_world)
     set_world(None)
 
@@ -84,7 +82,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_distributed_init() -> bool:
-    """Return whether ``distributed_init`` has succeeded, without a shutdown after it."""
+    """Return whether this process is in a world that ``distributed_init`` created."""
     return _world is not None
 
 
@@ -114,9 +112,9 @@ def get_local_size() -> int:
 
 
 def describe() -> str:
-    """Return a short text: the rank, the backend, and why the backend was chosen.
+    """Return a short text: rank, backend, and the reason why this backend was chosen.
 
-    If ranks share a host, the text also has the number of BLAS threads and its reason.
+    If ranks share a host, the text also has the number of BLAS threads and where it comes from.
     """
     world = current_world()
     group = world.group
@@ -157,18 +155,18 @@ def distributed_backend(array: Any = None) -> DistributedBackend:
 
 
 class RankFilter(logging.Filter):
-    """A logging filter that passes the records of one rank, or of one rank per host.
+    """A logging filter that passes only records of one rank, or of one rank per host.
 
     It adds ``rank``, ``local_rank`` and ``world_size`` to every record, for formats such as
-    ``"%(rank)s of %(world_size)s: %(message)s"``. It reads the rank for each record, so it may be
-    created before ``distributed_init``, when every process is rank 0 of 1. Add it to handlers: a
-    filter of a logger does not see the records of child loggers.
+    ``"%(rank)s of %(world_size)s: %(message)s"``. It may be created before ``distributed_init``,
+    because it reads the rank for each record. Add it to handlers: if it is added to a logger,
+    records of child loggers do not pass through it.
 
     Args:
-        rank: The only rank of the world that logs, such as 0; None: every rank.
-        local_rank: The only rank on each host that logs, such as 0; None: every rank.
-        pass_level: Lowest level whose records pass on every rank, such as ``logging.ERROR``; None:
-            there is no such level.
+        rank: The only rank of the world whose records pass, such as 0. None: every rank.
+        local_rank: The only rank on each host whose records pass, such as 0. None: every rank.
+        pass_level: Records of this level or a higher one pass on every rank, for example
+            ``logging.ERROR``. None: no level has this effect.
 
     Raises:
         TypeError: If a rank or the level is no integer.
@@ -190,7 +188,7 @@ class RankFilter(logging.Filter):
         self._rank, self._local_rank, self._pass_level = rank, local_rank, pass_level
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add the ranks to ``record``, and return whether it passes."""
+        """Add the ranks to ``record``, and return whether ``record`` passes."""
         rank, local_rank = get_world_rank(), get_local_rank()
         record.rank, record.local_rank, record.world_size = rank, local_rank, get_world_size()
         if self._pass_level is not None and record.levelno >= self._pass_level:

@@ -1,11 +1,12 @@
 """Groups of processes that one ``mpirun`` has started. Their MPI library moves the arrays.
 
-The ranks compare each call over ``control``, their CPU backend, which detects mismatches and late
-or lost ranks. MPI then moves the arrays: collectives one after another, messages in parallel.
+First, the ranks compare each call over ``control``, their CPU backend. The comparison detects
+mismatches, and late or lost ranks. Then MPI moves the arrays: collectives one after another,
+messages in parallel.
 
-MPI makes progress only while a thread calls it. Operations are therefore generators that yield
-while they wait, and each wait steps all operations of all groups of this process. If no thread
-waits, a background thread steps the operations, provided that MPI allows calls from any thread.
+MPI makes progress only while a thread calls it. An operation is therefore a generator that yields
+between its steps. A waiting thread runs the steps of all operations of this process. If no thread
+waits, a background thread does, provided that MPI allows calls from any thread.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from flashlight_py.errors import (
 
 # Seconds between checks for lost ranks while a rank waits for MPI.
 _CHECK_SECONDS = 0.05
-# Seconds that an operation of a closed CPU backend may take to end.
+# Seconds to wait for a comparison of a closed group, which ends soon with an error.
 _COMPARISON_SECONDS = 0.5
 _CLOSED = "the group was closed"
 
@@ -55,7 +56,7 @@ _CLOSED = "the group was closed"
 _POLLS = 20
 _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
-# Seconds to wait for a comparison, only to mark the comparison as awaited.
+# Seconds of a wait that only shows the CPU backend that a caller awaits the comparison.
 _NO_TIME = 1e-4
 # Seconds that the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
@@ -66,7 +67,7 @@ _abandoned: list[Any] = []
 
 
 class Operation(Work):
-    """A call: ``steps`` first wait for its ``comparison``, then MPI has ``seconds`` to run it."""
+    """A call. Its ``steps`` first wait for ``comparison``. MPI may then run for ``seconds``."""
 
     def __init__(self, group: MpiBackend, name: str, seconds: float) -> None:
         self.name, self.seconds, self.where = name, seconds, f"[{name}] {group.rank_text}"
@@ -75,17 +76,17 @@ class Operation(Work):
         self.ended = self.is_suspect = False  # is_suspect: a rank may be lost
         self.error: BaseException | None = None
         self.next_check = self.deadline = math.inf
-        self.room: Array | None = None  # the caller's ``out``; ``end`` checks its rows
+        self.room: Array | None = None  # the caller's ``out``; ``end`` checks its number of rows
         self._value: Any = None
         self._end_time: float | None = None
         self._group = group
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Store the result or error. Keep requests that MPI may still run."""
+        """Store ``value`` or ``error``, and stop ``steps``. Only the first call has an effect."""
         if self.ended:  # a signal handler has closed the group in the meantime
             return
         if inspect.getgeneratorstate(self.steps) != inspect.GEN_RUNNING:
-            self.steps.close()  # a running generator cannot be closed (signal handler)
+            self.steps.close()  # impossible in a signal handler that interrupted a step
         self._end_time, group = time.monotonic(), self._group
         if error is None and self.room is not None:
             try:
@@ -95,11 +96,11 @@ class Operation(Work):
         self._value, self.error, self.is_settled, self.ended = value, error, error is None, True
 
     def cause(self) -> DistributedError | None:
-        """Wait until the comparison ends; return its error if another rank is the cause."""
+        """Wait for the end of the comparison; return its error if another rank caused it."""
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
-        except DistributedError as error:  # another error: closed, or failed alone
+        except DistributedError as error:  # another rank causes only these two errors
             if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
                 return error
         return None
@@ -120,7 +121,7 @@ class Operation(Work):
         return self._value
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, after one step of all operations."""
+        """Run a step of every operation; return whether this operation has ended."""
         if not self.ended:
             self._group.progress.step()
         return self.ended
@@ -129,13 +130,13 @@ class Operation(Work):
         return self._end_time
 
 
-# MPI's tag of a message is the number of the sender's comparison. Both ends know the number, even
-# in a receive from any rank.
+# The MPI tag of a message is the number of the message in the comparison. Both ends know the
+# number, even in a receive from any rank.
 class MpiBackend(Backend):
     """Backend for the ranks of ``comm``; ``control`` is the CPU backend that compares calls.
 
-    ``seconds`` bounds each operation. With ``checked``, ranks compare all calls. ``gpu_aware``
-    means that the library accepts pointers to GPU memory; ``path`` describes the library.
+    Each operation may take ``seconds``. If ``checked``, ranks compare all calls. If ``gpu_aware``,
+    the library accepts pointers to GPU memory. ``path`` is a description of the library.
     """
 
     kind = DistributedBackend.MPI
@@ -188,7 +189,7 @@ class MpiBackend(Backend):
                     self.control.abort(self._lost(call.name, f"MismatchError: {call}"))
                 return Done()
             if call.verb.is_message:
-                call.received = []  # receives the number of the message
+                call.received = []  # the comparison appends the number of the message
             work = self._begin(call)
             return Done(work.wait()) if call.blocking else work
         finally:
@@ -222,7 +223,7 @@ class MpiBackend(Backend):
         return operation
 
     def _is_compared(self, call: Call) -> bool:
-        """Return whether ranks compare ``call``: with checks, or if MPI needs its result."""
+        """Return whether ranks compare ``call``. MPI needs the result of some comparisons."""
         needs_outcome = call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
         return self._compares_all or needs_outcome
 
@@ -273,14 +274,14 @@ class MpiBackend(Backend):
         return operation.ended
 
     def _check_peers(self, operation: Operation) -> None:
-        """Every ``_CHECK_SECONDS``: end the group if a rank is lost, or the deadline has passed."""
+        """Every ``_CHECK_SECONDS``, end the group if a rank is lost or the deadline has passed."""
         now = time.monotonic()
         if now < min(operation.next_check, operation.deadline):
             return
         operation.next_check = now + _CHECK_SECONDS
         loss = self.control.lost(operation.name)
-        if loss is not None and not operation.is_suspect:  # the lost rank may have sent the data,
-            operation.is_suspect = True  # so this operation may still end well
+        if loss is not None and not operation.is_suspect:
+            operation.is_suspect = True  # its data may have arrived: wait for one more check
         elif loss is not None:
             self._break(operation, loss)
         elif now >= operation.deadline:
@@ -291,7 +292,7 @@ class MpiBackend(Backend):
             self._break(operation, CollectiveTimeoutError(text))
 
     def interrupt(self, operation: Operation, error: BaseException) -> None:
-        """End the group after an exception such as Ctrl-C in a wait. Other waits raise as well."""
+        """End the group after an exception such as Ctrl-C in a wait. All operations fail."""
         with self.progress.lock:
             if not operation.ended:
                 reason = f"{type(error).__name__} in {operation.name}"
@@ -299,7 +300,7 @@ class MpiBackend(Backend):
                 self._break(operation, closed, reason)
 
     def _lost(self, name: str, reason: str) -> PeerLostError:
-        """Return the error that other ranks raise: this rank has ended for ``reason``."""
+        """Return the error for the other ranks: they lose this rank because of ``reason``."""
         processes = process_list([self.rank], self.control.processes)
         return PeerLostError(
             f"[{name}] {self.rank_text}: lost rank {self.rank} ({reason}){processes}. Read the "
@@ -309,7 +310,7 @@ class MpiBackend(Backend):
     def _break(self, operation: Operation, error: BaseException, reason: str = "") -> None:
         """End all operations because of ``error``; ``reason`` is set if this rank is the cause."""
         cause = error
-        if isinstance(error, GroupClosedError) and not reason:  # another operation may know why
+        if isinstance(error, GroupClosedError) and not reason:  # look for the underlying error
             causes = (other.cause() for other in (*self._queue, *self._messages))
             cause = next(filter(None, causes), error)
         if cause is error:
@@ -320,7 +321,7 @@ class MpiBackend(Backend):
         self._end_all(f"this group failed earlier: {cause}", for_all)
 
     def _end_all(self, reason: str, error: DistributedError | None = None) -> None:
-        """End all operations, with ``reason`` or an ``error`` that concerns other ranks."""
+        """End all operations with ``error``, or else with a GroupClosedError for ``reason``."""
         self._unusable = text = reason
         kind: type[DistributedError] = GroupClosedError
         if error is not None:
@@ -346,11 +347,10 @@ class MpiBackend(Backend):
         return self._callers.contains_this_thread()
 
     def pending(self) -> int:
-        """Return the number of operations that have not ended."""
         return len(self._queue) + len(self._messages)
 
     def close(self) -> None:
-        """Leave, and notify the other ranks; idempotent. A running operation fails."""
+        """Leave the group and notify the other ranks. Running operations fail. Idempotent."""
         with self.progress.lock:
             if self._unusable == _CLOSED:
                 return
@@ -364,7 +364,7 @@ class MpiBackend(Backend):
 
 
 class Progress:
-    """Progress of all groups of this process. With ``threaded``, any thread may call MPI."""
+    """The progress of all groups of this process. If ``threaded``, any thread may call MPI."""
 
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()  # held while a thread steps the groups
@@ -374,13 +374,13 @@ class Progress:
         self._closed: list[MpiBackend] = []
         self._turn = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._waiting = 0  # threads that wait, and therefore step
-        self._moving = 0  # operations that MPI is running
+        self._waiting = 0  # number of waiting threads, which run the steps
+        self._moving = 0  # number of operations that MPI is running
         self._pid = os.getpid()
         atexit.register(self._close_all)
 
     def add(self, group: MpiBackend) -> None:
-        """Step ``group`` from now on; free closed groups that every rank has left."""
+        """Run the steps of ``group`` from now on. Free closed groups that all ranks have left."""
         with self.lock:
             for closed in [other for other in self._closed if other.leaving.have_all_left()]:
                 self._closed.remove(closed)
@@ -406,13 +406,12 @@ class Progress:
             thread.join(_STOP_SECONDS)
 
     def step(self) -> None:
-        """Step every group once."""
         with self.lock:
             for group in tuple(self._groups):
                 group.advance()
 
     def linger(self, end: float) -> None:
-        """Until the time ``end``, let other ranks print their errors too."""
+        """Notify the other ranks; wait until they have left, at most until the time ``end``."""
         groups = tuple(self._groups)
         for group in groups:
             group.leaving.leave(UNFINISHED)
@@ -423,26 +422,26 @@ class Progress:
             time.sleep(_LONGEST_SLEEP)
 
     def until(self, begins: Iterable[partial[Any]]) -> Steps:
-        """Start ``begins``, calls of MPI functions; yield until all of them have ended."""
+        """Call ``begins``, each of which starts an MPI request. Yield until all have ended."""
         calls, requests, done = tuple(begins), list[Any](), False
         self._moving += 1
         try:
-            # This line runs in C only: a signal handler cannot make it lose a request.
+            # This line runs in C only, so no signal handler can interrupt it and lose a request.
             requests.extend(map(partial.__call__, calls))
             while not (done := self.mpi.Request.Testall(requests)):
                 yield
         finally:
             self._moving -= 1
             if not done:
-                _abandoned.append((calls, requests))  # requests do not keep their arrays
+                _abandoned.append((calls, requests))  # a request does not keep its array alive
 
     def wait(self, operation: Operation, end: float | None) -> bool:
-        """Step until ``operation`` has ended, or until the time ``end`` (``time.monotonic``)."""
-        alone = self._pending() == 1  # the only operation sleeps until the calls are compared
+        """Step until ``operation`` ends (return True) or until the time ``end`` (return False)."""
+        alone = self._pending() == 1  # without other operations, sleep during the comparison
         left = None if end is None else max(0.0, end - time.monotonic())
         if operation.comparison is not None and not operation.ended:
             with contextlib.suppress(DistributedError):  # the next step raises the error
-                operation.comparison.wait(left if alone else _NO_TIME)  # marks it as awaited
+                operation.comparison.wait(left if alone else _NO_TIME)  # shows that a caller waits
         with self._turn:
             self._waiting += 1
         try:
@@ -460,7 +459,7 @@ class Progress:
                 self._turn.notify()
 
     def ensure_thread(self) -> None:
-        """Step operations in the background while no thread waits for them, if MPI allows it."""
+        """While no thread waits, run the steps on a background thread, if MPI allows it."""
         if not self.threaded:
             return
         with self._turn:

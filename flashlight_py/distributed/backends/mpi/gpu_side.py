@@ -22,9 +22,9 @@ from flashlight_py.distributed.work import Then, Work, wait_for
 class MpiGpuBackend(Backend):
     """Backend for CuPy arrays; ``host`` is the MPI backend of the same ranks.
 
-    If the library accepts pointers to GPU memory (``gpu_aware``), CuPy combines reductions on the
-    GPU. Otherwise arrays are copied to pinned host memory and back. A call first waits for the
-    current stream.
+    If ``gpu_aware``, MPI accesses GPU memory, and CuPy reduces arrays on the GPU. Otherwise arrays
+    are copied to pinned host memory and back. A call first waits until all work on the current
+    stream has ended.
     """
 
     kind = DistributedBackend.MPI
@@ -57,7 +57,7 @@ class MpiGpuBackend(Backend):
         return work
 
     def _copy_back(self, call: Call, host_array: Array | None, result: Any) -> Any:
-        """Copy ``result`` (for an open receive: ``host_array``) to the caller's or a new array."""
+        """Copy the result to the caller's array, or to a new array if the caller passed none."""
         if call.is_open:
             if result is not None:
                 call.array.set(host_array)

@@ -27,9 +27,9 @@ def connect_mpi(
 ) -> MpiBackend:
     """Connect the ranks of ``store`` by their MPI library. Collective, blocking.
 
-    ``join_cpus()`` returns a backend of the same ranks that compares their calls. ``seconds``
-    bounds each operation. With ``checked``, equal on all ranks, all calls are compared.
-    ``gpu_aware`` means that the library accepts pointers to GPU memory.
+    ``join_cpus()`` returns a backend of the same ranks that compares their calls. Each operation
+    may take ``seconds``. If ``checked``, which is equal on all ranks, all calls are compared. If
+    ``gpu_aware``, the library accepts pointers to GPU memory.
 
     Raises UnavailableEverywhereError on every rank if a rank lacks mpi4py or a library, MPI did not
     start the processes together, or settings differ.

@@ -27,10 +27,10 @@ _LOOK_SECONDS = 1e-3
 
 
 class Leaving:
-    """The last messages of the ranks of ``comm``: the number of collectives that moved arrays.
+    """The end of a group: each rank of ``comm`` sends how many collectives have moved arrays.
 
-    The messages use a second communicator. Both communicators are freed only after all ranks have
-    left: MPI cannot cancel an abandoned operation, and would run it in a new group.
+    These last messages use a second communicator. Both communicators are freed only after all ranks
+    have left: MPI cannot cancel an abandoned operation, and would run it in a new group.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -39,20 +39,19 @@ class Leaving:
         self._request: Any = None
 
     def leave(self, moved: int) -> None:
-        """Notify the other ranks, once, that this rank starts no more operations."""
+        """Send ``moved`` to the other ranks as the last message. A second call does nothing."""
         if self._request is None and not self._mpi.Is_finalized():
             self._moved[:] = moved
-            with contextlib.suppress(self._mpi.Exception):  # fails if the group failed
+            with contextlib.suppress(self._mpi.Exception):  # MPI raises if the group has failed
                 self._request = self._comms[1].Iallgather(self._moved, self._counts)
 
     def have_all_left(self) -> bool:
-        """Return whether every rank has left."""
         with contextlib.suppress(self._mpi.Exception):
             return self._request is not None and bool(self._request.Test())
         return False
 
     def free(self) -> bool:
-        """Free the communicators and return True if all ranks completed equally many calls."""
+        """If all ranks have finished and sent equal counts, free the communicators; return True."""
         is_over = UNFINISHED < min(self._counts) == max(self._counts)
         for comm in self._comms if is_over else ():
             with contextlib.suppress(self._mpi.Exception):
@@ -61,7 +60,7 @@ class Leaving:
 
 
 def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
-    """Abort the job. Before, call ``linger(end)``, which lets other ranks print until ``end``."""
+    """Give other ranks time to print, by a call of ``linger(end)``, and abort the job."""
     if mpi.Is_finalized():
         return
     end = time.monotonic() + _LINGER_SECONDS
@@ -72,7 +71,7 @@ def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
         for descriptor in (1, 2):
             _await_reader(descriptor, end)
         linger(end)
-    finally:  # Ctrl-C and a broken pipe abort the job too. Abort runs no exit handlers
+    finally:  # even after Ctrl-C or a broken pipe; Abort runs no exit handlers
         mpi.COMM_WORLD.Abort(1)
 
 

@@ -1,8 +1,8 @@
-"""The steps of each verb. Reductions run in the library (``_form_of``) or here, in rank order.
+"""The steps of each verb. MPI reduces arrays if ``_form_of`` allows it; otherwise this module does.
 
-Arrays move as bytes, by the library's collectives or by pairs of messages. Messages can move more
-than 2 GB and GPU memory, which some libraries reject in non-blocking collectives. The choice
-depends only on numbers that are equal on all ranks.
+Arrays are sent as bytes, by collectives of MPI or by messages between pairs of ranks. Messages can
+send more than 2 GB and GPU memory, which some libraries reject in non-blocking collectives. All
+ranks choose the same method, because the choice depends only on equal numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashlight_py.distributed.constants import ReduceOp
 LARGEST_BYTES = 2**31 - 1
 # The tag of the messages of a collective, and the largest tag that MPI guarantees.
 _COLLECTIVE_TAG, _LARGEST_TAG = 0, 32767
-# For verbs that the library lacks: total bytes of all ranks that are gathered at a time.
+# If the library lacks a verb: total bytes of all ranks that one step gathers.
 _CHUNK_BYTES = 4 << 20
 
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
@@ -118,7 +118,7 @@ class VerbSteps:
     _all_reduce = _reduce
 
     def _reduce_scatter(self, call: Call, _: None) -> Steps:
-        """Reduce to ``out`` or a new array, which is this rank's part of the first dimension."""
+        """Reduce arrays; return this rank's rows of the result in ``out`` or a new array."""
         array, rows, size = call.array, call.rows, self._size
         lengths = [array.shape[0] // size] * size if rows is None else rows
         shape = (lengths[self._rank], *array.shape[1:])
@@ -139,7 +139,7 @@ class VerbSteps:
         return part
 
     def _combine(self, call: Call, counts: list[int]) -> Steps:
-        """Return this rank's part of all arrays, combined in rank order, as a new array."""
+        """Return this rank's part of the reduction; rank r reduces ``counts[r]`` elements."""
         array = call.array
         parts = array_module(array).empty((self._size, counts[self._rank]), array.dtype)
         sends, receives = [n * array.itemsize for n in counts], [parts[0].nbytes] * self._size
@@ -168,7 +168,6 @@ class VerbSteps:
         return call.array
 
     def _gather(self, call: Call, rows: list[int]) -> Steps:
-        """Gather all arrays, on all ranks or on the root only."""
         array, result, target = call.array, None, None
         counts = [count * row_bytes(array) for count in rows]
         if call.verb.fills(self._rank, call.root):
@@ -183,7 +182,7 @@ class VerbSteps:
     def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
         part, like = call.out, call.like
         library: Any = np if like is None else array_module(like)
-        if self._gpu_aware:  # a receiver may not know the kind of the array
+        if self._gpu_aware:  # a receiver may not know whether the array is on a GPU
             on_gpu = np.array([library is not np], np.uint8)
             yield from self.broadcast(on_gpu, call.root)
             library = sys.modules["cupy"] if on_gpu[0] else np
@@ -248,7 +247,7 @@ class VerbSteps:
     def gather(
         self, data: Array, target: Array | None, counts: Sequence[int], root: int | None = None
     ) -> Steps:
-        """Fill ``target`` with every rank's ``data``: on all ranks, or on ``root`` only."""
+        """Write every rank's ``data`` to ``target``: on all ranks, or on ``root`` only."""
         comm, layout = self._comm, None if target is None else [target, counts]
         if self._needs_pairs(data, sum(counts)):
             receivers = range(self._size) if root is None else [root]
@@ -261,7 +260,7 @@ class VerbSteps:
             yield from self._until([partial(comm.Iallgatherv, data, layout)])
 
     def scatter(self, source: Array | None, part: Array, root: int) -> Steps:
-        """Fill ``part`` with this rank's equal part of ``source``, which only ``root`` has."""
+        """Write this rank's part of ``source`` to ``part``. Only ``root`` has ``source``."""
         if self._needs_pairs(part, part.size * self._size):
             sends = _by_rank(source, [part.size] * self._size)
             yield from self.swap(sends, {root: part})
@@ -278,8 +277,8 @@ class VerbSteps:
     ) -> Steps:
         """Send ``sizes_out[r]`` bytes of ``source`` to rank r, and receive ``sizes_in[r]`` bytes.
 
-        By default all parts are equal. Otherwise ``limit`` is equal on all ranks, and no rank sends
-        or receives more bytes.
+        By default all parts have the same size. Otherwise ``limit`` is the maximum number of bytes
+        that a rank sends or receives; pass the same ``limit`` on all ranks.
         """
         if self._needs_pairs(source, limit or source.size):
             even = [source.size // self._size] * self._size
@@ -294,9 +293,10 @@ class VerbSteps:
     def swap(
         self, sends: Mapping[int, Array], receives: Mapping[int, Array], number: int | None = None
     ) -> Steps:
-        """Send and receive the parts of each rank, all at once; copy this rank's own part.
+        """Send ``sends[r]`` to each rank r and receive ``receives[r]``, all in parallel.
 
-        Messages between two ranks keep their order. Only a user's message has a ``number``.
+        Messages between two ranks keep their order. ``number`` is the number of a user's message;
+        None: a collective.
         """
         comm, me = self._comm, self._rank
         tag = _COLLECTIVE_TAG if number is None else 1 + number % _LARGEST_TAG
@@ -316,16 +316,16 @@ class VerbSteps:
 
 
 def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
-    """Return the part of each rank; {} if ``data`` is None."""
+    """Cut ``data`` into the part of each rank; {} if ``data`` is None."""
     return {} if data is None else dict(enumerate(split_rows(data, counts)))
 
 
 class MpiForm(NamedTuple):
-    """An operation of MPI, and the form in which the library reduces arrays of a dtype.
+    """An MPI operation, and the conversion of arrays of one dtype for this operation.
 
-    ``encode(array)`` returns the carrier that MPI reduces: the array's own memory, or a new array.
-    ``decode(carrier)`` returns the numbers of the reduced carrier, in the dtype or in a wider
-    float. They are in the memory of ``carrier``, or new.
+    ``encode(array)`` returns the array that MPI reduces, called the carrier. ``decode(carrier)``
+    returns the reduced numbers, in the original dtype or in a wider float. Both may return a view
+    of their argument.
     """
 
     op: Any
@@ -334,7 +334,7 @@ class MpiForm(NamedTuple):
 
 
 def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
-    """Write ``scale`` times the numbers of ``carrier`` to ``out``, which may share their memory."""
+    """Write ``scale`` times the numbers of ``carrier`` to ``out``, which may be the same memory."""
     values = form.decode(carrier)
     with np.errstate(all="ignore"):  # overflow is no error
         scale_in_place(values, scale)
@@ -343,11 +343,11 @@ def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
 
 
 def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
-    """Return the form for reducing arrays like ``array`` by ``op``, or None.
+    """Return the form in which MPI reduces arrays like ``array`` by ``op``.
 
-    None if ranks would get different bits. Minima and maxima of floats are sent as integers in the
-    same order, because MPI's result for NaN and signed zeros depends on the order of the ranks.
-    16-bit floats are summed as float32; the result is rounded to 16 bits.
+    Return None if ranks would get different bits. Minima and maxima of floats are sent as integers
+    in the same order, because MPI's result for NaN and signed zeros depends on the order of the
+    ranks. 16-bit floats are summed as float32, and the result is rounded to 16 bits.
     """
     if is_cupy(array):
         return None
@@ -355,8 +355,8 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
     kind, bits = array.dtype.kind, array.itemsize * 8
     carrier, is_arithmetic = array.dtype, op in (ReduceOp.SUM, ReduceOp.PROD)
     if kind in "biu":
-        if is_arithmetic:  # unsigned integers wrap around. Some libraries (Open MPI, by AVX)
-            carrier = np.dtype(f"uint{max(bits, 32)}")  # saturate 8 and 16 bits: send 32
+        if is_arithmetic:  # integers wrap around, but Open MPI's AVX code saturates 8 and 16 bits
+            carrier = np.dtype(f"uint{max(bits, 32)}")  # therefore send at least 32 bits
         elif kind == "b":  # any nonzero byte is true
             return MpiForm(operation, _truth, lambda carrier: carrier.view(np.bool_))
     elif op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -382,7 +382,7 @@ def _truth(array: Array) -> Array:
 def _extreme_form(operation: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
     signed = np.dtype(f"int{dtype.itemsize * 8}")
     limits = np.iinfo(signed)
-    nan = limits.min if op is ReduceOp.MIN else limits.max  # a NaN wins
+    nan = limits.min if op is ReduceOp.MIN else limits.max  # NaN on any rank makes the result NaN
 
     def encode(array: Array) -> Array:
         keys = _mirrored(array.view(signed))
@@ -396,7 +396,7 @@ def _extreme_form(operation: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm
 
 
 def _mirrored(integers: Array) -> Array:
-    """Map the bits of IEEE floats to integers in the same order, and back."""
+    """Convert bits of IEEE floats to integers in the same order, or back to bits of floats."""
     last = integers.itemsize * 8 - 1
     flipped: Array = integers ^ ((integers >> last) & np.iinfo(integers.dtype).max)
     return flipped

@@ -78,8 +78,8 @@ class NcclBackend(Backend):
     def start(self, call: Call) -> Work:
         """See ``Backend``. NCCL chooses the order in which a reduction adds the ranks.
 
-        Gathers, scatter, all_to_all and messages block, even if not ``blocking``, until every rank
-        (for a message: the peer) has called: the host must know sizes and peers.
+        Gathers, scatter, all_to_all and messages block until every rank (or the peer) has called,
+        even if ``call.blocking`` is False: the host must first know sizes and peers.
         """
         if call.refusal:
             self._comparing.refuse(call)
@@ -110,7 +110,7 @@ class NcclBackend(Backend):
 
     @property
     def _comparing(self) -> Any:
-        """The comparisons of calls, or the recorder of the calls while CUDA captures a graph."""
+        """The comparisons of calls; while CUDA captures a graph, the recorder of calls."""
         return thread_state.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:
@@ -180,7 +180,7 @@ class NcclBackend(Backend):
         return self._into(call, sum(rows), gather)
 
     def _gathering(self, array: Array, joined: Array, lengths: dict[int, int]) -> list[Step]:
-        """Return the steps that gather ``lengths`` bytes from each rank."""
+        """Return the steps that gather ``lengths[r]`` bytes from each rank r."""
         source = _address(array)
         if len(set(lengths.values())) == 1:
             return [(launching.ALL_GATHER, source, _address(joined), array.nbytes, BYTES, 0, 0)]
@@ -197,7 +197,7 @@ class NcclBackend(Backend):
     def _scatter(self, call: Call) -> Work:
         out = call.out
         if out is None:
-            assert call.array is not None  # without an array, ``out`` has selected the GPU backend
+            assert call.array is not None  # only ``array`` or ``out`` can select a GPU backend
             out = self._empty(call.array.shape[1:], call.array.dtype)
         self._comparing.compare(call)
         sent = dict.fromkeys(range(self.size), out.nbytes)
@@ -216,10 +216,10 @@ class NcclBackend(Backend):
     def _swap(
         self, call: Call, sent: dict[int, int], result: Array | None, received: dict[int, int]
     ) -> Work:
-        """Send ``sent`` bytes of the array to each rank; fill ``result`` with ``received`` bytes.
+        """Send ``sent[r]`` bytes to rank r; write ``received[r]`` bytes of rank r to ``result``.
 
-        All messages, including the message of this rank to itself, are started as one operation:
-        NCCL before 2.28 has no function for these collectives.
+        All messages, including a message of this rank to itself, are one operation: NCCL before
+        2.28 has no function for a gather, scatter or all_to_all.
         """
         moves: list[Any] = [(launching.SEND, call.array, sent), (launching.RECV, result, received)]
         moves = [move for move in moves if move[1] is not None]
@@ -230,7 +230,7 @@ class NcclBackend(Backend):
         return self._launch(call, steps, arrays, result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
-        """Let ``run`` fill ``out`` or a new array. If its size is wrong, ``wait`` raises."""
+        """Call ``run`` with ``out`` or a new array. ``wait`` raises if ``out`` has a wrong size."""
         with self.on_device():
             out, room = call.out, call.room(rows)
         work = run(room)
@@ -265,7 +265,7 @@ class NcclBackend(Backend):
         """Block the host until every collective that this rank started has ended."""
         if (newest := self._flights.newest()) is not None:
             work = StreamWork(self, newest, None)
-            work.block()  # if it is late, the watchdog aborts it
+            work.block()  # the watchdog aborts a late collective
             work.wait()
         self._comparisons.finish()  # find mismatches that kernels do not detect
         self.communicator.require_unbroken()
@@ -281,7 +281,7 @@ class NcclBackend(Backend):
                 self._comparisons.find_lost("close")  # do not wait for ranks that have ended
             seconds = min(FINALIZE_SECONDS, self.communicator.timeout)
             if self.communicator.close(poll(self._is_over, seconds)):
-                self._comparisons.finish(FINALIZE_SECONDS)  # otherwise no rank waits for this rank
+                self._comparisons.finish(FINALIZE_SECONDS)  # no rank waits after an abort
         self._flights.clear()
         # Break reference cycles: the garbage collector would free stream and events late.
         self.communicator.on_wait = self.communicator.find_missing = None
@@ -303,11 +303,10 @@ class NcclBackend(Backend):
     ) -> Work:
         """Launch ``steps`` on the device as one operation, unless all ``arrays`` are empty.
 
-        ``arrays`` are all arrays that the device reads or writes. With ``together``, the steps are
-        one operation with the steps of other ranks. On the communication stream, ``prepare`` runs
-        before the steps and returns them, and ``finish`` runs after them. A blocking call makes the
-        caller's current stream wait, never the host. Raises the errors of
-        :meth:`Communicator.call`.
+        ``arrays`` are all arrays that the device reads or writes. Pass ``together`` if other ranks
+        launch the same operation with several steps. ``prepare`` runs on the communication stream
+        and returns the steps; ``finish`` runs after the steps. A blocking call blocks the caller's
+        current stream, never the host. Raises the errors of :meth:`Communicator.call`.
         """
         verb, kept = name or call.name, [array for array in arrays if array.size]
         communicator, launcher = self.communicator, self._launcher
@@ -316,7 +315,8 @@ class NcclBackend(Backend):
             if not kept:
                 return Done(result)
             caller, recorder = int(self.current_stream().ptr), thread_state.recorder
-            # A captured event never reports its end to the host, so the flight needs its own event.
+            # While CUDA captures a graph, an event never reports its end, so the call needs a new
+            # event.
             event = self._free_event(verb) if recorder is None else self._make_event()
             by_one_call = communicator.child and prepare is None and finish is None
             if not by_one_call:
@@ -435,7 +435,7 @@ class NcclBackend(Backend):
         cast = list[tuple[Array, Array]]()  # converted arrays, in use until ``finish``
 
         def prepare() -> list[Step]:
-            with self._stream:  # owner of the converted arrays
+            with self._stream:  # the converted arrays belong to this stream
                 cast.extend(form.convert(*pair) for form, pair in zip(forms, pairs, strict=True))
             return steps(cast)
 
@@ -450,7 +450,6 @@ class NcclBackend(Backend):
 
 
 def _address(array: Array) -> int:
-    """Return the device address of the first element of ``array``."""
     memory: Any = array.data
     return int(memory.ptr)
 
@@ -482,7 +481,7 @@ class StreamWork(Work):
         self.flight: DeviceFlight = flight
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the result for the current stream; with ``timeout`` (seconds) block the host."""
+        """Return the result for the current stream. If ``timeout`` is set, first block the host."""
         if timeout is not None:
             self.block(timeout)
         backend, communicator = self._backend, self._backend.communicator
@@ -502,6 +501,6 @@ class StreamWork(Work):
         return self.flight.ended
 
     def block(self, timeout: float = math.inf) -> None:
-        """Block the host until the end; raise CollectiveTimeoutError after ``timeout`` seconds."""
+        """Block the host until the collective ends, but raise after ``timeout`` seconds."""
         if not poll(self.is_completed, timeout):
             raise wait_timeout_error(self._backend.communicator.doing(self.flight.verb), timeout)

@@ -1,4 +1,4 @@
-"""A pair of NCCL communicators, whose operations end within a time limit.
+"""Two NCCL communicators of the same ranks, whose operations end within a time limit.
 
 The first communicator is non-blocking. A call that must wait for other ranks returns
 ``ncclInProgress``, and the caller polls until the call has ended or the time limit has passed: NCCL
@@ -7,7 +7,7 @@ has no wait with a time limit. NCCL starts a thread for each such call, which ta
 Collectives are therefore launched on a second, blocking communicator, which is split from the first
 one and shares its connections. All connections of collectives exist before the first launch, so a
 launch waits for no other rank. If a launch blocks nevertheless, another thread aborts the first
-communicator: both share the flag that ends kernels and the waits of the host.
+communicator. This ends the launch too, because both communicators use one abort flag.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _LEAVE_SECONDS = 1.0
 class Communicator:
     """This rank's communicator of ``size`` ranks. Creation is collective and blocks.
 
-    The current CUDA device must be the device of the rank. ``timeout`` is in seconds. A caller
-    holds ``lock`` during each call, so that all ranks make calls in the same order. Ending the
-    communicator needs no ``lock``. If set, ``find_missing`` adds the missing ranks to the error of
-    a failure. A waiting call runs ``on_wait`` several times a second. It may end the group.
+    The current CUDA device must be the device of the rank. ``timeout`` is in seconds. Hold ``lock``
+    during each call, so that all ranks make calls in the same order. Ending the communicator needs
+    no ``lock``. After a failure, ``find_missing`` names the missing ranks, if it is set. A waiting
+    call runs ``on_wait`` several times a second; ``on_wait`` may end the communicator.
 
     ``captured`` are objects with CUDA graphs that launch on this communicator. NCCL frees a
     communicator only after its graphs, so ``release`` of each object is called first.
@@ -118,13 +118,13 @@ class Communicator:
             status = self._launch(begin)
         else:
             with self._using:
-                if self.broken is not None:  # another thread may have ended it after ``require``
+                if self.broken is not None:  # another thread may have just ended it
                     raise self.error()
                 status = begin(self.handle)
         self._check(verb, status)
 
     def _launch(self, begin: Callable[[Any], int]) -> int:
-        """Call ``begin`` with ``child`` unless the communicator is broken. Raises no error."""
+        """Return ``begin(self.child)``; if the communicator is broken, ncclSuccess."""
         with self._launching:
             if self.broken is not None:
                 return int(self.lib.ncclSuccess)
@@ -244,7 +244,7 @@ class Communicator:
     def _abort_child(self) -> None:
         """Abort the second communicator after all launches on it have ended.
 
-        The abort of the first communicator sets the flag that both share, which ends each launch.
+        The first communicator was aborted before. This has set the common flag that ends launches.
         """
         if self.child == self.nccl.ffi.NULL:
             return
@@ -267,7 +267,7 @@ class Communicator:
             captured.release()
 
     def _check(self, verb: str, status: int) -> None:
-        """Wait while ``status`` is ncclInProgress; end the communicator if it is a failure.
+        """Wait while ``status`` is ncclInProgress. If NCCL fails, end the communicator and raise.
 
         During the wait NCCL allows no other call or stream operation (ncclCommGetAsyncError).
         """
@@ -284,7 +284,8 @@ class Communicator:
     def _settle(self, seconds: float, on_wait: Callable[[], None] | None = None) -> int:
         """Return the state when NCCL is no longer in progress, or after ``seconds``.
 
-        ``on_wait`` replaces the watchdog, which needs the caller's lock. It may end the wait.
+        ``on_wait`` makes the watchdog's checks: the watchdog itself would need the caller's lock.
+        The checks may end the communicator.
         """
         begin = checked = time.monotonic()
         while (state := self.poll()) == self.lib.ncclInProgress:
@@ -329,7 +330,7 @@ class Communicator:
 
 
 def _as_scalar(scale: float, dtype: str) -> NDArray[np.uint8]:
-    """Return the bytes of ``scale`` in ``dtype``. Integers wrap through int64, as on the CPU."""
+    """Return ``scale`` as bytes of ``dtype``. Large integers wrap around, as on the CPU."""
     kind = np.dtype(dtype)
     value = np.int64(int(scale)) if kind.kind in "iu" else scale
     return np.array([value]).astype(kind).view(np.uint8)

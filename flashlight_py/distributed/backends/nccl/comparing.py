@@ -1,8 +1,8 @@
 """Comparison of the ranks' calls over the group's backend for NumPy arrays.
 
-NCCL compares nothing. A call that reduces or broadcasts starts on the device at once. If the calls
-differ or a rank is missing, the communicator is aborted: NCCL's kernels would wait forever. All
-other calls are compared before they start, because the host needs sizes or peers.
+NCCL compares nothing. A call that reduces or broadcasts starts on the device immediately. If the
+calls differ or a rank is missing, the communicator is aborted, because NCCL's kernels would wait
+forever. All other calls are compared before they start, because the host needs sizes or peers.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Comparisons:
         self._posted: deque[Work] = deque()
         # The watchdog needs a lock of its own for ``_posted``: it must be able to end a launch, and
         # a launch holds the communicator's lock.
-        self._lock = threading.RLock()  # reentrant for signal handlers
+        self._lock = threading.RLock()  # reentrant, because a signal handler may need it
         self.latest: Work = Done()
-        # _ahead: number of calls made ahead. compared_ahead: how many were compared, and the time.
+        # _ahead: number of calls made ahead. compared_ahead: number of compared calls, and when.
         self._ahead, self.compared_ahead, self._name = 0, (0, 0.0), ""
 
     def post(self, call: Call) -> None:
@@ -88,7 +88,7 @@ class Comparisons:
         self.communicator.require(call.name)
 
     def refuse(self, call: Call) -> None:
-        """Make the other ranks, or the peer of a message, raise: this rank rejected ``call``."""
+        """Make the other ranks, or the peer of a message, raise. This rank rejected ``call``."""
         if call.verb.is_message:
             self._cpu.start(call)
             return
@@ -161,7 +161,7 @@ class Comparisons:
         return rows
 
     def run(self, calls: Sequence[Call]) -> Any:
-        """Run ``calls`` together on the CPU backend; return the result. Raises like ``compare``."""
+        """Run ``calls`` on the CPU backend as one operation. Raises like ``compare``."""
         cpu = self._cpu
         try:
             work = cpu.start(calls[0]) if len(calls) == 1 else cpu.start_many(calls)
@@ -187,13 +187,13 @@ class Comparisons:
             self._end(error)
 
     def _end(self, error: DistributedError) -> None:
-        """End this rank's collectives, and the waits of other ranks for this rank over ``cpu``."""
+        """End the collectives of this rank because of ``error``, and notify the other ranks."""
         self.communicator.find_missing = None  # ``error`` names missing ranks already
         self.communicator.fail(error)
         self._cpu.abort(error)
 
     def find_missing(self) -> tuple[type[DistributedError] | None, str]:
-        """Find missing ranks after NCCL failed; return an error class or None, and a sentence."""
+        """After a failure, return an error class (None: unchanged) and a sentence on lost ranks."""
         seconds = min(self.communicator.timeout, _DIAGNOSIS_SECONDS)
         refusal = f"nothing more, because NCCL failed: {self.communicator.broken}"
         try:
@@ -212,7 +212,7 @@ class Comparisons:
         return None, f"No missing rank was found over {self._cpu.path}"
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return the error of a lost rank, or None. If NCCL reports a loss, wait for the error."""
+        """Return the error of a lost rank, or None. If NCCL lost a rank, wait for the error."""
         if isinstance(self.communicator.broken, PeerLostError):
             poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
         lost = self._cpu.lost("NCCL")
@@ -220,7 +220,7 @@ class Comparisons:
 
 
 def _failure(work: Work, seconds: float | None = None) -> DistributedError | None:
-    """Return the error of ``work``, or None. After ``seconds`` that is a timeout error."""
+    """Return the error of ``work``, or None. A wait of ``seconds`` ends with a timeout error."""
     try:
         work.wait(seconds)
     except DistributedError as error:
@@ -229,7 +229,7 @@ def _failure(work: Work, seconds: float | None = None) -> DistributedError | Non
 
 
 class _Ahead(Work):
-    """The comparison of call ``number``, which the backend runs later."""
+    """The comparison of call ``number`` of the calls made ahead. The backend makes it later."""
 
     def __init__(self, comparisons: Comparisons, number: int) -> None:
         self._comparisons, self._number, self._ended = comparisons, number, 0.0
@@ -244,11 +244,11 @@ class _Ahead(Work):
         return self._ended or None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return at once. A wait for the call itself raises the error of the comparison."""
+        """Do nothing. A wait for the call itself raises the error of the comparison."""
 
 
 def compared(call: Call, blocking: bool, is_ahead: bool = False) -> Call:
-    """Return a copy of ``call`` that is only compared, not run. Faster than ``replace``."""
+    """Return a copy of ``call`` that is only compared. This is faster than ``replace``."""
     options = call.op, call.scale, call.root, call.peer, call.tag, call.rows, call.out
     rest = blocking, call.seconds, call.part_of
     return Call(call.verb, call.array, *options, *rest, compared=True, is_ahead=is_ahead)

@@ -1,7 +1,7 @@
 """Connection of the GPUs of a group by NCCL.
 
-The ranks exchange NCCL's data over the CPU backend. Every kind of rendezvous therefore serves NCCL,
-and a missing rank is named before a call would wait for it inside NCCL.
+The ranks exchange NCCL's data over the CPU backend. NCCL therefore works with every kind of
+rendezvous, and a missing rank is named before a call would wait for it inside NCCL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashlight_py.errors import (
 
 
 class NcclCard(NamedTuple):
-    """A rank's report: NCCL version and GPU, or a ``problem`` that prevents its use.
+    """A rank's report: NCCL version and GPU, or a ``problem`` that prevents the use of NCCL.
 
     ``unique_id`` (hexadecimal) identifies the communicator; only rank 0 sends it. For
     ``slow_reason`` see ``NcclLibrary``.
@@ -49,7 +49,7 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
     """
     tools, card = _tools(rule, first=cpu.rank == 0)
     unique_id, slow_reason = exchange_cards(cpu, card, joining)
-    assert tools is not None  # exchange_cards has raised otherwise
+    assert tools is not None  # otherwise exchange_cards has raised an error
     nccl, cupy, index = tools
     nccl = replace(nccl, slow_reason=slow_reason)
     with cupy.cuda.Device(index):
@@ -59,7 +59,7 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
 
 
 def _tools(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
-    """Return (NCCL, CuPy, device index) or None if a part is missing, and this rank's card."""
+    """Return (tools, card). Tools are NCCL, CuPy and the device index; None after a problem."""
     try:
         if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
             raise BackendUnavailableError(

@@ -41,7 +41,6 @@ class Launcher:
         self._cast = nccl.ffi.cast
 
     def steps(self, steps: Sequence[Step]) -> Any:
-        """Return ``steps`` as a C array."""
         return self._ffi.new("fl_step[]", steps)
 
     def wait_for(self, caller: int) -> None:
@@ -57,9 +56,10 @@ class Launcher:
     def launch(
         self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool
     ) -> int:
-        """Wait for ``caller``, call NCCL, record ``done``. If ``waits``, ``caller`` waits for it.
+        """Call NCCL after the work that is queued on ``caller``; then record the event ``done``.
 
-        Return NCCL's status; ``done`` is recorded only after ncclSuccess. Raises like ``wait_for``.
+        If ``waits``, ``caller`` waits for ``done``. Return NCCL's status; ``done`` is recorded only
+        after ncclSuccess. Raises like ``wait_for``.
         """
         handle = int(self._cast("uintptr_t", communicator))
         both = is_group, len(steps), steps, caller, done, waits, self._status
@@ -68,9 +68,9 @@ class Launcher:
 
 
 class GraphLauncher:
-    """Launcher of ``graph``, a CUDA graph of CuPy, after copies to the contiguous ``targets``.
+    """Launcher of ``graph``, a CUDA graph of CuPy. A launch first copies data to ``targets``.
 
-    Raises BackendUnavailableError like ``Launcher``.
+    The targets are contiguous arrays. Raises BackendUnavailableError like ``Launcher``.
     """
 
     def __init__(self, graph: Any, targets: Sequence[Any]) -> None:

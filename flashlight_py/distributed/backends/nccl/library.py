@@ -25,7 +25,7 @@ DRIVER = "libcuda.so.1"
 
 MINIMUM = 21400
 SPLITS = 21800  # first version that has ncclCommSplit with shared resources
-# Variable that a process's first communicator reads. 0: connect all algorithms at once.
+# Variable that the first communicator of a process reads. 0: connect all algorithms immediately.
 CONNECT = "NCCL_RUNTIME_CONNECT"
 _WHY_MINIMUM = (
     "2.14 is needed for ncclCommInitRankConfig and ncclCommFinalize. Without these non-blocking "
@@ -124,7 +124,7 @@ def driver_address(name: str) -> int:
 
 
 def library_candidates() -> Iterator[tuple[str, str]]:
-    """Yield (source, path or soname) in order. If the variable is set, yield only its path."""
+    """Yield (source, path or soname) in order. If ``VARIABLE`` is set, yield only its path."""
     if path := os.environ.get(VARIABLE):
         yield VARIABLE, path
         return

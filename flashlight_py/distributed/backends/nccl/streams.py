@@ -38,9 +38,9 @@ _NO_FAILURES = {0, 600, *range(900, 909)}
 class DeviceFlight:
     """A collective that was launched on the device; ``started`` is a time in seconds.
 
-    ``event`` is recorded after the collective, and reused later. ``ended`` is the time at which its
-    end was first detected. ``compared`` is the comparison of the ranks' calls. ``arrays`` are kept,
-    because CuPy would reuse their memory while the collective still uses it.
+    ``event`` is recorded after the collective. Later collectives use the same event. ``ended`` is
+    the time at which the end of the collective was first detected. ``compared`` is the comparison
+    of the ranks' calls. ``arrays`` are kept, because CuPy would reuse their memory too early.
     """
 
     verb: str
@@ -52,7 +52,7 @@ class DeviceFlight:
     ended: float | None = None
 
     def start_time(self, free: float = 0.0) -> float:
-        """Return the earliest start: all ranks have called, the stream is free (at ``free``)."""
+        """Return the earliest start: all ranks have called, and the time ``free`` has passed."""
         if not self.compared.is_completed():
             return math.inf  # the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
@@ -67,7 +67,8 @@ class DeviceFlight:
 class Flights:
     """The pending collectives in launch order. They also end in this order.
 
-    The collectives share ``events``. The watchdog removes ended ones while other threads add some.
+    They use a fixed set of ``events``. The watchdog removes ended collectives while other threads
+    add new ones.
     """
 
     def __init__(self, events: Iterable[Any]) -> None:
@@ -104,7 +105,7 @@ class Flights:
         self.last_end = flight.ended or self.last_end
 
     def newest(self) -> DeviceFlight | None:
-        """Return the collective that was launched last and may be running, or None."""
+        """Return the collective with the latest launch, or None if all have ended."""
         with self._lock:
             return self._pending[-1] if self._pending else None
 
@@ -121,7 +122,7 @@ class NcclWatchdog:
 
     def __init__(self, cuda: Any, index: int, flights: Flights, comparisons: Comparisons) -> None:
         self._runtime = cuda.runtime
-        self._device = cuda.Device(index)  # only the thread uses it
+        self._device = cuda.Device(index)  # only the watchdog's thread uses it
         self._communicator, self._flights = comparisons.communicator, flights
         self._comparisons, self._next = comparisons, 0.0
         self._stop = threading.Event()
@@ -150,8 +151,8 @@ class NcclWatchdog:
     def check(self, needs_all: bool = False) -> None:
         """End the communicator if calls differ, a rank is lost, or a collective is late or fails.
 
-        ``needs_all``: this rank waits for other ranks before it launches a collective. A check
-        takes no lock that a thread inside a launch holds.
+        Set ``needs_all`` if this rank waits for other ranks before a launch. A check takes no lock
+        that a thread inside a launch holds.
         """
         communicator = self._communicator
         self._comparisons.check()
