@@ -1,7 +1,7 @@
 """Sources and compiler flags of the native extensions, for setup.py.
 
-EXTENSIONS use NumPy's C API. BINDINGS are CFFI's descriptions in API mode. Only NCCL's declarations
-become a Python module, because NCCL is opened at run time. All extensions are abi3.
+EXTENSIONS use NumPy's C API. CFFI compiles BINDINGS, except NCCL's: it is a Python module of
+declarations, because NCCL is opened at run time. All extensions use the stable ABI (abi3).
 """
 
 from pathlib import Path
@@ -15,17 +15,17 @@ CSRC = Path(__file__).parent
 ROOT = CSRC.parent
 HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), ROOT / "flashlight_py/optim/rules.inc"]
 C = ["-O3", "-fvisibility=hidden"]
-# Without contraction into fused multiply-adds every machine computes the same bits.
+# Without contraction into fused multiply-adds, every machine computes the same bits.
 CPP = [*C, "-std=c++17", "-ffp-contract=off"]
-# Without errno and traps GCC vectorizes square roots and comparisons.
+# Without errno and traps, GCC vectorizes square roots and comparisons.
 KERNELS = [*CPP, "-fno-math-errno", "-fno-trapping-math"]
-# Python functions that the libraries call: a query for an exception of a signal handler, and the
-# line of the user's call.
+# Python functions that the libraries call. fl_interrupted: whether a signal handler has raised an
+# exception. fl_where: writes the line of the user's call.
 INTERRUPTED, WHERE = "int fl_interrupted(void);", "void fl_where(fl_site *);"
 
 
 def files(*patterns: str) -> list[str]:
-    """Return the files of csrc, relative to setup.py, whose objects are linked in this order."""
+    """Return the files of csrc that match ``patterns``, as paths from the folder of setup.py."""
     paths = [path for pattern in patterns for path in sorted(CSRC.glob(pattern))]
     return [str(path.relative_to(ROOT)) for path in paths]
 
@@ -59,7 +59,7 @@ def binding(
     called: list[str] | None = None,
     **more: Any,
 ) -> FFI:
-    """Return CFFI's description; ``called`` declares Python functions called from C."""
+    """Return CFFI's description of a binding. C calls the Python functions in ``called``."""
     ffi = FFI()
     for path in declarations:
         ffi.cdef((CSRC / path).read_text())

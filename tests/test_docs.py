@@ -338,9 +338,9 @@ from-mpi4py: one-sided communication, parallel files, graph topologies, derived 
     offered(fl, "Win put get File dist_graph Datatype probe send_init")
 from-mpi4py: no `ANY_TAG`
     ValueError: fl.recv(np.ones(3), 0, tag=None)
-reliability: No probes, no cancelled, buffered, ready or persistent requests, no communicators
+reliability: no probes, no cancelled, buffered, ready or persistent requests, and no communicators
     offered(fl, "probe bsend rsend send_init intercomm")
-reliability: No Adasum
+reliability: no Adasum
     ValueError: fl.all_reduce(np.ones(3), op="adasum")
 verbs: Only `isend`, `irecv` and `sendrecv` can send to the same rank
     ValueError: fl.send(np.ones(3), 0)

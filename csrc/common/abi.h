@@ -1,4 +1,4 @@
-// The C ABI that the shared-memory and the Gloo library have in common, as C++ declarations.
+// C++ declarations of the C ABI that the shared-memory library and the Gloo library have in common.
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// Comparison of the ranks' calls if a rank may return before other ranks have called: see shm/entering.cc.
+// Comparison of the ranks' calls in case a rank returns before other ranks have called: see shm/entering.cc.
 #pragma once
 
 #include <optional>
@@ -15,7 +15,7 @@ struct Ranks {
   bool has(int rank) const { return first <= rank && rank < last; }
 };
 
-// Return the ranks from which `rank` needs data in `call`. Assumption: all data travels with the calls.
+// Return the ranks from which `rank` needs data in `call`. Assumption: a rank sends its data with its call.
 inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   const bool is_root = rank == call.root;
   switch (call.verb) {
@@ -33,7 +33,7 @@ inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   }
 }
 
-// True if `rank` does not know how many bytes it receives. If they are few, the root's call contains them.
+// True if `rank` does not know how many bytes it receives. The root's call contains the data if it is small.
 inline bool may_be_small(int rank, const fl_signature& call) {
   return root_must_know(call.verb) && call.ndim == FL_ANY && rank != call.root;
 }
@@ -50,8 +50,8 @@ inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
   return false;
 }
 
-// A withdrawn call contains (as `count`) the number of the last call that its rank has compared. Return the
-// highest of these numbers among `needed`, or nothing if no call is withdrawn.
+// A withdrawn call stores in `count` the number of the last call that its rank has compared. Return the
+// highest of these numbers among the ranks `needed`, or nothing if none of their calls is withdrawn.
 inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks needed) {
   std::optional<uint32_t> last;
   for (int r = needed.first; r < needed.last; ++r) {
@@ -72,14 +72,14 @@ Ranks awaited(const fl_signature* calls, int size, int rank, Ranks needed, Waits
   return needed;
 }
 
-// Earlier mismatches that some ranks have not raised yet. Every rank computes the same list from the calls.
+// Mismatches of past calls that some ranks have not raised yet. All ranks compute the same list.
 class Mismatches {
  public:
   struct Call {
     uint32_t number;
     CallReport report;
-    std::vector<bool> raised;  // for each rank: whether it raised this mismatch, in this call or later
-    bool is_raised = false;  // the same for this rank, also in calls not compared yet
+    std::vector<bool> raised;  // by rank: whether it has raised this mismatch, in this call or later
+    bool is_raised = false;  // whether this rank has raised it, also in calls not compared yet
   };
   // `most_ahead`: number of calls by which a rank may be ahead of another rank.
   Mismatches(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
@@ -90,8 +90,8 @@ class Mismatches {
     forget([&](const Call& call) { return number - call.number > most_ahead_; });
   }
 
-  // Record the comparison of call `number`, which must follow the last recorded call. `needed(r)`: ranks
-  // whose calls rank r awaits in this call, or all ranks if r can raise an earlier mismatch.
+  // Record the comparison of call `number`, the call after the last recorded call. `needed(r)`: ranks whose
+  // calls rank r awaits in this call. It returns all ranks if r can raise an earlier mismatch.
   template <typename Needed>
   void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed,
                 CallReport report) {
@@ -112,9 +112,9 @@ class Mismatches {
     forget([](const Call& c) { return std::find(c.raised.begin(), c.raised.end(), false) == c.raised.end(); });
   }
 
-  // Return the mismatch to raise in call `number`: the first mismatch that this rank has not raised. If this
-  // rank has raised all, return the last mismatch, or nothing if `only_news`. Call forget_old() first if, and
-  // only if, all earlier calls were compared.
+  // Return the mismatch to raise in call `number`: the first mismatch that this rank has not raised. If there
+  // is none, return the last mismatch, or nothing if `only_news`. If and only if all earlier calls were
+  // compared, call forget_old() before.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     const auto is_news = [&](const Call& call) {
       return !call.raised[rank_] && !call.is_raised && number - call.number <= most_ahead_;

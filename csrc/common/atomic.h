@@ -23,7 +23,7 @@ namespace fl {
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
 
-// Whether a futex is shared by processes or by the threads of one process.
+// Users of a futex: several processes, or the threads of one process.
 enum class FutexScope { kProcesses, kThreads };
 constexpr uint32_t kAllBits = ~0u;
 
@@ -32,7 +32,7 @@ constexpr int kNoProcess = -1, kEndedProcess = -2;
 
 #ifdef FL_MODEL
 
-// Return `model`, a small size or number of tries, so that few accesses reach every branch.
+// Return the small number `model`, so that few memory accesses reach every branch.
 template <typename T>
 constexpr T sized(T, T model) {
   return model;
@@ -80,8 +80,8 @@ inline void futex_wake(const void* word, uint32_t bits, FutexScope scope) {
   syscall(SYS_futex, word, operation, INT_MAX, nullptr, nullptr, bits);
 }
 
-// Order accesses to memory that the kernel reads for another process. C++ fences do not cover such reads.
-// ThreadSanitizer rejects std::atomic_thread_fence. x86 orders two stores, or two loads, by itself.
+// Order accesses to memory that the kernel reads on behalf of another process. C++ fences do not cover these
+// reads. ThreadSanitizer rejects std::atomic_thread_fence. x86 orders two stores, or two loads, by itself.
 inline void full_fence() {
 #if defined(__x86_64__) || defined(__i386__)
   asm volatile("" ::: "memory");

@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kNoMemory = "out of memory";
 thread_local char last_error[1024];
 
-// Replacement handle of an operation that could not start, if there is no memory for a new handle.
+// Handle that is returned if an operation cannot start and there is no memory for a new handle.
 struct OutOfMemory final : Started {
   using Started::Started;
   void release() noexcept override {}
@@ -50,7 +50,7 @@ extern "C" {
 
 const char* fl_error(void) { return fl::last_error; }
 
-// Return FL_PENDING also if this thread has too little memory to run the operation.
+// Return FL_PENDING, as after a timeout, if this thread has too little memory to run the operation.
 fl_status fl_op_wait(fl_op* op, double seconds) {
   return fl::guarded(FL_PENDING, [&] { return op->wait(seconds); });
 }

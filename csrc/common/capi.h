@@ -5,10 +5,10 @@
 
 namespace fl {
 
-// Inside a handler: store the message of the current exception for fl_error().
+// Inside an exception handler: store the message of the exception for fl_error().
 void keep_error() noexcept;
 
-// Inside a handler: return the handle of an operation that failed to start.
+// Inside an exception handler: return the handle of an operation that failed to start.
 fl_op* failed_to_start() noexcept;
 
 // Return the result of `run`, or `otherwise` if `run` throws.
@@ -31,7 +31,7 @@ int done(Run run) noexcept {
 inline Handle as_handle(Handle handle) { return handle; }
 inline Handle as_handle(std::shared_ptr<Operation> operation) { return handle_of(std::move(operation)); }
 
-// Return as a handle the Handle or operation that `run` returns. Null: there is no result to fetch.
+// Return a handle for the Handle or the Operation that `run` returns. Null: there is no result to fetch.
 template <typename Run>
 fl_op* handle(Run run) noexcept {
   try {
@@ -41,7 +41,7 @@ fl_op* handle(Run run) noexcept {
   }
 }
 
-// Like handle(), for a `run` that returns several results.
+// Like handle() for a `run` that returns `count` handles or operations.
 template <typename Run>
 void handles(fl_op** results, int count, Run run) noexcept {
   try {

@@ -25,17 +25,19 @@ struct Costs {
 
 // Choice of a copy path for each verb and size class.
 //
-// With cores close together and many chunks, ordinary stores are up to twice as fast. With distant cores, or
-// lines still in the reader's cache, streamed stores are up to ten times as fast. Direct reads save one of
-// two copies, but wait for each line that the other core has just written. The fastest path depends on the
-// placement of the ranks by scheduler and hypervisor, on the size, and on which core wrote the array.
-// Therefore each rank measures the cost of every path and announces it with its calls. All ranks use the path
-// with the lowest cost for the slowest rank. From time to time a few calls try another path.
+// Ordinary stores are up to twice as fast if cores are close together and there are many chunks. Streamed
+// stores are up to ten times as fast if cores are distant or the reader's cache contains the lines. Direct
+// reads make one copy instead of two, but wait for each line that the other core has just written. The
+// fastest path depends on the cores on which scheduler and hypervisor place the ranks, on the size, and on
+// the core that wrote the array. Therefore each rank measures the cost of every path and announces the costs
+// with its calls. All ranks use the path whose slowest rank has the lowest cost. From time to time, a few
+// calls try another path.
 class Choice {
   struct History;
 
  public:
-  // Cost of each path for its slowest rank. A rank that only writes returns before the other ranks finish.
+  // Cost of each path for its slowest rank, because ranks that only write return early and measure too
+  // little.
   class Slowest {
    public:
     void add(const Costs& costs) {
@@ -52,7 +54,6 @@ class Choice {
     for (auto& sizes : histories_) sizes.fill(History{calls, kPaths, {}});
   }
 
-  // One call on a chosen path, with its start time.
   struct Trial {
     CopyPath path = kPastCaches;
     bool counts = false;
@@ -61,7 +62,7 @@ class Choice {
     std::chrono::steady_clock::time_point started{};
   };
 
-  // Return the costs that this rank announces with a call of `verb`.
+  // Return the measured costs, which this rank announces with a call of `verb` for `bytes` bytes.
   Costs costs(int verb, size_t bytes) const {
     const History& history = histories_[verb][size_class(bytes)];
     Costs costs;
@@ -71,8 +72,8 @@ class Choice {
     return costs;
   }
 
-  // Choose among the first `paths` paths. `bytes` is equal on all ranks; `slowest` combines the costs that all
-  // ranks announced with the call.
+  // Choose one of the paths 0 to `paths` - 1. `bytes` is equal on all ranks. `slowest` combines the costs
+  // that all ranks have announced with this call.
   Trial begin(int verb, size_t bytes, int paths, const Slowest& slowest) {
     History& history = histories_[verb][size_class(bytes)];
     const uint32_t call = history.calls++;
@@ -80,7 +81,8 @@ class Choice {
     int next = next_path(best, call, paths);
     const bool is_hopeless = call >= kFirst && slowest[next] > kHopeless * slowest[best];
     if (is_hopeless && call / kTryEvery % kTryHopeless != 0) next = best;
-    // The first call on a new path finds the caches as the previous path left them. It is not measured.
+    // The first call on another path is not measured, because the previous path determined the caches'
+    // contents.
     const bool counts = std::exchange(history.last, next) == next;
     return {static_cast<CopyPath>(next), counts, &history, bytes, Clock::now()};
   }
@@ -90,8 +92,8 @@ class Choice {
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.history->cost[trial.path];
     const double now = seconds / static_cast<double>(trial.bytes);
-    // A call that took less than `cost` was not disturbed and gets a larger weight. A much slower call was
-    // probably disturbed: alone it must not make another path the best, or this path would rarely be used.
+    // A call faster than `cost` was not disturbed and gets a larger weight. A much slower call was probably
+    // disturbed. Alone, it must not change the best path, because this path would then rarely be tried again.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
@@ -101,9 +103,9 @@ class Choice {
   static constexpr uint32_t kFirst = 9;  // initial calls, which try the paths in turn
   static constexpr uint32_t kRun = 3;    // consecutive calls on a path under trial
   static constexpr uint32_t kTryEvery = 256;
-  // A path that is slower than the best path by this factor is tried less often.
+  // If a path costs more than this multiple of the best path, only every kTryHopeless-th trial takes place.
   static constexpr int kHopeless = 3;
-  static constexpr uint32_t kTryHopeless = 9;  // odd, so that each path gets a trial
+  static constexpr uint32_t kTryHopeless = 9;  // odd, so that these trials reach each path
 
   struct History {
     uint32_t calls;

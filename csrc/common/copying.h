@@ -1,11 +1,11 @@
-// Copies of large blocks into or out of memory that another core has read.
+// Copies of large blocks from or to memory that another core has read.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// Streamed stores are disabled under ThreadSanitizer, which does not detect them.
+// ThreadSanitizer does not detect streamed stores. Therefore they are disabled under it.
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
 #define FL_HAS_SSE2 1
 #include <emmintrin.h>
@@ -13,7 +13,7 @@
 
 namespace fl {
 
-// Prefetch, for writing, a cache line that another core holds. Shortens the wait of both cores.
+// Prefetch a cache line of another core for writing. Both cores then wait for a shorter time.
 inline void expect_to_write(const volatile void* line) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const volatile char*>(line)));
@@ -22,18 +22,18 @@ inline void expect_to_write(const volatile void* line) {
 #endif
 }
 
-// Bytes from which streamed stores are used. An ordinary store to a line in another core's cache must first
-// fetch and invalidate it: up to 29 us for 64 KB between distant cores, against 1.7 us for streamed stores
+// Minimum bytes for streamed stores. An ordinary store to a line that another core has must first fetch and
+// invalidate it: 64 KB took up to 29 us between distant cores, against 1.7 us with streamed stores
 // (docs/shared-memory.md). For fewer bytes, streaming to memory costs more than it saves.
 constexpr size_t kStreamBytes = 2048;
 
-// Bytes from which the C library copies with rep movsb. This instruction takes two to five times as long if
-// source and destination differ in their offset in a cache line, like arrays and slots (docs/shared-memory.md).
+// From this size, the C library copies with rep movsb. It takes two to five times as long if source and
+// destination have different offsets in a cache line, like arrays and slots (docs/shared-memory.md).
 constexpr size_t kLongBytes = 2048;
 
 #ifdef FL_HAS_SSE2
 
-// Copy with `store` the cache lines that are completely in the destination. Copy the other bytes with memcpy.
+// Copy cache lines that are completely in the destination with `store`, and the other bytes with memcpy.
 template <typename Store>
 void copy_lines(void* to, const void* from, size_t bytes, Store store) {
   char* target = static_cast<char*>(to);
@@ -68,7 +68,7 @@ inline void stream_copy(void* to, const void* from, size_t bytes) {
     return;
   }
   copy_lines(to, from, bytes, [](__m128i* out, __m128i value) { _mm_stream_si128(out, value); });
-  _mm_sfence();  // streamed stores are not ordered with the counter that announces them
+  _mm_sfence();  // the stores must be visible before the counter that announces them
 }
 
 #else

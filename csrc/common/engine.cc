@@ -6,8 +6,8 @@ namespace fl {
 namespace {
 
 constexpr long kSliceMilliseconds = 20;  // maximum sleep before failures are checked
-constexpr uint32_t kLongWait = 100;  // milliseconds of waiting after which a receive notifies its sender
-constexpr int kSpinsALook = 4;  // a poll of all queues costs as much as this many polls of one counter
+constexpr uint32_t kLongWait = 100;  // milliseconds; a receive that waits longer notifies its sender
+constexpr int kSpinsALook = 4;  // a poll of all queues takes as long as this many polls of a counter
 constexpr int kTokenBits = 20;
 constexpr uint32_t kTokens = (1u << kTokenBits) - 1;
 
@@ -32,19 +32,19 @@ Engine::~Engine() {
 
 void Engine::stop() {
   {
-    const Lock lock(mutex_);  // the thread reads the flag, or has not begun its sleep yet
+    const Lock lock(mutex_);  // afterwards, the thread sees the flag before it sleeps
     stopping_.store(true, std::memory_order_relaxed);
   }
   wire_.wake(false);
   ticker_.stop();
 }
 
-// Return the number of `site`. Callers pass one address per site, because the cache compares addresses.
+// Return the number of `site`, cached by address: a caller should pass the same object each time.
 uint16_t Engine::site_number(const fl_site& site) {
   auto& [known, number] = last_sites_[reinterpret_cast<uintptr_t>(&site) / sizeof site % 16];
   if (known == &site && std::strcmp(site.text, sites_[number].text) == 0) return number;
   const auto [found, is_new] = site_numbers_.try_emplace(site.text, static_cast<uint16_t>(sites_.size()));
-  if (is_new && sites_.size() > UINT16_MAX) {  // reason: the error text of each rejected call is a site
+  if (is_new && sites_.size() > UINT16_MAX) {  // error texts are sites, too, so there may be many
     site_numbers_.erase(found);
     return 0;
   }
@@ -86,7 +86,7 @@ void Engine::drop_moving(Message& message) {
   moving_.erase(std::remove(moving_.begin(), moving_.end(), &message), moving_.end());
 }
 
-// Complete a message that is in no table or queue but may be transferring data. `message` is then invalid.
+// Complete a message after its removal from tables and queues, even during a transfer. It may be freed here.
 void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   if (message.state_ == Message::kOffered) free_token(message.token_);
   if (message.is_moving()) {
@@ -100,7 +100,7 @@ void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> ou
     message.outcome_ = outcome.release();
     message.flags_ |= Message::kHasOutcome;
   }
-  const bool is_timed = (message.flags_ & Message::kTimed) != 0;  // reading the clock takes time
+  const bool is_timed = (message.flags_ & Message::kTimed) != 0;  // reading a clock takes time
   message.ended_ = is_timed ? std::chrono::duration<double>(Clock::now().time_since_epoch()).count() : 0;
   if (message.stamp_ != nullptr) {
     const int64_t running = __atomic_load_n(message.stamp_, __ATOMIC_RELAXED);
@@ -113,7 +113,7 @@ void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> ou
   message.release();
 }
 
-// Remove each open message of `port` from its table or queue and visit it.
+// Remove each open message of `port` from its table or queue, and call `visit` with it.
 template <typename Visit>
 void Engine::take_all(Port& port, Visit visit) {
   port.posted_.clear(visit);
@@ -130,7 +130,7 @@ void Engine::take_all(Port& port, Visit visit) {
   }
   const auto moving = moving_;
   for (Message* message : moving) {
-    // A thread that is reading the message's data without the lock detects the end itself.
+    // If a thread reads the message's data without the lock, it detects the end of the group itself.
     if (message->port_ == &port && !message->movement_->is_busy) visit(*message);
   }
 }
@@ -148,8 +148,8 @@ void Engine::for_each(const Port& port, Visit visit) const {
   for (Message* message : moving_) visit_own_message(message);
 }
 
-// End all open messages of a group that has ended. `about`, and messages that wait for a rank in
-// `found->missing`, get the failure `found`. Other messages get `why`.
+// End all open messages of the group of `port`. The failure `found` is set for the message `about` and for
+// messages that wait for a rank in `found->missing`. The failure of other messages is `why`.
 void Engine::end_all(Port& port, const Failure& why, const Failure* found, const Message* about) {
   take_all(port, [&](Message& message) {
     const auto waits_for = [&](int rank) { return rank == message.peer_ || message.peer_ < 0; };
@@ -175,8 +175,8 @@ const fl_site& Engine::site_of(int from, uint16_t number) const {
   return found == peers_[from].sites.end() ? sites_[0] : found->second;
 }
 
-// Wait until answers about received messages have been sent, because this rank may leave afterwards. Do not
-// wait for peers that have given up.
+// Before this rank leaves, wait until its answers to received messages have been sent. Do not wait for peers
+// that have given up.
 void Engine::send_answers(Port& port) {
   const auto is_waited_for = [&](const Control& control) {
     return control.group == port.group_ && control.kind != kCredit && control.kind != kWanted;
@@ -203,7 +203,7 @@ void Engine::send_answers(Port& port) {
 
 // Waiting -------------------------------------------------------------------------------------
 
-// Poll without sleeping; return whether a message has ended.
+// Poll without sleeping. Return true if the awaited messages have ended.
 bool Engine::poll(const Awaited& awaited, Patience patience, int hint) {
   patience.spins /= kSpinsALook;
   struct Polling {
@@ -232,7 +232,7 @@ bool Engine::poll(const Awaited& awaited, Patience patience, int hint) {
   return false;
 }
 
-// Wait until an awaited message has ended, or until the time `until`. A failure ends all messages of the group.
+// Wait until the time `until` or the end of the awaited messages. A failure ends all messages of the group.
 void Engine::wait(Port& port, const Awaited& awaited, int hint, Clock::time_point until, InterruptCheck interrupt) {
   const struct Caller {
     Engine& engine;
@@ -261,7 +261,7 @@ void Engine::wait(Port& port, const Awaited& awaited, int hint, Clock::time_poin
   } while (!poll(awaited, port.transport_.patience(), hint) && Clock::now() < until);
 }
 
-// Sleep until a record arrives or the time is over; return whether anything progressed.
+// Sleep until a record arrives or `milliseconds` are over. Return whether a message made progress before.
 bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   const uint32_t since = wire_.begin_wait();
   bool moved, stops;
@@ -275,7 +275,7 @@ bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   return moved;
 }
 
-// Run by the engine's thread if no caller makes new calls or waits. Otherwise callers advance their messages.
+// Advance messages on the engine's thread, until a caller begins or awaits a message and so advances them.
 void Engine::tick() {
   if (open_.load(std::memory_order_relaxed) == 0) return;
   ticker_.activate();
@@ -290,7 +290,7 @@ void Engine::tick() {
   }
 }
 
-// Detect messages that can never end, and end them after handling the records that have arrived meanwhile.
+// Find messages that can never end. Handle the records that have arrived, then end those that are still open.
 void Engine::check_waits() {
   std::vector<Verdict> found;
   {
@@ -320,7 +320,7 @@ void Engine::check_waits() {
   }
 }
 
-// End the group of `port` with `found`. The caller has raised failing_, which excludes other threads.
+// End the group of `port` with `found`. Other threads do not, because the caller has increased failing_.
 void Engine::fail(Port& port, const Failure& found, const Message* about) {
   const Failure failure = port.transport_.with_details(found);
   port.transport_.fail(failure);  // may block while it notifies other ranks
@@ -372,13 +372,13 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
   });
 }
 
-// True if a message has arrived for another receive with the same claim.
+// True if the claim that `message` shares with other receives is taken by a message for one of them.
 bool Engine::is_claimed(const Message& message) {
   return message.match_ != nullptr && message.match_->claim != nullptr &&
          __atomic_load_n(message.match_->claim, __ATOMIC_RELAXED) != 0;
 }
 
-// Notify the sender for which tag this rank waits.
+// Send the tag of `message` to its sender, because this rank waits for it.
 void Engine::announce(Message& message) {
   if ((message.flags_ & Message::kAnnounced) != 0) return;
   message.flags_ |= Message::kAnnounced;

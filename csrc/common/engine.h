@@ -11,9 +11,9 @@
 //     kData, kData, ...                 ->
 //                                       <-    kRefused: the receiver posted a different call; no data moves
 //
-// A send of little data ends after the copy if the receiver has credit for it. If the receiver's call
-// differs, the receiver raises, and the sender's next call of the group raises. With FLASHLIGHT_CHECKS=sync
-// such a send ends only when the message is received. Other sends end when the receiver has taken the data.
+// If the receiver has credit for a small message, its send ends after the copy. If the calls then differ, the
+// receive raises, and so does the sender's next call of the group. With FLASHLIGHT_CHECKS=sync such a send
+// ends only when the message is received. Other sends end when the receiver has taken the data.
 #pragma once
 
 #include <cstring>
@@ -35,7 +35,7 @@ enum Kind : uint8_t { kMessage, kOffer, kTaken, kAccepted, kData, kRefused, kLat
 
 constexpr size_t kTinyMessage = 32;  // bytes of data that fit into the first cache line of a record
 
-// A message between ranks. The receiver of an expected tiny message reads only the first cache line.
+// A message between ranks. If its data is tiny and the digests are equal, the receiver reads one cache line.
 struct Record {
   Record() = default;
   Record(const Record& other) { std::memcpy(static_cast<void*>(this), &other, sizeof other); }
@@ -62,7 +62,8 @@ struct Record {
 };
 static_assert(sizeof(Record) == 192, "three cache lines");
 
-// Transport of records. All functions except the waits are called under the engine's lock, with engine ranks.
+// Transport of records. All functions take engine ranks. Except for waits and read(), the caller holds the
+// lock.
 class Wire {
  public:
   struct Room {
@@ -70,7 +71,7 @@ class Wire {
     char* data = nullptr;      // memory for data that does not fit into the record
     uint64_t group = 0;        // group of the record
   };
-  // Group number in records for a group that this rank has left.
+  // Group number that next() returns in records for a group that this rank has left.
   static constexpr uint64_t kLeft = ~uint64_t{0};
   virtual ~Wire() = default;
 
@@ -81,17 +82,17 @@ class Wire {
   virtual void send(int peer, const Room& room) = 0;
   // True if all sent records will arrive even if this rank leaves now.
   virtual bool has_sent(int) { return true; }
-  // Return the next record from `peer`. It stays valid until drop().
+  // Return the next record from `peer`, which stays valid until drop(). Null record: there is none.
   virtual Room next(int peer) = 0;
   virtual void drop(int peer) = 0;
-  // From now on treat records for `group` like records for a group that this rank has left.
+  // From now on, treat records for `group` as records for a group that this rank has left.
   virtual void forget(uint64_t /* group */) {}
 
-  // A transfer from memory to memory in chunks, of which several are in flight. Each finished chunk appears
-  // as a kData record of the peer with `token`; its digest is the chunk's size. The engine then calls go_on().
+  // A transfer between two ranks' memory, in chunks of which several are in flight. For each finished chunk,
+  // next() returns a kData record with `token`, and its bytes as digest. The engine then calls go_on().
   class Flow {
    public:
-    virtual ~Flow() = default;  // after it has returned, no transfer accesses the memory
+    virtual ~Flow() = default;  // no transfer accesses the memory afterwards
     virtual void go_on() = 0;
   };
   struct Moves {
@@ -103,19 +104,20 @@ class Wire {
     uint32_t receiver;  // token of the receiver
     bool out;
   };
-  // Return a transfer; null: the data travels in records of at most `most_bytes`, on a path from choice().
+  // Return a transfer. Null: the data travels in records of up to `most_bytes`, on a path from choice().
   virtual std::unique_ptr<Flow> flow(const Moves&) { return nullptr; }
   virtual size_t most_bytes() const { return 0; }
-  virtual Choice* choice(int) { return nullptr; }  // null: flow() is used
+  virtual Choice* choice(int) { return nullptr; }  // null if flow() returns transfers
 
-  // can_read(): whether this process can read `peer`'s memory. read(): returns the bytes read; needs no lock.
+  // can_read(): whether this process can read a peer's memory. read(): read it without the lock; return
+  // bytes.
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
-  // Call before and after a polling wait for records from `peer` (kNoPeer: any rank).
+  // Called before and after a wait that polls for records from a peer (kNoPeer: from any rank).
   virtual void begin_polling(int) {}
   virtual void end_polling(int, bool /* in_vain */) {}
-  // Sleep, as a caller or as the engine's thread, until a record may have arrived since begin_wait().
+  // Sleep until a record may have arrived since begin_wait(). `as_caller`: false on the engine's thread.
   virtual uint32_t begin_wait() = 0;
   virtual void wait(uint32_t since, bool as_caller, long milliseconds) = 0;
   virtual void end_wait() = 0;
@@ -133,7 +135,7 @@ inline uint64_t key_of(int peer, int32_t tag) {
   return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 32 | static_cast<uint32_t>(tag);
 }
 
-// Return the message of a call. The output of a receive may be an fl_match.
+// Return the message for a send or receive `call`. A receive may pass an fl_match as `output`.
 inline fl_message message_by(const Request& call, const fl_site& site) {
   fl_match* const match = call.signature.verb == FL_RECV ? static_cast<fl_match*>(call.output) : nullptr;
   return {call.signature, call.data, call.peer, site, match};
@@ -162,14 +164,14 @@ class Message final : public fl_op {
  private:
   friend class Engine;
   friend class Port;
-  // Transfer of the data that did not travel in the offer.
+  // Transfer of the data that the offer did not contain.
   struct Movement {
     Movement(const Record& offer, int from) : offer(offer), from(from) {}
 
     const Record offer;
     const int from;        // engine rank
     size_t done = 0;       // bytes transferred
-    uint32_t token = 0;    // token of this message, if peers must address it
+    uint32_t token = 0;    // token by which peers address this message; 0: none
     Choice::Trial trial;   // receiver only
     bool is_busy = false;  // a thread reads without the lock
     std::unique_ptr<Wire::Flow> flow;
@@ -187,30 +189,30 @@ class Message final : public fl_op {
   std::atomic<uint8_t> status_{FL_PENDING};
   State state_ = kNew;
   uint8_t flags_ = 0;
-  uint32_t running_ = 0;  // low bits of the value at stamp_ while the message is open
+  uint32_t running_ = 0;  // low bits of *stamp_ while this message is open
   int64_t* stamp_ = nullptr;
   Port* port_;
   union {
-    fl_match* match_;  // output of an unmatched receive
+    fl_match* match_;  // receive without a match: the caller's output
     uint32_t token_;   // token of an offer
     Movement* movement_;
     Outcome* outcome_;  // kHasOutcome
   };
   char* data_;
-  fl_signature call_;  // sequence: posting number in the group, until matched
+  fl_signature call_;  // its sequence is the order of posting until the message is matched
   int32_t peer_;       // group rank
   uint16_t site_;
   union {
     struct {
       float seconds_;
-      uint32_t since_;  // milliseconds: time of the last progress
+      uint32_t since_;  // time of the last progress, in milliseconds
     };
     double ended_;
   };
 };
 static_assert(sizeof(Message) <= 200, "there may be many of them");
 
-// Messages that a caller waits for. A null entry is an ended message. An empty list counts as not ended.
+// Messages that a caller waits for. Null entries have ended. An empty list has not ended.
 struct Awaited {
   Message* const* messages = nullptr;
   size_t count = 0;
@@ -221,28 +223,27 @@ struct Awaited {
   }
 };
 
-// The messages of one group.
 class Port {
  public:
-  // `ranks`: engine ranks of the group members; `transport` reports failures of the ranks.
+  // `ranks`: engine ranks of the group's members. `transport`: reports failures of ranks.
   Port(Engine& engine, uint64_t group, int rank, std::vector<int> ranks, Transport& transport);
   ~Port();
   Port(const Port&) = delete;
   // End open messages with FL_CLOSED.
   void close();
 
-  // run() blocks until the message has ended. Null result: success without a result to fetch.
+  // Send or receive a message, and block until it has ended. Null: success without a result to fetch.
   Handle run(const fl_message& request, double seconds, InterruptCheck interrupt);
   Handle start(const fl_message& request, double seconds);
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt);
   std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds);
-  // exchange() in two steps. post() does not sleep. It returns an empty list if all messages succeeded within
-  // `spins` consecutive polls without progress. A negative `spins`: do not poll.
+  // The two steps of exchange(). post() does not sleep. It returns an empty list if all messages have
+  // succeeded before `spins` consecutive polls brought no progress. If `spins` is negative, it does not poll.
   using Posted = std::vector<Message*>;
   Posted post(const fl_message* messages, int count, double seconds, int spins);
   std::vector<Handle> finish(const Posted& posted, InterruptCheck interrupt, Clock::time_point until = kNever);
 
-  // Return the next unreported mismatch of a send that had already returned, or null.
+  // A send may return before its call is compared. Return the next mismatch of such a send, or null.
   Handle refused();
   bool has_refusal() const { return has_refusal_.load(std::memory_order_relaxed); }
 
@@ -288,12 +289,12 @@ class Port {
   int failing_ = 0;  // threads that are about to end all messages
   uint64_t posted_count_ = 0;
   uint32_t searches_ = 0;
-  std::vector<uint32_t> sent_;                // number of messages sent to each rank
-  std::vector<uint32_t> answered_at_;         // for each rank: time of its last answer to an offer, in milliseconds
+  std::vector<uint32_t> sent_;                // by rank: number of messages sent
+  std::vector<uint32_t> answered_at_;         // by rank: time of its last answer to an offer, in milliseconds
   Table<Message> posted_;                     // open receives
   Table<Arrival> arrivals_;                   // messages without a receive
-  std::vector<int> arrived_;                  // number of entries of each rank in arrivals_
-  std::vector<std::vector<int32_t>> wanted_;  // tags of the long-waiting receives of each rank
+  std::vector<int> arrived_;                  // by rank: number of its entries in arrivals_
+  std::vector<std::vector<int32_t>> wanted_;  // by rank: tags of its receives that have waited for long
   std::deque<CallReport> refusals_;
   std::atomic<bool> has_refusal_{false};
 };
@@ -303,7 +304,7 @@ class Engine {
   Engine(Wire& wire, int size);
   ~Engine();
   Engine(const Engine&) = delete;
-  // Call before the first message: every send waits until it is received or rejected.
+  // Make every send wait until it is received or rejected. Call this before the first message.
   void check_at_once() { checks_at_once_ = true; }
   bool checks_at_once() const { return checks_at_once_; }
   // Stop the thread and wait for its end.
@@ -332,9 +333,9 @@ class Engine {
     std::list<Control> controls;  // waiting for space; empty for most peers
     Message* waiting = nullptr;   // sends that wait for space, oldest first
     Message* last_waiting = nullptr;
-    size_t charged = 0;  // bytes of this rank's messages that the peer may hold
-    size_t owed = 0;  // bytes of the peer's messages that were released here but not reported
-    std::vector<bool> sent_sites;  // by site number: whether the peer has the site's text
+    size_t charged = 0;  // bytes of this rank's messages that the peer may buffer
+    size_t owed = 0;  // bytes of the peer's messages freed here since the last kCredit record
+    std::vector<bool> sent_sites;  // by site number: whether the peer knows the text
     std::unordered_map<uint16_t, fl_site> sites;
   };
 
@@ -390,7 +391,7 @@ class Engine {
   static bool is_claimed(const Message& message);
   std::string describe_wait(const Message& message) const;
 
-  // The following functions take the lock themselves.
+  // The following functions lock the mutex themselves.
   void cancel(Message& message);
   void send_answers(Port& port);
   bool poll(const Awaited& awaited, Patience patience, int hint);
@@ -412,12 +413,12 @@ class Engine {
   std::unordered_map<uint64_t, std::vector<Port::Arrival*>> early_;
   std::vector<Peer> peers_;
   std::vector<Message*> moving_;
-  std::vector<std::pair<uint32_t, Message*>> tokens_;  // number of uses of the token, and its message
+  std::vector<std::pair<uint32_t, Message*>> tokens_;  // number of uses of each token, and its message
   std::vector<uint32_t> free_tokens_;
   std::vector<fl_site> sites_;
   std::unordered_map<std::string, uint16_t> site_numbers_;
   std::pair<const fl_site*, uint16_t> last_sites_[16] = {};
-  // The lock guards these counts, or the next tick reads them again.
+  // Read without the lock: a wrong value is corrected by the next tick.
   std::atomic<size_t> open_{0};     // open messages and queued answers
   std::atomic<int> callers_{0};     // waiting threads
   std::atomic<uint32_t> calls_{0};  // calls so far

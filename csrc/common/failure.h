@@ -14,14 +14,13 @@
 
 namespace fl {
 
-// The calls of the ranks as far as known, by rank: signature, site, and age in seconds (-1: unknown).
+// By rank: signature of its last known call, site, and age in seconds (-1: unknown).
 struct CallReport {
   std::vector<fl_signature> calls;
   std::vector<fl_site> sites;
   std::vector<double> ages;
-  uint32_t ago = 0;  // for a mismatch: number of calls since the compared call
+  uint32_t ago = 0;  // for a mismatch: how many calls ago the ranks differed
 
-  // Clear the entries of all ranks.
   void reset(int ranks) {
     calls.assign(ranks, fl_signature{});
     sites.assign(ranks, fl_site{});
@@ -34,8 +33,8 @@ struct Failure : std::runtime_error {
       : std::runtime_error(message), status(status), missing(std::move(missing)) {}
   fl_status status;
   std::vector<int> missing;
-  CallReport report;                            // timeout or lost rank: the last known calls
-  std::shared_ptr<const Failure> peer_failure;  // failure to report to the other ranks instead
+  CallReport report;                            // for FL_TIMEOUT and FL_PEER_LOST: the last known calls
+  std::shared_ptr<const Failure> peer_failure;  // if not null, the other ranks get this failure
 };
 
 // Reason for the loss of a rank that closed its group, as a program does at its normal end.
@@ -49,11 +48,11 @@ inline std::string with_source(const std::string& message, const std::string& na
   return has_source ? message : message + ", as " + name + end;
 }
 
-// Return the failure of rank `self` after `rank`, named `name`, gave up with the failure `reason`.
+// Return the failure of rank `self` after `rank`, in texts `name`, has given up because of `reason`.
 inline Failure given_up_by(int rank, const std::string& name, int self, const Failure& reason) {
   Failure forwarded(reason.status, reason.missing, with_source(reason.what(), name));
   if (std::find(reason.missing.begin(), reason.missing.end(), self) != reason.missing.end()) {
-    // The rank `self` is late and not lost. Other ranks get a reason from `rank` and from `self`.
+    // This rank is late and not lost. The other ranks must get the reason of `rank`, not this failure.
     Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + reason.what());
     failure.peer_failure = std::make_shared<const Failure>(std::move(forwarded));
     return failure;

@@ -5,21 +5,22 @@
 
 namespace fl {
 
-// Unlike with a Counter, a thread may wait for several events: a wake with any of their bits wakes it.
+// A thread can wait for several events, in contrast to Counter: a wake with the bit of any of them wakes it.
 //
-// The awaited value is written, and read again between begin_wait() and wait(), in a single order with
-// `waiters_` (seq_cst): either the waiter sees the value or the waking thread sees the waiter. `wakes_` needs
-// no order: a thread that sees the waiter runs after its load of `wakes_` and before the kernel's barrier.
+// The waiting thread reads the awaited value once more between begin_wait() and wait(). This read, the write
+// of the value, and the accesses to `waiters_` have one order (seq_cst): either the waiting thread sees the
+// value, or the waking thread sees the waiter. `wakes_` needs no order: a thread that sees the waiter runs
+// after the waiter's load of `wakes_`, and the kernel compares it again.
 class Futex {
  public:
-  // Call it after a change of the awaited value. If no thread waits, a call costs almost nothing.
+  // Call it after a change of the awaited value. It costs almost nothing if no thread waits.
   void wake(uint32_t bits) {
     if (waiters_.load(std::memory_order_seq_cst) == 0) return;
     wakes_.fetch_add(1, std::memory_order_relaxed);
     futex_wake(&wakes_, bits, FutexScope::kProcesses);
   }
 
-  // Start a wait. If wake() is called from now on, wait() returns at once. Call end_wait() afterwards.
+  // Begin a wait. If wake() is called after this, wait() returns without sleep. Call end_wait() at the end.
   uint32_t begin_wait() {
     const uint32_t wakes = wakes_.load(std::memory_order_relaxed);
     waiters_.fetch_add(1, std::memory_order_seq_cst);

@@ -6,15 +6,15 @@
 namespace fl {
 namespace {
 
-// Maximum number of bytes sent to a peer and not yet received by its program. The peer buffers these bytes.
+// kMostCredit: maximum number of a sender's bytes that a peer buffers before its program receives them.
 constexpr size_t kMostCredit = sized(1 << 20, 512);
 constexpr size_t kReadAtOnce = sized(4 << 20, 128), kLeastPiece = sized(8 << 10, 64);
 constexpr size_t kMostWanted = 16;
 
 size_t bytes_of(const fl_signature& call) { return static_cast<size_t>(call.count) * call.itemsize; }
 
-// Return a 64-bit digest of the fields that same_call() compares, except the tag. Signatures that
-// same_message() accepts have equal digests; other signatures almost certainly have different digests.
+// Return a 64-bit digest of the fields that same_call() compares, except the tag. If same_message() accepts
+// two signatures, their digests are equal. Otherwise they almost certainly differ.
 uint64_t digest_of(const fl_signature& s) {
   uint64_t scale, digest = 0x9e3779b97f4a7c15u;
   std::memcpy(&scale, &s.scale, sizeof scale);
@@ -31,8 +31,7 @@ uint64_t digest_of(const fl_signature& s) {
   return digest;
 }
 
-// Return the bytes charged to the credit: data that the receiver buffers. An offer without data costs no
-// credit, because its sender waits.
+// Return the bytes of a record that the receiver buffers and that count towards kMostCredit.
 size_t charge_of(Kind kind, size_t bytes) {
   return kind == kMessage || bytes > kTinyMessage ? bytes + 64 : 0;
 }
@@ -45,14 +44,14 @@ const char* data_of(const Record& record, const char* data) {
 
 // Sending -------------------------------------------------------------------------------------
 
-// Send a message for which no caller must wait, without a table entry. Return false if it needs an entry.
+// Send a message without a table entry if no caller must wait for it. Otherwise return false.
 bool Engine::send_now(Port& port, const fl_message& request) {
   const Peer& peer = peers_[port.ranks_[request.peer]];
   if (peer.waiting != nullptr || !peer.controls.empty()) return false;
   return put(port, request.signature, request.peer, request.data, site_number(request.site), nullptr) == Sent::kGone;
 }
 
-// Begin a message; with an `outcome`, end it at once.
+// Begin a message. If there is an `outcome`, end the message with it.
 void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   message.refs_.fetch_add(1, std::memory_order_relaxed);
   open_.fetch_add(1, std::memory_order_relaxed);
@@ -71,7 +70,7 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port::Arrival* found = nullptr;
   if ((message.flags_ & Message::kAny) == 0) {
     if (port.arrived_[message.peer_] > 0) found = port.arrivals_.first(message.key());
-  } else {  // take turns between the ranks
+  } else {  // begin with another rank in each search
     const int size = static_cast<int>(port.ranks_.size());
     const uint32_t first = port.searches_++;
     for (int i = 0; i < size && found == nullptr; ++i) {
@@ -87,13 +86,12 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port::Arrival::free(found);
 }
 
-// Append to the queue of sends that wait for space.
 void Engine::queue(Peer& peer, Message& message) {
   (peer.waiting == nullptr ? peer.waiting : peer.last_waiting->next) = &message;
   peer.last_waiting = &message;
 }
 
-// Send a message; with a null `message`, only if no wait is needed.
+// Send a message. If `message` is null, send it only if its caller need not wait for an answer.
 Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const void* data, uint16_t site,
                          Message* message) {
   const int to = port.ranks_[peer];
@@ -102,7 +100,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   const bool has_credit = state.charged + all + 64 <= kMostCredit;
   const bool is_whole = all <= kTinyMessage || (all <= wire_.eager_bytes() && has_credit);
   const bool waits = !is_whole || !has_credit || checks_at_once_ || is_compared(call) ||
-                     port.transport_.has_given_up(peer);  // the wait then detects the failure
+                     port.transport_.has_given_up(peer);  // only a wait reports the failure
   if (waits && message == nullptr) return Sent::kNot;
   const bool is_read = !is_whole && wire_.can_read(to);
   const size_t part = has_credit && !is_read ? std::min(all, wire_.eager_bytes()) : 0;
@@ -146,7 +144,7 @@ void Engine::control(int to, Control control) {
   if (controls.empty() && put_control(to, control)) return;
   controls.push_back(std::move(control));
   open_.fetch_add(1, std::memory_order_relaxed);
-  ticker_.activate();  // peers may need it although no thread here waits
+  ticker_.activate();  // a peer may need it while no caller waits here
 }
 
 bool Engine::put_control(int to, const Control& control) {
@@ -174,7 +172,7 @@ bool Engine::put_control(int to, const Control& control) {
   return true;
 }
 
-// Send queued controls and messages while there is space; return whether anything was sent.
+// Send queued controls and messages to `to` while there is space. Return whether anything was sent.
 bool Engine::flush(int to) {
   Peer& peer = peers_[to];
   bool moved = false;
@@ -198,13 +196,12 @@ bool Engine::flush(int to) {
   return moved;
 }
 
-// Send as much of an accepted message as there is space for.
 bool Engine::flow_out(Message& message) {
   Message::Movement& movement = *message.movement_;
   const size_t all = message.bytes();
   bool moved = false;
   while (movement.done < all) {
-    // Divide the data into at least four chunks, so that filling one chunk overlaps with draining another.
+    // At least four chunks: the receiver copies one chunk out while the sender copies another in.
     const size_t part = std::min(std::max(kLeastPiece, all / 4), wire_.most_bytes());
     const size_t piece = std::min(part, all - movement.done);
     Wire::Room room = wire_.reserve(movement.from, piece > kTinyMessage ? piece : 0);
@@ -246,7 +243,7 @@ bool Engine::progress(Lock& lock, int hint) {
       if (moving_.size() < before) --i;
     } else {
       read_chunk(message, lock);
-      return true;  // the list may have changed
+      return true;  // moving_ may have changed
     }
   }
   return moved;
@@ -291,7 +288,7 @@ void Engine::handle(int from, const Wire::Room& room) {
     if (wanted.size() < kMostWanted) wanted.push_back(record.tag);
     return;
   }
-  // The record also returns the credit of the rejected message.
+  // A kLateRefusal record. It contains the differing call; the data contains the call of this rank.
   CallReport report;
   report.reset(static_cast<int>(port.ranks_.size()));
   report.ago = 1;
@@ -325,7 +322,6 @@ void Engine::arrive(Port& port, int from, const Record& record, const char* data
   deliver(*first, peer, record, data);
 }
 
-// Remove and return the oldest receive that matches `peer` and `tag`.
 Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
   for (;;) {
     Message* const named = port.posted_.first(key_of(peer, tag));
@@ -340,11 +336,11 @@ Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
   }
 }
 
-// Take the claim that several receives share. Return false if another receive has taken the claim.
+// Take the claim that `message` shares with other receives. Return false if one of them has taken it.
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
-  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // no memory is published by it
+  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // it publishes no memory
   futex_wake(shared, kAllBits, FutexScope::kThreads);
   return true;
 }
@@ -358,7 +354,7 @@ void Engine::credit(int from, size_t bytes) {
   control(from, says);
 }
 
-// Free a message that no rank will receive, and return its credit.
+// Free a message that no receive will match, and return its credit to the sender.
 void Engine::return_credit(int from, Port::Arrival& arrival) {
   credit(from, charge_of(arrival.record.kind, arrival.record.bytes));
   Port::Arrival::free(&arrival);
@@ -374,7 +370,7 @@ void Engine::forget(uint64_t group) {
   early_.erase(early);
 }
 
-// Match `message` with a record of group rank `from`, and copy the data that it contains.
+// Match the receive `message` with a record from group rank `from`, and copy the data in the record.
 void Engine::deliver(Message& message, int from, const Record& record, const char* data) {
   Port& port = *message.port_;
   const int source = port.ranks_[from];
@@ -442,7 +438,7 @@ void Engine::receive_rest(Message& message) {
   Message::Movement& movement = *message.movement_;
   const int from = movement.from;
   movement.done = movement.offer.bytes;
-  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy is faster than two between any cores
+  if (movement.offer.address != 0 && wire_.can_read(from)) {  // faster for all cores: one copy, not two
     message.state_ = Message::kReads;
     moving_.push_back(&message);
     return;
@@ -482,18 +478,18 @@ void Engine::read_chunk(Message& message, Lock& lock) {
   message.since_ = now();
   if (const auto why = port.why_ended()) {
     end(message, why->status, outcome_of(*why));
-  } else if (is_invalid) {  // the data may be invalid; a later check of waits fails the message
+  } else if (is_invalid) {  // the sender may have changed the data; check_waits() fails the message
     drop_moving(message);
     message.state_ = Message::kFlowsIn;
     movement.token = token_for(message);
-  } else if (bytes_read < size) {  // the system does not permit the read after all
+  } else if (bytes_read < size) {  // the system does not permit this read
     drop_moving(message);
     receive_rest(message);
   } else if (movement.done == all) {
     control(movement.from, {kTaken, port.group_, 0, movement.offer.token});
     end(message, FL_OK);
   } else if (callers_.load(std::memory_order_relaxed) > 0) {
-    wire_.wake(true);  // a waiter that saw it busy continues the read if this thread leaves
+    wire_.wake(true);  // if this thread leaves now, a waiting thread must read the next chunk
   }
 }
 

@@ -12,7 +12,7 @@ void Transport::fail(const Failure& failure) noexcept {
       // With FL_RAISED, the message comes from the failed rank and already contains its number.
       const bool names_itself = failure.status == FL_RAISED;
       why_ = Failure(FL_CLOSED, names_itself ? std::vector<int>{} : failure.missing, failure.what());
-    } catch (const std::bad_alloc&) {  // `why_` has a fallback text
+    } catch (const std::bad_alloc&) {  // `why_` keeps its initial text
     }
     is_broken_.store(true, std::memory_order_relaxed);
   }
@@ -77,7 +77,7 @@ fl_status Started::wait(double seconds) {
     operation.helper->help(operation, seconds > 0);
     lock.lock();
   }
-  // If `seconds` is 0, do not sleep: the kernel wakes sleepers late, and a wait would take 60 us.
+  // Do not sleep if `seconds` is 0: a sleep takes 60 us, because the kernel wakes threads late.
   const std::chrono::duration<double> time(seconds);
   if (seconds > 0 ? shared.done.wait_for(lock, time, ended) : ended()) return operation.status;
   if (shared.transport != nullptr) shared.transport->enforce_deadline();

@@ -22,23 +22,23 @@ inline std::vector<int> all_ranks(int size) {
   return ranks;
 }
 
-// Nanoseconds of a fast clock that all processes of a host share. The clock lags by some milliseconds.
+// Return nanoseconds of a clock that all processes of a host share. It is fast to read, but some ms late.
 inline int64_t coarse_now() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
   return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
 }
 
-// Time in which messages that a rank began before its shutdown may still arrive. A wait for a further,
-// unmatched message of that rank fails after this time without progress. The rank still begins queued
-// messages when earlier ones end.
+// Maximum pause between messages of a rank that is in its shutdown. Messages that it began before may still
+// arrive, and each of them lets it begin queued messages. After a pause of this length, a wait for a message
+// that has not arrived fails.
 constexpr std::chrono::milliseconds kLastMessages{500};
 constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has not begun this message";
 
 // A time point that is never reached and does not overflow in waits.
 constexpr Clock::time_point kNever{std::chrono::hours{1000000}};
 
-// Called periodically while a caller's thread waits. A nonzero result (from a signal handler) ends the wait.
+// Called regularly while a caller's thread waits. Nonzero: a signal handler has raised, and the wait ends.
 using InterruptCheck = int (*)();
 constexpr const char* kInterrupted = "a signal handler interrupted the operation";
 constexpr const char* kWasClosed = "the group was closed";
@@ -61,21 +61,21 @@ class Transport {
 
   // End the running waits after their deadline. Any thread may call it.
   virtual void enforce_deadline() = 0;
-  // From any thread: end all running and later waits.
+  // End all waits, those of running and of later operations. Any thread may call it.
   virtual void stop() = 0;
-  // Return the failure of a running operation that threw an unexpected error with the text `what`.
+  // Return the failure of an operation that threw an unexpected exception with the text `what`.
   virtual Failure explain(const std::string& what) = 0;
-  // Send `failure`, the reason why this rank gives up, to every peer. fail() calls this function once.
+  // Send every peer `failure`, the reason why this rank gives up. Transport::fail() calls it once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
-  // For sends and receives, from any thread. loss_of(): why a wait for a rank cannot succeed, or nothing.
+  // For sends and receives, on any thread. loss_of(): the reason why a wait for a rank fails, or nothing.
   virtual std::optional<Failure> loss_of(int) { return std::nullopt; }
   virtual bool has_left(int) { return false; }      // the rank's last message has arrived
-  virtual bool has_given_up(int) { return false; }  // the rank's data may be changed or freed
+  virtual bool has_given_up(int) { return false; }  // the rank may have changed or freed its data
   virtual Patience patience() const { return {0, 200}; }
-  // Record whether a wait was in vain. After waits in vain, later waits have less patience.
+  // Report a polling wait. `in_vain`: no data arrived meanwhile. Later waits then poll for a shorter time.
   virtual void waited(bool /* in_vain */) {}
-  // Return `found` with its details. Call it without a lock: it may request the details from other ranks.
+  // Return `found` with its details. Call it without a lock, because it may wait for other ranks.
   virtual Failure with_details(const Failure& found) { return found; }
 
   // Set the user-visible numbers of the ranks of a subgroup. Call it once, before the first operation.
@@ -84,8 +84,8 @@ class Transport {
     return "rank " + std::to_string(numbers_.empty() ? rank : numbers_[rank]);
   }
 
-  // From any thread: end the group with this failure; the first failure counts. Running operations, on any
-  // thread, must end soon; later operations end at once with FL_CLOSED.
+  // End the group with this failure; only the first failure counts. Any thread may call it. Running
+  // operations must then end soon, on any thread. Later operations end immediately with FL_CLOSED.
   void fail(const Failure& failure) noexcept;
   bool is_broken() const { return is_broken_.load(std::memory_order_relaxed); }
   // Return the failure that later operations report.
@@ -94,7 +94,7 @@ class Transport {
  private:
   mutable std::mutex mutex_;
   std::atomic<bool> is_broken_{false};           // the mutex guards why_
-  Failure why_{FL_CLOSED, {}, "out of memory"};  // fallback if the reason cannot be stored
+  Failure why_{FL_CLOSED, {}, "out of memory"};  // initial text, kept if the reason cannot be stored
   std::vector<int> numbers_;
 };
 
@@ -116,11 +116,11 @@ struct Outcome {
 
 std::unique_ptr<Outcome> outcome_of(const Failure& failure);
 
-// State shared by threads that run operations and holders of handles. The state may outlive the group.
+// State that the handles share with the threads that run operations. It may outlive the group.
 struct Shared {
   std::mutex mutex;
-  std::condition_variable work;    // a thread of the group has returned from an operation
-  std::condition_variable done;    // an operation has ended
+  std::condition_variable work;    // notified when a thread of the group returns from an operation
+  std::condition_variable done;    // notified when an operation has ended
   Transport* transport = nullptr;  // null once the group is closed
 };
 
@@ -136,10 +136,10 @@ struct Stamp {
 
 struct Operation;
 
-// An object that can complete an operation on the waiting thread.
+// An object that runs operations without a thread, when a caller waits for them.
 class Helper {
  public:
-  // Complete `operation` if no wait is needed. `waits`: the calling thread is about to wait for `operation`.
+  // Complete `operation` if this does not block. `waits`: whether the caller will then wait for it.
   virtual void help(const Operation& operation, bool waits) = 0;
 
  protected:
@@ -148,9 +148,9 @@ class Helper {
 
 struct Operation : Outcome {
   std::shared_ptr<Shared> shared;
-  Helper* helper = nullptr;  // completes an operation that has no thread; valid while it is pending
+  Helper* helper = nullptr;  // helper of an operation that has no thread; valid while pending
   double seconds = 0;
-  Clock::time_point deadline = Clock::time_point::max();  // deadline of its waits, set when it begins to run
+  Clock::time_point deadline = Clock::time_point::max();  // end of its waits, set when it begins to run
   std::function<void(Operation&)> run;
   // The following results are readable if `status` is not FL_PENDING.
   fl_status status = FL_PENDING;
@@ -199,8 +199,8 @@ inline Handle handle_of(std::shared_ptr<Operation> operation) {
 // Return the time `seconds` from now, capped at 1e9 seconds.
 Clock::time_point deadline_after(double seconds);
 
-// Run `operation` on this thread to its end, unless the transport is broken. An exception sets its status;
-// any exception but Mismatch breaks the transport.
+// Run `operation` to its end on this thread, or fail it if the transport is broken. An exception becomes its
+// status. Any exception except Mismatch breaks the transport.
 void execute(Transport& transport, Operation& operation) noexcept;
 
 // Return an operation that has already ended, with `status` and `outcome`.

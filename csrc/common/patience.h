@@ -5,18 +5,18 @@
 
 namespace fl {
 
-// Numbers of polls before a wait sleeps: polls that keep the processor, followed by polls that yield it.
+// Numbers of polls before a wait sleeps: `spins` keep the processor, then `yields` let other threads run.
 struct Patience {
   int spins;
   int yields;
 };
 
-// Adapts the polling time. Each wait that polled in vain halves the polling time of the next wait. Otherwise
+// Adapts the polling time. If a wait polled without success, the next wait polls half as long. Otherwise
 // polling would waste processor time if hosts are distant or threads outnumber processors. Every kTryEvery-th
 // wait polls for the full time, because a wait that sleeps takes longer.
 class Persistence {
  public:
-  // Number of halvings of the next wait's polling time.
+  // Return how many times to halve the polling time of the next wait.
   int halvings() const {
     const bool tries = waits_.load(std::memory_order_relaxed) % kTryEvery == 0;
     return tries ? 0 : vain_.load(std::memory_order_relaxed);
@@ -34,8 +34,8 @@ class Persistence {
   std::atomic<unsigned> waits_{0};
 };
 
-// Pause after poll number `count` of a wait, counted from 0. Answers usually arrive within some 100 ns, and
-// one pause can take half of that time.
+// Pause after poll number `count`, from 0. The first polls have no pause: answers usually arrive within some
+// 100 ns, and one pause can take half of that time.
 inline void pause_after(int count) {
   constexpr int kAtOnce = 32;
   if (count >= kAtOnce) pause_briefly();

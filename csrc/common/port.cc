@@ -43,7 +43,7 @@ void Message::cancel() {
   if (is_open()) port_->engine_.cancel(*this);
 }
 
-// The engine rank that probably sends this message's next record. Requires the lock: delivery sets peer_.
+// Return the engine rank that probably sends the next record of this message. The caller holds the lock.
 int Message::hint() const { return peer_ < 0 ? kNoPeer : port_->ranks_[peer_]; }
 
 double Message::ended_at() const { return is_open() ? 0 : ended_; }
@@ -124,8 +124,8 @@ std::optional<Failure> Port::why_ended() const {
   return std::nullopt;
 }
 
-// Begin a message and return its entry, or null if the message has already succeeded. With a `refusal`, no
-// message of the call begins, and the entry reports the mismatch.
+// Begin a message and return it, or null if it has already succeeded. If there is a `refusal`, the message
+// does not begin; it ends with the mismatch.
 Message* Port::begin(const fl_message& request, double seconds, bool is_awaited,
                      const std::optional<CallReport>& refusal) {
   const auto why = why_ended();
@@ -150,7 +150,7 @@ Port::Posted Port::begin_all(const fl_message* messages, int count, double secon
   return begun;
 }
 
-// Release a message that succeeded and return null. Return any other message.
+// If `message` has succeeded without an outcome, release it and return null. Otherwise return it.
 Message* Port::release_if_ok(Message* message) {
   if (message != nullptr && message->is_plain_success()) std::exchange(message, nullptr)->release();
   return message;

@@ -105,7 +105,7 @@ Queue::Pending Queue::make(double seconds, std::function<void(Operation&)> run) 
   return operation;
 }
 
-// After the operation at the head has ended: return the next operation. Null: the queue is idle.
+// Return the next operation, after the running one has ended. Null: the queue is idle.
 Queue::Pending Queue::next() {
   is_busy_ = !waiting_.empty();
   if (!is_busy_) return nullptr;
@@ -114,8 +114,8 @@ Queue::Pending Queue::next() {
   return operation;
 }
 
-// Run the operation at the head on a thread. If no thread can be created, the operation fails and breaks the
-// transport, because other ranks wait for it and a later operation would be out of order.
+// Run `operation` on a thread. If no thread can be created, the operation fails and breaks the transport,
+// because other ranks wait for it and a later operation would be out of order.
 void Queue::begin(Pending operation) noexcept {
   while (operation != nullptr) {
     bool closing;
@@ -142,7 +142,7 @@ bool Queue::hand_over(const Pending& operation) noexcept {
 }
 
 void Queue::work() noexcept {
-  const auto shared = shared_;  // the queue may be destroyed as soon as no operation runs
+  const auto shared = shared_;  // keeps the mutex: the queue may be destroyed when no operation runs
   std::unique_lock<std::mutex> lock(shared->mutex);
   while (running_ != nullptr) {
     const bool closing = closing_;

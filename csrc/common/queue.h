@@ -1,9 +1,9 @@
 // Operations that run one after the other: the collectives of a group.
 //
-// The head of a queue runs on a thread. Threads are created when all others are busy, and are kept. Groups
-// may share threads: there may be as many threads as groups with work, because an operation may wait for a
-// peer's other group. If the queue is idle, a blocking caller runs the operation on its own thread, which
-// avoids a thread switch and takes a tenth of the time.
+// The first operation of a queue runs on a thread. A new thread is created if all others are busy; threads
+// are kept. Groups may share threads. There may be one thread per group with work, because an operation may
+// wait for an operation of another group. If the queue is idle, a blocking caller runs its operation on its
+// own thread. This avoids a thread switch and takes a tenth of the time.
 //
 // Use by a group:
 //
@@ -30,7 +30,7 @@ class ThreadPool {
   ~ThreadPool();  // call when no task runs
   ThreadPool(const ThreadPool&) = delete;
 
-  // Run `task` at once on a thread. Return false if no thread can be created.
+  // Run `task` on a thread without delay. Return false if no thread can be created.
   bool run(std::function<void()> task) noexcept;
 
  private:
@@ -51,20 +51,20 @@ class Queue {
   Queue(const Queue&) = delete;
 
   // Stop the transport, end queued operations with FL_CLOSED, and wait until no thread of the queue runs an
-  // operation. Operations on callers' threads end soon and are not awaited: a signal handler that closes the
-  // group may have interrupted one on the same thread.
+  // operation. Do not wait for operations on callers' threads: they end soon, and a signal handler that calls
+  // close() may have interrupted one of them.
   void close();
   // True if no operation runs on any thread.
   bool is_idle();
 
   // Run `run` on a thread after all earlier operations. The operation fails if no thread can be created.
   std::shared_ptr<Operation> submit(double seconds, std::function<void(Operation&)> run);
-  // make() and the function below it are the two steps of submit().
+  // The two steps of submit(seconds, run).
   std::shared_ptr<Operation> make(double seconds, std::function<void(Operation&)> run) const;
   void submit(std::shared_ptr<Operation> operation);
 
-  // Return true if the queue is idle; the caller then owns the queue until leave(). If an operation has ended
-  // but its thread has not returned from the operation, enter() waits for that thread.
+  // Return true if the queue was idle. The caller may then run an operation until leave(). If an operation
+  // has ended but still occupies a thread, wait for this thread first.
   bool enter();
   void leave() noexcept;
 
@@ -80,7 +80,7 @@ class Queue {
   const std::shared_ptr<ThreadPool> crew_;
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards the members below
   std::list<Pending> waiting_;                                         // queued behind the running operation
-  Pending running_;                                                    // on a thread; null: no operation
+  Pending running_;                                                    // on a thread of the queue, or null
   bool is_busy_ = false;                                               // an operation runs
   bool closing_ = false;
 };

@@ -23,7 +23,7 @@ inline bool root_must_know(int verb) { return verb == FL_SCATTER || verb == FL_B
 // True if the call only compares signatures and moves no data: see FL_COMPARED.
 inline bool is_compared(const fl_signature& call) { return (call.dtype & FL_COMPARED) != 0; }
 
-// True if the ranks need each other's shapes in the result.
+// True if each rank needs the shapes of the other ranks' arrays.
 inline bool shapes_are_wanted(int verb) { return first_dimension_is_free(verb) || verb == FL_SCATTER; }
 
 inline bool same_call(const fl_signature& a, const fl_signature& b) {
@@ -47,7 +47,7 @@ inline bool same_message(fl_signature a, const fl_signature& b) {
   return same_call(a, b);
 }
 
-// Return `room`, which may have more rows than `sent`, with the row count of `sent` if `sent` fits.
+// If `sent` fits into `room`, return `room` with the number of rows of `sent`. Otherwise return `room`.
 inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
   fl_signature part = room;
   if (room.ndim <= 0 || sent.shape[0] > room.shape[0] || sent.count > room.count) return room;
@@ -56,8 +56,8 @@ inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
   return same_message(sent, part) ? part : room;
 }
 
-// True if the calls of all ranks agree. Every rank gets the same answer: a call with FL_ANY is compared with
-// a call that has a full signature.
+// True if the calls of all ranks agree. A call with FL_ANY is compared with a call that has a full signature,
+// so every rank gets the same answer.
 inline bool all_same(const fl_signature* calls, int ranks) {
   const auto* full = std::find_if(calls, calls + ranks, [](const fl_signature& call) { return call.ndim != FL_ANY; });
   const fl_signature& measure = full == calls + ranks ? *calls : *full;
@@ -70,7 +70,7 @@ inline bool are_one_call(const fl_signature* calls, int ranks) {
   return all_same(calls, ranks) && (!root_must_know(calls->verb) || calls[calls->root].ndim != FL_ANY);
 }
 
-// Return the replacement for `call` if its rank raises an earlier mismatch. `compared`: last compared call.
+// Return a replacement for `call`, whose rank raises an earlier mismatch. `compared`: last compared call.
 inline fl_signature withdrawn(const fl_signature& call, uint32_t compared) {
   fl_signature instead{};
   instead.verb = FL_BARRIER;

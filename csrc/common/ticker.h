@@ -18,7 +18,7 @@ class Ticker {
   ~Ticker() { stop(); }
   Ticker(const Ticker&) = delete;
 
-  // Keep ticking for at least kTicks milliseconds. If calls follow closely, the thread needs no wake-up. Not
+  // Tick for at least kTicks more milliseconds. Calls that follow soon do not need to wake the thread. Not
   // thread-safe. Throws if no thread can be created.
   void activate() {
     remaining_ticks_.store(kTicks);
@@ -44,10 +44,10 @@ class Ticker {
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
-      // A concurrent activate() sees that this thread sleeps, or this thread sees the new count (seq_cst).
+      // Either a concurrent activate() sees false and notifies, or this thread sees the new count (seq_cst).
       is_awake_.store(false);
       activated_.wait(lock, [this] { return stopping_ || remaining_ticks_.load() > 0; });
-      is_awake_.store(true, std::memory_order_relaxed);  // a stale value costs one wake-up
+      is_awake_.store(true, std::memory_order_relaxed);  // reading an old value costs a wake-up
       while (!stopping_ && remaining_ticks_.fetch_sub(1, std::memory_order_acquire) > 0) {
         activated_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
         if (stopping_) break;

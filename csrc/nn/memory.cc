@@ -1,7 +1,7 @@
 // Memory of NumPy arrays during computations of the engine: freed large blocks are reused.
 //
-// Otherwise each result would be new memory that the kernel clears page by page, which in small networks
-// takes as long as the arithmetic. glibc only keeps such blocks with higher thresholds for the whole process.
+// Otherwise each result would get new memory, which the kernel clears page by page. In small networks this
+// takes as long as the arithmetic. glibc keeps such blocks only with higher thresholds for the whole process.
 
 #include <Python.h>
 #define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
@@ -27,7 +27,7 @@ constexpr size_t HUGE_FROM = 4 << 20;  // same limit as in NumPy, in bytes
 constexpr size_t PASSES = 8;           // passes after which an unused block is unmapped
 constexpr size_t MOST_MAPPED = 16384;  // a process may have 65,530 mappings (vm.max_map_count)
 
-// Header before the elements of an array. `start`: begin of the block. `room`: its bytes; 0: NumPy's block.
+// Header before an array's elements. `start`: begin of the block. `room`: bytes of the block; 0: NumPy's.
 struct alignas(16) Header {
   size_t room, size;
   char* start;
@@ -59,7 +59,7 @@ Block remove(size_t i) {
   return block;
 }
 
-// Return a block of `room` to `room` * 9 / 8 bytes; null if none can be mapped. `is_new`: it contains zeros.
+// Return a block of `room` to `room` * 9 / 8 bytes, or null. `is_new`: it is new, so it contains zeros.
 Block take(size_t room, bool* is_new) {
   if (Lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
     for (size_t i = count; i-- > 0;) {
@@ -127,7 +127,7 @@ PyDataMem_Handler handler{"flashlight_py", 1, {nullptr, allocate, allocate_zeros
 
 }  // namespace
 
-// Keep freed blocks of this thread, unless the program or a recording has set another allocator.
+// Let this thread keep freed blocks, unless the program or a recording has set another allocator.
 bool keep_freed() {
   static PyObject* const capsule = PyCapsule_New(&handler, "mem_handler", nullptr);
   PyObject* now = capsule == nullptr ? nullptr : PyDataMem_GetHandler();

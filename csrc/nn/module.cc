@@ -34,7 +34,7 @@ PyObject* find(PyObject*, PyObject* name) {
   return PyErr_Format(PyExc_LookupError, "unknown kernel %s", wanted_name);
 }
 
-// Read up to `most` items of a tuple. Return false if an exception is set.
+// Read a tuple of up to `most` items into `to`. Return false if an exception is set.
 template <typename T, typename Convert>
 bool read(PyObject* tuple, Py_ssize_t most, T* to, Convert convert) {
   const Py_ssize_t count = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : -1;
@@ -46,7 +46,6 @@ bool read(PyObject* tuple, Py_ssize_t most, T* to, Convert convert) {
   return PyErr_Occurred() == nullptr;
 }
 
-// Return an array's memory; null for None.
 char* memory_of(PyObject* object) {
   if (object == Py_None) return nullptr;
   PyArrayObject* array = reinterpret_cast<PyArrayObject*>(object);
@@ -71,7 +70,7 @@ int64_t bytes_of(const char* word, const int64_t* sizes, int64_t item) {
   return item;
 }
 
-// Return the readable bytes of `array`: 0 if it is a view of an array whose memory was replaced.
+// Return the bytes of `array`. 0: it is a view, and its base array got other memory by a resize.
 int64_t bytes_in(PyArrayObject* array) {
   PyObject* base = PyArray_BASE(array);
   PyArrayObject* owner = reinterpret_cast<PyArrayObject*>(base);

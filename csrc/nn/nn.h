@@ -14,13 +14,13 @@ using Kernel = void(char* const* arrays, const int64_t* sizes, const double* num
 struct Row {
   Kernel* kernel;    // first field, for csrc/tape
   const char* name;  // "layer_norm:f": the function and NumPy's letter of the dtype
-  // A word per array. Its digits, in base 36, are indices of sizes whose product is the number of elements;
-  // "/" divides by the next size. Elements have the row's dtype; after "I" they are int64, after "B" bytes.
+  // One word per array. Digits (base 36) are indices of sizes, whose product is the number of elements; "/"
+  // divides by the next size. Elements have the row's dtype, but are int64 after "I", bytes after "B".
   const char* arrays;
   bool needs_blas;
 };
 
-// The rows of a kernel for float and double. Parameters of the kernel's template: dtype, remaining arguments.
+// The rows of a kernel for float and double. The template `kernel` has the arguments dtype, then `...`.
 #define FL_BOTH(name, arrays, needs_blas, kernel, ...)                   \
   {FL_CHOSEN(kernel<float __VA_ARGS__>), name ":f", arrays, needs_blas}, \
       {FL_CHOSEN(kernel<double __VA_ARGS__>), name ":d", arrays, needs_blas}
@@ -45,7 +45,7 @@ extern Blas blas;
 template <typename R>
 void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, R alpha, const R* a,
           int64_t a_step, const R* b, int64_t b_step, R beta, R* c, int64_t c_step) {
-  enum { ROW_MAJOR = 101, AS_IT_IS = 111 };  // values of cblas.h; 112 is transposed
+  enum { ROW_MAJOR = 101, AS_IT_IS = 111 };  // values of cblas.h; 111: not transposed, 112: transposed
   const auto call = [&](auto zero) {
     using Int = decltype(zero);
     using Function = void (*)(int order, int a, int b, Int m, Int n, Int k, R alpha, const R*, Int, const R*,

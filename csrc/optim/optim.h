@@ -38,7 +38,7 @@ struct Set {
 // The instruction set in use: the best of the processor, or the last argument of choose().
 const Set& chosen_set();
 
-// Use another set, for tests; false if the name is unknown or the processor lacks it.
+// For tests: use the set `name`. Return false if it is unknown or the processor does not support it.
 bool choose(const char* name);
 
 }  // namespace fl::optim

@@ -9,7 +9,7 @@ namespace {
 // Number of bytes from which a step releases the GIL.
 constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
 
-// Exponent for std::pow: Python's pow() and multiplication differ in the last bit of one of 1,200 squares.
+// Exponent for std::pow, which rounds like Python's pow(). x * x differs for one of 1,200 numbers.
 const volatile double TWO = 2;
 
 bool read_field(PyObject* python_object, Field* to) {
@@ -30,7 +30,7 @@ bool read_field(PyObject* python_object, Field* to) {
   return !PyErr_Occurred();
 }
 
-// Return the data of an array of `size` elements (-1: any) that is read and written in place, or null.
+// Return the data of an array of `size` elements (-1: any number), or null with an exception.
 void* memory(PyObject* python_object, int type, npy_intp size) {
   PyArrayObject* array = reinterpret_cast<PyArrayObject*>(python_object);
   if (PyArray_CheckExact(python_object) && PyArray_ISCARRAY(array) && PyArray_TYPE(array) == type &&
@@ -41,7 +41,7 @@ void* memory(PyObject* python_object, int type, npy_intp size) {
   return nullptr;
 }
 
-// Compute `numbers` of step `time` with the expressions of FORMS. False if an expression divides by 0.
+// Compute `numbers` for step `time` from the expressions of FORMS. False if an expression divides by 0.
 bool evaluate(const Source& source, const Task& task, npy_int64 time, double* numbers) {
   const double lr = *source.lr;
   bool is_defined = true;

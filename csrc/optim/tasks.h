@@ -29,7 +29,7 @@ inline Owned new_reference(PyObject* object) {
   return Owned(object);
 }
 
-// A field of an update rule: an expression of FORMS in flashlight_py/optim/cpu.py, or the number `a`.
+// A field of an update rule. `form` NUMBER: the number `a`. Else: an expression of FORMS in optim/cpu.py.
 enum Form { LR, SHRINK, RATE, ROOT, INVERSE, FORMS, NUMBER = FORMS };
 struct Field {
   Form form;
@@ -41,8 +41,8 @@ struct Fields {
   Field field_list[MOST_NUMBERS];
 };
 
-// Shared inputs of the steps. The learning rate, and per parameter the step counts and squared norms (null:
-// unused), are read and written in the optimizer's arrays.
+// Inputs that all parameters share. `lr`, and `counts` and `norms` with one number per parameter, are the
+// memory of the optimizer's arrays. `norms` is null if the rule has no norms.
 struct Source {
   Fields fields;
   const double* lr;
@@ -61,18 +61,18 @@ struct Task {
   Owned kept[2 + MOST_STATES];
 };
 
-// Read (name, (field, ...)); a field is a number or (form, number, ...). False with an exception.
+// Read (name, (field, ...)); a field is a number or (form, number, ...). Return false if an exception is set.
 bool read_rule(PyObject* python_object, Fields* to);
 // Read lr, counts, norms, rule and scale. Return false if an exception is set.
 bool read_source(PyObject* const* python_object, Source* to);
 
-// Return the array if a kernel can read it and it has the dtype and shape of `like` (null: any); else null.
+// Return `object` if a kernel can read it and it has the dtype and shape of `like` (null: any); else null.
 PyArrayObject* readable(PyObject* object, PyArrayObject* like);
 
-// Set the parameter of a task; false if it is not supported.
+// Set the parameter of `task`. Return false if kernels do not support the array.
 bool take_param(Owned param, Task* task);
 PyArrayObject* param_of(const Task& task);
-// Set the gradient. A non-contiguous gradient is copied if `may_copy`.
+// Set the gradient of `task`. If `may_copy`, a non-contiguous gradient is copied.
 bool take_grad(Owned grad, Task* task, bool may_copy);
 bool take_state(int number, PyObject* state, Task* task);
 

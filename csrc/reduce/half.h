@@ -41,7 +41,7 @@ struct Float16 {
     const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + odd) >> 13;
     // In the subnormal range: adding 0.5 makes the FPU shift and round the mantissa.
     const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-    // A NaN keeps the upper bits of its mantissa, like the processor's instruction.
+    // As with the processor's instruction, a NaN keeps the upper bits of its mantissa.
     const uint32_t quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
     const uint32_t nan_or_inf = magnitude > 0x7f800000u ? quiet_nan : 0x7c00u;
     const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;

@@ -9,7 +9,6 @@
 namespace fl::tape {
 namespace {
 
-// Calls a Python function with fixed arguments.
 struct Call final : public Instruction {
   PyObject *function, *args;
 
@@ -24,7 +23,7 @@ struct Native final : public Instruction {
   Kernel* kernel;
   int64_t elements;
   enum { MOST = 16 };
-  int count = 0, at[MOST];  // entries of the arrays; -1: array not passed
+  int count = 0, at[MOST];  // table entries of the arrays; -1: not passed
   char* arrays[MOST];       // addresses in the current run
   std::vector<int64_t> sizes;
   std::vector<double> numbers;
@@ -44,7 +43,7 @@ struct Native final : public Instruction {
   int64_t work() const override { return elements; }
 };
 
-// Leaves the captured path if the array at `at` contains a false truth value.
+// Ends the replay if the array at table entry `at` contains a false truth value.
 struct Require final : public Instruction {
   int at;
 
@@ -62,8 +61,8 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
     if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "unknown loop %s", name);
     return *loop != nullptr;
   }
-  // Loops of NumPy's ufuncs, and NumPy's BLAS by address, give NumPy's bits. An own kernel for small products
-  // was 0.9 to 2 times as fast as OpenBLAS and gave other bits.
+  // Loops of ufuncs, and NumPy's BLAS called by address, give NumPy's bits. A new kernel for small products
+  // was 0.9 to 2 times as fast as OpenBLAS, but gave other bits.
   const PyUFuncObject* ufunc = reinterpret_cast<PyUFuncObject*>(function);
   for (int i = 0; i < ufunc->ntypes; ++i) {
     bool same = PyTuple_Size(types) == ufunc->nargs;

@@ -1,6 +1,6 @@
-// Own loops and kernels with NumPy's bits: elementwise loops that NumPy uses inside casts and functions, in
-// the form of ufunc loops; products with the BLAS that NumPy has loaded, called like NumPy; and sums that
-// NumPy computes without BLAS.
+// Loops and kernels that give NumPy's bits: elementwise loops in the form of ufunc loops, which NumPy has
+// only inside casts and functions; products with the BLAS that NumPy has loaded; sums that NumPy computes
+// without BLAS.
 
 #include <cmath>
 #include <cstring>
@@ -153,7 +153,7 @@ void dot(char* const* arrays, const int64_t* sizes, const double*) {
       function<R, Function>(blas.dot)(Int(count), at<R>(arrays[0]), Int(x_step), at<R>(arrays[1]), Int(y_step));
 }
 
-// An outer product adds nothing. Therefore it has NumPy's bits without BLAS, which takes four times as long.
+// An outer product adds no numbers, so it has NumPy's bits without BLAS. BLAS takes four times as long.
 template <typename R>
 void outer_product(char* const* arrays, const int64_t* sizes, const double*) {
   static const auto kernel = FL_CHOSEN(outer<R>);

@@ -10,11 +10,11 @@
 namespace fl::tape {
 namespace {
 
-// Number of elements of a strip. A few operands of this size fit into the first-level cache.
+// Number of elements of a strip, of which a few fit into the first-level cache.
 constexpr intptr_t STRIP = 2048;
-// Maximum number of elements of a vector. In a loop's last, partial vector NumPy produces other NaN bits.
+// Maximum number of elements of a vector. In a loop's last, partial vector, NumPy gives NaNs other bits.
 constexpr intptr_t VECTOR = 64;
-// Maximum row length at which one loop call takes longer than the elements of the row.
+// Maximum row length for which calling a loop takes longer than its elements.
 constexpr intptr_t SHORT = 128;
 
 // True if the rows of all operands are adjacent, so that one loop covers them.
@@ -30,7 +30,7 @@ class Rows final : public Instruction {
  public:
   Rows(std::vector<Elementwise> operations, intptr_t rows, intptr_t columns)
       : operations_(std::move(operations)), rows_(rows), columns_(columns) {
-    const intptr_t whole = VECTOR / std::gcd(VECTOR, columns);  // rows that fill whole vectors
+    const intptr_t whole = VECTOR / std::gcd(VECTOR, columns);  // number of rows that fill whole vectors
     const intptr_t most = std::max<intptr_t>(1, STRIP / columns);
     block_ = std::min(rows, most < whole ? most : most / whole * whole);
     for (Elementwise& op : operations_) {
@@ -64,8 +64,8 @@ class Rows final : public Instruction {
     std::memcpy(to, &all, sizeof(R));
   }
 
-  // NumPy adds the sums of two halves recursively. Data computed strip by strip is passed to its loop in
-  // strips. The NaN that a sum of two NaNs returns depends on the compiler.
+  // NumPy adds the sums of two halves, recursively. Elements that operations compute are summed strip by
+  // strip. The compiler determines which NaN a sum of two NaNs gives.
   template <typename R>
   R sum_of(Table table, intptr_t from, intptr_t count) const {
     const size_t last_index = operations_.size() - 1;
@@ -107,8 +107,8 @@ class Rows final : public Instruction {
     std::unique_ptr<std::vector<char>> room;
   };
 
-  // If rows are short, repeat each one-row operand for a whole block. The block is then one loop; a loop call
-  // per row would take longer than its elements.
+  // If rows are short, repeat each one-row operand for all rows of a block. Then one loop call computes the
+  // block, because one call per row would take longer than the elements.
   void lay_out(Elementwise* op) {
     for (int i = 0; i + 1 < op->operands; ++i) {
       const intptr_t step = op->steps[i][1];
@@ -122,7 +122,7 @@ class Rows final : public Instruction {
 
   void fill(const Tile& tile, const char* row) const {
     const intptr_t next = columns_ * tile.step;
-    const size_t bytes = static_cast<size_t>(next - tile.step + tile.itemsize);  // no gap at the end
+    const size_t bytes = static_cast<size_t>(next - tile.step + tile.itemsize);  // no gap after the last row
     for (intptr_t i = 0; i < block_; ++i) std::memcpy(tile.room->data() + i * next, row, bytes);
   }
 
@@ -178,7 +178,7 @@ std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
   const size_t count = dimensions.size();
   if (count > 2) return std::make_unique<ManyDimensions>(operations[0], dimensions);
   if (count == 2) return std::make_unique<Rows>(std::move(operations), dimensions[0], dimensions[1]);
-  for (Elementwise& op : operations) {  // rows of one element without gaps
+  for (Elementwise& op : operations) {  // one element per row
     for (auto& steps : op.steps) steps[1] = steps[0];
   }
   return std::make_unique<Rows>(std::move(operations), dimensions[0], 1);
@@ -191,7 +191,7 @@ Outcome Reduction::run(Table table) {
     std::memcpy(target + i * itemsize, initial == nullptr ? source + i * next : initial,
                 static_cast<size_t>(itemsize));
   }
-  // Without an initial value, the first element of each row, or the first row, is already in the result.
+  // Without an initial value, results already contain the first element of each row, or the first row.
   const intptr_t taken = initial == nullptr, first = along_rows ? taken : 0;
   const intptr_t count = columns - first, step = along_rows ? 0 : itemsize;
   const intptr_t steps[] = {step, itemsize, step};

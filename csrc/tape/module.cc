@@ -18,8 +18,8 @@ struct ProgramObject {
   long long stamp;
 };
 
-// Base of Python's Captured. `programs`: list, the most recent first. `slow`(args, kwargs) is called if no
-// program fits, `left`(args, kwargs) if a program was left.
+// Base of the Python class Captured. `programs`: list with the last used first. Without a program that fits,
+// slow(args, kwargs) is called. After a program was left, left(args, kwargs) is called.
 struct Step {
   PyObject_HEAD
   PyObject *slow, *left, *programs;

@@ -99,8 +99,8 @@ PyObject* Slots::make(Owned array, PyObject* calc_grad, PyObject* node) const {
   return new_object.release();
 }
 
-// True for equal values of one type with the same representation: 0.0 differs from -0.0 and (1,) from
-// (True,), and NaN equals NaN.
+// True for equal values of one type and representation. 0.0 and -0.0 differ, like (1,) and (True,). NaN
+// equals NaN.
 int same_value(PyObject* before, PyObject* after) {
   if (before == after) return 1;
   if (Py_TYPE(before) != Py_TYPE(after)) return 0;
@@ -159,7 +159,7 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// Read (index in the list of arguments and then new arrays, or -1; address, or offset in that array).
+// Read (-1, address), or (number of an argument or, after them, of a new array; offset in this array).
 bool Program::read_table(PyObject* described) {
   int argument;
   intptr_t address;
@@ -277,14 +277,14 @@ int Program::Name::is_as_before() const {
   return same_value(value, kept.get());
 }
 
-// Return 1 if names have the values of the recorded step and state arrays their addresses, else 0; -1: error.
+// Return 1 if names have their recorded values and state arrays their recorded memory, else 0; -1: exception.
 int Program::state_is_unchanged() const {
   for (const Name& element : names_read_) {
     if (const int same = element.is_as_before(); same != 1) return same;
   }
   for (const Binding& element : gradients_read_) {
     const Owned now = slots.get(element.variable, Slots::GRAD);
-    if (now == nullptr) PyErr_Clear();  // the name was deleted
+    if (now == nullptr) PyErr_Clear();  // the gradient was deleted
     if (now.get() != element.value) return 0;
   }
   for (const State& element : state_) {
@@ -293,7 +293,7 @@ int Program::state_is_unchanged() const {
   return 1;
 }
 
-// True if no argument overlaps another argument or memory that the step changes. In the recording none did.
+// True if, as in the recording, no argument overlaps another argument or memory that the step writes.
 bool Program::are_disjoint() const {
   for (size_t i = 0; i < arrays_.size(); ++i) {
     if (arrays_[i] == nullptr) continue;
@@ -353,7 +353,7 @@ Outcome Program::run(Py_ssize_t* count) {
 
 PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   *is_left = false;
-  // Keep arrays used in place alive while other threads run. The result must exist before the next replay.
+  // Other threads must not free arrays that the replay uses. The result must exist before the next replay.
   const Owned kept_args = share(args), kept_kwargs = share(kwargs);
   is_busy_ = true;
   PyObject* result = nullptr;
@@ -369,7 +369,8 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
     *is_left = outcome == Outcome::left;
     for (size_t i = 0; outcome != Outcome::done && i < bindings_.size(); ++i) {
       const Binding& element = bindings_[i];
-      // After an error, clear gradients that were not computed: their memory may have been reused.
+      // After an exception, gradients that were not computed become None: their memory may contain other
+      // data.
       const bool is_missing = !*is_left && element.since + 1 >= count;
       if (*is_left || is_missing) {
         slots.set(element.variable, Slots::GRAD, is_missing ? Py_None : before[i].get());

@@ -71,7 +71,7 @@ bool read_each(PyObject* described, Read read_one) {
   return items != nullptr;
 }
 
-// Append an item for each tuple, whose fields are `fields`. False with an exception.
+// For each tuple in `described`, append an item whose `fields` are the items of the tuple. False: exception.
 template <auto... fields, typename Item>
 bool read_all(PyObject* described, std::vector<Item>* to) {
   return read_each(described, [to](PyObject* element) {
@@ -92,7 +92,6 @@ class Slots {
   }
   Owned get(PyObject* variable, Name name) const;
   void set(PyObject* variable, Name name, PyObject* value) const;
-  // Create a Variable with `array`, `calc_grad` and `node`.
   PyObject* make(Owned array, PyObject* calc_grad, PyObject* node) const;
 
  private:
@@ -137,11 +136,11 @@ struct Argument {
   std::unique_ptr<Form> form;
 };
 
-// The return value of a step. Arrays have the form of `like` and are at entry `at` of the table; -1, -2, ...:
-// new arrays that the step writes.
+// The return value of a step. An array has the form of `like`, and its data is at table entry `at`. If `at`
+// is -1, -2, ..., it is a new array into which the step writes.
 struct Result {
   enum Kind { CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT, TUPLE, LIST, DICT } kind;
-  PyObject *object, *node;  // constant or keys; of a variable: calc_grad flag, and node or None
+  PyObject *object, *node;  // constant, keys, or calc_grad flag of a variable; node or None of a variable
   int at;
   PyArrayObject* like;
   std::vector<Result> parts;
@@ -161,7 +160,7 @@ class Program {
   PyObject* description() const { return description_.get(); }  // borrowed
 
  private:
-  struct ArgumentEntry {  // a table entry inside an argument, or inside a new array
+  struct ArgumentEntry {  // a table entry with an offset in an argument or a new array
     size_t entry, argument;
     npy_intp offset;
   };
@@ -171,10 +170,10 @@ class Program {
   };
   struct Name {  // the value of a name that the function uses
     PyObject *holder, *name, *value;
-    bool is_items;         // `value` is the length of container `holder`, or a copy of a set
-    bool is_number;        // a number or a string: compared by value
-    PyObject* descriptor;  // descriptor of an attribute in C, such as a cell's; else None
-    bool is_in_dict;       // `holder` is a dict; else, if `index` >= 0, a list
+    bool is_items;         // `value` is the length of the container `holder`, or a copy of the set
+    bool is_number;        // a number or a string, so compare values
+    PyObject* descriptor;  // descriptor in C of the attribute `name`; None: no such descriptor
+    bool is_in_dict;       // `holder` is a dict; otherwise a list if `index` >= 0
     Py_ssize_t index;
     descrgetfunc read;  // getter of `descriptor`
 
@@ -183,7 +182,7 @@ class Program {
   };
   struct Binding {
     PyObject *variable, *value;
-    Py_ssize_t since;  // first instruction that writes its array; -1: written before
+    Py_ssize_t since;  // first instruction that writes its array; -1: no instruction does
   };
 
   bool read_argument(PyObject* described);
@@ -207,7 +206,7 @@ class Program {
   std::vector<Name> names_read_;
   std::vector<char*> table_;
   std::vector<ArgumentEntry> argument_entries_;
-  // Memory that the step writes, or reads if it writes to arguments: sorted address ranges.
+  // Sorted address ranges that the step writes. If it writes to arguments, ranges that it reads are included.
   std::vector<Span> occupied_;
   Instructions instructions_;
   std::vector<Binding> gradients_read_, bindings_;  // gradients that the step reads first, and gradients that it sets
@@ -224,9 +223,10 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described);
 // Return 1 if two values have one type and are equal, floats bit by bit; -1 with an exception.
 int same_value(PyObject* before, PyObject* after);
 
-// Memory that NumPy allocates on a thread. new_memory(): create a watched memory. use_memory(memory): use it
-// from now on, and return the previous one. find_memory(memory, array): None if the array is not in it; else
-// (number of its block, an array that represents it even after it is freed).
+// Memory that NumPy allocates on a thread. new_memory(): return a watched memory. use_memory(memory): use it
+// from now on; return the memory used before. find_memory(memory, array): return the number of the array's
+// block and an array that represents the block even after it is freed, or None if the array is not in
+// `memory`.
 PyObject* new_memory(PyObject*, PyObject*);
 PyObject* use_memory(PyObject*, PyObject* memory);
 PyObject* find_memory(PyObject*, PyObject* args);

@@ -37,7 +37,7 @@ struct Elementwise {
   bool sums;  // adds all elements of the first operand; last operation of its group
   int at[MOST_OPERANDS];
   intptr_t steps[MOST_OPERANDS][MOST_DIMENSIONS];
-  intptr_t itemsize[MOST_OPERANDS];  // 0: memory for one strip, reused by all strips
+  intptr_t itemsize[MOST_OPERANDS];  // 0: memory of one strip, which all strips use
 
   // Bytes between consecutive elements or rows of the outermost dimension.
   intptr_t ahead(int operand) const { return itemsize[operand] == 0 ? 0 : steps[operand][0]; }
@@ -48,8 +48,8 @@ struct Elementwise {
 std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
                                    const std::vector<intptr_t>& dimensions);
 
-// A reduction of `rows` x `columns` with a ufunc's loop like NumPy: along each row, or down the columns.
-// Results start from the value at `initial`; null: from the first element.
+// A reduction of `rows` x `columns` with a ufunc's loop, like in NumPy. along_rows: one result per row, else
+// one per column. Results start from the value at `initial`, or from the first element if `initial` is null.
 struct Reduction final : public Instruction {
   Loop loop;
   void* data;
@@ -69,7 +69,6 @@ struct Blas {
 };
 extern Blas blas;
 
-// A kernel of csrc/nn or of this folder.
 using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
 
 // Find a kernel of this folder by name, for float ("gemm:f4") or double ("gemm:f8"); null if unknown. Arrays
@@ -81,8 +80,8 @@ using Kernel = void(char* const* arrays, const int64_t* sizes, const double* num
 //   add_rows: a matrix, the sum of its rows; rows, columns.
 Kernel* own_kernel(const char* name);
 
-// Find an elementwise loop of this folder by name: casts ("cast:f4:f8"), copies by element size ("copy:8"),
-// selections ("where:8"); null if unknown.
+// Find an elementwise loop of this folder by name; null if unknown. Names are casts ("cast:f4:f8"), copies
+// with an element size ("copy:8"), selections ("where:8"), and limits ("maximum:f4").
 Loop own_loop(const char* name);
 
 }  // namespace fl::tape

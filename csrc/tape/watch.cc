@@ -13,10 +13,10 @@
 namespace fl::tape {
 namespace {
 
-// Freed memory may be allocated again, as in a step that is not watched. Therefore each block also gets a
-// unique second address, and an array there represents a freed block. Only the addresses matter: nothing
-// writes to this memory, and reads give zeros. If the reservation fails, for example under a shell limit, a
-// smaller one is tried, which leaves address space for other uses.
+// Freed memory may be allocated again, as in a step that is not watched. Therefore each block gets a second,
+// unique address, and an array at this address represents the block after it is freed. Nothing writes to
+// these addresses; reads give zeros. If the reservation fails, for example under a shell limit, a smaller one
+// is tried. It leaves address space for other uses.
 constexpr uintptr_t LINE = 64, MOST = uintptr_t(1) << 40, FEWEST = uintptr_t(1) << 28;
 
 uintptr_t reserved() {
@@ -101,7 +101,7 @@ constexpr char CAPSULE[] = "mem_handler";
 struct Handler {
   PyDataMem_Handler handler;
   Pieces pieces;
-  Owned base;  // provides the allocator of the pieces
+  Owned base;  // its allocator allocates the pieces
 };
 
 Handler* handler_of(PyObject* capsule) {

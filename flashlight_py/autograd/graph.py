@@ -144,7 +144,7 @@ class Part(Node):
 
 
 def _no_vjp(grad: Array) -> Array:
-    raise AssertionError("a part is replaced before its vjp is called")
+    raise AssertionError("the walk replaces a Part before it calls vjps")
 
 
 class Walk:

@@ -27,7 +27,7 @@ _BACKLOG = 1024
 
 
 class RendezvousAddress(NamedTuple):
-    """Address of rank 0: a port, and ``addresses`` of the host. The engine uses the first one."""
+    """Port of rank 0 and addresses of its host. The first address is the engine's choice."""
 
     addresses: Sequence[str]
     port: int
@@ -35,7 +35,7 @@ class RendezvousAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Description of one attempt, which the engine sends to every rank. ``key`` identifies it."""
+    """Description of one attempt, which every rank receives. ``key`` is a unique name."""
 
     size: int
     restarts: int = 0

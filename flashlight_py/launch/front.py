@@ -3,7 +3,7 @@
 The process that the user started is called the front. It forks a copy of itself into a separate
 session. The copy starts and watches the ranks. The front only forwards signals and waits. If the
 copy is killed, the front ends the remaining processes. If the front is killed, the kernel signals
-the copy, which then ends the job. Both adopt orphans.
+the copy, which then ends the job. Both processes adopt orphans.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
 
 
 def signal_if_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make the kernel send ``number`` when the thread of ``parent`` that started us ends."""
+    """Make the kernel signal this process when the thread of ``parent`` that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), number)

@@ -22,7 +22,7 @@ LOST_SECONDS = 6.0  # seconds of silence until a host is declared lost
 
 
 class Poll:
-    """Callbacks for readable and writable descriptors. Times are ``time.monotonic`` times."""
+    """A poll that calls back when descriptors are ready. Times are ``time.monotonic`` times."""
 
     def __init__(self) -> None:
         self._selector = system.Selector()
@@ -99,7 +99,7 @@ class Loop(Poll):
     def watch_child(
         self, process: system.Popen[bytes], callback: Callable[[int], None], is_helper: bool = False
     ) -> None:
-        """Reap ``process``, then call ``callback`` with the exit code, or minus the signal number.
+        """When ``process`` ends, call ``callback`` with its exit code or minus the signal number.
 
         ``is_helper``: the process belongs to the launcher and does not end with the ranks.
         """
@@ -161,7 +161,7 @@ def await_end(process: system.Popen[bytes]) -> int | None:
 
 @contextmanager
 def keep_exit_codes() -> Iterator[None]:
-    """Make the kernel keep exit codes of children, even if this process ignores SIGCHLD."""
+    """Keep exit codes of children within the block, even if this process ignores SIGCHLD."""
     if system.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         yield
         return

@@ -56,17 +56,18 @@ def spawn(
 
     The call blocks until every rank has returned. Each process is a fresh interpreter. It imports
     the script of this program under another name, so the code under ``if __name__ == "__main__":``
-    does not run. Call ``spawn`` there. The ranks print to the standard output and error of this
-    process. If ``sys.stdout`` or ``sys.stderr`` is replaced, as in a notebook, the lines are
-    written to the replacement with the prefix ``[rank]``. No process is left behind, even if a rank
-    or this process is killed. This process may itself be a rank of another world.
+    does not run. Call ``spawn`` under this condition. The ranks print to the standard output and
+    error of this process. If ``sys.stdout`` or ``sys.stderr`` is replaced, as in a notebook, the
+    lines are written to the replacement with the prefix ``[rank]``. No process is left behind, even
+    if a rank or this process is killed. If the call raises an exception, no rank is running any
+    more. This process may itself be a rank of another world.
 
     Unless the environment sets them, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS of
     each rank are the number of usable cores divided by ``nprocs``.
 
     Args:
-        fn: Function of a module or of the script. With cloudpickle installed (the extra
-            ``notebook``), also a lambda, a closure or a function of a notebook.
+        fn: Function of a module or of the script. If cloudpickle is installed (the extra
+            ``notebook``), ``fn`` may also be a lambda, a closure or a function of a notebook.
         args: Further arguments of ``fn``, the same for every rank, sent by pickle.
         nprocs: Number of processes. Default: the number of cores that this process may use.
         params: Parameters of :func:`flashlight_py.distributed_init`, without FILE_PATH.
@@ -85,12 +86,12 @@ def spawn(
         RankFailedError: If a rank of the last attempt raises (the message has its traceback), exits
             or is killed. The error names the first cause and not the resulting PeerLostErrors. The
             other ranks receive SIGTERM, which raises SystemExit, and SIGKILL after 5 seconds.
-        TimeoutError: If ``timeout`` passes. All ranks have ended.
+        TimeoutError: If ``timeout`` passes.
         OSError: If the system starts no more processes, or a replaced ``sys.stdout`` or
-            ``sys.stderr`` cannot be written. All ranks have ended.
+            ``sys.stderr`` cannot be written.
         RuntimeError: If a rank calls ``spawn`` while it imports the script, because the call is not
             under ``if __name__ == "__main__":``.
-        KeyboardInterrupt: If the user presses Ctrl-C. The ranks are interrupted too and have ended.
+        KeyboardInterrupt: If the user presses Ctrl-C. The ranks receive SIGINT too.
 
     Example:
         >>> def total(rank, start):

@@ -266,7 +266,7 @@ class SequentialLR(LearningRateSchedule):
         if any(schedule.optimizer is not optimizer for schedule in schedulers):
             raise ValueError("SequentialLR: all schedules must belong to the same optimizer")
         if any(isinstance(schedule, ReduceLROnPlateau) for schedule in schedulers):
-            raise ValueError("SequentialLR: schedules must follow steps, got ReduceLROnPlateau")
+            raise ValueError("SequentialLR: ReduceLROnPlateau needs a metric. Call it separately")
 
         def formula(base: float, step: int) -> float:
             turn = bisect_right(begins, step) - 1

@@ -112,7 +112,7 @@ def check_arrays_agree(operation: str, arrays: Sequence[Array], group: ProcessGr
 
 
 def equal_on_all_ranks(data: bytes, group: ProcessGroup, *others: int) -> tuple[bool, list[int]]:
-    """Return whether all ranks pass the same bytes, and the maximum of each of ``others``.
+    """Return whether ``data`` is equal on all ranks, and the maximum over ranks of ``others``.
 
     Collective, blocking: one small all_reduce.
     """

@@ -221,8 +221,8 @@ class InEpochs:
     def set_consumed(self, samples: int) -> None:
         """Set the number of samples of the epoch that all ranks together have used. Not collective.
 
-        Only ``state_dict`` uses the number; iterators do not move. It is kept until the epoch
-        changes, a state is loaded, or this method is called again.
+        Only ``state_dict`` uses this number; the positions of iterators do not change. The number
+        is kept until the epoch changes, a state is loaded, or this method is called again.
 
         Raises:
             TypeError: If ``samples`` is not an integer.

@@ -64,8 +64,8 @@ def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None
 def end_together(group: ProcessGroup) -> None:
     """Wait until all ranks have ended the pass, so that their next calls match again.
 
-    If another rank has already started a different call, this call raises ``MismatchError`` and is
-    repeated. If the group has failed, the function returns, and the next call on the group raises.
+    If another rank has already started a different call, the wait raises ``MismatchError`` and is
+    repeated. If the group has failed, this function returns, and the next call on the group raises.
     """
     while True:
         try:

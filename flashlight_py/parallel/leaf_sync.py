@@ -133,7 +133,7 @@ class LeafSync(GradientPass[PassBucket]):
         self.register_hooks()
 
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
-        """Return the number of rows of the arrays of a global batch; raise as ``leaves``."""
+        """Return the number of rows of a global batch, or raise the errors of ``leaves``."""
         if not arrays:
             raise TypeError(f"{self.context}: expected the arrays of a global batch, got no array")
         for number, array in enumerate(arrays):
@@ -352,7 +352,7 @@ class LeafBuffers(HoldsState):
                 self._before[name][...] = value  # replays of a captured step use this array
             else:
                 self._before[name] = np.array(value)
-        self._first: dict[str, Array] = {}  # buffers not averaged, after leaf 0, on rank 0
+        self._first: dict[str, Array] = {}  # other buffers after leaf 0 (on rank 0)
 
     def restore(self) -> None:
         self._set(self._before)

@@ -26,7 +26,7 @@ Steps: TypeAlias = "list[tuple[int, int]]"
 Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
 _LINE = 64  # elements; the shares of ranks begin at multiples, in different cache lines
-_BLOCK_BYTES = 64 << 10  # of each array per block; partial sums stay in the second-level cache
+_BLOCK_BYTES = 64 << 10  # bytes of each array in a block; sums stay in the L2 cache
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:

@@ -57,10 +57,10 @@ class HostBucket(PassBucket):
 def plan(
     name: str, params: Sequence[Variable], chunk_bytes: int, ranks: Sequence[int]
 ) -> tuple[list[HostBucket], int]:
-    """Return the buckets of the flat array ``name``, in sending order, and its length.
+    """Return the buckets of the flat array ``name`` in sending order, and the array's length.
 
-    ``params`` have one dtype and are in the order of their gradients. ``ranks`` is the number of
-    ranks of each host, from which all hosts compute equal offsets.
+    ``params`` have one dtype and are in the order of their gradients. ``ranks`` has the number of
+    ranks of each host. All hosts pass equal ``ranks`` and compute equal offsets.
 
     Example:
         >>> shapes = (100, 40), (40,), (3,)
@@ -175,7 +175,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """Return a block that either ends on all ranks or raises on all of them. Collective."""
+        """Make the block raise on all ranks if it raises on any rank. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
             with reject_together(self.local, "fully_shard", outcome="failed"):
@@ -221,7 +221,7 @@ class HostMemory:
         return self.staging_of_ranks(chunk, total.dtype)[self.local.rank]
 
     def staging_of_ranks(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's staging buffer for ``chunk``, after ``staging`` was called for it."""
+        """Return every rank's staging buffer for ``chunk``. Call ``staging`` first."""
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         staging: list[Array] = [rank[self._parity, :nbytes].view(dtype) for rank in self._staging]
         return staging
@@ -324,7 +324,7 @@ class HostMemory:
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
 
     def sum_between_hosts(self) -> None:
-        """Sum gradients over all hosts; complete when all ranks of this host have returned."""
+        """Sum gradients over all hosts. They are complete when all ranks of this host return."""
         if len(self.hosts) == 1:
             return
         wait_for_ranks(self.local, BACKWARD)

@@ -221,7 +221,7 @@ def _step(name: Any, is_object: bool) -> str:
 
 
 def inspect_value(value: Any) -> str | Array | Parts | None:
-    """Return the kind of a NumPy number, the memory of an array, ``Parts``, or None."""
+    """Return the kind of a NumPy number, an array, or ``Parts``; None for ignored values."""
     if is_cupy(value):
         return value  # type: ignore[no-any-return]
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Capture of a training step: the first calls are recorded, later calls are replayed natively."""
+"""Capture of a training step: the first call is recorded, later calls are replayed natively."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def capture(
     """Return ``step`` with native replays: later calls repeat the array operations of the first.
 
     Also a decorator, with or without arguments. The first call for a combination of shapes, strides
-    and dtypes is recorded. Later calls are one call of native code with identical results, bit by
+    and dtypes is recorded. A later call is one call of native code. Its results are equal, bit by
     bit. **Replays compare values that the step reads by name. Other Python code runs only once.**
     See docs/capture.md for details.
 
-    Arguments are arrays, variables without gradients, and values such as numbers, which are
-    compared. The step may read and write other arrays in place: arrays of modules, optimizers,
+    Arguments are arrays, variables without gradients, and values such as numbers. Replays compare
+    these values. The step may read and write other arrays in place: arrays of modules, optimizers,
     meters and variables that the function names (closures, defaults, globals, ``self``), also in
     containers. Results are new variables, arrays and numbers, also in tuples, lists and dicts.
 
     If modules, optimizers or hooks change, the step is recorded again. If the step reads a computed
-    value (``float(loss)``, ``if``) or uses an unknown array, it stays eager, with one
-    ``RuntimeWarning`` that states the reason and the line.
+    value (``float(loss)``, ``if``) or uses an unknown array, it stays eager: each call runs the
+    Python code. One ``RuntimeWarning`` states the reason and the line.
 
     With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives.
     Before each call, the ranks compare their graphs, blocking. If graphs differ, the step runs
@@ -34,13 +34,13 @@ def capture(
 
     Args:
         step: Function or method.
-        state: Objects that contain further arrays of the step, in addition to the objects that it
-            names. They may have any class, but arrays themselves are not allowed.
-        check: Also run the step itself after the first replays, and compare.
+        state: Objects of any class that contain arrays of the step, if the function does not name
+            them. An array itself is not allowed. Pass it in a list.
+        check: Also run the step itself after the first replays, and compare the results.
 
     Returns:
-        A callable with the arguments of ``step``. ``reason`` states why the step stays eager, or is
-        empty. ``replays`` is the number of replays.
+        A callable with the arguments of ``step``. Its attribute ``reason`` states why the step
+        stays eager, or is empty. ``replays`` is the number of replays.
 
     Raises:
         TypeError: If ``step`` is not callable, or if ``state`` contains an array.
@@ -68,5 +68,7 @@ def capture(
         raise TypeError(f"capture: step must be callable, got {type(step).__name__}")
     roots = tuple(state or ())
     if any(hasattr(root, "__array_interface__") for root in roots):
-        raise TypeError("capture: state must have owners of arrays, got an array. Pass a list")
+        raise TypeError(
+            "capture: state must have objects with arrays, got an array. Pass [[array]]"
+        )
     return Captured(step, roots, check)

@@ -1,9 +1,10 @@
-"""Stand-ins for arrays and numbers while a step is recorded. Their operations are recorded.
+"""Stand-ins for arrays and numbers while a step is recorded. They record their operations.
 
-A ``Recorded`` computes like the NumPy array that it represents, and adds a note to the recording of
-the thread. It is not an ndarray, so its elements can only be read by NumPy's protocols and its own
-methods. ``__class__`` is ndarray for checks such as ``isinstance(x, numpy.ndarray)``. Array methods
-that NumPy implements in Python are implemented by NumPy's functions.
+A ``Recorded`` computes like the NumPy array that it represents, and adds a note of each operation
+to the recording of the thread. It is not an ndarray. Its elements can only be read by NumPy's
+protocols and its own methods, which report the read. ``__class__`` is ndarray, so that
+``isinstance(x, numpy.ndarray)`` is True. Array methods that NumPy implements in Python call NumPy's
+functions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-    """Return the result of NumPy's ``function``, and record the call."""
+    """Return ``function(*args, **options)``. Record the call if this thread records a step."""
     recording = thread_state.recorder
     if recording is None:
         return function(*unwrap(args), **unwrap(options))
@@ -36,13 +37,13 @@ _CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
 
 
 def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
-    """Return ``value`` with ``change`` applied to all items in nested tuples, lists and dicts."""
+    """Return ``value``, nested tuples, lists and dicts, with ``change(item)`` for each item."""
     kind: Any = type(value)
     if kind in _CONSTANT:
         return value
     if issubclass(kind, tuple) or (kind is list and not only_tuples):
         changed = [map_items(item, change, only_tuples) for item in value]
-        # Some tuple types cannot be created from their items.
+        # A tuple without changes is returned itself: some tuple types cannot be created from items.
         is_same = kind is not list and all(map(operator.is_, changed, value))
         return value if is_same else getattr(kind, "_make", kind)(changed)
     if kind is dict and not only_tuples:
@@ -51,7 +52,7 @@ def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = Fals
 
 
 def items_in(value: Any) -> Iterator[Any]:
-    """Yield the items in nested tuples, lists and dicts."""
+    """Yield the items of nested tuples, lists and dicts, or ``value`` if it is none of these."""
     kind: Any = type(value)
     if kind in (list, dict) or issubclass(kind, tuple):
         for item in value.values() if kind is dict else value:
@@ -61,19 +62,19 @@ def items_in(value: Any) -> Iterator[Any]:
 
 
 def unwrap(value: Any) -> Any:
-    """Return ``value`` with stand-ins replaced by arrays."""
+    """Return ``value`` with arrays and numbers in place of their stand-ins."""
     return map_items(value, lambda x: x.plain if type(x) in STAND_INS else x)
 
 
 def reject_read(operation: str, value: Any = None) -> Any:
-    """Return ``value``, and stop the recording, because ``operation`` reads a computed value."""
+    """Return ``value``, but give up the recording, because ``operation`` reads array elements."""
     if thread_state.recorder is not None:
         thread_state.recorder.leave_reading(operation)
     return value
 
 
 class Recorded(NDArrayOperatorsMixin):
-    """A stand-in for the array ``plain``. ``noted``: the array that notes refer to, or None."""
+    """A stand-in for the array ``plain``. Notes of its operations refer to ``noted``, if set."""
 
     __slots__ = ("__weakref__", "noted", "plain")
     plain: Array
@@ -88,7 +89,7 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if any(isinstance(value, Variable) for value in inputs):
-            return NotImplemented  # the variable handles the operation
+            return NotImplemented  # Variable implements the operation
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         return compute(function, *inputs, **options)
 
@@ -108,9 +109,9 @@ class Recorded(NDArrayOperatorsMixin):
         return np.array(self.plain, dtype) if copy or dtype is not None else self.plain
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # else NumPy reads the memory before it calls __array__
+        if name.startswith("__"):  # NumPy must not find __array_interface__, but call __array__
             raise AttributeError(name)
-        value = getattr(self.plain, name)  # raises AttributeError for names that arrays do not have
+        value = getattr(self.plain, name)  # arrays may have no such attribute
         if name in _READS:
             reject_read(name)
         if callable(value):
@@ -131,7 +132,7 @@ class Recorded(NDArrayOperatorsMixin):
             return _as_scalar(compute(np.copy, Recorded(self.plain[(*parts, ...)])))
         numbers = tuple([x.plain[()] if type(x) is RecordedScalar else x for x in parts])
         if _is_basic(numbers) and isinstance(self.plain[numbers], np.ndarray):
-            return reject_read("an index", Recorded(self.plain[numbers]))  # it selects the view
+            return reject_read("an index", Recorded(self.plain[numbers]))  # the value selects
         if any(getattr(part, "dtype", None) == np.bool_ for part in parts):
             reject_read("an index by truth values, whose result may have any shape,")
         return compute(operator.getitem, self, where)
@@ -148,7 +149,7 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __ipow__(self, other: Any) -> Any:
         is_power = self.plain.dtype.kind not in "fc" or type(other) not in (int, float)
-        if is_power or other not in (-1, 0.5, 1, 2):  # NumPy computes these without a power
+        if is_power or other not in (-1, 0.5, 1, 2):  # else NumPy calls square(), sqrt() ...
             return compute(np.power, self, other, out=self)
         return compute(np.positive, self**other, out=self)
 
@@ -177,7 +178,7 @@ keep = Recorded.__dict__["noted"].__set__
 
 
 class RecordedScalar(Recorded):
-    """A stand-in for a NumPy number, which is immutable: ``x += 1`` creates a new number."""
+    """A stand-in for an immutable NumPy number. ``x += 1`` creates a new number."""
 
     __slots__ = ()
 
@@ -207,7 +208,7 @@ KINDS: set[type] = {Recorded, RecordedScalar}
 
 
 class Number:
-    """A stand-in for a Python number read from an array. The step may only return it."""
+    """A stand-in for a Python number that the step reads from an array. It may be returned only."""
 
     __slots__ = ("__weakref__", "array", "value")
 
@@ -223,13 +224,13 @@ class Number:
         return np.array(self.plain, dtype)
 
     def __getattr__(self, name: str) -> Any:
-        return reject_read("item()", getattr(self.value, name))  # may raise AttributeError instead
+        return reject_read("item()", getattr(self.value, name))  # may raise AttributeError
 
 
 STAND_INS = {Number, *KINDS}
 
 
-# Methods from tables, and special methods, which Python looks up in the class --------------------
+# Python looks up special methods in the class, so __getattr__ does not implement them ------------
 
 
 def _reading(method: str, words: str) -> Callable[..., Any]:
@@ -287,13 +288,11 @@ RecordedScalar.__round__ = _reading("__round__", "round()")  # type: ignore[attr
 
 
 def _is_basic(parts: tuple[Any, ...]) -> bool:
-    """Return whether the index ``parts`` contains no array, list or Boolean."""
     basic = (type(None), type(Ellipsis), slice, int, np.integer)
     return all(type(part) is not bool and issubclass(type(part), basic) for part in parts)
 
 
 def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
-    """Return whether ``dtype`` can represent ``value``."""
     if type(value) is RecordedScalar or isinstance(value, np.generic):
         return dtype.kind not in "iu" or np.can_cast(value.dtype, dtype)
     if type(value) in (list, tuple):
@@ -304,7 +303,7 @@ def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
 
 
 def _as_scalar(value: Any) -> Any:
-    """Return ``value``, the result of a number's method, as a number or as a copy of an array."""
+    """Return a RecordedScalar if ``value`` is a stand-in of one element without dimensions."""
     if type(value) is not Recorded:
         return value
     return value.copy() if value.ndim else RecordedScalar(value.plain)
@@ -330,7 +329,8 @@ def _asarray(value: Any, dtype: Any = None) -> Any:
     return compute(np.asarray, value, dtype)
 
 
-# Module for code that supports several array libraries. It records the creation of new arrays.
+# A replacement of the module numpy for code that supports several array libraries. Its functions
+# record the creation of arrays.
 _library = ModuleType(np.__name__)
 _library.__dict__.update(vars(np), asarray=_asarray)
 for _name in ("array", "zeros", "ones", "full", "empty", "arange", "linspace", "eye", "identity"):

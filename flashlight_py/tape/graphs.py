@@ -3,10 +3,10 @@
 The first call for a combination of arguments runs eagerly: it compiles kernels, and NCCL connects
 the ranks. CUDA captures the second call. Later calls copy the arguments and launch the graph.
 
-NCCL requires that all ranks launch a graph with collectives, or no rank (NCCL, "Using NCCL with
-CUDA Graphs"). The ranks of a step therefore compare their graphs before each call, in the group
-that contains the ranks of all other groups of the step. Without such a group the step stays eager,
-because pairwise agreement in several groups is not transitive.
+NCCL requires that either all ranks or no ranks launch a graph with collectives (NCCL, "Using NCCL
+with CUDA Graphs"). The ranks of a step therefore compare their graphs before each call. They use
+the group of the step that contains the ranks of all its other groups. If no group contains all
+ranks, the step stays eager: ranks that agree in each group could still disagree between groups.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from flashlight_py.tape.recording import CtrlC, Watcher, line_of_user, merged, o
 from flashlight_py.tape.state import ITEMS, EveryCall, State, format_path, plain_arrays
 
 _MOST_GRAPHS = 8  # maximum number of graphs; each keeps the memory of a step
-_MOST_FORMS = 64  # maximum number of argument forms without a graph
-_LEAST_CAPTURES = 16  # captures after which the step stays eager unless most calls are replays
-_EAGER, _CAPTURE, _NEVER = 0, -1, -2  # votes of a rank; other votes are numbers of graphs
+_MOST_FORMS = 64  # maximum number of argument forms in Graphs._warm
+_LEAST_CAPTURES = 16  # after more captures, the step stays eager unless it has more replays
+_EAGER, _CAPTURE, _NEVER = 0, -1, -2  # votes of a rank; a vote above 0 is the number of a graph
 
 
 class _CannotSend(CannotCapture, DistributedError):
-    """An error: a verb cannot be captured. The other ranks get it in the vote after the capture."""
+    """An error: this rank cannot capture a communication call. The vote informs the other ranks."""
 
 
 class Recorder(Watcher):
-    """A recorder of the verbs, optimizers and gradients of a step on this thread.
+    """The recorder of one run of a step on this thread. It collects communication and optimizers.
 
-    ``groups``: groups whose ranks vote to capture the step, or None if the step runs eagerly.
+    ``groups``: groups whose ranks have voted to capture the step. If None, the step runs eagerly.
     """
 
     def __init__(self, variables: Iterable[Variable] = (), groups: Any = None) -> None:
@@ -59,17 +59,16 @@ class Recorder(Watcher):
         self.groups: dict[Membership, None] = dict.fromkeys(groups or ())
         self.backends: dict[Any, None] = {}
         self.steps: list[CapturedStep] = []
-        self._kept: list[Any] = []  # objects that the graph uses on the device
-        self._tables: Any = None  # memory pool for tables of numbers
+        self._kept: list[Any] = []  # objects whose GPU memory the graph uses
+        self._tables: Any = None  # memory pool for tables of optimizer kernels
         self._calls: dict[Membership, list[str]] = {}
-        self._size = 1  # size of the group of the current verb
+        self._size = 1  # number of ranks of the current call
 
     def keep(self, *values: Any) -> None:
-        """Keep ``values`` alive until the graph is deleted."""
         self._kept += values
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call ``function``. Replays of an optimizer's step update numbers such as the rate."""
+        """Call ``function``. For an optimizer's step, note it for ``CapturedStep``."""
         if function is not RuleOptimizer.step.__wrapped__:  # type: ignore[attr-defined]
             return function(*args, **options)
         step = CapturedStep(args[0])
@@ -80,13 +79,13 @@ class Recorder(Watcher):
         return None
 
     def table(self, packed: bytes, numbers: int, params: Sequence[Any]) -> Any:
-        """Return the table of the kernel that updates ``params``; see ``CapturedStep.table``."""
+        """Return the table of the kernel that updates ``params``. See ``CapturedStep.table``."""
         import cupy
 
         if not self.steps:
             raise CannotCapture(f"parameters are updated without an optimizer at {line_of_user()}")
         self._tables = self._tables or cupy.cuda.MemoryPool()
-        # The table has its own pool, because earlier kernels of the graph may use freed memory.
+        # Kernels of the graph may still use memory that was freed to the usual pool.
         with cupy.cuda.using_allocator(self._tables.malloc):
             table = self.steps[-1].table(packed, numbers, params)
         if not self.is_capturing:
@@ -94,7 +93,7 @@ class Recorder(Watcher):
         return table
 
     def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
-        """Start ``calls``, whose launches become part of the graph."""
+        """Start ``calls`` of operation ``name``. Their launches become part of the graph."""
         call = calls[0]
         array = call.out if call.array is None else call.array
         if not self.is_capturing:
@@ -119,11 +118,11 @@ class Recorder(Watcher):
         return group.journal.run(calls, name, lambda: backend.start_many(calls))
 
     def digest(self, group: Membership) -> int:
-        """Return a number that is equal on ranks that have captured equal calls of ``group``."""
+        """Return a number that is equal on two ranks if they captured equal calls of ``group``."""
         return crc32("; ".join(self._calls.get(group, [])).encode())
 
-    # Methods of ``Comparisons``. Ranks compare nothing during a capture, because a rank that cannot
-    # capture the step does not make the call. All ranks compare digests afterwards.
+    # Methods of ``Comparisons``. During a capture ranks compare nothing, because a rank that cannot
+    # capture the step does not reach the call. All ranks compare digests after the capture.
 
     def post(self, call: Call) -> None:
         """Compare nothing."""
@@ -131,15 +130,11 @@ class Recorder(Watcher):
     refuse = post
 
     def compare(self, call: Call) -> list[int]:
-        """Return this rank's number of rows for each rank. Digests compare the numbers later."""
+        """Assume that all ranks have as many rows as this rank. The digests have the number."""
         return [len(call.like)] * self._size
 
     def run(self, calls: Any) -> Any:
-        """Reject a call for which ranks have to exchange data.
-
-        Raises:
-            _CannotSend: Always.
-        """
+        """Raise ``_CannotSend``: the ranks would have to exchange data before this call."""
         call = calls if isinstance(calls, Call) else calls[0]
         raise _CannotSend(f"{call.name} needs data of other ranks at {line_of_user()}")
 
@@ -149,9 +144,10 @@ class Recorder(Watcher):
 class Graph:
     """A captured step: a CUDA graph, memory for its arguments, its gradients and its result.
 
-    ``recorder`` has recorded the step, and ``state`` is the state before it. ``pairs`` has, for
-    each argument, the passed array and the array that the graph reads. ``number``, ``signature``
-    and the ``stamp`` of the structure are set after all ranks have captured the step.
+    ``recorder`` has recorded the step. ``state`` is the state before the capture. ``pairs`` has,
+    for each argument, the passed array and the array that the graph reads. After all ranks have
+    captured the step, ``number`` identifies the graph in votes. ``signature`` and ``stamp`` are
+    those of ``State`` and ``structure.count`` after the capture.
     """
 
     number: int
@@ -163,7 +159,7 @@ class Graph:
         state: State,
     ) -> None:  # fmt: skip
         self.recorder, self.key, self._result = recorder, key, result
-        self._stream: Any = None  # stream of the last launch
+        self._stream: Any = None  # stream of the latest launch
         self.inputs = inputs = [array for _, array in pairs]
         flags = [array.flags.c_contiguous or array.flags.f_contiguous for array, _ in pairs]
         self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
@@ -180,13 +176,13 @@ class Graph:
             backend.add_captured(self)
 
     def release(self) -> None:
-        """Destroy the CUDA graph. NCCL frees a communicator only after its graphs."""
+        """Destroy the CUDA graph. NCCL frees a communicator only after all its graphs."""
         graph, self._graph = self._graph, None
         if graph is not None:
             graph.release()
 
     def fits(self, key: Any, arrays: Sequence[Any], state: Callable[[], State]) -> bool:
-        """Return whether the graph can replay a call with ``arrays`` and argument form ``key``."""
+        """Return whether the graph can replay a call with ``arrays`` and argument forms ``key``."""
         if key != self.key or self._graph is None or _have_any(self._memory, arrays):
             return False
         stamp = int(count[0])
@@ -230,7 +226,7 @@ class Graph:
         return map_items(self._result, self._copied)
 
     def changes(self, arrays: Sequence[Any]) -> bool:
-        """Return whether the last replay changed an argument. Blocks until the replay has ended."""
+        """Return whether the latest replay changed a copy of an argument. Blocks until its end."""
         pairs = zip(arrays, self.inputs, strict=True)
         return any(before.tobytes() != array.tobytes() for before, array in pairs)
 
@@ -243,23 +239,23 @@ class Graph:
 
 
 class Graphs:
-    """The graphs of ``step``. ``roots`` are further objects with state."""
+    """The CUDA graphs of ``step``. ``roots`` are objects with state that ``step`` does not name."""
 
     def __init__(self, step: Callable[..., Any], roots: Sequence[Any]) -> None:
         self._step, self._roots = step, roots
         self._graphs: list[Graph] = []
-        self._warm: dict[Any, int] = {}  # eager argument forms, and the structure at that time
-        # groups of the step, None before its first run
+        self._warm: dict[Any, int] = {}  # for each argument form that ran eagerly: structure.count
+        # Groups of the step. None before its first run.
         self._groups: list[Membership] | None = None
         self._numbers = itertools.count(1)
         self._captures = 0
         self._changes = EveryCall(_LEAST_CAPTURES)
         self._lock = threading.RLock()
         self.replays = 0
-        self.reason = ""  # why the step stays eager, or empty
+        self.reason = ""  # why the step stays eager, or ""
 
     def __call__(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run the step, replay a graph, or capture the step. All ranks choose the same action."""
+        """Replay a graph, capture the step or run it eagerly. All ranks choose the same action."""
         with self._lock:
             if self._groups is not None and not all(group.is_open for group in self._groups):
                 self._graphs, self._warm, self._groups = [], {}, None
@@ -278,7 +274,7 @@ class Graphs:
             return self._run(key, args, options)
 
     def _state(self, values: Iterable[Any]) -> State:
-        """Return the state to which the step and its arguments, for example a model, refer."""
+        """Return the state of the step and of arguments such as a model, but not of arrays."""
         others = [value for value in values if not _arrays([value])]
         return State(self._step, (*self._roots, *others))
 
@@ -292,7 +288,7 @@ class Graphs:
                 try:
                     result = ctrl_c.let_in(self._step, *args, **options)
                 except BaseException:
-                    # The caller may catch the error. The next votes of the ranks need these groups.
+                    # The caller may catch the error. Later votes need the groups.
                     self._groups = list(recorder.groups) or None
                     raise
             self._groups = list(recorder.groups)
@@ -302,7 +298,7 @@ class Graphs:
         return result
 
     def _agreed(self, vote: int) -> int:
-        """Return ``vote`` if all ranks of the step have the same vote, else _EAGER. Blocking."""
+        """Return ``vote`` if all ranks of the step have this vote, else _EAGER. Blocking."""
         groups = _spanning(self._groups or ())
         if len(groups) > 1:
             vote = _NEVER
@@ -362,11 +358,9 @@ class Graphs:
         return result
 
     def _all_without(self, reason: str) -> bool:
-        """Return whether ``reason`` is empty on all ranks. Collective, blocking."""
         return self._agreed(_EAGER if reason else 1) == 1
 
     def _all_have_captured(self, recorder: Recorder) -> bool:
-        """Return whether ranks of each group have captured equal calls. Collective, blocking."""
         digests = [_extremes(group, recorder.digest(group)) for group in self._groups or ()]
         differ = any(least != most for least, most in digests)
         return self._all_without("ranks have captured different calls" if differ else "")
@@ -382,10 +376,10 @@ class Graphs:
         self, recorder: Recorder, key: Any, args: tuple[Any, ...], options: dict[str, Any],
         state: State,
     ) -> tuple[Graph | None, str]:  # fmt: skip
-        """Capture the step as a CUDA graph. Return the graph and "", or None and the reason."""
+        """Capture the step as a CUDA graph. Return (graph, ""), or (None, reason) if this fails."""
         import cupy
 
-        # Memory that only the graph uses.
+        # The graph uses this memory after the capture, so no other code may get it.
         pool = cupy.cuda.MemoryPool()
         stream = cupy.cuda.Stream(non_blocking=True)
         pairs: list[Any] = []
@@ -399,7 +393,7 @@ class Graphs:
 
         try:
             with recorder.only, CtrlC() as ctrl_c, ExitStack() as stack:
-                for group in self._groups or ():  # other threads must not launch during the capture
+                for group in self._groups or ():  # other threads must not launch
                     if group.gpus is not None:
                         stack.enter_context(group.gpus.communicator.lock)  # type: ignore[attr-defined]
                 stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
@@ -425,20 +419,20 @@ class Graphs:
 
 @contextmanager
 def _capturing(stream: Any) -> Iterator[list[Any]]:
-    """Capture launches on ``stream`` in the ``with`` block. The list then contains the graph."""
+    """Capture launches on ``stream`` in the ``with`` block. Then the yielded list has the graph."""
     captured: list[Any] = []
     stream.begin_capture()
     try:
         yield captured
     except BaseException:
-        with suppress(RuntimeError):  # the capture is invalid
+        with suppress(RuntimeError):  # an error invalidates the capture
             stream.end_capture()
         raise
     captured.append(stream.end_capture())
 
 
 def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
-    """Reject copies from the host, because later replays would read freed host memory."""
+    """Reject copies from the CPU, because replays would read host memory that was freed."""
     import cupy
 
     def allocate(size: int) -> Any:
@@ -461,7 +455,7 @@ def _described(call: Call) -> str:
 
 
 def _spanning(groups: Sequence[Membership]) -> list[Membership]:
-    """Return the groups that are not contained in another group of ``groups``.
+    """Return the groups that no other group of ``groups`` contains.
 
     Of groups with equal ranks, the first is returned. The result is the same on all ranks.
     """
@@ -472,7 +466,6 @@ def _spanning(groups: Sequence[Membership]) -> list[Membership]:
 
 
 def _extremes(group: Membership, number: int) -> tuple[int, int]:
-    """Return the minimum and the maximum of ``number`` over the ranks of ``group``. Blocking."""
     both = np.array([number, -number], np.int64)
     if group.fast.collective(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
         group.all_reduce(both, op="max")  # type: ignore[attr-defined]
@@ -492,19 +485,18 @@ def _moved(state: State) -> str:
 
 
 def _spans_of(state: State, grads: Sequence[Any] = ()) -> list[tuple[int, int]]:
-    """Return address ranges of the GPU arrays of ``state``, without gradients, and of ``grads``."""
+    """Return address ranges of GPU arrays: ``grads``, and arrays of ``state`` except gradients."""
     held = [value for field, value in state.held if field.slot != "grad"]
     arrays = plain_arrays((*held, *grads))
     return merged(_range(array) for array in arrays if is_cupy(array) and array.size)
 
 
 def _have_any(spans: Sequence[tuple[int, int]], arrays: Iterable[Any]) -> bool:
-    """Return whether one of ``arrays`` overlaps one of the address ranges ``spans``."""
     return any(overlaps(spans, array, _range) for array in arrays)
 
 
 def _range(array: Any) -> tuple[int, int]:
-    """Return the address of the first byte of ``array``, and of the byte after the last."""
+    """Return the address range of the elements of ``array``. The end is exclusive."""
     start = int(array.data.ptr)
     if array.flags.c_contiguous or array.flags.f_contiguous:
         return start, start + array.nbytes
@@ -514,7 +506,7 @@ def _range(array: Any) -> tuple[int, int]:
 
 
 def _form(value: Any) -> Any:
-    """Return a key that is equal for arguments that one graph can serve."""
+    """Return a key that is equal for two arguments if the same graph accepts them."""
     data = _data_of(value)
     if is_cupy(data):
         return type(value), data.shape, data.strides, data.dtype.char

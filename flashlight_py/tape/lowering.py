@@ -1,6 +1,6 @@
-"""Translation of notes to native instructions, which repeat the loops of NumPy's functions.
+"""Translation of notes to native instructions, which run the same loops as NumPy's functions.
 
-A note without a native instruction remains a call of NumPy's function.
+A note that cannot be translated remains a call of NumPy's function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashlight_py.tape.operands import Memory, Operand
 from flashlight_py.tape.recording import Note, address_of, arrays_in, user_frame
 
 Shape = tuple[int, ...]
-Steps = tuple[Shape, ...]  # per operand, the strides in bytes
+Steps = tuple[Shape, ...]  # for each operand its strides in bytes
 
 _MOST_DIMENSIONS = 8  # as in csrc/tape/tape.h
 _tape = _native.load_extension("tape")
@@ -32,22 +32,23 @@ if _blas:
 
 
 def need(condition: object) -> None:
-    """Raise ValueError unless ``condition`` holds, so that the note remains a call of NumPy."""
+    """Raise ValueError if ``condition`` is false. The note then remains a call of NumPy."""
     if not condition:
-        raise ValueError("a note needs a native instruction with the same bits")
+        raise ValueError("the note needs a native instruction with the bits of NumPy")
 
 
 class Instruction(NamedTuple):
-    """An instruction for csrc/tape/instructions.cc: ``begin`` precedes the operands."""
+    """An instruction of csrc/tape/instructions.cc: its name and options, then its operands."""
 
     begin: tuple[Any, ...]
     operands: list[Operand]
 
 
 class Elementwise(NamedTuple):
-    """An elementwise operation: a ufunc with its dtypes, or a name of ``KERNEL_NAMES``.
+    """An elementwise operation. ``function`` is a ufunc or a name of ``KERNEL_NAMES``.
 
-    The result is the last operand. ``numpy.add`` with two operands sums all elements.
+    ``types`` are the dtypes of a ufunc. The result is the last operand. ``numpy.add`` with two
+    operands stands for the sum of all elements of the first.
     """
 
     function: Any
@@ -56,11 +57,10 @@ class Elementwise(NamedTuple):
     steps: Steps
 
     def sums(self) -> bool:
-        """Return whether the operation adds all elements of its first operand."""
         return self.function is np.add and len(self.operands) == 2
 
     def disturbs(self, other: Elementwise) -> bool:
-        """Return whether this writes elements that ``other`` uses in another iteration."""
+        """Return whether an iteration writes elements that ``other`` uses in another iteration."""
         written, steps = self.operands[-1], self.steps[-1]
         begin = written.low, written.array.itemsize
         return any(
@@ -70,7 +70,7 @@ class Elementwise(NamedTuple):
 
 
 class Loops:
-    """Operations in one loop over the same elements; in two dimensions at most if more than one."""
+    """Operations that one loop runs over the same elements. Several have at most two dimensions."""
 
     def __init__(self, dimensions: Shape, operations: list[Elementwise]) -> None:
         self.dimensions, self.operations = dimensions, operations
@@ -81,7 +81,10 @@ class Loops:
         return [operand for operation in self.operations for operand in operation.operands]
 
     def take(self, new: Loops) -> bool:
-        """Append operations of ``new`` if all can run strip by strip. Return whether they can."""
+        """Append the operations of ``new`` and return True, or return False if they do not fit.
+
+        A merged loop runs all operations on one strip of elements, then on the next strip.
+        """
         first, second, dimensions = self.operations, new.operations, self.dimensions
         if dimensions != new.dimensions:
             dimensions = max(dimensions, new.dimensions, key=len)
@@ -95,7 +98,7 @@ class Loops:
         return True
 
     def _spread_over(self, dimensions: Shape) -> list[Elementwise]:
-        """Return the operations with strides for ``dimensions``, or [] if the elements differ."""
+        """Return the operations with strides for ``dimensions``, or [] if this is not possible."""
         if self.dimensions == dimensions:
             return self.operations
         if len(dimensions) != 2 or self.dimensions != (dimensions[0] * dimensions[1],):
@@ -110,7 +113,7 @@ Group = Loops | Instruction | Note  # each becomes one instruction; a note becom
 
 
 def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:
-    """Return groups of instructions for the notes. May allocate arrays in ``memory``."""
+    """Return one group for each instruction of the program. May add arrays to ``memory``."""
     groups: list[Group] = []
     for note in notes:
         for new in _instructions(note, memory):
@@ -144,12 +147,10 @@ def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
 
 
 class _Rules:
-    """Methods that translate a note and add its instructions to ``groups``."""
+    """Methods that translate a note and append the instructions to ``groups``."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self.groups = memory, list[Group]()
-
-    # Elementwise --------------------------------------------------------------------------------
 
     def elementwise(self, note: Note, instead: np.ufunc | None = None) -> None:
         ufunc: Any = instead or note.function
@@ -171,7 +172,7 @@ class _Rules:
             between = self._memory.make(value.shape, dtype)
             self._copy(value, between)
             return between
-        # rejects lists such as [x.sum(), 0.0]
+        # Lists such as [x.sum(), 0.0] are not supported.
         need(type(value) is float or not [*arrays_in(value)])
         if type(value) is int and dtype.kind in "iu":
             need(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
@@ -234,7 +235,7 @@ class _Rules:
         base, exponent = note.args
         need(isinstance(base, np.ndarray) and base.dtype.kind == "f")
         is_number = type(exponent) in (int, float)
-        need(is_number or np.ndim(exponent))  # NumPy 2.2 also tests 0-d arrays for 2
+        need(is_number or np.ndim(exponent))  # NumPy 2.2 squares for an array of 2, too
         self.elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
 
     def concatenate(self, note: Note) -> None:
@@ -245,10 +246,8 @@ class _Rules:
         for part, room in zip(parts, np.split(note.made[0], ends[:-1], axis), strict=True):
             self._copy(part, room)
 
-    # Other rules --------------------------------------------------------------------------------
-
     def product(self, note: Note) -> None:
-        """Multiply like NumPy's ``cblas_matrixproduct`` for these shapes and strides."""
+        """Call the same BLAS function as NumPy's ``cblas_matrixproduct`` for these arrays."""
         c, (a, b) = _result_of(note), note.args[:2]
         need(_blas and isinstance(a, np.ndarray) and isinstance(b, np.ndarray))
         need(a.dtype == b.dtype == c.dtype and a.dtype.char in "fd" and a.size and b.size)
@@ -267,7 +266,7 @@ class _Rules:
         elif m == n == 1:
             name, work, sizes = "dot", k // 4 + 1, [k, _step(a, -1), _step(b, 0)]
         elif m > 1 and n > 1:
-            # For a matrix times its own transpose, NumPy computes only half of the product.
+            # NumPy multiplies a matrix by its own transpose with another function, syrk.
             is_itself = a.shape == b.shape[::-1] and a.strides == b.strides[::-1]
             need(not (is_itself and address_of(a) == address_of(b)))
             name, work = "gemm", m * n * k // 8 + 1
@@ -306,9 +305,9 @@ class _Rules:
 
 @functools.cache
 def _longest_sum() -> int:
-    """Return the number of adjacent floats up to which NumPy adds in the order of replays.
+    """Return the maximum number of adjacent floats that replays sum in NumPy's order.
 
-    For NumPy 2.2: the size of a buffer. Return 0, with a warning, if even shorter sums differ.
+    In NumPy 2.2 this is the size of a buffer. If shorter sums differ too, warn and return 0.
     """
     for longest, columns in ((sys.maxsize, 9_001), (_BUFFERED, 1_001)):
         x = np.random.default_rng(0).standard_normal((7, columns))
@@ -325,7 +324,7 @@ def _longest_sum() -> int:
 
 
 def _is_added_in_order(x: Array) -> bool:
-    """Return whether native sums of a matrix have the same bits as NumPy's sums."""
+    """Return whether native sums over ``x``, its rows and its columns have the bits of NumPy's."""
     (rows, columns), size, types = x.shape, x.itemsize, (x.dtype.num,) * 3
     copy = f"copy:{size}", (), (0, 1), ((size,), (size,)), (size, size)
     add = np.add, types, (1, 2), ((size,), (0,)), (size, size)
@@ -354,11 +353,12 @@ def _step(vector: Array, axis: int) -> int:
 
 
 def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
-    """Return the shape with the fewest dimensions for all elements, and strides per operand.
+    """Return the shape of a loop over all elements, and for each operand its strides.
 
-    Dimensions are in the order of the strides, like in NumPy, if all operands agree.
+    Dimensions are merged if possible. If all operands agree, they are sorted by strides, as in
+    NumPy.
     """
-    if arrays[-1].size == 1:  # NumPy does not loop over one element, but passes these strides
+    if arrays[-1].size == 1:  # NumPy calls the loop once, with these strides
         if len({array.ndim for array in arrays if array.ndim}) > 1:
             return (1,), ((0,),) * len(arrays)
         takes = [*(array.ndim > 0 for array in arrays[:-1]), True]
@@ -366,7 +366,7 @@ def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
         return (1,), tuple([(step * taken,) for step, taken in zip(steps, takes, strict=True)])
     shape = arrays[-1].shape
     strides = [np.broadcast_to(array, shape).strides for array in arrays]
-    axes: list[tuple[int, Shape]] = []  # fastest first, with the strides of all operands
+    axes: list[tuple[int, Shape]] = []  # smallest strides first
     by_axis = zip(shape, zip(*strides, strict=True), strict=True)
     for new in reversed([axis for axis in by_axis if axis[0] > 1]):
         index = len(axes)
@@ -392,7 +392,7 @@ def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
 def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> bool:
     """Return whether a native loop with the strides ``steps`` has the same bits as NumPy.
 
-    NumPy may loop over several rows or pack them. fmax may return another zero.
+    NumPy may loop over several rows or copy them to a buffer. fmax may return 0.0 or -0.0.
     """
     if function in _FAULTY and steps[-1][-1] != 1:
         return False
@@ -405,7 +405,7 @@ def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> 
 
 
 def _is_plain_power(args: Any, out: Array) -> bool:
-    """Return whether a plain loop of ``power`` has NumPy's result.
+    """Return whether an elementwise loop of ``power`` has NumPy's result.
 
     Integer powers may raise, and NumPy computes constant exponents differently.
     """
@@ -415,7 +415,7 @@ def _is_plain_power(args: Any, out: Array) -> bool:
 
 
 def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
-    """Return the shape of ``source`` as a matrix, and whether rows (else columns) are reduced."""
+    """Return (rows, columns) of ``source``, and True if each row is reduced, else False."""
     shape, ndim = source.shape, source.ndim
     need(source.flags.c_contiguous and ndim)
     numbers = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -424,7 +424,7 @@ def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
     along_rows = axes == [*range(ndim - count, ndim)]
     need(count and (along_rows or axes == [*range(count)]))
     rows = math.prod(shape[: ndim - count if along_rows else count])
-    # If columns have one element, NumPy reduces the matrix like one row.
+    # A reduction over all elements is a reduction of one row.
     is_row = not along_rows and rows == source.size
     return ((1, rows) if is_row else (rows, source.size // rows)), along_rows or is_row
 
@@ -435,13 +435,13 @@ def _dtype_of(value: Any) -> Any:
     return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
 
 
-# Functions whose loops write to wrong elements of strided results (NumPy 2.4.6). Replays call
+# NumPy 2.4.6 writes to wrong elements if the result of these functions has strides. Replays call
 # NumPy, so that results stay equal.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
-# Functions that return the limit for 0.0 and -0.0, as our loop does. NumPy is slow with a number.
+# Functions whose limit 0.0 replaces -0.0, as in our loop, which is faster than NumPy with a number.
 _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -0.0), 0.0)).any()}
-_BUFFERED = 8192  # elements in a buffer of NumPy
+_BUFFERED = 8192  # NumPy's buffer size in elements
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS = {np.add: 0, np.multiply: 1, np.logical_and: True, np.logical_or: False}
 _FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")

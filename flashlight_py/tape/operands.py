@@ -1,4 +1,4 @@
-"""Operands of notes, their memory, and the order of notes that check a condition."""
+"""Operands of notes, the memory of operands, and the order of notes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from flashlight_py.tape.recording import Note, Recording, address_of, arrays_in,
 
 
 class CannotCapture(Exception):
-    """An error: the step cannot be captured. The message states the reason."""
+    """An error with the reason why the step cannot be captured."""
 
 
 @dataclass(eq=False)
 class Piece:
-    """A piece of memory: an ``array`` that the step created, an argument, or other memory.
+    """A range of memory: an ``array`` that the step created, an argument, or other memory.
 
-    In a replay the piece starts at address ``at`` in the memory of ``home``. The memory of an
-    ``argument``, or of an array that each replay allocates, differs in each call. For such pieces,
-    ``at`` is an offset in bytes from the first element, and ``home`` has a copy.
+    In a replay, the piece starts at address ``at`` in the array ``home``. An ``argument``, and an
+    array that each replay allocates, has another address in each call. For these pieces ``at`` is
+    an offset in bytes from the first element, and ``home`` has a copy of an argument if a Python
+    function needs it.
     """
 
     low: int
@@ -36,30 +37,28 @@ class Piece:
     argument: int = -1
     at: int = 0
     home: Any = None
-    is_strip: bool = False  # whether each strip of elements reuses the memory
+    is_strip: bool = False  # whether the piece has memory for one strip of elements only
 
     def is_placed_freely(self) -> bool:
-        """Return whether replays may store the piece at any address."""
         return self.is_made and self.argument < 0 and self.home is None
 
 
 @dataclass(eq=False, slots=True)
 class Operand:
-    """An array, the piece of memory that contains it, and its address range."""
+    """An array of a note, the ``piece`` that contains it, and its address range."""
 
     array: Array
     piece: Piece
     low: int
     high: int
-    entry: int = -1  # index in the program's table, or -1
+    entry: int = -1  # index of its address in the program's table, or -1
 
     def overlaps(self, other: Operand) -> bool:
-        """Return whether both operands may have elements in common."""
         return self.low < other.high and other.low < self.high
 
 
 class Memory:
-    """The memory of a recorded step. ``arguments`` are arrays, or None for other arguments."""
+    """The memory of a recorded step. ``arguments`` has None for arguments that are not arrays."""
 
     def __init__(self, recording: Recording, arguments: Sequence[Array | None]) -> None:
         self.recording, self.arguments = recording, arguments
@@ -72,21 +71,20 @@ class Memory:
         self.elsewhere = Piece(0, 0)
         pieces = [piece for piece in (*self.inputs.values(), *made) if piece.low < piece.high]
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
-        self._operands: dict[int, Operand] = {}  # by ids of arrays
+        self._operands: dict[int, Operand] = {}  # by id of the array
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
-        self.touched, self.changed = (  # sorted ranges outside of arguments and created arrays
+        self.touched, self.changed = (  # address ranges of other memory
             merged([(x.low, x.high) for n in notes for x in getattr(n, name) if x.piece is where])
             for name in ("operands", "written")
         )
 
     def make(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return a new array that the program also creates."""
+        """Return a new array, which each replay also needs."""
         array = np.empty(shape, dtype)
         insort(self._pieces, Piece(*bounds(array), array, True), key=attrgetter("low"))
         return array
 
     def of(self, array: Array) -> Operand:
-        """Return the operand of an array."""
         operand = self._operands.get(id(array))
         if operand is None:
             low, high = bounds(array)
@@ -96,7 +94,6 @@ class Memory:
         return operand
 
     def with_operands(self, note: Note) -> Note:
-        """Set the operands of ``note`` from its arrays, and return ``note``."""
         values = *note.made, *note.changed, *note.args, *note.options.values(), note.required
         note.operands = list(map(self.of, arrays_in(values)))
         return note
@@ -120,11 +117,12 @@ def may_raise(note: Note) -> bool:
 
 
 def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
-    """Return the notes with conditions moved before changes, and whether replays may be abandoned.
+    """Return notes in which conditions precede changes, and whether a replay may be abandoned.
 
-    If a moved condition fails, for example for an invalid label, nothing has changed yet. A check
-    by ``structure.require_all`` of values that depend on a change, such as drawn indices, is not
-    moved and raises its error. Raises CannotCapture if another truth value depends on a change.
+    If a condition fails, for example for an invalid label, nothing has changed yet, so the step can
+    run eagerly. A check by ``structure.require_all`` may depend on a change, such as drawn indices.
+    It keeps its place and raises its error. Raises CannotCapture if another truth value depends on
+    a change.
     """
     notes = memory.recording.notes
     end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)

@@ -1,4 +1,4 @@
-"""Operations with side effects, while a step is recorded and in its replays."""
+"""Recording and replay of operations with side effects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flashlight_py.tape.recording import Recording, arrays_in
 
 
 class StepRecording(Recording):
-    """A recording that includes communication, optimizers, checks and other side effects."""
+    """A recording that also has communication, optimizers, checks and other side effects."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -38,7 +38,7 @@ class StepRecording(Recording):
             self.leave("the step does not wait for an operation that it starts,")
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run ``function``, which has side effects. Every replay repeats the call."""
+        """Run ``function``, which has side effects. Every replay calls it again."""
         if function in self._ones:
             return self._ones[function](self, function, args, options)
         plain_args, plain_options = map_items((args, options), self._frozen)
@@ -46,10 +46,10 @@ class StepRecording(Recording):
         result = self.without(lambda: function(*plain_args, **plain_options))
         both = zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True)
         same = [old for old, new in both if new is result and isinstance(new, np.ndarray)]
-        if same:  # the result is an argument that was changed in place
+        if same:  # an argument was changed in place
             self.effect(function, noted, changed=[self.noted(result)])
             return same[0]
-        if isinstance(result, float):  # computed from the arrays, such as a norm
+        if isinstance(result, float):  # for example a norm of the arrays
             number = np.float64(result)
             return Number(self.effect(function, noted, number, [*arrays_in(noted)]).plain)
         if isinstance(result, (np.ndarray, np.generic)):
@@ -58,7 +58,7 @@ class StepRecording(Recording):
         return result
 
     def check(self, function: Any, args: tuple[Any, ...], _: Any) -> None:
-        """Run ``structure.require_all``, and note the check."""
+        """Run ``structure.require_all``. Every replay repeats the check."""
         condition, plain = args[0].all(), unwrap(args)
         if type(condition) in KINDS:
             is_met = bool(condition.plain)
@@ -68,7 +68,7 @@ class StepRecording(Recording):
     def step(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Run the step of an optimizer. Every replay repeats the step."""
         optimizer, scale = args[0], unwrap((*args[1:], *options.values(), 1.0)[0])
-        if optimizer._shards:  # each shard records its own step
+        if optimizer._shards:  # _step_placed() is recorded instead
             function(*args, **options)
             return
         if any(type(variable.data) not in KINDS for variable in optimizer.params):
@@ -78,17 +78,20 @@ class StepRecording(Recording):
         self.without(lambda: function(*args, **options))
         data = [unwrap(variable.data) for variable in optimizer.params]
         step: Any = functools.partial(optimizer.prepared, scale)
-        step.prepared = step  # replays call the returned function
+        step.prepared = step  # a Builder calls prepared() for the function of the replays
         self.effect(step, noted, changed=data)
 
-    # Functions that as_one() passes to a method of this class, which runs and records them.
+    # as_one() runs and records these functions by a method of this class.
     _ones: ClassVar[dict[Any, Callable[..., Any]]] = {
         require_all.__wrapped__: check,  # type: ignore[attr-defined]
         RuleOptimizer.step.__wrapped__: step,  # type: ignore[attr-defined]
     }
 
     def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
-        """Run ``calls``, which every replay repeats, and return a stand-in of the result."""
+        """Run ``calls`` of operation ``name``, and return a stand-in of their ``Work``.
+
+        Every replay repeats the calls.
+        """
         first, again = calls[0], RepeatedCalls(group, calls, name)
         stand_ins = [array for call in calls for array in (call.array, call.out)]
         are_recorded = all(array is None or type(array) in KINDS for array in stand_ins)
@@ -113,14 +116,17 @@ class StepRecording(Recording):
 
 
 class RepeatedCalls:
-    """Calls that replays repeat with other ``array`` and ``out``, in a group or current world."""
+    """Calls that each replay repeats with its own arrays, in the same group.
+
+    Calls in the world use the world at the time of the replay.
+    """
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
         is_world = group is members_of(None)
         self._group, self.__name__ = None if is_world else group, name
         self._fast = world_fast if is_world else group.fast
         self._calls = [replace(call, array=None, out=None) for call in calls]
-        call = calls[0]  # native code compares operation names by identity
+        call = calls[0]  # interned: native code compares by identity
         op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
         self._rest = op, call.scale, call.root, 0, not call.blocking
 
@@ -134,7 +140,7 @@ class RepeatedCalls:
         return work.wait() if call.blocking else work
 
     def begin(self, arrays: Sequence[Any]) -> Work:
-        """Start the calls with ``arrays``: ``array`` and ``out`` of each call."""
+        """Start the calls. ``arrays`` has ``array`` and ``out`` of each call in turn."""
         triples = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
         calls = [replace(call, array=array, out=out) for call, array, out in triples]
         several, group = len(calls) > 1, members_of(self._group)
@@ -142,16 +148,16 @@ class RepeatedCalls:
 
 
 class Later(Work):
-    """The asynchronous ``work`` of a recorded step, until the step waits for it.
+    """The asynchronous ``work`` of a recorded step. A wait for it is recorded, too.
 
-    ``again(*args)`` starts the work in a replay. ``changed`` arrays are in use until it has ended.
+    ``again(*args)`` starts the work in a replay. It uses the arrays ``changed`` until it has ended.
     """
 
     def __init__(
         self, recording: StepRecording, work: Work, again: RepeatedCalls, args: Any, changed: Any
     ) -> None:
         self._recording, self._work, self._changed = recording, work, changed
-        begun: list[Work] = []  # works that a replay has started
+        begun: list[Work] = []  # the work of the current replay
         self._begun, self.is_pending = begun, True
 
         def begin(*arrays: Array) -> None:
@@ -166,9 +172,9 @@ class Later(Work):
         return self._work.is_completed()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the work and return its result. Every replay waits at the same point."""
+        """Wait for the work and return its result. Every replay waits at this point of the step."""
         recording, begun = self._recording, self._begun
-        if thread_state.recorder is not recording:  # used after the step
+        if thread_state.recorder is not recording:  # the recording has ended
             return self._work.wait(timeout)
         result = recording.without(lambda: self._work.wait(timeout))
         self.is_pending = False
@@ -177,14 +183,14 @@ class Later(Work):
 
 
 def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
-    """Return a function that calls ``function`` and checks that the result equals ``recorded``."""
+    """Return a function that calls ``function``, and raises unless it returns ``recorded``."""
 
     def call(*args: Any, **options: Any) -> None:
         result = function(*args, **options)
         if result != recorded:
             raise RuntimeError(
                 f"a captured step: expected {function.__qualname__} to return {recorded!r} as in "
-                f"the recording, got {result!r}. Do not capture steps whose path varies"
+                f"the recording, got {result!r}. Do not capture it if its control flow varies"
             )
 
     return call

@@ -1,7 +1,7 @@
-"""Matrix products of CuPy arrays for the capture of CUDA graphs, in which CuPy's products fail.
+"""Matrix products of CuPy arrays during the capture of a CUDA graph, when CuPy's products fail.
 
-cuBLAS is called with the operands, types and algorithm that CuPy uses, so a captured product has
-the same bits as an eager product.
+This module calls cuBLAS with the operands, types and algorithm that CuPy uses. A captured product
+therefore has the same bits as an eager product.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from flashlight_py.structure import thread_state
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.recording import line_of_user
 
-# For each dtype: cudaDataType, cublasComputeType_t, and the type of a factor.
+# For each dtype: cudaDataType, cublasComputeType_t, and the C type of the factors 1 and 0.
 _TYPES: dict[str, tuple[int, int, Any]] = {
     "e": (2, 68, ctypes.c_float),
     "f": (0, 77 if os.environ.get("CUPY_TF32", "0") > "0" else 68, ctypes.c_float),
     "d": (1, 70, ctypes.c_double),
 }
-_TENSOR_CORES = 99  # CUBLAS_GEMM_DEFAULT_TENSOR_OP, which CuPy uses from Ampere on
+_TENSOR_CORES = 99  # CUBLAS_GEMM_DEFAULT_TENSOR_OP, used by CuPy since Ampere
 _DEFAULT = -1
 _PLAIN, _TRANSPOSED = 0, 1
-# Workspace in bytes, as NVIDIA recommends for Hopper. Without it, cuBLAS allocates.
+# Workspace in bytes that NVIDIA recommends for Hopper. Without one, cuBLAS allocates memory.
 _WORKSPACE = 32 << 20
 
 
 def capture_products(stack: ExitStack, recorder: Any) -> None:
     """Replace products of CuPy arrays by cuBLAS calls while ``recorder`` records this thread.
 
-    ``stack`` restores CuPy's functions. CuPy computes other products, such as integer products.
+    When ``stack`` ends, it restores CuPy's functions. Products that cuBLAS does not support, such
+    as products of integers, remain calls of CuPy.
     """
     import cupy
 
@@ -54,7 +55,7 @@ def capture_products(stack: ExitStack, recorder: Any) -> None:
         ) -> Any:
             is_known = thread_state.recorder is recorder and not options and _is_for_blas(a, b)
             if is_known and (name != "dot" or b.ndim == 2):
-                # all products share a workspace
+                # All products use one workspace, so they must not overlap in time.
                 if cupy.cuda.get_current_stream().ptr != stream.ptr:
                     raise CannotCapture(f"a product on another stream at {line_of_user()}")
                 return _product(a, b, out, workspace)
@@ -67,7 +68,7 @@ def capture_products(stack: ExitStack, recorder: Any) -> None:
 
 
 def _is_for_blas(a: Any, b: Any) -> bool:
-    """Return whether CuPy uses cuBLAS for ``a @ b`` and ``_product`` supports it."""
+    """Return whether CuPy uses cuBLAS for ``a @ b``, and ``_product`` supports the arrays."""
     dtypes = {x.dtype.char if is_cupy(x) else "" for x in (a, b)}
     if len(dtypes) > 1 or not dtypes <= _TYPES.keys():
         return False
@@ -92,7 +93,7 @@ def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
     _require(library.cublasSetStream_v2(handle, pointer(stream)))
     room = pointer(workspace.data.ptr), ctypes.c_size_t(workspace.nbytes)
     _require(library.cublasSetWorkspace_v2(handle, *room))
-    # cuBLAS stores matrices by columns, so the transposed product of swapped operands is computed.
+    # cuBLAS stores matrices by columns. For it this is the transposed product of swapped operands.
     leading = handle, b_form, a_form, m, n, k, one
     operands = (b, b_lead, b_step), (a, a_lead, a_step), (result, m, n * m)
     first, second, third = [
@@ -109,9 +110,10 @@ def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
 
 
 def _operand(x: Any, outer: tuple[int, ...], is_first: bool) -> tuple[Any, int, int, int]:
-    """Return ``x`` for cuBLAS, whether it is transposed, its leading dimension and its stride.
+    """Return ``x`` for cuBLAS, whether it is transposed, its leading dimension and batch stride.
 
-    Like CuPy, prefer rows for the first operand and columns for the second.
+    A matrix that has both layouts is passed like in CuPy: the first operand by rows, the second by
+    columns.
     """
     import cupy
 
@@ -129,7 +131,6 @@ def _operand(x: Any, outer: tuple[int, ...], is_first: bool) -> tuple[Any, int, 
 
 @functools.cache
 def _cublas() -> Any:
-    """Return the cuBLAS that CuPy has loaded, or raise BackendUnavailableError."""
     for library in loaded_libraries("libcublas"):
         if hasattr(library, "cublasGemmEx"):
             return library

@@ -1,4 +1,4 @@
-"""Construction of the program that replays a step, from the step's notes."""
+"""Construction of the program that replays a step, from the notes of a recording."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from flashlight_py.tape.lowering import Group, Instruction, Loops, lowered
 from flashlight_py.tape.operands import CannotCapture, Memory, Operand, Piece, hoisted, may_raise
 from flashlight_py.tape.recording import Note, address_of, array_at, arrays_in, bounds, merged
 
-# Kinds of arguments in csrc/tape/program.h.
+# Kinds of arguments, see csrc/tape/program.h.
 ARRAY_ARGUMENT, VARIABLE_ARGUMENT, VALUE_ARGUMENT, OBJECT_ARGUMENT = range(4)
 
-_LARGE_RESULT = 1 << 14  # minimum bytes of a result for which each replay allocates an array
+_LARGE_RESULT = 1 << 14  # each replay allocates results of at least this size in bytes
 
 
 class Builder:
     """A builder of the program of a recorded step.
 
-    ``values``: arguments of the step. ``kept``: pairs of a stand-in and the array of a variable
-    after the step. ``result``: the returned value. ``forget``: called when an argument is deleted.
+    ``values``: arguments of the step. ``kept``: for each gradient that the step sets, its stand-in
+    and its array. ``result``: the returned value. ``forget``: function to call when an argument is
+    deleted.
     """
 
     def __init__(
@@ -40,21 +41,22 @@ class Builder:
         self._memory, self._values, self._result, self._forget = memory, values, result, forget
         self._noted = memory.recording.noted
         self._returned = [memory.of(self._noted(array)) for array in arrays_of(result)]
-        self._kept: list[Piece] = []  # pieces with their own memory
+        self._kept: list[Piece] = []  # pieces that have an array of their own
         for stand_in, array in kept:
             if memory.of(stand_in).piece.is_made:
                 self._keep(memory.of(stand_in).piece, array)
         self._table: dict[tuple[int, int], int] = {}
-        self._owners: dict[int, Array] = {}  # owners of used memory, by entry
+        self._owners: dict[int, Array] = {}  # for each table entry: the array with this memory
 
     def _keep(self, piece: Piece, array: Array) -> None:
         piece.home, piece.at = array, bounds(array)[0]
         self._kept.append(piece)
 
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
-        """Return the program for csrc/tape/program.cc, or raise CannotCapture."""
+        """Return the program for csrc/tape/program.cc. Raises CannotCapture."""
         notes, may_leave = hoisted(self._memory)
-        # If a replay may be abandoned, gradients keep their values, so no array uses their memory.
+        # If a replay is abandoned, the gradients must still have their values, so ``lend`` is
+        # False.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
         notes = self._needed(notes)
         groups = lowered(notes, memory)
@@ -66,7 +68,7 @@ class Builder:
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
         arguments = tuple(map(self._describe_argument, range(len(self._values)), self._values))
-        # Memory that arguments must not share: written memory, or all memory if they are written.
+        # Arguments of a replay must not share memory with these ranges.
         are_apart = written.isdisjoint(memory.inputs.values())
         occupied = [*(memory.changed if are_apart else memory.touched)]
         occupied += [bounds(piece.home) for piece in self._kept]
@@ -101,13 +103,11 @@ class Builder:
         node = Node(array.shape, array.dtype, None) if result.node else None  # type: ignore[arg-type]
         return VARIABLE, result.calc_grad, node, *self._entry_of_result(array), ()
 
-    # Notes --------------------------------------------------------------------------------------
-
     def _needed(self, notes: Sequence[Note]) -> list[Note]:
         """Return the notes with side effects, or with results that the user or other notes need.
 
-        Notes that create constant arrays are dropped unless the arrays are written. Users may write
-        to gradients, and to the returned arrays of the recorded call.
+        A note that creates a constant array is dropped, and replays use the array. If the array is
+        written, the note stays: users may write to gradients and returned arrays, too.
         """
         changed = {*self._kept, *(x.piece for x in self._returned)}
         needed = {*changed, self._memory.elsewhere, *self._memory.inputs.values()}
@@ -129,12 +129,10 @@ class Builder:
                 self._keep(pieces[0], constant)
         return kept[::-1]
 
-    # Memory -------------------------------------------------------------------------------------
-
     def _find_homes(self, called: set[Piece], written: set[Piece]) -> None:
-        """Assign memory to arguments of Python functions and to returned arrays.
+        """Assign memory to arguments of Python functions, and mark large returned arrays.
 
-        Each replay copies these arguments, and allocates large returned arrays.
+        A replay copies such an argument to this memory, and allocates large returned arrays.
         """
         cells = {piece for piece in called if piece.argument >= 0}
         if not cells.isdisjoint(written):
@@ -150,7 +148,7 @@ class Builder:
                 piece.argument, count = count, count + 1
 
     def _entries(self, operands: Sequence[Operand]) -> tuple[int, ...]:
-        """Return the numbers of the table entries that contain the addresses of ``operands``."""
+        """Return the indices of ``operands`` in the program's table of addresses."""
         table = self._table
         for operand in operands:
             if operand.entry < 0:
@@ -168,7 +166,7 @@ class Builder:
         return self._entries([operand])[0], array
 
     def _view(self, value: Any) -> Any:
-        """Return ``value`` as an argument of Python functions: its view in ``home``, or itself."""
+        """Return ``value`` for a Python function of a replay: arrays become views in ``home``."""
         if isinstance(value, Variable):
             view = self._view(value.data)
             return value if view is value.data else Variable(view)
@@ -178,8 +176,6 @@ class Builder:
         piece, home = operand.piece, operand.piece.home
         begin = piece.at if piece.argument < 0 else bounds(home)[0]
         return array_at(home, begin + address_of(value) - piece.low, value)
-
-    # Instructions -------------------------------------------------------------------------------
 
     def _emit(self, group: Group) -> tuple[Any, ...]:
         if isinstance(group, Loops):
@@ -216,20 +212,19 @@ class Builder:
 
 
 def empty_with_strides(array: Array) -> Array:
-    """Return an array with the same strides as ``array``, including gaps."""
+    """Return a new array with the strides of ``array``. Gaps between elements have memory, too."""
     low, high = bounds(array)
     room = np.zeros(high - low, np.uint8)
     return array_at(room, address_of(room) + address_of(array) - low, array)
 
 
 def _fill(targets: list[Array], function: Any) -> None:
-    """Copy the arrays that ``function`` returns to ``targets``."""
     for target, result in zip(targets, items_in(function()), strict=True):
         if np.shape(result) != target.shape:
             name = getattr(function.func, "__name__", function.func)
             raise RuntimeError(
                 f"a captured step: expected {name} to return shape {target.shape} as in the "
-                f"recording, got {np.shape(result)}. Do not capture steps of varying shapes"
+                f"recording, got {np.shape(result)}. Do not capture it if its shapes vary"
             )
         target[...] = result
 
@@ -245,31 +240,30 @@ _CONSTANT = {*_VALUE_FREE, np.asarray, np.array, np.zeros, np.ones, np.full, np.
              np.linspace, np.eye, np.identity}  # fmt: skip
 
 
-# Memory of arrays -------------------------------------------------------------------------------
-
-_LINE = 64  # bytes
-_APART = 4 * _LINE  # so that strips start at different offsets in pages
-_LARGE = 1 << 15  # minimum size in bytes of arrays that may use the memory of other arrays
-_STRIP = 2048  # elements, in csrc/tape/loops.cc
+_LINE = 64  # bytes of a cache line
+_APART = 4 * _LINE  # strips start at different offsets in pages
+_LARGE = 1 << 15  # arrays of at least this size in bytes may use the memory of other arrays
+_STRIP = 2048  # elements of a strip, as in csrc/tape/loops.cc
 _ALWAYS = sys.maxsize
-# A memory range: begin, end, and the first and the last instruction that uses the range.
+# A used memory range: begin, end, and the first and last instruction that use it.
 Part = tuple[int, int, int, int]
 
 
 class Arena:
-    """Memory for pieces that the step creates, reused after their last use.
+    """Memory for pieces that the step creates. Other pieces reuse it after their last use.
 
-    Arrays ``returned`` are used until the end. ``grads`` have their own memory, which is free
-    before their first write if ``lend``. ``since``: instruction of each first write, by id.
+    Pieces ``returned`` are in use until the end. ``grads`` have arrays of their own. If ``lend``,
+    other pieces may use these arrays before the gradients are written. ``since`` maps the id of
+    each such array to the first instruction that uses it.
     """
 
     def __init__(
         self, groups: Sequence[Group], returned: Iterable[Piece], grads: Sequence[Piece], lend: bool
     ) -> None:
-        self._instead: dict[Piece, Piece] = {}  # for a piece: the piece whose memory it reuses
-        self._strips: dict[Piece, int] = {}  # number of the strip of a piece
+        self._instead: dict[Piece, Piece] = {}  # from a piece to the piece whose memory it uses
+        self._strips: dict[Piece, int] = {}  # from a piece to the number of its strip
         self._strip_size = 0  # bytes
-        uses: dict[Piece, list[int]] = {}  # first and last instruction
+        uses: dict[Piece, list[int]] = {}  # first and last instruction that use a piece
         for when, group in enumerate(groups):
             for operand in group.operands:
                 uses.setdefault(operand.piece, [when, when])[1] = when
@@ -288,14 +282,15 @@ class Arena:
     def _share(self, group: Loops, when: int) -> None:
         """Select large arrays that need only a strip, or that can use the memory of another array.
 
-        An array reuses the memory of an array that is read for the last time if both are complete:
-        loops read each element before they write the element in the same memory.
+        A new array can use the memory of an array that is read for the last time. The loop must
+        visit all elements of both in the same order: it reads an element before it writes the new
+        one.
         """
         columns = group.dimensions[-1] if len(group.dimensions) > 1 else 1
         strip_elements = max(1, _STRIP // columns) * columns  # elements per strip
         first: dict[Piece, int] = {}
         last: dict[Piece, int] = {}
-        partial = set()  # pieces that the loops use partially or in another order
+        partial = set()  # only some elements are used, or in another order
         for index, operation in enumerate(group.operations):
             for operand, steps in zip(operation.operands, operation.steps, strict=True):
                 size, piece = operand.array.itemsize, self._placed(operand.piece)
@@ -331,7 +326,7 @@ class Arena:
             free += [self._strips[piece] for piece in used if last[piece] == index]
 
     def _assign(self, lent: list[tuple[int, int, Any]]) -> None:
-        """Assign memory to each piece, largest first: ``lent`` memory or new memory."""
+        """Assign memory to each piece, largest first: room in ``lent`` arrays, or new memory."""
         homes = [array for _, _, array in lent]
         rooms: list[list[Part]] = []
         for since, _, array in lent:
@@ -339,7 +334,7 @@ class Arena:
             rooms.append([(0, end, since, _ALWAYS), (end, _ALWAYS, 0, _ALWAYS)])
         rooms.append([])
         places: dict[Piece, tuple[int, int]] = {}
-        slots: dict[int, list[tuple[int, int]]] = {}  # by size: end of use, and offset
+        slots: dict[int, list[tuple[int, int]]] = {}  # size: (end of last use, offset) of its slots
         end = 0
         sizes = {p: -(-max(1, p.high - p.low) // _LINE) * _LINE for p in self._uses}
         for piece in sorted(sizes, key=lambda p: (-sizes[p], self._uses[p])):
@@ -348,7 +343,7 @@ class Arena:
                 candidates = ((n, _gap(parts, size, first, last)) for n, parts in enumerate(rooms))
                 number, at = next(pair for pair in candidates if pair[1] < _ALWAYS)
                 insort(rooms[number], (at, at + size, first, last))
-            else:  # small pieces of equal size share slots
+            else:  # a slot has room for one small piece
                 slot, number = slots.setdefault(size, []), len(lent)
                 at = heappop(slot)[1] if slot and slot[0][0] < first else end
                 heappush(slot, (last, at))
@@ -367,7 +362,6 @@ class Arena:
             piece.home, piece.at = placed.home, placed.at
 
     def _placed(self, piece: Piece) -> Piece:
-        """Return the piece whose memory ``piece`` uses: another piece, or ``piece`` itself."""
         while piece in self._instead:
             piece = self._instead[piece]
         return piece
@@ -378,7 +372,7 @@ def _begin(array: Any) -> int:
 
 
 def _gap(parts: list[Part], size: int, first: int, last: int) -> int:
-    """Return the offset of the first ``size`` bytes that are free from ``first`` to ``last``."""
+    """Return the offset of the first ``size`` bytes that instructions first .. last do not use."""
     at = 0
     for begin, end in [part[:2] for part in parts if part[2] <= last and first <= part[3]]:
         if at + size <= begin:
@@ -387,8 +381,6 @@ def _gap(parts: list[Part], size: int, first: int, last: int) -> int:
     return at
 
 
-# Results ----------------------------------------------------------------------------------------
-
 # Kinds of results in csrc/tape/program.h.
 CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT_ITSELF, TUPLE, LIST, DICT = range(9)
 _CONTAINERS: dict[type, int] = {tuple: TUPLE, list: LIST, dict: DICT}
@@ -396,20 +388,20 @@ _STAND_INS: dict[type, int] = {Recorded: ARRAY, RecordedScalar: SCALAR, Number: 
 
 
 def arrays_of(result: Any) -> list[Array]:
-    """Return the arrays in the result of a step."""
+    """Return the arrays in ``result``, also of variables and numbers."""
     items: list[Any] = [x.data if isinstance(x, Variable) else x for x in items_in(result)]
     return [x.array if type(x) is Number else x.plain for x in items if type(x) in _STAND_INS]
 
 
 def array_or_number(value: Any) -> Any:
-    """Return the array or number that ``value`` represents, else ``value``."""
+    """Return what a stand-in represents: an array or a number. Return other values unchanged."""
     if type(value) is RecordedScalar:
         return value.plain[()]
     return value.plain if type(value) in _STAND_INS else value
 
 
 def unwrap_result(result: Any) -> Any:
-    """Return the result of the step with arrays instead of their stand-ins."""
+    """Return the result of the step, with arrays and numbers in place of stand-ins."""
 
     def change(value: Any) -> Any:
         data: Any = value.data if type(value) is Variable else None

@@ -1,9 +1,9 @@
 """Notes of one run of a step: NumPy's calls, their operands, and the memory of results.
 
-Arrays are identified by their memory, so views need no notes, and writes in place are visible to
-all readers. Memory that existed before the step is state, or an argument. Memory that NumPy
-allocates during the step gets a number. Notes refer to stand-ins of it, so that a recording does
-not keep the memory of the step.
+Notes identify arrays by their memory. Views therefore need no notes, and every reader of an array
+sees writes in place. Memory that existed before the step is state or an argument. Memory that NumPy
+allocates during the step gets a number. Notes have stand-ins for this memory, so that a recording
+does not keep it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Note:
     """One call ``function(*args, **options)`` of plain arrays.
 
     ``made``: new arrays that the call returned. ``changed``: arrays that the call modified. A note
-    with ``effect`` has side effects and is never dropped. ``required``: a truth value. If it is
-    False in a replay, the step runs eagerly. ``function`` is then ``numpy.all`` or
-    ``structure.require_all``. ``operands``: operands of all arrays, written arrays first.
+    with ``effect`` has side effects and is never dropped. ``operands``: operands of all arrays,
+    written arrays first. A note with ``required`` is a condition: if this truth value is False in a
+    replay, the step runs eagerly. Its ``function`` is ``numpy.all`` or ``structure.require_all``.
     """
 
     function: Callable[..., Any]
@@ -70,29 +70,28 @@ class Note:
 
     @property
     def written(self) -> list[Any]:
-        """Operands of the arrays that the call creates or modifies."""
         return self.operands[: len(self.made) + len(self.changed)]
 
 
 class Watcher:
-    """A recorder of a step. It observes reads and writes of the gradients of ``variables``."""
+    """A recorder of a step, which also notes reads and writes of gradients of ``variables``."""
 
-    # Locked while a step of this process is recorded, since stand-ins may replace arrays of state.
+    # A process records one step at a time, because stand-ins replace arrays of the state meanwhile.
     only = threading.Lock()
 
     def __init__(self, variables: Iterable[Variable]) -> None:
-        self.left = ""  # why the step cannot be captured, or empty
+        self.left = ""  # why the step cannot be captured, or ""
         self.variables = set(variables)
-        self.grads_read: set[Variable] = set()  # reads before the first write
+        self.grads_read: set[Variable] = set()  # read before the step sets them
         self.grads_set: set[Variable] = set()
 
     def leave(self, reason: str, remedy: str = "") -> None:
-        """Store why the step cannot be captured, unless a reason is stored. Does not raise."""
+        """Set the first reason why the step cannot be captured. Ignore later reasons."""
         if not self.left:
             self.left = f"{reason} at {line_of_user()}" + (remedy and f"; {remedy}")
 
     def drawing(self, generator: Any) -> Any:
-        """Return ``generator``, or an object that this thread uses instead."""
+        """Return the object that this thread uses in place of the random ``generator``."""
         return generator
 
     def begin(self, stack: contextlib.ExitStack) -> None:
@@ -103,7 +102,6 @@ class Watcher:
         self._listen()
 
     def without(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` without recording."""
         self._ignore()
         try:
             return function()
@@ -122,9 +120,9 @@ class Watcher:
 class Recording(Watcher):
     """The notes of a step on this thread, from ``begin`` to ``end``.
 
-    ``before``: arrays that exist before the step. ``swap(on)`` replaces arrays of the state by
-    ``Recorded`` ones, or restores them. ``variables``: variables of the state. ``names``: names of
-    arrays by id.
+    ``before``: arrays that exist before the step. ``swap(True)`` replaces arrays of the state by
+    ``Recorded`` stand-ins, and ``swap(False)`` restores the arrays. ``variables``: variables of the
+    state. ``names``: names of arrays by id.
     """
 
     def __init__(
@@ -133,12 +131,12 @@ class Recording(Watcher):
     ) -> None:  # fmt: skip
         super().__init__(variables)
         self.notes: list[Note] = []
-        self.made: list[Array] = []  # stand-ins of created memory
+        self.made: list[Array] = []  # stand-ins of memory that NumPy allocated
         self._memory = _tape.new_memory()
-        self._numbers: set[int] = set()  # numbers of the memory in ``made``
+        self._numbers: set[int] = set()  # numbers of this memory
         self._constants: dict[Any, tuple[bytes, Array]] = {}
-        self.constants: list[Any] = []  # dtype, shape and bytes of constants
-        self.lines: list[str] = []  # lines that use the constants
+        self.constants: list[Any] = []  # dtype, shape and bytes of each constant
+        self.lines: list[str] = []  # for each constant, the line that uses it
         self.stand_ins: list[weakref.ref[Any]] = []
         self._draws, self._swap, self._names = Draws(self), swap, names
         self._spans = merged(map(bounds, before))
@@ -149,10 +147,9 @@ class Recording(Watcher):
         super().begin(stack)
 
     def end(self) -> None:
-        """Release the stand-ins after the recording."""
         self._draws.recording = None
         for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
-            keep(stand_in, None)  # stand-ins are not valid in another recording
+            keep(stand_in, None)  # another recording has other numbers of memory
 
     def leave_reading(self, reader: str) -> None:
         self.leave(
@@ -172,7 +169,7 @@ class Recording(Watcher):
         self._swap(False)
 
     def compute(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return the result of ``function``, and note the call."""
+        """Return the result of ``function``, and add a note of the call."""
         plain_args, noted_args = self._both(args)
         plain_options, noted_options = options, options
         outs: tuple[Any, ...] = ()
@@ -195,7 +192,7 @@ class Recording(Watcher):
             self.leave("a function returns new arrays and arrays that share memory,")
         changed = [self._changed(out) for out in outs if out is not None]
         if result is None and plain_args and type(plain_args[0]) is np.ndarray:
-            changed.append(self._changed(args[0]))  # functions such as copyto() and sort()
+            changed.append(self._changed(args[0]))  # for example copyto() and sort()
         elif type(function) is not np.ufunc and _has_other_outs(function, args, options, result):
             name = getattr(function, "__name__", "a function")
             self.leave(f"{name}() may write to more than what is passed as out=")
@@ -204,14 +201,14 @@ class Recording(Watcher):
         return wrapped
 
     def _both(self, values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Return ``values`` with plain arrays for the call, and with stand-ins for the note."""
+        """Return ``values`` twice: with plain arrays for the call, with stand-ins for the note."""
         owns, noted = [], []
         for value in values:
             kind = type(value)
             if kind in KINDS:
                 plain, seen = value.plain, value.noted
                 if seen is None and (seen := self._noted(plain)) is plain:
-                    keep(value, plain)  # state, whose memory does not move
+                    keep(value, plain)  # memory of the state does not move
             elif kind in _SIMPLE:
                 plain = seen = value
             else:
@@ -222,7 +219,7 @@ class Recording(Watcher):
         return owns, noted
 
     def _changed(self, value: Any) -> Any:
-        """Return the note's array for ``value``, which the call modifies."""
+        """Return the stand-in for a note of ``value``, an array that the call modifies."""
         noted = getattr(value, "noted", None)
         if noted is None:
             noted = self._noted(unwrap(value))
@@ -234,10 +231,10 @@ class Recording(Watcher):
         return noted
 
     def truth(self, value: Any, is_true: bool, function: Any = np.all, args: Any = ()) -> None:
-        """Note that package code has read the truth value ``value``, which was ``is_true``.
+        """Note that a function of this package has read the truth value ``value``: ``is_true``.
 
-        If a replay computes another value, the step runs eagerly. If the replay has modified arrays
-        before, it calls ``function``, which raises. User code must not read truth values.
+        If ``value`` differs in a replay, the step runs eagerly. If the replay has modified arrays
+        before, it calls ``function`` instead, which raises. User code must not read truth values.
         """
         frame, _ = user_frame((_FOLDER, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -253,7 +250,7 @@ class Recording(Watcher):
     def effect(
         self, function: Any, inputs: Any = ((), {}), result: Any = None, changed: Any = ()
     ) -> Any:
-        """Record ``function``, which ran with side effects. Return a stand-in of ``result``."""
+        """Add a note of ``function``, which ran with side effects. Wrap ``result`` for the step."""
         made: list[Array] = []
         wrapped = self.wrap(result, made)
         if not self.left:
@@ -261,14 +258,14 @@ class Recording(Watcher):
         return wrapped
 
     def _frozen(self, value: Any) -> Any:
-        """Return ``value`` in the form that every replay passes to the operation."""
+        """Return ``value`` as an argument for all replays, without stand-ins."""
         is_new = isinstance(value, Variable) and value not in self.variables
         if is_new and type(value.data) in KINDS:
             return Variable(unwrap(value.data))
         return value.array if type(value) is Number else unwrap(value)
 
     def noted(self, value: Any) -> Any:
-        """Return ``value`` with arrays replaced by stand-ins of their memory."""
+        """Return ``value`` with stand-ins for a note in place of arrays."""
         return map_items(value, self._noted)
 
     def _noted(self, value: Any) -> Any:
@@ -291,7 +288,7 @@ class Recording(Watcher):
         return value
 
     def move(self, old: Array, new: Array) -> None:
-        """Replace memory of ``old`` by memory of ``new``, of the same layout, in all notes."""
+        """Let all notes use memory of ``new`` in place of ``old``. Both have the same layout."""
         (low, high), shift = bounds(old), address_of(new) - address_of(old)
 
         def moved(value: Any) -> Any:
@@ -304,7 +301,7 @@ class Recording(Watcher):
                 setattr(note, name, map_items(getattr(note, name), moved))
 
     def _constant(self, array: Array, number: int, stand_in: Array) -> Array:
-        """Return a copy of ``array``, created without inputs, for example by ``numpy.ones(3)``."""
+        """Return a copy of a constant: the result of a call without arrays, as ``np.ones(3)``."""
         key = number, address_of(stand_in), array.shape, array.strides, array.dtype.str
         bits = array.tobytes()
         if key not in self._constants or self._constants[key][0] != bits:
@@ -314,11 +311,10 @@ class Recording(Watcher):
         return self._constants[key][1]
 
     def is_made(self, array: Array) -> bool:
-        """Return whether the step allocated the memory of ``array``."""
         return _tape.find_memory(self._memory, array) is not None
 
     def wrap(self, result: Any, made: list[Array]) -> Any:
-        """Return stand-ins of the arrays in ``result``. Add those with new memory to ``made``."""
+        """Return stand-ins for arrays in ``result``. Add stand-ins of new memory to ``made``."""
         kind = type(result)
         if kind is tuple or kind is list:
             return kind([self.wrap(item, made) for item in result])
@@ -331,7 +327,7 @@ class Recording(Watcher):
         self._check(array)
         memory = _tape.find_memory(self._memory, array) if array.size else None
         if memory is None and array.size and not overlaps(self._spans, array):
-            array = array.copy(order="K")  # memory of another thread or library
+            array = array.copy(order="K")  # another thread or library has allocated it
             memory = _tape.find_memory(self._memory, array)
         if memory is not None and memory[0] not in self._numbers:
             self._numbers.add(memory[0])
@@ -348,16 +344,16 @@ class Recording(Watcher):
 
 
 class Draws:
-    """A stand-in for ``generator``. Replays repeat the random draws of this thread."""
+    """A stand-in for a random ``generator``. Replays repeat the draws of this thread."""
 
     generator: Any
 
     def __init__(self, recording: Recording) -> None:
-        # None after its end, since users may keep this object
+        # None after the end of the recording. Users may keep this object.
         self.recording: Recording | None = recording
 
     def __getattr__(self, name: str) -> Any:
-        if name == "generator":  # copy.copy() looks the name up before the attribute exists
+        if name == "generator":  # copy.copy() reads it before it is set
             raise AttributeError(name)
         recording = self.recording
         if name == "bit_generator" and recording is not None and thread_state.recorder is recording:
@@ -368,7 +364,7 @@ class Draws:
     def _draw(self, name: str, *args: Any, **options: Any) -> Any:
         recording = self.recording
         result = getattr(self.generator, name)(*unwrap(args), **unwrap(options))
-        if recording is None or thread_state.recorder is not recording:  # called on another thread
+        if recording is None or thread_state.recorder is not recording:  # another thread calls
             return result
         if any(type(argument) in KINDS for argument in (*args, *options.values())):
             recording.leave("random numbers are drawn with an array of the step")
@@ -377,10 +373,10 @@ class Draws:
 
 
 class CtrlC:
-    """A context that delays Ctrl-C until the context ends, except during ``let_in``.
+    """A context that delays Ctrl-C until it ends, except in the function called by ``let_in``.
 
-    A KeyboardInterrupt then does not interrupt the start or end of a recording. Only the main
-    thread handles signals. On other threads the context does nothing.
+    The start and the end of a recording therefore complete. Python handles signals on the main
+    thread only. On other threads the context does nothing.
     """
 
     def __init__(self) -> None:
@@ -400,7 +396,7 @@ class CtrlC:
             self._handler(signal.SIGINT, None)
 
     def let_in(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return ``function(*args, **options)``. Ctrl-C is handled immediately."""
+        """Return ``function(*args, **options)``. Ctrl-C interrupts this function immediately."""
         self._waits = False
         try:
             return function(*args, **options)
@@ -411,22 +407,22 @@ class CtrlC:
         if self._waits:
             self._was_pressed = True
             return
-        self._waits = True  # if the handler raises, another Ctrl-C is delayed
+        self._waits = True  # the handler may raise
         self._handler(number, frame)
         self._waits = False
 
 
 class _Noted:
-    """First base of the classes of observed variables. ``type(variable)(x)`` is not observed."""
+    """First base of classes of observed variables. A call of the class makes an unobserved one."""
 
     __slots__ = ()
-    __init_subclass__ = object.__init_subclass__  # skips __init_subclass__ of user classes
+    __init_subclass__ = object.__init_subclass__  # not that of a user's class
 
 
 def note_gradients(variables: Iterable[Variable], on: bool) -> None:
-    """Start or stop observing reads and writes of the gradients of ``variables``.
+    """Start (``on``) or stop observing reads and writes of the gradients of ``variables``.
 
-    Observed variables have a special class, so that other variables are not slowed down.
+    Each observed variable gets another class, so that access to other variables stays fast.
     """
     for variable in variables:
         kind: Any = type(variable)
@@ -439,7 +435,7 @@ def _noted_kind(kind: Any) -> Any:
     def read(variable: Variable) -> Any:
         if thread_state.recorder is not None and variable not in thread_state.recorder.grads_set:
             thread_state.recorder.grads_read.add(variable)
-        return slot.__get__(variable)  # super() fails if another thread changes the class
+        return slot.__get__(variable)  # super() fails if another thread resets the class
 
     def write(variable: Variable, grad: Any) -> None:
         if thread_state.recorder is not None:
@@ -452,7 +448,7 @@ def _noted_kind(kind: Any) -> Any:
 
 
 def user_frame(libraries: tuple[str, ...] = _LIBRARIES) -> tuple[Any, int]:
-    """Return the innermost frame outside of this package and NumPy, and its stacklevel."""
+    """Return the innermost frame outside of ``libraries``, and its stacklevel for warnings."""
     frame: Any = sys._getframe(1)
     level = 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
@@ -468,10 +464,10 @@ def line_of_user() -> str:
 
 
 def _is_dot(args: Sequence[Any], result: Any) -> bool:
-    """Return whether ``dot`` returns the bits of ``matmul``. NumPy may use different kernels."""
+    """Return whether ``dot`` and ``matmul`` have the same bits here. NumPy may use other loops."""
     a, b = args[:2]
     if not (type(a) is type(b) is np.ndarray and a.ndim == b.ndim == 2 and a.shape[1] > 1):
-        return False  # signs of zeros differ for one column
+        return False  # with one column, signs of zeros differ
     product = a.dot(b)
     return bool(product.dtype == result.dtype and product.tobytes() == result.tobytes())
 
@@ -480,7 +476,7 @@ def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: A
     """Return whether ``function`` may have modified an argument other than ``out``."""
     if function in _MAY_OVERWRITE:
         return bool in map(type, args) or not {"copy", "overwrite_input"}.isdisjoint(options)
-    is_number = isinstance(result, np.generic)  # for example after writing to a 0-d array
+    is_number = isinstance(result, np.generic)  # an array without dimensions may become a number
     others = [x.plain for x in args[2:] if type(x) is Recorded] if len(args) > 2 else ()
     return result is None or any(x is result or (is_number and not x.ndim) for x in others)
 
@@ -491,10 +487,10 @@ _MAY_OVERWRITE = {np.nan_to_num, np.median, np.nanmedian, np.percentile, np.nanp
 
 
 def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
-    """Return ``function``, called with NumPy numbers instead of 0-d arrays of stand-ins.
+    """Return a function that passes NumPy numbers to ``function`` in place of 0-d arrays.
 
-    Python functions may check the types of arguments. NumPy numbers have other powers than arrays,
-    and raise if they do not fit into an integer.
+    Some functions need them: Python code may check types, the power of a number differs from that
+    of an array, and a number raises if it does not fit into an integer dtype.
     """
     is_python = type(getattr(function, "_implementation", None)) is FunctionType
     numbers = [number for number, arg in enumerate(args) if _has_numbers(arg)]
@@ -522,15 +518,15 @@ def _has_numbers(value: Any) -> bool:
     return type(value) is RecordedScalar or (is_list and any(map(_has_numbers, value)))
 
 
-# Return the address of the first element, and the address range (low, high) of all elements.
+# Return the address of the first element. Return the address range (low, high) of all elements.
 address_of: Callable[[Array], int] = _tape.address
 bounds: Callable[[Array], tuple[int, int]] = _tape.bounds
-# Return an array at an address in the first array's memory, with the layout of the last array.
+# array_at(owner, address, like): a view of the memory of ``owner``, with the layout of ``like``.
 array_at: Callable[[Array, int, Array], Array] = _tape.at
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ``ranges`` sorted, with overlapping ranges merged."""
+    """Return ``ranges`` in ascending order, with overlapping ranges joined."""
     merged_ranges: list[tuple[int, int]] = []
     for low, high in sorted(set(ranges)):
         if merged_ranges and low < merged_ranges[-1][1]:

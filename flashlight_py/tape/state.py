@@ -1,9 +1,9 @@
 """The state of a step: the arrays that it uses by name, their owners, and their structure.
 
-The search follows closure variables, defaults, globals, the object of a method, user functions that
-the step names, and ``capture(state=)``. It collects arrays, variables, modules, optimizers and
-meters, also in containers, and hooks of variables. Values of other types, such as numbers, are
-compared if the bytecode of the functions loads their names.
+The search starts at closure variables, defaults, globals, the object of a method, and the objects
+of ``capture(state=)``. It continues in user functions to which these names refer. It collects
+arrays, variables, modules, optimizers and meters, also in containers, and hooks of variables.
+Replays compare other values, such as numbers, if the bytecode of a function loads their name.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
-_MANY = 1000  # maximum number of items; a larger container is data, unless it contains variables
+_MANY = 1000  # a container with more items is data and not searched, unless it has variables
 INSTEAD = "keep it in an array, or pass it as an argument"
-ITEMS = object()  # key of a field that is the number of items, or all items of a set
+ITEMS = object()  # key of a field: the number of items of the holder, or the items of a set
 
 
 class Field(NamedTuple):
-    """A location of a value: an item, an attribute or a variable of a function."""
+    """The place of a value: an item, an attribute, or a variable that a function uses."""
 
     holder: Any
     key: Any
-    path: Any  # a name, or (path of the parent, format, key)
+    path: Any  # a name, or (path of the holder, format, key)
 
     @property
     def slot(self) -> Any:
-        """The name of the slot if the holder is a variable, else an empty string."""
+        """The attribute of a Variable such as "grad", or "" if the holder is not a Variable."""
         return self.key if isinstance(self.holder, Variable) else ""
 
     def has(self, value: Any) -> bool:
@@ -66,7 +66,7 @@ class Field(NamedTuple):
         return now is value or (is_value(value) and _tape.same(value, now))
 
     def described(self, value: Any) -> tuple[Any, ...]:
-        """Return the description of ``value`` for csrc/tape/program.h."""
+        """Return this field and ``value`` as a tuple for csrc/tape/program.h."""
         attribute = getattr(type(self.holder), self.key, None) if type(self.key) is str else None
         descriptor = attribute if isinstance(attribute, _DESCRIPTORS) else None
         return self.holder, self.key, value, self.key is ITEMS, is_value(value), descriptor
@@ -93,8 +93,8 @@ def format_path(path: Any) -> str:
     return str(text).replace("._members", "")
 
 
-# Location of a value: in a holder that reports changes, in another holder, or a name in a function
-# (only then the attributes of the value are searched).
+# Origins of a value: a holder that reports changes, another holder, or a name in a function.
+# Attributes of the value are searched only for the last.
 _REPORTED, _HELD, _NAMED = range(3)
 _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 
@@ -102,10 +102,11 @@ _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 class State:
     """The state that ``function`` and ``roots`` refer to when this object is created.
 
-    ``held``: locations and values of arrays and of tuples with arrays. ``names``: locations whose
-    changes are not reported, with the values that replays compare. ``variables``: each variable
-    once. ``signature``: steps with equal signatures compute the same. ``numbers``: numbers of the
-    state by path. ``reason``: why the step cannot be recorded, or empty.
+    ``held``: fields with arrays, or tuples of arrays, and their values. ``names``: fields whose
+    changes are not reported, and the values with which replays compare them. ``variables``: each
+    variable once. ``signature``: a key that is equal if a program for one state is valid for
+    another. ``numbers``: paths of owners of numbers, and the numbers. ``reason``: why the step
+    cannot be recorded, or "".
     """
 
     def __init__(self, function: Callable[..., Any], roots: Iterable[Any] = ()) -> None:
@@ -117,11 +118,11 @@ class State:
         world, dtype = id(membership.members_of(None)), precision.active_precision.dtype
         self._structure: list[Any] = [world, dtype]
         self._package = _package_of(function)
-        self._seen: dict[Any, Any] = {}  # keeps the objects, so that ids stay unique
+        self._seen: dict[Any, Any] = {}  # objects that are kept alive, so that ids stay unique
         self._kinds: dict[type, Any] = {}
         self._unseen: list[tuple[Any, Any, int]] = []
-        self._hooks: list[tuple[Any, Any, int]] = []  # visited last, after the variables
-        self._objects: list[tuple[Any, Any]] = []  # objects whose loaded attributes are compared
+        self._hooks: list[tuple[Any, Any, int]] = []  # visited after all variables
+        self._objects: list[tuple[Any, Any]] = []  # searched by _note_loaded()
         self._loads = {"attribute": set[str](), "method": set[str]()}
         for root in roots:
             self._start(root, type(root).__name__)
@@ -129,7 +130,7 @@ class State:
         while self._unseen or self._hooks or self._note_loaded():
             value, path, origin = (self._unseen or self._hooks).pop()
             start, kind = len(self._unseen), self._kind(value)
-            if isinstance(value, FunctionType):  # hooks of the library are visited as well
+            if isinstance(value, FunctionType):  # also hooks of this package
                 kind = State._visit_function
             visit = (id(value), None) if origin == _NAMED else id(value)
             if not callable(kind):
@@ -137,11 +138,12 @@ class State:
             elif visit not in self._seen:
                 self._seen[visit] = value
                 kind(self, value, path, origin)
-                self._unseen[start:] = reversed(self._unseen[start:])  # keeps the order
+                # The stack returns the new values in the order in which they were found.
+                self._unseen[start:] = reversed(self._unseen[start:])
         self.signature = tuple(self._structure)
 
     def _kind(self, value: Any) -> Any:
-        """Return the method that visits values of this type, or the name of a category."""
+        """Return the method that visits values of this type, or "array", "simple" or "other"."""
         kind = self._kinds.get(type(value))
         if kind is None:
             matches = (kind for kinds, kind in _VISITORS if issubclass(type(value), kinds))
@@ -152,7 +154,7 @@ class State:
         return "other" if kind is State._visit_function and _is_library(value) else kind
 
     def _start(self, root: Any, path: Any) -> None:
-        """Search ``root``, an object of any class to which a function refers by name."""
+        """Search ``root``, an object of any class that a function refers to by name."""
         kind = self._kind(root)
         if callable(kind):
             self._unseen.append((root, path, _NAMED if kind is State._visit_items else _HELD))
@@ -163,20 +165,21 @@ class State:
                 self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _note_loaded(self) -> bool:
-        """Add attributes that functions load by name. Return whether unvisited values remain."""
+        """Add attributes whose names functions load. Return whether this found values to visit."""
         attributes, methods = self._loads.values()
-        for one, path in self._objects:  # the list grows in the loop
+        for one, path in self._objects:  # the loop appends to the list
             members, items = getattr(one, "__dict__", None), parts(one)
             bases = (one if isinstance(one, type) else type(one)).__mro__
-            # vars() of a class is a proxy of a dict. Access to the dict is twice as fast.
+            # Access to the dict behind vars() of a class is twice as fast as to its proxy.
             of_classes = [gc.get_referents(vars(x))[0] for x in bases if self._is_yours(x)]
             items += [(held, *item) for held in of_classes for item in list(held.items())]
             first = {name: holder for holder, name, _ in reversed(items)}
             others = attributes - first.keys() if hasattr(type(one), "__getattr__") else ()
             for name in sorted(others):
-                with suppress(AttributeError, LookupError):  # an attribute of another object
+                with suppress(AttributeError, LookupError):  # the object may lack the name
                     value = getattr(one, name)
-                    # Only simple values: a search of objects that each read creates would not end.
+                    # Only numbers and strings: each read may create a new object, so a search would
+                    # not end.
                     items += [(one, name, value)] if self._kind(value) == "simple" else []
             if isinstance(members, dict) and "hasattr" in methods and attributes - first.keys():
                 self._compare(members, ITEMS, (path, _LENGTH, ""), len(members))
@@ -192,7 +195,7 @@ class State:
                     continue
                 self._seen[key] = holder
                 if isinstance(holder, dict) and not is_held and hasattr(type(value), "__get__"):
-                    # Functions of methods and properties, also of base classes for super().
+                    # The functions of methods and properties, also in base classes, for super().
                     behind = [getattr(value, attr, None) for attr in ("fget", "func", "__func__")]
                     function = next(filter(None, behind), value)
                     self._start(function, of)
@@ -204,7 +207,7 @@ class State:
         return bool(self._unseen or self._hooks)
 
     def _read_object(self, one: Any, path: Any) -> None:
-        """Search an object. For library objects, compare the public numbers and strings."""
+        """Search an object of the user. Compare numbers and strings of an object of a library."""
         if not _is_library(one):
             self._start(one, path)
         elif not isinstance(one, (FunctionType, ModuleType, type)):
@@ -213,7 +216,7 @@ class State:
                     self._compare(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _is_yours(self, one: Any) -> bool:
-        """Return whether function or class ``one`` is not installed or in the step's package."""
+        """Return whether ``one`` is of the step's package or of no installed package."""
         package = _package_of(one)
         file = getattr(sys.modules.get(package), "__file__", None) or ""
         is_library = package in _LIBRARIES or package in sys.stdlib_module_names
@@ -225,7 +228,7 @@ class State:
             self.names.append((field, value))
 
     def _note_value(self, holder: Any, key: Any, path: Any, value: Any, via: int = _HELD) -> None:
-        """Add ``value`` to the state. Its contents are visited later."""
+        """Add ``value`` to the state, and visit its contents later. ``via``: its origin."""
         kind, arrays = self._kind(value), plain_arrays(value)
         is_followed = callable(kind)
         if is_followed:
@@ -267,7 +270,7 @@ class State:
             self._structure += [name, type(value)]
             if kind != "simple":
                 self._note_value(members, name, of, value, via)
-            if name == "enabled":  # for example of a loss scale, which reports no change
+            if name == "enabled":  # of a loss scale: changes are not reported
                 self._compare(members, name, of, value)
             if has_numbers or name == "enabled":
                 items = parts(value) if kind is State._visit_items else [(members, name, value)]
@@ -285,7 +288,7 @@ class State:
         if len(entries) > _MANY and not isinstance(first, Variable):
             return
         is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
-        if is_parameter or isinstance(first, Module):  # not a list of results
+        if is_parameter or isinstance(first, Module):  # a list of results may grow
             self._structure.append(len(entries))
             if via != _REPORTED:
                 self._compare(items, ITEMS, path, len(entries))
@@ -306,7 +309,7 @@ class State:
             self._loads[kind] |= loads[kind]
         cells = zip(codes[0].co_freevars, function.__closure__ or (), strict=True)
         fields = [(Field(cell, "cell_contents", name), "free") for name, cell in cells]
-        for code in codes:  # the list grows by inner functions
+        for code in codes:  # the loop appends inner functions
             codes += [const for const in code.co_consts if isinstance(const, CodeType)]
         names = dict.fromkeys(chain(*(code.co_names for code in codes)))
         used = (loads["global"] | loads["stored"]) & held.keys()
@@ -318,7 +321,7 @@ class State:
                 self._read_object(sys.modules.get(module), module)
         values = [(field, kind, field.get()) for field, kind in fields]
         for field, kind, value in sorted(values, key=lambda x: not isinstance(x[2], Module)):
-            is_loaded = not kind or field.path in loads[kind]  # modules first, as they have names
+            is_loaded = not kind or field.path in loads[kind]  # modules first: they have names
             is_loaded &= is_yours or self._kind(value) == "other"
             self._note_value(*field, value, _NAMED if is_loaded else _HELD)
 
@@ -334,11 +337,11 @@ class State:
             self._start(value, path)
 
     def changed(self) -> list[Any]:
-        """Return the paths of numbers and strings that have changed."""
+        """Return the paths of fields in ``names`` whose number or string has changed."""
         return [x.path for x, v in self.names if v is not None and is_value(v) and not x.has(v)]
 
     def save(self, others: dict[str, Any]) -> State:
-        """Save the state for ``restore`` and ``differences``. ``others`` are only compared."""
+        """Copy the state for ``restore`` and ``differences``, which also compares ``others``."""
         self._random = random.state_dict()
         pairs = [*others.items(), ("the random numbers that follow", self._random)]
         pairs += [(format_path(field.path), value) for field, value in self.held]
@@ -356,7 +359,7 @@ class State:
         random.load_state_dict(self._random)
 
     def differences(self, other: State) -> list[str]:
-        """Return the names of values that differ between this state and ``other``."""
+        """Return the names of saved values that differ between this state and ``other``."""
         both = zip_longest(self._bits, other._bits, fillvalue=("which arrays there are", None))
         return [one[0] for one, another in both if one != another]
 
@@ -373,7 +376,7 @@ _VISITORS: tuple[tuple[Any, Any], ...] = (
 
 
 def _is_implicit(name: str, one: Any) -> bool:
-    """Return whether ``name`` is a method of ``one`` that Python or a library calls."""
+    """Return whether Python or a library calls ``name``, such as ``__len__`` or ``forward``."""
     is_of_all = name[:2] != "__" or name in vars(object)  # such as __repr__
     return not is_of_all or name == "forward" or (name == "__init__" and isinstance(one, type))
 
@@ -387,7 +390,7 @@ _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
 
 @functools.lru_cache(maxsize=1000)
 def loads_of(code: CodeType) -> dict[str, set[str]]:
-    """Return the names that ``code`` and its inner functions load: a set for each kind of load."""
+    """Return the names that ``code`` and its inner functions load, for each kind of load."""
     names_by_kind: dict[str, set[str]] = {kind: set() for kind in _KINDS.values()}
     loads: list[tuple[str, Any]] = []
     for instruction in dis.get_instructions(code):
@@ -401,7 +404,7 @@ def loads_of(code: CodeType) -> dict[str, set[str]]:
             names_by_kind[kind].add(name)
     if names_by_kind["global"] & {"getattr", "hasattr", "AttributeError"}:
         names_by_kind["attribute"] |= {x for x in code.co_consts if isinstance(x, str)}
-        names_by_kind["method"].add("hasattr")  # attributes may be missing
+        names_by_kind["method"].add("hasattr")  # the code may test whether an attribute exists
     for inner in [
         instruction for instruction in code.co_consts if isinstance(instruction, CodeType)
     ]:
@@ -412,19 +415,19 @@ def loads_of(code: CodeType) -> dict[str, set[str]]:
 
 def _package_of(one: Any) -> str:
     name = str(getattr(one, "__module__", ""))
-    spec = getattr(sys.modules.get(name), "__spec__", None)  # for packages run with -m
+    spec = getattr(sys.modules.get(name), "__spec__", None)  # under python -m the name is __main__
     return str(spec.name if spec else name).partition(".")[0]
 
 
 class EveryCall:
-    """A detector of names whose value changes in ``most`` + 1 consecutive recordings."""
+    """A detector of names that had another value in each of the last ``most`` + 1 recordings."""
 
     def __init__(self, most: int) -> None:
         self._most, self._replays = most, 0
         self._values: list[dict[str, Any]] = []
 
     def reason(self, state: State, replays: int) -> str:
-        """Store values of ``state`` before a recording. Return why recording must end, or ""."""
+        """Note the values of ``state``. Return why the step should not be recorded again, or ""."""
         self._values = self._values[-self._most :] if replays == self._replays else []
         self._replays = replays
         pairs = [
@@ -446,17 +449,17 @@ def is_value(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """Return a key for comparisons: by identity for objects, by value for numbers."""
+    """Return a key that is equal for the same object, or for equal numbers."""
     if isinstance(value, MethodType):
         return _mark(value.__func__), _mark(value.__self__)
     try:
         return weakref.ref(value)
-    except TypeError:  # kept alive, so that its id stays unique
+    except TypeError:  # without weak references: the object itself, or its text
         return value if repr(value) == object.__repr__(value) else repr(value)
 
 
 def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the NumPy or CuPy array that ``value`` represents, or the arrays in a tuple."""
+    """Return a list of the array ``value``, of the array of a stand-in, or of arrays in a tuple."""
     kind = type(value)
     if kind is np.ndarray:
         return [value]
@@ -466,12 +469,12 @@ def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:
 
 
 def parts(one: Any) -> list[tuple[Any, Any, Any]]:
-    """Return (holder, key, value) for the items of a container or the attributes of an object."""
+    """Return (holder, key, value) for each item of a container or attribute of an object."""
     if isinstance(one, dict):
         return [(one, *item) for item in list(one.items())]
     if isinstance(one, _CONTAINERS):
         return [(one, *item) for item in enumerate(list(one))]
-    attributes = getattr(one, "__dict__", None)  # a write to the dict avoids setters
+    attributes = getattr(one, "__dict__", None)  # as holder, it avoids setters
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
     slots += ["cell_contents"] if isinstance(one, CellType) else []
     names: Any = chain(*([slot] if isinstance(slot, str) else slot for slot in slots))
@@ -482,7 +485,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def _is_library(one: Any) -> bool:
-    """Return whether the object or its class belongs to a library."""
+    """Return whether the object or its class is from a library."""
     is_code = isinstance(one, (FunctionType, ModuleType, type))
     source: Any = one if is_code else type(one)
     name = source.__name__ if isinstance(one, ModuleType) else source.__module__
@@ -508,7 +511,7 @@ def replace_all(
 
 
 def _bits_of(value: Any) -> Any:
-    """Return a key that is equal if the bits of numbers are equal. Other types are ignored."""
+    """Return a key of the bits of arrays and numbers in ``value``. Other objects have key None."""
     value = value.data if isinstance(value, Variable) else value
     if isinstance(value, (np.ndarray, np.generic)) or is_cupy(value):
         return type(value), value.shape, value.dtype, value.tobytes()

@@ -45,8 +45,8 @@ from flashlight_py.tape.state import (
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
-_MOST_ANEW = 3  # maximum number of consecutive recordings that change the state of the next call
-_CHECKED = 3  # number of replays to compare, with check=True
+_MOST_ANEW = 3  # maximum number of successive recordings that fail but may succeed in the next call
+_CHECKED = 3  # with check=True: number of replays to compare with the step
 
 _tape = _native.load_extension("tape")
 _slots = ("data", "grad", "node", "hook", "buffer", "placement", "changed", "_calc_grad")
@@ -55,21 +55,21 @@ _ARE_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.
 
 
 class Captured(_tape.Step):  # type: ignore[misc, name-defined]
-    """The result of :func:`capture`. It is called like the step."""
+    """The result of :func:`capture`. A call replays ``step``, or records it, or runs it eagerly."""
 
-    programs: list[Any]  # programs in use, latest first
+    programs: list[Any]  # the latest program is first
 
     def __init__(self, step: Any, state: Sequence[Any] = (), check: bool = False) -> None:
         functools.update_wrapper(self, step, updated=())
         self.check, self._state = check, state
         self._name = getattr(step, "__qualname__", "step")
         self.slow, self.left, self.programs = self._run, self._run_eagerly, list[Any]()
-        self.reason = ""  # why the step stays eager, or empty
+        self.reason = ""  # why the step stays eager, or ""
         self._tries = self._anew = 0
-        self._constants: list[Any] = []  # constants of the last recordings
+        self._constants: list[Any] = []  # of the latest recordings
         self._changes = EveryCall(_MOST_PROGRAMS)
-        self._homes: Any = weakref.WeakValueDictionary()  # replacements of state arrays
-        self._unchecked: list[Any] = []  # with check: a program for each remaining comparison
+        self._homes: Any = weakref.WeakValueDictionary()  # arrays that replace arrays of the state
+        self._unchecked: list[Any] = []  # one entry per replay that check=True still compares
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         is_method = instance is not None and not isinstance(self.__wrapped__, staticmethod)
@@ -79,27 +79,29 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         names, module = self._name.split("."), sys.modules.get(self.__module__)
         value = functools.reduce(lambda one, name: getattr(one, name, None), names, module)
         if value is self:
-            return self._name  # pickled by name, like a function
+            return self._name  # pickles refer to it by name, like a function
         return Captured, (self.__wrapped__, self._state, self.check)
 
     def _run_eagerly(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
         return self.__wrapped__(*args, **(options or {}))
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
-        stamp = int(count[0])  # before the lock, whose owner changes the number first
+        # Before the test of the lock: a recording on another thread increases this number first.
+        stamp = int(count[0])
         if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
-        # On GPUs the lock is not tested, because the ranks vote before each call.
+        # On GPUs the ranks vote before each call. A rank must not skip the vote because of the
+        # lock.
         is_free = call.is_on_gpu or not StepRecording.only.locked()
         reason = call.why_not() if is_free else ""
         if reason or not is_free:
-            result = self._run_eagerly(args, options)  # may raise for invalid arguments
+            result = self._run_eagerly(args, options)  # raises if the arguments are invalid
             if reason:
                 self._stay_eager(reason)
             return result
         if call.is_on_gpu:
-            from flashlight_py.tape.graphs import Graphs  # imports the NCCL binding
+            from flashlight_py.tape.graphs import Graphs  # needs the NCCL binding
 
             graphs = Graphs(self.__wrapped__, self._state)
             self.slow = functools.partial(self._run_on_gpu, graphs)
@@ -121,8 +123,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                             f"{self._tries} calls were not replayed and {self.replays} were, since "
                             "shapes, dtypes, values or memory vary; pass changing values as arrays"
                         )
-                    elif call.is_apart() and int(count[0]) == stamp:  # no recording meanwhile
-                        changed()  # disables replays of captured steps that this step calls
+                    # Another thread may have recorded in the meantime.
+                    elif call.is_apart() and int(count[0]) == stamp:
+                        changed()  # inner captured steps must not replay
                         return self._record(call, ctrl_c)
                 finally:
                     StepRecording.only.release()
@@ -152,7 +155,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         recording = call.recording
         try:
             call.record(ctrl_c)
-            # An array that was created without inputs is a constant if two recordings agree.
+            # The result of a call without arrays is a constant if it is equal in two recordings.
             constants = recording.constants
             if constants and constants not in self._constants:
                 before, lines = [*self._constants, []][0][: len(constants)], recording.lines
@@ -190,7 +193,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.programs, self._unchecked = [[x for x in kind if x.is_alive()] for kind in both]
 
     def _try(self, program: Any, call: _Call) -> Any:
-        """Replay ``program``, compare the result with the step's, and return the result."""
+        """Replay ``program``, compare its result with the result of the step, and return it."""
         replay = _tape.Step()
         replay.programs, replay.slow, replay.left = [program], self.left, self.left
         before = call.saved()
@@ -203,7 +206,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return result
 
     def _compare(self, call: _Call, before: State, result: Any) -> None:
-        """Run the step from state ``before``. Raise RuntimeError if the results differ."""
+        """Run the step from state ``before``. Raise RuntimeError unless it has the same results."""
         after = call.saved(result)
         before.restore()
         expected = call.saved(self._run_eagerly(call.args, call.options))
@@ -215,7 +218,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                 "arrays. Pass the data, or their owner by state="
             )
             raise RuntimeError(self.reason)
-        after.restore()  # restores the arrays that replays use
+        after.restore()  # the arrays of the replay stay in use
 
     def _stay_eager(self, reason: str) -> None:
         self.reason, self.programs = reason, []
@@ -224,7 +227,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
 
 class _Call:
-    """A call of ``step`` and its recording. ``roots`` are further objects with state."""
+    """A call of ``step`` and its recording. ``roots`` are objects with state beside the step."""
 
     def __init__(
         self, step: Any, roots: Sequence[Any], args: Any, options: dict[str, Any], homes: Any
@@ -234,7 +237,7 @@ class _Call:
         data = [x.data if isinstance(x, Variable) else x for x in self.values]
         self.arrays = [x if type(x) is np.ndarray or is_cupy(x) else None for x in data]
         others = [x for x, array in zip(self.values, self.arrays, strict=True) if array is None]
-        self._roots = (*roots, *others)  # arguments such as a model have state
+        self._roots = (*roots, *others)  # other arguments, such as a model, may have state
         self.state = State(step, self._roots)
         self._variables = [value for value in self.values if isinstance(value, Variable)]
         arguments = [(Field(x, "data", "argument"), x.data) for x in self._variables]
@@ -242,10 +245,10 @@ class _Call:
         self._grads = {variable: variable.grad for variable in self.state.variables}
         held = plain_arrays((*self.arrays, *[value for _, value in self._before]))
         self.is_on_gpu = any(map(is_cupy, held))
-        self._moved: dict[int, Any] = {}  # new value by the id of the old array, or tuple of arrays
-        # Objects and their stand-ins, by the object's id. The objects are kept alive.
+        self._moved: dict[int, Any] = {}  # by id of an old array, or tuple of arrays: the new value
+        # By the id of an object: the object, which is kept alive, and its stand-in.
         self._stand_ins: dict[int, tuple[Any, Any]] = {}
-        self.is_to_be_continued = False  # this run created state that the next run will find
+        self.is_to_be_continued = False  # whether the next run of the step may succeed
         self._result: Any = None
 
     @functools.cached_property
@@ -266,7 +269,7 @@ class _Call:
         return not any(starmap(np.may_share_memory, pairs))
 
     def why_not(self) -> str:
-        """Return why an argument or the step is not supported, or ""."""
+        """Return why the step or an argument is not supported, or ""."""
         if any(test(self.step) for test in _ARE_LATER):
             return "it is a generator or a coroutine function"
         if self.state.reason:
@@ -295,7 +298,6 @@ class _Call:
         return ""
 
     def record(self, ctrl_c: CtrlC) -> None:
-        """Run and record the step. Ctrl-C may interrupt it."""
         recording = self.recording
         stand_ins = list(map(self._stand_in, self.values))
         args, named = stand_ins[: len(self.args)], stand_ins[len(self.args) :]
@@ -310,10 +312,10 @@ class _Call:
         for path in changed + self.state.changed():
             self._leave(f"it changes {format_path(path)}, which no replay does,", INSTEAD)
         after = State(self.step, self._roots) if self._moved else after
-        self.stamp = after.signature, int(count[0])  # signature and structure number
+        self.stamp = after.signature, int(count[0])
 
     def _swap(self, on: bool) -> None:
-        """Replace arrays of the state by stand-ins, or stand-ins by arrays."""
+        """If ``on``, replace arrays of the state by stand-ins. Otherwise restore the arrays."""
         change = self._stand_in if on else self._stood_for
         for field, _ in self._before:
             value = field.get()
@@ -338,7 +340,7 @@ class _Call:
         return array_or_number(value)
 
     def _settle(self, after: State) -> None:
-        """Record copies of arrays that the step put into the state to fixed memory for replays."""
+        """Record copies to fixed memory of arrays that replace arrays of the state in this run."""
         recording, made = self.recording, []
         seen = {(id(field.holder), field.key) for field, _ in self._before}
         for field, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in seen]:
@@ -373,7 +375,7 @@ class _Call:
             return
         homes: dict[int, Array] = {}
         for _, before, now in new:
-            # All recordings share this fixed memory, because the user may hold the new array.
+            # All recordings use ``home``, because the user may keep the array of this run.
             home = self._homes.get(id(before))
             if home is None:
                 home = empty_with_strides(before)
@@ -388,12 +390,12 @@ class _Call:
             field.set(moved)
 
     def _leave(self, reason: str, instead: str = "") -> None:
-        """Stop this recording. Its reason may not apply to the next run of the step."""
+        """Give up this recording. The next call may record again, because its state may differ."""
         self.is_to_be_continued = True
         self.recording.leave(reason, instead)
 
     def released(self) -> Any:
-        """Return the step's result with arrays instead of stand-ins."""
+        """Return the result of the step, and replace all stand-ins by their arrays."""
         result, self._result = unwrap_result(self._result), None
         self._stand_ins.clear()
         stand_ins = [x for ref in self.recording.stand_ins if (x := ref()) is not None]
@@ -406,7 +408,7 @@ class _Call:
         memory = Memory(recording, self.arrays)
         kept: list[Any] = []
         bindings, returned = [], arrays_of(self._result)
-        reads = []  # gradients that the step reads before it sets them
+        reads = []  # gradients that the step reads first
         for variable, before in self._grads.items():
             home = now = variable.grad
             if variable in recording.grads_read:
@@ -427,7 +429,7 @@ class _Call:
         names = [
             x.described(moved.get(id(value), value))
             for x, value in self.state.names
-            # Skip a variable that the user keeps: the result of an earlier call.
+            # The result of an earlier call, which the user keeps, may differ in the next call.
             if not (isinstance(value, Variable) and value.node)
             or overlaps(memory.touched, value.data)
         ]
@@ -435,7 +437,7 @@ class _Call:
         return builder.describe(tuple(self.options), state, bindings)
 
 
-def _is_hashable(value: Any) -> bool:  # False for a tuple of arrays
+def _is_hashable(value: Any) -> bool:  # a tuple of arrays is not hashable
     try:
         return hash(value) is not None
     except TypeError:

@@ -248,8 +248,7 @@ def test_timeout_error_names_a_stopped_rank_and_its_last_call(backend: str, tmp_
     assert late, texts  # the second one receives the error of the first
     for text in late:
         assert "rank 1 did not join within 1 seconds" in text
-        assert " timeout " in text  # torch's own suite looks for this word
-        assert "which is process " in text
+        assert re.search("which is process .* timeout ", text, re.S)  # as torch needs it
     assert "broadcast(float64 (7,), root=1)" in late[0]
     assert re.search(r", [1-9]\d*\.\d s ago", late[0])
 

@@ -366,8 +366,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"pad: mode must be .* got 'mean'": (lambda: F.pad(ONES, 1, "mean"), ValueError),
     r"std: expected more than ddof = 3 elements, got 3": (
         lambda: F.std(ONES, 1, ddof=3), ValueError),
-    r"axis must name .* of 2, got 2": (lambda: F.flip(ONES, 2), ValueError),
-    r"axis must name .* of 4, got \(0, 0\)": (lambda: F.expand_dims(ONES, (0, 0)), ValueError),
+    r"axis must name .* 2-D array, got 2": (lambda: F.flip(ONES, 2), ValueError),
+    r"axis must name .* 4-D array, got \(0, 0\)": (lambda: F.expand_dims(ONES, (0, 0)), ValueError),
     r"split: .* 3, size of axis 1, got 2": (lambda: F.split(ONES, 2, 1), ValueError),
     r"split: .* 3, size of axis 1, got \[4, -1\]": (
         lambda: F.split(ONES, [4, -1], 1), ValueError),

@@ -197,7 +197,7 @@ def test_schedules_raise_for_invalid_arguments() -> None:
         (lambda: optim.OneCycleLR(optimizer, 1.0, 9, div_factor=0), ValueError, "above 0"),
         (lambda: optim.SequentialLR(optimizer, [made("step", optimizer)], [1]), ValueError, "0 m"),
         (lambda: optim.SequentialLR(optimizer, [other], []), ValueError, "the same optimizer"),
-        (lambda: optim.SequentialLR(optimizer, [plateau], []), ValueError, "must follow steps"),
+        (lambda: optim.SequentialLR(optimizer, [plateau], []), ValueError, "needs a metric"),
         (
             lambda: optim.ReduceLROnPlateau(optimizer, "least"),
             ValueError,

@@ -61,7 +61,7 @@ def test_recording_works_during_exception_handling() -> None:
 def test_capture_raises_type_error_for_invalid_arguments() -> None:
     with pytest.raises(TypeError, match="step must be callable"):
         fl.capture(3)
-    with pytest.raises(TypeError, match="owners of arrays"):
+    with pytest.raises(TypeError, match="objects with arrays"):
         fl.capture(plain, state=[np.ones(3)])
     step = fl.capture(lambda x: x + 1)
     for _ in range(5):

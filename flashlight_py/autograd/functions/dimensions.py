@@ -85,7 +85,7 @@ def transpose(x: Input, axes: Sequence[int] | None = None) -> Variable:
     ndim = x.data.ndim
     forward = [axis % ndim if -ndim <= axis < ndim else axis for axis in axes]
     if sorted(forward) != list(range(ndim)):
-        raise ValueError(f"transpose: axes must permute {ndim} dimensions, got {tuple(axes)}")
+        raise ValueError(f"transpose: axes must have each of {ndim} axes once, got {tuple(axes)}")
     inverse = sorted(range(ndim), key=forward.__getitem__)
     return record(x.data.transpose(forward), (x, lambda grad: grad.transpose(inverse)))
 
@@ -350,7 +350,7 @@ def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     named = tuple(axis) if hasattr(axis, "__iter__") else (axis,)
     axes = tuple(a + ndim if a < 0 else a for a in named)
     if len(set(axes)) < len(axes) or not all(0 <= a < ndim for a in axes):
-        raise ValueError(f"axis must name distinct dimensions of {ndim}, got {axis}")
+        raise ValueError(f"axis must name distinct dimensions of a {ndim}-D array, got {axis}")
     return axes
 
 
@@ -480,7 +480,7 @@ def matmul(a: Operand, b: Operand) -> Variable:
     """
     x, y = map(as_half, as_pair(a, b))
     if not x.data.ndim or not y.data.ndim:
-        raise ValueError(f"matmul: expected dimensions, got shapes {x.shape} and {y.shape}")
+        raise ValueError(f"matmul: got a number: shapes {x.shape} and {y.shape}. Use mul")
     row = x if x.data.ndim > 1 else reshape(x, (1, -1))
     column = y if y.data.ndim > 1 else reshape(y, (-1, 1))
     out = _matmul(row, column)
@@ -562,7 +562,7 @@ def _read_subscripts(
     counts = [len(shape) - len(letters) for shape, letters in zip(shapes, bare, strict=True)]
     for count, term in zip(counts, terms, strict=True):
         if count < 0 or (count and "..." not in term):
-            raise ValueError(f"{wrong}{term!r} must have one letter per dimension")
+            raise ValueError(f"{wrong}{term!r} must have one letter per dimension of its operand")
     most = builtins.max(counts)  # number of dimensions of the longest ellipsis
     dots = "".join(free[:most])
     full = [term.replace("...", dots[most - n :]) for n, term in zip(counts, terms, strict=True)]
@@ -571,7 +571,7 @@ def _read_subscripts(
         for letter, n in zip(term, shape, strict=True):
             if n != sizes.setdefault(letter, n) and 1 not in (n, sizes[letter]):
                 raise ValueError(
-                    f"{wrong}{letter!r} must have one size, got {sizes[letter]} and {n}"
+                    f"{wrong}{letter!r} must have equal sizes, got {sizes[letter]} and {n}"
                 )
             sizes[letter] = n if sizes[letter] == 1 else sizes[letter]
     if not arrow:

@@ -71,7 +71,7 @@ def _store_exception(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def call_site_callback(native: ModuleType) -> Any:
-    """Return the C callback that writes the current line of user code into an fl_site."""
+    """Return the C callback that reports the current line of user code to native code."""
 
     @native.ffi.def_extern(name="fl_where", onerror=_store_exception)  # type: ignore[untyped-decorator]
     def write_site(site: Any) -> None:

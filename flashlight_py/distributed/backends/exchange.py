@@ -41,7 +41,7 @@ class Frame(NamedTuple):
 
 
 def read_frames(data: Array, limit: int | None = None) -> list[Frame]:
-    """Return the first ``limit`` frames (default: all) of ``data``."""
+    """Return the first ``limit`` frames that ``data`` contains; None: all frames."""
     memory, offset = memoryview(data), 0  # type: ignore[arg-type]
     frames: list[Frame] = []
     while offset < len(memory) and len(frames) != limit:

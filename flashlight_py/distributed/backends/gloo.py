@@ -27,7 +27,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds between two checks, during connecting, that the processes of all ranks are alive.
+# Seconds between two checks, while ranks connect, whether the process of a rank has ended.
 _LOOK_SECONDS = 0.1
 _ADDRESS_BYTES = 1024  # Maximum length of an address
 
@@ -120,7 +120,7 @@ class GlooBackend(NativeBackend):
         return Subgroup(self, ranks, number, is_flat)
 
     def part(self, store: Store, timeout: float) -> GlooBackend:
-        """Return a backend for ``store``. First use: after all ranks have created it."""
+        """Return a backend for ``store``. Use it only after all ranks have created theirs."""
         return _Part(self, store, timeout)
 
     def _create(self, address: str) -> Any:
@@ -185,7 +185,7 @@ class GlooBackend(NativeBackend):
     def lost(self, doing: str) -> DistributedError | None:
         """See ``Backend``. Only a wait detects that a process on another machine has ended."""
         dead = self._dead(doing)
-        return super().lost(doing) or dead  # the group's own reason takes precedence
+        return super().lost(doing) or dead  # prefer the reason that the library recorded
 
     def _dead(self, doing: str) -> PeerLostError | None:
         """Return an error if a process on this machine has ended: Gloo does not detect this."""

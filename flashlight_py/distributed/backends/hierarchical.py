@@ -108,9 +108,9 @@ class HierarchicalBackend(Backend):
         self._rows: Sequence[int] = ()  # row counts of all ranks in the compared call
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
-        self._failed: list[FutureWork] = []  # failed; no ``wait`` has raised their error
+        self._failed: list[FutureWork] = []  # failed; ``synchronize`` raises their errors
         self._receives: list[Then] = []
-        self._beginning = threading.RLock()  # reentrant for signal handlers
+        self._beginning = threading.RLock()  # reentrant, because a signal handler may need it
         self._notified: list[Backend] = []  # backends aborted because another one was lost
         self._is_closed = False
 
@@ -194,7 +194,7 @@ class HierarchicalBackend(Backend):
         def inside() -> Array | MemoryError:
             try:
                 return shared_array(self._inside, shape, dtype)
-            except MemoryError as error:  # an error that does not end the group
+            except MemoryError as error:  # not raised here, because that would end the group
                 return error
 
         array: Array | MemoryError = self._start(call, inside).wait()

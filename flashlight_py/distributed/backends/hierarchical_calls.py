@@ -84,7 +84,7 @@ class HostCalls:
         self._runs_ahead = runs_ahead
 
     def load(self, call: Call) -> Load:
-        """Return the data of ``call`` to send with its comparison; none of a large array."""
+        """Return the data of ``call`` for its comparison; ``NO_LOAD`` if the array is large."""
         if call.compared or call.refusal or call.array is None:
             return NO_LOAD
         array: Array = call.array
@@ -132,7 +132,7 @@ class HostCalls:
     def _combined(
         self, name: str, dtype: np.dtype[Any], op: int, scale: float, parts: Sequence[Array]
     ) -> Array:
-        """Reduce ``parts`` in the order of the list. They are bytes of arrays of ``dtype``."""
+        """Reduce ``parts`` in their order. Each part has the bytes of an array of ``dtype``."""
         ffi, count = self._native.ffi, parts[0].size // dtype.itemsize
         result = np.empty_like(parts[0])
         where = ffi.from_buffer("char[]", result, require_writable=True)
@@ -217,7 +217,7 @@ class HostCalls:
         """Gather ``data`` of all ranks into ``regions``, a list with a region for each host."""
         home, index = regions[self._home], self._inside.rank
         work: Work = _DONE
-        if self._even:  # the section is this rank's data, so the exchange starts at once
+        if self._even:  # the section is this rank's data, so the exchange starts immediately
             work = self._start_gather(data, blocking=False)
         self._inside.start(Call(ALL_GATHER, data, out=home.flat)).wait()
         if self._between is not None and not self._even:
@@ -278,7 +278,7 @@ class HostCalls:
         self._between.start(step).wait()
 
     def _regions(self, flat: Array, counts: Sequence[int]) -> list[Region]:
-        """Cut ``flat`` into one region for each host; ``counts`` are the elements of each rank."""
+        """Cut ``flat`` into a region for each host. ``counts``: number of elements of each rank."""
         by_host = split_rows(counts, [len(host) for host in self._hosts])
         by_host_data = split_rows(flat, list(map(sum, by_host)))
         parts = zip(by_host_data, by_host, strict=True)
@@ -299,7 +299,7 @@ class HostCalls:
     def _in_rank_order(
         self, call: Call, gathered: Array, rows: Sequence[int], copies: bool = True
     ) -> Array:
-        """Return the rows in ``gathered``, which are sorted by host, in rank order.
+        """Return the rows of ``gathered`` in rank order. In ``gathered`` they are sorted by host.
 
         Raises ValueError if ``call.out`` has another number of rows.
         """

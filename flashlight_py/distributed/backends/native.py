@@ -69,7 +69,7 @@ _ARRAY = object()
 _LEAST_RUNNING = 8  # minimum number of tracked operations before ended operations are removed
 SLOWER = "small calls take some microseconds longer"
 _SEEN = 1024  # Maximum number of dtype names that are remembered
-# By name of a composed call: the number with which a signature marks its steps. 0: not a step.
+# Numbers that mark the steps of composed calls in signatures, by name of the call; 0: no step.
 _STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 # Properties of each verb for csrc/fast/plain.h, by the code of the verb.
@@ -159,11 +159,11 @@ class NativeBackend(Backend):
         self._most_running = _LEAST_RUNNING
         self._callers = Callers(self.name)
         self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
-        self._step: EntryPoints | None = None  # native code for steps of a call
+        self._step: EntryPoints | None = None  # native functions for steps of composed calls
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
     def bind(self, journal: Journal) -> FastPath:
-        """Return native entry points that read plain NumPy arrays themselves; see ``Backend``."""
+        """Return native functions that accept plain NumPy arrays directly; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
         self.journal = journal

@@ -47,8 +47,8 @@ dtype_names: dict[int, str] = {}
 _MOST_QUERIED = 64
 # First letter of a message for other ranks. The letter selects the class that they raise.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
-_LEFT = "it has left the group"  # equal to a text in csrc/common
-_GIVEN_UP = "it gave up waiting for this rank: "  # equal to a text in csrc/common
+_LEFT = "it has left the group"  # must equal the text in csrc/common
+_GIVEN_UP = "it gave up waiting for this rank: "  # must equal the text in csrc/common
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
 _WORDS_FOR_OTHERS = re.compile("^[PTM](?=lost |rank |ranks |all |a rank |the ranks )")
 
@@ -104,7 +104,7 @@ def _ended_normally(
     """Return that the first ``missing`` rank left the group, and after how many calls."""
     words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
-        return words  # for a message, or if the group failed before this call
+        return words  # no counts: this is a message, or the group failed earlier
     own_count, peer_count = (calls[rank].sequence for rank in (backend.rank, missing[0]))
     if peer_count >= own_count:
         return words

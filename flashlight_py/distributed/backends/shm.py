@@ -41,7 +41,7 @@ _log = logging.getLogger("flashlight_py")
 class ShmBackend(NativeBackend):
     """Backend for the ranks of ``store``, all on this host. Creation is collective and blocks.
 
-    ``timeout`` (seconds) bounds each wait of an operation. With ``at_once`` no call returns before
+    ``timeout`` (seconds) bounds each wait of an operation. If ``at_once``, no call returns before
     all ranks have made the call. If the ranks share the memory of a larger group
     (``Store.memory_subgroup``), messages use that memory.
 

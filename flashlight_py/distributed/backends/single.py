@@ -47,7 +47,7 @@ class SingleBackend(Backend):
         return Done(array)
 
     def synchronize(self) -> None:
-        """Return at once: no operation is ever pending."""
+        """Do nothing: no operation is ever pending."""
 
     def close(self) -> None:
         """Do nothing: a group of one rank has no resources."""

@@ -214,7 +214,7 @@ class FileStore(TreeStore):
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
         self.next_poll = 0.0
-        # Names of runs: with files from before this run; with a live rank 0; with a contacted rank
+        # Names of runs: with older files than this run; with a live rank 0; with a contacted rank
         # 0.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()

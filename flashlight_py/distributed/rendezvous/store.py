@@ -42,7 +42,7 @@ class Store(abc.ABC):
     secret: bytes = b""  # secret that all ranks knew before the first exchange, if any
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit
     subgroup: Subgroup | None = None  # set if the ranks have connections already
-    memory_subgroup: Subgroup | None = None  # set if ranks share memory; -1: a rank without it
+    memory_subgroup: Subgroup | None = None  # set if ranks share memory; rank -1 has no such memory
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> Roster:

@@ -410,7 +410,7 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
 def claim(offer: Offer, size: int, seconds: float) -> str:
     """Greet the rank 0 of ``offer`` as another rank 0; return why ``offer``'s rank 0 rejects it.
 
-    Return "" if it accepts and does not answer within ``seconds``. Raises like ``greet``.
+    Return "" if no rejection arrives within ``seconds``. Raises like ``greet``.
     """
     greeting, deadline = Greeting(0, size, this_process()), system.monotonic() + seconds
     connection = greet(offer, lambda _: greeting, deadline)

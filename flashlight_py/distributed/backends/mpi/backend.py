@@ -47,7 +47,7 @@ from flashlight_py.errors import (
 
 # Seconds between checks for lost ranks while a rank waits for MPI.
 _CHECK_SECONDS = 0.05
-# Seconds that an operation of a closed CPU backend may take to end.
+# Seconds to wait for a comparison of a closed group, which ends soon with an error.
 _COMPARISON_SECONDS = 0.5
 _CLOSED = "the group was closed"
 
@@ -76,7 +76,7 @@ class Operation(Work):
         self.ended = self.is_suspect = False  # is_suspect: a rank may be lost
         self.error: BaseException | None = None
         self.next_check = self.deadline = math.inf
-        self.room: Array | None = None  # the caller's ``out``; ``end`` checks its rows
+        self.room: Array | None = None  # the caller's ``out``; ``end`` checks its number of rows
         self._value: Any = None
         self._end_time: float | None = None
         self._group = group
@@ -86,7 +86,7 @@ class Operation(Work):
         if self.ended:  # a signal handler has closed the group in the meantime
             return
         if inspect.getgeneratorstate(self.steps) != inspect.GEN_RUNNING:
-            self.steps.close()  # a running generator cannot be closed (signal handler)
+            self.steps.close()  # impossible in a signal handler that interrupted a step
         self._end_time, group = time.monotonic(), self._group
         if error is None and self.room is not None:
             try:
@@ -321,7 +321,7 @@ class MpiBackend(Backend):
         self._end_all(f"this group failed earlier: {cause}", for_all)
 
     def _end_all(self, reason: str, error: DistributedError | None = None) -> None:
-        """End all operations with ``error``; None: with a GroupClosedError and ``reason``."""
+        """End all operations with ``error``, or else with a GroupClosedError for ``reason``."""
         self._unusable = text = reason
         kind: type[DistributedError] = GroupClosedError
         if error is not None:
@@ -364,7 +364,7 @@ class MpiBackend(Backend):
 
 
 class Progress:
-    """Progress of all groups of this process. With ``threaded``, any thread may call MPI."""
+    """The progress of all groups of this process. If ``threaded``, any thread may call MPI."""
 
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()  # held while a thread steps the groups

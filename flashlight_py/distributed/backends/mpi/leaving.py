@@ -42,7 +42,7 @@ class Leaving:
         """Send ``moved`` to the other ranks as the last message. A second call does nothing."""
         if self._request is None and not self._mpi.Is_finalized():
             self._moved[:] = moved
-            with contextlib.suppress(self._mpi.Exception):  # fails if the group failed
+            with contextlib.suppress(self._mpi.Exception):  # MPI raises if the group has failed
                 self._request = self._comms[1].Iallgather(self._moved, self._counts)
 
     def have_all_left(self) -> bool:

@@ -260,7 +260,7 @@ class VerbSteps:
             yield from self._until([partial(comm.Iallgatherv, data, layout)])
 
     def scatter(self, source: Array | None, part: Array, root: int) -> Steps:
-        """Fill ``part`` with this rank's equal part of ``source``, which only ``root`` has."""
+        """Write this rank's part of ``source`` to ``part``. Only ``root`` has ``source``."""
         if self._needs_pairs(part, part.size * self._size):
             sends = _by_rank(source, [part.size] * self._size)
             yield from self.swap(sends, {root: part})
@@ -293,10 +293,10 @@ class VerbSteps:
     def swap(
         self, sends: Mapping[int, Array], receives: Mapping[int, Array], number: int | None = None
     ) -> Steps:
-        """Exchange arrays with all ranks in parallel; copy this rank's array for itself.
+        """Send ``sends[r]`` to each rank r and receive ``receives[r]``, all in parallel.
 
-        Messages between two ranks keep their order. A user's message has a ``number``; a collective
-        passes None.
+        Messages between two ranks keep their order. ``number`` is the number of a user's message;
+        None: a collective.
         """
         comm, me = self._comm, self._rank
         tag = _COLLECTIVE_TAG if number is None else 1 + number % _LARGEST_TAG
@@ -316,7 +316,7 @@ class VerbSteps:
 
 
 def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
-    """Return the part of each rank; {} if ``data`` is None."""
+    """Cut ``data`` into the part of each rank; {} if ``data`` is None."""
     return {} if data is None else dict(enumerate(split_rows(data, counts)))
 
 
@@ -382,7 +382,7 @@ def _truth(array: Array) -> Array:
 def _extreme_form(operation: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
     signed = np.dtype(f"int{dtype.itemsize * 8}")
     limits = np.iinfo(signed)
-    nan = limits.min if op is ReduceOp.MIN else limits.max  # a NaN wins
+    nan = limits.min if op is ReduceOp.MIN else limits.max  # NaN on any rank makes the result NaN
 
     def encode(array: Array) -> Array:
         keys = _mirrored(array.view(signed))

@@ -180,7 +180,7 @@ class NcclBackend(Backend):
         return self._into(call, sum(rows), gather)
 
     def _gathering(self, array: Array, joined: Array, lengths: dict[int, int]) -> list[Step]:
-        """Return the steps that gather ``lengths`` bytes from each rank."""
+        """Return the steps that gather ``lengths[r]`` bytes from each rank r."""
         source = _address(array)
         if len(set(lengths.values())) == 1:
             return [(launching.ALL_GATHER, source, _address(joined), array.nbytes, BYTES, 0, 0)]
@@ -435,7 +435,7 @@ class NcclBackend(Backend):
         cast = list[tuple[Array, Array]]()  # converted arrays, in use until ``finish``
 
         def prepare() -> list[Step]:
-            with self._stream:  # owner of the converted arrays
+            with self._stream:  # the converted arrays belong to this stream
                 cast.extend(form.convert(*pair) for form, pair in zip(forms, pairs, strict=True))
             return steps(cast)
 

@@ -1,8 +1,8 @@
 """Comparison of the ranks' calls over the group's backend for NumPy arrays.
 
-NCCL compares nothing. A call that reduces or broadcasts starts on the device at once. If the calls
-differ or a rank is missing, the communicator is aborted: NCCL's kernels would wait forever. All
-other calls are compared before they start, because the host needs sizes or peers.
+NCCL compares nothing. A call that reduces or broadcasts starts on the device immediately. If the
+calls differ or a rank is missing, the communicator is aborted, because NCCL's kernels would wait
+forever. All other calls are compared before they start, because the host needs sizes or peers.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Comparisons:
         self._posted: deque[Work] = deque()
         # The watchdog needs a lock of its own for ``_posted``: it must be able to end a launch, and
         # a launch holds the communicator's lock.
-        self._lock = threading.RLock()  # reentrant for signal handlers
+        self._lock = threading.RLock()  # reentrant, because a signal handler may need it
         self.latest: Work = Done()
-        # _ahead: number of calls made ahead. compared_ahead: number of compared calls, and a time.
+        # _ahead: number of calls made ahead. compared_ahead: number of compared calls, and when.
         self._ahead, self.compared_ahead, self._name = 0, (0, 0.0), ""
 
     def post(self, call: Call) -> None:

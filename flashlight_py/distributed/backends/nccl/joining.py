@@ -27,7 +27,7 @@ from flashlight_py.errors import (
 
 
 class NcclCard(NamedTuple):
-    """A rank's report: NCCL version and GPU, or a ``problem`` that prevents its use.
+    """A rank's report: NCCL version and GPU, or a ``problem`` that prevents the use of NCCL.
 
     ``unique_id`` (hexadecimal) identifies the communicator; only rank 0 sends it. For
     ``slow_reason`` see ``NcclLibrary``.
@@ -59,7 +59,7 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
 
 
 def _tools(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
-    """Return this rank's card, and before it (NCCL, CuPy, device index), or None without a GPU."""
+    """Return (tools, card). Tools are NCCL, CuPy and the device index; None after a problem."""
     try:
         if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
             raise BackendUnavailableError(

@@ -124,7 +124,7 @@ def driver_address(name: str) -> int:
 
 
 def library_candidates() -> Iterator[tuple[str, str]]:
-    """Yield (source, path or soname) in order. If the variable is set, yield only its path."""
+    """Yield (source, path or soname) in order. If ``VARIABLE`` is set, yield only its path."""
     if path := os.environ.get(VARIABLE):
         yield VARIABLE, path
         return

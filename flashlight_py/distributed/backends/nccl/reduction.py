@@ -14,12 +14,12 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.constants import ReduceOp
 
-# In the order of ncclDataType_t in csrc/nccl/nccl.cdef.h.
+# Names of dtypes in the order of ncclDataType_t (csrc/nccl/nccl.cdef.h).
 _NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
 _CODES = {name: code for code, name in enumerate(_NAMES.split())}
 BYTES = _CODES["uint8"]
 
-# ncclRedOp_t. For bool, AND is MIN and OR is MAX. NCCL has no bitwise operation of other dtypes.
+# Values of ncclRedOp_t. For bool, AND is MIN and OR is MAX; NCCL has no bitwise operations.
 OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 OPS |= {ReduceOp.AND: 3, ReduceOp.OR: 2}
 

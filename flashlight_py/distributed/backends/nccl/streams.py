@@ -52,7 +52,7 @@ class DeviceFlight:
     ended: float | None = None
 
     def start_time(self, free: float = 0.0) -> float:
-        """Return the earliest start: all ranks have called, and ``free`` (seconds) has passed."""
+        """Return the earliest start: all ranks have called, and the time ``free`` has passed."""
         if not self.compared.is_completed():
             return math.inf  # the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
