@@ -5,10 +5,10 @@
 
 namespace fl {
 
-// Inside a handler: store the message of the current exception for fl_error().
+// Inside an exception handler: store the message of the exception for fl_error().
 void keep_error() noexcept;
 
-// Inside a handler: return the handle of an operation that failed to start.
+// Inside an exception handler: return the handle of an operation that failed to start.
 fl_op* failed_to_start() noexcept;
 
 // Return the result of `run`, or `otherwise` if `run` throws.

@@ -36,7 +36,8 @@ class Choice {
   struct History;
 
  public:
-  // Cost of each path for its slowest rank: a rank that only writes may return early and measure a low cost.
+  // Cost of each path for its slowest rank, because ranks that only write return early and measure too
+  // little.
   class Slowest {
    public:
     void add(const Costs& costs) {
@@ -80,7 +81,8 @@ class Choice {
     int next = next_path(best, call, paths);
     const bool is_hopeless = call >= kFirst && slowest[next] > kHopeless * slowest[best];
     if (is_hopeless && call / kTryEvery % kTryHopeless != 0) next = best;
-    // The first call after a change of the path is not measured: the previous path has determined the caches.
+    // The first call on another path is not measured, because the previous path determined the caches'
+    // contents.
     const bool counts = std::exchange(history.last, next) == next;
     return {static_cast<CopyPath>(next), counts, &history, bytes, Clock::now()};
   }
@@ -90,9 +92,8 @@ class Choice {
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.history->cost[trial.path];
     const double now = seconds / static_cast<double>(trial.bytes);
-    // A call that took less than `cost` was not disturbed and gets a larger weight. A much slower call
-    // probably was. Alone, it must not make another path the best: this path would then rarely be tried
-    // again.
+    // A call faster than `cost` was not disturbed and gets a larger weight. A much slower call was probably
+    // disturbed. Alone, it must not change the best path, because this path would then rarely be tried again.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }

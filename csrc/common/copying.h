@@ -13,7 +13,7 @@
 
 namespace fl {
 
-// Prefetch, for writing, a cache line that another core holds. Shortens the wait of both cores.
+// Prefetch a cache line of another core for writing. Both cores then wait for a shorter time.
 inline void expect_to_write(const volatile void* line) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const volatile char*>(line)));
@@ -68,7 +68,7 @@ inline void stream_copy(void* to, const void* from, size_t bytes) {
     return;
   }
   copy_lines(to, from, bytes, [](__m128i* out, __m128i value) { _mm_stream_si128(out, value); });
-  _mm_sfence();  // streamed stores are not ordered with the counter that announces them
+  _mm_sfence();  // the stores must be visible before the counter that announces them
 }
 
 #else

@@ -6,7 +6,7 @@ namespace fl {
 namespace {
 
 constexpr long kSliceMilliseconds = 20;  // maximum sleep before failures are checked
-constexpr uint32_t kLongWait = 100;  // milliseconds of waiting after which a receive notifies its sender
+constexpr uint32_t kLongWait = 100;  // milliseconds; a receive that waits longer notifies its sender
 constexpr int kSpinsALook = 4;  // a poll of all queues takes as long as this many polls of a counter
 constexpr int kTokenBits = 20;
 constexpr uint32_t kTokens = (1u << kTokenBits) - 1;
@@ -378,7 +378,7 @@ bool Engine::is_claimed(const Message& message) {
          __atomic_load_n(message.match_->claim, __ATOMIC_RELAXED) != 0;
 }
 
-// Notify the sender for which tag this rank waits.
+// Send the tag of `message` to its sender, because this rank waits for it.
 void Engine::announce(Message& message) {
   if ((message.flags_ & Message::kAnnounced) != 0) return;
   message.flags_ |= Message::kAnnounced;

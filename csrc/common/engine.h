@@ -171,7 +171,7 @@ class Message final : public fl_op {
     const Record offer;
     const int from;        // engine rank
     size_t done = 0;       // bytes transferred
-    uint32_t token = 0;    // token of this message, if peers must address it
+    uint32_t token = 0;    // token by which peers address this message; 0: none
     Choice::Trial trial;   // receiver only
     bool is_busy = false;  // a thread reads without the lock
     std::unique_ptr<Wire::Flow> flow;
@@ -294,7 +294,7 @@ class Port {
   Table<Message> posted_;                     // open receives
   Table<Arrival> arrivals_;                   // messages without a receive
   std::vector<int> arrived_;                  // by rank: number of its entries in arrivals_
-  std::vector<std::vector<int32_t>> wanted_;  // by rank: tags of its receives that wait for long
+  std::vector<std::vector<int32_t>> wanted_;  // by rank: tags of its receives that have waited for long
   std::deque<CallReport> refusals_;
   std::atomic<bool> has_refusal_{false};
 };

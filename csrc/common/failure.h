@@ -19,7 +19,7 @@ struct CallReport {
   std::vector<fl_signature> calls;
   std::vector<fl_site> sites;
   std::vector<double> ages;
-  uint32_t ago = 0;  // for a mismatch: how many calls before this call the ranks differed
+  uint32_t ago = 0;  // for a mismatch: how many calls ago the ranks differed
 
   void reset(int ranks) {
     calls.assign(ranks, fl_signature{});

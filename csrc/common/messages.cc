@@ -243,7 +243,7 @@ bool Engine::progress(Lock& lock, int hint) {
       if (moving_.size() < before) --i;
     } else {
       read_chunk(message, lock);
-      return true;  // the list may have changed
+      return true;  // moving_ may have changed
     }
   }
   return moved;

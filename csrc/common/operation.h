@@ -119,8 +119,8 @@ std::unique_ptr<Outcome> outcome_of(const Failure& failure);
 // State that the handles share with the threads that run operations. It may outlive the group.
 struct Shared {
   std::mutex mutex;
-  std::condition_variable work;    // a thread of the group has returned from an operation
-  std::condition_variable done;    // an operation has ended
+  std::condition_variable work;    // notified when a thread of the group returns from an operation
+  std::condition_variable done;    // notified when an operation has ended
   Transport* transport = nullptr;  // null once the group is closed
 };
 

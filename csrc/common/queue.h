@@ -59,7 +59,7 @@ class Queue {
 
   // Run `run` on a thread after all earlier operations. The operation fails if no thread can be created.
   std::shared_ptr<Operation> submit(double seconds, std::function<void(Operation&)> run);
-  // submit(seconds, run) in two steps
+  // The two steps of submit(seconds, run).
   std::shared_ptr<Operation> make(double seconds, std::function<void(Operation&)> run) const;
   void submit(std::shared_ptr<Operation> operation);
 

@@ -95,7 +95,7 @@ class DaskRanks:
             self._tasks[rank] = self._client.submit(start.serve, rank, addresses[first], **pinned)
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait until a rank of ``ranks`` ends or ``until``, at most 0.5 s; return all outcomes."""
+        """Return the outcomes of ended ranks. Wait at most 0.5 s if none of ``ranks`` has ended."""
         import distributed
 
         seconds = min(engine.POLL_SECONDS, max(until - time.monotonic(), 0.0))

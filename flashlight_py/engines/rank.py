@@ -27,7 +27,7 @@ _BACKLOG = 1024
 
 
 class RendezvousAddress(NamedTuple):
-    """Address of rank 0: a port, and ``addresses`` of the host. The engine uses the first one."""
+    """Port of rank 0 and addresses of its host. The first address is the engine's choice."""
 
     addresses: Sequence[str]
     port: int

@@ -92,7 +92,7 @@ class RayRanks:
             self._tasks[actor.call.remote(self._start.serve, rank, rendezvous)] = rank
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait until a rank of ``ranks`` ends, or ``until``; return the outcomes of ended ranks."""
+        """Return the outcomes of ended ranks. Wait for the first one, at most until ``until``."""
         tasks = [task for task, rank in self._tasks.items() if rank in ranks]
         self._ray.wait(tasks, num_returns=1, timeout=engine.seconds_until(until))
         ended, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=0)

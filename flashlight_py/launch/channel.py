@@ -10,7 +10,7 @@ the program, ``output`` of a rank, ``exited`` with a rank's exit code, ``more`` 
 input, ``record`` with a flight record, ``left_out`` for a record that is not sent, and ``finished``
 with the pids of processes that SIGKILL did not end.
 
-Both send ``pulse`` regularly to show that they are alive.
+The launcher and the agents send ``pulse`` regularly to show that they are alive.
 
 An agent blocks until the launcher has read its message; meanwhile the ranks block when they print.
 The launcher never blocks on an agent. Otherwise the two could wait for each other.

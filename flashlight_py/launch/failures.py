@@ -1,5 +1,4 @@
-"""Descriptions of failed ranks, from reports, exit codes and tracebacks. Choice of the first
-cause."""
+"""Descriptions of failed ranks, from reports, exit codes and tracebacks. Choice of the cause."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ class Tail:
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe the end of a process; ``code``: exit code, minus the signal number, or None."""
+    """Describe an exit with ``code``, a kill by signal ``-code``, or an unknown end (None)."""
     if code is None:
         return "has ended (exit code unknown: a SIGCHLD handler reaped the process)"
     if code >= 0:

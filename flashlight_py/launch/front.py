@@ -3,7 +3,7 @@
 The process that the user started is called the front. It forks a copy of itself into a separate
 session. The copy starts and watches the ranks. The front only forwards signals and waits. If the
 copy is killed, the front ends the remaining processes. If the front is killed, the kernel signals
-the copy, which then ends the job. Both adopt orphans.
+the copy, which then ends the job. Both processes adopt orphans.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class StartError(Exception):
 
 
 class SshAgent:
-    """The connection to an agent, which ``ssh`` starts in our working folder with our Python.
+    """The connection to an agent that ``ssh`` starts with this Python, in this working folder.
 
     ``on_message`` is called with each message. ``on_lost`` is called with the reason when ssh has
     ended. ssh is killed if the agent, after its first message, is silent for ``lost_after``

@@ -56,11 +56,11 @@ def spawn(
 
     The call blocks until every rank has returned. Each process is a fresh interpreter. It imports
     the script of this program under another name, so the code under ``if __name__ == "__main__":``
-    does not run. Call ``spawn`` there. The ranks print to the standard output and error of this
-    process. If ``sys.stdout`` or ``sys.stderr`` is replaced, as in a notebook, the lines are
-    written to the replacement with the prefix ``[rank]``. No process is left behind, even if a rank
-    or this process is killed. If the call raises an exception, all ranks have ended before. This
-    process may itself be a rank of another world.
+    does not run. Call ``spawn`` under this condition. The ranks print to the standard output and
+    error of this process. If ``sys.stdout`` or ``sys.stderr`` is replaced, as in a notebook, the
+    lines are written to the replacement with the prefix ``[rank]``. No process is left behind, even
+    if a rank or this process is killed. If the call raises an exception, no rank is running any
+    more. This process may itself be a rank of another world.
 
     Unless the environment sets them, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS of
     each rank are the number of usable cores divided by ``nprocs``.

@@ -19,8 +19,8 @@ class BatchNorm(LocalBatchNorm):
 
     Evaluation uses ``running_mean`` and ``running_var``, which start at 0 and 1. Each training
     batch sets them to ``(1 - momentum) * running + momentum * new``; ``new`` is the mean or the
-    variance of the batch. For this variance, the sum of squares is divided by ``n - 1``, where n is
-    the number of values of a channel.
+    variance of the batch. For this variance, the sum of squared deviations is divided by ``n - 1``,
+    where n is the number of values of a channel.
 
     Args:
         channels: Size of the second dimension of the input.

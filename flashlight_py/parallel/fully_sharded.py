@@ -52,7 +52,7 @@ def fully_shard(
         group: Process group. Default: the world.
         across_hosts: If True, each host updates only a part of the parameters, stores optimizer
             state only for this part, and sends the updated part to the other hosts (ZeRO-1).
-            ``grad`` then has the sum over all ranks only in this part.
+            ``grad`` then has the mean over all ranks only in this part.
 
     Raises:
         TypeError: If ``module`` is not a Module.

@@ -7,12 +7,12 @@ on rank q, and g_r is the gradient of J with respect to the result on rank r. If
 the same loss, J contains it once per rank. Divide the loss by the number of ranks to count it once.
 
 **The gradient of a collective is a collective.** If ``backward()`` reaches a result on one rank, it
-must reach the result on every rank. A rank whose loss does not depend on its result adds ``0 *
-sum(result)``. Backward passes run their collectives in the reverse order of the forward pass, so
-the calls of ranks with different graphs still match. Before each collective, a small ``all_reduce``
-checks that all ranks are at the same one. If a rank is at a different collective, every rank raises
-``MismatchError``. If a rank makes no call, the other ranks raise ``CollectiveTimeoutError``, which
-names it. Gradients of different results are never added.
+must reach the result on every rank. If the loss of a rank does not depend on its result, add ``0 *
+sum(result)`` to this loss. Backward passes run their collectives in the reverse order of the
+forward pass, so the calls of ranks with different graphs still match. Before each collective, a
+small ``all_reduce`` checks that all ranks are at the same collective. If they are not, every rank
+raises ``MismatchError``. If a rank makes no call, the other ranks raise ``CollectiveTimeoutError``,
+whose message names this rank. Gradients of different results are never added.
 
 All functions block. ``group`` is the process group; the default is the world. The result is a new
 variable with the dtype of ``v``. It has a gradient on every rank if ``v`` has a gradient on any

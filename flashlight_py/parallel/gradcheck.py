@@ -36,8 +36,8 @@ def gradcheck_over_ranks(
 
     Raises:
         TypeError: If an array is not float64; other dtypes are too coarse for difference quotients.
-        AssertionError: If a gradient differs on any rank. Every rank raises. It states rank, input,
-            element and both numbers.
+        AssertionError: If a gradient differs on any rank. Every rank raises. The message has rank,
+            input, element and both numbers.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     for array in arrays:

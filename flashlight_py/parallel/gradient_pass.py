@@ -121,7 +121,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
     def _check_params(self) -> None:
         pending = sum(bucket.pending for bucket in self._buckets)
-        if pending != self._pending:  # for example, a list has another parameter
+        if pending != self._pending:  # a list may now have another parameter
             self._find_new_params()
         if self._new_params:
             raise ValueError(
@@ -233,7 +233,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         """Raise an error for ``operation`` if a rank has ended in the middle of a step."""
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return the factor of this rank's gradients: 1 if the ranks sum, else by its samples."""
+        """Return 1 if gradients are summed, else ``samples`` divided by the mean over all ranks."""
         if not self.averages:
             return 1.0
         return samples * ranks / all_samples if all_samples else 0.0

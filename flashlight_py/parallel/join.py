@@ -46,10 +46,9 @@ class Joined:
         """Set the weight of this rank's next synchronised pass: its number of samples.
 
         If a rank calls this several times before a synchronised pass (see ``no_sync``), the numbers
-        are added. Without a call, a pass has the weight of the previous pass; the first weight is
-        1. If the number is 0, this rank's gradients are ignored. Not collective. Raises TypeError
-        if ``samples``
-        is not an integer, and ValueError if it is negative.
+        are added. Without a call, a pass has the weight of the previous pass (1 for the first
+        pass). If the number is 0, this rank's gradients are ignored. Not collective. Raises
+        TypeError if ``samples`` is not an integer, and ValueError if it is negative.
         """
         number = check_integer("join: count", "samples", samples)
         self._count = self._count + number if self._counting else number

@@ -133,7 +133,8 @@ class DistributedOptimizer:
         Raises:
             ValueError: If the same array is passed twice, or as :func:`flashlight_py.all_reduce`.
             TypeError: As :func:`flashlight_py.all_reduce`.
-            MismatchError: If the ranks pass different updates. It names the first difference.
+            MismatchError: If the ranks pass different updates. The message has the first
+                difference.
             DistributedError: As :func:`flashlight_py.all_reduce`.
         """
         updates = list(updates)

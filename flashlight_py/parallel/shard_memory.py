@@ -57,10 +57,10 @@ class HostBucket(PassBucket):
 def plan(
     name: str, params: Sequence[Variable], chunk_bytes: int, ranks: Sequence[int]
 ) -> tuple[list[HostBucket], int]:
-    """Return the buckets of the flat array ``name``, in sending order, and its length.
+    """Return the buckets of the flat array ``name`` in sending order, and the array's length.
 
-    ``params`` have one dtype and are in the order of their gradients. ``ranks`` is the number of
-    ranks of each host, from which all hosts compute equal offsets.
+    ``params`` have one dtype and are in the order of their gradients. ``ranks`` has the number of
+    ranks of each host. All hosts pass equal ``ranks`` and compute equal offsets.
 
     Example:
         >>> shapes = (100, 40), (40,), (3,)
@@ -221,7 +221,7 @@ class HostMemory:
         return self.staging_of_ranks(chunk, total.dtype)[self.local.rank]
 
     def staging_of_ranks(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's staging buffer for ``chunk``, after ``staging`` was called for it."""
+        """Return every rank's staging buffer for ``chunk``. Call ``staging`` first."""
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         staging: list[Array] = [rank[self._parity, :nbytes].view(dtype) for rank in self._staging]
         return staging

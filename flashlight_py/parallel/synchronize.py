@@ -58,12 +58,11 @@ def synchronize(tree: SomeTree, root: int = 0, *, group: ProcessGroup | None = N
         ``tree``, or a new object if ``tree`` is a number or immutable.
 
     Raises:
-        ValueError: If ``root`` is not a rank of the group. On every rank, if any rank's tree has a
-            read-only array, a Variable with history that needs a gradient, or a sharded
-            parameter.
-        TypeError: On every rank, if an array of any rank contains Python objects.
-        MismatchError: On every rank, if the trees differ. It names the first different path and its
-            values. Nothing is changed.
+        ValueError: If ``root`` is not a rank of the group, or the tree of any rank has a read-only
+            array, a Variable with history that needs a gradient, or a sharded parameter.
+        TypeError: If an array of any rank contains Python objects. Every rank raises.
+        MismatchError: If the trees differ. Every rank raises, and nothing is changed. The message
+            has the first different path and its values.
         DistributedError: As :func:`flashlight_py.all_reduce`. The tree is not changed.
 
     Example:
@@ -94,7 +93,8 @@ def broadcast_parameters(
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If ``root`` is not a rank, an array is read-only, or a parameter is sharded.
-        MismatchError: If the modules differ. It names the first different parameter or buffer.
+        MismatchError: If the modules differ. The message has the first different parameter or
+            buffer.
         DistributedError: As :func:`flashlight_py.all_reduce`. Nothing is changed.
 
     Example:
@@ -120,7 +120,7 @@ def all_reduce_parameters(module: Module, *, group: ProcessGroup | None = None) 
     Raises:
         TypeError: If ``module`` is not a Module.
         ValueError: If a parameter is sharded.
-        MismatchError: If the modules differ. It names the first different parameter.
+        MismatchError: If the modules differ. The message has the first different parameter.
         DistributedError: As :func:`flashlight_py.all_reduce`.
     """
     require_module(module)

@@ -30,7 +30,7 @@ WIDEST = 80.0  # maximum v in ClosedFormSoftmax: a much larger v overflows e^v i
 
 
 class Activation(BaseLayer):
-    """Base class of activations, which keep the shape and have no parameters."""
+    """Base class of activations. They keep the shape and have no parameters."""
 
     has_state = False
     keeps_input = False
@@ -41,7 +41,7 @@ class Activation(BaseLayer):
         return shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return the moments of the activation, in the shape of ``x``.
+        """Return the moments of the output, in the shape of ``x``.
 
         If another activation computed ``x``, the slope is multiplied by the slope of ``x``.
         """
@@ -97,7 +97,7 @@ class Tanh(Activation):
 
 
 class Softplus(Activation):
-    """``ln(1 + e^z)``, linearised at the mean. The slope is the sigmoid."""
+    """``ln(1 + e^z)``, linearised at the mean. The slope is the sigmoid of the mean."""
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
         xp = array_module(mean)
@@ -220,9 +220,9 @@ class Remax(_Shares):
     """``max(z, 0)`` divided by the sum over the sample: probabilities in closed form.
 
     ``MixtureReLU`` gives each class a mean M, a variance V and a slope P. M' and V' are the sums of
-    M and V over the classes. The ReLU and their sum are treated as log-normal: their logarithms
-    have variances lambda, lambda' and means kappa, kappa' (:func:`_log_normal`). With c = ln(1 + V
-    / (M M')) and w = lambda + lambda' - 2c, the results are:
+    M and V over the classes. The values max(z, 0) and their sum are treated as log-normal: their
+    logarithms have variances lambda, lambda' and means kappa, kappa' (:func:`_log_normal`). With c
+    = ln(1 + V / (M M')) and w = lambda + lambda' - 2c, the results are:
 
     - Means: A = exp(kappa - kappa' + w / 2), at least 1e-6, then divided by the sum over classes.
     - Variances: (e^w - 1) A^2.
@@ -250,9 +250,10 @@ class ClosedFormSoftmax(_Shares):
     """``e^z`` divided by the sum over the sample; less stable than ``Remax`` for large variances.
 
     The exponentials have means E = exp(m + v/2) and variances V = E^2 (e^v - 1). E' and V' are the
-    sums over the classes. This sum is treated as log-normal: its logarithm has variance lambda' and
-    mean kappa'. With c = ln(1 + V / (E E')) and w = v + lambda' - 2c, means are A = exp(m - kappa'
-    + w / 2), variances (e^w - 1) A^2, and slopes A (v - c) / v. If v is above 80, 80 is used.
+    sums of E and V over the classes. The sum of the exponentials is treated as log-normal: its
+    logarithm has variance lambda' and mean kappa'. With c = ln(1 + V / (E E')) and w = v + lambda'
+    - 2c, means are A = exp(m - kappa' + w / 2), variances (e^w - 1) A^2, and slopes A (v - c) / v.
+    If v is above 80, 80 is used.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:

@@ -82,8 +82,7 @@ class _Convolution(ImageLayer):
             variance += self.biases.variance[:, None]
 
     def _set_sums(self, sums: Array, d: Array, e: Array) -> None:
-        """Set the sums of the weights, and the sums of the biases from deltas ``[channels,
-        units]``."""
+        """Set the sums of weights and biases. ``d`` and ``e`` have shape ``[channels, units]``."""
         for array, values in zip(
             (self.weight.mean_sum, self.weight.variance_sum), sums, strict=True
         ):
@@ -123,7 +122,7 @@ class Conv2d(_Convolution):
     """
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept images of a size that windows fill exactly, or flat samples of a declared size."""
+        """Accept images that the windows cover exactly, or flat samples of a declared size."""
         return self._cover(self._input_images(shape), self.out_channels)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
@@ -149,8 +148,8 @@ class Conv2d(_Convolution):
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Set the sums of the weights: ``d`` times input means, and ``e`` times their squares.
 
-        Return the deltas of the input: ``d @ W`` and ``e @ W**2`` of each window, times the slopes.
-        Windows that overlap are added.
+        Return the deltas of the input: ``d @ W`` and ``e @ W**2`` of each window, times the input's
+        slope and squared slope. Overlapping windows are added.
         """
         x, over = self._x, self._over
         xp, batch = array_module(x.mean), len(x.mean)
@@ -234,7 +233,7 @@ class ConvTranspose2d(_Convolution):
         """Set the sums of the weights: input means times ``d``, and their squares times ``e``.
 
         Return the deltas of the input: the sums over each window of ``d * W`` and of ``e * W**2``,
-        times the slopes.
+        times the input's slope and squared slope.
         """
         x, over, batch = self._x, self._over, len(self._x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)

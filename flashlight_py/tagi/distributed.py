@@ -170,7 +170,7 @@ class DDPSequential:
     def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs for this rank's samples; see ``Sequential``.
 
-        The call is collective in training with ``sync`` if the network has batch normalisation.
+        The call is collective if ``sync`` is set and a network in training has batch normalisation.
         """
         return self.forward(mu_x, var_x)
 
@@ -336,7 +336,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._model.learnt = round(float(self._parameter_buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return 1. If ``averages``, return the factor for a mean over the ranks with samples."""
+        """Return 1 for sums. For means, return the factor that excludes ranks without samples."""
         return ranks / training if self.averages else 1.0
 
     def send_zeros(self) -> None:

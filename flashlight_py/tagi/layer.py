@@ -100,7 +100,7 @@ class BaseLayer(abc.ABC):
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return the moments of the output, ``[batch, *output_shape]``.
 
-        ``x`` has shape ``[batch, *input_shape]``. In training, keep it for the backward pass.
+        ``x`` has shape ``[batch, *input_shape]``. In training, the layer keeps ``x``.
         """
 
     @abc.abstractmethod
@@ -134,7 +134,7 @@ class BaseLayer(abc.ABC):
         return []
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield this layer, or the layers of a block, with pytagi's names ending in ``suffix``."""
+        """Yield (name, layer) of this layer or of a block's layers. Names end in ``suffix``."""
         yield f"{self.get_layer_name()}.{suffix}", self
 
     def set_training(self, training: bool) -> None:
@@ -156,7 +156,7 @@ class BaseLayer(abc.ABC):
         return self.input_size, self.output_size
 
     def get_max_num_states(self) -> int:
-        """Return the number of units of a sample, of input or output, whichever is larger."""
+        """Return ``input_size`` or ``output_size``, whichever is larger."""
         return max(self.input_size, self.output_size)
 
     @property
@@ -335,7 +335,7 @@ class ResNetBlock(_Block):
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Run both paths backward, the shortcut first, and return the sums of their deltas.
 
-        Without a shortcut, ``d`` is multiplied by the slope of ``x``, and ``e`` by its square.
+        Without a shortcut, ``x`` itself gets the deltas ``d * slope`` and ``e * slope**2``.
         """
         d, e = d.reshape(self._shape), e.reshape(self._shape)
         copies = d.copy(), e.copy()  # each path may overwrite its arguments

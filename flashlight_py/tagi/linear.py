@@ -76,7 +76,7 @@ class Linear(BaseLayer):
         return BaseHiddenStates(mean, variance)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set ``d.T @ m`` and ``e.T @ m**2``; return ``d @ W`` and ``e @ W**2`` times slopes."""
+        """Set the sums ``d.T @ m`` and ``e.T @ m**2``; return the deltas of the input."""
         x, weight = self._x, self.weight
         xp = array_module(x.mean)
         d, e = d.reshape(len(x.mean), -1), e.reshape(len(x.mean), -1)
@@ -90,7 +90,7 @@ class Linear(BaseLayer):
 
 
 def _times_transposed(x: Array, matrix: Array) -> Array:
-    """Return ``x @ matrix.T``; small batches use the transpose, which is faster in BLAS."""
+    """Return ``x @ matrix.T``. For small batches, ``(matrix @ x.T).T`` is faster in BLAS."""
     if len(x) < FEW:
         return (matrix @ x.T).T
     return x @ matrix.T

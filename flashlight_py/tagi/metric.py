@@ -35,7 +35,7 @@ class HRCSoftmaxMetric:
         self.hrc_softmax = tree_of(num_classes)
 
     def error_rate(self, m_pred: Any, v_pred: Any, label: Any) -> float:
-        """Return the share of samples, 0 to 1, with a wrong most probable class.
+        """Return the share of samples, 0 to 1, whose most probable class is wrong.
 
         Args:
             m_pred, v_pred: Means and variances of the outputs, ``[batch, outputs]`` or flat.

@@ -22,7 +22,7 @@ def native_for(array: Array) -> Any | None:
 
 
 def floats(module: Any, array: Array | None) -> Any:
-    """Return a pointer to a contiguous float32 array, or to a copy; NULL for None.
+    """Return a pointer to ``array``, or to a contiguous float32 copy of it; NULL for None.
 
     Store the result in a variable during the kernel call, because it keeps the memory alive.
     """

@@ -221,8 +221,8 @@ class Network:
 
         Raises:
             TypeError: If the states are not real numbers.
-            ValueError: If a layer carries no states or has other sizes, or a state is masked, not
-                finite, or a negative variance. Nothing has changed.
+            ValueError: If a layer carries no states or has other sizes, a state is masked or not
+                finite, or a variance is negative. Nothing has changed.
         """
         layers, entries = self._lstms(), {}
         for key, entry in states.items():

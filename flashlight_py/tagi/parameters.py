@@ -158,7 +158,7 @@ def step_in_numpy(
 
 
 def cap_factor(batch: int) -> float:
-    """Return pytagi's ``cap`` for a batch of ``batch`` samples, the divisor of a step's bound."""
+    """Return the divisor ``cap`` of a step's bound for ``batch`` samples, as in pytagi."""
     if batch <= 1:
         return 0.1
     return 2.0 if batch < 256 else 3.0

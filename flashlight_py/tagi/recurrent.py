@@ -147,7 +147,7 @@ class LSTM(BaseLayer):
         return States(*(host_copy(state).reshape(-1) for state in self._carried))
 
     def set_states(self, states: Sequence[Any] | None) -> None:
-        """Set the initial states of the next call: four arrays of ``output_size``. None: 0.
+        """Set the next call's initial states: four arrays of ``output_size`` elements. None: 0.
 
         Raises:
             TypeError, ValueError: If the states are not real numbers, or masked.
@@ -258,7 +258,7 @@ class SLSTM(LSTM):
         return self._previous[3][0] * k[5], self._previous[1][0][:, None] * effect.T
 
     def smooth(self) -> BaseHiddenStates:
-        """Return smoothed h, ``[time steps, output_size]``, and start a new series.
+        """Return moments of the smoothed h, ``[time steps, output_size]``; start a new series.
 
         Raises:
             RuntimeError: If no time step was kept.
@@ -282,7 +282,7 @@ class SLSTM(LSTM):
         return BaseHiddenStates(*self.smoothed[:2])
 
     def set_states(self, states: Sequence[Any] | None) -> None:
-        """Set the states like ``LSTM.set_states``. With None, also start a new time series."""
+        """Set the states like ``LSTM.set_states``. If they are None, also start a new series."""
         super().set_states(states)
         if states is None:
             self.time_steps = []

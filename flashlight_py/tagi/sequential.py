@@ -226,12 +226,12 @@ class Sequential(Network):
     def parameters(self) -> list[tuple[Array, Array, Array, Array]]:
         """Return mean and variance of weights, then of biases, of each layer with parameters.
 
-        Flat copies on the CPU, in layer order, including layers in blocks.
+        The arrays are flat copies on the CPU. Layers in blocks are included.
         """
         return [(mw, sw, mb, sb) for mw, sw, mb, sb, *_ in self.state_dict().values()]
 
     def params_from(self, other: Sequential) -> None:
-        """Copy parameters and running statistics of a network with the same layers.
+        """Copy parameters and running statistics from ``other``, a network with the same layers.
 
         Raises ValueError, without changes, if the layers differ.
         """
@@ -296,7 +296,7 @@ class Sequential(Network):
     def get_norm_mean_var(self) -> dict[str, tuple[list[Array], ...]]:
         """Return the statistics of batch normalisation layers: copies on the CPU.
 
-        Keys are info and number of each such layer, or of a block that contains such layers, for
+        A key contains info and number of such a layer, or of a block that contains such layers, for
         example ``"BatchNorm2d()_1"``. Values are four lists, with one array per layer: running
         means, running variances, and means and variances of the last training batch.
         """

@@ -193,8 +193,8 @@ def _stacked(values: Any) -> Any:
 
 
 def fits_in(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Return whether reshaping ``shape`` to ``expected`` keeps the meaning of the elements: a flat
-    array, or the batch first and equivalent samples. Dimensions of size 1 are ignored."""
+    """Return whether an array of ``shape`` may be reshaped to ``expected``: it is flat, or has the
+    batch first and equivalent samples. Dimensions of size 1 are ignored."""
     if shape == expected:
         return True
     dimensions = _without_ones(shape)

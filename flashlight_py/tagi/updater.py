@@ -1,4 +1,4 @@
-"""Observations of network outputs, which give the initial deltas of a backward pass."""
+"""Observations of network outputs. They give the initial deltas of a backward pass."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class OutputUpdater:
     def update_heteros(
         self, output_states: BaseHiddenStates, mu_obs: Any, delta_states: BaseDeltaStates
     ) -> None:
-        """Observe values of which the network also predicts the error variance.
+        """Observe values if the network also predicts their error variances.
 
         The outputs are pairs of a value and its error variance, as from ``EvenExp``. ``mu_obs`` has
         one element per pair. Source: Deka, Nguyen and Goulet, Analytically tractable

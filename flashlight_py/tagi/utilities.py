@@ -25,10 +25,10 @@ ERROR_VARIANCE = 1 / 9
 class HRCSoftmax:
     """A binary tree whose leaves are classes, for class probabilities from Gaussian outputs.
 
-    A class is the path from the root to its leaf. Each node has one output of the network. At each
-    node of the path, this output is observed as +1 or -1. A sample therefore observes L outputs,
-    with L = ceil(log2(classes)) levels; the network has about ``classes`` outputs.
-    :meth:`Utils.get_hierarchical_softmax` creates a tree.
+    A class corresponds to the path from the root to its leaf. Each node has one output of the
+    network. At each node of the path, this output is observed as +1 or -1. A sample therefore
+    observes L outputs, with L = ceil(log2(classes)) levels; the network has about ``classes``
+    outputs. :meth:`Utils.get_hierarchical_softmax` creates a tree.
 
     Attributes:
         obs: Observations of each class, +1 or -1: flat, ``classes * num_obs`` elements, float32.
@@ -287,7 +287,7 @@ class Utils:
 
 
 def _idx(path: Path, number: int, dimensions: int) -> Array:
-    """Return the array in an MNIST file. ``number`` and ``dimensions`` describe its header."""
+    """Return the array in an MNIST file with magic number ``number`` and ``dimensions`` sizes."""
     data = path.read_bytes()
     head = 4 * (1 + dimensions)
     sizes = np.frombuffer(data[:head], ">i4").tolist() if len(data) >= head else [0]

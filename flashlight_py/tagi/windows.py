@@ -26,7 +26,7 @@ class WindowPart(NamedTuple):
 
     images: slice
     rows: slice
-    columns: slice  # indices among all windows: image by image, row by row
+    columns: slice  # indices of the windows, counted image by image and row by row
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Windows:
 
 
 def _evenly(size: int, most: int) -> Iterator[slice]:
-    """Divide 0 to ``size`` into the fewest slices of similar length, at most ``most``."""
+    """Yield the fewest slices of 0 to ``size`` with similar lengths of at most ``most``."""
     count = -(-size // most)
     for number in range(count):
         yield slice(size * number // count, size * (number + 1) // count)
@@ -107,7 +107,7 @@ def channel_first(images: Array) -> Array:
 
 
 def batch_first(matrix: Array, shape: tuple[int, ...]) -> Array:
-    """Return a view of ``matrix``, ``[channels, batch * height * width]``, as images."""
+    """Return a view of ``matrix``, ``[channels, batch * height * width]``, with ``shape``."""
     batch, channels, height, width = shape
     return matrix.reshape(channels, batch, height, width).transpose(1, 0, 2, 3)
 
@@ -174,7 +174,7 @@ def contiguous_channels(images: Array) -> Array:
 
 
 def empty_images(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Array:
-    """Return new images of ``shape`` for the batch and in the memory order of ``x``."""
+    """Return new images of ``shape``, with the batch size and memory order of ``x``."""
     xp, (channels, *size) = array_module(x), shape
     if x.strides[0] < x.strides[1]:
         return xp.empty((channels, len(x), *size), dtype).swapaxes(0, 1)  # type: ignore[no-any-return]
@@ -224,7 +224,7 @@ class ImageLayer(BaseLayer):
     Args:
         kernel_size: Height and width of the window, at least 1.
         stride: Distance between two windows, at least 1.
-        padding: Number of zero rows and columns around the images.
+        padding: Number of zero rows or columns on each padded side.
         padding_type: Sides of the padding. 1: all. 2: below and to the right. 0: none; ``padding``
             must be 0.
 
@@ -262,7 +262,7 @@ class ImageLayer(BaseLayer):
         return (*channels, *size, self.kernel_size)
 
     def _cover(self, images: Shape, channels: int) -> Shape:
-        """Set the shapes for ``images`` and for outputs of one element per window and channel."""
+        """Connect to ``images``. Outputs have ``channels`` channels with one element per window."""
         self._over = self._windows(*images[1:])
         self.input_shape = images
         self.output_shape = (channels, self._over.out_height, self._over.out_width)
@@ -305,7 +305,7 @@ class _Pool(ImageLayer):
         return self._cover(images, images[0])
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Return the deltas of the input. Each window divides its deltas among its elements."""
+        """Return the deltas of the input. Each window distributes its deltas to its elements."""
         if not needs_input:
             return None
         shape = self.shape_of_outputs(len(self._like))
@@ -322,7 +322,7 @@ class AvgPool2d(_Pool):
 
     It maps ``[batch, channels, height, width]`` to ``[batch, channels, out_height, out_width]``.
     With k^2 elements in a window: ``mean = sum(m) / k^2``, ``variance = sum(v) / k^4``. Zeros of
-    the padding are elements, too.
+    the padding count as elements.
 
     Args:
         kernel_size: Height and width of the window.
