@@ -29,7 +29,7 @@ def check_processes(operation: str, count: int, descriptors: int) -> None:
     """Check that this process can start ``count`` processes, and open ``descriptors`` for each.
 
     Raises:
-        ValueError: If memory or the limit of descriptors is too low. ``operation`` begins the text.
+        ValueError: If memory or the limit of descriptors is too low, for ``operation``.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max" (no limit), or no such file
