@@ -1,10 +1,10 @@
-"""A small tensor framework in the style of flashlight for NumPy and CuPy arrays.
+"""A small tensor framework in the style of flashlight, for NumPy and CuPy arrays.
 
-The package has variables and modules for training, and collectives. The same script runs in one
-process, on all cores of a machine or on many hosts. See ``distributed_init`` first.
+The package has variables, modules and optimizers for training, and collectives. The same script
+runs in one process, in one process per core, or on many hosts. Begin with ``distributed_init``.
 
-Names are imported at their first use. The launcher therefore starts without NumPy, and a program
-that only reduces arrays does not load modules and optimizers.
+A name is imported at its first use. So the launcher starts without NumPy, and a program that only
+reduces arrays does not load modules and optimizers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from flashlight_py._version import __version__ as __version__
 
-# Submodule of each public name. The names under "" are public modules. distributed.api lists the
-# verbs. `scripts/stubs` writes the same table to __init__.pyi for type checkers.
+# Submodule of each public name, and under "" the public modules. distributed.api has the verbs.
+# `scripts/stubs` copies this table to __init__.pyi for type checkers.
 _HOMES = {
     "_version": ["__version__"],
     "": [
@@ -53,7 +53,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use."""
     home = _HOME_OF.get(name)
-    if home == "" or name == "system":  # ``from flashlight_py import system``
+    if home == "" or name == "system":  # before _verbs(), which imports system
         return import_module(f"{__name__}.{name}")
     if name == "__all__":
         value: Any = [
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
 def _is_here(module: str) -> bool:
     """Return False if ``module`` belongs to an optional package that was deleted."""
-    from importlib.util import find_spec  # slow import, needed for __all__ only
+    from importlib.util import find_spec  # a slow import for __all__ only
 
     return module not in ("amp", "tagi", "tape") or find_spec(f"{__name__}.{module}") is not None
 

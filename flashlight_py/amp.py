@@ -1,8 +1,8 @@
 """Mixed precision: matrix products in a half dtype, other functions in float32, and a loss scale.
 
-NumPy has no fast half-precision arithmetic on CPUs. There, products are computed in float32 and
-rounded once, and a half dtype only halves bytes stored and sent. The casts take additional time.
-See docs/mixed-precision.md.
+NumPy has no fast half-precision arithmetic. On CPUs, products are computed in float32 and rounded
+once. A half dtype then halves stored and sent bytes, but the casts take additional time. See
+docs/mixed-precision.md.
 """
 
 import math
@@ -33,15 +33,15 @@ class autocast(ContextDecorator):
     return float32. Other functions compute in the widest input dtype. float64 and integers are not
     cast.
 
-    Parameters and their gradients stay float32. Each parameter is cast once per region, and again
-    after an optimizer step. A change by ``weight.array[...] = 0`` is ignored until the next cast.
+    Parameters and their gradients stay float32. Each parameter is cast once per context, and again
+    after an optimizer step. A change by ``weight.array[...] = 0`` takes effect at the next cast.
 
-    The context applies to the current thread and can be nested. ``enabled=False`` switches an outer
-    context off. The backward pass needs no autocast. A captured step may enter it or run inside it.
+    The context applies to the current thread. Contexts can be nested. The backward pass needs no
+    autocast. A captured step may contain a context, or run inside one.
 
     Args:
         dtype: ``"float16"``, ``"bfloat16"`` (needs ml_dtypes), or the NumPy dtype.
-        enabled: If False, switch an outer ``autocast`` off.
+        enabled: If False, functions in this context do not cast, even inside another context.
 
     Raises:
         TypeError: If ``dtype`` is not a floating dtype.
@@ -64,7 +64,7 @@ class autocast(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def _recreate_cm(self) -> "autocast":
-        """Return a new context per call of a decorated function, for calls in several threads."""
+        """Return a new context per call of a decorated function. Threads may share the function."""
         return autocast(self.dtype, self.enabled)
 
     def __enter__(self) -> "autocast":
@@ -89,14 +89,14 @@ class DynamicScaler(HoldsState):
     bfloat16 has the range of float32 and needs no scale. With several ranks ``unscale`` is
     collective: if one rank has a gradient that is not finite, every rank skips the step.
 
-    A captured step ends with ``backward()``. Call ``step`` and ``update`` after the captured step.
+    A captured step must end with ``backward()``. Call ``step`` and ``update`` after it.
 
     Args:
-        initial_scale: First scale, finite and above 0.
+        initial_scale: Initial scale, finite and above 0.
         growth_factor: Factor above 1.
         backoff_factor: Factor above 0 and below 1.
-        growth_interval: Number of steps (not seconds), at least 1.
-        enabled: If False, ``scale`` and ``step`` pass through, and other methods do nothing.
+        growth_interval: Finite steps (not seconds) before the scale grows, at least 1.
+        enabled: If False, ``scale`` returns its argument, and ``step`` only calls the optimizer.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -119,11 +119,11 @@ class DynamicScaler(HoldsState):
         backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
         self.enabled = bool(enabled)
-        # One scale per device, stored in arrays so that replays of captured steps read new values.
+        # One scale per device. A replay of a captured step reads the new values of these arrays.
         self._scales: dict[str, Any] = {"cpu": np.ones((), np.float32)}
         self._tracker = np.zeros((), np.int64)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
-        # Since the last update(): whether gradients were finite, and the optimizers that stepped.
+        # By optimizer, since the last update(): whether gradients were finite; who called step().
         self._are_finite: dict[Any, bool] = {}
         self._stepped: set[Any] = set()
 
@@ -211,7 +211,7 @@ class DynamicScaler(HoldsState):
             shards.wait_for_all()
         if get_world_size() > 1:
             is_finite = not all_reduce(np.array([not is_finite], np.float32), op="max")[0]
-        if grads or get_world_size() > 1:  # a rank without gradients joins
+        if grads or get_world_size() > 1:  # other ranks may have gradients
             self._are_finite[optimizer] = is_finite
 
     def step(self, optimizer: Any) -> Any:
@@ -243,7 +243,7 @@ class DynamicScaler(HoldsState):
         return result
 
     def update(self, new_scale: float | None = None) -> None:
-        """Adjust the scale after the steps of all optimizers, or set it to ``new_scale``.
+        """Adjust the scale, or set it to ``new_scale``. Call it after the steps of all optimizers.
 
         Raises:
             RuntimeError: If neither ``step`` nor ``unscale`` was called since the last ``update``.
@@ -271,7 +271,7 @@ class DynamicScaler(HoldsState):
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's entries: the scale, factors, and number of steps since the last change."""
+        """Return the state with the names of torch's ``GradScaler``, or {} if not enabled."""
         factors = self.growth_factor, self.backoff_factor
         values = self.get_scale(), *factors, self.growth_interval, self._tracker.item()
         return dict(zip(_STATE, values, strict=True)) if self.enabled else {}
@@ -291,4 +291,4 @@ class DynamicScaler(HoldsState):
             )
         scale, *others = (state[name] for name in _STATE)
         self._set(scale or 1, *others)
-        self._set_scale(scale)  # may be 0 after many skipped steps; _set rejects 0
+        self._set_scale(scale)  # _set() rejects 0, the scale after very many skipped steps

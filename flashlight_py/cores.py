@@ -1,4 +1,4 @@
-"""Cores, memory and descriptors of a host, and the number of processes that they allow."""
+"""Cores, memory and descriptors of a host, and the number of processes that it can run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path("/")  # parent of /proc and /sys; tests replace it
-# Files with the quota and the period of a control group, in version 2 and in version 1.
+ROOT = Path("/")  # tests replace it
+# Files of a control group with its CPU quota and period: in version 2; in version 1.
 _QUOTAS = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-MOST_RANKS = 1 << 17  # maximum number of ranks of a job, over all hosts
-# Minimum memory per process in bytes, and descriptors reserved for other purposes.
+MOST_RANKS = 1 << 17  # maximum number of ranks of a job
+# Minimum bytes of memory per process, and number of descriptors for other purposes.
 _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
 
 
@@ -26,13 +26,13 @@ def usable_cores() -> int:
 
 
 def check_processes(operation: str, count: int, descriptors: int) -> None:
-    """Check that this process can start ``count`` processes, with ``descriptors`` open for each.
+    """Check that this process can start ``count`` processes, and open ``descriptors`` for each.
 
     Raises:
-        ValueError: If the host has too little memory, or if the limit of descriptors is too low.
+        ValueError: If memory or the limit of descriptors is too low. ``operation`` begins the text.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no limit ("max"), or no such file
+    with suppress(OSError, ValueError):  # "max" (no limit), or no such file
         memory = min(memory, int((ROOT / "sys/fs/cgroup/memory.max").read_text()))
     bounds = [(memory // _PROCESS_BYTES, f"{memory >> 20} MB of memory, {_PROCESS_BYTES >> 20}")]
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -48,20 +48,20 @@ def check_processes(operation: str, count: int, descriptors: int) -> None:
 
 
 def check_folder(name: str) -> None:
-    """Raise FileNotFoundError if the current folder was deleted. No process can start in it."""
+    """Raise FileNotFoundError, for the operation ``name``, if the current folder was deleted."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{name}: the current folder was deleted, and processes start there. Call os.chdir"
+            f"{name}: the current folder was deleted, so no process can start. Call os.chdir"
         ) from error
 
 
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """Return variables that divide ``cores`` among ``processes``, except variables in ``environ``.
+    """Return environment variables that limit the threads of each of ``processes`` to its share.
 
-    The result is empty if ``environ`` has OMP_NUM_THREADS. OpenBLAS and MKL follow OMP_NUM_THREADS
-    unless their own variable is set.
+    Variables in ``environ`` are left out. If it has OMP_NUM_THREADS, the result is empty, because
+    OpenBLAS and MKL follow OMP_NUM_THREADS unless their own variable is set.
     """
     if "OMP_NUM_THREADS" in environ:
         return {}
@@ -73,31 +73,31 @@ def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> 
 def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
     """Return the number of compute threads for ``rank``. ``affinities[i]`` has the cores of rank i.
 
-    A rank that is bound to its own cores uses all of them. Ranks with common cores divide them.
+    It is at most the rank's number of cores, and at most an equal share of the cores of all ranks.
     """
     together = _within_quota(len(frozenset().union(*affinities)))
     return max(1, min(len(affinities[rank]), together // len(affinities)))
 
 
 def _within_quota(cores: int) -> int:
-    """Return ``cores``, or fewer if a control group has a lower quota.
+    """Return ``cores``, or the quota of a control group if that is lower.
 
-    A quota of 150 ms per 100 ms counts as two cores.
+    The quota is rounded up: 150 ms per 100 ms are two cores.
     """
     for group, files in itertools.product(control_groups(ROOT), _QUOTAS):
-        with suppress(OSError, ValueError):  # no limit ("max", -1), or no such file
+        with suppress(OSError, ValueError):  # "max" or -1 (no limit), or no such file
             quota, period = map(int, " ".join((group / f).read_text() for f in files).split())
             cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
     return cores
 
 
 def control_groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups and their parents; some may be missing."""
+    """Yield folders of this process's control groups and their parents. Some may not exist."""
     with suppress(OSError):
         for names, path in re.findall(":(.*?):(.*)", (root / "proc/self/cgroup").read_text()):
-            # Version 2 has one hierarchy. Version 1 has a hierarchy per named set of controllers.
+            # Version 2 has one hierarchy. Version 1 has one per named set of controllers.
             for name in {names, *names.split(",")} if names else ("", "unified"):
                 mount = root / "sys/fs/cgroup" / name
-                # In a container, ``mount`` may be this process's group, but ``path`` is the host's.
+                # In a container, ``mount`` may be this group, and ``path`` may be the host's.
                 groups = (mount / path.lstrip("/") / "x").parents
                 yield from (group for group in groups if group.is_relative_to(mount))

@@ -1,4 +1,4 @@
-"""Array libraries and devices of arrays. CuPy is imported only after a program has imported it."""
+"""Array libraries and devices of arrays. CuPy is imported only if a program uses it."""
 
 import sys
 from types import ModuleType
@@ -60,7 +60,7 @@ def to_device(array: Array, device: str) -> Array:
     number = int(index or 0)
     if number >= count:
         raise BackendUnavailableError(
-            f"device must be below {count}, the number of CUDA devices here, got {device!r}"
+            f"the index must be below {count}, the number of CUDA devices, got device {device!r}"
         )
     with cupy.cuda.Device(number):
         moved: Array = cupy.asarray(array)
@@ -92,14 +92,14 @@ def cuda(purpose: str = "an array on a GPU") -> tuple[Any, int]:
 
 def constant(value: float, like: Array) -> Any:
     """Return ``value`` as a scalar of the dtype of ``like``."""
-    if type(like) is np.ndarray:  # NumPy's arithmetic with an array takes half the time
+    if type(like) is np.ndarray:  # twice as fast as a NumPy scalar
         return np.asarray(value, like.dtype)
     return like.dtype.type(value)
 
 
 # float16 represents integers up to 2,048 and numbers up to 65,504, bfloat16 integers up to 256.
 # Sums over many elements, and divisions by their count, are computed in float32 and rounded once.
-NARROW = "eE"  # dtype.char of float16 and of ml_dtypes' bfloat16; faster than comparing dtypes
+NARROW = "eE"  # dtype.char of float16 and bfloat16; a comparison of dtypes would be slower
 _FLOATING = "efdgE"
 
 
@@ -156,12 +156,12 @@ def widened(array: Array) -> Array:
 
 
 def narrowed(result: Array, like: Array) -> Array:
-    """Return ``result`` in the dtype of ``like`` if that is float16 or bfloat16, else itself."""
+    """Return ``result`` in the dtype of ``like``, unless that is wider than 16 bits."""
     return result.astype(like.dtype) if like.dtype.char in NARROW else result
 
 
 def total(array: Array, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
-    """Return the sum over ``axis``; float32 if ``array`` is narrower. The caller casts the sum."""
+    """Return the sum over ``axis``. The sum of float16 or bfloat16 values is float32."""
     wide = np.float32 if array.dtype.char in NARROW else None
     summed: Array = array.sum(axis=axis, keepdims=keepdims, dtype=wide)
     return summed

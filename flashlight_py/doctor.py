@@ -1,6 +1,6 @@
 """``python -m flashlight_py.doctor``: report which features work here, and why others fail.
 
-This process joins no world and loads no MPI: a broken MPI would end it. Subprocesses test both.
+This process loads no MPI, because a broken MPI would end it, and joins no world. Subprocesses do.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _PACKAGES = {
 }
 _DRIVER = Path("/proc/driver/nvidia/version")
 ENOUGH_BYTES = 256 << 20  # containers have 64 MB by default, too little for gradients
-_SHORTEST = 16  # characters; an attacker who records a job's start can try all shorter secrets
-# States of a finding. Only FAILED sets the exit code to 1.
+_SHORTEST = 16  # minimum characters of a secret: an attacker could try all shorter ones
+# States of a finding. The exit code is 1 if one is FAILED.
 OK, MISSING, WARNING, FAILED = "ok", "missing", "warning", "FAILED"
-_GRACE_SECONDS = 10.0  # seconds for a launcher to end its ranks
+_GRACE_SECONDS = 10.0  # maximum seconds for a launcher to end its ranks
 MPI_SECONDS = 60.0  # maximum seconds to load MPI or to run mpirun --version
 _RANK = ("-m", "flashlight_py.doctor", "--rank")
-# Prefixes of variables that mpirun sets for a rank. Subprocesses do not inherit them.
+# Prefixes of variables that mpirun sets for a rank. Subprocesses must not inherit them.
 _RANK_VARIABLES = ("PMI", "PMIX_", "OMPI_COMM_", "HYDRA_", "MPI_LOCAL")
 
 
@@ -100,9 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="per path; default 60")
     add("--rank", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.rank is not None:  # this is a subprocess, see ``outcome_of``
+    if options.rank is not None:  # this is a subprocess: see outcome_of
         facts = reduce_arrays(*options.rank) if options.rank else query_mpi()
-        print(json.dumps(facts) * bool(facts))  # only rank 0 has facts
+        print(json.dumps(facts) * bool(facts))  # other ranks than 0 print no facts
         return 0
     if not options.timeout > 0:
         parser.error(f"--timeout: expected a positive number of seconds, got {options.timeout}")
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-# Findings without other processes -----------------------------------------------------------------
+# Findings of this process -------------------------------------------------------------------------
 
 
 def built() -> Iterator[Finding]:
@@ -154,7 +154,7 @@ def built() -> Iterator[Finding]:
 def gpus() -> Iterator[Finding]:
     """Report on the GPU driver, CuPy and its devices, and NCCL."""
     driver = _DRIVER.read_text().splitlines()[0].strip() if _DRIVER.exists() else ""
-    # An unusable GPU is a warning. A machine without a GPU is not.
+    # Without a GPU driver, missing software for GPUs is no warning.
     absent = WARNING if driver else MISSING
     yield Finding("driver", OK if driver else absent, driver or "no NVIDIA driver")
     try:
@@ -176,7 +176,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def host(option: str) -> Iterator[Finding]:
-    """Report on shared memory, host name, interface and secret. ``option``: interface, or ""."""
+    """Report on shared memory, host name, secret, and the interface ``option`` or the default."""
     name, addresses = socket.gethostname(), list[str]()
     with contextlib.suppress(OSError):  # the name does not resolve
         addresses = [str(address).partition("%")[0] for address, *_ in resolved(name, 0)]
@@ -187,8 +187,8 @@ def host(option: str) -> Iterator[Finding]:
 
 
 def shared_memory() -> tuple[str, str, str]:
-    """Return state, detail and remedy for ``/dev/shm``: its size and whether it is writable."""
-    # Ranks that can see each other's processes share anonymous files and need no /dev/shm.
+    """Return state, detail and remedy for ``/dev/shm``: its size, and whether it is writable."""
+    # Ranks that can see each other's processes share files without names and need no /dev/shm.
     scope = "only ranks in different containers of this host need it"
     if not SHARED_FOLDER.is_dir():
         detail = f"{SHARED_FOLDER} does not exist, but {scope}. They use Gloo, many times slower"
@@ -216,7 +216,7 @@ def host_name(name: str, addresses: list[str]) -> tuple[str, str, str]:
 
 
 def interface(option: str) -> tuple[str, str, str]:
-    """Report the address that ranks on other hosts would use; see the parameter ``INTERFACE``."""
+    """Report the address for ranks on other hosts. ``option`` is INTERFACE, or "" by default."""
     names = ", ".join(map(" ".join, interfaces())) or "none"
     addresses = addresses_of(option) if option else own_addresses()
     if addresses:
@@ -230,7 +230,7 @@ def interface(option: str) -> tuple[str, str, str]:
 
 
 def job_secret() -> tuple[str, str, str]:
-    """Report the source of the secret of a job that starts here. The secret is not shown."""
+    """Report where a job that starts here gets its secret from, without the secret itself."""
     try:
         secret = Secret.find(one_host=False)
     except RendezvousError as error:
@@ -275,7 +275,7 @@ def rendezvous_folder(path: Path) -> Iterator[Finding]:
 
 
 def failed_guarantees(folder: Path) -> Iterator[str]:
-    """Test each of ``GUARANTEES`` in an empty ``folder``; yield the problem, or ""."""
+    """Test each of ``GUARANTEES`` in an empty ``folder``. Yield the problem, or "" without one."""
     barrier, numbers = threading.Barrier(CREATORS), range(ROUNDS)
 
     def creates(file: Path) -> bool:
@@ -307,7 +307,7 @@ def failed_guarantees(folder: Path) -> Iterator[str]:
 
 
 def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """Return the type of the file system of ``path`` and its mount point (proc(5))."""
+    """Return the type and the mount point of the file system of ``path``: see proc(5)."""
     kind, longest = "unknown", "/"
     for line in mountinfo.splitlines():
         fields, _, source = line.partition(" - ")
@@ -317,13 +317,13 @@ def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
     return kind, longest
 
 
-# Findings from other processes: MPI and short worlds ----------------------------------------------
+# Findings of subprocesses: MPI and trials ---------------------------------------------------------
 
 
 def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, Any], str]:
-    """Run ``command`` for at most ``timeout`` seconds, and end all its processes.
+    """Run ``command`` for at most ``timeout`` seconds, then end all its processes.
 
-    Returns its output, the dict in its last line of JSON, and the problem, or "" if it succeeded.
+    Return its output, the dict in its last line of JSON, and the problem, or "" without one.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
     pipes: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "start_new_session": True}
@@ -332,7 +332,7 @@ def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, A
             try:
                 output = process.communicate(timeout=timeout)[0].decode(errors="replace")
             except TimeoutExpired:
-                process.terminate()  # a launcher ends its ranks, even in other sessions
+                process.terminate()  # a launcher then ends its ranks, which have other sessions
                 with contextlib.suppress(TimeoutExpired):
                     process.wait(_GRACE_SECONDS)
                 return "", {}, f"did not end within {timeout:g} s"
@@ -345,9 +345,9 @@ def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, A
     for line in filter(str.strip, output.splitlines()):
         tail.read(line.encode())
         last = line
-        with contextlib.suppress(ValueError):  # not a line of JSON
+        with contextlib.suppress(ValueError):
             facts = dict(json.loads(line[line.index("{") :])) or facts
-    # flrun reports in its last line. The last traceback says more than mpirun's last line.
+    # flrun prints the reason in its last line. With mpirun, the last traceback shows the reason.
     problem = f"exit code {process.returncode}: {(tail.errors or [last])[-1]}"
     return output, facts, problem if process.returncode or not facts else ""
 
@@ -383,7 +383,7 @@ def mpi() -> Iterator[Finding]:
 
 
 def mpirun(vendor: str) -> Finding:
-    """Report whether ``mpirun`` on PATH belongs to the MPI of the library."""
+    """Report whether ``mpirun`` on PATH belongs to ``vendor``, the MPI library of mpi4py."""
     if not (command := mpirun_command(1)):
         return Finding("mpirun", MISSING, "not on PATH", _MPI_REMEDY)
     if ("--oversubscribe" in command) == (vendor == "Open MPI"):
@@ -393,7 +393,7 @@ def mpirun(vendor: str) -> Finding:
 
 
 def mpirun_command(size: int) -> list[str]:
-    """Return the command prefix that starts ``size`` processes; empty if there is no mpirun."""
+    """Return the command prefix that starts ``size`` processes, or [] if there is no mpirun."""
     folders = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if (program := shutil.which("mpirun", path=os.pathsep.join(folders))) is None:
         return []
@@ -403,12 +403,12 @@ def mpirun_command(size: int) -> list[str]:
 
 
 def query_mpi() -> dict[str, Any]:
-    """Load MPI and return its facts. The process ends if MPI cannot be initialised."""
+    """Load MPI and return facts about it. If MPI cannot be initialised, this process ends."""
     import mpi4py
     from mpi4py import MPI
 
     vendor = MPI.get_vendor()[0]
-    # mpi4py has one module per ABI and imports the module for the ABI of the loaded library.
+    # mpi4py has one module per ABI. ``MPI`` is the module for the ABI of the loaded library.
     variant = Path(MPI.__file__).name.split(".")[1]
     library = next(libraries.loaded_libraries("libmpi"), ctypes.CDLL(None))
     query = getattr(library, "MPIX_Query_cuda_support", None)
@@ -426,20 +426,20 @@ def query_mpi() -> dict[str, Any]:
 SMALL_BYTES, LARGE_BYTES = 4, 4 << 20
 TITLE = f"all_reduce of {SMALL_BYTES} B and {LARGE_BYTES >> 20} MB, float32"
 _SIZES, _ROUNDS = {SMALL_BYTES: 50, LARGE_BYTES: 5}, 5  # calls per round by array bytes; rounds
-# Trials by name: number of ranks, BACKEND, and subjects of the findings that must be OK.
+# By name of the trial: number of ranks, BACKEND, and the findings that must be OK.
 TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "single": (1, "auto", ()),
     "shm": (2, "shm", ("shm",)),
     "gloo": (2, "gloo", ("gloo",)),
-    "hierarchical": (4, "auto", ("shm", "gloo")),  # the ranks pretend to be on two hosts
+    "hierarchical": (4, "auto", ("shm", "gloo")),  # the ranks act as if on two hosts
     "mpi": (2, "mpi", ("library", "mpirun")),
     "nccl": (2, "nccl", ("CuPy", "NCCL", "cuda:1")),
 }
 
 
 def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Run an all_reduce on each path that ``findings`` allow; ``timeout`` is for each path."""
-    # An mpirun that seems to belong to another MPI is tried as well.
+    """Measure an all_reduce on each path that ``findings`` allow. ``timeout``: seconds per path."""
+    # Use mpirun even if it seems to belong to another MPI.
     works = {f.subject for f in findings if f.state == OK or f[:2] == ("mpirun", WARNING)}
     for name, (ranks, backend, requirements) in TRIALS.items():
         if absent := [subject for subject in requirements if subject not in works]:
@@ -463,7 +463,7 @@ def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def reduce_arrays(name: str, backend: str, timeout: str) -> dict[str, Any]:
-    """Run one rank of the trial ``name``. Return facts on rank 0, and {} on the other ranks."""
+    """Run one rank of trial ``name``. Rank 0 returns the measurements, other ranks return {}."""
     if name == "hierarchical":
         host = int(os.environ["RANK"]) * 2 // int(os.environ["WORLD_SIZE"])
         os.environ["FLASHLIGHT_MEMORY_DOMAIN"] = f"doctor-{host}"
@@ -478,11 +478,11 @@ def reduce_arrays(name: str, backend: str, timeout: str) -> dict[str, Any]:
 
 
 def _seconds(device: str, nbytes: int, times: int) -> float:
-    """Return the seconds of one all_reduce of ``nbytes``, from the fastest of several rounds."""
+    """Return the seconds per all_reduce in the fastest of several rounds with ``times`` calls."""
     array = to_device(np.ones(nbytes // 4, np.float32), device)
     fl.all_reduce(array)
     if not bool((array == fl.get_world_size()).all()):
-        raise RuntimeError(f"doctor: expected sums of {fl.get_world_size()}, got {array}")
+        raise RuntimeError(f"doctor: every sum must be {fl.get_world_size()}, got {array}")
     array[...] = 0
 
     def reduce_often() -> None:

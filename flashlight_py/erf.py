@@ -11,7 +11,7 @@ from flashlight_py.device import Array
 
 Quotient = tuple[tuple[float, ...], tuple[float, ...]]
 
-SPLIT = 0.46875  # limit between NEAR and MIDDLE
+SPLIT = 0.46875  # NEAR is for smaller x, MIDDLE for larger x
 # NEAR(x * x) = erf(x) / x.
 NEAR: Quotient = (
     (0.185777706184603153, 3.16112374387056560, 113.864154151050156, 377.485237685302021,

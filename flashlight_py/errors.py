@@ -1,9 +1,9 @@
 """Exception classes of flashlight_py.
 
-Invalid arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
-passed them; the other ranks raise ``MismatchError`` with its reason. Failures between processes
-raise a class of this module. Their message states the operation, the rank and number of ranks, the
-expected value, the received value, and the remedy.
+Invalid arguments raise ``ValueError`` or ``TypeError`` on the rank that passed them, before any
+array is sent. The other ranks raise ``MismatchError`` with the text of that error. Failures between
+processes raise a class of this module. The message states the operation, the rank and number of
+ranks, the expected value, the received value, and the remedy.
 
 ``scripts/errors`` copies the condition, the lines "Group:" and "Remedy:" of each class into
 docs/errors.md.
@@ -31,9 +31,9 @@ __all__ = [
 
 
 class DistributedError(RuntimeError):
-    """A failure of the distributed module that fits no subclass. Base class of the others.
+    """A failure of the distributed module that fits no subclass. Base class of the other classes.
 
-    Group: closed, except after a verb that a signal handler called during a verb of the same group.
+    Group: closed; usable if a signal handler made the call during another call of the group.
     Remedy: Follow the message.
 
     ``goes_on`` is True if only a wait timed out and the operation continues. ``has_begun`` is False
@@ -72,7 +72,7 @@ class MismatchError(DistributedError):
 
     Every rank raises it. If one rank passed invalid arguments, that rank raises its own error and
     the other ranks raise this error. ``group_lives`` is True if the group is usable. ``calls``
-    describes the known calls of the ranks.
+    describes the calls of the ranks, as far as this rank received them.
     """
 
     def __init__(self, *args: object, group_lives: bool = True, calls: Sequence[str] = ()) -> None:
@@ -89,13 +89,13 @@ class PeerLostError(DistributedError):
     The message names the rank and its process. It contains the traceback if the rank raised.
     """
 
-    for_others = ""  # text for the other ranks, if they lost this rank because it was late
+    for_others = ""  # text of the other ranks' errors, if this rank was late for them
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
     """Another rank did not join an operation within the timeout.
 
-    Group: closed; usable after the timeout of ``Work.wait``, because the operation continues.
+    Group: closed. After the timeout of ``Work.wait``: usable, because the operation continues.
     Remedy: Find out what the named rank does, or pass a longer timeout.
 
     The message states the last operation that the other rank joined, and when.
@@ -105,15 +105,15 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
 class BackendUnavailableError(DistributedError):
     """This machine or installation lacks an extension, a library, an interface or a backend.
 
-    Group: does not exist, or is unchanged.
+    Group: an existing group is unchanged, a new group is not created.
     Remedy: Install or select the component that the message names.
     """
 
 
 class UnavailableEverywhereError(BackendUnavailableError):
-    """All ranks detected together that a component is missing.
+    """A component is missing; every rank raises this error.
 
-    Group: does not exist, or is unchanged.
+    Group: an existing group is unchanged, a new group is not created.
     Remedy: Install or select the component that the message names.
     """
 
@@ -122,12 +122,12 @@ class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
     """There is too little memory for arrays that the ranks allocate together.
 
     Group: usable; no rank has allocated memory.
-    Remedy: Request less, start fewer ranks per host, or raise the limit that the message names.
+    Remedy: Allocate less, start fewer ranks per host, or raise the limit that the message names.
 
     Every rank raises it.
     """
 
-    lack = ""  # the missing resource of this rank, for the messages of the other ranks
+    lack = ""  # what this rank lacks, for the messages of the other ranks
 
 
 class GroupClosedError(DistributedError):
@@ -141,12 +141,12 @@ class GroupClosedError(DistributedError):
 class RankFailedError(DistributedError):
     """A process that ``spawn`` or ``DataParallel`` started raised, exited or was killed.
 
-    Group: ended; ``DataParallel`` starts new workers.
+    Group: ended. ``DataParallel`` starts new workers.
     Remedy: Read the message, which contains the exception or the exit status.
 
-    ``host_array`` raises it as well if its function raised on another rank; then the group is
-    usable. ``rank`` is the number of the failed rank. ``exit_code`` is its exit status, minus the
-    signal number if a signal killed it, and None if it raised.
+    If the function of ``host_array`` raises on one rank, the other ranks raise this error, and the
+    group stays usable. ``rank`` is the number of the failed rank. ``exit_code`` is its exit status,
+    minus the signal number if a signal killed it, or None if it raised.
     """
 
     def __init__(self, message: str, rank: int = -1, exit_code: int | None = None) -> None:
@@ -166,7 +166,7 @@ class CheckpointError(RuntimeError):
 
 
 class TornStateError(DistributedError):
-    """A rank ended while the ranks updated the shared parameters of a sharded module.
+    """A rank ended while ranks updated the parameters of a sharded module.
 
     Group: closed.
     Remedy: Load a checkpoint.

@@ -9,12 +9,12 @@ from typing import Any
 
 from flashlight_py import system
 
-# Documentation addresses (RFC 5737, RFC 3849). The default route applies to them.
+# Addresses that no network has (RFC 5737, RFC 3849), so packets to them take the default route.
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Return (name, address) of running interfaces, IPv4 before IPv6. Addresses have no zone.
+    """Return (name, address) of running interfaces, IPv4 first. Addresses end without "%eth0".
 
     Loopback and link-local addresses are excluded. An interface without a cable, or a bridge
     without a container, is not running.
@@ -27,7 +27,7 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def own_addresses() -> list[str]:
-    """Return addresses at which other hosts can reach this host; those of default routes first."""
+    """Return addresses at which other hosts can reach this host, the default route's first."""
     running = [address for _, address in interfaces()]
     by_default = [address for address in map(source_address, _OUTSIDE) if address in running]
     return list(dict.fromkeys([*by_default, *running]))
@@ -36,8 +36,8 @@ def own_addresses() -> list[str]:
 def addresses_of(names: str) -> list[str]:
     """Return the local addresses that ``names`` selects, or an empty list.
 
-    ``names`` is an interface or a local address, or a comma-separated list of them. In a list, the
-    first word that selects an address decides.
+    ``names`` is an interface or a local address, or a comma-separated list of them. Of a list, only
+    the first entry that selects an address is used.
     """
     return next(filter(None, map(_addresses_of, names.split(","))), [])
 
@@ -72,7 +72,7 @@ def source_address(target: str) -> str:
 
 
 def is_own(address: str, zone: Sequence[Any] = ()) -> bool:
-    """Return whether a socket can bind to ``address``. ``zone`` has IPv6 flow info and scope."""
+    """Return whether a socket can bind to ``address``. ``zone``: flow info and scope ID of IPv6."""
     try:
         with system.Socket(family_of(address), socket.SOCK_STREAM) as probe:
             probe.bind((address, 0, *zone))
@@ -91,8 +91,8 @@ def listen_everywhere(port: int, backlog: int) -> system.Socket:
 def keep_port() -> system.Socket:
     """Return a socket that reserves a free port without listening on it.
 
-    The kernel does not assign the port to programs that request any free port. A program that
-    requests this port number with SO_REUSEADDR, as servers do, can listen on it.
+    The kernel does not assign the port to a program that asks for any free port. A program that
+    asks for this port with SO_REUSEADDR, as servers do, can listen on it.
     """
     both = system.has_dualstack_ipv6()
     kept = system.Socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM)

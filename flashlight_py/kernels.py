@@ -1,4 +1,4 @@
-"""Fused CuPy kernels: one launch replaces several launches, which take microseconds each.
+"""Fused CuPy kernels: one launch replaces several launches. A launch takes some microseconds.
 
 CuPy compiles each kernel at its first use. Types narrower than float32 are computed in float32.
 """
@@ -22,7 +22,7 @@ _ABOVE = _polynomial(1.25331406, 0.5594689599, 0.1323146197, 0.01466118099)
 _BELOW = _polynomial(
     1.0, 2.04215612, 1.864438885, 0.9872392362, 0.3270594715, 0.06597974371, 0.007334719276
 )
-# Inputs, outputs and statements for one element. R is the type of the computation.
+# By kernel: inputs, outputs, and code for one element. R is the type of the computation.
 _ELEMENTWISE = {
     "capped_step": (
         "float32 mean_sum, float32 variance_sum, float32 inverse_cap",
@@ -59,9 +59,9 @@ _ELEMENTWISE = {
         slope_out = m > 0 ? 1 - q : q;
         """,
     ),
-    # ``grad`` is loaded before the comparison, so that its load does not wait for ``out``.
+    # ``grad`` is loaded before ``out`` is compared, so that both loads overlap.
     "relu_slope": ("G grad, T out", "G slope", "const G g = grad; slope = out > T(0) ? g : G(0);"),
-    # Four rows per thread: loading one row at a time does not use the full memory bandwidth.
+    # Each thread computes four rows, because one row does not use the full memory bandwidth.
     "bias_relu": (
         "raw T bias, int64 columns, int64 stride, int64 total",
         "raw T out",
@@ -109,15 +109,15 @@ def _elementwise(name: str, real: str = "float32") -> Any:
 def capped_step(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Update ``mean`` and ``variance`` in place. All arrays are float32 and have the same shape.
+    """Make a step of ``mean`` and ``variance`` in place, with the formula in ``tagi.parameters``.
 
-    The formula is in ``tagi.parameters``.
+    All arrays are float32 and have the same shape.
     """
     _elementwise("capped_step")(mean_sum, variance_sum, inverse_cap, mean, variance)
 
 
 def mixture_relu(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
-    """Return new arrays with the means, variances and slopes of max(z, 0).
+    """Return means, variances and slopes of max(z, 0) for normal z with ``mean`` and ``variance``.
 
     All arrays are float32 and have the same shape. The formula is in ``csrc/tagi/activations.inc``.
     """
@@ -129,7 +129,7 @@ def mixture_relu(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
 
 
 def relu_slope(grad: Array, out: Array) -> Array:
-    """Return a new array with ``grad`` where ``out`` (same shape) is above 0, else 0."""
+    """Return a new array: ``grad`` for elements whose ``out`` (same shape) is above 0, else 0."""
     slope: Array = _elementwise("relu_slope")(grad, out)
     return slope
 
@@ -166,8 +166,8 @@ def mean_square_error(prediction: Array, target: Array) -> Array:
     return total
 
 
-# CuPy reduces all elements in one block. Larger arrays are first reduced by up to _BLOCKS blocks,
-# as many as a large GPU runs at once. Equal arrays have equal means.
+# CuPy reduces an array in one block. Larger arrays are first reduced by up to _BLOCKS blocks, as
+# many as a large GPU runs at a time. The mean of equal arrays is always the same.
 _ONE_BLOCK, _THREADS, _BLOCKS = 1 << 14, 256, 1024
 _SQUARES = """
 {head}
@@ -230,10 +230,10 @@ def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
 
 
 def add_moments(sums: Array, mean: Array, squares: Any, weight: float, count: int) -> None:
-    """Add ``count`` values of ``weight`` each to ``sums`` of an ``AverageValueMeter``, in place.
+    """Add ``count`` values, each with ``weight``, to ``sums``, an ``AverageValueMeter``'s array.
 
-    ``mean`` has one element. ``squares`` is the sum of squared deviations from the mean: a float64
-    array without dimensions, or a number.
+    ``mean`` is an array with the values' mean. ``squares`` is the sum of their squared deviations:
+    a number, or a float64 array without dimensions.
     """
     _elementwise("add_moments")(mean, squares, weight, count, sums)
 

@@ -8,18 +8,18 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-# Function names in builds of BLAS; NumPy's wheels use the first. 64_ marks 64-bit integers.
+# Names of a function in builds of BLAS. NumPy's wheels use the first. 64_ marks 64-bit integers.
 _SPELLINGS = ("scipy_{}64_", "{}64_", "scipy_{}", "{}")
 _RTLD_DI_LINKMAP = 2
 
 
 def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
     """Yield the loaded libraries whose file names contain ``name``, NumPy's libraries first."""
-    # dl_iterate_phdr(3) would deadlock: its callback runs with a lock, imports with the GIL.
+    # dl_iterate_phdr(3) could deadlock: its callback has the loader's lock and needs the GIL.
     paths, link, process = set[str](), ctypes.c_void_p(), ctypes.CDLL(None)
     process.dlinfo(ctypes.c_void_p(process._handle), _RTLD_DI_LINKMAP, ctypes.byref(link))
     address = link.value
-    while address:  # struct link_map: address, name, section, next
+    while address:  # fields of struct link_map: address, name, section, next
         _, text, _, address = (ctypes.c_void_p * 4).from_address(address)
         paths.add(os.fsdecode(ctypes.string_at(text or b"")))
     named = [path for path in paths if name in os.path.basename(path)]
@@ -39,9 +39,9 @@ def functions_of(name: str, *names: str) -> Iterator[list[Any]]:
 
 
 def blas(*names: str) -> tuple[Any, ...]:
-    """Return whether NumPy's BLAS has 64-bit integers, followed by the addresses of ``names``.
+    """Return the addresses of NumPy's BLAS functions ``names``, or () if no BLAS is loaded.
 
-    The tuple is empty if this process has loaded no BLAS.
+    The first element of the tuple is True if that BLAS has 64-bit integers.
     """
     for functions in functions_of("blas", *(f"cblas_{name}" for name in names)):
         pointers = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]

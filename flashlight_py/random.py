@@ -13,9 +13,9 @@ from flashlight_py.structure import thread_state
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
-_entropy: Sequence[int] | None = None  # seed of the stream that use() selected for NumPy arrays
-_kept: dict[str, Any] = {}  # by library: the generator that the stream of use() replaces
-# For each active noting() block, innermost last: generators and their states before the block.
+_entropy: Sequence[int] | None = None  # seed of NumPy's generator while use() is active
+_kept: dict[str, Any] = {}  # by library: the generator that use() has replaced
+# For each active noting() block, the innermost last: used generators with their first states.
 _notes: list[dict[str, tuple[Any, Any]]] = []
 
 
@@ -58,7 +58,7 @@ def generator(library: ModuleType = np) -> Any:
 def noting() -> Iterator[dict[str, tuple[Any, Any]]]:
     """Record the generators that the block uses, so that ``replaying`` can repeat its numbers.
 
-    The block must get its generator for CuPy arrays from ``generator``.
+    CuPy's generator is recorded if the block gets it from ``generator``.
     """
     noted: dict[str, tuple[Any, Any]] = {}
     _notes.append(noted)
@@ -101,9 +101,9 @@ def _put_back(generator: Any, state: Any) -> None:
 
 
 def use(entropy: Sequence[int] | None) -> None:
-    """Let NumPy arrays draw from a new stream seeded by ``entropy``. None restores the generator.
+    """Replace NumPy's generator by a new one with the seed ``entropy``. None restores the old one.
 
-    ``entropy`` has integers of at least 0. The package's generator keeps its state meanwhile, and
+    ``entropy`` has integers of at least 0. The replaced generator keeps its state, and
     ``state_dict`` returns that state.
     """
     global _entropy  # noqa: PLW0603 - as in set_seed

@@ -1,13 +1,13 @@
 """Trees of arrays as safetensors files: a length, a JSON header, then the bytes of the arrays.
 
-This module does not use the library "safetensors". So one pass can write, digest and flush data
-without a second copy of the arrays, bfloat16 can be read, and no package must be installed. Format:
+This module does not use the library "safetensors", so no package must be installed, bfloat16 can be
+read, and one pass can write, digest and flush the file without a second copy of the arrays. Format:
 https://huggingface.co/docs/safetensors
 
-The structure of a tree is stored as JSON in the metadata. A value that JSON does not support is an
-object with one key that begins with ``$``: ``{"$array": name}`` for an array, ``$scalar`` for a
-NumPy scalar, ``$tuple`` for a tuple, ``$complex`` for a complex number, and ``$dict`` for a dict
-with keys that JSON does not allow. Pickle is not used.
+The structure of a tree is stored as JSON in the metadata. A value that JSON does not support is
+stored as an object with one key: ``{"$array": name}`` for an array, ``$scalar`` for a NumPy scalar,
+``$tuple`` for a tuple, ``$complex`` for a complex number, and ``$dict`` for a dict with keys that
+JSON does not allow. Pickle is not used.
 """
 
 import json
@@ -35,7 +35,7 @@ def flatten_tree(tree: object) -> tuple[Any, Arrays]:
 
 
 def rebuild(structure: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return the tree of a ``structure`` from ``flatten_tree``, with the arrays of ``arrays``."""
+    """Return the tree of a ``structure`` from ``flatten_tree``. ``arrays``: its arrays by name."""
     if isinstance(structure, list):
         return [rebuild(value, arrays) for value in structure]
     if not isinstance(structure, dict):
@@ -79,7 +79,7 @@ def _flatten(tree: object, path: str, arrays: Arrays) -> Any:
 
 
 def _add_array(array: Any, path: str, arrays: Arrays) -> str:
-    """Add ``array`` to ``arrays`` under its path; a repeated name gets a number."""
+    """Add ``array`` to ``arrays`` under its path. If the name exists already, it gets a number."""
     name, number = path or "array", 1
     while name in arrays:
         number += 1
@@ -99,7 +99,7 @@ _NAMES = {
     "complex64": "C64",
 }
 _DTYPES = {short: name for name, short in _NAMES.items()}
-# The format has no complex128, so it is stored as pairs of float64, listed in the metadata.
+# The format has no complex128. It is stored as pairs of float64, and the metadata lists them.
 _PAIRS = {"complex128": "float64"}
 
 _LENGTH = struct.Struct("<Q")
@@ -113,7 +113,7 @@ def pieces(tree: object) -> Iterator[Array]:
     Raises TypeError before the first piece if a value cannot be stored.
     """
     structure, arrays = flatten_tree(tree)
-    # Wide elements are first, so that all arrays are aligned. The header length is a multiple of 8.
+    # Wide elements first, after a header of 8 * n bytes, so that all arrays are aligned.
     names = sorted(arrays, key=lambda name: -_element(name, arrays[name]).itemsize)
     yield np.frombuffer(_header(structure, arrays, names), np.uint8)
     for name in names:
@@ -123,9 +123,9 @@ def pieces(tree: object) -> Iterator[Array]:
 
 
 def from_bytes(file: Array) -> Any:
-    """Return the tree in ``file`` (uint8, one dimension); its arrays are views of ``file``.
+    """Return the tree in ``file`` (uint8, one dimension). Its arrays are views of ``file``.
 
-    Raises ValueError for other files, BackendUnavailableError for bfloat16 without ml_dtypes.
+    Raises ValueError for other content, BackendUnavailableError for bfloat16 without ml_dtypes.
     """
     try:
         (length,) = _LENGTH.unpack(file[: _LENGTH.size].tobytes())

@@ -1,7 +1,7 @@
 """The structure of a captured step (``fl.capture``): modules, modes, hooks and options.
 
-A replay reads the current values of arrays. Structure is not visible in arrays, so its owners call
-``changed`` when it changes.
+A replay reads the current values of arrays, but cannot see other changes. Code that changes the
+structure must therefore call ``changed``.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 count = np.zeros(1, np.int64)
-"""Number of the last change, which native code reads in place."""
+"""Number of the last change. Native code reads this memory."""
 
 _changes = itertools.count(1)
 
@@ -30,7 +30,7 @@ class HoldsState:
 
 
 class Structured(HoldsState):
-    """An object whose attributes determine a step's computation. Assignments count as changes."""
+    """An object whose attributes determine a step's computation. Assignments call ``changed``."""
 
     def __setattr__(self, name: str, value: object) -> None:
         is_changed = vars(self).get(name, self) is not value
@@ -54,7 +54,7 @@ thread_state = _Here()
 def as_one(function: Function) -> Function:
     """Decorate ``function`` so that replays repeat the whole call as one operation.
 
-    ``function`` may modify arrays in place. Results that are not arrays must be the same each time.
+    ``function`` may modify arrays in place. In each replay, other results must be the same.
     """
 
     @functools.wraps(function)
@@ -71,8 +71,8 @@ def as_one(function: Function) -> Function:
 def require_all(holds: Any, values: Any, error: Callable[[Any], Exception]) -> None:
     """Raise ``error(value)`` for the first element of ``values`` for which ``holds`` is False.
 
-    ``holds`` and ``values`` have the same shape. Blocks until a GPU has computed both. Replays of a
-    captured step check the current values.
+    ``holds`` and ``values`` are arrays of the same shape. Waits until a GPU has computed them. Each
+    replay of a captured step checks again.
     """
     if not holds.all():
         raise error(values[~holds][0])

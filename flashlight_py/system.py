@@ -1,8 +1,8 @@
 """Clocks, sockets, threads and processes of the operating system, for the control plane.
 
-Rendezvous, launcher, startup and failure handling call these functions through the module
-(``system.monotonic()``). tests/simulation replaces them by simulated hosts, networks and clocks.
-Files, and code that only ``spawn`` and flrun's main thread run, use the standard library directly.
+Rendezvous, launcher, startup and failure handling call these functions as ``system.monotonic()``,
+so that tests/simulation can replace them by simulated hosts, networks and clocks. Other code, such
+as ``spawn``, flrun's main thread and code for files, uses the standard library.
 """
 
 from __future__ import annotations
@@ -24,35 +24,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from subprocess import Popen as Popen  # noqa: PLC0414 - mypy exports it so
 
-# Time, in seconds.
 monotonic, wall_clock, sleep = time.monotonic, time.time, time.sleep
 
-# The network.
 Socket = socket.socket
 create_server, getaddrinfo = socket.create_server, socket.getaddrinfo
 gethostname, if_nameindex = socket.gethostname, socket.if_nameindex
 has_dualstack_ipv6 = socket.has_dualstack_ipv6
 
-# Functions on descriptors, and functions that wait for descriptors.
-Selector = selectors.DefaultSelector  # EpollSelector; gevent removes it from selectors
+Selector = selectors.DefaultSelector  # stored here, because gevent removes it from selectors
 select = _select.select
 read, write, close, dup, set_blocking = os.read, os.write, os.close, os.dup, os.set_blocking
 pipe, pipe2, fstat, isatty = os.pipe, os.pipe2, os.fstat, os.isatty
 set_inheritable = os.set_inheritable
 
-# This process, its threads, and other processes.
 environ, getpid, readlink, random_bytes = os.environ, os.getpid, os.readlink, os.urandom
 RLock, waitid, kill, killpg = threading.RLock, os.waitid, os.kill, os.killpg
 
 
 class Thread(threading.Thread):
-    """A thread that can end after gevent or eventlet has patched ``threading``."""
+    """A thread whose end works even if gevent or eventlet has patched ``threading``."""
 
-    def _delete(self) -> None:  # the original uses get_ident(), which may be patched
+    def _delete(self) -> None:  # threading's uses get_ident(), which may be patched
         threading._active.pop(self.ident, None)  # type: ignore[attr-defined]
 
 
-# Signals of this process.
 signal, getsignal, set_wakeup_fd = _signal.signal, _signal.getsignal, _signal.set_wakeup_fd
 setitimer, getitimer = _signal.setitimer, _signal.getitimer
 
@@ -66,11 +61,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# netdevice(7)
+# Constants of netdevice(7).
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _IFREQ_BYTES, _MOST_ADDRESSES = 24 + 2 * struct.calcsize("l"), 1024
-# Fields of if_inet6: the global scope, and flags of addresses that are unusable or not yet usable.
+# Scope and flags in if_inet6: global addresses; addresses that are not (yet) usable.
 _GLOBAL, _IFA_F_UNUSABLE = "00", 0x08 | 0x40
 
 
@@ -92,14 +87,14 @@ def children() -> list[int]:
     for pid in filter(str.isdigit, os.listdir("/proc") if Path("/proc/self").exists() else ()):
         with suppress(FileNotFoundError, ProcessLookupError):
             stat = Path(f"/proc/{pid}/stat").read_bytes()
-            # The name is in brackets, and may contain brackets and spaces. State and parent follow.
+            # The name is in brackets and may contain ")". State and parent are the next two fields.
             if int(stat.rpartition(b")")[2].split()[1]) == parent:
                 pids.append(int(pid))
     return pids
 
 
 def addresses() -> list[tuple[str, str, bool]]:
-    """Return (interface, address, whether the interface is up and running). No address has a zone.
+    """Return (interface, address, whether it is running) of this host, addresses without zone.
 
     IPv4 comes before IPv6. IPv6 addresses are global, or belong to the loopback interface.
     """
@@ -136,7 +131,7 @@ def _version_6() -> list[tuple[str, str]]:
 def _is_running(probe: socket.socket, name: str) -> bool:
     try:
         reply = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
-    except OSError:  # the interface was removed meanwhile
+    except OSError:  # the interface was removed after the list was read
         return False
     flags = int(struct.unpack_from("H", reply, 16)[0])
     return bool(flags & _IFF_UP and flags & _IFF_RUNNING)

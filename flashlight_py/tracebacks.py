@@ -1,6 +1,6 @@
 """Shortened tracebacks: the frames inside this package are printed as one line.
 
-Only printed and sent text is shortened. The exception keeps its traceback.
+Only the text that is printed or sent to other ranks is shortened, not the exception's traceback.
 FLASHLIGHT_FULL_TRACEBACK=1 prints all frames.
 """
 
@@ -20,16 +20,15 @@ FULL = "FLASHLIGHT_FULL_TRACEBACK"
 """Environment variable that, if set to "1", prints all frames of tracebacks."""
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
-_BETWEEN = contextlib.__file__  # frames of contextlib between two frames of this package
+_BETWEEN = contextlib.__file__  # its frames between two frames of this package count as well
 
 
 def is_full() -> bool:
-    """Return whether the user wants to see the frames inside this package."""
     return os.environ.get(FULL) == "1"
 
 
 def message_of(error: BaseException) -> str:
-    """Return ``str(error)``, or a note if ``__str__`` of the error raises."""
+    """Return ``str(error)``. If that raises, return the name of the raised error."""
     try:
         return str(error)
     except Exception as failure:  # noqa: BLE001 - user code may raise any exception
@@ -37,9 +36,9 @@ def message_of(error: BaseException) -> str:
 
 
 def folded(error: BaseException, start: int = 0) -> str:
-    """Return the printed form of ``error`` from frame ``start`` on, package frames as one line.
+    """Return the printed traceback of ``error`` without its first ``start`` frames.
 
-    Causes and contexts are folded as well. A stack without user frames is printed in full.
+    Consecutive frames of this package are one line. If there are no other frames, all are printed.
     """
     shortened = traceback.TracebackException.from_exception(error)
     del shortened.stack[:start]

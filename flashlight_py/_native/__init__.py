@@ -1,4 +1,4 @@
-"""The native extensions. Each is optional. The error for a missing one has reason and remedy."""
+"""Native extensions. All are optional. If one is missing, the error has a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashlight_py.errors import BackendUnavailableError
 
 __all__ = ["EXTENSIONS", "load", "optional", "left_out"]
 
-# By name of the extension: its purpose, and the effect if it is missing.
+# By name of the extension: its purpose, and what happens without it.
 EXTENSIONS = {
     "shm": (
         "shared memory between the ranks of a host",
@@ -28,7 +28,7 @@ EXTENSIONS = {
     "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
     "launch": ("the launch of NCCL's collectives", "CuPy arrays need MPI"),
 }
-# By name of the extension: the library that it needs, and the Debian package.
+# By name of the extension: a library that it needs, and the library's Debian package.
 _LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}
 
 
@@ -48,9 +48,9 @@ def load_extension(name: str) -> ModuleType:
 
 @functools.cache
 def optional(name: str, without: str) -> Any | None:
-    """Return the extension module, or log a warning once and return None if it is missing.
+    """Return the extension module. If it is missing, log a warning once and return None.
 
-    The warning names the effect (``without``) and the reason.
+    The warning consists of ``without``, which describes the effect, and the reason.
     """
     try:
         return load_extension(name)
@@ -60,7 +60,7 @@ def optional(name: str, without: str) -> Any | None:
 
 
 def left_out(name: str) -> str:
-    """Return why extension ``name`` was omitted when the package was built, or ""."""
+    """Return why the build of the package omitted extension ``name``, or "" if it did not."""
     note = Path(__file__).with_name(f"{name}.missing.txt")
     return note.read_text(encoding="utf-8").strip() if note.exists() else ""
 

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-# Module of each public name; `scripts/stubs` writes the same imports for type checkers.
+# Module of each public name. `scripts/stubs` copies this table to a stub for type checkers.
 _HOMES = {
     "dataset": [
         *("Dataset", "TensorDataset", "BatchDataset", "BatchFunction", "BatchPolicy"),

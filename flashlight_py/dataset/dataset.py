@@ -54,7 +54,7 @@ class Dataset(abc.ABC):
         return map(self.get, range(len(self)))
 
     def handed_out(self, index: int) -> None:  # noqa: B027 - optional for subclasses
-        """Record that an iteration has returned sample ``index``. The default does nothing."""
+        """Called after an iteration has returned sample ``index``. The default does nothing."""
 
 
 def stack_samples(samples: Sequence[Sample]) -> Sample:
@@ -123,9 +123,9 @@ class TensorDataset(Dataset):
         return tuple([_rows(array, indices) for array in self.arrays])
 
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
-        """Return an iterator over views of up to ``batch_size`` rows, up to row ``stop``.
+        """Return an iterator over views of up to ``batch_size`` rows before row ``stop``.
 
-        The iterator runs no Python code, which would take as long as a small training step.
+        It runs no Python code per batch, because that would take as long as a small training step.
         """
         starts = range(0, stop, batch_size)
         stops = [*starts[1:], stop] if starts else []
@@ -137,7 +137,7 @@ class TensorDataset(Dataset):
 
 
 def _rows(array: Any, indices: Indices) -> Array:
-    """Return the rows at ``indices``; repeated rows of an array in a file are read once."""
+    """Return the rows at ``indices``. Repeated rows of an array in a file are read once."""
     if hasattr(array, "__array_ufunc__") or hasattr(array, "__dlpack__"):
         return array[indices]  # type: ignore[no-any-return]
     rows = np.add(indices, np.less(indices, 0) * array.shape[0])
@@ -146,17 +146,17 @@ def _rows(array: Any, indices: Indices) -> Array:
 
 
 BatchPolicy: TypeAlias = Literal["include_last", "skip_last", "divisible_only"]
-# Function that makes one array from a list of values, the values of one field in the samples.
+# Function that makes one array from a list: the values of one field in several samples.
 BatchFunction: TypeAlias = Callable[[Sequence[Any]], Array]
 
 
 class BatchDataset(Dataset):
-    """Batches of ``batch_size`` consecutive samples of ``dataset``; fields gain a first dimension.
+    """Batches of ``batch_size`` consecutive samples of ``dataset``, in a new first dimension.
 
     ``policy`` for an incomplete last batch: "include_last" keeps it, "skip_last" drops it,
     and "divisible_only" raises ValueError. ``batch_functions`` has one function per field, which
-    makes an array from a list of values. None, instead of the list or a function, stacks the
-    values. Batches of a ``TensorDataset`` without functions are views of its arrays.
+    makes an array from a list of values. Fields without a function are stacked. Without
+    ``batch_functions``, batches of a ``TensorDataset`` are views of its arrays.
 
     Raises:
         ValueError: If ``batch_size`` < 1, ``policy`` is unknown, or ``policy`` is "divisible_only"
@@ -228,7 +228,7 @@ class ResampleDataset(Dataset):
         if callable(indices):
             indices = [indices(i) for i in range(len(dataset) if n is None else n)]
         elif n is not None:
-            raise ValueError("ResampleDataset: expected no n with a sequence of indices, got n")
+            raise ValueError("ResampleDataset: n requires a function as indices, got a sequence")
         checked, size = np.array(indices), len(dataset)
         if checked.size == 0:
             checked = checked.astype(np.int64)
@@ -269,5 +269,5 @@ class ShuffleDataset(ResampleDataset):
         self._indices = self._random.permutation(len(self._dataset))
 
     def set_seed(self, seed: int) -> None:
-        """Restart the random numbers from ``seed``. The next ``resample`` uses them."""
+        """Restart the random numbers from ``seed``. The order changes at the next ``resample``."""
         self._random = np.random.default_rng(seed)

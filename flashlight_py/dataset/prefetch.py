@@ -18,7 +18,7 @@ import numpy as np
 from flashlight_py.cores import check_folder
 from flashlight_py.dataset.dataset import Dataset, Sample
 
-# Function that returns the new sample for (sample, random generator).
+# Function of a sample and a random generator that returns the new sample.
 Transform: TypeAlias = Callable[[Sample, np.random.Generator], Sample]
 Workers: TypeAlias = Literal["threads", "processes"]
 
@@ -30,20 +30,20 @@ class PrefetchDataset(Dataset):
     iteration raises it at that sample. The workers end with the iteration, also if it is not
     completed. With 0 workers, and for ``dataset[i]``, a sample is made when it is requested.
 
-    Threads suffice if ``get`` waits for files or computes in NumPy. Several threads call it at the
-    same time. Use processes for samples that are computed in Python. Each iteration starts new
-    processes ("spawn"), which takes some tenths of a second. They have no world, receive
-    ``dataset`` and ``transform`` as a pickle, and import the main module of the program. So the
-    program must start its work under ``if __name__ == "__main__":``.
+    Threads suffice if ``get`` waits for files or computes in NumPy. They call ``get`` at the same
+    time. Use processes if ``get`` runs much Python code. Each iteration starts new processes
+    ("spawn"), which takes some tenths of a second. These processes do not join the world. They
+    receive ``dataset`` and ``transform`` as a pickle, and import the main module of the program. So
+    the program must start its work under ``if __name__ == "__main__":``.
 
     Args:
-        dataset: Dataset that makes the samples. ``set_epoch`` also calls its ``set_epoch``, if
-            defined.
+        dataset: Dataset that makes the samples. If it has a method ``set_epoch``, this object's
+            ``set_epoch`` calls it.
         threads: Number of workers, at least 0.
         prefetch_size: Number of samples that are made in advance, at least 1.
         workers: ``"threads"`` or ``"processes"``.
-        transform: Function of a sample and a random generator, for example for augmentation;
-            returns the new sample. The random numbers depend only on seed, epoch and index.
+        transform: Function of a sample and a random generator that returns the new sample, for
+            example an augmentation. The random numbers depend only on seed, epoch and index.
         seed: Seed of these random numbers, at least 0.
 
     Raises:
@@ -51,7 +51,7 @@ class PrefetchDataset(Dataset):
         TypeError: If ``dataset`` or ``transform`` cannot be pickled, when an iteration starts.
         FileNotFoundError: If the current folder was deleted before processes start.
         RuntimeError: If, during iteration, a process is killed, runs out of memory, cannot start,
-            or raises an exception that cannot be pickled or would end this process (``sys.exit``).
+            or raises ``SystemExit`` or an exception that cannot be pickled.
 
     Example:
         >>> def noisy(sample, rng):
@@ -79,7 +79,7 @@ class PrefetchDataset(Dataset):
         self._seed, self._epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the random numbers of the next iteration, and the epoch of ``dataset``.
+        """Set the epoch, here and in ``dataset``. It selects the random numbers of ``transform``.
 
         Raises:
             ValueError: If ``epoch`` is negative.
@@ -130,7 +130,7 @@ class PrefetchDataset(Dataset):
             executor.shutdown(cancel_futures=True)
 
     def _start(self) -> tuple[Executor, Callable[[int], Sample]]:
-        """Start the workers; return them and the function to call in them."""
+        """Start the workers. Return them and the function that they run for each sample."""
         if self._workers == "threads":
             return ThreadPoolExecutor(self._threads, "flashlight-prefetch"), self.get
         check_folder("PrefetchDataset")
@@ -138,16 +138,18 @@ class PrefetchDataset(Dataset):
         try:
             pickled = pickle.dumps(self, protocol=5)
         except Exception as error:
-            raise TypeError(f"PrefetchDataset: cannot be pickled: {error}. Use threads") from error
+            raise TypeError(
+                f"PrefetchDataset: dataset or transform cannot be pickled: {error}. Use threads"
+            ) from error
         return ProcessPoolExecutor(size, spawn, _begin_worker, (pickled,)), _get_in_worker
 
 
-# In a worker process: a list with the dataset that makes the samples.
+# In a worker process: a list that contains the unpickled dataset.
 _worker_datasets: list[PrefetchDataset] = []
 
 
 def _begin_worker(pickled: bytes) -> None:
-    """Make this process a worker that ends with its parent and leaves Ctrl-C to the parent."""
+    """Make this process a worker. It ends when its parent ends, and ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
@@ -155,7 +157,7 @@ def _begin_worker(pickled: bytes) -> None:
 
 
 def _get_in_worker(index: int) -> Sample:
-    """Return the sample at ``index``; convert errors that cannot be sent to the parent."""
+    """Return the sample at ``index``. Errors that cannot be pickled become RuntimeError."""
     try:
         return _worker_datasets[0].get(index)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Shares and orders of samples. Each process computes them without communication."""
+"""Parts and orders of samples. Each process computes them without communication."""
 
 import numpy as np
 
@@ -23,9 +23,9 @@ def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> r
     """Return every ``shares``-th position in [0, n), starting at position ``share``.
 
     Sizes differ by at most one. With ``drop_last`` the last n % shares positions are left out, and
-    all sizes are equal. When each of s shares has used k positions, the first s * k positions of
-    ``n`` are used. So if all shares together use ``batch`` positions per step, a multiple of s,
-    step t uses [batch * t, batch * (t + 1)).
+    all sizes are equal. After every share has used its first k positions, [0, k * shares) is used.
+    So if all shares together use ``batch`` positions per step (a multiple of ``shares``), step t
+    uses [batch * t, batch * (t + 1)).
 
     Example:
         >>> [list(strided_share(5, share, 3)) for share in range(3)]
@@ -45,7 +45,7 @@ def batch_positions(index: int, n: int, batch_size: int) -> range:
 
 
 def weight_of_part(part: int, total: int, parts: int) -> float:
-    """Return the weight of one of ``parts`` parts, which has ``part`` of all ``total`` samples.
+    """Return the weight of a part that has ``part`` of all ``total`` samples, in ``parts`` parts.
 
     The average over the parts of weight * (mean over the part) is the mean over all samples.
     """
@@ -57,12 +57,11 @@ def partition_by_round_robin(
 ) -> Indices:
     """Return the indices, in [0, n), of the samples of ``partition``, one of ``partitions``.
 
-    Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. The
-    remaining samples are divided evenly if there is at least one per partition, and dropped
-    otherwise: every partition has the same number of batches. With ``allow_empty`` nothing is
-    dropped, and some partitions may have one batch fewer. The rule is flashlight's
-    ``partitionByRoundRobin``. The result is a new ascending int64 array of shape (samples of the
-    partition,).
+    Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. Remaining
+    samples, too few for one more batch per partition, are divided evenly. If they are fewer than
+    ``partitions``, they are dropped, so that all partitions have equally many batches. With
+    ``allow_empty`` they are kept, and some partitions may have one batch fewer. The rule is
+    flashlight's ``partitionByRoundRobin``. The result is a new ascending int64 array.
 
     Raises:
         ValueError: If ``n`` < 0, ``batch_size`` < 1, or ``partition`` is not in [0, partitions).
@@ -83,24 +82,24 @@ def partition_by_round_robin(
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     """Return an int64 permutation of ``n`` samples that depends only on seed and epoch.
 
-    Each sample draws a key of 64 bits. The sample's number replaces the lowest bits of the key, and
-    the keys are sorted. The keys are integers from PCG64 (O'Neill, 2014). NumPy guarantees this
-    stream for a fixed seed, so the permutation is the same on every platform and with every NumPy
+    Each sample gets a random key of 64 bits, with the sample's number in the lowest bits. The
+    sorted keys give the order. The random bits are from PCG64 (O'Neill, 2014). NumPy guarantees
+    them for a given seed, so the permutation is equal on every platform and with every NumPy
     version, unlike ``Generator.permutation``.
 
     Example:
         >>> epoch_order(5, seed=0, epoch=0).tolist()
         [3, 1, 4, 2, 0]
     """
-    # The spawn key gives each epoch a separate stream. The entropy [seed, epoch] would not: the
-    # words of a large seed overlap with the epoch.
+    # With a spawn key, each epoch has its own random bits. With [seed, epoch] as entropy, a large
+    # seed could give the bits of another seed and epoch.
     seeds = np.random.SeedSequence(seed, spawn_key=(epoch,))
     keys = np.random.PCG64(seeds).random_raw(n)
     bits = n.bit_length()
     keys >>= bits
     keys <<= bits
     keys |= np.arange(n, dtype=np.uint64)
-    keys.sort()  # a quarter of argsort's time
+    keys.sort()  # four times as fast as argsort
     keys &= (1 << bits) - 1
     order: Indices = keys.view(np.int64)
     return order

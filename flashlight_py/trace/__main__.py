@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_escaped(text: str) -> None:
-    """Print text; escape characters that the encoding of the terminal lacks."""
+    """Print text. Escape characters that the encoding of the terminal lacks."""
     encoding = sys.stdout.encoding
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 

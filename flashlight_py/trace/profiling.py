@@ -1,8 +1,8 @@
 """Profiles: the calls of all ranks as a Chrome trace, which Perfetto reads as well, or as a page.
 
-The format is the JSON of Chrome's "Trace Event Format": complete events (``"ph": "X"``), with times
-in microseconds. Each rank is a process of the trace. Its first thread is the program, with calls
-and waits that block the program. Other threads contain operations that overlap with the program.
+The format is Chrome's JSON "Trace Event Format" with complete events (``"ph": "X"``) and times in
+microseconds. Each rank is a process of the trace. Its first thread has calls and waits that block
+the program. Its other threads have operations during which the program continues.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ from flashlight_py.distributed.internal import (
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline, recorded_call_text
 
-# Number of clock exchanges per rank. The fastest exchange is used: it had the least delay.
+# Number of clock measurements per rank. The fastest is used, because its error is the smallest.
 _ROUNDS = 16
-# Tag of this module's messages. Tags of users are at least 0, and new groups use -1.
+# Tag of this module's messages. Users' tags are at least 0, and the creation of groups uses -1.
 _TAG = -2
 _log = logging.getLogger("flashlight_py")
 
@@ -56,7 +56,7 @@ class Profile:
 
     @in_step()
     def start(self) -> None:
-        """Start to record. Collective, blocking.
+        """Start recording. Collective, blocking.
 
         Raises:
             RuntimeError: If a profile is already being recorded.
@@ -91,7 +91,7 @@ class Profile:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record the time of the body as ``name`` on this rank's timeline. Not collective."""
+        """Record the duration of the ``with`` block as ``name`` on this rank. Not collective."""
         started = time.monotonic_ns()
         try:
             yield
@@ -123,23 +123,25 @@ class Profile:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.stop()
-        else:  # no collective: other ranks may be in any call
+        else:  # call no collective: other ranks may be in any call
             self._write_alone(self._end(), f"{type(error).__name__}: {error}")
 
 
 def profile(
     path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
 ) -> Profile:
-    """Record the calls of all verbs, from the begin to the end of the context, in one file.
+    """Record all calls of verbs in a ``with`` block, on all ranks of ``group``, in one file.
 
-    Both ends are collective and blocking; ``start()`` and ``stop()`` do the same. Rank 0 of the
-    group writes the file ``path`` and replaces an existing file. It is a Chrome trace of the
-    group's ranks, numbered as in the world, with their calls in all groups, in the time of rank 0's
-    clock. Perfetto and Chrome can display it, and ``python -m flashlight_py.trace view trace.json``
-    converts it to a page. Each call has its verb, bytes, dtype, shape, line of user code and the
-    time it waited for other ranks. ``span(name)`` marks a part of the program. During the recording
-    a call takes about 10 us instead of 1 us, because it runs through Python. GPU work is timed by
-    the host, with an error below half a millisecond. The default group is the world.
+    Start and end of the block are collective and blocking, as are ``start()`` and ``stop()``. Rank
+    0 of the group writes the Chrome trace ``path`` and replaces an existing file. Perfetto and
+    Chrome can display it. ``python -m flashlight_py.trace view trace.json`` converts it to a page.
+    The default group is the world.
+
+    The trace has all calls of these ranks, in all groups. Ranks are numbered as in the world, and
+    times are those of rank 0's clock. A call has its verb, bytes, dtype, shape, line of user code
+    and the time it waited for other ranks. ``span(name)`` marks a part of the program. During the
+    recording, a call takes about 10 us instead of 1 us. The host measures GPU work, with an error
+    below 0.5 ms.
 
     Example:
         >>> with fl.profile(folder / "trace.json") as taken:
@@ -154,7 +156,7 @@ def profile(
 def offset_to_rank_0(backend: Backend) -> int:
     """Return rank 0's clock minus this rank's monotonic clock, in nanoseconds. Collective.
 
-    The result is 0 on rank 0's host. On other hosts, the rank asks rank 0 for its time and assumes
+    The result is 0 on rank 0's host. A rank of another host asks rank 0 for its time. It assumes
     that rank 0 answers halfway through the exchange (F. Cristian, 1989). The error is at most half
     the duration of the exchange.
     """
@@ -188,9 +190,9 @@ def _send_times(backend: Backend, rank: int) -> None:
 
 
 FORMAT = "flashlight_py trace 1"
-# Minimum wait for a late rank that is reported.
+# Shorter waits for a late rank are not reported.
 _LATE_NANOSECONDS = 1000
-# Fields of a call that the trace event shows by its name and times, not in its ``args``.
+# Fields of a call that are left out of an event's ``args``, because its name and times show them.
 _SHOWN = ("started", "ended", "waits", "verb", "seconds", "seconds_ago", "state")
 
 
@@ -199,7 +201,7 @@ class _Event:
     """An event of a timeline, with times in nanoseconds of the common clock."""
 
     name: str
-    kind: str  # collective, message, wait, span, or late: the waiting part of a call
+    kind: str  # collective, message, wait, span, or late (wait for a late rank)
     start: int
     end: int
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -245,7 +247,7 @@ def _events(timeline: RankTimeline) -> Iterator[_Event]:
 
 
 def _find_late_ranks(by_rank: dict[int, list[_Event]]) -> None:
-    """Add to each collective its latest rank and the time that other ranks waited for this rank."""
+    """Add to each collective the rank that started it last, and the wait for that rank."""
     calls: dict[tuple[str, int], dict[int, _Event]] = {}
     for rank, events in by_rank.items():
         for event in events:
@@ -261,16 +263,16 @@ def _find_late_ranks(by_rank: dict[int, list[_Event]]) -> None:
 
 
 def _threads(events: Sequence[_Event]) -> Iterator[tuple[str, Iterator[_Event]]]:
-    """Yield the name of each thread of a rank, and its events in the order of their starts."""
+    """Yield the name of each thread of a rank, and the thread's events, sorted by start."""
     for name, overlapped in (("program", False), ("overlapped", True)):
         for thread in _separate([e for e in events if e.overlapped == overlapped], not overlapped):
             yield name, _with_waiting(thread)
 
 
 def _separate(events: Iterable[_Event], nested: bool) -> list[list[_Event]]:
-    """Return threads of events that do not overlap; if ``nested``, an event may contain others."""
+    """Divide events into threads without overlaps. If ``nested``, an event may contain others."""
     threads: list[list[_Event]] = []
-    open_ends: list[list[int]] = []  # by thread: ends of open events, outermost first
+    open_ends: list[list[int]] = []  # by thread: ends of the open events, the outermost first
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         for thread, ends in zip(threads, open_ends, strict=True):
             while ends and ends[-1] <= event.start:
@@ -294,9 +296,9 @@ def _with_waiting(events: Iterable[_Event]) -> Iterator[_Event]:
 
 
 def _summary(events: Iterable[_Event]) -> dict[str, Any]:
-    """Return calls, bytes and time (us) per verb, and total times of communication and of blocking.
+    """Return calls, bytes and microseconds per verb, and total microseconds over all verbs.
 
-    ``overlapped_us`` is the time of communication during which the program continued.
+    ``blocked_us``: the program waited. ``overlapped_us``: it continued during communication.
     """
     communication = [event for event in events if event.kind != "span"]
     calls = [event for event in communication if event.kind != "wait"]
@@ -342,7 +344,7 @@ def page(trace: dict[str, Any]) -> str:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace of ``fl.profile`` or ``trace view``; raise ValueError for other files."""
+    """Read a trace of ``fl.profile`` or ``trace view``. Raise ValueError for other files."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     data = trace.get("otherData", {}) if isinstance(trace, dict) else {}
     if data.get("format") != FORMAT:

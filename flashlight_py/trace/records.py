@@ -12,9 +12,9 @@ from flashlight_py.distributed.internal import read_fields
 class RankTimeline:
     """Calls and spans of one rank. Times are in nanoseconds of the rank's clock.
 
-    ``offset`` is added to a time to convert it to the common clock of all ranks. ``calls`` have the
-    form of ``Record.as_dict``. Calls without an end were running at ``until``. ``spans``
-    are marked by the program: (name, start, end).
+    ``offset`` is added to a time to convert it to the common clock of all ranks. ``calls`` are
+    results of ``Record.as_dict``. At time ``until``, calls without an end were still running.
+    ``spans`` are (name, start, end) of parts that the program marked.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class RankTimeline:
 
 @dataclass(kw_only=True)
 class FlightRecord(RankTimeline):
-    """Content of a rank's file. The common clock is the hosts' clock: nanoseconds since 1970."""
+    """A rank's file. The common clock of its times is the wall clock: nanoseconds since 1970."""
 
     size: int
     job: str
@@ -39,7 +39,7 @@ class FlightRecord(RankTimeline):
 
 
 def read_records(folder: Path) -> list[FlightRecord]:
-    """Return the newest job's records in ``folder``, by rank; ValueError if there are none."""
+    """Return the newest job's records in ``folder``, by rank. Raise ValueError if it has none."""
     records = [_read(path) for path in sorted(folder.glob("rank*.json"))]
     if not records:
         raise ValueError(f"{folder}: expected flight records (rank0.json, ...), got none")
@@ -55,7 +55,7 @@ def _read(path: Path) -> FlightRecord:
         clock = {"until": now, "offset": int(fields["wall"] * 1e9) - now}
         return FlightRecord(**clock, **{name: fields[name] for name in same})
     except KeyError as error:
-        raise ValueError(f"{path}: expected a flight record, got no field {error}") from error
+        raise ValueError(f"{path}: expected a flight record, got a file without {error}") from error
 
 
 def recorded_call_text(call: dict[str, Any]) -> str:
@@ -65,19 +65,19 @@ def recorded_call_text(call: dict[str, Any]) -> str:
     array = f"{call.get('dtype', '')} {extents}".strip()
     names = ("op", "root", "peer", "tag")
     arguments = {name: call[name] for name in names if name in call}
-    if arguments.get("peer") == -1:  # the call receives from any rank
+    if arguments.get("peer") == -1:  # from any rank
         arguments["peer"] = "any"
     words = [array, *(f"{name}={value}" for name, value in arguments.items())]
     return f"{call['verb']}({', '.join(filter(None, words))})"
 
 
-# Verbs whose arrays may differ between ranks: in the first dimension, or in the whole shape.
+# Verbs for which ranks may pass different first dimensions, or different shapes.
 _ROWS_DIFFER = ("all_gather", "gather", "all_to_all")
 _SHAPES_DIFFER = ("scatter",)
 
 
 def compare(records: Sequence[FlightRecord]) -> tuple[list[str], bool]:
-    """Return a report on the ranks' records, in lines, and whether all calls agree."""
+    """Return a report on the ranks' records as lines, and whether all calls agree."""
     first = records[0]
     lines = [f"job {first.job}: records of {len(records)} of {first.size} ranks"]
     lines += [f"  rank {r.rank} ({r.host}, pid {r.pid}) at {r.time}: {r.reason}" for r in records]
@@ -98,7 +98,7 @@ def compare(records: Sequence[FlightRecord]) -> tuple[list[str], bool]:
 
 
 class _Group:
-    """Calls of one group, by rank in the world and number of the call."""
+    """Calls of one group, by rank in the world and then by number of the call."""
 
     def __init__(self, name: str, records: Sequence[FlightRecord]) -> None:
         self.name = name
@@ -110,7 +110,7 @@ class _Group:
         self._last = {rank: r.groups[name]["calls"] for rank, r in self._records.items()}
 
     def differences(self) -> list[str]:
-        """Return lines that describe where the calls of the ranks differ; empty if they agree."""
+        """Return lines that describe where the calls of the ranks differ, or [] if they agree."""
         if different := self._first_different(_signature, "the ranks made different calls"):
             return different
         behind = self._behind()
@@ -118,7 +118,7 @@ class _Group:
         return behind and self._first_different(lambda call: call.get("line"), line) + behind
 
     def _first_different(self, key: Callable[[dict[str, Any]], Any], text: str) -> list[str]:
-        """Return lines that describe the first call for which ``key`` differs between ranks."""
+        """Return lines on the first call for which ``key(call)`` differs, headed by ``text``."""
         for number in sorted({number for calls in self._calls.values() for number in calls}):
             by_rank = {rank: calls.get(number) for rank, calls in self._calls.items()}
             if len({key(call) for call in by_rank.values() if call} - {None}) > 1:
@@ -131,7 +131,7 @@ class _Group:
         return []
 
     def _behind(self) -> list[str]:
-        """Return lines on ranks with fewer calls than other ranks: last call and line of code."""
+        """Return the last call of each rank as lines, or [] if all have made equally many calls."""
         most = max(self._last.values())
         late = [rank for rank, last in self._last.items() if last < most]
         ahead = [rank for rank in self._last if rank not in late]
@@ -153,8 +153,8 @@ def _signature(call: dict[str, Any]) -> tuple[Any, ...]:
         return verb, call.get("root")
     rows = 1 if verb in _ROWS_DIFFER and shape else 0
     same = None if shape is None else tuple(shape[rows:])
-    # The native all_reduce records at most three dimensions; arrays with more are compared by
-    # bytes.
+    # Records of native all_reduce calls have at most three dimensions. Arrays with more dimensions
+    # are compared by bytes.
     size = call["bytes"] if verb == "all_reduce" else None
     dimensions = same if same is not None and len(same) <= 3 else None
     return verb, call.get("dtype"), call.get("op"), call.get("root"), dimensions, size

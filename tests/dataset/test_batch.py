@@ -154,7 +154,7 @@ def test_resample_dataset_raises_value_error_for_invalid_indices(indices: list[i
 
 
 def test_resample_dataset_raises_value_error_if_n_comes_with_a_sequence() -> None:
-    with pytest.raises(ValueError, match="expected no n with a sequence"):
+    with pytest.raises(ValueError, match="n requires a function as indices"):
         ResampleDataset(BASE, [1], n=1)
 
 
