@@ -45,7 +45,7 @@ class Changes:
 
 
 def note_changes(leaves: Iterable[Leaf]) -> None:
-    """Note a change of the arrays of ``leaves``. ``backward`` rejects graphs that are older."""
+    """Note a change of ``leaves``. ``backward`` then rejects graphs that used the old arrays."""
     Changes.count += 1
     now = Changes.count
     for leaf in leaves:

@@ -75,8 +75,8 @@ class Backend(abc.ABC):
     def abort(self, cause: str | DistributedError) -> None:  # noqa: B027 (optional method)
         """End the group on all ranks because this rank stops.
 
-        The other ranks raise ``PeerLostError`` with ``cause``. A text is the traceback of this
-        rank, with the exception in its first line. An error was raised by another rank. Not
+        The other ranks raise ``PeerLostError``. ``cause`` is the traceback of this rank as text,
+        with the exception in its first line, or an error that another rank has raised. Not
         collective. Blocks for at most 0.5 s.
         """
 

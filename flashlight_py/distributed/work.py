@@ -147,7 +147,7 @@ class Then(Work):
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
-            raise wait_timeout_error("another thread computes the result", limit)
+            raise wait_timeout_error("the result, which another thread computes", limit)
         try:
             if self._finish is not None:
                 self._make(self._finish, value)

@@ -299,7 +299,7 @@ class Container(Module):
 
 
 class Sequential(Container):
-    """A chain of modules: the result of a module is the input of the next. It may be empty."""
+    """A chain of modules. Each gets the previous result. An empty chain returns its input."""
 
     def forward(self, x: Any) -> Variable:
         # A Linear and a ReLU after it run as one operation, which saves an array and a node.

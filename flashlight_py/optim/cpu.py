@@ -146,7 +146,7 @@ def _sqrt(array: Array) -> Array:
     return array_module(array).sqrt(array)  # type: ignore[no-any-return]
 
 
-BLOCK = 65536  # elements whose squares one sum contains
+BLOCK = 65536  # elements of a block in sums of squares
 
 
 def sum_of_squares(grad: Array) -> float:

@@ -137,7 +137,7 @@ def distribute_module_grads(
         raise ValueError(f"distribute_module_grads: bucket_bytes must be positive, got {limit}")
     ignored = _names(module, ignore)
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
-    in_order = [param for param in named.values() if param.calc_grad][::-1]  # the last ones first
+    in_order = [param for param in named.values() if param.calc_grad][::-1]  # order of backward()
     if not in_order:
         raise ValueError("distribute_module_grads: expected parameters with calc_grad, got 0")
     _check_arrays(named if leaves is not None else {}, hook, in_order)
@@ -206,7 +206,7 @@ class GradientSync(GradientPass[GradientBucket]):
         super().__init__(reducer, buckets)
         self.averages, self.ends_with_message = averages, flags is None
         self._flags = flags
-        self._not_finite: list[str] = []  # names of parameters, in this pass
+        self._not_finite: list[str] = []  # parameters with NaN or infinity in this pass
         self.register_hooks()
 
     def _send_bucket(self, bucket: GradientBucket, weight: float) -> None:
@@ -239,7 +239,7 @@ class GradientSync(GradientPass[GradientBucket]):
         flags: Any = self._flags
         if flags is None:
             flags = used_on_any_rank(self._used_params(), self.reducer.group)
-        elif not self._unused:  # saves reading flags from a GPU
+        elif not self._unused:  # this rank used all parameters, so flags are not read
             return
         kept = _kept(flags, list(map(gradient_of, self._params)))
         for param, is_kept in zip(self._params, kept, strict=True):

@@ -121,7 +121,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
     def _check_params(self) -> None:
         pending = sum(bucket.pending for bucket in self._buckets)
-        if pending != self._pending:  # for example, a list has another parameter
+        if pending != self._pending:  # a list may now have another parameter
             self._find_new_params()
         if self._new_params:
             raise ValueError(

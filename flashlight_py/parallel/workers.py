@@ -425,14 +425,14 @@ class DataParallel(Module):
     share. Shares differ by at most one row, and a small batch leaves processes idle. Results are
     concatenated along their first dimension. Other result values are taken from the first share.
 
-    If the workers have ended, a call starts new workers. If a wrapper is dropped without ``close``,
-    its workers end at the next use of another wrapper. When this process ends, also by ``kill -9``,
-    no process and no memory remains. Use a wrapper from one thread at a time.
+    If the workers have ended, a call starts new workers. If a DataParallel object is freed without
+    ``close``, its workers end when another such object is used. When this process ends, also by
+    ``kill -9``, no process and no memory remains. Only one thread at a time may use the object.
 
     Args:
         module: Module on the CPU that can be pickled (in a notebook by cloudpickle).
         nprocs: Number of processes, including this process. Default: the number of usable cores
-            divided by the number of ranks on this host. 1 calls the module without workers.
+            divided by the number of ranks on this host. If it is 1, there are no workers.
 
     Raises:
         TypeError: If ``module`` is not a Module, or ``nprocs`` is not an integer.

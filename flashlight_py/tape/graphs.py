@@ -68,7 +68,8 @@ class Recorder(Watcher):
         self._kept += values
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call ``function``. For an optimizer's step, note it for ``CapturedStep``."""
+        """Call ``function``. If it is an optimizer's step, prepare its replays:
+        ``CapturedStep``."""
         if function is not RuleOptimizer.step.__wrapped__:  # type: ignore[attr-defined]
             return function(*args, **options)
         step = CapturedStep(args[0])
@@ -130,7 +131,7 @@ class Recorder(Watcher):
     refuse = post
 
     def compare(self, call: Call) -> list[int]:
-        """Assume that all ranks have as many rows as this rank. The digests have the number."""
+        """Assume that each rank has as many rows as this rank. Digests compare the number."""
         return [len(call.like)] * self._size
 
     def run(self, calls: Any) -> Any:

@@ -70,7 +70,10 @@ class Elementwise(NamedTuple):
 
 
 class Loops:
-    """Operations that one loop runs over the same elements. Several have at most two dimensions."""
+    """Operations that one loop runs over the same elements.
+
+    A loop with several operations has at most two dimensions.
+    """
 
     def __init__(self, dimensions: Shape, operations: list[Elementwise]) -> None:
         self.dimensions, self.operations = dimensions, operations
@@ -235,7 +238,7 @@ class _Rules:
         base, exponent = note.args
         need(isinstance(base, np.ndarray) and base.dtype.kind == "f")
         is_number = type(exponent) in (int, float)
-        need(is_number or np.ndim(exponent))  # NumPy 2.2 squares for an array of 2, too
+        need(is_number or np.ndim(exponent))  # NumPy 2.2 squares if a 0-d array is 2
         self.elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
 
     def concatenate(self, note: Note) -> None:
@@ -355,8 +358,7 @@ def _step(vector: Array, axis: int) -> int:
 def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
     """Return the shape of a loop over all elements, and for each operand its strides.
 
-    Dimensions are merged if possible. If all operands agree, they are sorted by strides, as in
-    NumPy.
+    Dimensions are merged if possible. They are sorted by strides, as in NumPy, if operands agree.
     """
     if arrays[-1].size == 1:  # NumPy calls the loop once, with these strides
         if len({array.ndim for array in arrays if array.ndim}) > 1:
@@ -415,7 +417,7 @@ def _is_plain_power(args: Any, out: Array) -> bool:
 
 
 def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
-    """Return (rows, columns) of ``source``, and True if each row is reduced, else False."""
+    """Return (rows, columns) of ``source``, and True if rows are reduced, False if columns."""
     shape, ndim = source.shape, source.ndim
     need(source.flags.c_contiguous and ndim)
     numbers = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -439,7 +441,7 @@ def _dtype_of(value: Any) -> Any:
 # NumPy, so that results stay equal.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
-# Functions whose limit 0.0 replaces -0.0, as in our loop, which is faster than NumPy with a number.
+# maximum or minimum, if NumPy's result for -0.0 and 0.0 is 0.0, as in our faster loop.
 _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -0.0), 0.0)).any()}
 _BUFFERED = 8192  # NumPy's buffer size in elements
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}

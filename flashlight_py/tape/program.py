@@ -53,10 +53,9 @@ class Builder:
         self._kept.append(piece)
 
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
-        """Return the program for csrc/tape/program.cc. Raises CannotCapture."""
+        """Return the program for csrc/tape/program.cc. CannotCapture if it is not supported."""
         notes, may_leave = hoisted(self._memory)
-        # If a replay is abandoned, the gradients must still have their values, so ``lend`` is
-        # False.
+        # A replay that may be abandoned must keep the values of gradients, so ``lend`` is False.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
         notes = self._needed(notes)
         groups = lowered(notes, memory)

@@ -231,7 +231,7 @@ class Recording(Watcher):
         return noted
 
     def truth(self, value: Any, is_true: bool, function: Any = np.all, args: Any = ()) -> None:
-        """Note that a function of this package has read the truth value ``value``: ``is_true``.
+        """Note that this package has read ``value`` as a truth value, which was ``is_true``.
 
         If ``value`` differs in a replay, the step runs eagerly. If the replay has modified arrays
         before, it calls ``function`` instead, which raises. User code must not read truth values.

@@ -16,7 +16,7 @@ NAME = "flashlight"
 
 
 def register() -> None:
-    """Register the backend in torch.distributed. Its modules are imported at the first use.
+    """Register the backend in torch.distributed. Modules are imported at its first use.
 
     ``import torch`` calls this function and must not fail, so an error becomes a warning.
     """
@@ -49,8 +49,9 @@ def monitored_barrier(
 ) -> None:
     """Block until all ranks of ``group`` call it, like ``torch.distributed.monitored_barrier``.
 
-    torch's function accepts only gloo. ``timeout``: seconds, or a timedelta. None: the
-    group's timeout. ``wait_all_ranks`` has no effect: the error always names all missing ranks.
+    torch's own function works only with gloo. ``timeout`` is a number of seconds or a timedelta
+    (None: the group's timeout). ``wait_all_ranks`` has no effect: the error always names all
+    missing ranks.
 
     Raises:
         DistBackendError: If a rank does not call in time or is lost. The message names the rank.

@@ -1,7 +1,7 @@
 """A process group of torch.distributed that uses flashlight_py's collectives.
 
-torch's functions, DDP and functional collectives call its methods. Native code reads contiguous
-tensors directly. The tensors of a list are sent as one array.
+torch's functions, DDP and functional collectives call the methods of this class. Native code reads
+contiguous tensors directly. The tensors of a list are sent as one array.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
 class FlashlightGroup(dist.ProcessGroup):
     """The ranks of ``group`` as a process group of torch.
 
-    ``seconds``: timeout. ``end``: function that ends the group. ``join``: creates subgroups.
+    ``seconds`` is the timeout. ``end`` ends the group, and ``join`` creates subgroups.
     """
 
     supports_splitting, supports_coalescing, supports_time_estimate = True, False, False

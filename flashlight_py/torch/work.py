@@ -86,7 +86,6 @@ class TensorWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended and its result or error is available."""
         return self.work.is_completed() and self.ends_within(0)
 
     def is_success(self) -> bool:
@@ -152,7 +151,7 @@ class Futures:
             # operations. Otherwise a C++ thread that waits for Python would abort the process.
             weakref.finalize(self, _finish, self._asked, self._thread)
             leave_first_at_exit()
-        if threading.current_thread() is self._thread:  # called by a callback here
+        if threading.current_thread() is self._thread:  # a callback in this thread: complete it now
             work.ends_within(None)
             future.set_result(None)
         else:

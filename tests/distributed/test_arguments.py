@@ -163,7 +163,7 @@ NO_NUMBERS: list[tuple[Any, str]] = [
         (lambda: fl.recv(np.zeros(1), 3), "src must be a rank"),
         (lambda: fl.barrier(timeout=0), "positive number of seconds"),
         (lambda: fl.reduce_scatter(np.array(1.0)), "first dimension"),
-        (lambda: fl.reduce_scatter(np.zeros(3), rows=[2]), "the sum 3"),
+        (lambda: fl.reduce_scatter(np.zeros(3), rows=[2]), "sum of rows must be 3"),
         (lambda: fl.scatter([np.zeros(3)], rows=[2]), r"rows must be \[3\]"),
         (lambda: fl.scatter([np.zeros(3)], rows=[3, 0]), "must be 1 non-negative"),
         (lambda: fl.all_gather([X, X], out=[X]), "out must have 2 arrays.* got 1"),

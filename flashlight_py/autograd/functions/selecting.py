@@ -182,7 +182,7 @@ def _beside(value: Input, array: Array) -> Array:
 
 
 def integers(name: str, value: Input, array: Array) -> Array:
-    """Return ``value`` on the device of ``array``. Raises TypeError unless it has integers."""
+    """Return ``value`` on the device of ``array``. TypeError if its dtype is not integer."""
     index = _beside(value, array)
     if index.dtype.kind not in "iu":
         raise TypeError(f"{name}: indices must be integers, got {index.dtype}. Cast them")

@@ -45,5 +45,5 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in api.__all__:
-    if _name not in ("Grid", "P2POp", "sync_distributed"):  # classes, and a wait for all works
+    if _name not in ("Grid", "P2POp", "sync_distributed"):  # classes, and Membership.synchronize
         setattr(ProcessGroup, _name, _method(getattr(api, _name)))

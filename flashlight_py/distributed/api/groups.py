@@ -156,9 +156,10 @@ def _create_group(
     timeout: float | None,
     select_members: Callable[[Sequence[Any]], list[int]],
 ) -> ProcessGroup:
-    """Send ``choice`` to all ranks, and return the group of ``select_members(choices)``.
+    """Send ``choice`` to all ranks. Return the group of ``select_members(choices of all ranks)``.
 
-    Every rank raises MismatchError if timeouts differ, or if choices are strings and differ.
+    If the timeouts of the ranks differ, or their choices are strings and differ, every rank raises
+    MismatchError.
     """
     seconds, backend = check_seconds(verb, timeout), parent.backend()
     with parent.journal.recording(verb):

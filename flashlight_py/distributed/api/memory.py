@@ -62,7 +62,7 @@ def shared_empty(
         with members.journal.recording("shared_empty", like=(kind, extents)):
             if (
                 math.prod(extents) * kind.itemsize * backend.size < LITTLE
-            ):  # the kernel grants this much
+            ):  # so little memory needs no check
                 return shared_array(backend, extents, kind)
             store = BackendStore(backend, "shared_empty")
             array: Array = made_together(store, lambda: shared_array(backend, extents, kind))

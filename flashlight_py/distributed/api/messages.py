@@ -244,7 +244,7 @@ def _message(
             name = "dst" if op.sends else "src"
             raise ValueError(
                 f"{verb}: {name} must be another rank, got {op.peer}, the rank of this process. "
-                "Use isend and irecv, or sendrecv."
+                "To send to itself, a rank must use isend and irecv, or sendrecv."
             )
         return _complete(members, message, members.run(message.call))
 
@@ -312,7 +312,7 @@ def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Mess
     if op.peer is not None:
         check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:
-        raise ValueError(f"{verb}: src=None must have another rank, got a group of one rank")
+        raise ValueError(f"{verb}: src=None expected several ranks, got a group of one rank")
     partial = op.partial and not op.sends
     if (op.peer is None or partial) and is_cupy(array):
         raise TypeError(

@@ -46,7 +46,7 @@ __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
 
-_DIMENSIONS = 8  # maximum for an array of ``scatter``, whose shape is sent
+_DIMENSIONS = 8  # maximum for ``scatter``, which sends the shape
 
 
 @native_entry(BROADCAST)
@@ -162,7 +162,7 @@ def scatter(
         if members.rank != root:
             xs = None
         elif xs is None:
-            raise ValueError(f"scatter: xs must be the arrays on the root, rank {root}, got None")
+            raise ValueError(f"scatter: expected xs on the root, rank {root}, got None")
         call = Call(SCATTER, root=root, blocking=not async_op)
         if rows is None:
             return _scatter_equal(members, call, xs, out, kind)
@@ -297,7 +297,7 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
     like = _out_array(out) if parts is None else parts[0, ...]
     space = prepare_output("scatter", out, like, () if like is None else like.shape, kind)
     if like is not None and native_code(like.dtype) == MOVED:
-        # Sent with each part as text, for ranks without ``out``.
+        # Ranks without ``out`` need dtype and shape, so each part contains them as text.
         call.holds = like.dtype, like.shape
         call.out = room = np.empty_like(encode_part(as_packed(like)))
         call.array = (

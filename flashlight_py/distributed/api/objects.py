@@ -79,10 +79,10 @@ def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> 
 def all_gather_object(obj: T, *, group: Group = None) -> list[T]:
     """Return the list of the objects of all ranks, in rank order. Collective; blocks.
 
-    This rank receives its own object itself, and copies made by pickle of the other objects.
+    The object of this rank is returned itself. The other objects are copies made by pickle.
 
     Raises:
-        TypeError: If an object cannot be pickled. Every rank raises it, and it names the rank.
+        TypeError: If an object cannot be pickled. Every rank raises it. The error names the rank.
         DistributedError: As for :func:`all_reduce`.
 
     Example:

@@ -399,7 +399,7 @@ def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
     """Yield ``COLLECTIVE`` for each call of other ranks if this rank rejects its arguments."""
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]
-    invalid = len(values) - len(arrays) if limit < 0 else 0  # one call for each array
+    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks make a call for each one
     yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + invalid))
 
 
@@ -453,7 +453,7 @@ def _reduce_together(
         flat, digest = array_module(arrays[0]).concatenate([x.ravel() for x in arrays]), 0
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
-        root = 1 + (digest >> 34)  # arrays of other shapes may have as many elements
+        root = 1 + (digest >> 34)  # ranks compare it: other shapes may have the same total size
         y = collective(members, ALL_REDUCE, flat, root=root, **options)
         unpack = partial(_unpack, [(flat, *arrays)], [])
     together = Then(y if isinstance(y, Work) else Done(), unpack)

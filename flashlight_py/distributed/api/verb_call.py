@@ -298,7 +298,7 @@ _OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": 
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _make_entry: Any = None
-with contextlib.suppress(BackendUnavailableError):  # the first call warns later
+with contextlib.suppress(BackendUnavailableError):  # a warning follows at the first call
     _make_entry = _native.load_extension("fast").verb
     # An entry is pickled by name, and behaves like the function as a method and in repr().
     _make_entry.__reduce__ = lambda entry: entry.__qualname__

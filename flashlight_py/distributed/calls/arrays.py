@@ -351,7 +351,7 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
 def as_packed(array: Array) -> Array:
     """Return ``array``, or a copy that is C-contiguous, aligned and in native byte order."""
     flags = array.flags
-    if flags.c_contiguous and array.dtype.isnative and getattr(flags, "aligned", True):  # CuPy: is
+    if flags.c_contiguous and array.dtype.isnative and getattr(flags, "aligned", True):  # for CuPy
         return array
     xp = array_module(array)
     packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
@@ -408,7 +408,7 @@ def may_overlap(one: Array, other: Array) -> bool:
 
 
 def row_count(array: Any) -> int:
-    """Return the first dimension of an array, or of a tuple in its place (see ``FastPath``)."""
+    """Return the first dimension of an array, or of the tuple that ``FastPath`` accepts."""
     shape = array[2] if type(array) is tuple else array.shape
     return int(shape[0])
 

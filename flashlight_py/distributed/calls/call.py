@@ -223,7 +223,7 @@ class P2POp(_Fields):
 
     __slots__ = ()
 
-    # csrc/fast reads tuples fast.
+    # A tuple, because native code reads its fields quickly.
     def __new__(
         cls, kind: MessageKind, x: Any, peer: int | None, tag: int = 0, partial: bool = False
     ) -> P2POp:

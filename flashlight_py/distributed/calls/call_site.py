@@ -29,7 +29,7 @@ def _is_ours(path: str) -> bool:
 
 
 def hidden_files() -> tuple[str, ...]:
-    """Return paths (or their beginnings) of files that contain no user code."""
+    """Return the files and folders that contain no user code."""
     return tuple(_folders)
 
 
@@ -60,7 +60,7 @@ _pinned: ContextVar[Site | None] = ContextVar("site", default=None)
 
 
 def caller(depth: int = 1) -> Site:
-    """Return the line of user code that called this package. For ``depth`` see above."""
+    """Return the line of user code that called this package. Skip ``depth`` frames."""
     if (pinned := _pinned.get()) is not None:
         return pinned
     frame, _ = frame_of_caller(depth + 1)

@@ -74,14 +74,14 @@ def check_rows(
     counts = row_counts(verb, rows, size)
     if sum(counts) != row_count or not array.ndim:
         raise ValueError(
-            f"{verb}: rows must be {size} integers with the sum {row_count}, the number of rows of "
-            f"x of shape {array.shape}, got {counts}"
+            f"{verb}: the sum of rows must be {row_count}, the first dimension of x of shape "
+            f"{array.shape}, got rows={counts}"
         )
     return counts
 
 
 def row_counts(verb: str, rows: Iterable[object], size: int) -> list[int]:
-    """Return ``rows`` as ints. Raises ValueError unless there is one (not negative) per rank."""
+    """Return ``rows`` as ints. Raises ValueError if it lacks a number >= 0 for each rank."""
     values = list(rows)
     integers = [as_integer(value) for value in values if not isinstance(value, bool)]
     counts = [count for count in integers if count is not None and count >= 0]
@@ -126,8 +126,8 @@ def require_bits(
     if largest >= 2**63:
         detail = f" by {op.name.lower()!r} over {size} ranks" if op is not None else ""
         raise OverflowError(
-            f"{verb}: an int must fit into 64 bits, also after its reduction{detail}, got {x}. "
-            "Pass a float, or use all_gather_object."
+            f"{verb}: an int must fit into 64 bits before and after the reduction{detail}, got "
+            f"{x}. Pass a float, or collect the numbers by all_gather_object."
         )
 
 

@@ -81,7 +81,7 @@ def copy_to_fill(array: Array) -> Array:
 def _by_protocol(value: Any) -> Array | None:
     if is_instance(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
         value = value.get_obj()  # the ctypes array inside the lock of multiprocessing.Array
-    with contextlib.suppress(TypeError):  # Python 3.12 adds a test: collections.abc.Buffer
+    with contextlib.suppress(TypeError):  # collections.abc.Buffer, a test, exists only since 3.12
         return np.asarray(memoryview(value))
     if hasattr(value, "__dlpack__"):
         return _by_dlpack(value)

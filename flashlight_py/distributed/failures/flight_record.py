@@ -283,7 +283,7 @@ _WRITING_SECONDS = 0.05
 
 
 class Watchdog:
-    """A thread that writes the record of ``flight`` after SIGUSR1 and records of other ranks."""
+    """A thread that writes the record of ``flight`` at SIGUSR1, and if another rank has written."""
 
     def __init__(self, flight: Flight) -> None:
         self.flight = flight

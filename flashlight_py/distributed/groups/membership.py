@@ -146,7 +146,7 @@ class Membership:
         if not self.is_member:
             return ValueError(
                 f"expected a call on a member of the group of world ranks {list(self.ranks)}, got "
-                "a call on another process. Check group.is_member first."
+                "a call on another rank. Check group.is_member first."
             )
         rank = f"rank {self.rank} of {self.size}"
         if self._forked:

@@ -110,7 +110,7 @@ def reserve(fd: int, nbytes: int, purpose: str) -> None:
     before, system = os.fstat(fd).st_size, os.fstatvfs(fd)
     capacity = system.f_bavail * system.f_frsize if system.f_blocks else nbytes
     if nbytes - before > capacity:
-        raise OSError(errno.ENOSPC, f"{purpose}: file system has {capacity:,} of {nbytes:,} bytes")
+        raise OSError(errno.ENOSPC, f"{purpose}: {nbytes:,} bytes are needed, {capacity:,} free")
     try:
         for start in range(before, nbytes, _CHUNK_BYTES):
             require_memory(nbytes - start, purpose)

@@ -61,7 +61,7 @@ class DeviceRule:
 
 
 def gpu_identity(cupy: Any, index: int) -> str:
-    """Return a text that is equal for two ranks if NCCL considers their GPUs the same, only then.
+    """Return a text that is equal for two ranks if and only if NCCL considers their GPUs the same.
 
     NCCL compares PCI addresses and hosts, or NCCL_HOSTID. The text is "" if
     NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks on one GPU (since NCCL 2.30).
@@ -273,7 +273,7 @@ def address_inside(interface: str) -> str:
 
 
 def choose_addresses(cards: Sequence[Card]) -> list[str]:
-    """Return the address of each rank. All have one IP version, and hosts have different ones.
+    """Return the address of each rank: of one IP version, and different on each host.
 
     Raises ValueError if a host has no such address. The text names the host and the reason.
     """

@@ -1,4 +1,4 @@
-"""Memory of zeros that the ranks of one host share. It has no file, and ends with the last rank.
+"""Memory of zeros that the ranks of one host share. It is freed when no rank uses it any more.
 
 Pages that no rank has written use no memory.
 """

@@ -159,8 +159,8 @@ class _Pending(Reducer):
 class EagerReducer(_Pending):
     """Starts to reduce each array when it is added, and waits in ``finalize``.
 
-    While no larger array is in progress, small NumPy arrays block instead, because a thread would
-    take longer. CuPy arrays never block, and need no thread.
+    A small NumPy array is reduced by ``add`` itself, which then blocks, because a thread would take
+    longer. While a larger array is in progress, ``add`` does not block. CuPy arrays never block.
 
     If a ``hook`` reduces the arrays, each array must be flat, and ``parts`` has its views, in the
     order of ``add``. Raises TypeError if ``hook`` is not callable, or rejects the dtype.
@@ -231,7 +231,7 @@ class CoalescingReducer(_Pending):
         if hook is not None:
             check_hook(hook)
             if not contiguous:
-                raise ValueError("CoalescingReducer: contiguous must be True with hook, got False")
+                raise ValueError("CoalescingReducer: a hook needs contiguous=True, got False")
         self._async, self._contiguous = async_op, contiguous
 
     def add(self, array: Any) -> None:

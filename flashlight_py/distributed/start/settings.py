@@ -15,7 +15,7 @@ from flashlight_py import system
 from flashlight_py.distributed.constants import DistributedBackend, DistributedInit
 from flashlight_py.distributed.constants import DistributedConstants as Keys
 
-# Maximum seconds. epoll can wait at most 24 days; the interval of keepalive has a lower limit.
+# Maximum timeouts in seconds. epoll can wait at most 24 days, and keepalive even less.
 MOST_SECONDS, MOST_HOST_SECONDS = 1e6, 1e5
 BACKENDS = ("nccl", "gloo", "mpi", "shm")
 _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
@@ -201,5 +201,5 @@ def _add_params(params: Mapping[str, Any] | None, implied: dict[str, Any]) -> Ma
     for key, value in implied.items():
         passed = params.get(key) if isinstance(params, Mapping) else None
         if passed is not None and str(passed) != str(value):
-            raise ValueError(f"init_method expects {key} {value!r}, got {passed!r} in params")
+            raise ValueError(f"{key} must be {value!r} as in init_method, got {passed!r} in params")
     return {**(params or {}), **implied}
