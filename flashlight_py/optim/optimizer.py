@@ -45,7 +45,7 @@ class Shards:
         return self.group.in_step(name)
 
     def check(self, operation: str) -> None:
-        """Raise TornStateError, for ``operation``, if a process ended during an update."""
+        """Raise TornStateError, which names ``operation``, if a process ended during an update."""
 
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which each process sets the parameters of this module."""

@@ -149,7 +149,7 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __ipow__(self, other: Any) -> Any:
         is_power = self.plain.dtype.kind not in "fc" or type(other) not in (int, float)
-        if is_power or other not in (-1, 0.5, 1, 2):  # else NumPy calls square(), sqrt() ...
+        if is_power or other not in (-1, 0.5, 1, 2):  # for these, NumPy calls square(), sqrt() ...
             return compute(np.power, self, other, out=self)
         return compute(np.positive, self**other, out=self)
 
@@ -303,7 +303,7 @@ def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
 
 
 def _as_scalar(value: Any) -> Any:
-    """Return a number's result: a stand-in as RecordedScalar, or a copy if it has dimensions."""
+    """Convert the result of a number's method: a 0-d stand-in to a number, others to copies."""
     if type(value) is not Recorded:
         return value
     return value.copy() if value.ndim else RecordedScalar(value.plain)

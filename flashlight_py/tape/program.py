@@ -240,7 +240,7 @@ _CONSTANT = {*_VALUE_FREE, np.asarray, np.array, np.zeros, np.ones, np.full, np.
 
 
 _LINE = 64  # bytes of a cache line
-_APART = 4 * _LINE  # strips start at different offsets in pages
+_APART = 4 * _LINE  # bytes between strips, so that they start at different offsets in pages
 _LARGE = 1 << 15  # arrays of at least this size in bytes may use the memory of other arrays
 _STRIP = 2048  # elements of a strip, as in csrc/tape/loops.cc
 _ALWAYS = sys.maxsize

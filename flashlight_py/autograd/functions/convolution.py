@@ -367,7 +367,7 @@ def _windows(
     name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """Return the windows. ``ends``: channels of ``x`` and of the result, (0, 0) for any number."""
+    """Return the windows. ``ends``: channels of ``x`` and of the result. (0, 0): those of ``x``."""
     if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
         raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
     batch, channels, *size = x.shape
