@@ -399,7 +399,10 @@ class MeanAbsoluteError(Function):
 class HuberLoss(Function):
     """The mean of ``d * d / 2`` if ``d = abs(prediction - target)`` is at most ``delta``.
 
-    If d is larger, the loss is ``delta * (d - delta / 2)``. ValueError unless ``delta`` is above 0.
+    If d is larger, the loss is ``delta * (d - delta / 2)``.
+
+    Raises:
+        ValueError: If ``delta`` is not above 0.
     """
 
     def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
