@@ -123,7 +123,7 @@ class DynamicScaler(HoldsState):
         self._scales: dict[str, Any] = {"cpu": np.ones((), np.float32)}
         self._tracker = np.zeros((), np.int64)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
-        # By optimizer, since the last update(): whether gradients were finite; who called step().
+        # Since the last update(): whether gradients are finite, by optimizer; who called step().
         self._are_finite: dict[Any, bool] = {}
         self._stepped: set[Any] = set()
 

@@ -29,21 +29,23 @@ def check_processes(operation: str, count: int, descriptors: int) -> None:
     """Check that this process can start ``count`` processes, and open ``descriptors`` for each.
 
     Raises:
-        ValueError: If memory or the limit of descriptors is too low. ``operation`` begins the text.
+        ValueError: If memory or the limit of descriptors is too low, for ``operation``.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max" (no limit), or no such file
         memory = min(memory, int((ROOT / "sys/fs/cgroup/memory.max").read_text()))
-    bounds = [(memory // _PROCESS_BYTES, f"{memory >> 20} MB of memory, {_PROCESS_BYTES >> 20}")]
+    bounds = [
+        (memory // _PROCESS_BYTES, f"{memory >> 20} MB of memory and needs {_PROCESS_BYTES >> 20}")
+    ]
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY:
         processes = (files - _OTHER_DESCRIPTORS) // descriptors
-        bounds.append((processes, f"{files} descriptors (ulimit -n), {descriptors}"))
+        bounds.append((processes, f"{files} descriptors (ulimit -n) and needs {descriptors}"))
     limit, reason = min(bounds)
     if count > max(1, limit):
         raise ValueError(
             f"{operation}: expected 1 to {max(1, limit)} processes on this host, which has "
-            f"{reason} for each, got {count}. Start fewer processes"
+            f"{reason} for each process, got {count}. Start fewer"
         )
 
 

@@ -156,7 +156,7 @@ def widened(array: Array) -> Array:
 
 
 def narrowed(result: Array, like: Array) -> Array:
-    """Return ``result`` in the dtype of ``like``, unless that is wider than 16 bits."""
+    """Return ``result`` itself, or in the dtype of ``like`` if that is float16 or bfloat16."""
     return result.astype(like.dtype) if like.dtype.char in NARROW else result
 
 

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class DistributedError(RuntimeError):
-    """A failure of the distributed module that fits no subclass. Base class of the others.
+    """A failure of the distributed module that fits no subclass. Base class of the other classes.
 
     Group: closed; usable if a signal handler made the call during another call of the group.
     Remedy: Follow the message.
@@ -95,7 +95,7 @@ class PeerLostError(DistributedError):
 class CollectiveTimeoutError(DistributedError, TimeoutError):
     """Another rank did not join an operation within the timeout.
 
-    Group: closed; usable after the timeout of ``Work.wait``, because the operation continues.
+    Group: closed. After the timeout of ``Work.wait``: usable, because the operation continues.
     Remedy: Find out what the named rank does, or pass a longer timeout.
 
     The message states the last operation that the other rank joined, and when.
@@ -105,7 +105,7 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
 class BackendUnavailableError(DistributedError):
     """This machine or installation lacks an extension, a library, an interface or a backend.
 
-    Group: does not exist, or is unchanged.
+    Group: an existing group is unchanged, a new group is not created.
     Remedy: Install or select the component that the message names.
     """
 
@@ -113,7 +113,7 @@ class BackendUnavailableError(DistributedError):
 class UnavailableEverywhereError(BackendUnavailableError):
     """A component is missing; every rank raises this error.
 
-    Group: does not exist, or is unchanged.
+    Group: an existing group is unchanged, a new group is not created.
     Remedy: Install or select the component that the message names.
     """
 
@@ -122,7 +122,7 @@ class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
     """There is too little memory for arrays that the ranks allocate together.
 
     Group: usable; no rank has allocated memory.
-    Remedy: Request less, start fewer ranks per host, or raise the limit that the message names.
+    Remedy: Allocate less, start fewer ranks per host, or raise the limit that the message names.
 
     Every rank raises it.
     """
@@ -141,7 +141,7 @@ class GroupClosedError(DistributedError):
 class RankFailedError(DistributedError):
     """A process that ``spawn`` or ``DataParallel`` started raised, exited or was killed.
 
-    Group: ended; ``DataParallel`` starts new workers.
+    Group: ended. ``DataParallel`` starts new workers.
     Remedy: Read the message, which contains the exception or the exit status.
 
     If the function of ``host_array`` raises on one rank, the other ranks raise this error, and the
@@ -166,7 +166,7 @@ class CheckpointError(RuntimeError):
 
 
 class TornStateError(DistributedError):
-    """A rank ended while the ranks updated the shared parameters of a sharded module.
+    """A rank ended while ranks updated the parameters of a sharded module.
 
     Group: closed.
     Remedy: Load a checkpoint.

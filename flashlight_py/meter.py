@@ -217,7 +217,7 @@ class CountMeter(_Sums):
 
 
 class MSEMeter(_Sums):
-    """Average over all calls of ``add``, each with its sum of squared errors."""
+    """Average, over the calls of ``add``, of the sum of squared errors of each call."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -291,7 +291,7 @@ class TimeMeter(_Sums):
         return np.array([seconds + self._running(), units, 1.0])
 
     def value_of(self, state: State) -> float:
-        """Return seconds, or seconds per unit, of [seconds, units, meters]. NaN without units."""
+        """Return seconds, or seconds per unit. ``state`` is [seconds, units, meters]."""
         seconds, units, meters = map(float, state)
         return ratio(seconds, units if self._unit else meters)
 

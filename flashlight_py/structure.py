@@ -54,7 +54,7 @@ thread_state = _Here()
 def as_one(function: Function) -> Function:
     """Decorate ``function`` so that replays repeat the whole call as one operation.
 
-    ``function`` may modify arrays in place. In each replay, other results must be the same.
+    ``function`` may modify arrays in place. Results other than arrays must be equal in each replay.
     """
 
     @functools.wraps(function)

@@ -94,7 +94,7 @@ def children() -> list[int]:
 
 
 def addresses() -> list[tuple[str, str, bool]]:
-    """Return (interface, address, whether it is running) of this host, addresses without zone.
+    """Return (interface, address, whether the interface is running). Addresses have no zone.
 
     IPv4 comes before IPv6. IPv6 addresses are global, or belong to the loopback interface.
     """

@@ -29,33 +29,33 @@ typedef enum {
   FL_SUM = 0, FL_PROD, FL_MIN, FL_MAX, FL_AVG, FL_AND, FL_OR, FL_XOR
 } fl_reduce_op;
 
-/* Maximum number of dimensions in a signature, and bytes of the text of an fl_site. */
+/* Maximum number of dimensions in an fl_signature, and of bytes in the text of an fl_site. */
 #define FL_DIMENSIONS 8
 #define FL_SITE_BYTES 256
 
-/* Special values of ndim: see fl_signature. */
+/* Special values of fl_signature.ndim, which describes them. */
 #define FL_ANY -1
 #define FL_REFUSED -2
 #define FL_WITHDRAWN -3
 
-/* Flags of fl_signature.dtype: the array is on a GPU; the ranks only compare the call. */
+/* Flags in fl_signature.dtype: the array is on a GPU; the call only compares signatures. */
 #define FL_ON_GPU 32
 #define FL_COMPARED 64
 
-/* Verbs of flight records only. Object verbs are in the order of COMPOSED in call.py. */
+/* Verbs that only flight records use. Object verbs have the order of COMPOSED in call.py. */
 #define FL_SENDRECV 32
 #define FL_BROADCAST_OBJECT 33
 #define FL_ALL_GATHER_OBJECT 34
 #define FL_GATHER_OBJECT 35
 #define FL_SCATTER_OBJECT 36
 
-/* Flight records: number of recorded calls per group, and flags of a recorded call. */
+/* Flight records: maximum number of recorded calls per group, and flags of a recorded call. */
 #define FL_RECORDED_CALLS 512
 #define FL_RECORDED_FAILED 1
 #define FL_RECORDED_PLACED 2
 #define FL_RECORDED_ASYNC 4
 
-/* Flags of a verb's properties, for csrc/fast. */
+/* Flags that describe a verb for csrc/fast. */
 #define FL_VERB_KNOWN 1
 #define FL_VERB_ROOTED 2
 #define FL_VERB_IN_PLACE 4

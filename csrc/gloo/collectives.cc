@@ -162,7 +162,7 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.data + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = reposted_; number != read;) post_header(r, ++number + kTurns, false);
-    // Rank r may wait for all headers. In a gather this rank does not know it: r may have large data.
+    // Rank r may wait for all headers. This is not known here in a gather, in which r may have large data.
     const bool may_wait = mode == kWaits || first_dimension_is_free(signature.verb);
     const bool is_needed = may_wait || fl::needed_by(r, size_, signature).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
@@ -191,7 +191,8 @@ void Collectives::ignore_if_left(int r, Send send) {
   }
 }
 
-// Receive the calls of the ranks `needed`. Return false if all calls are needed: the root's data is large.
+// Receive the calls of the ranks `needed`. If they show that the root's data is large, return false: then
+// this rank needs all calls.
 bool Collectives::receive_some(Call& call, Ranks needed) {
   call.report = last_;
   call.report.ago = 0;
@@ -234,7 +235,7 @@ void Collectives::wait_for(uint32_t number, int r) {
   for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*incoming_buffers_[r], r);
 }
 
-// True if the header of rank r for call `number` has arrived. A call of wait_for() is not required.
+// True if the header of rank r for call `number` has arrived, even if wait_for() has not been called.
 bool Collectives::has_arrived(uint32_t number, int r) const {
   return !is_before(received_[r], number) || !is_before(received_[r] + incoming_buffers_[r]->received(), number);
 }

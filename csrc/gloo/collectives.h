@@ -57,7 +57,8 @@ class Collectives {
   // Wait until all data of earlier calls has been sent, but not longer than until `end`.
   void flush(Clock::time_point end) noexcept;
 
-  // True if `rank` has announced a call that this rank has not made; `call` receives it. Not during a call.
+  // True if `rank` has announced a call that this rank has not made; `call` receives it. Use it between
+  // calls.
   bool is_ahead(int rank, fl_signature& call) const;
 
   // Return the last known call of each other rank, with its age.
@@ -84,8 +85,9 @@ class Collectives {
   // the header would take longer.
   static constexpr size_t kInlineBytes = 65 << 10;
   // kMostAhead: maximum number of calls between the last compared call and this rank's call. kTurns: number
-  // of header frames per peer. With n = kMostAhead + 1, the sender of header k has all headers of call k - n.
-  // Their senders have released the frames of call k - 2 n.
+  // of header frames per peer. With n = kMostAhead + 1, the sender of header k has all headers of call k - n,
+  // and their senders have released the frames of call k - 2 n. So no header overwrites a frame that is still
+  // used.
   static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
   // Maximum number of headers to one peer that wait until the kernel accepts them.
   static constexpr uint32_t kLeaving = 8;
@@ -181,7 +183,7 @@ class Collectives {
   std::vector<int> pending_;  // ranks of send_separately() in this call
   uint32_t calls_ = 0;        // calls of this rank so far, without relay
   uint32_t compared_ = 0;     // number of the last compared call
-  uint32_t reposted_ = 0;     // the frames up to this call are posted again
+  uint32_t reposted_ = 0;     // receives are posted again up to this call
   uint32_t awaited_ = 0;      // number of the call that this rank awaits
   Mismatches mismatches_{rank_, kMostAhead};
   // last_: the last call that this rank has received from all ranks. received_at_: the time of its arrival.

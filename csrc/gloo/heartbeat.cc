@@ -28,11 +28,12 @@ constexpr size_t kMostStrangers = 64;  // maximum unproven connections, plus Hos
 // Fractions of Hosts::seconds. kLook: time between beats. kDoubt: silence after which other ranks are asked.
 // kJudge: silence after which the host is lost. The remaining time is for news and the end of operations.
 constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
-// If update() was not called for this number of intervals, this rank was stopped. Its silences are corrected.
+// Maximum number of intervals between two calls of update(). After a longer pause, this rank itself was
+// stopped, and the pause does not count as silence of other hosts.
 constexpr int kAsleep = 4;
 // Maximum number of other hosts that this rank asks if a host is silent.
 constexpr int kWitnesses = 8;
-// On hosts with at most this number of ranks, each rank sends news to all others. On larger hosts some do.
+// Maximum number of ranks on a host whose ranks send news to all others. On larger hosts, ranks forward news.
 constexpr size_t kDirect = 8;
 constexpr size_t kMostNames = 20;
 
@@ -435,7 +436,7 @@ void Heartbeat::send_news() {
   for (Link& link : links_) {
     const bool is_known = link.is_ours ? link.has_shown : link.is_proven;
     if (!is_known || link.news_sent == news_.size()) continue;
-    const bool is_near = host(link.peer) == own_host_;  // two ranks of a host may have two connections
+    const bool is_near = host(link.peer) == own_host_;  // if both ranks have made a connection, use ours
     if (is_near ? link.is_ours : !stays_here) link.news_sent += link.line.send(news_.substr(link.news_sent));
   }
 }

@@ -37,7 +37,7 @@ std::string text_for_peers(std::string message, const std::string& name) {
 
 }  // namespace
 
-// Why a rank has ended the group. Text: kMark, status, number of missing ranks, these ranks, words.
+// Why a rank has ended the group. text(): kMark, status, number of missing ranks, these ranks, words.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
   static constexpr size_t kMostBytes = 4000;

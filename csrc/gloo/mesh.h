@@ -101,7 +101,8 @@ class Mesh : public Transport, public Connections, public Route {
   // Return the reason for the error `what`: from a rank, or lost ranks. `peer` is the awaited rank, or -1.
   Failure explain(int peer, const std::string& what) override;
 
-  // has_called() stores the number of the last collective. not_called() asks and returns the ranks behind it.
+  // has_called(): store the number of this rank's last collective. not_called(): ask `ranks` for their
+  // numbers, and return the ranks that have not begun collective number `calls`.
   void has_called(int64_t calls) { calls_.store(calls, std::memory_order_relaxed); }
   int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   std::vector<int> not_called(const std::vector<int>& ranks, int64_t calls);

@@ -137,7 +137,7 @@ void Pair::set_served(bool served) {
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo's function would use ADD
 }
 
-// If the lock is held, return: its owner may wait for Gloo's thread, which is here. The event repeats.
+// Return if another thread has the lock, because it may wait for Gloo's thread, this one. The event repeats.
 void Pair::handleEvents(int events) {
   if (!m_.try_lock()) return void(sched_yield());
   m_.unlock();

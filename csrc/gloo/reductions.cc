@@ -169,7 +169,7 @@ void Collectives::make_rooms() {
   for (size_t at = 0; at < bytes; at += slot_bytes(size_)) request_chunk(at);
 }
 
-// Request a chunk from each rank in advance, so that a rank can send it immediately after it has called.
+// Request a chunk from each rank in advance. A rank can send it as soon as it has compared the calls.
 void Collectives::request_chunk(size_t at) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) mesh_.request(room(r), r, kReduceSlot, at, slot_bytes(size_));

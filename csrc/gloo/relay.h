@@ -35,7 +35,8 @@ class Relay {
     }
   }
 
-  // Send `call`, `site` and the `bytes` bytes at `data` to every rank, and receive theirs. Throws Failure.
+  // Send `call`, `site` and the `bytes` bytes at `data` to all ranks, and receive the same from them. Throws
+  // Failure.
   void exchange(const fl_signature& call, const fl_site& site, const void* data, size_t bytes, Waiter& waiter) {
     begins_.clear();
     end_ = 0;

@@ -40,8 +40,8 @@ class Pieces {
   Buffer buffers_[kDepth];
 };
 
-// For large arrays: each rank receives a chunk from the previous rank, adds its own chunk, and sends the sum
-// to the next rank. Each rank is one chunk later than the previous rank.
+// For large arrays: each rank receives a chunk from the previous rank, reduces it with its own chunk, and
+// sends the result to the next rank. Each rank is one chunk later than the previous rank.
 class Chain {
  public:
   Chain(Mesh& mesh, Call& call, char* data)

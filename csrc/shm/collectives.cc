@@ -97,7 +97,7 @@ void Collectives::drop_region(const void* array) {
   if (own_location != 0) regions_[(own_location >> 44) - 1].mapping = nullptr;
 }
 
-// Return (region number, from 1, << 44) + offset in this rank's array, or 0 if `data` is not in a region.
+// Return region number << 44 | offset in this rank's array, or 0 outside regions. Numbers begin at 1.
 uint64_t Collectives::location_of(const void* data) const {
   const char* at = static_cast<const char*>(data);
   for (size_t i = 0; i < regions_.size(); ++i) {

@@ -203,7 +203,7 @@ class Collectives {
   Mismatches mismatches_{rank_, kMostAhead};
   std::optional<Mismatches::Call> news_;  // an earlier mismatch that the current call raises
   bool compares_at_once_ = false;
-  int only_reader_ = -1;         // -1: all ranks read this rank's data
+  int only_reader_ = -1;         // the only reader of this rank's data; -1: all ranks
   uint32_t chunks_ = 0;          // number of chunks of all calls so far
   std::vector<Region> regions_;  // dropped regions stay, with a null mapping
   std::vector<const void*> from_;

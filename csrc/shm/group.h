@@ -50,7 +50,8 @@ class ShmGroup : private Helper, private Family::Ticking {
   // A collective in two steps on the caller's thread, which can release a lock in between. begin() never
   // waits. It returns false, and does nothing, if another collective has not ended or the group has ended. If
   // it returns true, call finish() on the same thread. After ready() has returned kComplete, finish() does
-  // not wait. With `site`, which must exist until then, the call may end before other ranks have made it.
+  // not wait. If `site` is not null, it must exist until finish(), and the call may end before other ranks
+  // have made it.
   bool begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site = nullptr);
   Progress ready(int spins);
   Result finish(const fl_signature& signature, void* data, void* output);
@@ -108,7 +109,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   const int rank_, size_;
   const std::shared_ptr<Family> family_;
   const uint32_t number_;
-  // Of a subgroup. Declared before peers_, whose constructor publishes that this rank is ready.
+  // Used only in a subgroup. Declared before peers_, whose constructor publishes that this rank is ready.
   Segment own_segment_;
   const std::unique_ptr<Remote> own_remote_;
   Segment& segment_;

@@ -10,7 +10,7 @@
 namespace fl {
 namespace {
 
-// Polling for other ranks' calls: if the thread does not wait for the operation; before its next call.
+// kNoTime: patience if no thread waits for the operation. kLittleTime: patience before the next call.
 constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
 constexpr int kSpins = sized(1000, 1);
 

@@ -52,7 +52,7 @@ class Turn {
   bool is_owner() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
  private:
-  // Both have seq_cst, so that a waiting thread sees the release, or release() sees the waiting thread.
+  // Both members have seq_cst: a waiting thread sees the release, or release() sees the waiting thread.
   std::atomic<std::thread::id> owner_{};
   std::atomic<int> waiting_{0};
   std::mutex mutex_;  // prevents a notification between a waiter's check and its sleep

@@ -19,33 +19,33 @@ DTYPES = (
     "bfloat16", "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble"
 )
 
-# Maximum number of dimensions in a signature, and bytes of the text of an fl_site.
+# Maximum number of dimensions in an fl_signature, and of bytes in the text of an fl_site.
 DIMENSIONS = 8
 SITE_BYTES = 256
 
-# Special values of ndim: see fl_signature.
+# Special values of fl_signature.ndim, which describes them.
 ANY = -1
 REFUSED = -2
 WITHDRAWN = -3
 
-# Flags of fl_signature.dtype: the array is on a GPU; the ranks only compare the call.
+# Flags in fl_signature.dtype: the array is on a GPU; the call only compares signatures.
 ON_GPU = 32
 COMPARED = 64
 
-# Verbs of flight records only. Object verbs are in the order of COMPOSED in call.py.
+# Verbs that only flight records use. Object verbs have the order of COMPOSED in call.py.
 SENDRECV = 32
 BROADCAST_OBJECT = 33
 ALL_GATHER_OBJECT = 34
 GATHER_OBJECT = 35
 SCATTER_OBJECT = 36
 
-# Flight records: number of recorded calls per group, and flags of a recorded call.
+# Flight records: maximum number of recorded calls per group, and flags of a recorded call.
 RECORDED_CALLS = 512
 RECORDED_FAILED = 1
 RECORDED_PLACED = 2
 RECORDED_ASYNC = 4
 
-# Flags of a verb's properties, for csrc/fast.
+# Flags that describe a verb for csrc/fast.
 VERB_KNOWN = 1
 VERB_ROOTED = 2
 VERB_IN_PLACE = 4

@@ -30,7 +30,7 @@ from flashlight_py.device import Array, array_module
 
 
 class GradSink:
-    """An object that stores the gradient of a leaf. ``Leaf.buffer`` is the sink."""
+    """An object that stores the gradient of a leaf. It is set as ``Leaf.buffer``, like an array."""
 
     __slots__ = ()
 
@@ -45,15 +45,15 @@ class GradSink:
         raise NotImplementedError
 
     def product(self, leaf: Any, a: Array, b: Array) -> "Array | GradSink":
-        """Add ``a @ b`` and return this sink, or return ``a @ b`` for a later :meth:`add`."""
+        """If possible, add ``a @ b`` and return this sink. Otherwise return ``a @ b``."""
         raise NotImplementedError
 
 
 class InPasses:
     """Base class of objects whose methods are gradient hooks, or vjps in a ``functools.partial``.
 
-    If a pass raises before it calls such a method, it calls ``join_failed`` instead. Each outermost
-    pass first calls ``on_begin`` of the objects in ``watching``.
+    If a pass raises before it calls such a method, the pass calls ``join_failed`` instead. Each
+    outermost pass first calls ``on_begin`` of the objects in ``watching``.
     """
 
     def on_begin(self) -> None:
@@ -105,7 +105,7 @@ def at_end(callback: EndCallback, turn: int) -> None:
 
 
 def is_last_contribution(leaf: Leaf) -> bool:
-    """Return whether all contributions of the running pass to ``leaf`` exist except one."""
+    """Return whether the running pass still expects exactly one contribution to ``leaf``."""
     return _current.walk is not None and _current.walk.pending.get(leaf) == 1
 
 
@@ -167,11 +167,11 @@ def _join_failed(walk: Walk) -> None:
 
 # This function calls few others: for a small model it takes as long as the computations.
 def _visit_all(walk: Walk, root: Node) -> None:
-    """Visit each node after all nodes that used its result. Call a leaf's hook after its gradient.
+    """Visit each node after the nodes that use its result, and call the hooks of leaves.
 
-    Ordered nodes, such as message exchanges, wait until no other node is ready. Then the walk
-    visits the ready ordered node that was recorded last. It therefore visits ordered nodes in the
-    reverse order of recording.
+    A hook is called when the gradient of its leaf is complete. Ordered nodes, such as message
+    exchanges, wait until no other node is ready. Then the walk visits the ready ordered node that
+    was recorded last. It therefore visits ordered nodes in the reverse order of recording.
     """
     pending, grads, replaced = walk.pending, walk.grads, walk.replaced
     walk.count([root], (), pending)
@@ -233,13 +233,13 @@ def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
     if buffer is None:
         if previous is not None:
             previous += contribution
-            leaf.grad = previous  # a NumPy scalar set by a hook is immutable
+            leaf.grad = previous  # += does not change a NumPy scalar in place
         elif contribution.base is None and contribution is not incoming and shape:
             leaf.grad = contribution  # a new array: nothing else refers to it
         else:
             leaf.grad = array_module(contribution).array(contribution)
     elif isinstance(buffer, GradSink):
-        if not isinstance(contribution, GradSink):  # else a vjp has called sink.product()
+        if not isinstance(contribution, GradSink):  # else sink.product() has added it
             is_new = contribution.base is None and contribution is not incoming and bool(shape)
             buffer.add(leaf, contribution, is_new)
     else:

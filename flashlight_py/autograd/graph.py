@@ -45,7 +45,7 @@ class Changes:
 
 
 def note_changes(leaves: Iterable[Leaf]) -> None:
-    """Note a change of the arrays of ``leaves``. ``backward`` rejects graphs that are older."""
+    """Note a change of ``leaves``. ``backward`` then rejects graphs that used the old arrays."""
     Changes.count += 1
     now = Changes.count
     for leaf in leaves:
@@ -202,7 +202,7 @@ class Walk:
             raise RuntimeError(problem)
 
     def replace(self, part: Part) -> list[Node]:
-        """Repeat the computation of ``part``. Return a list of the new node if it is ready.
+        """Repeat the computation of ``part``. Return its new node in a list, if it is ready.
 
         The nodes of the new graph replace all parts of the computation. All sums are then made in
         the same order as without parts.
@@ -266,7 +266,7 @@ def _changed_since(node: Node) -> str:
     changed = [leaf for leaf, _ in edges if isinstance(leaf, Leaf) and leaf.changed > node.made]
     if not changed:
         return ""
-    vjp = getattr(edges[0][1], "func", edges[0][1])  # of a partial
+    vjp = getattr(edges[0][1], "func", edges[0][1])  # in a functools.partial: its function
     name: str = getattr(vjp, "__qualname__", type(vjp).__qualname__)
     function = "recompute" if vjp is _no_vjp else name.partition(".")[0].lstrip("_")
     return (

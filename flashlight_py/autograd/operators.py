@@ -64,7 +64,7 @@ def _take(a: Any, indices: Any, axis: int | None = None) -> Variable:
 
 
 def _moveaxis(a: Variable, source: Any, destination: Any) -> Variable:
-    order = np.moveaxis(np.empty(range(a.ndim)), source, destination).shape  # size 0
+    order = np.moveaxis(np.empty(range(a.ndim)), source, destination).shape  # the array is empty
     return dimensions.transpose(a, order)
 
 

@@ -34,10 +34,10 @@ class Variable(Leaf):
     Do not modify arrays between a forward pass and its backward pass. ``backward()`` detects
     changes by this package, but not changes by NumPy. Operations copy indices, targets and lengths.
 
-    If ``fl.autograd.functions`` has a NumPy function, NumPy returns variables. If the result has no
-    derivative (``np.argmax``, ``<``), NumPy returns arrays. Other NumPy functions raise TypeError
-    if a variable needs a gradient. ``==`` compares objects, as sets, dicts and lists of variables
-    need it. ``np.equal(x, y)`` compares elements.
+    NumPy functions that ``fl.autograd.functions`` also has return variables. Functions whose result
+    has no derivative (``np.argmax``, ``<``) return arrays. Other NumPy functions raise TypeError if
+    a variable needs a gradient. ``==`` compares objects, as sets, dicts and lists of variables need
+    it. ``np.equal(x, y)`` compares elements.
 
     Args:
         array: The value, of any shape. With ``calc_grad`` the dtype must be floating.
@@ -98,7 +98,7 @@ class Variable(Leaf):
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
-        # The result of an operation, which becomes a leaf without its graph, has no ``changed``.
+        # record_all() does not set ``changed`` of a result, which may now be a leaf.
         self.changed = getattr(self, "changed", 0)
         structure.changed()
 

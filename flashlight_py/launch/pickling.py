@@ -38,8 +38,10 @@ def dumps(
 ) -> bytes:
     """Pickle ``value`` for ``pickle.loads`` in another process.
 
-    If cloudpickle is installed, it handles objects that pickle cannot: lambdas, closures, and
-    definitions in ``__main__`` of a notebook or an interactive session.
+    If that process cannot import this ``__main__``, pass ``main_can_be_imported=False``.
+    ``stand_in`` may replace objects. If cloudpickle is installed, it handles objects that pickle
+    cannot: lambdas, closures, and definitions in ``__main__`` of a notebook or an interactive
+    session.
 
     Raises:
         TypeError: If pickle and cloudpickle both fail. The message begins with ``name``.

@@ -24,7 +24,7 @@ _HOMES = {
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")
     globals().update({name: getattr(_module, name) for name in _names})
-# Layers of the package parallel, which imports this package. They are imported at their first use.
+# Layers of fl.parallel, imported at their first use, because fl.parallel imports this package.
 _ABOVE = {"BatchNorm": "flashlight_py.parallel.batch_norm"}
 
 __all__ = ["init", "BatchNorm"]

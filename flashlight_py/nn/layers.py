@@ -57,7 +57,7 @@ class Plain(Module):
 
 
 class Function(Plain):
-    """A module that calls ``function`` with its inputs and with the attributes ``options``."""
+    """A module that calls ``function`` with its inputs and ``options``, which become attributes."""
 
     def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
         self._function, self._options = function, tuple(options)
@@ -111,7 +111,7 @@ class SiLU(Function):
 
 
 class GELU(Function):
-    """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise, or its approximation: ``functions.gelu``."""
+    """``x * Phi(x)``, elementwise. See ``functions.gelu`` for ``Phi`` and ``approximate``."""
 
     def __init__(self, approximate: bool | str = False) -> None:
         super().__init__(F.gelu, approximate=is_by_tanh(approximate))
@@ -299,11 +299,11 @@ class Container(Module):
 
 
 class Sequential(Container):
-    """A chain of modules: the result of a module is the input of the next. It may be empty."""
+    """A chain of modules. Each gets the previous result. An empty chain returns its input."""
 
     def forward(self, x: Any) -> Variable:
         # A Linear and a ReLU after it run as one operation, which saves an array and a node.
-        linear: Linear | None = None  # not called yet
+        linear: Linear | None = None  # a Linear that was not called yet
         for module in self._members:
             if linear is not None:
                 if type(module) is ReLU and linear._is_plain() and module._is_plain():

@@ -102,7 +102,7 @@ class Module(Structured, ABC):
 
     @property
     def buffers(self) -> dict[str, Array]:
-        """The arrays that this module and its submodules have added, by dotted name."""
+        """The arrays set by ``add_buffer`` in this module and submodules, by dotted name."""
         return {
             prefix + name: getattr(module, name)
             for prefix, module in self._walk()
@@ -120,8 +120,7 @@ class Module(Structured, ABC):
             variable.grad = None
 
     def train(self: SomeModule) -> SomeModule:
-        """Switch this module and its submodules to training, the reverse of ``eval()``. Returns
-        it."""
+        """Switch this module and submodules to training, undoing ``eval()``. Returns the module."""
         for _, module in self._walk():
             module.training = True
             for variable in module._paused:
@@ -271,7 +270,7 @@ class Module(Structured, ABC):
         return walked
 
     def _visit(self, prefix: str, met: set[int], visited: _Named, in_containers: _Named) -> _Named:
-        """Append this module and modules in attributes to ``visited``. Fill ``in_containers``."""
+        """Append modules of attributes to ``visited``, of containers to ``in_containers``."""
         visited.append((prefix, self))
         met.add(id(self))
         for name, child in self.children():

@@ -85,7 +85,7 @@ class GroupNorm(Affine):
 
 
 class LocalBatchNorm(Affine):
-    """Batch normalization of the batch of this process, extended by ``parallel.batch_norm``."""
+    """Batch normalization over the batch of this process. ``parallel.batch_norm`` extends it."""
 
     running_mean: Array
     running_var: Array

@@ -89,7 +89,7 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
 
 
 def _has_changed(before: Array, module: Module, name: str) -> bool:
-    """Return whether buffer ``name`` differs from ``before``. On a GPU True, without comparing."""
+    """Return whether buffer ``name`` differs from ``before``. Always True on a GPU."""
     now: Array = getattr(module, name)
     return is_cupy(now) or not array_module(now).array_equal(now, before)
 

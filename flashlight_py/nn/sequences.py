@@ -20,10 +20,10 @@ _NAMES = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 class RNN(Plain):
     """Recurrent layers for inputs ``[batch, time, input_size]``. See ``functions.recurrent``.
 
-    The first result has shape ``[batch, time, directions * hidden_size]``. The parameters have
-    torch's names and shapes. Layer k has ``weight_ih_l<k>``, ``weight_hh_l<k>``, ``bias_ih_l<k>``
-    and ``bias_hh_l<k>``, with the suffix ``_reverse`` for the second direction. Initial values are
-    uniform within ``1 / sqrt(hidden_size)`` of 0.
+    A call returns the hidden states ``[batch, time, directions * hidden_size]`` and the final
+    state. The parameters have torch's names and shapes. Layer k has ``weight_ih_l<k>``,
+    ``weight_hh_l<k>``, ``bias_ih_l<k>`` and ``bias_hh_l<k>``, with the suffix ``_reverse`` for the
+    second direction. Initial values are uniform within ``1 / sqrt(hidden_size)`` of 0.
 
     Args:
         kind: ``"lstm"``, ``"gru"`` or ``"tanh"``.

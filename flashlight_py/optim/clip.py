@@ -97,10 +97,9 @@ def _in_step(ranks: Summing | Shards | None, name: str) -> AbstractContextManage
 
 
 def _scale(grads: Iterable[Array], factor: float) -> None:
-    with np.errstate(all="ignore"):  # underflow to 0
+    with np.errstate(all="ignore"):  # small elements may become 0
         for grad in grads:
-            # NumPy would round a Python number to float16 before the product, and a small factor to
-            # 0.
+            # NumPy would round a Python number to float16 first, so a small factor would be 0.
             np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
 
 

@@ -11,9 +11,10 @@ from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy, widened
 
 # A field of an update rule is a number, or a tuple that begins with an index of FORMS, such as
-# (LR,) or (SHRINK, decay). In each step, this function computes the number from the learning rate,
-# the parameter's step number (from 1), the tuple, and ``norm``. ``norm(decay)`` adds the gradient's
-# squared norm to a running mean and returns the mean. csrc/optim/tasks.cc computes the same bits.
+# (LR,) or (SHRINK, decay). In each step, the function FORMS[index] computes the number from the
+# learning rate, the parameter's step number (from 1), the tuple, and ``norm``. ``norm(decay)`` adds
+# the gradient's squared norm to a running mean and returns the mean. csrc/optim/tasks.cc has equal
+# bits.
 Field: TypeAlias = "float | tuple[int] | tuple[int, float] | tuple[int, float, float]"
 Rule: TypeAlias = tuple[str, tuple[Field, ...]]
 Numbers: TypeAlias = Sequence[float]
@@ -48,8 +49,7 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
-    # Numbers get the dtype of the arrays. Python numbers turn arrays without dimensions into
-    # float64.
+    # Numbers get the dtype of the arrays. Python numbers would turn 0-d arrays into float64.
     real = wide.dtype.type
     if grad_scale != 1:
         total = total * real(grad_scale)
@@ -146,7 +146,7 @@ def _sqrt(array: Array) -> Array:
     return array_module(array).sqrt(array)  # type: ignore[no-any-return]
 
 
-BLOCK = 65536  # elements whose squares one sum contains
+BLOCK = 65536  # elements of a block in sums of squares
 
 
 def sum_of_squares(grad: Array) -> float:

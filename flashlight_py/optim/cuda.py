@@ -177,8 +177,7 @@ class CapturedStep:
         values = functools.cache(lambda time: pack(*numbers_of(fields, lr, time)))
         for table, words, positions in self._tables:
             packed = b"".join((words, *map(values, steps[positions].tolist())))
-            # CUDA copies pageable memory before the call returns, so the source may be freed
-            # afterwards.
+            # CUDA copies pageable memory before the call returns. Then the source may be freed.
             source = np.frombuffer(packed, np.uint8).ctypes.data
             cupy.cuda.runtime.memcpyAsync(table.data.ptr, source, len(packed), _TO_DEVICE, stream)
 

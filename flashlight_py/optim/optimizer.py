@@ -38,15 +38,14 @@ class Shards:
         """Register ``optimizer``, which has parameters of this module."""
 
     def making(self, name: str) -> AbstractContextManager[None]:
-        """Return the context of the constructor of an optimizer of class ``name``. See
-        ``in_step``."""
+        """Return the context of the constructor of an optimizer class ``name``. See ``in_step``."""
         return nullcontext()
 
     def in_step(self, name: str) -> AbstractContextManager[None]:
         return self.group.in_step(name)
 
     def check(self, operation: str) -> None:
-        """Raise TornStateError, for ``operation``, if a process ended during an update."""
+        """Raise TornStateError, which names ``operation``, if a process ended during an update."""
 
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which each process sets the parameters of this module."""
@@ -75,7 +74,7 @@ class Shards:
 
 
 class Placement(HoldsState, ABC):
-    """The memory of a sharded parameter, its gradient and its states. ``shape`` is unsharded."""
+    """The memory of a sharded parameter, its gradient and states. ``shape``: unsharded shape."""
 
     shards: Shards
     shape: tuple[int, ...]
@@ -290,7 +289,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list. Raises unless it has distinct variables, at least one."""
+    """Return ``params`` as a list. Raises for duplicates, other objects, or an empty list."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}. Pass module.params()"
@@ -359,7 +358,7 @@ class RuleOptimizer(FirstOrderOptimizer):
                 return
         self._check_placements()
         grads = [variable.grad for variable in self.params]
-        placed = self._placed(left, grads)  # may raise, before anything changes
+        placed = self._placed(left, grads)  # may raise, so before any change
         note_changes([self.params[position] for position, *_ in placed])
         self._step_placed(placed, grad_scale)
 
@@ -386,7 +385,7 @@ class RuleOptimizer(FirstOrderOptimizer):
             states = self.states_of(position)
             if grad is not None and variable.placement is None:
                 placed.append((position, grad, [(variable.data, grad, *states)]))
-            elif grad is not None:  # variable.data may be collective
+            elif grad is not None:  # reading variable.data may be collective
                 placed.append((position, grad, variable.placement.pieces(variable, states)))
         return placed
 
@@ -412,7 +411,7 @@ class RuleOptimizer(FirstOrderOptimizer):
     def _step_pieces(
         self, position: int, grad: Array, pieces: Iterable[tuple[Any, ...]], grad_scale: float
     ) -> list[cuda.Step]:
-        """Count a parameter's step and update its pieces on the CPU. Return steps for GPUs."""
+        """Count a parameter's step and update its pieces on the CPU. Return the steps for GPUs."""
         steps, norms, module = self._steps, self._square_norms, optimizer_kernels()
         steps[position] = time = steps.item(position) + 1
 

@@ -42,7 +42,7 @@ class Normalization(BaseLayer):
         self.weight: Parameter = Parameter(np.ones(features), variances[0])
         self.biases = Parameter(np.zeros(features), variances[1]) if bias else None
         self._positions = 1
-        self._slope: Array | None = None  # of the input
+        self._slope: Array | None = None  # slope of the input
         self._t = np.empty((0, features, 1), REAL)
         self._back = self._t  # r W, the factors of the deltas
 
@@ -273,7 +273,7 @@ def standardize(
     ``v`` are the variances of the inputs. All results are new arrays.
     """
     rows, input_factor = _Rows.of(m), scale * scale * (weight.mean * weight.mean + weight.variance)
-    if rows is None:  # NumPy in the order of operations of the kernels
+    if rows is None:  # the same order of operations as in the kernels
         t = m - center[..., None]
         t *= scale[..., None]
         mean, variance = t * weight.mean[:, None], t * t

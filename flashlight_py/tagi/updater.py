@@ -78,8 +78,8 @@ def _observe_natively(
         positions = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
         observed_units = math.prod(indices.shape[1:])
     d, e = np.zeros((2, *outputs.mean.shape), REAL)
-    # The kernel reads ``d.size`` numbers of each array. A user may have set arrays of other sizes,
-    # for which reshape raises.
+    # The kernel reads ``d.size`` numbers of each array. ``reshape`` raises if a user has set an
+    # array of another size.
     arrays = (outputs.mean, outputs.variance, outputs.slope)
     moments = [floats(module, None if a is None else a.reshape(d.shape)) for a in arrays]
     description = ffi.new("fl_tagi_outputs *", (*moments, units, observed.size, observed_units))
@@ -184,8 +184,8 @@ class OutputUpdater:
             total = variance[0] + noise
             d[:, 0] = slope[0] * error / total
             e[:, 0] = -slope[0] * slope[0] / total
-            # Posterior moments of the error (p, q) and of its square, whose prior variance is
-            # ``prior``.
+            # Posterior moments of the error (p, q) and of its square. ``prior``: variance of the
+            # square before the observation.
             p, q = noise * error / total, noise - noise * noise / total
             square, square_variance = p * p + q, 2 * q * q + 4 * q * p * p
             prior = 3 * variance[1] + 2 * noise * noise

@@ -328,7 +328,7 @@ class Normalizer:
 
     @staticmethod
     def unstandardize_std(norm_std: Array, std: Array) -> Array:
-        """Convert standard deviations of standardised data to the scale of the original data."""
+        """Convert standard deviations of standardised data, of any shape, to the original scale."""
         return norm_std * (std + SMALL)
 
     @staticmethod
@@ -349,7 +349,7 @@ class Normalizer:
 
     @staticmethod
     def max_min_unnorm_std(norm_std: Array, max_value: Array, min_value: Array) -> Array:
-        """Convert standard deviations of scaled data to the scale of the original data."""
+        """Convert standard deviations of scaled data, of any shape, to the original scale."""
         return norm_std * (max_value - min_value + SMALL)
 
     @staticmethod

@@ -462,7 +462,7 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))
     if call_kernel("spread_taken", windows, None, images, *arguments, images):
         return images
-    padded = windows.padded(images)  # a different order of additions than in the kernel
+    padded = windows.padded(images)  # NumPy adds in another order than the kernel
     for position, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
         windows.at(padded, y, x)[...] += array_module(images).where(taken == position, deltas, 0)
     images[...] = windows.inner(padded)

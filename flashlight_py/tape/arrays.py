@@ -37,7 +37,7 @@ _CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
 
 
 def map_items(value: Any, change: Callable[[Any], Any], only_tuples: bool = False) -> Any:
-    """Return ``value``, nested tuples, lists and dicts, with ``change(item)`` for each item."""
+    """Return nested tuples, lists and dicts with ``change(item)`` in place of each item."""
     kind: Any = type(value)
     if kind in _CONSTANT:
         return value
@@ -132,7 +132,7 @@ class Recorded(NDArrayOperatorsMixin):
             return _as_scalar(compute(np.copy, Recorded(self.plain[(*parts, ...)])))
         numbers = tuple([x.plain[()] if type(x) is RecordedScalar else x for x in parts])
         if _is_basic(numbers) and isinstance(self.plain[numbers], np.ndarray):
-            return reject_read("an index", Recorded(self.plain[numbers]))  # the value selects
+            return reject_read("an index", Recorded(self.plain[numbers]))  # the index was computed
         if any(getattr(part, "dtype", None) == np.bool_ for part in parts):
             reject_read("an index by truth values, whose result may have any shape,")
         return compute(operator.getitem, self, where)
@@ -149,7 +149,7 @@ class Recorded(NDArrayOperatorsMixin):
 
     def __ipow__(self, other: Any) -> Any:
         is_power = self.plain.dtype.kind not in "fc" or type(other) not in (int, float)
-        if is_power or other not in (-1, 0.5, 1, 2):  # else NumPy calls square(), sqrt() ...
+        if is_power or other not in (-1, 0.5, 1, 2):  # for these, NumPy calls square(), sqrt() ...
             return compute(np.power, self, other, out=self)
         return compute(np.positive, self**other, out=self)
 
@@ -303,7 +303,7 @@ def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
 
 
 def _as_scalar(value: Any) -> Any:
-    """Return a RecordedScalar if ``value`` is a stand-in of one element without dimensions."""
+    """Convert the result of a number's method: a 0-d stand-in to a number, others to copies."""
     if type(value) is not Recorded:
         return value
     return value.copy() if value.ndim else RecordedScalar(value.plain)

@@ -68,7 +68,8 @@ class Recorder(Watcher):
         self._kept += values
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call ``function``. For an optimizer's step, note it for ``CapturedStep``."""
+        """Call ``function``. If it is an optimizer's step, prepare its replays:
+        ``CapturedStep``."""
         if function is not RuleOptimizer.step.__wrapped__:  # type: ignore[attr-defined]
             return function(*args, **options)
         step = CapturedStep(args[0])
@@ -121,8 +122,9 @@ class Recorder(Watcher):
         """Return a number that is equal on two ranks if they captured equal calls of ``group``."""
         return crc32("; ".join(self._calls.get(group, [])).encode())
 
-    # Methods of ``Comparisons``. During a capture ranks compare nothing, because a rank that cannot
-    # capture the step does not reach the call. All ranks compare digests after the capture.
+    # These methods are those of ``Comparisons``. During a capture ranks compare nothing, because a
+    # rank that cannot capture the step does not reach the call. All ranks compare digests after the
+    # capture.
 
     def post(self, call: Call) -> None:
         """Compare nothing."""
@@ -130,7 +132,7 @@ class Recorder(Watcher):
     refuse = post
 
     def compare(self, call: Call) -> list[int]:
-        """Assume that all ranks have as many rows as this rank. The digests have the number."""
+        """Assume that each rank has as many rows as this rank. Digests compare the number."""
         return [len(call.like)] * self._size
 
     def run(self, calls: Any) -> Any:
@@ -393,7 +395,7 @@ class Graphs:
 
         try:
             with recorder.only, CtrlC() as ctrl_c, ExitStack() as stack:
-                for group in self._groups or ():  # other threads must not launch
+                for group in self._groups or ():  # other threads must not launch during the capture
                     if group.gpus is not None:
                         stack.enter_context(group.gpus.communicator.lock)  # type: ignore[attr-defined]
                 stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
@@ -459,7 +461,7 @@ def _spanning(groups: Sequence[Membership]) -> list[Membership]:
 
     Of groups with equal ranks, the first is returned. The result is the same on all ranks.
     """
-    first: dict[frozenset[int], Membership] = {}  # by ranks
+    first: dict[frozenset[int], Membership] = {}  # for each set of ranks
     for group in groups:
         first.setdefault(frozenset(group.ranks), group)
     return [group for ranks, group in first.items() if not any(ranks < other for other in first)]

@@ -70,7 +70,10 @@ class Elementwise(NamedTuple):
 
 
 class Loops:
-    """Operations that one loop runs over the same elements. Several have at most two dimensions."""
+    """Operations that one loop runs over the same elements.
+
+    A loop with several operations has at most two dimensions.
+    """
 
     def __init__(self, dimensions: Shape, operations: list[Elementwise]) -> None:
         self.dimensions, self.operations = dimensions, operations
@@ -141,7 +144,7 @@ def _instructions(note: Note, memory: Memory) -> Sequence[Group]:
         return [note]
     try:
         rule(rules := _Rules(memory), note)
-    except (TypeError, ValueError):  # from need() and resolve_dtypes()
+    except (TypeError, ValueError):  # raised by need() and resolve_dtypes()
         return [note]
     return rules.groups
 
@@ -235,7 +238,7 @@ class _Rules:
         base, exponent = note.args
         need(isinstance(base, np.ndarray) and base.dtype.kind == "f")
         is_number = type(exponent) in (int, float)
-        need(is_number or np.ndim(exponent))  # NumPy 2.2 squares for an array of 2, too
+        need(is_number or np.ndim(exponent))  # NumPy 2.2 squares if a 0-d array is 2
         self.elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
 
     def concatenate(self, note: Note) -> None:
@@ -355,8 +358,7 @@ def _step(vector: Array, axis: int) -> int:
 def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
     """Return the shape of a loop over all elements, and for each operand its strides.
 
-    Dimensions are merged if possible. If all operands agree, they are sorted by strides, as in
-    NumPy.
+    Dimensions are merged if possible. They are sorted by strides, as in NumPy, if operands agree.
     """
     if arrays[-1].size == 1:  # NumPy calls the loop once, with these strides
         if len({array.ndim for array in arrays if array.ndim}) > 1:
@@ -392,7 +394,8 @@ def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
 def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> bool:
     """Return whether a native loop with the strides ``steps`` has the same bits as NumPy.
 
-    NumPy may loop over several rows or copy them to a buffer. fmax may return 0.0 or -0.0.
+    Bits may differ if NumPy loops over several rows or copies them to a buffer. For 0.0 and -0.0,
+    fmax may return either.
     """
     if function in _FAULTY and steps[-1][-1] != 1:
         return False
@@ -415,7 +418,7 @@ def _is_plain_power(args: Any, out: Array) -> bool:
 
 
 def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
-    """Return (rows, columns) of ``source``, and True if each row is reduced, else False."""
+    """Return (rows, columns) of ``source``, and True if rows are reduced, False if columns."""
     shape, ndim = source.shape, source.ndim
     need(source.flags.c_contiguous and ndim)
     numbers = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -435,17 +438,17 @@ def _dtype_of(value: Any) -> Any:
     return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
 
 
-# NumPy 2.4.6 writes to wrong elements if the result of these functions has strides. Replays call
-# NumPy, so that results stay equal.
+# NumPy 2.4.6 writes to wrong elements if results of these functions are not contiguous. Replays
+# call NumPy, so that results stay equal.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
-# Functions whose limit 0.0 replaces -0.0, as in our loop, which is faster than NumPy with a number.
+# maximum and minimum, unless NumPy returns -0.0 for -0.0 and 0.0. Our faster loop returns 0.0.
 _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -0.0), 0.0)).any()}
 _BUFFERED = 8192  # NumPy's buffer size in elements
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
 _INITIALS = {np.add: 0, np.multiply: 1, np.logical_and: True, np.logical_or: False}
 _FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")
-KERNEL_NAMES = {  # in csrc/tape/kernels.cc
+KERNEL_NAMES = {  # kernels of csrc/tape/kernels.cc
     *(f"cast:{a}:{b}" for a in _FROM_INTEGERS for b in ("b1", "i1", "i2", "i4", "i8", "f4", "f8")),
     *("cast:f4:f8", "cast:f8:f4", "cast:f4:b1", "cast:f8:b1"),
     *(f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)),

@@ -73,13 +73,13 @@ class Memory:
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
         self._operands: dict[int, Operand] = {}  # by id of the array
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
-        self.touched, self.changed = (  # address ranges of other memory
+        self.touched, self.changed = (  # address ranges in memory of the state
             merged([(x.low, x.high) for n in notes for x in getattr(n, name) if x.piece is where])
             for name in ("operands", "written")
         )
 
     def make(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return a new array, which each replay also needs."""
+        """Return a new array. Each replay has memory for it, too."""
         array = np.empty(shape, dtype)
         insort(self._pieces, Piece(*bounds(array), array, True), key=attrgetter("low"))
         return array

@@ -126,7 +126,7 @@ class RepeatedCalls:
         self._group, self.__name__ = None if is_world else group, name
         self._fast = world_fast if is_world else group.fast
         self._calls = [replace(call, array=None, out=None) for call in calls]
-        call = calls[0]  # interned: native code compares by identity
+        call = calls[0]  # op is interned, because native code compares it by identity
         op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
         self._rest = op, call.scale, call.root, 0, not call.blocking
 
@@ -150,7 +150,8 @@ class RepeatedCalls:
 class Later(Work):
     """The asynchronous ``work`` of a recorded step. A wait for it is recorded, too.
 
-    ``again(*args)`` starts the work in a replay. It uses the arrays ``changed`` until it has ended.
+    ``again(*args)`` starts the work in a replay. The work uses the arrays ``changed`` until it
+    ends.
     """
 
     def __init__(

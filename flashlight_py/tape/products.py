@@ -93,7 +93,7 @@ def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
     _require(library.cublasSetStream_v2(handle, pointer(stream)))
     room = pointer(workspace.data.ptr), ctypes.c_size_t(workspace.nbytes)
     _require(library.cublasSetWorkspace_v2(handle, *room))
-    # cuBLAS stores matrices by columns. For it this is the transposed product of swapped operands.
+    # cuBLAS stores matrices by columns, so swapped operands give the result by rows.
     leading = handle, b_form, a_form, m, n, k, one
     operands = (b, b_lead, b_step), (a, a_lead, a_step), (result, m, n * m)
     first, second, third = [

@@ -53,10 +53,9 @@ class Builder:
         self._kept.append(piece)
 
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
-        """Return the program for csrc/tape/program.cc. Raises CannotCapture."""
+        """Return the program for csrc/tape/program.cc. CannotCapture if it is not supported."""
         notes, may_leave = hoisted(self._memory)
-        # If a replay is abandoned, the gradients must still have their values, so ``lend`` is
-        # False.
+        # A replay that may be abandoned must keep the values of gradients, so ``lend`` is False.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
         notes = self._needed(notes)
         groups = lowered(notes, memory)
@@ -241,7 +240,7 @@ _CONSTANT = {*_VALUE_FREE, np.asarray, np.array, np.zeros, np.ones, np.full, np.
 
 
 _LINE = 64  # bytes of a cache line
-_APART = 4 * _LINE  # strips start at different offsets in pages
+_APART = 4 * _LINE  # bytes between strips, so that they start at different offsets in pages
 _LARGE = 1 << 15  # arrays of at least this size in bytes may use the memory of other arrays
 _STRIP = 2048  # elements of a strip, as in csrc/tape/loops.cc
 _ALWAYS = sys.maxsize

@@ -133,7 +133,7 @@ class Recording(Watcher):
         self.notes: list[Note] = []
         self.made: list[Array] = []  # stand-ins of memory that NumPy allocated
         self._memory = _tape.new_memory()
-        self._numbers: set[int] = set()  # numbers of this memory
+        self._numbers: set[int] = set()  # numbers of the memory in ``made``
         self._constants: dict[Any, tuple[bytes, Array]] = {}
         self.constants: list[Any] = []  # dtype, shape and bytes of each constant
         self.lines: list[str] = []  # for each constant, the line that uses it
@@ -231,7 +231,7 @@ class Recording(Watcher):
         return noted
 
     def truth(self, value: Any, is_true: bool, function: Any = np.all, args: Any = ()) -> None:
-        """Note that a function of this package has read the truth value ``value``: ``is_true``.
+        """Note that this package has read ``value`` as a truth value, which was ``is_true``.
 
         If ``value`` differs in a replay, the step runs eagerly. If the replay has modified arrays
         before, it calls ``function`` instead, which raises. User code must not read truth values.
@@ -407,7 +407,7 @@ class CtrlC:
         if self._waits:
             self._was_pressed = True
             return
-        self._waits = True  # the handler may raise
+        self._waits = True  # stays True if the handler raises
         self._handler(number, frame)
         self._waits = False
 
@@ -494,7 +494,7 @@ def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
     """
     is_python = type(getattr(function, "_implementation", None)) is FunctionType
     numbers = [number for number, arg in enumerate(args) if _has_numbers(arg)]
-    is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # raises
+    is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # then NumPy raises
     if numbers and (is_python or function in _MIND_NUMBERS or is_changed):
         return functools.partial(_call_with_numbers, function, numbers)
     return function
@@ -518,7 +518,7 @@ def _has_numbers(value: Any) -> bool:
     return type(value) is RecordedScalar or (is_list and any(map(_has_numbers, value)))
 
 
-# Return the address of the first element. Return the address range (low, high) of all elements.
+# address_of(array): the address of the first element. bounds(array): the address range (low, high).
 address_of: Callable[[Array], int] = _tape.address
 bounds: Callable[[Array], tuple[int, int]] = _tape.bounds
 # array_at(owner, address, like): a view of the memory of ``owner``, with the layout of ``like``.

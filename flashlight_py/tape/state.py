@@ -94,7 +94,7 @@ def format_path(path: Any) -> str:
 
 
 # Origins of a value: a holder that reports changes, another holder, or a name in a function.
-# Attributes of the value are searched only for the last.
+# Attributes of a value are searched only if its origin is a name.
 _REPORTED, _HELD, _NAMED = range(3)
 _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 
@@ -130,7 +130,7 @@ class State:
         while self._unseen or self._hooks or self._note_loaded():
             value, path, origin = (self._unseen or self._hooks).pop()
             start, kind = len(self._unseen), self._kind(value)
-            if isinstance(value, FunctionType):  # also hooks of this package
+            if isinstance(value, FunctionType):  # hooks of this package, too
                 kind = State._visit_function
             visit = (id(value), None) if origin == _NAMED else id(value)
             if not callable(kind):
@@ -178,8 +178,7 @@ class State:
             for name in sorted(others):
                 with suppress(AttributeError, LookupError):  # the object may lack the name
                     value = getattr(one, name)
-                    # Only numbers and strings: each read may create a new object, so a search would
-                    # not end.
+                    # Only numbers and strings: other objects may be new in each read, without end.
                     items += [(one, name, value)] if self._kind(value) == "simple" else []
             if isinstance(members, dict) and "hasattr" in methods and attributes - first.keys():
                 self._compare(members, ITEMS, (path, _LENGTH, ""), len(members))
@@ -288,7 +287,7 @@ class State:
         if len(entries) > _MANY and not isinstance(first, Variable):
             return
         is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
-        if is_parameter or isinstance(first, Module):  # a list of results may grow
+        if is_parameter or isinstance(first, Module):  # not a list of results, which may grow
             self._structure.append(len(entries))
             if via != _REPORTED:
                 self._compare(items, ITEMS, path, len(entries))
@@ -377,7 +376,7 @@ _VISITORS: tuple[tuple[Any, Any], ...] = (
 
 def _is_implicit(name: str, one: Any) -> bool:
     """Return whether Python or a library calls ``name``, such as ``__len__`` or ``forward``."""
-    is_of_all = name[:2] != "__" or name in vars(object)  # such as __repr__
+    is_of_all = name[:2] != "__" or name in vars(object)  # not special, or a method of all objects
     return not is_of_all or name == "forward" or (name == "__init__" and isinstance(one, type))
 
 
@@ -474,7 +473,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
         return [(one, *item) for item in list(one.items())]
     if isinstance(one, _CONTAINERS):
         return [(one, *item) for item in enumerate(list(one))]
-    attributes = getattr(one, "__dict__", None)  # as holder, it avoids setters
+    attributes = getattr(one, "__dict__", None)  # a write to it calls no setter
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
     slots += ["cell_contents"] if isinstance(one, CellType) else []
     names: Any = chain(*([slot] if isinstance(slot, str) else slot for slot in slots))
@@ -504,7 +503,7 @@ def replace_all(
         if id(value) in ids and isinstance(holder, set):
             holder.discard(value)
             holder.add(change(value))
-        elif id(value) in ids and not isinstance(holder, frozenset):  # immutable
+        elif id(value) in ids and not isinstance(holder, frozenset):  # a frozenset is immutable
             Field(holder, key, "").set(change(value))
     if tuples and is_outer:
         replace_all(tuples, change, is_outer=False)

@@ -91,8 +91,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
-        # On GPUs the ranks vote before each call. A rank must not skip the vote because of the
-        # lock.
+        # On GPUs ranks vote before each call, so no rank may skip the vote because of the lock.
         is_free = call.is_on_gpu or not StepRecording.only.locked()
         reason = call.why_not() if is_free else ""
         if reason or not is_free:
@@ -227,7 +226,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
 
 class _Call:
-    """A call of ``step`` and its recording. ``roots`` are objects with state beside the step."""
+    """A call of ``step`` and its recording. ``roots``: objects with state that it does not name."""
 
     def __init__(
         self, step: Any, roots: Sequence[Any], args: Any, options: dict[str, Any], homes: Any
@@ -340,7 +339,7 @@ class _Call:
         return array_or_number(value)
 
     def _settle(self, after: State) -> None:
-        """Record copies to fixed memory of arrays that replace arrays of the state in this run."""
+        """For each replaced array of the state, record a copy of the new array to fixed memory."""
         recording, made = self.recording, []
         seen = {(id(field.holder), field.key) for field, _ in self._before}
         for field, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in seen]:
@@ -356,7 +355,7 @@ class _Call:
             for field, before in self._before
             if (now := field.get()) is not before and field.slot != "grad"
         ]
-        new: list[Any] = []  # arrays
+        new: list[Any] = []  # (field, old array, new array)
         for field, before, now in changed:
             both = arrays_in(before), arrays_in(now) if type(now) is type(before) else ()
             new += [(field, x, y) for x, y in zip_longest(*both) if x is not y]
@@ -429,7 +428,8 @@ class _Call:
         names = [
             x.described(moved.get(id(value), value))
             for x, value in self.state.names
-            # The result of an earlier call, which the user keeps, may differ in the next call.
+            # Do not compare the result of an earlier call that the user keeps: it differs each
+            # time.
             if not (isinstance(value, Variable) and value.node)
             or overlaps(memory.touched, value.data)
         ]

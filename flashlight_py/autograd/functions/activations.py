@@ -21,7 +21,7 @@ from flashlight_py.erf import MIDDLE, NEAR, SPLIT, quotient
 def _function(
     x: Input, value: Callable[..., Array], vjp: Callable[..., Array], native: str = ""
 ) -> Variable:
-    """Return ``value(xp, x)``, from kernel ``native`` if there is one. ``vjp`` is its vjp."""
+    """Return ``value(xp, x)`` with vjp ``vjp``, or the result of kernel ``native`` if it exists."""
     x = as_variable(x)
     result = record_mapped(native, x) if native else None
     if result is not None:
@@ -201,9 +201,8 @@ def glu(x: Input, axis: int = -1) -> Variable:
 def erf_of(array: Array) -> Any:
     """Return the error function of a float32 or float64 array, as a new array, within 4 ulp.
 
-    Cody's third approximation, for sizes of at least 4, is not used. For such sizes 1 - erf is
-    about 1e-8, so that 8 correct digits of 1 - erf are enough, and the second approximation has
-    them.
+    Cody's third approximation, for absolute values of at least 4, is not used. There 1 - erf is
+    about 1e-8, so that 8 digits of 1 - erf are enough, and the second approximation has 8 digits.
     """
     xp = array_module(array)
     size = xp.minimum(xp.abs(array), 6.0)  # erf(6) rounds to 1

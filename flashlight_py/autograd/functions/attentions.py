@@ -172,7 +172,7 @@ class _Attention:
     # Array operations, one sample at a time -------------------------------------------------------
 
     def _weights(self, sample: int) -> tuple[Array, Array | float]:
-        """Return the weights [heads, queries, keys] of ``sample``, and their factors by dropout."""
+        """Return weights [heads, queries, keys] of ``sample``, and the dropout factor of each."""
         q, k = self.arrays[0][sample], self.arrays[1][sample]
         xp = array_module(q)
         _, heads, queries, keys = self.shape
@@ -213,7 +213,7 @@ class _Attention:
 
 
 def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
-    """Return ``x`` contiguous, its strides for kernels, and whether [rows, heads] are swapped."""
+    """Return a contiguous ``x``, its strides for kernels, and whether rows precede heads in it."""
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:

@@ -37,14 +37,14 @@ class _Windows(NamedTuple):
     numbers: tuple[int, ...]  # arguments of native kernels, see csrc/nn/windows.h
 
     def places(self) -> Iterator[tuple[_Two, tuple[slice, ...]]]:
-        """Yield each position in a window, and the index of the pixels at it in padded images."""
+        """Yield each position in a window, and the index of all pixels at it in padded images."""
         for position in np.ndindex(self.kernel):
             steps = zip(position, self.dilation, self.outputs[1:3], self.stride, strict=True)
             ranges = [(i * step, i * step + (n - 1) * far + 1, far) for i, step, n, far in steps]
             yield position, (slice(None), slice(*ranges[0]), slice(*ranges[1]))
 
     def padded(self, like: Array, value: float) -> tuple[Array, Array]:
-        """Return new images, all ``value``, and a view of them without the padding."""
+        """Return new padded images, all pixels ``value``, and a view of them without padding."""
         (batch, height, width, channels), (down, across) = self.inputs, self.pad
         shape = batch, height + 2 * down, width + 2 * across, channels
         image: Array = array_module(like).full(shape, value, like.dtype)
@@ -57,7 +57,7 @@ class _Windows(NamedTuple):
         return ((position, padded[part]) for position, part in self.places())
 
     def sum_parts(self, parts: Iterable[Array], like: Array) -> Array:
-        """Return images to which ``parts`` are added: one for each position of :meth:`places`."""
+        """Return images that are the sum of ``parts``: one part for each position of ``places``."""
         padded, inside = self.padded(like, 0)
         for (_, index), part in zip(self.places(), parts, strict=True):
             view = padded[index]
@@ -311,7 +311,7 @@ def as_two(name: str, value: Any, least: int) -> _Two:
 
 
 def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation: Any) -> Any:
-    """Return ``padding`` as (down, across). ValueError if a window does not allow "same"."""
+    """Return ``padding`` as (down, across). ValueError if "same" is impossible for the windows."""
     if padding != "same":
         return as_two(f"{name}: padding", padding, 0)
     for size, far, step in zip(kernel, stride, dilation, strict=True):
@@ -367,7 +367,7 @@ def _windows(
     name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """Return the windows. ``ends``: channels of ``x`` and of the result (0: any number)."""
+    """Return the windows. ``ends``: channels of ``x`` and of the result. (0, 0): those of ``x``."""
     if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
         raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
     batch, channels, *size = x.shape

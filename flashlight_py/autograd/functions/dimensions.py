@@ -53,7 +53,7 @@ def flat(x: Input) -> Variable:
 
 
 def squeeze(x: Input, axis: Axis = None) -> Variable:
-    """Return a view of ``x`` without the dimensions ``axis``, or all dimensions, of size 1."""
+    """Return a view without dimensions ``axis``, which have size 1. Default: all of size 1."""
     x = as_variable(x)
     return reshape(x, x.data.squeeze(None if axis is None else _axes(axis, x.ndim)).shape)
 
@@ -236,7 +236,7 @@ def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> V
 
 
 def std(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
-    """Return the square root of :func:`var`, with its errors. If it is 0, so is its gradient."""
+    """Return the square root of :func:`var`, with the same errors. At 0 the gradient is 0."""
     deviation, count = _deviation("std", x, axis, ddof)
     return norm(mul(deviation, (count - ddof) ** -0.5), 2, axis, keepdims)
 
@@ -271,7 +271,7 @@ def logsumexp(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp, top = array_module(array), array.max(axis=axes, keepdims=True)
     powers = xp.exp(array - xp.where(xp.isfinite(top), top, 0))
-    # The largest power is 1, unless all elements are -inf.
+    # The largest power is 1, so the sum is at least 1, unless all elements are -inf.
     sums = xp.maximum(powers.sum(axis=axes, keepdims=True), 1)
     return _reduction(x, top + xp.log(sums), axes, keepdims, lambda: powers / sums)
 
@@ -395,8 +395,7 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
             raise _misfit(rows, w)
         flat = reshape(x, (math.prod(outer), features))
         return reshape(_linear(flat, weight, bias, with_relu), (*outer, len(w)))
-    # On the CPU, NumPy computes products of float16 in a slow loop. GPUs are fast, with float32
-    # sums.
+    # NumPy's products of float16 are slow. Products on a GPU are fast and sum in float32.
     is_narrow = w.dtype.char in NARROW and not is_cupy(w)
     try:
         out = widened(rows).dot(widened(w).T) if is_narrow else rows.dot(w.T)
@@ -480,7 +479,7 @@ def matmul(a: Operand, b: Operand) -> Variable:
     """
     x, y = map(as_half, as_pair(a, b))
     if not x.data.ndim or not y.data.ndim:
-        raise ValueError(f"matmul: got a number: shapes {x.shape} and {y.shape}. Use mul")
+        raise ValueError(f"matmul: expected arrays, got shapes {x.shape} and {y.shape}. Use mul")
     row = x if x.data.ndim > 1 else reshape(x, (1, -1))
     column = y if y.data.ndim > 1 else reshape(y, (-1, 1))
     out = _matmul(row, column)
@@ -494,7 +493,7 @@ def _matmul(x: Variable, y: Variable) -> Variable:
     # Sharded operands are not kept, to save memory. The backward pass reads them again.
     p = x.data if x.placement is None else None
     q = y.data if y.placement is None else None
-    # The backward pass converts float16 and bfloat16 again, to save the memory of float32 copies.
+    # Operands of 16 bits are converted again in the backward pass, to save memory.
     is_narrow = x.data.dtype.char in NARROW and not is_cupy(x.data)
     wide: Any = widened if is_narrow else lambda array: array
     out = wide(x.data) @ wide(y.data)

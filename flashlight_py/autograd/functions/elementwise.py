@@ -197,7 +197,7 @@ def slope_of_relu(out: Array, zero: Any) -> Vjp:
 
     def vjp(grad: Array) -> Any:
         slope = (out > zero).astype(grad.dtype)  # in NumPy faster than bools times floats
-        if not out.flags.c_contiguous:  # grad * slope chooses the memory layout
+        if not out.flags.c_contiguous:  # let NumPy choose a layout
             return grad * slope
         slope *= grad
         return slope

@@ -1,8 +1,8 @@
 """Normalizations: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
-Each function computes mean and variance over other elements. Variances are computed from deviations
-from the mean, in float32 or wider. Weight and bias may be None. Results are new arrays in the
-memory layout of ``x``. float16 and bfloat16 are rounded once.
+The functions differ in the elements over which they compute mean and variance. Variances are
+computed from deviations from the mean, in float32 or wider. Weight and bias may be None. Results
+are new arrays in the memory layout of ``x``. float16 and bfloat16 are rounded once.
 """
 
 import math
@@ -148,7 +148,7 @@ def _of_channels(
     name: str, x: Variable, params: _Given, eps: float, samples: int, groups: int,
     moments: Sequence[Array] = (),
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
-    """Call :func:`_normalized`. ``samples``: number of samples, or 1 for common statistics."""
+    """Call :func:`_normalized`. If ``samples`` is 1, all samples have common mean and variance."""
     n, channels, *rest = x.shape
     positions = math.prod(rest)
     is_last = positions == 1 or not x.data.flags.c_contiguous

@@ -41,9 +41,9 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
 def gather(x: Input, index: Input, axis: int) -> Variable:
     """Return the elements of ``x`` at positions ``index`` along ``axis``, as in torch.
 
-    For ``axis`` 0 of two: ``result[i, j] = x[index[i, j], j]``. If an element is read several
-    times, its gradients are summed. ``index`` has as many dimensions as ``x``, and is not longer
-    than ``x`` in dimensions other than ``axis``. The result has the shape of ``index``.
+    For 2-D arrays and ``axis`` 0: ``result[i, j] = x[index[i, j], j]``. If an element is read
+    several times, its gradients are summed. ``index`` has as many dimensions as ``x``, and is not
+    longer than ``x`` in dimensions other than ``axis``. The result has the shape of ``index``.
 
     Raises:
         TypeError: If the dtype of ``index`` is not an integer dtype.
@@ -62,8 +62,9 @@ def _gather(x: Variable, positions: Array) -> Variable:
 def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
     """Return ``x`` plus ``source`` at the positions that :func:`gather` reads, as in torch.
 
-    For ``axis`` 0 of two: ``result[index[i, j], j] += source[i, j]``, in the order of ``source``.
-    ``source`` has the shape of ``index``. See :func:`gather` for other arguments and errors.
+    For 2-D arrays and ``axis`` 0: ``result[index[i, j], j] += source[i, j]``, in the order of
+    ``source``. ``source`` has the shape of ``index``. See :func:`gather` for other arguments and
+    errors.
     """
     x, source = as_variable(x), as_variable(source)
     positions = _places("scatter_add", x.data, index, axis)
@@ -132,7 +133,7 @@ def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
     if not -array.ndim <= axis < array.ndim or not 0 <= k <= array.shape[axis]:
         raise ValueError(f"topk: k must be 0 to the axis size, got {k=}, {axis=}, {array.shape=}")
     before = (slice(None),) * (axis % array.ndim)
-    falling = ~array if array.dtype.kind in "iub" else -array  # -array would wrap
+    falling = ~array if array.dtype.kind in "iub" else -array  # -array would overflow
     order = array_module(array).argsort(falling, axis=axis, kind="stable")
     index = order[(*before, slice(k))]
     return _gather(x, _flat(index, array, axis)), Variable(index)
@@ -182,7 +183,7 @@ def _beside(value: Input, array: Array) -> Array:
 
 
 def integers(name: str, value: Input, array: Array) -> Array:
-    """Return ``value`` on the device of ``array``. Raises TypeError unless it has integers."""
+    """Return ``value`` on the device of ``array``. TypeError if its dtype is not integer."""
     index = _beside(value, array)
     if index.dtype.kind not in "iu":
         raise TypeError(f"{name}: indices must be integers, got {index.dtype}. Cast them")
