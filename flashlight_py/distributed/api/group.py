@@ -17,9 +17,9 @@ class ProcessGroup(Membership):
 
     ``rank`` is the rank of this process in the group. If this process is not in the group, ``rank``
     is -1 and every verb raises ValueError. ``size`` is the number of ranks. ``ranks`` lists the
-    ranks of the members in the world. All members must call a verb together, except the two ranks
-    of a message. A verb blocks, or returns a ``Work`` if ``async_op=True``. A ``with`` block closes
-    the group.
+    ranks of the members in the world. Verbs are collective: all members must call the same verb. A
+    message concerns only two ranks. A verb blocks, or returns a ``Work`` if ``async_op=True``. A
+    ``with`` block closes the group.
 
     Each verb is a method: ``group.all_reduce(x)`` is ``all_reduce(x, group=group)``.
     """

@@ -38,8 +38,8 @@ def shared_empty(
 ) -> Array:
     """Return a new uninitialised NumPy array that collectives reduce without copies.
 
-    The array is stored in memory that all ranks of a host share, so collectives on the array or on
-    a view of it copy nothing. If the ranks cannot share memory, the array is an ordinary array.
+    The array is stored in memory that all ranks of a host share, so collectives need not copy the
+    array or a view of it. If the ranks cannot share memory, the array is an ordinary array.
     Collective; blocks. Every rank must pass the same arguments.
 
     Args:

@@ -62,7 +62,7 @@ class Call:
         rows: Number of rows of each rank, if the parts are unequal.
         out: Array for the result; None: a new array. If the ``out`` of a gather has a wrong length,
             this rank raises ValueError after all ranks have called.
-        blocking: True if the caller waits for the result. The operation may then run on its thread.
+        blocking: True if the caller waits for the result. Its thread may then run the operation.
         seconds: Timeout in seconds; None: the timeout of the group.
         part_of: Operation in ``COMPOSED`` of which this call is a step. The call matches only steps
             of the same operation on other ranks. Otherwise a step of an object verb could match a
