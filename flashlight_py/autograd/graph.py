@@ -99,10 +99,7 @@ class Outline(Node):
         self.ordered = False
 
     def targets(self) -> tuple[list[Target], bool]:
-        """Return the nodes and leaves that this outline reaches through other outlines.
-
-        Also return whether one of the outlines is of an ordered operation.
-        """
+        """Return the nodes and leaves behind this outline, and whether an operation is ordered."""
         seen: dict[Target, None] = {self: None}
         unseen: list[Outline] = [self]
         ordered = False

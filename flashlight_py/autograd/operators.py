@@ -13,12 +13,12 @@ from flashlight_py.device import array_module
 
 
 def _reshape(self: Variable, *shape: Any) -> Variable:
-    """Return the variable with another shape, as a view if possible. One entry may be -1."""
+    """Return the variable with another shape, as a view if possible. One size may be -1."""
     return dimensions.reshape(self, shape[0] if len(shape) == 1 else shape)
 
 
 def _transpose(self: Variable, *axes: Any) -> Variable:
-    """Return a view with dimensions in the order of ``axes``, by default reversed."""
+    """Return a view with dimensions in the order ``axes``, by default reversed."""
     return dimensions.transpose(self, axes if len(axes) > 1 else (*axes, None)[0])
 
 

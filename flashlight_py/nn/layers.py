@@ -399,7 +399,7 @@ class MeanAbsoluteError(Function):
 class HuberLoss(Function):
     """The mean of ``d * d / 2`` if ``d = abs(prediction - target)`` is at most ``delta``.
 
-    If d is larger, the loss is ``delta * (d - delta / 2)``.
+    If d is larger, ``delta * (d - delta / 2)`` replaces ``d * d / 2``.
 
     Raises:
         ValueError: If ``delta`` is not above 0.

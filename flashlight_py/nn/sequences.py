@@ -249,7 +249,10 @@ class PositionEmbedding(Module):
 class SinusoidalPositionEmbedding(PositionEmbedding):
     """Sines and cosines of each position, added to the input (Vaswani et al., 2017).
 
-    The layer has no parameters. Raises: ValueError if a size is below 1, or if ``dim`` is odd.
+    The layer has no parameters.
+
+    Raises:
+        ValueError: If a size is below 1, or if ``dim`` is odd.
     """
 
     def __init__(self, positions: int, dim: int) -> None:
