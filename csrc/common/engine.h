@@ -11,9 +11,9 @@
 //     kData, kData, ...                 ->
 //                                       <-    kRefused: the receiver posted a different call; no data moves
 //
-// If the receiver has credit for a small message, its send ends after the copy. If the calls then differ, the
-// receive raises, and so does the sender's next call of the group. With FLASHLIGHT_CHECKS=sync such a send
-// ends only when the message is received. Other sends end when the receiver has taken the data.
+// If a small message is within the sender's credit, its send ends after the copy. If the calls then differ,
+// the receive raises, and so does the sender's next call of the group. With FLASHLIGHT_CHECKS=sync such a
+// send ends only when the message is received. Other sends end when the receiver has taken the data.
 #pragma once
 
 #include <cstring>
@@ -101,7 +101,7 @@ class Wire {
     int peer;
     uint64_t group;
     uint32_t token;
-    uint32_t receiver;  // token of the receiver
+    uint32_t receiver;  // token of the receiver's message
     bool out;
   };
   // Return a transfer. Null: the data travels in records of up to `most_bytes`, on a path from choice().
@@ -109,8 +109,8 @@ class Wire {
   virtual size_t most_bytes() const { return 0; }
   virtual Choice* choice(int) { return nullptr; }  // null if flow() returns transfers
 
-  // can_read(): whether this process can read a peer's memory. read(): read it without the lock; return
-  // bytes.
+  // can_read(): whether this process can read a peer's memory. read(): read it without the lock, and return
+  // the number of bytes read.
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
@@ -193,13 +193,13 @@ class Message final : public fl_op {
   int64_t* stamp_ = nullptr;
   Port* port_;
   union {
-    fl_match* match_;  // receive without a match: the caller's output
+    fl_match* match_;  // of a receive without a match: where to store its match
     uint32_t token_;   // token of an offer
     Movement* movement_;
     Outcome* outcome_;  // kHasOutcome
   };
   char* data_;
-  fl_signature call_;  // its sequence is the order of posting until the message is matched
+  fl_signature call_;  // an unmatched receive has its posting order in `sequence`
   int32_t peer_;       // group rank
   uint16_t site_;
   union {
@@ -331,7 +331,7 @@ class Engine {
 
   struct Peer {
     std::list<Control> controls;  // waiting for space; empty for most peers
-    Message* waiting = nullptr;   // sends that wait for space, oldest first
+    Message* waiting = nullptr;   // sends to this peer that wait for space, oldest first
     Message* last_waiting = nullptr;
     size_t charged = 0;  // bytes of this rank's messages that the peer may buffer
     size_t owed = 0;  // bytes of the peer's messages freed here since the last kCredit record

@@ -70,7 +70,7 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port::Arrival* found = nullptr;
   if ((message.flags_ & Message::kAny) == 0) {
     if (port.arrived_[message.peer_] > 0) found = port.arrivals_.first(message.key());
-  } else {  // begin with another rank in each search
+  } else {  // each search begins with another rank
     const int size = static_cast<int>(port.ranks_.size());
     const uint32_t first = port.searches_++;
     for (int i = 0; i < size && found == nullptr; ++i) {
@@ -144,7 +144,7 @@ void Engine::control(int to, Control control) {
   if (controls.empty() && put_control(to, control)) return;
   controls.push_back(std::move(control));
   open_.fetch_add(1, std::memory_order_relaxed);
-  ticker_.activate();  // a peer may need it while no caller waits here
+  ticker_.activate();  // its thread sends the control if no caller waits here
 }
 
 bool Engine::put_control(int to, const Control& control) {
@@ -340,7 +340,7 @@ Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
-  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // it publishes no memory
+  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // the claim protects no memory
   futex_wake(shared, kAllBits, FutexScope::kThreads);
   return true;
 }
@@ -522,7 +522,7 @@ void Engine::handle_answer(int from, const Record& record) {
     free_token(record.token);
     message->state_ = Message::kFlowsOut;
     auto& movement = *(message->movement_ = new Message::Movement(record, from));
-    movement.done = record.digest;  // data that came with the offer
+    movement.done = record.digest;  // bytes that came with the offer
     if (wire_.choice(from) != nullptr) return moving_.push_back(message);
     movement.token = token_for(*message);
     movement.flow = wire_.flow({message->data_ + movement.done, message->bytes() - movement.done, from,

@@ -159,7 +159,7 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// Read (-1, address), or (number of an argument or, after them, of a new array; offset in this array).
+// Read (-1, address), or (number, offset in the array). Numbers count the arguments, then the new arrays.
 bool Program::read_table(PyObject* described) {
   int argument;
   intptr_t address;

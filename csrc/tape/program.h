@@ -170,7 +170,7 @@ class Program {
   };
   struct Name {  // the value of a name that the function uses
     PyObject *holder, *name, *value;
-    bool is_items;         // `value` is the length of the container `holder`, or a copy of the set
+    bool is_items;         // `value`: length of the container `holder`, or a copy if it is a set
     bool is_number;        // a number or a string, so compare values
     PyObject* descriptor;  // descriptor in C of the attribute `name`; None: no such descriptor
     bool is_in_dict;       // `holder` is a dict; otherwise a list if `index` >= 0

@@ -53,7 +53,7 @@ def deltas_of(
 
 @functools.lru_cache(4)
 def _flat_offsets(batch: int, outputs: int) -> Array:
-    """Return ``[batch, 1]`` offsets from output numbers, from 1, to indices of flat outputs."""
+    """Return offsets ``[batch, 1]``: offset + output number (from 1) = index in flat outputs."""
     return np.arange(batch)[:, None] * outputs - 1
 
 

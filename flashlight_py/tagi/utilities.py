@@ -287,7 +287,7 @@ class Utils:
 
 
 def _idx(path: Path, number: int, dimensions: int) -> Array:
-    """Return the array in an MNIST file with magic number ``number`` and ``dimensions`` sizes."""
+    """Return the array in an MNIST file with magic number ``number`` and ``dimensions`` axes."""
     data = path.read_bytes()
     head = 4 * (1 + dimensions)
     sizes = np.frombuffer(data[:head], ">i4").tolist() if len(data) >= head else [0]
