@@ -35,7 +35,7 @@ def flatten_tree(tree: object) -> tuple[Any, Arrays]:
 
 
 def rebuild(structure: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return the tree of a ``structure`` from ``flatten_tree``. ``arrays``: its arrays by name."""
+    """Return the tree whose structure, and arrays by name, ``flatten_tree`` has returned."""
     if isinstance(structure, list):
         return [rebuild(value, arrays) for value in structure]
     if not isinstance(structure, dict):
@@ -79,7 +79,7 @@ def _flatten(tree: object, path: str, arrays: Arrays) -> Any:
 
 
 def _add_array(array: Any, path: str, arrays: Arrays) -> str:
-    """Add ``array`` to ``arrays`` under its path. If the name exists already, it gets a number."""
+    """Add ``array`` as ``path``, with a number if that name exists already. Return the name."""
     name, number = path or "array", 1
     while name in arrays:
         number += 1

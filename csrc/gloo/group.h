@@ -22,7 +22,7 @@ class Group {
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes,
                                      std::string key, bool lazily, double seconds);
-  // True if `rank` has begun a collective that this rank has not called; `call` receives it.
+  // If `rank` has begun a collective that this rank has not called, store it in `call` and return true.
   bool is_ahead(int rank, fl_signature& call);
   // Return null if the group is usable, else a failed operation whose error is the reason.
   std::shared_ptr<Operation> lost();

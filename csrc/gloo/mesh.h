@@ -27,8 +27,8 @@ struct Companion {
 
 class Mesh : public Transport, public Connections, public Route {
  public:
-  // Create a whole group, or a subgroup of `whole` with its connections. `ranks` includes this rank. `number`
-  // must be equal on all ranks of the subgroup and different for each subgroup.
+  // Create a whole group, or a subgroup that uses the connections of `whole`. `ranks` includes this rank.
+  // `number` must be equal on all ranks of the subgroup and different for each subgroup.
   Mesh(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
   Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number);
   ~Mesh() override;
@@ -75,9 +75,9 @@ class Mesh : public Transport, public Connections, public Route {
     family_->watch_hosts(std::move(hosts));
   }
   void take_along(Companion companion);
-  // Return `failure` of a whole group with this group's ranks. If no rank is missing, it does not apply here.
+  // Convert the ranks in `failure` from the whole group to this group. If none is a member, none is missing.
   Failure for_members(const Failure& failure) const;
-  // End the group and its companions with `failure`, which the other ranks have received already.
+  // End the group and its companions with `failure`. The heartbeats have sent it to the other ranks already.
   void lose(const Failure& failure) noexcept;
 
   // In a forked child, where the threads do not exist: close the descriptors.
@@ -98,7 +98,7 @@ class Mesh : public Transport, public Connections, public Route {
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
     links_.read(buffer, ranks_[peer]);
   }
-  // Return the reason for the error `what`: from a rank, or lost ranks. `peer` is the awaited rank, or -1.
+  // Return the cause of `what`: a reason that a rank has sent, or lost ranks. `peer`: awaited rank, or -1.
   Failure explain(int peer, const std::string& what) override;
 
   // has_called(): store the number of this rank's last collective. not_called(): ask `ranks` for their

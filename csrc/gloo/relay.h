@@ -52,7 +52,7 @@ class Relay {
     for (Step& step : steps_) waiter.sent(*step.sends, step.to);
   }
 
-  // Data of `rank` in the last exchange.
+  // Call, call site, and payload of `rank` in the last exchange.
   const fl_signature& call(int rank) const { return head(rank).call; }
   const fl_site& site(int rank) const { return head(rank).site; }
   size_t bytes(int rank) const { return head(rank).bytes; }
@@ -67,7 +67,7 @@ class Relay {
     return ranks;
   }
 
-  // True if the neighbour `rank` has begun the next exchange. `call` receives its call.
+  // If the neighbour `rank` has begun the next exchange, store its call in `call` and return true.
   bool is_ahead(int rank, fl_signature& call) const {
     for (const Step& step : steps_) {
       if (step.from != rank) continue;

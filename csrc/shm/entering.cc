@@ -1,10 +1,10 @@
 // Start of a call: each rank announces its call, waits for the calls of other ranks, and compares them.
 //
-// A rank that needs only some calls may return before the other ranks call. For example, the root of a small
-// broadcast needs no call. Such a rank compares the other calls later, and may be at most kMostAhead calls
-// ahead of the last compared call. If calls differ, each rank that detects it raises immediately. The next
-// call in which all ranks wait for all moves no data and raises on all ranks. All ranks derive the same
-// result from the announced calls.
+// A rank need not receive all calls. For example, the root of a small broadcast needs none, and returns
+// before the other ranks call. Such a rank compares the other calls later, and may be at most kMostAhead
+// calls ahead of the last compared call. If calls differ, each rank that detects it raises immediately. In
+// the next call in which every rank waits for all ranks, no data is moved and every rank raises. All ranks
+// derive this from the announced calls.
 
 #include "../common/signature.h"
 #include "collectives.h"
@@ -68,7 +68,7 @@ void Collectives::call(const fl_signature& signature, const void* data, const fl
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
-  // A rank that waits for no rank must publish its site now: other ranks may need it when it has returned.
+  // A rank that waits for no rank publishes its call site now. If `site` is null, it waits for all ranks.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
   if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
   is_shown_ = find_room(outgoing.inline_bytes);
@@ -123,9 +123,9 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   return travels && !is_compared(call) ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
-// True if the next call can be announced. When a rank makes call k, it has compared call k - kMostAhead, so
-// all ranks have used call k - kCalls, which call k replaces. A payload is free if all ranks made a later
-// call.
+// True if the next call can be announced. Call k replaces this rank's call k - kCalls, which all ranks have
+// used: this rank has compared call k - kMostAhead, and before that call they compared call k - kCalls. A
+// payload is free if all ranks made a later call.
 bool Collectives::find_room(size_t inline_bytes) {
   while (calls_ + 1 - compared_ > kMostAhead || (inline_bytes > kTinyBytes && !find_payload())) {
     if (!all_have_called(compared_ + 1)) return false;
@@ -151,7 +151,7 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // Right after its previous call, a rank does not compare: other ranks wait for this announcement.
+    // Do not compare within a clock tick of the previous call: other ranks wait for this announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
     // Announce a call that will raise as withdrawn. Otherwise, other ranks would use its payload as a result.
@@ -213,7 +213,7 @@ int Collectives::key_of(const fl_signature& signature, const Call& call) {
 const char* Collectives::inline_data(int rank, size_t bytes) const {
   const Call& call = call_of(rank);
   if (bytes <= kTinyBytes) return call.tiny;
-  // Ranks usually have the same index. So the data can be loaded before the other rank's index is loaded.
+  // The index is usually equal on both ranks: the data can be loaded before the index of rank `rank`.
   uint32_t payload = payload_;
   if (call.payload != payload || needed_.count() < size_) {
     payload = call.payload;

@@ -152,14 +152,14 @@ void Collectives::reduce_read(const fl_signature& signature, size_t begin, const
   }
 }
 
-// For more ranks: every rank reduces one part of each chunk and copies the result to its slot. `collector`
-// (-1: every rank) collects the results. No other rank reads this part of `data`, so it can be overwritten.
+// For more ranks: every rank reduces its part of each chunk and copies the result to its slot. `collector`
+// (-1: every rank) copies the results to `data`. No other rank reads this rank's part of its `data`.
 void Collectives::reduce_in_parts(const fl_signature& signature, char* data, int collector) {
   const Chunks chunks(signature, segment_.chunk_bytes());
   const size_t item = chunks.itemsize;
   const uint32_t base = chunks_;
   const bool collects = collector < 0 || collector == rank_;
-  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // for results of other ranks' elements
+  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // stores this rank's results for show()
 
   const auto part_begin = [&](uint32_t c, int r) {
     const size_t rows = (chunks.size(c) + kPartElements - 1) / kPartElements;

@@ -1,4 +1,4 @@
-"""Native extensions. All are optional. If one is missing, the error has a reason and a remedy."""
+"""Native extensions. All are optional. The error for a missing extension has reason and remedy."""
 
 from __future__ import annotations
 

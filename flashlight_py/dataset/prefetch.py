@@ -79,7 +79,7 @@ class PrefetchDataset(Dataset):
         self._seed, self._epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, here and in ``dataset``. It selects the random numbers of ``transform``.
+        """Set the epoch of ``transform``'s random numbers. Calls ``dataset.set_epoch`` if any.
 
         Raises:
             ValueError: If ``epoch`` is negative.
