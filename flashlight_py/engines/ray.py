@@ -92,7 +92,6 @@ class RayRanks:
             self._tasks[actor.call.remote(self._start.serve, rank, rendezvous)] = rank
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Return the outcomes of ended ranks. Wait for the first one, at most until ``until``."""
         tasks = [task for task, rank in self._tasks.items() if rank in ranks]
         self._ray.wait(tasks, num_returns=1, timeout=engine.seconds_until(until))
         ended, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=0)
@@ -115,7 +114,7 @@ class RayRanks:
 
 @contextmanager
 def ray_cluster(ray: Any) -> Iterator[None]:
-    """Unless Ray is initialised, join the cluster at RAY_ADDRESS, or else start a local cluster."""
+    """Join the cluster at RAY_ADDRESS, or start one if it is not set, unless Ray is initialised."""
     if ray.is_initialized():
         yield
         return
@@ -157,7 +156,8 @@ def reserved_resources(
     """Reserve resources for all ranks, and release them on exit.
 
     Raises:
-        ValueError: If the known nodes are too small, except in a restart: a lost node may return.
+        ValueError: If the living nodes are too small. Not in a restart, because a lost node may
+            return.
         TimeoutError: If the resources are not free after SLOT_SECONDS or the timeout of ``call``.
     """
     from ray.util import placement_group, remove_placement_group

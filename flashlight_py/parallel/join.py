@@ -55,7 +55,7 @@ class Joined:
         self._counting = True
 
     def _weigh(self, first: bool) -> float:
-        """Return the factor of this rank's gradients in the sum. Collective if ``first``."""
+        """Return the factor for this rank's gradients. If ``first``, compute it collectively."""
         if first:
             total, training = self._add_up(self._count, 1)
             self._weight = self._sync.weight(self._count, total, training, self._group.size)
