@@ -15,7 +15,7 @@ struct Ranks {
   bool has(int rank) const { return first <= rank && rank < last; }
 };
 
-// Return the ranks from which `rank` needs data in `call`. Assumption: a rank sends its data with its call.
+// Return the ranks from which `rank` needs data in `call`, if each rank sends its data with its call.
 inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   const bool is_root = rank == call.root;
   switch (call.verb) {
@@ -78,7 +78,7 @@ class Mismatches {
   struct Call {
     uint32_t number;
     CallReport report;
-    std::vector<bool> raised;  // by rank: whether it has raised this mismatch, in this call or later
+    std::vector<bool> raised;  // by rank: whether it has raised this mismatch, in this call or a later one
     bool is_raised = false;  // whether this rank has raised the mismatch, even in a call not compared yet
   };
   // `most_ahead`: number of calls by which a rank may be ahead of another rank.

@@ -36,8 +36,7 @@ class Choice {
   struct History;
 
  public:
-  // Cost of each path for its slowest rank, because ranks that only write return early and measure too
-  // little.
+  // Cost of each path for its slowest rank. Other ranks may only write, return early and measure too little.
   class Slowest {
    public:
     void add(const Costs& costs) {

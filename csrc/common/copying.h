@@ -13,7 +13,7 @@
 
 namespace fl {
 
-// Prefetch a cache line of another core for writing. Both cores then wait for a shorter time.
+// Prefetch a cache line of another core for writing. This shortens the wait of both cores.
 inline void expect_to_write(const volatile void* line) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const volatile char*>(line)));

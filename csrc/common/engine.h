@@ -89,7 +89,7 @@ class Wire {
   virtual void forget(uint64_t /* group */) {}
 
   // A transfer between two ranks' memory, in chunks of which several are in flight. For each finished chunk,
-  // next() returns a kData record with `token`, and its bytes as digest. The engine then calls go_on().
+  // next() returns a kData record with `token`, and the bytes' number as digest. The engine then calls go_on().
   class Flow {
    public:
     virtual ~Flow() = default;  // no transfer accesses the memory afterwards
@@ -104,7 +104,7 @@ class Wire {
     uint32_t receiver;  // token of the receiver's message
     bool out;
   };
-  // Return a transfer. Null: the data travels in records of up to `most_bytes`, on a path from choice().
+  // Return a transfer, or null if data travels in records of up to `most_bytes`, on a path from choice().
   virtual std::unique_ptr<Flow> flow(const Moves&) { return nullptr; }
   virtual size_t most_bytes() const { return 0; }
   virtual Choice* choice(int) { return nullptr; }  // null if flow() returns transfers
@@ -212,7 +212,7 @@ class Message final : public fl_op {
 };
 static_assert(sizeof(Message) <= 200, "there may be many of them");
 
-// Messages that a caller waits for. Null entries have ended. An empty list has not ended.
+// Messages that a caller waits for. Null entries have ended. has_ended() is false for an empty list.
 struct Awaited {
   Message* const* messages = nullptr;
   size_t count = 0;
@@ -289,7 +289,7 @@ class Port {
   int failing_ = 0;  // threads that are about to end all messages
   uint64_t posted_count_ = 0;
   uint32_t searches_ = 0;
-  std::vector<uint32_t> sent_;                // by rank: number of messages sent
+  std::vector<uint32_t> sent_;                // by rank: number of messages sent to it
   std::vector<uint32_t> answered_at_;         // by rank: time of its last answer to an offer, in milliseconds
   Table<Message> posted_;                     // open receives
   Table<Arrival> arrivals_;                   // messages without a receive
@@ -330,7 +330,7 @@ class Engine {
   };
 
   struct Peer {
-    std::list<Control> controls;  // waiting for space; empty for most peers
+    std::list<Control> controls;  // records that wait for space; empty for most peers
     Message* waiting = nullptr;   // sends to this peer that wait for space, oldest first
     Message* last_waiting = nullptr;
     size_t charged = 0;  // bytes of this rank's messages that the peer may buffer

@@ -100,7 +100,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   const bool has_credit = state.charged + all + 64 <= kMostCredit;
   const bool is_whole = all <= kTinyMessage || (all <= wire_.eager_bytes() && has_credit);
   const bool waits = !is_whole || !has_credit || checks_at_once_ || is_compared(call) ||
-                     port.transport_.has_given_up(peer);  // only a wait reports the failure
+                     port.transport_.has_given_up(peer);  // without a wait, the failure is not reported
   if (waits && message == nullptr) return Sent::kNot;
   const bool is_read = !is_whole && wire_.can_read(to);
   const size_t part = has_credit && !is_read ? std::min(all, wire_.eager_bytes()) : 0;
@@ -288,7 +288,7 @@ void Engine::handle(int from, const Wire::Room& room) {
     if (wanted.size() < kMostWanted) wanted.push_back(record.tag);
     return;
   }
-  // A kLateRefusal record. It contains the differing call; the data contains the call of this rank.
+  // A kLateRefusal record: `call` is the peer's differing call, and the data is the call of this rank.
   CallReport report;
   report.reset(static_cast<int>(port.ranks_.size()));
   report.ago = 1;
@@ -370,7 +370,7 @@ void Engine::forget(uint64_t group) {
   early_.erase(early);
 }
 
-// Match the receive `message` with a record from group rank `from`, and copy the data in the record.
+// Match the receive `message` with a record from group rank `from`, and copy the record's data to its array.
 void Engine::deliver(Message& message, int from, const Record& record, const char* data) {
   Port& port = *message.port_;
   const int source = port.ranks_[from];

@@ -6,7 +6,7 @@
 namespace fl::optim {
 namespace {
 
-// Number of bytes from which a step releases the GIL.
+// The step of a parameter releases the GIL if the parameter has at least this number of bytes.
 constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
 
 // Exponent for std::pow, which rounds like Python's pow(). x * x differs for one of 1,200 numbers.

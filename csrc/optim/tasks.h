@@ -69,7 +69,7 @@ bool read_source(PyObject* const* python_object, Source* to);
 // Return `object` if a kernel can read it and it has the dtype and shape of `like` (null: any); else null.
 PyArrayObject* readable(PyObject* object, PyArrayObject* like);
 
-// Set the parameter of `task`. Return false if kernels do not support the array.
+// Set the parameter of `task`. Return false if kernels do not support the array `param`.
 bool take_param(Owned param, Task* task);
 PyArrayObject* param_of(const Task& task);
 // Set the gradient of `task`. If `may_copy`, a non-contiguous gradient is copied.

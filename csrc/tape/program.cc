@@ -11,7 +11,7 @@ const int64_t* structure;
 
 namespace {
 
-// Number of elements from which a step releases the GIL.
+// A step releases the GIL if it processes at least this number of elements.
 constexpr int64_t WORK_WITHOUT_GIL = 100000;
 
 PyArrayObject* as_array(const Owned& object) { return reinterpret_cast<PyArrayObject*>(object.get()); }

@@ -223,10 +223,10 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described);
 // Return 1 if two values have one type and are equal, floats bit by bit; -1 with an exception.
 int same_value(PyObject* before, PyObject* after);
 
-// Memory that NumPy allocates on a thread. new_memory(): return a watched memory. use_memory(memory): use it
-// from now on; return the memory used before. find_memory(memory, array): return the number of the array's
-// block and an array that represents the block even after it is freed, or None if the array is not in
-// `memory`.
+// Allocators for NumPy. new_memory(): return an allocator that records its blocks. use_memory(memory): use it
+// on this thread from now on, and return the old allocator. find_memory(memory, array): return the number of
+// the array's block and an array that represents the block even after it is freed, or None if the array is
+// not in `memory`.
 PyObject* new_memory(PyObject*, PyObject*);
 PyObject* use_memory(PyObject*, PyObject* memory);
 PyObject* find_memory(PyObject*, PyObject* args);

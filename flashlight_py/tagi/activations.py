@@ -30,7 +30,7 @@ WIDEST = 80.0  # maximum v in ClosedFormSoftmax: a much larger v overflows e^v i
 
 
 class Activation(BaseLayer):
-    """Base class of activations. They keep the shape and have no parameters."""
+    """Base class of activations. An activation keeps the input shape and has no parameters."""
 
     has_state = False
     keeps_input = False
@@ -58,7 +58,7 @@ class Activation(BaseLayer):
 
     @abc.abstractmethod
     def _moments(self, mean: Array, variance: Array) -> Moments:
-        """Return means, variances and slopes: new float32 arrays of the same shape."""
+        """Return means, variances and slopes: new float32 arrays with the shape of ``mean``."""
 
 
 class ReLU(Activation):
@@ -130,7 +130,7 @@ class MixtureTanh(Activation):
 class EvenExp(Activation):
     """``e^z`` for units 1, 3, 5, ... of a sample; units 0, 2, 4, ... are unchanged.
 
-    If this is the last layer, each pair of outputs is a value and its positive error variance.
+    As the last layer, it gives pairs: a value, and the positive variance of its observation error.
 
     Args:
         slope_times_variance: False: the slope of e^z is its mean. True: the slope is its mean times

@@ -176,7 +176,7 @@ class DDPSequential:
 
     @in_step(lambda arguments: arguments["self"].sync.ranks_of_forward())
     def forward(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
-        """Return means and variances of the outputs, like calling the network."""
+        """Return means and variances of the outputs, like :meth:`__call__`."""
         self.sync.begin_forward()
         return self.model.forward(mu_x, var_x)
 
@@ -311,7 +311,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._running = True
 
     def _on_sums(self, bucket: DeltaBucket, _: BaseLayer) -> None:
-        """Handle a layer with complete sums. Send each bucket after all its layers are complete."""
+        """Count a layer whose sums are complete. Send ``bucket`` after its last layer."""
         if not self._running:
             raise RuntimeError(
                 "backward: a DDPSequential wraps this network. Call backward() of the "
@@ -351,7 +351,7 @@ def _statistics(model: Sequential) -> list[Array]:
 
 
 def _describe(name: str, layer: BaseLayer) -> str:
-    """Return the settings and parameter shapes of a layer that must be equal on all ranks."""
+    """Return ``name``, settings and parameter shapes of a layer. Ranks compare this text."""
     settings = [
         f"{key}={value}"
         for key, value in vars(layer).items()

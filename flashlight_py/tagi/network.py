@@ -129,7 +129,7 @@ class Network:
         self.load_state_dict(_parse(self, Path(filename)))
 
     def save_csv(self, filename: FileName) -> None:
-        """Write all parameters as text: ``<filename>_1_mw.csv``, ``_2_Sw``, ``_3_mb``, ``_4_Sb``.
+        """Write all parameters to text files: ``<filename>_1_mw.csv``, ``_2_Sw.csv`` and so on.
 
         Numbers have six digits, as in pytagi. Unlike in pytagi, the files include layers in blocks.
         Running statistics are not included: to continue a training later, use :meth:`save`. Raises

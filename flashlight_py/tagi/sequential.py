@@ -310,7 +310,7 @@ class Sequential(Network):
         return statistics
 
     def get_layer_stack_info(self) -> str:
-        """Return the info of each layer, one line per layer."""
+        """Return ``get_layer_info()`` of each layer, one line per layer."""
         return "\n".join(f"{n}: {layer.get_layer_info()}" for n, layer in enumerate(self.layers))
 
     def set_threads(self, num_threads: int) -> None:

@@ -124,7 +124,7 @@ class BaseDeltaStates:
             self.variance = source.delta_var[:num_data].copy()
 
     def reset_zeros(self) -> None:
-        """Set all deltas to 0 in place. This is their value without observations."""
+        """Set all deltas to 0 in place, as for outputs without observations."""
         for array in (self.mean, self.variance):
             if array is not None:
                 array[...] = 0

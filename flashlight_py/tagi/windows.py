@@ -95,14 +95,14 @@ class Windows:
 
 
 def _evenly(size: int, most: int) -> Iterator[slice]:
-    """Yield the fewest slices of 0 to ``size`` with similar lengths of at most ``most``."""
+    """Divide 0 to ``size`` into the fewest slices of at most ``most``, with similar lengths."""
     count = -(-size // most)
     for number in range(count):
         yield slice(size * number // count, size * (number + 1) // count)
 
 
 def channel_first(images: Array) -> Array:
-    """Return ``[channels, batch * height * width]``: a view if possible, else a copy."""
+    """Return images as ``[channels, batch * height * width]``: a view if possible, else a copy."""
     return images.transpose(1, 0, 2, 3).reshape(images.shape[1], -1)
 
 
@@ -406,8 +406,8 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
 
 
 def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
-    """Return images in which ``factor`` times the delta of each window is added to its elements.
-    The result has the shape and memory order of ``like``."""
+    """Return images: each element is ``factor`` times the sum of the deltas of its windows. The
+    result has the shape and memory order of ``like``."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     arguments = (deltas, images, *_steps(deltas), factor)
     if call_kernel("spread_windows", windows, None, images, *arguments):
@@ -455,8 +455,8 @@ def largest(
 
 
 def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> Array:
-    """Return images in which the delta of each window is added to its element ``taken``, from
-    :func:`largest`. The result has the shape and memory order of ``like``."""
+    """Return images: 0, plus the delta of each window at its index ``taken`` from :func:`largest`.
+    The result has the shape and memory order of ``like``."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     images[...] = 0
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))
