@@ -42,9 +42,9 @@ RLock, waitid, kill, killpg = threading.RLock, os.waitid, os.kill, os.killpg
 
 
 class Thread(threading.Thread):
-    """A thread whose end works even if gevent or eventlet has patched ``threading``."""
+    """A thread that can end even if gevent or eventlet has patched ``threading``."""
 
-    def _delete(self) -> None:  # threading's uses get_ident(), which may be patched
+    def _delete(self) -> None:  # the base class uses get_ident(), which may be patched
         threading._active.pop(self.ident, None)  # type: ignore[attr-defined]
 
 

@@ -36,8 +36,7 @@ class Choice {
   struct History;
 
  public:
-  // Cost of each path for its slowest rank, because ranks that only write return early and measure too
-  // little.
+  // Cost of each path for its slowest rank. Other ranks may only write, return early and measure too little.
   class Slowest {
    public:
     void add(const Costs& costs) {
@@ -103,7 +102,7 @@ class Choice {
   static constexpr uint32_t kFirst = 9;  // initial calls, which try the paths in turn
   static constexpr uint32_t kRun = 3;    // consecutive calls on a path under trial
   static constexpr uint32_t kTryEvery = 256;
-  // If a path costs more than this multiple of the best path, only every kTryHopeless-th trial takes place.
+  // If a path costs more than this multiple of the best path, take only every kTryHopeless-th trial of it.
   static constexpr int kHopeless = 3;
   static constexpr uint32_t kTryHopeless = 9;  // odd, so that these trials reach each path
 

@@ -14,13 +14,13 @@ namespace fl {
 
 class Links : public Context {
  public:
-  // Gloo's thread calls it with a new connection before other threads use the connection. Later, its sends
-  // could block: a thread whose read fails keeps the pair locked until Gloo's thread is free.
+  // Gloo's thread calls it before other threads use the new connection. A later send could block Gloo's
+  // thread: another thread whose read fails keeps the pair locked until Gloo's thread is free.
   using ConnectedHandler = std::function<void(int peer, Pair& pair)>;
   // Returns the number of collectives that this rank has begun in `group`.
   using Calls = std::function<int64_t(uint64_t group)>;
 
-  // Listen, but accept no connections before open(). `listens_on`: listen until close(), for calls_of().
+  // Listen, but accept no connections before open(). If `listens_on`, listen until close(), for calls_of().
   Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on);
   ~Links() override;
 

@@ -9,8 +9,8 @@
 
 namespace fl {
 
-// A lock that knows its owner. A signal handler may run on a thread that is inside a collective, and its own
-// calls must fail then and not wait for that collective.
+// A lock that knows its owner. If a signal handler interrupts a thread inside a collective, the handler's own
+// calls must fail, because that collective cannot continue before the handler ends.
 class Turn {
  public:
   // Take the turn. Return false if any thread has it, also if this thread has it.
