@@ -10,7 +10,7 @@ namespace fl {
 class Group {
  public:
   Group(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
-  // Create a subgroup with `ranks` of another group; see Mesh.
+  // Create a subgroup with `ranks` of the group `whole`; see Mesh.
   Group(const Group& whole, const std::vector<int>& ranks, uint64_t number);
 
   Mesh& mesh() { return *mesh_; }

@@ -20,7 +20,7 @@ class Links : public Context {
   // Returns the number of collectives that this rank has begun in `group`.
   using Calls = std::function<int64_t(uint64_t group)>;
 
-  // Listen, but accept no connections before open(). `listens_on`: listen until close(), for calls_of().
+  // Listen, but accept no connections before open(). If `listens_on`, listen until close(), for calls_of().
   Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on);
   ~Links() override;
 

@@ -108,7 +108,7 @@ class Peers : public Transport {
 // The waits of one operation, on one thread.
 class Watch {
  public:
-  // `seconds`: timeout of each wait. `interrupt`: check for signals, or null.
+  // Each wait has a timeout of `seconds`. `interrupt` checks for signals; it may be null.
   Watch(Peers& peers, Concern concern, double seconds, InterruptCheck interrupt)
       : peers_(&peers), concern_(concern), seconds_(seconds), interrupt_(interrupt) {}
 
