@@ -416,7 +416,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   if (verb == FL_SEND || verb == FL_RECV) {
     return plain_message(verb, x, args[5], args[6], args[3], rank, size, call);
   }
-  if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
+  if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* args[3] has rows */
   plain_begin(call, verb);
   const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* digest of packed arrays, or the root */
   if ((verb == FL_ALL_REDUCE || (flags & FL_VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;

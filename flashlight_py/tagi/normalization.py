@@ -61,7 +61,7 @@ class Normalization(BaseLayer):
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the parameters' sums. Return ``d r W s`` and ``e (r W s)^2``; s is the input's slope."""
+        """Set the parameters' sums. Return ``d r W s``, ``e (r W s)^2``; s: slope of the input."""
         t = self._t
         deltas = d.reshape(t.shape), e.reshape(t.shape)
         sums, back = standardize_back(t, *deltas, self._slope, self._back, needs_input)
