@@ -207,7 +207,7 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
     """Return the ``backend_config`` of a Ray Train (v2) trainer whose workers form a world.
 
     Worker ``i`` is rank ``i``. The world is initialised before each call of the training function,
-    also when Ray has started new workers after a failure. The workers leave the world after the
+    also if Ray has replaced workers after a failure. The workers leave the world after the
     call. If the function of one worker raises, communication on the other workers raises
     PeerLostError.
 
@@ -235,8 +235,6 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
         """The world of a group of workers."""
 
     class WorldConfig(_TrainerConfig, BackendConfig):  # type: ignore[misc]
-        """Configuration of the backend. Ray creates the backend in the controlling process."""
-
         backend_cls = WorldBackend
 
     return WorldConfig(dict(params or {}))

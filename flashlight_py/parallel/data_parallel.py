@@ -104,11 +104,11 @@ def distribute_module_grads(
         TypeError: If ``module`` is not a Module, ``leaves`` is not an integer, ``hook`` is not
             callable or lacks a dtype, or ``ignore`` contains an object that is neither a name nor a
             Variable.
-        ValueError: If ``reducer`` is combined with ``scale``, ``hook``, ``group`` or
-            ``bucket_bytes``; if ``leaves`` is below 1, or is combined with ``scale``, ``reducer``,
-            ``hook``, ``bucket_bytes`` or ``check_finite``, CuPy arrays or an unsuitable BLAS; if
-            ``bucket_bytes`` is not positive, ``ignore`` contains an unknown name, no parameter can
-            be trained, or a parameter is sharded (without ``leaves``).
+        ValueError: If ``leaves`` is below 1, ``bucket_bytes`` is not positive, ``ignore`` has an
+            unknown name, no parameter can be trained, or (without ``leaves``) one is sharded.
+            ``reducer`` excludes ``scale``, ``hook``, ``group`` and ``bucket_bytes``. ``leaves``
+            excludes ``scale``, ``reducer``, ``hook``, ``bucket_bytes``, ``check_finite``, CuPy
+            arrays, and a BLAS with several threads unless it is OpenBLAS.
         MismatchError: If the modules differ. The message has the first different parameter. With
             ``leaves``, also if NumPy, BLAS, core type or CPU features differ. The message then has
             the hosts.

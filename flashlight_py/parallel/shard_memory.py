@@ -89,7 +89,7 @@ def plan(
     buckets, end = [], 0
     for bucket_params in groups:
         step = limit
-        if len(bucket_params) == 1:  # chunks of a large parameter contain whole rows if a row fits
+        if len(bucket_params) == 1:  # end chunks at rows of the matrix if a row fits
             row = math.prod(bucket_params[0].shape[1:])
             rows = math.lcm(row, grain) if row else grain
             step = limit // rows * rows or limit

@@ -105,7 +105,7 @@ class HostPlacement(Placement, GradSink):
             leaf.grad = gradient
 
     def unsent_gradient(self, leaf: Variable) -> Array | None:
-        """Return this rank's gradient that was not sent yet, or None."""
+        """Return this rank's gradient that was not sent yet, or None if there is none."""
         if leaf.grad is self.total:
             return self.unsent
         self.unsent = None  # obsolete since zero_grad()

@@ -215,7 +215,7 @@ def _leaves_below(result: Part) -> list[Variable]:
     if result.node is None:
         return [result]
     walk = Walk(result.node, result.array, False)
-    with suppress(RuntimeError):  # already differentiated: a second pass raises this as well
+    with suppress(RuntimeError):  # no second pass: backward() raises this as well
         walk.count([result.node], (), walk.pending)
     return [target for target in walk.pending if isinstance(target, Variable)]
 
@@ -398,7 +398,7 @@ class Team:
             )
 
 
-_NOTHING = np.zeros(())  # value and gradient of nodes that represent the workers
+_NOTHING = np.zeros(())  # value and gradient of the nodes of workers' leaves
 
 
 class DataParallel(Module):
