@@ -281,7 +281,7 @@ class MpiBackend(Backend):
         operation.next_check = now + _CHECK_SECONDS
         loss = self.control.lost(operation.name)
         if loss is not None and not operation.is_suspect:
-            operation.is_suspect = True  # its data may have arrived: wait for one more check
+            operation.is_suspect = True  # the data may have arrived before the loss: check again
         elif loss is not None:
             self._break(operation, loss)
         elif now >= operation.deadline:
