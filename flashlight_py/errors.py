@@ -139,7 +139,7 @@ class GroupClosedError(DistributedError):
 
 
 class RankFailedError(DistributedError):
-    """A process that ``spawn`` or ``DataParallel`` started raised, exited or was killed.
+    """A process of ``spawn`` or ``DataParallel`` raised, exited or was killed.
 
     Group: ended. ``DataParallel`` starts new workers.
     Remedy: Read the message, which contains the exception or the exit status.

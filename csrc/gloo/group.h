@@ -61,7 +61,7 @@ class Group {
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
   std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();
-  Queue queue_;  // last: destroyed before the objects that its operations use
+  Queue queue_;  // declared last: destroyed before the objects that its operations use
 };
 
 }  // namespace fl

@@ -102,7 +102,7 @@ class Peers : public Transport {
   std::atomic<bool> stopped_{false};
   std::atomic<bool> has_farewell_{false};            // give_up() was called
   std::mutex mutex_;                                 // guards the members below
-  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null if not needed yet
+  std::vector<std::shared_ptr<Process>> processes_;  // index: rank; null if not needed yet
 };
 
 // The waits of one operation, on one thread.

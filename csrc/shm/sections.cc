@@ -55,7 +55,7 @@ struct Collectives::Sections {
 // sections are complete with the last chunk, whatever their sizes are.
 struct Collectives::Routes {
   uint32_t chunks = 1;
-  std::vector<Route> give, take;  // by destination; by source
+  std::vector<Route> give, take;  // give: one per destination; take: one per source
 
   Routes(const Sections& sections, int rank, size_t chunk_bytes) {
     const int ranks = sections.ranks;

@@ -15,7 +15,8 @@ from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
 
 # Header of a frame: length of the content, kind, number of buffers. Then follow the lengths of the
-# buffers, the buffers and the content, each padded. csrc/fast/objects.c uses the same format.
+# buffers, the buffers and the content, each padded to ``_ALIGNED`` bytes. csrc/fast/objects.c uses
+# the same format.
 _HEAD = struct.Struct("=qii")
 _ALIGNED = 16
 CONTENT, PROBLEM, LATER = range(3)

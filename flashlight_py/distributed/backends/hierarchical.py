@@ -4,7 +4,7 @@ The ranks compare each call before it changes an array. The messages of the comp
 the data of small arrays. Large arrays are sent afterwards; see ``hierarchical_calls.py``. A
 reduction first combines the arrays of each host, and then combines the results of the hosts in a
 fixed order. The result therefore has the same bits on every rank, and in every run with the same
-placement. A receive from any rank waits in both backends until one of them has a message.
+placement. A receive from any rank waits for a message of this host and of other hosts.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class HierarchicalBackend(Backend):
             self.guarded("sync_distributed", part.synchronize)
 
     def end(self, error: DistributedError) -> None:
-        """End all backends because of ``error`` in one of them."""
+        """End all backends, because ``error`` occurred in one of them."""
         self.abort(error)
         self._close_backends()
 
@@ -315,7 +315,7 @@ class HierarchicalBackend(Backend):
             backend.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``. After a loss, abort backends that may not detect the loss."""
+        """See ``Backend``. After a loss, abort the backends that have not detected it."""
         losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
         cause = next(filter(None, losses.values()), None)
         if isinstance(cause, PeerLostError):

@@ -50,7 +50,7 @@ class LaunchEnvironment:
     variables: tuple[str, ...] = ()  # names of the variables that were read
     master_address: str | None = None  # host of rank 0; None: unknown
     master_port: int | None = None
-    file: str | None = None  # path for a rendezvous by files
+    file: str | None = None  # path for a rendezvous by files; None: not set
     addresses: tuple[str, ...] = ()  # addresses of rank 0's host, if the launcher lists them
 
     @property
@@ -108,7 +108,7 @@ _OUTER = (
 
 
 def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | None:
-    """Return the launch described by ``environ`` (default: ``os.environ``), or None.
+    """Return the launch that ``environ`` describes; None if it has no variables of a launcher.
 
     The innermost launcher is used. From inside to outside: torchrun or flrun; mpirun, Flux or
     jsrun; a Slurm step; Kubernetes with one rank per pod. A shell inside ``salloc`` or a batch

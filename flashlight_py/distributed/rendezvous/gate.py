@@ -138,7 +138,7 @@ class Gate(abc.ABC):
         self._round = 0
         self._verdict = ""  # why this run has failed, or ""
         self._notified: set[int] = set()  # ranks that were sent the verdict
-        self._up: Connection | None = None  # connection to the parent
+        self._up: Connection | None = None  # connection to the parent, if there is one
         self._process = this_process()
         self._position = Position(point.rank, 0, 0, str(self._process))
         self._lost_parent = ANY_RANK  # rank of a parent that was lost; ANY_RANK: none

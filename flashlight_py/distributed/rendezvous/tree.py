@@ -66,12 +66,13 @@ class TreeNode(Gate):
         self._record = TreeRecord(self._process)  # used by rank 0
         self._payload, self._roster = b"", b""
         self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
-        self._log: list[tuple[int, Kind, bytes]] = []  # entries of the first round, by child
-        self._complete: set[int] = set()  # children that sent their whole subtree
+        self._log: list[tuple[int, Kind, bytes]] = []  # of the first round: (child, kind, body)
+        self._complete: set[int] = set()  # children that sent all payloads of their subtree
         self._sends_partial = True  # True: send payloads up before the subtree is complete
         self._is_late = False  # whether the deadline has passed and the parent was notified
         self._is_leaving, self._departed = False, set[int]()
-        # On rank 0: both ends of the connections, by rank; and ranks that joined without a secret.
+        # On rank 0. ``_ends``: both ends of connections, by rank. ``_unproven``: ranks without a
+        # secret.
         self._ends: dict[int, tuple[Any, Any]] = {}
         self._unproven: set[int] = set()
         if self._is_root and point.size > 1:

@@ -44,7 +44,7 @@ _REFUSED_SECONDS = 1.0
 
 
 class Kind(enum.IntEnum):
-    """The purpose of a message."""
+    """The purpose of a message. Up: towards rank 0; down: away from it."""
 
     HELLO = 1  # client: its nonce
     WELCOME = 2  # server: accepts the client's proof and sends its own

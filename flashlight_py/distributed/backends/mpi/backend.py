@@ -223,7 +223,6 @@ class MpiBackend(Backend):
         return operation
 
     def _is_compared(self, call: Call) -> bool:
-        """Return whether ranks compare ``call``. The steps of some verbs need the result."""
         needs_outcome = call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
         return self._compares_all or needs_outcome
 
@@ -281,7 +280,7 @@ class MpiBackend(Backend):
         operation.next_check = now + _CHECK_SECONDS
         loss = self.control.lost(operation.name)
         if loss is not None and not operation.is_suspect:
-            operation.is_suspect = True  # its data may have arrived: wait for one more check
+            operation.is_suspect = True  # the data may have arrived before the loss: check again
         elif loss is not None:
             self._break(operation, loss)
         elif now >= operation.deadline:

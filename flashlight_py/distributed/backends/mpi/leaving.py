@@ -1,8 +1,8 @@
 """The end of a rank: its last message to the other ranks, and the end of the job after an error.
 
-A rank that raises ends the job, because the other ranks and MPI_Finalize would wait for it. The
-uncaught exception is printed and reported, and the other ranks have a moment to print their errors.
-After mpirun has read the output, MPI ends all processes with exit code 1.
+An uncaught exception on a rank ends the job, because the other ranks and MPI_Finalize would wait
+for this rank. The exception is printed and reported. Other ranks have a second to print their
+errors. After mpirun has read the output, MPI ends all processes with exit code 1.
 """
 
 from __future__ import annotations

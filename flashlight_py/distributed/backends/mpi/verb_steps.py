@@ -32,7 +32,7 @@ from flashlight_py.distributed.constants import ReduceOp
 LARGEST_BYTES = 2**31 - 1
 # The tag of the messages of a collective, and the largest tag that MPI guarantees.
 _COLLECTIVE_TAG, _LARGEST_TAG = 0, 32767
-# If the library lacks a verb: total bytes of all ranks that one step gathers.
+# For verbs that MPI lacks: bytes that one step gathers from all ranks together.
 _CHUNK_BYTES = 4 << 20
 
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
@@ -364,7 +364,7 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
     elif bits == 16:
         return MpiForm(operation, lambda a: a.astype(np.float32), lambda wide: wide)
     elif kind == "c" and op is ReduceOp.PROD:
-        return None  # a * b and b * a may be rounded differently (FMA)
+        return None  # complex a * b and b * a may differ in rounding (FMA)
 
     def convert_to(dtype: np.dtype[Any]) -> Callable[[Array], Array]:
         same = array.itemsize == carrier.itemsize
@@ -374,7 +374,6 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
 
 
 def _truth(array: Array) -> Array:
-    """Return 1 for each true element and 0 for each false element, as bytes."""
     truth: Array = (array.view(np.uint8) != 0).view(np.uint8)
     return truth
 
