@@ -216,7 +216,7 @@ class TestCrossEntropy:
         (lambda x: F.transpose(x, (0, 0)), r"each of 2 axes once, got \(0, 0\)"),
         (lambda x: F.concatenate([]), "got an empty list"),
         (lambda x: F.reshape(x, (5, 5)), "reshape"),
-        (lambda x: x @ 2.0, "matmul: expected arrays"),
+        (lambda x: x @ 2.0, "matmul: expected shapes with axes"),
         (lambda x: x @ x, "mismatch"),
         (lambda x: x + np.ones(3), "broadcast"),
     ],
