@@ -57,23 +57,23 @@ def contenders(
 ) -> list[Contender]:
     """Return the contenders of one case."""
     automatic = ours(ROLE)
-    found = [Contender(targets.OURS, automatic, ranks)]
-    found.append(Contender(targets.ZERO_COPY, automatic, ranks, {"kind": "shared"}))
+    entrants = [Contender(targets.OURS, automatic, ranks)]
+    entrants.append(Contender(targets.ZERO_COPY, automatic, ranks, {"kind": "shared"}))
     if (ranks, dtype, nbytes) == (2, "float32", 64 << 20):
-        found += [
+        entrants += [
             Contender(title, automatic, ranks, {"dtype": dtype})
             for title, dtype in targets.HALF_TYPES.items()
         ]
     if "int" in dtype:
-        found += [
+        entrants += [
             Contender(title, automatic, ranks, {"verb": verb})
             for title, verb in targets.EXTREMES.items()
         ]
     for backend in options.backends:
         library = ours(ROLE, f"flashlight_py, {backend}", BACKEND=backend)
-        found.append(Contender(library.title, library, ranks))
+        entrants.append(Contender(library.title, library, ranks))
     copy = Library(targets.COPY, "copy", Path(sys.executable))
-    return [*found, *collective_peers(options, ranks, absent), Contender(copy.title, copy, 1)]
+    return [*entrants, *collective_peers(options, ranks, absent), Contender(copy.title, copy, 1)]
 
 
 def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measurement]:

@@ -34,24 +34,24 @@ FILE, TCP, SHARED = "file", "address", "shared memory"
 MOST = {FILE: 2.0, TCP: 1.0, SHARED: 1.5}  # seconds for 64 ranks on two cores
 
 
-def rank_main(way: str, rank: int, ranks: int, place: Any, begin: int, ended: int) -> None:
+def rank_main(method: str, rank: int, ranks: int, params: Any, begin: int, ended: int) -> None:
     """Run one rank, on a simulated host of one rank unless ``kind`` is shared memory."""
-    if way != SHARED:
+    if method != SHARED:
         os.environ["FLASHLIGHT_MEMORY_DOMAIN"] = str(rank)
     os.read(begin, 1)
-    if way == FILE:
-        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, ranks, place)
+    if method == FILE:
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, ranks, params)
     else:
-        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), **place})
+        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), **params})
         fl.distributed_init()
     total = fl.all_reduce(np.ones(1, np.float32))
     os.write(ended, b"y" if total[0] == ranks else b"n")
 
 
-def seconds_of(way: str, ranks: int) -> float:
+def seconds_of(method: str, ranks: int) -> float:
     """Return the seconds that ``ranks`` ranks need to start."""
     with ExitStack() as stack:
-        place = place_of(way, stack)
+        params = rendezvous_params(method, stack)
         starts, begin = os.pipe()
         ended, ends = os.pipe()
         children = []
@@ -59,7 +59,7 @@ def seconds_of(way: str, ranks: int) -> float:
             child = os.fork()
             if child == 0:
                 try:
-                    rank_main(way, rank, ranks, place, starts, ends)
+                    rank_main(method, rank, ranks, params, starts, ends)
                     fl.distributed_shutdown()
                 except (OSError, ValueError, fl.errors.DistributedError):
                     traceback.print_exc()
@@ -79,13 +79,13 @@ def seconds_of(way: str, ranks: int) -> float:
         for end in (starts, begin, ended):
             os.close(end)
         if answers != b"y" * ranks:
-            raise RuntimeError(f"{way}: {answers.count(b'y')} of {ranks} ranks began")
+            raise RuntimeError(f"{method}: {answers.count(b'y')} of {ranks} ranks began")
         return took
 
 
-def place_of(way: str, stack: ExitStack) -> dict[str, str]:
+def rendezvous_params(method: str, stack: ExitStack) -> dict[str, str]:
     """Return the ``params`` that tell ranks where to find each other."""
-    if way == FILE:
+    if method == FILE:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         return {"FILE_PATH": f"{folder}/rendezvous"}
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -107,15 +107,15 @@ def main() -> None:
     options = read_options()
     measurement = Measurement("begin", "", 0, options.ranks)
     for _ in range(options.rounds):
-        for way in MOST:
-            measurement.seconds.setdefault(way, []).append(seconds_of(way, options.ranks))
+        for method in MOST:
+            measurement.seconds.setdefault(method, []).append(seconds_of(method, options.ranks))
     judged = [
         at_most(
-            f"{options.ranks} ranks begin by {way}, to {most:g} s",
+            f"{options.ranks} ranks begin by {method}, to {most:g} s",
             1.0,
-            {way: [seconds / most for seconds in measurement.seconds[way]]},
+            {method: [seconds / most for seconds in measurement.seconds[method]]},
         )
-        for way, most in MOST.items()
+        for method, most in MOST.items()
     ]
     print(time_table([measurement], "", lambda m: f"{m.ranks} ranks begin"))
     conclude(options, None, [measurement], judged)

@@ -39,7 +39,7 @@ def main() -> None:
     options = read_options()
     options.folder.mkdir(parents=True, exist_ok=True)
     results = [measure(size, options.rounds, options.folder) for size in options.megabytes]
-    largest = max(results, key=lambda each: each.nbytes)
+    largest = max(results, key=lambda result: result.nbytes)
     ratios = {label(largest): largest.ratios(DD, SAVE)}
     verdicts = [at_least("a large checkpoint's speed, of dd's", 0.5, ratios)]
     print(f"{time_table(results, 'bytes', label)}\n")
@@ -89,10 +89,10 @@ def dd(file: Path, megabytes: int) -> float:
         ["dd", *arguments], capture_output=True, text=True, check=True, env=english
     )
     file.unlink()
-    found = re.search(r", ([\d.e+-]+) s,", done.stderr)
-    if found is None:
+    match = re.search(r", ([\d.e+-]+) s,", done.stderr)
+    if match is None:
         raise RuntimeError(f"dd does not say how long it took: {done.stderr}")
-    return float(found[1])
+    return float(match[1])
 
 
 def seconds_of(work: Callable[[], object]) -> float:

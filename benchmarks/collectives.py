@@ -117,8 +117,8 @@ def _meaning(verb: Verb, rank: int, ranks: int) -> float | None:
     """
     if verb.prefix and not verb.fills(rank, 0):
         return None
-    call, given = Call(verb), [np.array(r + 1.0) for r in range(ranks)]
-    result = RESULTS[verb](given, rank, call) if verb.fills(rank, call.root) else given[rank]
+    call, arrays = Call(verb), [np.array(r + 1.0) for r in range(ranks)]
+    result = RESULTS[verb](arrays, rank, call) if verb.fills(rank, call.root) else arrays[rank]
     return float(result)
 
 

@@ -33,7 +33,7 @@ def main() -> None:
     """Measure, print, write."""
     options = read_options()
     results = [measure(width, options) for width in options.widths]
-    widest = max(results, key=lambda each: each.nbytes)
+    widest = max(results, key=lambda result: result.nbytes)
     against = {label(widest): widest.ratios(WRAPPED, SPAWNED)}
     verdicts = [at_most("the widest network, against fl.spawn", FAR, against)]
     print(f"{time_table(results, 'width', label)}\n")

@@ -80,12 +80,12 @@ def _started(
 
     try:
         context: AbstractContextManager[Any] = engine()
-        found = context.__enter__()
+        client = context.__enter__()
     except pytest.skip.Exception as absent:
         measurement.left_out[RUN] = str(absent)
-        context, found = nullcontext(), None
+        context, client = nullcontext(), None
     try:
-        yield found
+        yield client
     finally:
         context.__exit__(None, None, None)
 

@@ -151,20 +151,20 @@ def contenders(cupy: Any, name: str, kernel: Kernel, count: int) -> dict[str, Ca
     """Return the contenders for ``kernel`` on arrays of ``count`` elements, each with its own
     arrays."""
     made = {OURS: _arrays(cupy, kernel, count), PLAIN: _arrays(cupy, kernel, count)}
-    found: dict[str, Call] = {
+    calls: dict[str, Call] = {
         OURS: lambda: kernel.ours(*made[OURS]),
         PLAIN: _storing(kernel, kernel.formula, made[PLAIN]),
     }
     if name not in NOT_FUSIBLE:
         fused = cupy.fuse(kernel_name=re.sub(r"\W", "_", name))(kernel.formula)
         arrays = _arrays(cupy, kernel, count)
-        found[FUSED] = _storing(kernel, fused, arrays)
+        calls[FUSED] = _storing(kernel, fused, arrays)
     if kernel.torch and importlib.util.find_spec("torch") is not None:
-        found[TORCH] = _TorchStep(kernel, count)
+        calls[TORCH] = _TorchStep(kernel, count)
     source = cupy.empty(count * kernel.moved // 2, "float32")
     target = cupy.empty_like(source)
-    found[COPY] = lambda: cupy.copyto(target, source)
-    return found
+    calls[COPY] = lambda: cupy.copyto(target, source)
+    return calls
 
 
 def _arrays(cupy: Any, kernel: Kernel, count: int) -> list[Any]:
@@ -199,9 +199,9 @@ class _TorchStep:
 
         param = torch.nn.Parameter(torch.rand(self._count, device="cuda"))
         param.grad = torch.rand(self._count, device="cuda")
-        how: dict[str, Any] = {"SGD": {"momentum": MOMENTUM}, "AdamW": {}}[self._kind]
+        options: dict[str, Any] = {"SGD": {"momentum": MOMENTUM}, "AdamW": {}}[self._kind]
         optimizer = getattr(torch.optim, self._kind)
-        step: Call = optimizer([param], lr=RATE, weight_decay=DECAY, fused=True, **how).step
+        step: Call = optimizer([param], lr=RATE, weight_decay=DECAY, fused=True, **options).step
         return step
 
 
@@ -213,8 +213,10 @@ def check(cupy: Any, name: str, kernel: Kernel) -> None:
     """
     ours, plain = _arrays(cupy, kernel, 1 << 14), _arrays(cupy, kernel, 1 << 14)
     returned, expected = kernel.ours(*ours), kernel.formula(*plain)
-    got, wanted = (ours[: kernel.changed], expected) if kernel.changed else ([returned], [expected])
-    for one, other in zip(got, wanted, strict=True):
+    got, expected_arrays = (
+        (ours[: kernel.changed], expected) if kernel.changed else ([returned], [expected])
+    )
+    for one, other in zip(got, expected_arrays, strict=True):
         if not cupy.allclose(one, other, rtol=1e-4, atol=1e-6):
             raise RuntimeError(f"{name}: ours differs by {float(abs(one - other).max()):g}")
 

@@ -84,7 +84,7 @@ LARGE = 64 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class NetworkCase:
     """Cables and hosts that were measured together, with the results."""
 
     link: str
@@ -118,14 +118,14 @@ def measure(
         for host in cluster:
             host.sshd()
 
-        def there(library: Library) -> Library:
+        def on_hosts(library: Library) -> Library:
             return dataclasses.replace(library, hosts=hosts, ssh=" ".join(cluster.ssh))
 
         with conductor:
             peers = collective_peers(options, ranks, conductor.absent)
-            entrants = [Contender(OURS, there(ours("flashlight_collectives")), ranks)]
+            entrants = [Contender(OURS, on_hosts(ours("flashlight_collectives")), ranks)]
             entrants += [
-                dataclasses.replace(peer, library=there(peer.library))
+                dataclasses.replace(peer, library=on_hosts(peer.library))
                 for peer in peers
                 if peer.title == TORCH or shape != "2 x 2"
             ]
@@ -146,54 +146,54 @@ def _case(verb: str, nbytes: int, ranks: int) -> Case:
     )
 
 
-def verdicts(places: Sequence[Place], absent: Mapping[str, str]) -> list[Verdict]:
+def verdicts(cases: Sequence[NetworkCase], absent: Mapping[str, str]) -> list[Verdict]:
     """Judge the results. ``absent`` contains the missing peers and the reasons."""
     judged = []
-    for place in places:
-        far = place.link == "5 ms"
-        judged.append(_beside(place, TORCH, absent, 1.2 if far else 1.0, 0))
-        if not far and place.shape != "2 x 2":
-            judged.append(_beside(place, MPI, absent, 1.0, 4 << 10))
-        judged.append(_beside_the_wire(place))
+    for case in cases:
+        far = case.link == "5 ms"
+        judged.append(_beside(case, TORCH, absent, 1.2 if far else 1.0, 0))
+        if not far and case.shape != "2 x 2":
+            judged.append(_beside(case, MPI, absent, 1.0, 4 << 10))
+        judged.append(_beside_the_wire(case))
     return [verdict for verdict in judged if verdict.reached is not None or absent]
 
 
 def _beside(
-    place: Place, peer: str, absent: Mapping[str, str], bound: float, least: int
+    case: NetworkCase, peer: str, absent: Mapping[str, str], bound: float, least: int
 ) -> Verdict:
     rounds = {
         f"{m.task} {size_name(m.nbytes)}": m.ratios(peer, OURS)
-        for m in place.measurements
+        for m in case.measurements
         if m.nbytes >= least and peer in m.seconds
     }
     sizes = f"from {size_name(least)}" if least else "every size"
     missing = f"{peer} is absent" if peer in absent else ""
-    return at_least(f"{place.name}: to {peer}, {sizes}", bound, rounds, missing)
+    return at_least(f"{case.name}: to {peer}, {sizes}", bound, rounds, missing)
 
 
-def _beside_the_wire(place: Place) -> Verdict:
+def _beside_the_wire(case: NetworkCase) -> Verdict:
     rounds = {
-        f"{m.task}": place.shares(m)
-        for m in place.measurements
-        if m.nbytes == LARGE and place.link == TYPICAL
+        f"{m.task}": case.shares(m)
+        for m in case.measurements
+        if m.nbytes == LARGE and case.link == TYPICAL
     }
-    return at_most(f"{place.name}: 64 MB, to the wire's time", 1.08, rounds)
+    return at_most(f"{case.name}: 64 MB, to the wire's time", 1.08, rounds)
 
 
-def show(place: Place) -> None:
+def show(case: NetworkCase) -> None:
     """Print times, ratios, and the ratios to the wire's time."""
 
     def label(measurement: Measurement) -> str:
         return f"{measurement.task}, {size_name(measurement.nbytes)}"
 
-    some = place.measurements
-    print(f"\n### {place.name}\n\n{time_table(some, 'verb', label)}")
+    some = case.measurements
+    print(f"\n### {case.name}\n\n{time_table(some, 'verb', label)}")
     print(f"\nTime of each peer divided by the time of {OURS}:\n")
     print(ratio_table(some, "verb", label, OURS))
     rows = [
         [label(m), f"{median(shares):.3g}x"]
         for m in some
-        if m.nbytes >= 1 << 20 and (shares := place.shares(m))
+        if m.nbytes >= 1 << 20 and (shares := case.shares(m))
     ]
     if rows:
         print(f"\n{markdown(['verb', f'time of {OURS} divided by the time of the wire'], rows)}")
@@ -219,19 +219,19 @@ def main() -> None:
         print(f"SKIPPED {reason}")
         raise SystemExit(77)
     conductor = Conductor(plan_of(options))
-    places = [
-        Place(link, shape, measure(options, conductor, link, shape))
+    cases = [
+        NetworkCase(link, shape, measure(options, conductor, link, shape))
         for link in options.links
         for shape, counts in SHAPES.items()
         if sum(counts) in options.ranks
     ]
-    for place in places:
-        show(place)
-    judged = verdicts(places, conductor.absent)
+    for case in cases:
+        show(case)
+    judged = verdicts(cases, conductor.absent)
     everything = [
-        dataclasses.replace(m, task=f"{place.name}, {m.task}")
-        for place in places
-        for m in place.measurements
+        dataclasses.replace(m, task=f"{case.name}, {m.task}")
+        for case in cases
+        for m in case.measurements
     ]
     conclude(options, conductor, everything, judged, lambda m: f"{m.task} {size_name(m.nbytes)}")
 

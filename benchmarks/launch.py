@@ -63,7 +63,7 @@ def measure(rounds: int) -> list[Measurement]:
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder) / "empty.py"
         empty.touch()
-        found = []
+        measurements = []
         for task, calls in contenders(empty).items():
             measurement = Measurement(task, "", 0, RANKS if task == "start" else 1)
             for title, call in calls.items():
@@ -72,8 +72,8 @@ def measure(rounds: int) -> list[Measurement]:
             for _ in range(rounds):
                 for title, call in calls.items():
                     measurement.seconds[title].append(duration_of(call))
-            found.append(measurement)
-    return found
+            measurements.append(measurement)
+    return measurements
 
 
 def duration_of(call: Callable[[], None]) -> float:

@@ -33,7 +33,7 @@ def peers(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender
         return []
     library = Library(PEER, "torch_layer", python)
     layouts = {PEER: "contiguous", LAST: "channels_last"}
-    return [Contender(title, library, 1, {"layout": each}) for title, each in layouts.items()]
+    return [Contender(title, library, 1, {"layout": layout}) for title, layout in layouts.items()]
 
 
 def check_that_all_compute_the_same(samples: dict[str, list[list[list[float]]]]) -> None:
@@ -44,34 +44,38 @@ def check_that_all_compute_the_same(samples: dict[str, list[list[list[float]]]])
     """
     if OURS not in samples:
         return
-    own = samples[OURS][0]
-    for title, (theirs,) in samples.items():
-        for a, b in zip(own, theirs, strict=True):
+    ours = samples[OURS][0]
+    for title, (other,) in samples.items():
+        for a, b in zip(ours, other, strict=True):
             if not np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max()):
                 raise RuntimeError(f"{OURS} and {title} compute different layers: {a}, {b}")
 
 
 def rounds_beside_torch(measurement: Measurement) -> list[float]:
     """Return the ratio of the time of torch's faster layout to our time in each round."""
-    found = [measurement.ratios(title, OURS) for title in (PEER, LAST)]
-    return min((each for each in found if each), key=median, default=[])
+    candidates = [measurement.ratios(title, OURS) for title in (PEER, LAST)]
+    return min((ratios for ratios in candidates if ratios), key=median, default=[])
 
 
-def table(found: list[Measurement]) -> str:
+def table(measurements: list[Measurement]) -> str:
     """Return medians, and the ratio to torch's faster layout."""
     rows = []
-    for measurement in found:
+    for measurement in measurements:
         rounds = rounds_beside_torch(measurement)
         times = [measurement.seconds.get(title) for title in (OURS, PEER, LAST)]
-        cells = [duration(median(each)) if each else "-" for each in times]
+        cells = [duration(median(seconds)) if seconds else "-" for seconds in times]
         rows.append([measurement.task, *cells, f"{median(rounds):.3g}x" if rounds else "-"])
     return markdown(["processor time, forward and backward", OURS, PEER, LAST, "ratio"], rows)
 
 
-def verdicts(found: list[Measurement], absent: dict[str, str]) -> list[Verdict]:
+def verdicts(measurements: list[Measurement], absent: dict[str, str]) -> list[Verdict]:
     """Judge each row, and the median row."""
     missing = "torch is absent" if PEER in absent else ""
-    rows = {each.task: rounds for each in found if (rounds := rounds_beside_torch(each))}
+    rows = {
+        measurement.task: rounds
+        for measurement in measurements
+        if (rounds := rounds_beside_torch(measurement))
+    }
     medians = [median(rounds) for rounds in rows.values()]
     return [
         at_least("every layer, to torch's faster layout", EVERY_ROW, rows, missing),
@@ -94,18 +98,18 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
-    found = []
+    measurements = []
     with Conductor(plan_of(options)) as conductor:
         both = [Contender(OURS, ours("flashlight_layer"), 1), *peers(options, conductor.absent)]
         for name in options.works:
             work = WORKS[name]
             has_layouts = len(work.shape) == 4
-            entrants = [each for each in both if has_layouts or each.title != LAST]
+            entrants = [entrant for entrant in both if has_layouts or entrant.title != LAST]
             measurement = Measurement(work.title, "float32", 4 * int(np.prod(work.shape)), 1)
-            found.append(conductor.measure(Case(measurement, {"work": name}), entrants))
+            measurements.append(conductor.measure(Case(measurement, {"work": name}), entrants))
             check_that_all_compute_the_same(conductor.details)
-    print(f"\n{table(found)}")
-    conclude(options, conductor, found, verdicts(found, conductor.absent))
+    print(f"\n{table(measurements)}")
+    conclude(options, conductor, measurements, verdicts(measurements, conductor.absent))
 
 
 if __name__ == "__main__":

@@ -49,15 +49,15 @@ def contenders(ranks: list[int]) -> list[Contender]:
 
 def trained(options: argparse.Namespace, optimizer: str) -> tuple[Case, list[Contender]]:
     """Return the contenders that train for some steps in each kind of world."""
-    found = []
+    results = []
     for world, params in WORLDS.items():
         for ranks in (4,) if world == "2 hosts" else options.bits_ranks:
             library = ours(ROLE, f"flashlight_py, {world}", **params) if ranks > 1 else ours(ROLE)
             name = f"{world}, {ranks_text(ranks)}"
             if ranks > 1 or world == "shared memory":
-                found.append(Contender(name, library, ranks))
+                results.append(Contender(name, library, ranks))
     measurement = Measurement(f"bits, {optimizer}", "float32", 0, max(options.bits_ranks))
-    return Case(measurement, {**BITS, "optimizer": optimizer, "steps": options.steps}), found
+    return Case(measurement, {**BITS, "optimizer": optimizer, "steps": options.steps}), results
 
 
 def table(steps: Measurement, ranks: list[int]) -> str:
@@ -67,7 +67,7 @@ def table(steps: Measurement, ranks: list[int]) -> str:
         plain, leaves = (title(count, kind) for kind in KINDS)
         if {plain, leaves} <= steps.seconds.keys():
             cost = f"{median(steps.ratios(leaves, plain)):.3g}"
-            times = [duration(median(steps.seconds[each])) for each in (plain, leaves)]
+            times = [duration(median(steps.seconds[series])) for series in (plain, leaves)]
             rows.append([ranks_text(count), *times, cost])
     return markdown(["", *KINDS.values(), "leaves / data parallel"], rows)
 
@@ -81,7 +81,7 @@ def bits_text(digests: dict[str, dict[str, str]], steps: int) -> tuple[str, Verd
             f"{optimizer}: {len(of_worlds)} runs, {len(different)} SHA-256 value(s): "
             f"{', '.join(value[:16] for value in different)}"
         )
-    one = all(len(set(each.values())) == 1 for each in digests.values())
+    one = all(len(set(by_ranks.values())) == 1 for by_ranks in digests.values())
     runs = sum(map(len, digests.values()))
     target = f"one SHA-256 for each optimizer after {steps} steps"
     return "\n".join(lines), Verdict(target, "1 value", f"{runs} runs", one if runs else None)

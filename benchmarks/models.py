@@ -36,14 +36,14 @@ def contenders(
     """Return the contenders; add torch to ``absent`` with the reason if it is not installed."""
     # Each contender has its own processes, because their memory is measured.
     kinds = EAGER, CAPTURED
-    found = [Contender(k, ours("flashlight_models", k), ranks, {"kind": k}) for k in kinds]
+    entrants = [Contender(k, ours("flashlight_models", k), ranks, {"kind": k}) for k in kinds]
     python = installed("torch", options, absent)
     if python is None:
-        return found
+        return entrants
     for title in [TORCH] if work == "tiny_gpt" else [TORCH, LAST]:
         library = Library(title, "torch_models", python)
-        found.append(Contender(title, library, ranks, {"kind": title.removeprefix("torch, ")}))
-    return found
+        entrants.append(Contender(title, library, ranks, {"kind": title.removeprefix("torch, ")}))
+    return entrants
 
 
 def state_of(work: str) -> dict[str, Any]:
@@ -61,23 +61,23 @@ def check_that_all_compute_the_same(work: str, details: dict[str, list[Any]]) ->
     Raises:
         RuntimeError: If they differ.
     """
-    sums = {title: np.sum([x["losses"] for x in each], axis=0) for title, each in details.items()}
-    own = sums[EAGER]
+    sums = {title: np.sum([x["losses"] for x in ranks], axis=0) for title, ranks in details.items()}
+    eager = sums[EAGER]
     for title, losses in sums.items():
-        if not np.allclose(own, losses, rtol=2e-3):
-            raise RuntimeError(f"{work}: {title} has other losses than eager: {losses}, {own}")
+        if not np.allclose(eager, losses, rtol=2e-3):
+            raise RuntimeError(f"{work}: {title} has other losses than eager: {losses}, {eager}")
 
 
-def ratios(measurement: Measurement, own: str) -> list[float]:
+def ratios(measurement: Measurement, measured: str) -> list[float]:
     """Return the ratio of the time of torch's faster layout to our time."""
-    found = [measurement.ratios(title, own) for title in (TORCH, LAST)]
-    return min((each for each in found if each), key=median, default=[])
+    candidates = [measurement.ratios(title, measured) for title in (TORCH, LAST)]
+    return min((rounds for rounds in candidates if rounds), key=median, default=[])
 
 
-def table(found: list[Measurement], peaks: dict[str, dict[str, int]]) -> str:
+def table(measurements: list[Measurement], peaks: dict[str, dict[str, int]]) -> str:
     """Return the medians, the ratios of torch's times to ours, and the memory of a step."""
     rows = []
-    for measurement in found:
+    for measurement in measurements:
         for title, seconds in measurement.seconds.items():
             of = ratios(measurement, title) if title in (EAGER, CAPTURED) else []
             peak = peaks[measurement.task].get(title, 0)
@@ -87,18 +87,18 @@ def table(found: list[Measurement], peaks: dict[str, dict[str, int]]) -> str:
 
 
 def verdicts(
-    found: dict[tuple[str, int], Measurement], peaks: dict[str, dict[str, int]], missing: str
+    measurements: dict[tuple[str, int], Measurement], peaks: dict[str, dict[str, int]], missing: str
 ) -> list[Verdict]:
     """Judge each model by torch's time."""
     judged = []
-    for (work, ranks), measurement in found.items():
+    for (work, ranks), measurement in measurements.items():
         eager, captured = TARGETS[work] if ranks == 1 else (None, TOGETHER)
-        for own, bound in ((EAGER, eager), (CAPTURED, captured)):
+        for title, bound in ((EAGER, eager), (CAPTURED, captured)):
             if bound is not None:
-                rounds = {own: ratios(measurement, own)}
+                rounds = {title: ratios(measurement, title)}
                 judged.append(at_least(measurement.task, bound, rounds, missing))
     peak = peaks.get(f"{WORKS['tiny_gpt'].title}, 1 rank(s)", {})
-    rounds = {own: [peak[TORCH] / peak[own]] for own in (EAGER, CAPTURED) if TORCH in peak}
+    rounds = {title: [peak[TORCH] / peak[title]] for title in (EAGER, CAPTURED) if TORCH in peak}
     return [*judged, at_least("memory of a step of tiny_gpt", MEMORY, rounds, missing)]
 
 
@@ -112,7 +112,7 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
-    found: dict[tuple[str, int], Measurement] = {}
+    measurements: dict[tuple[str, int], Measurement] = {}
     peaks: dict[str, dict[str, int]] = {}
     with Conductor(plan_of(options)) as conductor:
         for work in options.works:
@@ -122,12 +122,12 @@ def main() -> None:
                 measurement = Measurement(task, "float32", 0, ranks)
                 case = Case(measurement, {"work": work, "state": state})
                 entrants = contenders(options, work, ranks, conductor.absent)
-                found[work, ranks] = conductor.measure(case, entrants)
+                measurements[work, ranks] = conductor.measure(case, entrants)
                 details = {title: conductor.details[title] for title in measurement.seconds}
                 check_that_all_compute_the_same(task, details)
-                peaks[task] = {title: each[0]["peak"] for title, each in details.items()}
+                peaks[task] = {title: by_rank[0]["peak"] for title, by_rank in details.items()}
     missing = "torch is absent" if "torch" in conductor.absent else ""
-    judged, measured = verdicts(found, peaks, missing), [*found.values()]
+    judged, measured = verdicts(measurements, peaks, missing), [*measurements.values()]
     print(f"\n{table(measured, peaks)}")
     conclude(options, conductor, measured, judged, ours=EAGER)
 

@@ -29,15 +29,17 @@ FUSED = next(iter(TORCH))
 
 def contenders(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
     """Return the contenders; add torch to ``absent`` with the reason if it is not installed."""
-    found = [
+    entrants = [
         Contender(OURS, ours("flashlight_optimizer"), 1),
         Contender(NUMPY, ours("flashlight_optimizer_in_numpy", NUMPY), 1),
     ]
     python = installed("torch", options, absent)
     if python is None:
-        return found
+        return entrants
     library = Library("torch", "torch_optimizer", python)
-    return found + [Contender(title, library, 1, {"kind": kind}) for title, kind in TORCH.items()]
+    return entrants + [
+        Contender(title, library, 1, {"kind": kind}) for title, kind in TORCH.items()
+    ]
 
 
 def check_that_all_compute_the_same(results: dict[str, list[list[float]]]) -> None:
@@ -46,17 +48,17 @@ def check_that_all_compute_the_same(results: dict[str, list[list[float]]]) -> No
     Raises:
         RuntimeError: If they differ.
     """
-    own = np.array(results[OURS][0])
+    ours = np.array(results[OURS][0])
     for title, (result,) in results.items():
-        if not np.allclose(own, result, rtol=1e-5, atol=1e-6):
-            raise RuntimeError(f"{OURS} and {title} compute different steps: {own}, {result}")
+        if not np.allclose(ours, result, rtol=1e-5, atol=1e-6):
+            raise RuntimeError(f"{OURS} and {title} compute different steps: {ours}, {result}")
 
 
-def table(found: list[Measurement]) -> str:
+def table(measurements: list[Measurement]) -> str:
     """Return medians, and the ratios of the peers' times to ours."""
     titles = [OURS, NUMPY, *TORCH]
     rows = []
-    for measurement in found:
+    for measurement in measurements:
         cells = [measurement.task]
         for title in titles:
             seconds, ratios = measurement.seconds.get(title), measurement.ratios(title, OURS)
@@ -66,11 +68,11 @@ def table(found: list[Measurement]) -> str:
     return markdown(["processor time of a step", *titles], rows)
 
 
-def verdicts(found: list[Measurement], absent: dict[str, str]) -> list[Verdict]:
+def verdicts(measurements: list[Measurement], absent: dict[str, str]) -> list[Verdict]:
     """Judge each row by torch's fused step if it exists, and by NumPy."""
     missing = "torch is absent" if "torch" in absent else ""
-    torch = {each.task: each.ratios(FUSED, OURS) for each in found}
-    numpy = {each.task: each.ratios(NUMPY, OURS) for each in found}
+    torch = {measurement.task: measurement.ratios(FUSED, OURS) for measurement in measurements}
+    numpy = {measurement.task: measurement.ratios(NUMPY, OURS) for measurement in measurements}
     return [
         at_least("a step, against torch's fused", 1.0, torch, missing),
         at_least("a step, against NumPy", 2.0, numpy),
@@ -88,7 +90,7 @@ def read_options() -> argparse.Namespace:
 def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
-    found = []
+    measurements = []
     with Conductor(plan_of(options)) as conductor:
         entrants = contenders(options, conductor.absent)
         for work in options.works:
@@ -97,12 +99,12 @@ def main() -> None:
                 task = f"{rule}, {WORKS[work].title}"
                 measurement = Measurement(task, "float32", size, 1)
                 case = Case(measurement, {"work": work, "rule": rule})
-                found.append(conductor.measure(case, entrants))
+                measurements.append(conductor.measure(case, entrants))
                 check_that_all_compute_the_same(
                     {title: conductor.details[title] for title in measurement.seconds}
                 )
-    print(f"\n{table(found)}")
-    conclude(options, conductor, found, verdicts(found, conductor.absent))
+    print(f"\n{table(measurements)}")
+    conclude(options, conductor, measurements, verdicts(measurements, conductor.absent))
 
 
 if __name__ == "__main__":

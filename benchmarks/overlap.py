@@ -48,13 +48,13 @@ LONG = Plan(rounds=7, batch_seconds=1.0, case_seconds=120.0)
 def contenders(ranks: list[int]) -> list[Contender]:
     """Return one rank, and each kind of step on several ranks."""
     library = ours("flashlight_mlp")
-    found = [Contender(ALONE, library, 1, {"kind": "alone"})]
+    entrants = [Contender(ALONE, library, 1, {"kind": "alone"})]
     for count in ranks:
-        found += [
+        entrants += [
             Contender(f"{ranks_text(count)}, {title}", library, count, {"kind": kind})
             for title, kind in KINDS.items()
         ]
-    return found
+    return entrants
 
 
 def traced(case: Case, ranks: int, conductor: Conductor, file: Path) -> str:
@@ -66,8 +66,8 @@ def traced(case: Case, ranks: int, conductor: Conductor, file: Path) -> str:
         Case(measurement, case.task, case.memory),
         [Contender(title, ours("flashlight_mlp"), ranks, task)],
     )
-    found = conductor.details.get(title, [measurement.left_out.get(title, "the ranks are gone")])
-    return trace_text(found[0])
+    details = conductor.details.get(title, [measurement.left_out.get(title, "the ranks are gone")])
+    return trace_text(details[0])
 
 
 def case_of(width: int, batch: int, ranks: list[int], device: str) -> Case:
@@ -96,15 +96,17 @@ def _beyond(steps: Measurement, title: str, reference: str) -> str:
 
 def keep_whole_rounds(steps: Measurement) -> None:
     """Drop the round that an interrupt ended, because ratios are computed within rounds."""
-    whole = min(map(len, steps.seconds.values()), default=0)
-    steps.seconds = {title: rounds[:whole] for title, rounds in steps.seconds.items() if whole}
+    complete = min(map(len, steps.seconds.values()), default=0)
+    steps.seconds = {
+        title: rounds[:complete] for title, rounds in steps.seconds.items() if complete
+    }
 
 
-def trace_text(found: dict[str, float] | str) -> str:
+def trace_text(overlap: dict[str, float] | str) -> str:
     """Return the summary of a trace as a sentence."""
-    if isinstance(found, str):
-        return f"{NO_TRACE}: {found}."
-    reducing, computing, both = found.values()
+    if isinstance(overlap, str):
+        return f"{NO_TRACE}: {overlap}."
+    reducing, computing, both = overlap.values()
     if not computing:
         return f"{NO_TRACE}: the profiler has recorded no kernels."
     share = 100 * both / reducing if reducing else 0.0

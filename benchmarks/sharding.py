@@ -60,20 +60,22 @@ def plain(sizes: list[int]) -> Any:
     return model
 
 
-def build(sizes: list[int], way: str) -> Any:
+def build(sizes: list[int], kind: str) -> Any:
     """Return the model, prepared for data-parallel or sharded training."""
     model = plain(sizes)
-    if way == "data parallel":
+    if kind == "data parallel":
         fl.distribute_module_grads(model)
     else:
         fl.fully_shard(model)
     return model
 
 
-def train(rank: int, sizes: list[int], way: str, steps: int) -> tuple[Any, Any, list[float], float]:
+def train(
+    rank: int, sizes: list[int], kind: str, steps: int
+) -> tuple[Any, Any, list[float], float]:
     """Return the model and the optimizer, the seconds of each step, and the last loss."""
     fl.set_seed(1)
-    model, criterion = build(sizes, way), fl.nn.MeanSquaredError()
+    model, criterion = build(sizes, kind), fl.nn.MeanSquaredError()
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.001)
     random = np.random.default_rng(rank)
     x = fl.input(random.standard_normal((BATCH, sizes[0]), dtype=np.float32))
@@ -90,12 +92,12 @@ def train(rank: int, sizes: list[int], way: str, steps: int) -> tuple[Any, Any, 
     return model, optimizer, seconds, float(loss.scalar())
 
 
-def measure(rank: int, sizes: list[int], way: str, steps: int) -> tuple[list[float], int, float]:
+def measure(rank: int, sizes: list[int], kind: str, steps: int) -> tuple[list[float], int, float]:
     """Return the seconds of each step, the growth of the memory, and the last loss."""
     fl.all_reduce(np.ones(1000, np.float32))
-    train(rank, [512, 512], way, 2)  # allocates memory that any model needs
+    train(rank, [512, 512], kind, 2)  # allocates memory that any model needs
     before = pss()
-    model, optimizer, seconds, loss = train(rank, sizes, way, WARM + steps)
+    model, optimizer, seconds, loss = train(rank, sizes, kind, WARM + steps)
     fl.barrier()
     taken = pss() - before
     fl.barrier()
@@ -110,11 +112,11 @@ def move(rank: int, sizes: list[int]) -> list[tuple[float, int]]:
     empty = pss()
     model = plain(sizes)
     fl.barrier()
-    found, done = [(time.monotonic(), pss() - empty)], threading.Event()
+    samples, done = [(time.monotonic(), pss() - empty)], threading.Event()
 
     def sample() -> None:
         while not done.wait(0.001):
-            found.append((time.monotonic(), pss() - empty))
+            samples.append((time.monotonic(), pss() - empty))
 
     fl.barrier()
     sampler = threading.Thread(target=sample)
@@ -123,30 +125,30 @@ def move(rank: int, sizes: list[int]) -> list[tuple[float, int]]:
     fl.barrier()
     done.set()
     sampler.join()
-    found.append((time.monotonic(), pss() - empty))
+    samples.append((time.monotonic(), pss() - empty))
     fl.barrier()
-    return found
+    return samples
 
 
 def print_moves(ranks: int) -> None:
     """Print a row: memory of all ranks before, at the peak of, and after fully_shard."""
     of_ranks = fl.spawn(move, ([2048] * 7,), nprocs=ranks)
-    latest = [found.pop(0)[1] for found in of_ranks]
+    latest = [samples.pop(0)[1] for samples in of_ranks]
     totals = [sum(latest)]
     for _, rank, nbytes in sorted(
-        (at, r, n) for r, found in enumerate(of_ranks) for at, n in found
+        (at, r, n) for r, samples in enumerate(of_ranks) for at, n in samples
     ):
         latest[rank] = nbytes
         totals.append(sum(latest))
-    before, peak, after = (each >> 20 for each in (totals[0], max(totals), totals[-1]))
+    before, peak, after = (size >> 20 for size in (totals[0], max(totals), totals[-1]))
     print(f"| {ranks} | {before} | {peak} | {after} |")
 
 
-def run(sizes: list[int], way: str, ranks: int, steps: int) -> tuple[float, int]:
+def run(sizes: list[int], kind: str, ranks: int, steps: int) -> tuple[float, int]:
     """Return the median seconds of a step, and the memory of all ranks in bytes."""
-    if way == FSDP2:
+    if kind == FSDP2:
         return summary(of_torch(sizes, ranks, steps))
-    results = fl.spawn(measure, (sizes, way, steps), nprocs=ranks)
+    results = fl.spawn(measure, (sizes, kind, steps), nprocs=ranks)
     return summary([(seconds, taken) for seconds, taken, _ in results])
 
 
@@ -195,23 +197,23 @@ def main() -> None:
             print_moves(ranks)
         return
     python = python_of(PEERS["torch"], None)
-    ways = WAYS if isinstance(python, str) else [*WAYS, FSDP2]
+    kinds = WAYS if isinstance(python, str) else [*WAYS, FSDP2]
     if isinstance(python, str):
         print(f"without torch: {python}")
-    found: dict[tuple[str, int, str], list[tuple[float, int]]] = {}
+    results_by_case: dict[tuple[str, int, str], list[tuple[float, int]]] = {}
     for _ in range(options.rounds):
         for model in options.models:
             for ranks in options.ranks:
-                for way in ways:
-                    result = run(MODELS[model], way, ranks, options.steps)
-                    found.setdefault((model, ranks, way), []).append(result)
+                for kind in kinds:
+                    result = run(MODELS[model], kind, ranks, options.steps)
+                    results_by_case.setdefault((model, ranks, kind), []).append(result)
     rows = []
     print("| model | ranks | | step, ms | memory of all ranks, MiB |\n|---|---|---|---|---|")
-    for (model, ranks, way), results in found.items():
-        seconds = statistics.median(each for each, _ in results)
-        taken = statistics.median(each for _, each in results)
-        print(f"| {model} | {ranks} | {way} | {seconds * 1e3:.2f} | {taken / 2**20:.0f} |")
-        rows.append({"model": model, "ranks": ranks, "way": way, "s": seconds, "bytes": taken})
+    for (model, ranks, kind), results in results_by_case.items():
+        seconds = statistics.median(seconds_of_run for seconds_of_run, _ in results)
+        taken = statistics.median(seconds_of_run for _, seconds_of_run in results)
+        print(f"| {model} | {ranks} | {kind} | {seconds * 1e3:.2f} | {taken / 2**20:.0f} |")
+        rows.append({"model": model, "ranks": ranks, "way": kind, "s": seconds, "bytes": taken})
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

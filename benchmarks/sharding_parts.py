@@ -62,11 +62,11 @@ def deep_network(
     kinds = {PLAIN: "plain", AGAIN: "again"}
     entrants = [Contender(title, library, 1, {"kind": kind}) for title, kind in kinds.items()]
     conductor.measure(Case(result, task), entrants)
-    found = {title: detail[0] for title, detail in conductor.details.items()}
-    if len({bits for _, bits in found.values()}) > 1:
+    details = {title: detail[0] for title, detail in conductor.details.items()}
+    if len({bits for _, bits in details.values()}) > 1:
         raise SystemExit("FAILED: recompute has changed the gradients")
     return result, [
-        [title, size_name(found[title][0] >> 10 << 10), duration(median(seconds))]
+        [title, size_name(details[title][0] >> 10 << 10), duration(median(seconds))]
         for title, seconds in result.seconds.items()
     ]
 
@@ -124,7 +124,7 @@ def main() -> None:
     print("\n### A step of a deep network\n")
     print(markdown(["", "results and temporaries, at most", "a step"], deep_rows))
     for work in (latency, order):
-        times = [[title, duration(median(found))] for title, found in work.seconds.items()]
+        times = [[title, duration(median(seconds))] for title, seconds in work.seconds.items()]
         print(f"\n### {work.task}\n\n{markdown(['', 'until the result'], times)}")
     conclude(options, conductor, [data, deep, latency, order], judged)
 

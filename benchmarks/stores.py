@@ -40,9 +40,11 @@ def main() -> None:
     machine = machine_facts()
     print("\n- " + ", ".join(f"{name} {value}" for name, value in machine.items()))
     if options.json:
-        cases = [{"bytes": size, "stores": way} for size, way in results[0]]
+        cases = [{"bytes": size, "stores": stores} for size, stores in results[0]]
         times = [[result[case] for result in results] for case in results[0]]
-        reported = [{**case, "us": each} for case, each in zip(cases, times, strict=True)]
+        reported = [
+            {**case, "us": microseconds} for case, microseconds in zip(cases, times, strict=True)
+        ]
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(
             json.dumps({"machine": machine, "rounds": reported}, indent=1) + "\n"
@@ -51,14 +53,14 @@ def main() -> None:
 
 def measure(program: Path) -> dict[tuple[int, str], tuple[float, float]]:
     """Return microseconds for filling and for adding, by size and kind of store."""
-    found = {}
+    seconds = {}
     for size in SIZES:
-        for way in WAYS:
-            command = [str(program), str(size), way]
+        for stores in WAYS:
+            command = [str(program), str(size), stores]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             fill, add = map(float, done.stdout.split())
-            found[size, way] = (fill, add)
-    return found
+            seconds[size, stores] = (fill, add)
+    return seconds
 
 
 def spread(values: tuple[float, ...]) -> str:

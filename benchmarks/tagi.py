@@ -50,17 +50,17 @@ def measure(options: argparse.Namespace, conductor: Conductor) -> dict[str, Meas
     package = ours("flashlight_tagi")
     alone = [*peers(options, conductor.absent), Contender(OURS, package, 1)]
     together = [Contender(on_ranks(OURS, n), package, n) for n in sorted({1, *options.ranks})]
-    found = {}
+    measurements = {}
     for name in options.works:
         shared = name == SHARED
         entrants = together if shared else alone
         ranks = max(entrant.ranks for entrant in entrants)
         task = {"work": name, "clock": "wall" if shared else "cpu"}
         measurement = Measurement(label(name), "float32", 0, ranks)
-        found[name] = conductor.measure(Case(measurement, task), entrants)
+        measurements[name] = conductor.measure(Case(measurement, task), entrants)
         if not shared:
             check_that_both_compute_the_same(conductor.details)
-    return found
+    return measurements
 
 
 def check_that_both_compute_the_same(outputs: dict[str, list[list[list[float]]]]) -> None:
@@ -71,9 +71,9 @@ def check_that_both_compute_the_same(outputs: dict[str, list[list[list[float]]]]
     """
     if not {OURS, PEER} <= set(outputs):
         return
-    own, real = (np.array(outputs[title][0]) for title in (OURS, PEER))
-    if not np.allclose(own, real, rtol=1e-2, atol=1e-3 * np.abs(real).max()):
-        raise RuntimeError(f"{OURS} and {PEER} compute different outputs: {own}, {real}")
+    ours, real = (np.array(outputs[title][0]) for title in (OURS, PEER))
+    if not np.allclose(ours, real, rtol=1e-2, atol=1e-3 * np.abs(real).max()):
+        raise RuntimeError(f"{OURS} and {PEER} compute different outputs: {ours}, {real}")
 
 
 def label(name: str) -> str:
@@ -82,14 +82,14 @@ def label(name: str) -> str:
     return f"{work.title}, batch {work.batch}"
 
 
-def table(found: dict[str, Measurement]) -> str:
+def table(measurements: dict[str, Measurement]) -> str:
     """Return medians next to pytagi, and the ratios."""
     rows = []
-    for name, measurement in found.items():
+    for name, measurement in measurements.items():
         if name != SHARED:
             ratios = measurement.ratios(PEER, OURS)
             times = [measurement.seconds.get(title) for title in (PEER, OURS)]
-            cells = [duration(median(each)) if each else "-" for each in times]
+            cells = [duration(median(seconds)) if seconds else "-" for seconds in times]
             rows.append([label(name), *cells, f"{median(ratios):.3g}x" if ratios else "-"])
     return markdown(["processor time of a step", PEER, OURS, "ratio"], rows)
 
@@ -104,11 +104,11 @@ def table_of_ranks(measurement: Measurement) -> str:
     return markdown([f"{label(SHARED)} in all", "a step", "against 1 rank"], rows)
 
 
-def verdicts(found: dict[str, Measurement], absent: dict[str, str]) -> list[Verdict]:
+def verdicts(measurements: dict[str, Measurement], absent: dict[str, str]) -> list[Verdict]:
     """Judge each network that was measured."""
     missing = f"{PEER} is absent" if PEER in absent else ""
     judged = []
-    for name, measurement in found.items():
+    for name, measurement in measurements.items():
         if name == SHARED:
             rounds = measurement.ratios(on_ranks(OURS, 1), on_ranks(OURS, 2))
             target = f"{label(name)}, 2 ranks against 1"
@@ -131,11 +131,11 @@ def main() -> None:
     """Measure, check, print, write."""
     options = read_options()
     with Conductor(plan_of(options)) as conductor:
-        found = measure(options, conductor)
-    print(f"\n{table(found)}")
-    if SHARED in found:
-        print(f"\n{table_of_ranks(found[SHARED])}")
-    conclude(options, conductor, found.values(), verdicts(found, conductor.absent))
+        measurements = measure(options, conductor)
+    print(f"\n{table(measurements)}")
+    if SHARED in measurements:
+        print(f"\n{table_of_ranks(measurements[SHARED])}")
+    conclude(options, conductor, measurements.values(), verdicts(measurements, conductor.absent))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Target:
     case."""
 
     title: str
-    place: str
+    section: str
     bound: float
     tasks: Sequence[str] = ()
     sizes: Callable[[int], bool] = lambda nbytes: True
@@ -76,10 +76,10 @@ TARGETS = [
 
 def case_of(task: str, nbytes: int, ranks: int) -> Case:
     """Return the case for the conductor."""
-    asked: dict[str, Any] = {"verb": task, "dtype": "float32", "nbytes": nbytes}
+    task_options: dict[str, Any] = {"verb": task, "dtype": "float32", "nbytes": nbytes}
     if task in (DDP, LARGE_DDP, FSDP2):
-        asked = dict(zip(("wrapper", "model"), task.split(", "), strict=True))
-    return Case(Measurement(task, "float32", nbytes, ranks), asked, (2 + ranks) * nbytes)
+        task_options = dict(zip(("wrapper", "model"), task.split(", "), strict=True))
+    return Case(Measurement(task, "float32", nbytes, ranks), task_options, (2 + ranks) * nbytes)
 
 
 def contenders(python: Path, case: Case, hosts: Sequence[Host]) -> list[Contender]:
@@ -87,14 +87,14 @@ def contenders(python: Path, case: Case, hosts: Sequence[Host]) -> list[Contende
     ranks, task = case.measurement.ranks, case.measurement.task
     role = "torch_collectives" if "verb" in case.task else "torch_training"
     library = functools.partial(Library, python=python, hosts=hosts)
-    found = [
+    entrants = [
         Contender(name, library(f"{name}, {role}", role, options={"backend": name}), ranks)
         for name in (OURS, GLOO)
     ]
     if task == "all_reduce" and not hosts:
         nothing = library(NOTHING, "torch_nothing", options={"backend": NOTHING})
-        found.append(Contender(NOTHING, nothing, ranks))
-    return found
+        entrants.append(Contender(NOTHING, nothing, ranks))
+    return entrants
 
 
 def measure(
@@ -107,7 +107,9 @@ def measure(
     """Return the selected cases on this number of ranks."""
     results = []
     with conductor:
-        for task, nbytes in (each for part in options.parts for each in PARTS[part]):
+        for task, nbytes in (
+            task_and_size for part in options.parts for task_and_size in PARTS[part]
+        ):
             case = case_of(task, nbytes, ranks)
             results.append(conductor.measure(case, contenders(python, case, hosts)))
             if "verb" not in case.task:
@@ -117,9 +119,9 @@ def measure(
 
 def _compare(task: str, details: Mapping[str, list[list[float]]]) -> None:
     """Raise if the gradients differ between ranks or backends."""
-    found = {f"{title}, rank {r}": g for title, of in details.items() for r, g in enumerate(of)}
-    for who, squares in found.items():
-        for whom, others in found.items():
+    gradients = {f"{title}, rank {r}": g for title, of in details.items() for r, g in enumerate(of)}
+    for who, squares in gradients.items():
+        for whom, others in gradients.items():
             pairs = zip(squares, others, strict=True)
             if not all(math.isclose(one, other, rel_tol=CLOSE) for one, other in pairs):
                 raise RuntimeError(f"{task}: {who} has other gradients than {whom}")
@@ -137,7 +139,7 @@ def measure_between_hosts(
 
 def verdicts(measured: Mapping[str, Sequence[Measurement]], missing: str) -> list[Verdict]:
     """Judge the results. ``missing`` contains the cases that could not run, and the reasons."""
-    judged = [_judge(target, measured.get(target.place, ()), missing) for target in TARGETS]
+    judged = [_judge(target, measured.get(target.section, ()), missing) for target in TARGETS]
     above = {
         size_name(m.nbytes): [a - b for a, b in zip(m.seconds[OURS], nothing, strict=True)]
         for m in measured.get(TWO, ())
@@ -154,7 +156,7 @@ def _judge(target: Target, measurements: Sequence[Measurement], missing: str) ->
         for m in measurements
         if m.task in (target.tasks or [m.task]) and target.sizes(m.nbytes)
     }
-    return at_least(f"{target.place}: {target.title}", target.bound, rounds, missing)
+    return at_least(f"{target.section}: {target.title}", target.bound, rounds, missing)
 
 
 def label(measurement: Measurement) -> str:
@@ -163,9 +165,9 @@ def label(measurement: Measurement) -> str:
     return measurement.task + size
 
 
-def show(place: str, measurements: Sequence[Measurement]) -> None:
+def show(heading: str, measurements: Sequence[Measurement]) -> None:
     """Print times, and ratios."""
-    print(f"\n### {place}\n\n{time_table(measurements, 'call', label)}")
+    print(f"\n### {heading}\n\n{time_table(measurements, 'call', label)}")
     print(f"\nTime of each peer divided by the time of {OURS}:\n")
     print(ratio_table(measurements, "call", label, OURS))
 
@@ -194,12 +196,12 @@ def main() -> None:
             measured[f"{ranks} ranks"] = measure(options, conductor, python, ranks)
         if not options.no_hosts and not (missing := why_not()):
             measured[HOSTS] = measure_between_hosts(options, conductor, python)
-    for place, measurements in measured.items():
-        show(place, measurements)
+    for heading, measurements in measured.items():
+        show(heading, measurements)
     judged = verdicts(measured, missing)
     everything = [
-        dataclasses.replace(m, task=f"{place}, {m.task}")
-        for place, measurements in measured.items()
+        dataclasses.replace(m, task=f"{heading}, {m.task}")
+        for heading, measurements in measured.items()
         for m in measurements
     ]
     failed = [library for library in conductor.absent if library.startswith(OURS)]

@@ -84,25 +84,25 @@ def check_that_all_compute_the_same(work: str, details: Mapping[str, Any]) -> No
 
 def measure_grid(conductor: Conductor, options: argparse.Namespace) -> dict[Cell, Measurement]:
     """Return the times of each cell; cells with too many operations are left out."""
-    found = {}
+    measurements = {}
     for width, batch in itertools.product(options.widths, options.batches):
         work = grid_work(width, batch, options.layers)
         if work.recipe.operations > options.most_operations:
             left_out = case_of(work, 1).measurement
             left_out.left_out["all"] = f"more than {options.most_operations:g} operations a step"
-            found[width, batch] = left_out
+            measurements[width, batch] = left_out
         else:
-            found[width, batch], _ = measure(conductor, work, [1], {})
-    return found
+            measurements[width, batch], _ = measure(conductor, work, [1], {})
+    return measurements
 
 
 def first_calls(details: Mapping[str, Any]) -> Measurement:
     """Return the times of the first calls of new steps."""
-    found = Measurement(f"{TWENTY}, first calls", "float32", 0, 1)
+    measurement = Measurement(f"{TWENTY}, first calls", "float32", 0, 1)
     for title, answers in details.items():
         for call, seconds in zip(RECORDS, zip(*answers[0]["calls"], strict=True), strict=True):
-            found.seconds[f"{title}, {call}"] = list(seconds)
-    return found
+            measurement.seconds[f"{title}, {call}"] = list(seconds)
+    return measurement
 
 
 def measure_training(epochs: int, turns: int) -> Measurement:
@@ -111,17 +111,17 @@ def measure_training(epochs: int, turns: int) -> Measurement:
     Raises:
         RuntimeError: If it fails, or the captured run and the eager run end with different losses.
     """
-    found = Measurement(TRAINING.replace("100", f"{epochs}", 1), "float32", 0, 2)
+    measurement = Measurement(TRAINING.replace("100", f"{epochs}", 1), "float32", 0, 2)
     for _ in range(turns):
         losses = []
         for title in (CAPTURED, EAGER):
             done = train(2, epochs, title == CAPTURED)
-            found.seconds.setdefault(title, []).append(done.whole)
-            found.seconds.setdefault(f"{title}, epochs alone", []).append(done.epochs)
+            measurement.seconds.setdefault(title, []).append(done.seconds)
+            measurement.seconds.setdefault(f"{title}, epochs alone", []).append(done.epochs)
             losses.append(done.loss)
         if not np.allclose(losses, losses[0], rtol=1e-3):
             raise RuntimeError(f"the example ends with {losses[0]} captured, else {losses[1]}")
-    return found
+    return measurement
 
 
 def table(measurements: list[Measurement]) -> str:
@@ -130,7 +130,7 @@ def table(measurements: list[Measurement]) -> str:
     for steps in measurements:
         for title, seconds in steps.seconds.items():
             ratios = [steps.ratios(*pair) for pair in ((HAND_WRITTEN, title), (title, CAPTURED))]
-            texts = [f"{median(each):.3g}x" if each else "-" for each in ratios]
+            texts = [f"{median(rounds):.3g}x" if rounds else "-" for rounds in ratios]
             rows.append([steps.task, title, duration(median(seconds)), *texts])
     return markdown(["", "", "a step", "as fast as hand-written NumPy", "captured is faster"], rows)
 

@@ -1,6 +1,6 @@
 """Sources and compiler flags of the native extensions, for setup.py.
 
-EXTENSIONS use NumPy's C API. CFFI compiles BINDINGS, except NCCL's: it is a Python module of
+EXTENSIONS use NumPy's C API. CFFI compiles BINDINGS. The NCCL binding is only a Python module of
 declarations, because NCCL is opened at run time. All extensions use the stable ABI (abi3).
 """
 
@@ -20,12 +20,12 @@ CPP = [*C, "-std=c++17", "-ffp-contract=off"]
 # Without errno and traps, GCC vectorizes square roots and comparisons.
 KERNELS = [*CPP, "-fno-math-errno", "-fno-trapping-math"]
 # Python functions that the libraries call. fl_interrupted: whether a signal handler has raised an
-# exception. fl_where: writes the line of the user's call.
+# exception. fl_where: stores file and line of the user's call in the fl_site.
 INTERRUPTED, WHERE = "int fl_interrupted(void);", "void fl_where(fl_site *);"
 
 
 def files(*patterns: str) -> list[str]:
-    """Return the files of csrc that match ``patterns``, as paths from the folder of setup.py."""
+    """Return the files of csrc that match ``patterns``, as paths relative to setup.py."""
     paths = [path for pattern in patterns for path in sorted(CSRC.glob(pattern))]
     return [str(path.relative_to(ROOT)) for path in paths]
 
@@ -59,7 +59,7 @@ def binding(
     called: list[str] | None = None,
     **more: Any,
 ) -> FFI:
-    """Return CFFI's description of a binding. C calls the Python functions in ``called``."""
+    """Return CFFI's binding of ``declarations``. C calls the Python functions in ``called``."""
     ffi = FFI()
     for path in declarations:
         ffi.cdef((CSRC / path).read_text())

@@ -53,7 +53,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use."""
     home = _HOME_OF.get(name)
-    if home == "" or name == "system":  # before _verbs(), which imports system
+    if home == "" or name == "system":  # first, because _verbs() needs the module system
         return import_module(f"{__name__}.{name}")
     if name == "__all__":
         value: Any = [
@@ -69,8 +69,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_here(module: str) -> bool:
-    """Return False if ``module`` belongs to an optional package that was deleted."""
-    from importlib.util import find_spec  # a slow import for __all__ only
+    """Return False if ``module`` is an optional package whose folder was deleted, else True."""
+    from importlib.util import find_spec  # imported here, because it is slow
 
     return module not in ("amp", "tagi", "tape") or find_spec(f"{__name__}.{module}") is not None
 

@@ -1,7 +1,7 @@
 """Mixed precision: matrix products in a half dtype, other functions in float32, and a loss scale.
 
 NumPy has no fast half-precision arithmetic. On CPUs, products are computed in float32 and rounded
-once. A half dtype then halves stored and sent bytes, but the casts take additional time. See
+once. There, a half dtype halves stored and sent bytes, but the casts take additional time. See
 docs/mixed-precision.md.
 """
 
@@ -89,7 +89,7 @@ class DynamicScaler(HoldsState):
     bfloat16 has the range of float32 and needs no scale. With several ranks ``unscale`` is
     collective: if one rank has a gradient that is not finite, every rank skips the step.
 
-    A captured step must end with ``backward()``. Call ``step`` and ``update`` after it.
+    A captured step must end with ``backward()``. Call ``step`` and ``update`` outside of it.
 
     Args:
         initial_scale: Initial scale, finite and above 0.
@@ -123,7 +123,7 @@ class DynamicScaler(HoldsState):
         self._scales: dict[str, Any] = {"cpu": np.ones((), np.float32)}
         self._tracker = np.zeros((), np.int64)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
-        # Since the last update(): whether gradients are finite, by optimizer; who called step().
+        # Since update(): whether an optimizer's gradients are finite, and which optimizers stepped.
         self._are_finite: dict[Any, bool] = {}
         self._stepped: set[Any] = set()
 
@@ -215,7 +215,7 @@ class DynamicScaler(HoldsState):
             self._are_finite[optimizer] = is_finite
 
     def step(self, optimizer: Any) -> Any:
-        """Unscale the gradients if needed. Call ``optimizer.step()`` if all gradients are finite.
+        """Unscale the gradients if this was not done. If all are finite, call ``optimizer.step()``.
 
         Returns:
             The result of ``optimizer.step()``, or None if the step is skipped.

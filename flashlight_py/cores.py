@@ -21,7 +21,7 @@ _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
 
 
 def usable_cores() -> int:
-    """Return the number of cores that affinity and the container's quota allow to this process."""
+    """Return the number of cores that affinity and container quota allow this process to use."""
     return _within_quota(len(os.sched_getaffinity(0)))
 
 
@@ -29,7 +29,7 @@ def check_processes(operation: str, count: int, descriptors: int) -> None:
     """Check that this process can start ``count`` processes, and open ``descriptors`` for each.
 
     Raises:
-        ValueError: If memory or the limit of descriptors is too low, for ``operation``.
+        ValueError: If memory or descriptors do not suffice. The message names ``operation``.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max" (no limit), or no such file
@@ -50,7 +50,7 @@ def check_processes(operation: str, count: int, descriptors: int) -> None:
 
 
 def check_folder(name: str) -> None:
-    """Raise FileNotFoundError, for the operation ``name``, if the current folder was deleted."""
+    """Raise FileNotFoundError, with ``name`` in the message, if the current folder was deleted."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -60,10 +60,10 @@ def check_folder(name: str) -> None:
 
 
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """Return environment variables that limit the threads of each of ``processes`` to its share.
+    """Return variables that limit the threads of each of ``processes`` to its share of ``cores``.
 
-    Variables in ``environ`` are left out. If it has OMP_NUM_THREADS, the result is empty, because
-    OpenBLAS and MKL follow OMP_NUM_THREADS unless their own variable is set.
+    Variables that are set in ``environ`` are left out. If it has OMP_NUM_THREADS, the result is
+    empty, because OpenBLAS and MKL follow OMP_NUM_THREADS unless their own variable is set.
     """
     if "OMP_NUM_THREADS" in environ:
         return {}
@@ -100,6 +100,6 @@ def control_groups(root: Path) -> Iterator[Path]:
             # Version 2 has one hierarchy. Version 1 has one per named set of controllers.
             for name in {names, *names.split(",")} if names else ("", "unified"):
                 mount = root / "sys/fs/cgroup" / name
-                # In a container, ``mount`` may be this group, and ``path`` may be the host's.
+                # In a container, ``mount`` may be this group, and ``path`` its path on the host.
                 groups = (mount / path.lstrip("/") / "x").parents
                 yield from (group for group in groups if group.is_relative_to(mount))

@@ -144,7 +144,7 @@ def bfloat16(otherwise: np.dtype[Any] | None = None) -> np.dtype[Any]:
 
 
 def may_become(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return whether an assignment may cast ``source`` to ``dtype``; False for complex to real."""
+    """Return whether an assignment may cast ``source`` to ``dtype`` by NumPy's rule "same_kind"."""
     # np.can_cast allows every cast to and from bfloat16.
     a, b = (np.float32 if kind.name == "bfloat16" else kind for kind in (source, dtype))
     return np.can_cast(a, b, "same_kind")
@@ -156,7 +156,7 @@ def widened(array: Array) -> Array:
 
 
 def narrowed(result: Array, like: Array) -> Array:
-    """Return ``result`` itself, or in the dtype of ``like`` if that is float16 or bfloat16."""
+    """Return ``result``, cast to the dtype of ``like`` if that is float16 or bfloat16."""
     return result.astype(like.dtype) if like.dtype.char in NARROW else result
 
 

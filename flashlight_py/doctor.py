@@ -1,6 +1,6 @@
 """``python -m flashlight_py.doctor``: report which features work here, and why others fail.
 
-This process loads no MPI, because a broken MPI would end it, and joins no world. Subprocesses do.
+Subprocesses load MPI and join a world, because a broken MPI would end this process.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def built() -> Iterator[Finding]:
-    """Report on each native extension and on optional packages that extend NumPy arrays."""
+    """Report on each native extension and each optional package in ``_PACKAGES``."""
     for name, (purpose, consequence) in _native.EXTENSIONS.items():
         try:
             _native.load_extension(name)
@@ -176,7 +176,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def host(option: str) -> Iterator[Finding]:
-    """Report on shared memory, host name, secret, and the interface ``option`` or the default."""
+    """Report on shared memory, host name, secret, and interface (see ``interface``)."""
     name, addresses = socket.gethostname(), list[str]()
     with contextlib.suppress(OSError):  # the name does not resolve
         addresses = [str(address).partition("%")[0] for address, *_ in resolved(name, 0)]
@@ -216,7 +216,7 @@ def host_name(name: str, addresses: list[str]) -> tuple[str, str, str]:
 
 
 def interface(option: str) -> tuple[str, str, str]:
-    """Report the address for ranks on other hosts. ``option`` is INTERFACE, or "" by default."""
+    """Report the address for ranks on other hosts. ``option``: INTERFACE, or "" for the default."""
     names = ", ".join(map(" ".join, interfaces())) or "none"
     addresses = addresses_of(option) if option else own_addresses()
     if addresses:
@@ -275,7 +275,7 @@ def rendezvous_folder(path: Path) -> Iterator[Finding]:
 
 
 def failed_guarantees(folder: Path) -> Iterator[str]:
-    """Test each of ``GUARANTEES`` in an empty ``folder``. Yield the problem, or "" without one."""
+    """Test each of ``GUARANTEES`` in an empty ``folder``. Yield the problem, or "" if it holds."""
     barrier, numbers = threading.Barrier(CREATORS), range(ROUNDS)
 
     def creates(file: Path) -> bool:
@@ -307,7 +307,7 @@ def failed_guarantees(folder: Path) -> Iterator[str]:
 
 
 def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """Return the type and the mount point of the file system of ``path``: see proc(5)."""
+    """Return type and mount point of the file system of ``path``. ``mountinfo``: see proc(5)."""
     kind, longest = "unknown", "/"
     for line in mountinfo.splitlines():
         fields, _, source = line.partition(" - ")
@@ -323,7 +323,7 @@ def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
 def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, Any], str]:
     """Run ``command`` for at most ``timeout`` seconds, then end all its processes.
 
-    Return its output, the dict in its last line of JSON, and the problem, or "" without one.
+    Return the output, the dict in the last line of JSON, and the problem ("" if there is none).
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
     pipes: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "start_new_session": True}
@@ -403,7 +403,7 @@ def mpirun_command(size: int) -> list[str]:
 
 
 def query_mpi() -> dict[str, Any]:
-    """Load MPI and return facts about it. If MPI cannot be initialised, this process ends."""
+    """Load MPI and return its properties. If MPI cannot be initialised, this process ends."""
     import mpi4py
     from mpi4py import MPI
 
@@ -438,7 +438,7 @@ TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 
 
 def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Measure an all_reduce on each path that ``findings`` allow. ``timeout``: seconds per path."""
+    """Run each of ``TRIALS`` that ``findings`` allow, for at most ``timeout`` seconds per trial."""
     # Use mpirun even if it seems to belong to another MPI.
     works = {f.subject for f in findings if f.state == OK or f[:2] == ("mpirun", WARNING)}
     for name, (ranks, backend, requirements) in TRIALS.items():
@@ -478,7 +478,7 @@ def reduce_arrays(name: str, backend: str, timeout: str) -> dict[str, Any]:
 
 
 def _seconds(device: str, nbytes: int, times: int) -> float:
-    """Return the seconds per all_reduce in the fastest of several rounds with ``times`` calls."""
+    """Return the seconds per all_reduce of ``nbytes`` bytes, in the fastest of several rounds."""
     array = to_device(np.ones(nbytes // 4, np.float32), device)
     fl.all_reduce(array)
     if not bool((array == fl.get_world_size()).all()):

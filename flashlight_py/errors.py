@@ -5,7 +5,7 @@ array is sent. The other ranks raise ``MismatchError`` with the text of that err
 processes raise a class of this module. The message states the operation, the rank and number of
 ranks, the expected value, the received value, and the remedy.
 
-``scripts/errors`` copies the condition, the lines "Group:" and "Remedy:" of each class into
+``scripts/errors`` copies the first line, and the lines "Group:" and "Remedy:", of each class into
 docs/errors.md.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
 class DistributedError(RuntimeError):
     """A failure of the distributed module that fits no subclass. Base class of the other classes.
 
-    Group: closed. If a signal handler made the call during another call of the group: usable.
+    Group: closed; usable if a signal handler made the failed call while another call ran.
     Remedy: Follow the message.
 
     ``goes_on`` is True if only a wait timed out and the operation continues. ``has_begun`` is False
@@ -89,7 +89,7 @@ class PeerLostError(DistributedError):
     The message names the rank and its process. It contains the traceback if the rank raised.
     """
 
-    for_others = ""  # text of the other ranks' errors, if this rank was late for them
+    for_others = ""  # text for the other ranks' errors if this rank was late
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
@@ -139,7 +139,7 @@ class GroupClosedError(DistributedError):
 
 
 class RankFailedError(DistributedError):
-    """A process that ``spawn`` or ``DataParallel`` started raised, exited or was killed.
+    """A process of ``spawn`` or ``DataParallel`` raised, exited or was killed.
 
     Group: ended. ``DataParallel`` starts new workers.
     Remedy: Read the message, which contains the exception or the exit status.

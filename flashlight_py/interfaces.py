@@ -14,7 +14,7 @@ _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Return (name, address) of running interfaces, IPv4 first. Addresses end without "%eth0".
+    """Return (name, address) of running interfaces, IPv4 first. Addresses have no zone ("%eth0").
 
     Loopback and link-local addresses are excluded. An interface without a cable, or a bridge
     without a container, is not running.
@@ -27,7 +27,7 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def own_addresses() -> list[str]:
-    """Return addresses at which other hosts can reach this host, the default route's first."""
+    """Return addresses at which other hosts can reach this host, first those of default routes."""
     running = [address for _, address in interfaces()]
     by_default = [address for address in map(source_address, _OUTSIDE) if address in running]
     return list(dict.fromkeys([*by_default, *running]))

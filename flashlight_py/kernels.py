@@ -109,7 +109,7 @@ def _elementwise(name: str, real: str = "float32") -> Any:
 def capped_step(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Make a step of ``mean`` and ``variance`` in place, with the formula in ``tagi.parameters``.
+    """Add a capped step to ``mean`` and ``variance`` in place. Formula: ``tagi.parameters``.
 
     All arrays are float32 and have the same shape.
     """

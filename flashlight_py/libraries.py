@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-# Names of a function in builds of BLAS. NumPy's wheels use the first. 64_ marks 64-bit integers.
+# Names of a function in builds of BLAS. NumPy's wheels use the first name. 64_: 64-bit integers.
 _SPELLINGS = ("scipy_{}64_", "{}64_", "scipy_{}", "{}")
 _RTLD_DI_LINKMAP = 2
 
@@ -28,7 +28,7 @@ def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
 
 
 def functions_of(name: str, *names: str) -> Iterator[list[Any]]:
-    """Yield the functions ``names`` of each loaded library that has all of them.
+    """For each loaded library that has all functions ``names``, yield a list of these functions.
 
     ``name`` is a part of the library's file name. Prefixes and suffixes of BLAS builds are tried.
     """
@@ -39,9 +39,9 @@ def functions_of(name: str, *names: str) -> Iterator[list[Any]]:
 
 
 def blas(*names: str) -> tuple[Any, ...]:
-    """Return the addresses of NumPy's BLAS functions ``names``, or () if no BLAS is loaded.
+    """Return a flag and the addresses of NumPy's BLAS functions ``names``, or () without a BLAS.
 
-    The first element of the tuple is True if that BLAS has 64-bit integers.
+    The flag is True if that BLAS has 64-bit integers.
     """
     for functions in functions_of("blas", *(f"cblas_{name}" for name in names)):
         pointers = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]

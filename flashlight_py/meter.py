@@ -72,7 +72,7 @@ class _Sums(Meter):
         return attributes | {"_sums": self._all_sums()}
 
     def _sums_on_device(self, value: Any) -> Array:
-        """Return the sums on the device of the CuPy array ``value``. The caller changes them."""
+        """Return the sums on the device of the CuPy array ``value``, for the caller to change."""
         sums = self._device_sums
         if sums is None or sums.device != value.device:
             self._sums[:] = self._all_sums()
@@ -177,7 +177,7 @@ class AverageValueMeter(_Sums):
         return _value(weight, squared_weight, mean, max(0.0, squares - mean * total))
 
     def value(self) -> tuple[float, float, float]:
-        """Return (mean, variance, total weight); NaN if there are too few values."""
+        """Return (mean, variance, total weight). With too few values, mean or variance is NaN."""
         weight, squared_weight, mean, deviation = self._all_sums().tolist()
         return _value(weight, squared_weight, mean if weight else float("nan"), deviation)
 
@@ -217,7 +217,7 @@ class CountMeter(_Sums):
 
 
 class MSEMeter(_Sums):
-    """Average, over the calls of ``add``, of the sum of squared errors of each call."""
+    """Sum of squared errors of one call of ``add``, averaged over all calls."""
 
     def __init__(self) -> None:
         super().__init__(2)

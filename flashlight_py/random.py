@@ -56,9 +56,9 @@ def generator(library: ModuleType = np) -> Any:
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Record the generators that the block uses, so that ``replaying`` can repeat its numbers.
+    """Record the states of generators, so that ``replaying`` can repeat the block's numbers.
 
-    CuPy's generator is recorded if the block gets it from ``generator``.
+    NumPy's generator is always recorded, CuPy's only if the block calls ``generator(cupy)``.
     """
     noted: dict[str, tuple[Any, Any]] = {}
     _notes.append(noted)

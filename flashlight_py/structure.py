@@ -30,7 +30,7 @@ class HoldsState:
 
 
 class Structured(HoldsState):
-    """An object whose attributes determine a step's computation. Assignments call ``changed``."""
+    """An object whose attributes determine a step's computation. A new value calls ``changed``."""
 
     def __setattr__(self, name: str, value: object) -> None:
         is_changed = vars(self).get(name, self) is not value

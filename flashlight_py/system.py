@@ -42,9 +42,9 @@ RLock, waitid, kill, killpg = threading.RLock, os.waitid, os.kill, os.killpg
 
 
 class Thread(threading.Thread):
-    """A thread whose end works even if gevent or eventlet has patched ``threading``."""
+    """A thread that can end even if gevent or eventlet has patched ``threading``."""
 
-    def _delete(self) -> None:  # threading's uses get_ident(), which may be patched
+    def _delete(self) -> None:  # the base class uses get_ident(), which may be patched
         threading._active.pop(self.ident, None)  # type: ignore[attr-defined]
 
 
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _IFREQ_BYTES, _MOST_ADDRESSES = 24 + 2 * struct.calcsize("l"), 1024
-# Scope and flags in if_inet6: global addresses; addresses that are not (yet) usable.
+# Values in if_inet6: scope of global addresses, and flags of addresses that are not usable yet.
 _GLOBAL, _IFA_F_UNUSABLE = "00", 0x08 | 0x40
 
 

@@ -376,7 +376,7 @@ sharding: `all_reduce_gradients`
     ValueError: fl.all_reduce_gradients(sharded())
 sharding: `PeriodicAveraging` raise `ValueError` for a sharded module
     ValueError: fl.PeriodicAveraging(sharded(), 2)
-sharding: `DistributedOptimizer` raises `ValueError` for sharded and small modules
+sharding: `DistributedOptimizer` always raises `ValueError`
     ValueError: fl.DistributedOptimizer(sgd(sharded()))
 leaves: `reducer`, `hook`, `scale` or `bucket_bytes` together with `leaves`
     ValueError: distributed(leaves=2, scale=0.5)

@@ -79,5 +79,5 @@ class _Judge:
         return [m for m in self._measurements if m.ranks == ranks and sizes(m.nbytes)]
 
     def _at_64_mb(self, of: str, to: str) -> list[float]:
-        found = self._of(2, lambda nbytes: nbytes == 64 * MB)
-        return found[0].ratios(of, to) if found else []
+        rows = self._of(2, lambda nbytes: nbytes == 64 * MB)
+        return rows[0].ratios(of, to) if rows else []

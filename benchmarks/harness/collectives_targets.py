@@ -37,11 +37,11 @@ def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> 
             rows = dict(row for m in some if (row := _row(m, peers)))
             judged.append(at_least(f"{ranks} ranks, every row, to {name}", bound, rows, missing))
             if peers is MPI and ranks > 2:
-                whole = {f"{len(rows)} rows": [median(rounds) for rounds in rows.values()]}
+                summary = {f"{len(rows)} rows": [median(rounds) for rounds in rows.values()]}
                 target = f"{ranks} ranks, the median row, to {name}"
-                judged.append(at_least(target, 1.0, whole, missing))
+                judged.append(at_least(target, 1.0, summary, missing))
         for title in (OURS, SEVERALLY["contiguous"]):
-            rows = {label(m): found for m in some if (found := m.ratios(LOOP, title))}
+            rows = {label(m): ratios for m in some if (ratios := m.ratios(LOOP, title))}
             if rows:
                 judged.append(at_least(f"{ranks} ranks, {title}, to a loop", 1.0, rows))
     return judged
@@ -52,9 +52,9 @@ def _row(measurement: Measurement, peers: Sequence[str]) -> tuple[str, Rounds] |
     measured."""
     if OURS in measurement.left_out and any(peer in measurement.seconds for peer in peers):
         return f"{label(measurement)}, {OURS} was left out", [0.0]
-    found = {peer: measurement.ratios(peer, OURS) for peer in peers}
-    measured = [peer for peer in peers if found[peer]]
+    ratios = {peer: measurement.ratios(peer, OURS) for peer in peers}
+    measured = [peer for peer in peers if ratios[peer]]
     if not measured:
         return None
-    best = min(measured, key=lambda peer: median(found[peer]))
-    return f"{label(measurement)}, {best}", found[best]
+    best = min(measured, key=lambda peer: median(ratios[peer]))
+    return f"{label(measurement)}, {best}", ratios[best]

@@ -74,8 +74,8 @@ class Conductor:
     def measure(self, case: Case, contenders: Sequence[Contender]) -> Measurement:
         """Fill the measurement of the case: all rounds of all contenders that can run it."""
         result = case.measurement
-        what = f"{result.ranks} ranks, {result.task}, {result.dtype}, {result.nbytes} bytes"
-        print(what, file=sys.stderr, flush=True)
+        description = f"{result.ranks} ranks, {result.task}, {result.dtype}, {result.nbytes} bytes"
+        print(description, file=sys.stderr, flush=True)
         if reason := self._too_large(case, contenders):
             result.left_out.update(dict.fromkeys((c.title for c in contenders), reason))
             return result

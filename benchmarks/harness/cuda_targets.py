@@ -32,15 +32,15 @@ HostTimes = dict[tuple[int, int], dict[str, float]]
 
 def contenders(options: argparse.Namespace, ranks: int, absent: dict[str, str]) -> list[Contender]:
     """Return this package and its peers. Add a missing peer to ``absent`` with the reason."""
-    here = Path(sys.executable)
+    interpreter = Path(sys.executable)
     roles = {OURS: "flashlight_cuda", CUPY: "cupy_nccl", CUPYX: "cupyx_nccl"}
     if ranks > 1:  # a world of one rank has no communicator
         roles[SAME] = "flashlight_nccl"
-    libraries = [Library(title, role, here) for title, role in roles.items()]
+    libraries = [Library(title, role, interpreter) for title, role in roles.items()]
     if importlib.util.find_spec("nccl") is None:
         absent[NCCL4PY] = "not installed: pip install nccl4py"
     else:
-        libraries.append(Library(NCCL4PY, "nccl4py_nccl", here))
+        libraries.append(Library(NCCL4PY, "nccl4py_nccl", interpreter))
     torch = python_of(PEERS["torch"], options.environments)
     if isinstance(torch, Path):
         libraries.append(Library(TORCH, "torch_cuda", torch))
@@ -68,8 +68,8 @@ def _without_nccl2(python: Path) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"torch could not be asked for nccl2: {error}"
-    version, known = done.stdout.split()[-2:]
-    return "" if known == "True" else f"torch {version} has no backend nccl2"
+    version, is_available = done.stdout.split()[-2:]
+    return "" if is_available == "True" else f"torch {version} has no backend nccl2"
 
 
 def case_line(measurement: Measurement, launches: Mapping[str, float]) -> str:
@@ -91,11 +91,11 @@ def host_times(conductor: Conductor) -> dict[str, float]:
 
 def launch_table(times: HostTimes) -> str:
     """Return the host's microseconds for one launch, as Markdown."""
-    titles = [title for title in TITLES if any(title in found for found in times.values())]
+    titles = [title for title in TITLES if any(title in measured for measured in times.values())]
     rows = [
-        [str(ranks), size_name(nbytes), *(_microseconds(found.get(title)) for title in titles)]
-        for (ranks, nbytes), found in times.items()
-        if found
+        [str(ranks), size_name(nbytes), *(_microseconds(measured.get(title)) for title in titles)]
+        for (ranks, nbytes), measured in times.items()
+        if measured
     ]
     return markdown(["ranks", "bytes", *titles], rows)
 

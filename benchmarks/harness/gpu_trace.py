@@ -34,10 +34,10 @@ def record(step: Callable[[], object], steps: int, file: Path) -> dict[str, floa
         profile.__exit__(None, None, None)
         profile.export_chrome_trace(str(file))
         with gzip.open(file, "rt") as text:
-            found = overlap_of(json.load(text)["traceEvents"])
+            overlap = overlap_of(json.load(text)["traceEvents"])
     except Exception as error:  # noqa: BLE001 (the benchmark goes on without a trace)
         return f"torch's profiler failed: {type(error).__name__}: {error}"
-    return {name: seconds / steps for name, seconds in found.items()}
+    return {name: seconds / steps for name, seconds in overlap.items()}
 
 
 def _begin() -> Any:
@@ -70,5 +70,5 @@ def overlap_of(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             kinds["nccl" in event["name"].lower()].append((begin, begin + took))
     reducing, computing = covered(kinds[True]), covered(kinds[False])
     both = reducing + computing - covered(kinds[True] + kinds[False])
-    found = {"reducing": reducing, "computing": computing, "both at once": both}
-    return {name: nanoseconds / 1e9 for name, nanoseconds in found.items()}
+    spans = {"reducing": reducing, "computing": computing, "both at once": both}
+    return {name: nanoseconds / 1e9 for name, nanoseconds in spans.items()}

@@ -27,8 +27,8 @@ def install(peer: Peer, folder: Path) -> str:
     """Install a peer, and return the outcome as text."""
     environment = environment_of(peer, folder)
     done, note = environment / "requirements.txt", absence_note(environment)
-    wanted = "\n".join([*peer.requirements, *peer.packages])
-    if done.exists() and done.read_text() == wanted:
+    packages = "\n".join([*peer.requirements, *peer.packages])
+    if done.exists() and done.read_text() == packages:
         return "ready"
     shutil.rmtree(environment, ignore_errors=True)
     environment.mkdir()
@@ -41,7 +41,7 @@ def install(peer: Peer, folder: Path) -> str:
     if reason:
         note.write_text(reason)
         return reason
-    done.write_text(wanted)
+    done.write_text(packages)
     return "installed"
 
 

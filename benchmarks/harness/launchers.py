@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from harness.role import Place
+from harness.role import RankSetup
 
 __all__ = ["Host", "Launch", "Launcher", "Library", "launch"]
 
@@ -97,8 +97,8 @@ def launch(library: Library, ranks: int, cores: int, folder: Path, address: Path
 
 
 def _worker(library: Library, rank: int, ranks: int, folder: Path, address: Path) -> list[str]:
-    place = json.dumps(asdict(Place(rank, ranks, str(folder), dict(library.options))))
-    return [str(library.python), "-m", "harness.worker", library.role, str(address), place]
+    setup = json.dumps(asdict(RankSetup(rank, ranks, str(folder), dict(library.options))))
+    return [str(library.python), "-m", "harness.worker", library.role, str(address), setup]
 
 
 def _options(library: Library) -> str:

@@ -71,7 +71,7 @@ def collective_peers(
     Raises:
         SystemExit: If a selected peer is unknown.
     """
-    found = []
+    peers = []
     for name in filter(None, options.peers.split(",")):
         if name not in PEERS:
             raise SystemExit(f"--peers: unknown {name!r}; known: {', '.join(PEERS)}")
@@ -79,5 +79,5 @@ def collective_peers(
         if python := installed(name, options, absent, peer.title):
             role = "torch_collectives" if name == "torch" else "mpi_collectives"
             library = Library(peer.title, role, python, peer.launcher)
-            found.append(Contender(peer.title, library, ranks))
-    return found
+            peers.append(Contender(peer.title, library, ranks))
+    return peers

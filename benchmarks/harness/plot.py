@@ -68,7 +68,7 @@ def plot_grid(ratios: Mapping[tuple[int, int], float], title: str, file: Path) -
     """
     from matplotlib.figure import Figure
 
-    widths, batches = (sorted(set(each)) for each in zip(*ratios, strict=True))
+    widths, batches = (sorted(set(values)) for values in zip(*ratios, strict=True))
     size = max(5.0, 1.5 + 0.9 * len(widths)), 1.6 + 0.6 * len(batches)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()

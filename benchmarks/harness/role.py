@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Call", "Place", "Prepared", "Refusal", "Role", "nothing"]
+__all__ = ["Call", "RankSetup", "Prepared", "Refusal", "Role", "nothing"]
 
 Call = Callable[[], object]
 
@@ -16,7 +16,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSetup:
     """Rank, size and folder of a rank. ``folder`` is an empty folder of the team. MPI itself knows
     rank and size.
 

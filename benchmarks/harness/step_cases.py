@@ -64,20 +64,20 @@ class Work:
 def _works() -> list[Work]:
     seed = Recipe((10, 100, 1))
     classes = Recipe((64, 128, 10), 16, loss="cross entropy")
-    found = [
+    works = [
         Work(SEED, seed, frozenset({"distributed", "compiled", "simple"})),
         Work(f"{SEED}, forward pass only", replace(seed, trains=False)),
         Work(BATCH_8, replace(seed, batch=8), frozenset({"simple"})),
         Work(CLASSES, classes, frozenset({"compiled", "simple"})),
     ]
     for title, recipe in ((SEED, seed), (CLASSES, classes)):
-        found.append(Work(f"{title}, Adam", replace(recipe, rule="adam")))
-        found.append(Work(f"{title}, float64", replace(recipe, dtype="float64")))
+        works.append(Work(f"{title}, Adam", replace(recipe, rule="adam")))
+        works.append(Work(f"{title}, float64", replace(recipe, dtype="float64")))
     for widths, batch in (((64, 128, 10), 64), ((256,) * 4, 256)):
         name = f"{'-'.join(map(str, widths))}, batch {batch}"
-        found.append(Work(name, Recipe(widths, batch), frozenset({"leaves"}), peers=False))
-    found.append(Work(TWENTY, Recipe((64,) * 21, 16, starts=5)))
-    return found
+        works.append(Work(name, Recipe(widths, batch), frozenset({"leaves"}), peers=False))
+    works.append(Work(TWENTY, Recipe((64,) * 21, 16, starts=5)))
+    return works
 
 
 WORKS = _works()
@@ -101,63 +101,68 @@ def case_of(work: Work, ranks: int) -> Case:
 
 def measure_functions(conductor: Conductor, shapes: list[tuple[int, int]]) -> list[Measurement]:
     """Return the times of functions of arrays for each shape."""
-    library, found = ours("array_functions"), []
-    ways = {HAND_WRITTEN: "by hand", EAGER: "eager", CAPTURED: "captured"}
+    library, measurements = ours("array_functions"), []
+    kinds = {HAND_WRITTEN: "by hand", EAGER: "eager", CAPTURED: "captured"}
     for name, shape in itertools.product(FUNCTIONS, shapes):
         title = f"{name}, {shape[0]} x {shape[1]}"
         steps = Measurement(title, "float32", 4 * shape[0] * shape[1], 1)
         task = {"function": name, "shape": shape}
-        found.append(
+        measurements.append(
             conductor.measure(
                 Case(steps, task, 5 * steps.nbytes),
-                [Contender(way, library, 1, {"kind": kind}) for way, kind in ways.items()],
+                [
+                    Contender(title_of_kind, library, 1, {"kind": kind})
+                    for title_of_kind, kind in kinds.items()
+                ],
             )
         )
-    return found
+    return measurements
 
 
 def pythons_of(options: argparse.Namespace, absent: dict[str, str]) -> Pythons:
     """Return the interpreters of the selected peers; add missing peers to ``absent``."""
-    found = {}
+    pythons = {}
     for name in filter(None, options.peers.split(",")):
         python = python_of(PEERS[name], options.environments)
         if isinstance(python, str):
             absent[PEERS[name].title] = python
         else:
-            found[name] = python
-    return found
+            pythons[name] = python
+    return pythons
 
 
 def contenders(work: Work, ranks: list[int], pythons: Pythons) -> list[Contender]:
     """Return the contenders, the reference first."""
     by_hand = Library(HAND_WRITTEN, "numpy_step", Path(sys.executable))
-    found = [Contender(HAND_WRITTEN, by_hand, 1, {"kind": "plain"})]
+    entrants = [Contender(HAND_WRITTEN, by_hand, 1, {"kind": "plain"})]
     if "simple" in work.also:
         simple = Library(SIMPLE, "numpy_simple_step", Path(sys.executable))
-        found.append(Contender(SIMPLE, simple, 1, {"kind": "plain"}))
+        entrants.append(Contender(SIMPLE, simple, 1, {"kind": "plain"}))
     for kind, title in WAYS.items():
-        found.append(Contender(title, ours(ROLE), 1, {"kind": kind}))
+        entrants.append(Contender(title, ours(ROLE), 1, {"kind": kind}))
         if "leaves" in work.also:
-            found.append(Contender(title + LEAVES, ours(ROLE), 1, {"kind": f"{kind} leaves"}))
+            entrants.append(Contender(title + LEAVES, ours(ROLE), 1, {"kind": f"{kind} leaves"}))
         if "distributed" in work.also:
             task = {"kind": f"{kind} distributed"}
             counts = sorted({1, *ranks})
-            found += [Contender(reducing(title, n), ours(ROLE), n, task) for n in counts]
-    return found + (_peers(work, ranks, pythons) if work.peers else [])
+            entrants += [Contender(reducing(title, n), ours(ROLE), n, task) for n in counts]
+    return entrants + (_peers(work, ranks, pythons) if work.peers else [])
 
 
 def _peers(work: Work, ranks: list[int], pythons: Pythons) -> list[Contender]:
-    found = []
+    entrants = []
     if "jax" in pythons:
-        found.append(Contender(JAX, Library("JAX", "jax_step", pythons["jax"]), 1, {"kind": "jit"}))
+        entrants.append(
+            Contender(JAX, Library("JAX", "jax_step", pythons["jax"]), 1, {"kind": "jit"})
+        )
     if "torch" in pythons:
         torch = Library("torch", "torch_step", pythons["torch"])
-        found.append(Contender("torch, eager", torch, 1, {"kind": "plain"}))
+        entrants.append(Contender("torch, eager", torch, 1, {"kind": "plain"}))
         # torch.compile needs a C++ compiler; without one only it fails.
         compiled = replace(torch, title="torch, compiled")
         if "compiled" in work.also:
-            found.append(Contender(compiled.title, compiled, 1, {"kind": "compiled"}))
+            entrants.append(Contender(compiled.title, compiled, 1, {"kind": "compiled"}))
         if "distributed" in work.also:
             task = {"kind": "distributed"}
-            found += [Contender(on_ranks(DDP, n), torch, n, task) for n in ranks]
-    return found
+            entrants += [Contender(on_ranks(DDP, n), torch, n, task) for n in ranks]
+    return entrants

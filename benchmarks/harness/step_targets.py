@@ -64,22 +64,22 @@ def verdicts(
 ) -> list[Verdict]:
     """Judge captured steps. ``absent`` contains the missing peers and the reasons."""
     missing = ", ".join(f"{title} is absent" for title in absent)
-    found = _of_the_seed(works[SEED], missing) if SEED in works else []
+    results = _of_the_seed(works[SEED], missing) if SEED in works else []
     for title, bound in ((SEED, 12), (BATCH_8, 4), (CLASSES, 3)):
         for by_hand in (HAND_WRITTEN, SIMPLE) if title in works else ():
             rounds = {"a step": works[title].ratios(by_hand, CAPTURED)}
-            found.append(at_least(f"{title}, the time of {by_hand} to ours", bound, rounds))
+            results.append(at_least(f"{title}, the time of {by_hand} to ours", bound, rounds))
     leaves = {t: m.ratios(CAPTURED + LEAVES, CAPTURED) for t, m in works.items()}
     if any(leaves.values()):
-        found.append(at_most("8 leaves against the uncut batch, 1 rank", 1.1, leaves))
+        results.append(at_most("8 leaves against the uncut batch, 1 rank", 1.1, leaves))
     if grid:
-        found += _of_the_grid(grid)
+        results += _of_the_grid(grid)
     if recording is not None:
         rounds = {"first call": recording.seconds.get(f"{CAPTURED}, {RECORDS[0]}", [])}
-        found.append(at_most(f"recording {TWENTY}", 5e-3, rounds, show=duration))
+        results.append(at_most(f"recording {TWENTY}", 5e-3, rounds, show=duration))
     if training is not None:
         rounds = {"from start to end": training.seconds[CAPTURED]}
-        found.append(at_most(TRAINING, 3.0, rounds, show=duration))
+        results.append(at_most(TRAINING, 3.0, rounds, show=duration))
     pairs = {
         f"{m.task}, {title}" if title != CAPTURED else m.task: m.ratios(
             title.replace(CAPTURED, EAGER), title
@@ -88,7 +88,7 @@ def verdicts(
         for title in m.seconds
         if title.startswith(CAPTURED)
     }
-    return [*found, at_least("eager's time to the captured step's", 1.0, pairs)]
+    return [*results, at_least("eager's time to the captured step's", 1.0, pairs)]
 
 
 def _of_the_seed(steps: Measurement, missing: str) -> list[Verdict]:
@@ -106,7 +106,9 @@ def _of_the_seed(steps: Measurement, missing: str) -> list[Verdict]:
         at_least(f"{SEED}, JAX's time to ours", 14, jax, missing if "JAX" in missing else ""),
         at_least("2 ranks, torch DDP's time to ours", 450, torch, missing),
         at_least(
-            "2 ranks, an eager epoch against 1 rank's", 1.8, {"eager": [2 * each for each in eager]}
+            "2 ranks, an eager epoch against 1 rank's",
+            1.8,
+            {"eager": [2 * seconds for seconds in eager]},
         ),
     ]
 

@@ -163,13 +163,13 @@ class Team:
         if door not in ready:
             self._fail("a process ended while starting" if ready else "did not start in time")
 
-    def _fail(self, what: str) -> NoReturn:
+    def _fail(self, problem: str) -> NoReturn:
         """End all processes first, because a dying process may still write output, then return the
         error."""
         self._end_processes(DYING_SECONDS)
         words = self._log.read_text(errors="replace").strip().splitlines()
         shutil.rmtree(self._folder)
-        self.failure = "; ".join([what, *words[-QUOTED_LINES:]])
+        self.failure = "; ".join([problem, *words[-QUOTED_LINES:]])
         raise TeamFailed(self.failure)
 
     def _end_processes(self, patience: float) -> None:

@@ -20,7 +20,7 @@ BEGINS, ENDS = "Started...", "Done!"
 class Training:
     """Seconds from the start of the launcher to its end, seconds of the epochs, last loss."""
 
-    whole: float
+    seconds: float
     epochs: float
     loss: float
 
@@ -45,8 +45,8 @@ def train(ranks: int, epochs: int, captured: bool) -> Training:
         for line in process.stdout or ():
             words.append(line)
             seen.update({mark: time.perf_counter() for mark in (BEGINS, ENDS) if mark in line})
-    whole = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     losses = re.findall(r"Mean Squared Error: (\S+)", "".join(words))
     if process.returncode or len(losses) != epochs or len(seen) != 2:
         raise RuntimeError(f"{' '.join(command + options)} failed: {''.join(words[-8:])}")
-    return Training(whole, seen[ENDS] - seen[BEGINS], float(losses[-1]))
+    return Training(seconds, seen[ENDS] - seen[BEGINS], float(losses[-1]))

@@ -1,10 +1,9 @@
 """One rank: joins its library, then blocks until the conductor sends a command.
 
-    python -m harness.worker ROLE SOCKET PLACE
+    python -m harness.worker ROLE SOCKET SETUP
 
-ROLE is a module of ``harness.roles``, SOCKET the address of the conductor, PLACE a Place as JSON.
-It
-runs in any environment and ends when the conductor ends.
+ROLE is a module of ``harness.roles``, SOCKET the address of the conductor, SETUP a RankSetup as
+JSON. The worker runs in any environment and ends when the conductor ends.
 """
 
 import importlib
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.channel import Line, call_in
-from harness.role import Place, Prepared, Role
+from harness.role import Prepared, RankSetup, Role
 
 
 class Idleness:
@@ -92,10 +91,10 @@ def serve(line: Line, role: Role) -> None:
         return  # the conductor has ended, so no process waits for an answer
 
 
-def work(role_name: str, address: str, place: str) -> None:
+def work(role_name: str, address: str, setup: str) -> None:
     """Join the library, serve, end."""
     module = importlib.import_module(f"harness.roles.{role_name}")
-    role = module.join(Place(**json.loads(place)))
+    role = module.join(RankSetup(**json.loads(setup)))
     with call_in(address) as line:
         serve(line, role)
 

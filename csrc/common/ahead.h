@@ -1,4 +1,4 @@
-// Comparison of the ranks' calls in case a rank returns before other ranks have called: see shm/entering.cc.
+// Comparison of calls if a rank may return before the other ranks have called: see shm/entering.cc.
 #pragma once
 
 #include <optional>
@@ -15,7 +15,7 @@ struct Ranks {
   bool has(int rank) const { return first <= rank && rank < last; }
 };
 
-// Return the ranks from which `rank` needs data in `call`. Assumption: a rank sends its data with its call.
+// Return the ranks from which `rank` needs data in `call`, if each rank sends its data with its call.
 inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   const bool is_root = rank == call.root;
   switch (call.verb) {
@@ -78,8 +78,8 @@ class Mismatches {
   struct Call {
     uint32_t number;
     CallReport report;
-    std::vector<bool> raised;  // by rank: whether it has raised this mismatch, in this call or later
-    bool is_raised = false;  // whether this rank has raised it, also in calls not compared yet
+    std::vector<bool> raised;  // by rank: whether it has raised this mismatch, in this call or a later one
+    bool is_raised = false;  // whether this rank has raised the mismatch, even in a call not compared yet
   };
   // `most_ahead`: number of calls by which a rank may be ahead of another rank.
   Mismatches(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
@@ -113,8 +113,8 @@ class Mismatches {
   }
 
   // Return the mismatch to raise in call `number`: the first mismatch that this rank has not raised. If there
-  // is none, return the last mismatch, or nothing if `only_news`. If and only if all earlier calls were
-  // compared, call forget_old() before.
+  // is none, return nothing if `only_news`, else the last mismatch. Call forget_old() first if all earlier
+  // calls were compared, and only then.
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     const auto is_news = [&](const Call& call) {
       return !call.raised[rank_] && !call.is_raised && number - call.number <= most_ahead_;

@@ -32,7 +32,7 @@ constexpr int kNoProcess = -1, kEndedProcess = -2;
 
 #ifdef FL_MODEL
 
-// Return the small number `model`, so that few memory accesses reach every branch.
+// Return `model`, a small number with which the model checker reaches every branch in few memory accesses.
 template <typename T>
 constexpr T sized(T, T model) {
   return model;

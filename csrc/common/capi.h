@@ -31,7 +31,7 @@ int done(Run run) noexcept {
 inline Handle as_handle(Handle handle) { return handle; }
 inline Handle as_handle(std::shared_ptr<Operation> operation) { return handle_of(std::move(operation)); }
 
-// Return a handle for the Handle or the Operation that `run` returns. Null: there is no result to fetch.
+// Return a handle for the Handle or the Operation that `run` returns, or null if `run` returns null.
 template <typename Run>
 fl_op* handle(Run run) noexcept {
   try {

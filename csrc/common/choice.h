@@ -36,8 +36,7 @@ class Choice {
   struct History;
 
  public:
-  // Cost of each path for its slowest rank, because ranks that only write return early and measure too
-  // little.
+  // Cost of each path for its slowest rank. Other ranks may only write, return early and measure too little.
   class Slowest {
    public:
     void add(const Costs& costs) {
@@ -93,7 +92,7 @@ class Choice {
     double& cost = trial.history->cost[trial.path];
     const double now = seconds / static_cast<double>(trial.bytes);
     // A call faster than `cost` was not disturbed and gets a larger weight. A much slower call was probably
-    // disturbed. Alone, it must not change the best path, because this path would then rarely be tried again.
+    // disturbed. One call must not change the best path, because its path would then rarely be tried again.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
@@ -103,7 +102,7 @@ class Choice {
   static constexpr uint32_t kFirst = 9;  // initial calls, which try the paths in turn
   static constexpr uint32_t kRun = 3;    // consecutive calls on a path under trial
   static constexpr uint32_t kTryEvery = 256;
-  // If a path costs more than this multiple of the best path, only every kTryHopeless-th trial takes place.
+  // If a path costs more than this multiple of the best path, take only every kTryHopeless-th trial of it.
   static constexpr int kHopeless = 3;
   static constexpr uint32_t kTryHopeless = 9;  // odd, so that these trials reach each path
 

@@ -13,7 +13,7 @@
 
 namespace fl {
 
-// Prefetch a cache line of another core for writing. Both cores then wait for a shorter time.
+// Prefetch a cache line of another core for writing. This shortens the wait of both cores.
 inline void expect_to_write(const volatile void* line) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const volatile char*>(line)));
@@ -22,18 +22,18 @@ inline void expect_to_write(const volatile void* line) {
 #endif
 }
 
-// Minimum bytes for streamed stores. An ordinary store to a line that another core has must first fetch and
-// invalidate it: 64 KB took up to 29 us between distant cores, against 1.7 us with streamed stores
+// Minimum bytes for streamed stores. If another core holds a cache line, an ordinary store must first fetch
+// and invalidate it: 64 KB took up to 29 us between distant cores, against 1.7 us with streamed stores
 // (docs/shared-memory.md). For fewer bytes, streaming to memory costs more than it saves.
 constexpr size_t kStreamBytes = 2048;
 
 // From this size, the C library copies with rep movsb. It takes two to five times as long if source and
-// destination have different offsets in a cache line, like arrays and slots (docs/shared-memory.md).
+// destination have different offsets in a cache line, as arrays and slots often have (docs/shared-memory.md).
 constexpr size_t kLongBytes = 2048;
 
 #ifdef FL_HAS_SSE2
 
-// Copy cache lines that are completely in the destination with `store`, and the other bytes with memcpy.
+// Copy the destination's complete cache lines with `store`, and its other bytes with memcpy.
 template <typename Store>
 void copy_lines(void* to, const void* from, size_t bytes, Store store) {
   char* target = static_cast<char*>(to);

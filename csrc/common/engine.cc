@@ -32,7 +32,7 @@ Engine::~Engine() {
 
 void Engine::stop() {
   {
-    const Lock lock(mutex_);  // afterwards, the thread sees the flag before it sleeps
+    const Lock lock(mutex_);  // the lock lets the thread see the flag before it sleeps
     stopping_.store(true, std::memory_order_relaxed);
   }
   wire_.wake(false);
@@ -86,7 +86,7 @@ void Engine::drop_moving(Message& message) {
   moving_.erase(std::remove(moving_.begin(), moving_.end(), &message), moving_.end());
 }
 
-// Complete a message after its removal from tables and queues, even during a transfer. It may be freed here.
+// Complete `message` after its removal from tables and queues, even during a transfer. This may free it.
 void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   if (message.state_ == Message::kOffered) free_token(message.token_);
   if (message.is_moving()) {
@@ -130,7 +130,7 @@ void Engine::take_all(Port& port, Visit visit) {
   }
   const auto moving = moving_;
   for (Message* message : moving) {
-    // If a thread reads the message's data without the lock, it detects the end of the group itself.
+    // If a thread reads the message's data without the lock, that thread detects the end of the group itself.
     if (message->port_ == &port && !message->movement_->is_busy) visit(*message);
   }
 }
@@ -261,7 +261,7 @@ void Engine::wait(Port& port, const Awaited& awaited, int hint, Clock::time_poin
   } while (!poll(awaited, port.transport_.patience(), hint) && Clock::now() < until);
 }
 
-// Sleep until a record arrives or `milliseconds` are over. Return whether a message made progress before.
+// Sleep until a record arrives or `milliseconds` are over. Return true, without sleep, if a message advances.
 bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   const uint32_t since = wire_.begin_wait();
   bool moved, stops;
@@ -290,7 +290,7 @@ void Engine::tick() {
   }
 }
 
-// Find messages that can never end. Handle the records that have arrived, then end those that are still open.
+// Find messages that can never end. Handle arrived records, then fail the found messages that are still open.
 void Engine::check_waits() {
   std::vector<Verdict> found;
   {
@@ -320,7 +320,7 @@ void Engine::check_waits() {
   }
 }
 
-// End the group of `port` with `found`. Other threads do not, because the caller has increased failing_.
+// End the group of `port` with `found`. The caller has increased failing_, so no other thread ends the group.
 void Engine::fail(Port& port, const Failure& found, const Message* about) {
   const Failure failure = port.transport_.with_details(found);
   port.transport_.fail(failure);  // may block while it notifies other ranks
@@ -372,7 +372,7 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
   });
 }
 
-// True if the claim that `message` shares with other receives is taken by a message for one of them.
+// True if another receive that shares the claim of `message` has already matched.
 bool Engine::is_claimed(const Message& message) {
   return message.match_ != nullptr && message.match_->claim != nullptr &&
          __atomic_load_n(message.match_->claim, __ATOMIC_RELAXED) != 0;

@@ -11,9 +11,9 @@
 //     kData, kData, ...                 ->
 //                                       <-    kRefused: the receiver posted a different call; no data moves
 //
-// If the receiver has credit for a small message, its send ends after the copy. If the calls then differ, the
-// receive raises, and so does the sender's next call of the group. With FLASHLIGHT_CHECKS=sync such a send
-// ends only when the message is received. Other sends end when the receiver has taken the data.
+// If a small message is within the sender's credit, its send ends after the copy. If the calls then differ,
+// the receive raises, and so does the sender's next call of the group. With FLASHLIGHT_CHECKS=sync such a
+// send ends only when the message is received. Other sends end when the receiver has taken the data.
 #pragma once
 
 #include <cstring>
@@ -89,7 +89,7 @@ class Wire {
   virtual void forget(uint64_t /* group */) {}
 
   // A transfer between two ranks' memory, in chunks of which several are in flight. For each finished chunk,
-  // next() returns a kData record with `token`, and its bytes as digest. The engine then calls go_on().
+  // next() returns a kData record with `token`, and the bytes' number as digest. The engine then calls go_on().
   class Flow {
    public:
     virtual ~Flow() = default;  // no transfer accesses the memory afterwards
@@ -101,16 +101,16 @@ class Wire {
     int peer;
     uint64_t group;
     uint32_t token;
-    uint32_t receiver;  // token of the receiver
+    uint32_t receiver;  // token of the receiver's message
     bool out;
   };
-  // Return a transfer. Null: the data travels in records of up to `most_bytes`, on a path from choice().
+  // Return a transfer, or null if data travels in records of up to `most_bytes`, on a path from choice().
   virtual std::unique_ptr<Flow> flow(const Moves&) { return nullptr; }
   virtual size_t most_bytes() const { return 0; }
   virtual Choice* choice(int) { return nullptr; }  // null if flow() returns transfers
 
-  // can_read(): whether this process can read a peer's memory. read(): read it without the lock; return
-  // bytes.
+  // can_read(): whether this process can read a peer's memory. read(): read it without the lock, and return
+  // the number of bytes read.
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
@@ -193,13 +193,13 @@ class Message final : public fl_op {
   int64_t* stamp_ = nullptr;
   Port* port_;
   union {
-    fl_match* match_;  // receive without a match: the caller's output
+    fl_match* match_;  // of a receive without a match: where to store its match
     uint32_t token_;   // token of an offer
     Movement* movement_;
     Outcome* outcome_;  // kHasOutcome
   };
   char* data_;
-  fl_signature call_;  // its sequence is the order of posting until the message is matched
+  fl_signature call_;  // an unmatched receive has its posting order in `sequence`
   int32_t peer_;       // group rank
   uint16_t site_;
   union {
@@ -212,7 +212,7 @@ class Message final : public fl_op {
 };
 static_assert(sizeof(Message) <= 200, "there may be many of them");
 
-// Messages that a caller waits for. Null entries have ended. An empty list has not ended.
+// Messages that a caller waits for. Null entries have ended. has_ended() is false for an empty list.
 struct Awaited {
   Message* const* messages = nullptr;
   size_t count = 0;
@@ -289,7 +289,7 @@ class Port {
   int failing_ = 0;  // threads that are about to end all messages
   uint64_t posted_count_ = 0;
   uint32_t searches_ = 0;
-  std::vector<uint32_t> sent_;                // by rank: number of messages sent
+  std::vector<uint32_t> sent_;                // by rank: number of messages sent to it
   std::vector<uint32_t> answered_at_;         // by rank: time of its last answer to an offer, in milliseconds
   Table<Message> posted_;                     // open receives
   Table<Arrival> arrivals_;                   // messages without a receive
@@ -330,8 +330,8 @@ class Engine {
   };
 
   struct Peer {
-    std::list<Control> controls;  // waiting for space; empty for most peers
-    Message* waiting = nullptr;   // sends that wait for space, oldest first
+    std::list<Control> controls;  // records that wait for space; empty for most peers
+    Message* waiting = nullptr;   // sends to this peer that wait for space, oldest first
     Message* last_waiting = nullptr;
     size_t charged = 0;  // bytes of this rank's messages that the peer may buffer
     size_t owed = 0;  // bytes of the peer's messages freed here since the last kCredit record

@@ -48,7 +48,7 @@ inline std::string with_source(const std::string& message, const std::string& na
   return has_source ? message : message + ", as " + name + end;
 }
 
-// Return the failure of rank `self` after `rank`, in texts `name`, has given up because of `reason`.
+// Return the failure of rank `self` after `rank` has given up. `name`: the name of `rank` in error texts.
 inline Failure given_up_by(int rank, const std::string& name, int self, const Failure& reason) {
   Failure forwarded(reason.status, reason.missing, with_source(reason.what(), name));
   if (std::find(reason.missing.begin(), reason.missing.end(), self) != reason.missing.end()) {

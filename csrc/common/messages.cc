@@ -70,7 +70,7 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port::Arrival* found = nullptr;
   if ((message.flags_ & Message::kAny) == 0) {
     if (port.arrived_[message.peer_] > 0) found = port.arrivals_.first(message.key());
-  } else {  // begin with another rank in each search
+  } else {  // each search begins with another rank
     const int size = static_cast<int>(port.ranks_.size());
     const uint32_t first = port.searches_++;
     for (int i = 0; i < size && found == nullptr; ++i) {
@@ -100,7 +100,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   const bool has_credit = state.charged + all + 64 <= kMostCredit;
   const bool is_whole = all <= kTinyMessage || (all <= wire_.eager_bytes() && has_credit);
   const bool waits = !is_whole || !has_credit || checks_at_once_ || is_compared(call) ||
-                     port.transport_.has_given_up(peer);  // only a wait reports the failure
+                     port.transport_.has_given_up(peer);  // without a wait, the failure is not reported
   if (waits && message == nullptr) return Sent::kNot;
   const bool is_read = !is_whole && wire_.can_read(to);
   const size_t part = has_credit && !is_read ? std::min(all, wire_.eager_bytes()) : 0;
@@ -144,7 +144,7 @@ void Engine::control(int to, Control control) {
   if (controls.empty() && put_control(to, control)) return;
   controls.push_back(std::move(control));
   open_.fetch_add(1, std::memory_order_relaxed);
-  ticker_.activate();  // a peer may need it while no caller waits here
+  ticker_.activate();  // its thread sends the control if no caller waits here
 }
 
 bool Engine::put_control(int to, const Control& control) {
@@ -288,7 +288,7 @@ void Engine::handle(int from, const Wire::Room& room) {
     if (wanted.size() < kMostWanted) wanted.push_back(record.tag);
     return;
   }
-  // A kLateRefusal record. It contains the differing call; the data contains the call of this rank.
+  // A kLateRefusal record: `call` is the peer's differing call, and the data is the call of this rank.
   CallReport report;
   report.reset(static_cast<int>(port.ranks_.size()));
   report.ago = 1;
@@ -336,11 +336,11 @@ Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
   }
 }
 
-// Take the claim that `message` shares with other receives. Return false if one of them has taken it.
+// Take the claim that `message` shares with other receives. Return false if another receive has taken it.
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
-  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // it publishes no memory
+  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // the claim protects no memory
   futex_wake(shared, kAllBits, FutexScope::kThreads);
   return true;
 }
@@ -370,7 +370,7 @@ void Engine::forget(uint64_t group) {
   early_.erase(early);
 }
 
-// Match the receive `message` with a record from group rank `from`, and copy the data in the record.
+// Match the receive `message` with a record from group rank `from`, and copy the record's data to its array.
 void Engine::deliver(Message& message, int from, const Record& record, const char* data) {
   Port& port = *message.port_;
   const int source = port.ranks_[from];
@@ -522,7 +522,7 @@ void Engine::handle_answer(int from, const Record& record) {
     free_token(record.token);
     message->state_ = Message::kFlowsOut;
     auto& movement = *(message->movement_ = new Message::Movement(record, from));
-    movement.done = record.digest;  // data that came with the offer
+    movement.done = record.digest;  // bytes that came with the offer
     if (wire_.choice(from) != nullptr) return moving_.push_back(message);
     movement.token = token_for(*message);
     movement.flow = wire_.flow({message->data_ + movement.done, message->bytes() - movement.done, from,

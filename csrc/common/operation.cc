@@ -9,7 +9,7 @@ void Transport::fail(const Failure& failure) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_broken_.load(std::memory_order_relaxed)) return;
     try {
-      // With FL_RAISED, the message comes from the failed rank and already contains its number.
+      // With FL_RAISED, the message comes from the failed rank and already names that rank.
       const bool names_itself = failure.status == FL_RAISED;
       why_ = Failure(FL_CLOSED, names_itself ? std::vector<int>{} : failure.missing, failure.what());
     } catch (const std::bad_alloc&) {  // `why_` keeps its initial text

@@ -29,9 +29,9 @@ inline int64_t coarse_now() {
   return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
 }
 
-// Maximum pause between messages of a rank that is in its shutdown. Messages that it began before may still
-// arrive, and each of them lets it begin queued messages. After a pause of this length, a wait for a message
-// that has not arrived fails.
+// Maximum pause between messages of a rank in its shutdown. Messages that it began may still arrive. After
+// each of them the rank may begin queued messages. After a longer pause, a wait for a message that has not
+// arrived fails.
 constexpr std::chrono::milliseconds kLastMessages{500};
 constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has not begun this message";
 
@@ -59,7 +59,7 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // End the running waits after their deadline. Any thread may call it.
+  // End the running waits that are past their deadline. Any thread may call it.
   virtual void enforce_deadline() = 0;
   // End all waits, those of running and of later operations. Any thread may call it.
   virtual void stop() = 0;

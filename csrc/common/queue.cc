@@ -142,7 +142,7 @@ bool Queue::hand_over(const Pending& operation) noexcept {
 }
 
 void Queue::work() noexcept {
-  const auto shared = shared_;  // keeps the mutex: the queue may be destroyed when no operation runs
+  const auto shared = shared_;  // keeps the mutex if the queue is destroyed after its last operation
   std::unique_lock<std::mutex> lock(shared->mutex);
   while (running_ != nullptr) {
     const bool closing = closing_;

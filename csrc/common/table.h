@@ -8,8 +8,8 @@
 
 namespace fl {
 
-// The table uses `uint64_t key() const` and the link `T* next` of items. A bucket is a queue of items, also
-// with different keys. Operations take constant time if keys differ or items are taken in order.
+// The table uses `uint64_t key() const` and the link `T* next` of items. A bucket is a queue of items, whose
+// keys may differ. Operations take constant time if items with equal keys are removed in order.
 template <typename T>
 class Table {
  public:

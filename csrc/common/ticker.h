@@ -47,7 +47,7 @@ class Ticker {
       // Either a concurrent activate() sees false and notifies, or this thread sees the new count (seq_cst).
       is_awake_.store(false);
       activated_.wait(lock, [this] { return stopping_ || remaining_ticks_.load() > 0; });
-      is_awake_.store(true, std::memory_order_relaxed);  // reading an old value costs a wake-up
+      is_awake_.store(true, std::memory_order_relaxed);  // an old value only costs a needless wake-up
       while (!stopping_ && remaining_ticks_.fetch_sub(1, std::memory_order_acquire) > 0) {
         activated_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
         if (stopping_) break;

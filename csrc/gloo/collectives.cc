@@ -76,7 +76,7 @@ void Collectives::await_pending() {
   pending_.clear();
 }
 
-// Post a receive for the header of call `number` of rank r. `grants`: permit headers without requests.
+// Post a receive for the header of call `number` of rank r. If `grants`, permit rank r to send headers.
 void Collectives::post_header(int r, uint32_t number, bool grants) {
   mesh_.expect(*incoming_buffers_[r], r, kHeaderSlot, number % kTurns * sizeof(Frame), sizeof(Frame), grants);
 }
@@ -107,11 +107,11 @@ void Collectives::exchange_calls(Call& call, const void* data, const Parts& give
   }
 }
 
-// A rank that needs only some calls may return before the other ranks call, as in shm/entering.cc. For
-// example, the root of a small broadcast returns after it has copied its data. Such a rank compares the other
-// calls later, and may be at most kMostAhead calls ahead of the last compared call. If calls differ, each
-// rank that detects it raises immediately. The next call in which all ranks wait for all moves no data and
-// raises on all ranks.
+// A rank need not receive all calls. For example, the root of a small broadcast returns after it has copied
+// its data, before the other ranks call, as in shm/entering.cc. Such a rank compares the other calls later,
+// and may be at most kMostAhead calls ahead of the last compared call. If calls differ, each rank that
+// detects it raises immediately. In the next call in which every rank waits for all ranks, no data is moved
+// and every rank raises.
 
 void Collectives::enter(Call& call, const void* data, const Parts& give) {
   while (calls_ + 1 - compared_ > kMostAhead) compare_call(compared_ + 1);
@@ -162,7 +162,7 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.data + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = reposted_; number != read;) post_header(r, ++number + kTurns, false);
-    // Rank r may wait for all headers. This is not known here in a gather, in which r may have large data.
+    // In a gather, rank r waits for all headers if its data is large. This rank does not know that size.
     const bool may_wait = mode == kWaits || first_dimension_is_free(signature.verb);
     const bool is_needed = may_wait || fl::needed_by(r, size_, signature).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
@@ -300,7 +300,7 @@ void Collectives::flush(Clock::time_point end) noexcept {
 
 // Many ranks ------------------------------------------------------------------------------------
 
-// Return the size of the payload if it is equal for all receivers and small enough for the relay, else 0.
+// Return the payload's size if all receivers get the same payload and the relay has space for it, else 0.
 size_t Collectives::common_bytes(const Parts& give) const {
   Part common;
   for (int r = 0; r < size_; ++r) {
@@ -364,7 +364,7 @@ void Collectives::store_calls(Call& call) {
 CallReport Collectives::last_calls() const {
   CallReport report = last_;
   report.ago = 0;
-  // Add the calls that have arrived and were not compared yet.
+  // Use later calls that have arrived, although they were not compared yet.
   for (uint32_t number = compared_; !uses_relay_ && number != calls_;) {
     const CallReport later = report_of(++number);
     for (int r = 0; r < size_; ++r) {

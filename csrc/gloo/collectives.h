@@ -57,8 +57,8 @@ class Collectives {
   // Wait until all data of earlier calls has been sent, but not longer than until `end`.
   void flush(Clock::time_point end) noexcept;
 
-  // True if `rank` has announced a call that this rank has not made; `call` receives it. Use it between
-  // calls.
+  // If `rank` has announced a call that this rank has not made, store its signature in `call` and return
+  // true. This function must not run during a call of this rank.
   bool is_ahead(int rank, fl_signature& call) const;
 
   // Return the last known call of each other rank, with its age.
@@ -85,9 +85,9 @@ class Collectives {
   // the header would take longer.
   static constexpr size_t kInlineBytes = 65 << 10;
   // kMostAhead: maximum number of calls between the last compared call and this rank's call. kTurns: number
-  // of header frames per peer. With n = kMostAhead + 1, the sender of header k has all headers of call k - n,
-  // and their senders have released the frames of call k - 2 n. So no header overwrites a frame that is still
-  // used.
+  // of header frames per peer. Header k uses the frame of header k - 2 n, with n = kMostAhead + 1. This frame
+  // is free: the sender of header k has received the headers of call k - n from all ranks, and each rank has
+  // released the frames of call k - 2 n before it sent its header of call k - n.
   static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
   // Maximum number of headers to one peer that wait until the kernel accepts them.
   static constexpr uint32_t kLeaving = 8;
@@ -174,19 +174,19 @@ class Collectives {
   bool compares_at_once_ = false;  // no call returns before all ranks have made it
   bool has_begun_ = false;
   Frames outgoing_, incoming_;
-  // By peer. leaving_: number of unsent headers. received_: number of the last received call.
+  // Index: peer. leaving_: number of unsent headers. received_: number of the last received call.
   std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
   std::vector<uint32_t> leaving_, received_;
-  std::vector<OwnCall> own_calls_;  // this rank's calls that may be uncompared
+  std::vector<OwnCall> own_calls_;  // the last calls of this rank; empty with a relay
   Relay relay_;
   Waiter* waiter_ = nullptr;
-  std::vector<int> pending_;  // ranks of send_separately() in this call
+  std::vector<int> pending_;  // ranks whose payloads send_separately() is sending
   uint32_t calls_ = 0;        // calls of this rank so far, without relay
   uint32_t compared_ = 0;     // number of the last compared call
-  uint32_t reposted_ = 0;     // receives are posted again up to this call
+  uint32_t reposted_ = 0;     // receives are posted for calls up to reposted_ + kTurns
   uint32_t awaited_ = 0;      // number of the call that this rank awaits
   Mismatches mismatches_{rank_, kMostAhead};
-  // last_: the last call that this rank has received from all ranks. received_at_: the time of its arrival.
+  // last_: the latest call that has arrived from all ranks. received_at_: the time of its arrival.
   CallReport last_;
   Clock::time_point received_at_;
   // Memory for received chunks in large reductions. It is kept between calls.

@@ -105,7 +105,7 @@ void Family::forward_later(const Mesh& group, std::string text) {
   });
 }
 
-// If a connection is closed while data from the peer arrives, the kernel drops data to the peer.
+// Wait for delivery, because the kernel drops unsent data if other data arrives at a closed connection.
 void Family::deliver() const noexcept {
   const auto is_delivered = [&] {
     for (int peer = 0; peer < links->size; ++peer) {
@@ -192,7 +192,7 @@ void Family::beat() {
   }
 }
 
-// End each group with ranks on lost hosts. Set all reasons first: later steps may break connections.
+// End each group with ranks on lost hosts. First set all groups' reasons: later steps may break connections.
 void Family::lose(const Failure& failure) {
   const std::lock_guard<std::mutex> losing(losing_);
   std::vector<std::pair<Mesh*, Failure>> lost;

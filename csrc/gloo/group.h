@@ -10,7 +10,7 @@ namespace fl {
 class Group {
  public:
   Group(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
-  // Create a subgroup with `ranks` of another group; see Mesh.
+  // Create a subgroup with `ranks` of the group `whole`; see Mesh.
   Group(const Group& whole, const std::vector<int>& ranks, uint64_t number);
 
   Mesh& mesh() { return *mesh_; }
@@ -22,7 +22,7 @@ class Group {
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes,
                                      std::string key, bool lazily, double seconds);
-  // True if `rank` has begun a collective that this rank has not called; `call` receives it.
+  // If `rank` has begun a collective that this rank has not called, store it in `call` and return true.
   bool is_ahead(int rank, fl_signature& call);
   // Return null if the group is usable, else a failed operation whose error is the reason.
   std::shared_ptr<Operation> lost();
@@ -61,7 +61,7 @@ class Group {
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
   std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();
-  Queue queue_;  // last: destroyed before the objects that its operations use
+  Queue queue_;  // declared last: destroyed before the objects that its operations use
 };
 
 }  // namespace fl

@@ -10,18 +10,18 @@
 namespace fl {
 namespace {
 
-// First bytes of messages after both proofs. A message of news ends with a zero byte. It contains the kind of
-// loss, milliseconds since the loss, and the first and last number of each range of lost hosts or ranks. Rank
-// r has the number r + number of hosts. If the peer has sent kLeave, the end of its connection is no loss.
+// First byte of a message: a beat; news of a loss; a notice that the end of the connection will be no loss.
+// News contains the kind of loss, milliseconds since the loss, the first and last number of each range of
+// lost hosts or ranks, and a zero byte. Rank r has the number r + number of hosts.
 constexpr char kBeat = 1, kNews = 2, kLeave = 3;
 // Kinds of losses: host does not answer; only its kernel answers; this host is cut off; a process has died.
 constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
-// For one message of news: minimum bytes (fewer do not wake the peer), maximum ranges, maximum bytes.
+// For one message of news: minimum bytes (fewer do not wake the receiver), maximum ranges, maximum bytes.
 constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
 // Minimum time between messages of news. If many hosts are lost, one message contains several losses.
 constexpr std::chrono::milliseconds kPause{10};
 
-// An asking rank sends its rank number and its proof: their sizes in bytes.
+// Sizes in bytes of the rank number and the proof that a rank sends first on its new connection.
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
 constexpr size_t kMostStrangers = 64;  // maximum unproven connections, plus Hosts::most
 
@@ -232,8 +232,8 @@ bool Heartbeat::has_beaten(Link& link) {
   return has_beaten;
 }
 
-// Record that the host of `answers` is alive and close the other new connections to it. The old connection to
-// the silent rank stays open, because its end shows that the process has died.
+// The peer of the link `answers` has answered, so its host is alive: close the other new connections to the
+// host. The old connection to the silent rank stays open, because its end shows that the process has died.
 void Heartbeat::handle_answer(Link& answers) {
   Watched* const entry = watched(host(answers.peer));
   if (entry == nullptr) return;
@@ -436,7 +436,7 @@ void Heartbeat::send_news() {
   for (Link& link : links_) {
     const bool is_known = link.is_ours ? link.has_shown : link.is_proven;
     if (!is_known || link.news_sent == news_.size()) continue;
-    const bool is_near = host(link.peer) == own_host_;  // if both ranks have made a connection, use ours
+    const bool is_near = host(link.peer) == own_host_;  // ranks of one host have two links: send on own one
     if (is_near ? link.is_ours : !stays_here) link.news_sent += link.line.send(news_.substr(link.news_sent));
   }
 }

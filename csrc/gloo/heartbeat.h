@@ -56,8 +56,8 @@ class Heartbeat {
   // Set the hosts. Call it before the first update().
   void begin(std::shared_ptr<const Hosts> hosts);
 
-  // Ask, answer and decide. Return a new loss with its reason: all ranks of the lost hosts (FL_HOST_LOST), or
-  // ranks whose processes have died (FL_PEER_LOST). Each loss is returned once.
+  // Send and answer beats, and detect losses. Return a new loss with its reason: all ranks of the lost hosts
+  // (FL_HOST_LOST), or ranks whose processes have died (FL_PEER_LOST). Each loss is returned once.
   std::optional<Failure> update();
   // Latest time at which update() must be called again.
   Clock::time_point due() const { return due_; }
@@ -65,7 +65,7 @@ class Heartbeat {
   void await();
   // From any thread: announce that this rank may leave without being reported as lost.
   void leave();
-  // From any thread: make this and all later await() calls return immediately.
+  // From any thread: end a running await(), and let later calls of await() return immediately.
   void ring() noexcept { listener_.ring(); }
 
   // In a forked child: close the sockets.
@@ -135,7 +135,7 @@ class Heartbeat {
   Clock::time_point visited_;               // time of the last beat from another host
   std::list<Link> links_;
   std::list<Watched> watched_;
-  std::map<int, Doubt> doubts_;  // by number of a host that is asked over new connections
+  std::map<int, Doubt> doubts_;  // key: number of a host that is asked over new connections
   std::set<int> left_;           // ranks that have left the group or have died
   Losses lost_, unsent_, unreported_;
   Clock::time_point sends_at_, reports_ = kNever;

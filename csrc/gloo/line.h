@@ -69,9 +69,9 @@ class Listener {
 
   // Wait until a connection is pending, a line has an event, ring() is called, or `end` is reached.
   void await(const std::vector<const Line*>& lines, Clock::time_point end);
-  // From any thread: make this and all later await() calls return immediately.
+  // From any thread: end a running await(), and let later calls of await() return immediately.
   void ring() noexcept;
-  // In a forked child: close the socket. ring() in the child does not wake the parent any more.
+  // In a forked child: close the socket. After that, ring() in the child cannot wake the parent.
   void abandon() const noexcept { descriptor_.close_if_same(); }
 
  private:

@@ -31,7 +31,7 @@ struct Refused : std::runtime_error {
 
 class Links::Listener : public Handler {
  public:
-  // `descriptor` is a listening socket, or for settle() a descriptor without events.
+  // `descriptor` is a listening socket or, for settle(), an eventfd on which no event occurs.
   Listener(Links& links, int descriptor) : links_(links), socket(descriptor) {
     if (socket < 0) fail_in("eventfd");
   }
@@ -56,8 +56,8 @@ class Links::Attempt : public Handler {
  public:
   static constexpr char kStranger[] = "the process that connected as this rank does not know the secret of this job";
 
-  // If this rank connects, `peer` is the target, and with `asks_of` it only asks for the calls in that group.
-  // If a peer connects, `peer` is -1 until its greeting arrives.
+  // If this rank connects, `peer` is the target. With `asks_of`, this rank only asks how many calls of that
+  // group the peer has begun. If a peer connects, `peer` is -1 until its greeting arrives.
   Attempt(Links& links, int socket, int peer, std::optional<uint64_t> asks_of = {})
       : socket(socket),
         is_ours(peer >= 0),
@@ -90,17 +90,17 @@ class Links::Attempt : public Handler {
   const bool is_ours;
   int peer;
   std::optional<uint64_t> asks_of;
-  int64_t calls = 0;      // answer to `asks_of`
+  int64_t calls = 0;      // the peer's answer if `asks_of` is set
   bool has_slot = false;  // accepted as the connection with this peer
   bool is_taken = false;  // a Pair has the socket now
 
  private:
-  // Each end sends one. The connecting end sends first, and the other end answers if the proof is valid.
+  // Each end sends a Greeting: first the connecting end, then the other end if the proof is valid.
   struct Greeting {
     int32_t rank;
-    int32_t asks;  // 1: only asks for the calls in `group`
+    int32_t asks;  // 1: only asks for the number of calls in `group`
     uint64_t group;
-    int64_t calls;  // the answer: number of collectives
+    int64_t calls;  // the answer: number of calls begun in `group`
     char proof[FL_PROOF_BYTES];
   };
 
@@ -146,7 +146,7 @@ class Links::Attempt : public Handler {
     if (sent != sizeof greeting) throw Refused("the connection broke");
   }
 
-  // Read exactly one greeting, because the bytes after it belong to the Pair. Return true at its end.
+  // Read exactly one greeting, because later bytes belong to the Pair. Return true if it is complete.
   bool receive() {
     char* const into = reinterpret_cast<char*>(&peer_greeting_) + received_;
     const ssize_t count = recv(socket, into, sizeof peer_greeting_ - received_, 0);
@@ -295,7 +295,7 @@ void Links::begin(int peer, std::optional<uint64_t> asks_of) {
   device_->registerDescriptor(connection, EPOLLOUT, begun);
 }
 
-// Do not replace kStranger: after it, the peer closes the connection, which is only a consequence.
+// Do not replace kStranger: the peer then closes the connection, and that error is only a consequence.
 void Links::explain(int peer, const std::string& problem) {
   if (problems_[peer] != Attempt::kStranger) problems_[peer] = problem;
 }

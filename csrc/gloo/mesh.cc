@@ -8,7 +8,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Maximum time for the delivery of this rank's reason, and for answers to calls_of().
+// Maximum time to deliver the reason why this rank ends a group, and to wait for answers to calls_of().
 constexpr milliseconds kGoodbye{500};
 
 // Maximum time by which this rank's heartbeat may report a lost host later than another rank's.
@@ -37,7 +37,7 @@ std::string text_for_peers(std::string message, const std::string& name) {
 
 }  // namespace
 
-// Why a rank has ended the group. text(): kMark, status, number of missing ranks, these ranks, words.
+// Why a rank has ended the group. text(): kMark, status, number of missing ranks, their numbers, error text.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
   static constexpr size_t kMostBytes = 4000;
@@ -153,7 +153,7 @@ void Mesh::require(int peer) {
   }
 }
 
-// Wait for a reason from other ranks. Return the failure for a peer that cannot be connected.
+// Return the failure if `peer` cannot be connected: a reason that other ranks send soon, else `problem`.
 Failure Mesh::not_connected(int peer, const std::string& problem) {
   await_reason(is_silence(problem));
   if (const auto why = reason()) return *why;
@@ -294,8 +294,8 @@ Clock::time_point Mesh::end_of(int peer) const {
 
 void Mesh::stop() { end(Failure(FL_CLOSED, {}, kWasClosed)); }
 
-// If a peer has closed the connection because of a lost host, this rank soon receives the news as well. If
-// `is_silent`, the heartbeats report the loss later. Without a Waiter and its deadline, do not wait for them.
+// If a peer has closed the connection because of a lost host, this rank receives the news within kNewsTakes.
+// If `is_silent`, wait longer, until the heartbeats report a loss. This needs a Waiter, which has a deadline.
 void Mesh::await_reason(bool is_silent) {
   const Waiter* const waiter = Waiter::current();
   auto end = Clock::now();

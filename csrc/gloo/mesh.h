@@ -27,8 +27,8 @@ struct Companion {
 
 class Mesh : public Transport, public Connections, public Route {
  public:
-  // Create a whole group, or a subgroup of `whole` with its connections. `ranks` includes this rank. `number`
-  // must be equal on all ranks of the subgroup and different for each subgroup.
+  // Create a whole group, or a subgroup that uses the connections of `whole`. `ranks` includes this rank.
+  // `number` must be equal on all ranks of the subgroup and different for each subgroup.
   Mesh(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
   Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number);
   ~Mesh() override;
@@ -75,9 +75,9 @@ class Mesh : public Transport, public Connections, public Route {
     family_->watch_hosts(std::move(hosts));
   }
   void take_along(Companion companion);
-  // Return `failure` of a whole group with this group's ranks. If no rank is missing, it does not apply here.
+  // Convert the ranks in `failure` from the whole group to this group. If none is a member, none is missing.
   Failure for_members(const Failure& failure) const;
-  // End the group and its companions with `failure`, which the other ranks have received already.
+  // End the group and its companions with `failure`. The heartbeats have sent it to the other ranks already.
   void lose(const Failure& failure) noexcept;
 
   // In a forked child, where the threads do not exist: close the descriptors.
@@ -98,7 +98,7 @@ class Mesh : public Transport, public Connections, public Route {
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
     links_.read(buffer, ranks_[peer]);
   }
-  // Return the reason for the error `what`: from a rank, or lost ranks. `peer` is the awaited rank, or -1.
+  // Return the cause of `what`: a reason that a rank has sent, or lost ranks. `peer`: awaited rank, or -1.
   Failure explain(int peer, const std::string& what) override;
 
   // has_called(): store the number of this rank's last collective. not_called(): ask `ranks` for their
@@ -143,20 +143,20 @@ class Mesh : public Transport, public Connections, public Route {
   std::vector<int> to_whole(const std::vector<int>& ranks) const;
   struct PeerState {
     std::shared_ptr<const Farewell> farewell;  // reason why the peer has ended the group, or null
-    Clock::time_point left_at = kNever;        // time of its kLeaving
-    Clock::time_point closed_at = kNever;      // time of its kClosed
+    Clock::time_point left_at = kNever;        // time when its kLeaving arrived
+    Clock::time_point closed_at = kNever;      // time when its kClosed arrived
   };
   PeerState state_of(int peer) const;
   // A rank that has ended the group, and its reason.
   using PeerFarewell = std::pair<int, std::shared_ptr<const Farewell>>;
   PeerFarewell first_farewell() const;
   void connect_neighbours(const std::vector<int>& missing) noexcept;
-  // Return the peers whose connection has ended or that have closed the group, with a text of the error.
+  // Return the peers whose connection has ended or that have closed the group, with the error text of each.
   std::map<int, std::string> broken_peers();
   Clock::time_point end_of(int peer) const;
   // Return the ranks in `broken` that ended first. `peer` is the awaited rank, or -1.
   std::vector<int> first_of(const std::map<int, std::string>& broken, int peer) const;
-  // Wait until a reason arrives, or no reason can arrive any more. `is_silent`: a host did not answer.
+  // Wait until a reason arrives, or none can arrive any more. `is_silent`: whether a host did not answer.
   void await_reason(bool is_silent);
   Failure not_connected(int peer, const std::string& problem);
   bool is_explained() const { return reason() || has_farewell(); }

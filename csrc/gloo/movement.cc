@@ -34,8 +34,8 @@ void Collectives::deliver(Call& call, const void* from, const Parts& give, void*
   move_large(call, from, give, target, take);
 }
 
-// Send range give[r] of `from` to each rank r, and receive range take[r] of `into` from it. All transfers run
-// at the same time. Ranges of at most kInlineBytes are skipped.
+// Send range give[r] of `from` to each rank r, and receive range take[r] of `into` from each rank r. All
+// transfers run at the same time. Ranges of at most kInlineBytes are skipped.
 void Collectives::move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take) {
   const char* const source = static_cast<const char*>(from);
   std::vector<Buffer> sends(size_), receives(size_);

@@ -137,7 +137,7 @@ void Pair::set_served(bool served) {
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo's function would use ADD
 }
 
-// Return if another thread has the lock, because it may wait for Gloo's thread, this one. The event repeats.
+// If another thread has the lock, return: it may wait for this thread, Gloo's. The event will occur again.
 void Pair::handleEvents(int events) {
   if (!m_.try_lock()) return void(sched_yield());
   m_.unlock();
@@ -397,7 +397,7 @@ ssize_t Pair::fill(const iovec& room) {
   return std::min(arrived, room.iov_len);
 }
 
-// Return the memory for the next bytes of the message, or nothing at its end. `buffer` keeps it alive.
+// Return memory for the next bytes of the message, empty if it is complete. `buffer` keeps the memory alive.
 iovec Pair::next_room(Alive& buffer) {
   if (state_ == CLOSED) return {};
   if (rx_.nread < kHead) {
@@ -512,7 +512,7 @@ void Pair::signal_all() noexcept {
 Receiver::Receiver(std::shared_ptr<Context> context, Route& route, void* data, size_t bytes, Mover* mover)
     : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
-// ~UnboundBuffer waits until no thread uses the buffer. That is too late: this subclass is destroyed then.
+// ~UnboundBuffer waits until no thread uses the buffer. That is too late, because ~Receiver runs before it.
 Receiver::~Receiver() {
   if (unfinished_ == 0) return;
   for (Pair* pair : pairs_) pair->forget(*this, group_);

@@ -1,7 +1,7 @@
 // A connection with one rank. Gloo's base class has the socket and the send queue, and Gloo's thread serves
 // them. The protocol differs from Gloo's: a receiver announces that it is ready, and then the sender sends.
-// Gloo also announces each send, which only a receive from any rank needs, and searches all slots for every
-// message. Here, messages of an ended group do not block other groups.
+// Gloo also announces each send, although only a receive from an arbitrary rank needs this, and searches all
+// slots for every message. Here, messages of an ended group do not block other groups.
 #pragma once
 
 #include <gloo/transport/tcp/address.h>
@@ -50,7 +50,7 @@ class Parcels {
  public:
   virtual ~Parcels() = default;
 
-  // A parcel of `peer` has arrived. `is_over`: this rank has left the group.
+  // A parcel of `peer` has arrived. `is_over` is true if this rank has left the group.
   virtual void received(int peer, uint64_t group, bool is_over, Parcel parcel) = 0;
   // The kernel has accepted `bytes` bytes.
   virtual void sent(int peer, size_t bytes) = 0;
@@ -72,15 +72,15 @@ class Pair : public gloo::transport::tcp::Pair {
   void set_served(bool served);
   void read_available();
 
-  // Send a message. Messages of one slot of a group arrive in order. With `at_leisure`, the kernel sends it
-  // with the next message, or after 200 ms or one round trip. Throws if the connection has ended.
+  // Send a message. Messages of one slot of a group arrive in order. With `at_leisure`, the kernel may delay
+  // it until the next message, at most 200 ms or one round trip. Throws if the connection has ended.
   void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void hurry();
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
-  // Receive in a slot for which the peer needs only one permission, and no request per message. `grants`:
-  // give this permission. The receives for the first messages must be posted before.
+  // Post a receive in a slot in which the peer sends without requests after one permission. If `grants`, give
+  // this permission. Post the receives for the first messages before.
   void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
-  // Send `text` after all earlier data. `is_last`: leave the group and drop this rank's waiting messages.
+  // Send `text` after all earlier data. If `is_last`, leave the group and drop this rank's waiting messages.
   void send_note(uint64_t group, const std::string& text, bool is_last);
   // Send a parcel after all earlier data. Throws if the connection is broken.
   void post(uint64_t group, Parcel parcel);
@@ -165,10 +165,10 @@ class Route {
   const uint64_t group;  // number of the subgroup, or 0
 };
 
-// A buffer that sends from, or receives into, memory of a group. `context` has the connections.
+// Memory from which a group sends, or into which it receives. `context` has the connections.
 class Receiver : public gloo::transport::tcp::UnboundBuffer {
  public:
-  // Notified of each transfer before the buffer counts it. It must exist until the buffer is destroyed.
+  // Called after each transfer, before the buffer counts the transfer. It must outlive the buffer.
   class Mover {
    public:
     // Called with the pair locked after `bytes` bytes were sent or received.

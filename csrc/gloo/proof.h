@@ -18,8 +18,8 @@ class Prover {
   Prover(int rank, std::string key) : rank_(rank), key_(std::move(key)) {}
 
   std::string shown_to(int peer) const { return of(rank_, peer); }
-  // True if the bytes at `shown` are the proof of `peer`. Takes constant time, so that no one can guess
-  // bytes.
+  // True if the bytes at `shown` are the proof of `peer`. Takes constant time, so that an attacker cannot
+  // guess the proof byte by byte.
   bool is_shown_by(int peer, const char* shown) const;
 
  private:

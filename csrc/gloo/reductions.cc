@@ -6,7 +6,7 @@
 namespace fl {
 namespace {
 
-// Each part has at least kPieces chunks of at least kLeastPiece bytes, so that reductions overlap transfers.
+// Minimum chunks per part, so that reductions overlap transfers; fewer if a chunk would be below kLeastPiece.
 constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
 // Maximum number of requested chunks per rank, and maximum bytes of the requested chunks of all ranks.
@@ -16,7 +16,7 @@ constexpr size_t kMostSlots = 8, kAllBytes = 8 << 20;
 // but each rank adds only half of the elements, which saves more time.
 constexpr size_t kInOneStep = 4 << 20;
 
-// Value of `collector`: all ranks receive the reduced parts.
+// Value of `collector` if all ranks receive the reduced parts.
 constexpr int kAllRanks = -2;
 
 // Return the bytes that are reserved for one chunk of one rank.
@@ -50,7 +50,7 @@ Parts even_parts(const fl_signature& signature, int ranks, int without = -1) {
 // the reduced part to the collecting ranks.
 //
 // While one chunk is reduced, the next chunks are sent. A collecting rank receives a reduced chunk into its
-// own data. No unsent data is overwritten: the sender of the chunk has already received that data.
+// own data. This overwrites only data that the sender of the chunk has already received from this rank.
 class Collectives::ReductionInParts {
  public:
   // `output` receives this rank's reduced part. If it is null, the part is only sent to the collector.
@@ -156,10 +156,10 @@ class Collectives::ReductionInParts {
   const Buffer sends_, results_;
   std::vector<Buffer> collected_;
   std::vector<const void*> from_;
-  std::vector<int> sent_, pending_;  // destination of each send of data_, of each result
+  std::vector<int> sent_, pending_;  // destinations: of sent chunks of data_; of sent results
 };
 
-// Return the buffer for chunks of rank r. This rank's own buffer may store results.
+// Return the buffer for chunks of rank r. room(rank_) stores results if there is no output array.
 gloo::transport::UnboundBuffer& Collectives::room(int r) { return *rooms_[r]; }
 
 void Collectives::make_rooms() {
@@ -189,9 +189,9 @@ void Collectives::reduce_inline(const Call& call, const void* data, size_t skip,
   fl::reduce(call.signature.dtype, call.signature.op, call.signature.scale, into, from.data(), size_, count);
 }
 
-// A small array is sent to all ranks, and every rank reduces all arrays. Two ranks also do this with larger
-// arrays, because it sends no more bytes. Of a large array, each rank sends 2 (n-1)/n, as in a ring, but in 2
-// steps and not 2 (n-1). All elements are added in rank order, unlike in a ring.
+// If the array is small, or two ranks have at most kInOneStep bytes, each rank sends its array to all ranks
+// and reduces all arrays. Otherwise each rank sends 2 (n-1)/n times the bytes of the array, as in a ring, but
+// in 2 steps instead of 2 (n-1), and the elements are added in rank order, unlike in a ring.
 void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   exchange_calls(call, data, same_for_all(small ? call.bytes() : 0));

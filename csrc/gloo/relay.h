@@ -6,8 +6,8 @@
 
 namespace fl {
 
-// In step k each rank sends all blocks that it has to the rank 2^k after it. So the number of blocks of each
-// rank doubles in each step (Bruck et al., 1997), and log2(n) messages replace n-1. Not thread-safe.
+// In step k each rank sends all its blocks to the rank whose number is 2^k higher (modulo n). So the number
+// of blocks of each rank doubles (Bruck et al., 1997), and log2(n) messages replace n-1. Not thread-safe.
 class Relay {
  public:
   // Maximum total of all payloads, in bytes.
@@ -52,7 +52,7 @@ class Relay {
     for (Step& step : steps_) waiter.sent(*step.sends, step.to);
   }
 
-  // Data of `rank` in the last exchange.
+  // Call, call site, and payload of `rank` in the last exchange.
   const fl_signature& call(int rank) const { return head(rank).call; }
   const fl_site& site(int rank) const { return head(rank).site; }
   size_t bytes(int rank) const { return head(rank).bytes; }
@@ -67,7 +67,7 @@ class Relay {
     return ranks;
   }
 
-  // True if the neighbour `rank` has begun the next exchange. `call` receives its call.
+  // If the neighbour `rank` has begun the next exchange, store its call in `call` and return true.
   bool is_ahead(int rank, fl_signature& call) const {
     for (const Step& step : steps_) {
       if (step.from != rank) continue;

@@ -42,7 +42,7 @@ void Watch::soon(std::function<void()> chore) {
   changed_.notify_one();
 }
 
-// Tick while waits exist and once more after the last one. Then a next operation need not wake this thread.
+// Tick until one tick after the last wait. An operation that starts before then need not wake this thread.
 void Watch::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closing_) {
@@ -158,7 +158,7 @@ void Waiter::leave() noexcept {
   buffer_ = nullptr;
 }
 
-// Requires the watch's mutex. If the wait has ended, this wakes the next one, which then simply waits again.
+// Requires the watch's mutex. If the wait has ended already, this wakes the next wait, which then repeats.
 void Waiter::wake() noexcept {
   if (buffer_ != nullptr) (buffer_->*abort_)();
 }

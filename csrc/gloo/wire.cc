@@ -3,7 +3,7 @@
 namespace fl {
 namespace {
 
-// Maximum bytes that wait to be sent to a peer. Records of at most kSmall bytes are accepted even then.
+// Maximum bytes that wait to be sent to a peer. Records up to kSmall bytes are accepted above this limit.
 constexpr size_t kMostWaiting = 1 << 20;
 constexpr size_t kSmall = 1 << 10;
 
@@ -18,7 +18,7 @@ constexpr int kMostPolled = 8;
 
 GlooWire::GlooWire(Links& links) : links_(links), peer_states_(std::make_unique<PeerState[]>(links.size)) {}
 
-// If `peer` is not connected, begin to connect and return no space. ended() wakes the waiting threads.
+// If `peer` is not connected, begin to connect and return an empty Room. ended() wakes the waiting threads.
 Wire::Room GlooWire::reserve(int peer, size_t bytes) {
   PeerState& state = peer_states_[peer];
   Pair* const pair = links_.pair(peer);

@@ -27,14 +27,14 @@ constexpr size_t HUGE_FROM = 4 << 20;  // same limit as in NumPy, in bytes
 constexpr size_t PASSES = 8;           // passes after which an unused block is unmapped
 constexpr size_t MOST_MAPPED = 16384;  // a process may have 65,530 mappings (vm.max_map_count)
 
-// Header before an array's elements. `start`: begin of the block. `room`: bytes of the block; 0: NumPy's.
+// Header before an array's elements. `start`: begin of the block. `room`: its bytes; 0: NumPy allocated it.
 struct alignas(16) Header {
   size_t room, size;
   char* start;
 };
 struct Block {
   char* start;
-  size_t room, pass;  // `pass`: number of the backward pass that freed it
+  size_t room, pass;  // `pass`: number of the backward pass that freed the block
 };
 
 Block kept[LIMIT / LEAST];  // sorted by the time of freeing
@@ -59,7 +59,7 @@ Block remove(size_t i) {
   return block;
 }
 
-// Return a block of `room` to `room` * 9 / 8 bytes, or null. `is_new`: it is new, so it contains zeros.
+// Return a block of `room` to `room` * 9 / 8 bytes, or null. Set `is_new` if it is new: it contains zeros.
 Block take(size_t room, bool* is_new) {
   if (Lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
     for (size_t i = count; i-- > 0;) {

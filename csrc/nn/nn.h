@@ -12,7 +12,7 @@ namespace fl::nn {
 using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
 
 struct Row {
-  Kernel* kernel;    // first field, for csrc/tape
+  Kernel* kernel;    // first field: csrc/tape reads it at the row's address
   const char* name;  // "layer_norm:f": the function and NumPy's letter of the dtype
   // One word per array. Digits (base 36) are indices of sizes, whose product is the number of elements; "/"
   // divides by the next size. Elements have the row's dtype, but are int64 after "I", bytes after "B".

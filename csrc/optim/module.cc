@@ -54,7 +54,6 @@ PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyErr_Format(PyExc_IndexError, "expected counts of %zd parameters, got %zd",
                         PyList_Size(params), source.params);
   }
-  // Check all parameters before changing any of them.
   std::vector<Task> tasks;
   tasks.reserve(static_cast<size_t>(PyList_Size(params)));
   Owned unsupported;

@@ -35,7 +35,7 @@ struct Set {
   Squares float32, float64;
 };
 
-// The instruction set in use: the best of the processor, or the last argument of choose().
+// The instruction set in use: the best that the processor supports, or the last argument of choose().
 const Set& chosen_set();
 
 // For tests: use the set `name`. Return false if it is unknown or the processor does not support it.

@@ -6,7 +6,7 @@
 namespace fl::optim {
 namespace {
 
-// Number of bytes from which a step releases the GIL.
+// The step of a parameter releases the GIL if the parameter has at least this number of bytes.
 constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
 
 // Exponent for std::pow, which rounds like Python's pow(). x * x differs for one of 1,200 numbers.
@@ -149,7 +149,7 @@ bool take_param(Owned param, Task* task) {
   task->piece.param = PyArray_DATA(array);
   task->piece.size = static_cast<size_t>(PyArray_SIZE(array));
   task->is_double = PyArray_TYPE(array) == NPY_DOUBLE;
-  for (void*& state : task->piece.states) state = task->piece.param;  // for rules with fewer states
+  for (void*& state : task->piece.states) state = task->piece.param;  // for states that the rule lacks
   task->kept[0] = std::move(param);
   return true;
 }

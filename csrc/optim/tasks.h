@@ -41,8 +41,8 @@ struct Fields {
   Field field_list[MOST_NUMBERS];
 };
 
-// Inputs that all parameters share. `lr`, and `counts` and `norms` with one number per parameter, are the
-// memory of the optimizer's arrays. `norms` is null if the rule has no norms.
+// Inputs that all parameters share. `lr`, `counts` and `norms` point to the optimizer's arrays. `counts` and
+// `norms` have one number per parameter. `norms` is null if the rule has no norms.
 struct Source {
   Fields fields;
   const double* lr;
@@ -69,7 +69,7 @@ bool read_source(PyObject* const* python_object, Source* to);
 // Return `object` if a kernel can read it and it has the dtype and shape of `like` (null: any); else null.
 PyArrayObject* readable(PyObject* object, PyArrayObject* like);
 
-// Set the parameter of `task`. Return false if kernels do not support the array.
+// Set the parameter of `task`. Return false if kernels do not support the array `param`.
 bool take_param(Owned param, Task* task);
 PyArrayObject* param_of(const Task& task);
 // Set the gradient of `task`. If `may_copy`, a non-contiguous gradient is copied.
@@ -80,7 +80,7 @@ bool take_state(int number, PyObject* state, Task* task);
 bool run_all(const std::vector<Task>& tasks, const Source& source);
 void run(const Task& task, const Rule& rule, const double* numbers, double scale);
 
-// Steps(pieces, lr, counts, norms, rule, scale) for a method table: see prepared.cc.
+// The Python function Steps(pieces, lr, counts, norms, rule, scale): see prepared.cc.
 PyObject* prepare(PyObject* module, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace fl::optim

@@ -37,7 +37,7 @@ class Collectives {
  public:
   Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size);
 
-  // Prepare the next call. `seconds`: timeout of each wait. `interrupt`: check for signals, or null.
+  // Prepare the next call. Each wait has a timeout of `seconds`. `interrupt`: check for signals, or null.
   void begin(double seconds, InterruptCheck interrupt);
 
   // Announce this rank's call and return immediately. Then call the function of the verb; progress() may be
@@ -78,7 +78,7 @@ class Collectives {
   // Return the last call of every rank with its age.
   CallReport last_calls() const;
 
-  // True if `rank` has made a call that this rank has not made yet. `call` receives it.
+  // If `rank` has made a call that this rank has not made yet, store it in `call` and return true.
   bool is_ahead(int rank, fl_signature& call) const;
 
   // Compare the calls that this rank made before other ranks. Return true if a rank has not made all of them
@@ -102,7 +102,7 @@ class Collectives {
   };
   struct Payload {
     bool is_used;
-    uint32_t call;  // number of the last call that used it
+    uint32_t call;  // number of the last call that used this payload
   };
   const Call& call_of(int rank, uint32_t number) const {
     return segment_.block(rank).calls[number % kCalls];
@@ -194,7 +194,7 @@ class Collectives {
   uint32_t calls_ = 0;     // number of calls that this rank has announced
   uint32_t compared_ = 0;  // number of the last compared call
   Ranks needed_;           // ranks whose calls the current call needs
-  bool is_shown_ = true;   // false: the current call waits for space. Its arguments:
+  bool is_shown_ = true;   // false: the current call, stored below, waits for space
   fl_signature waiting_{};
   const void* waiting_data_ = nullptr;
   const fl_site* waiting_site_ = nullptr;

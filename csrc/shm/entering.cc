@@ -1,10 +1,10 @@
 // Start of a call: each rank announces its call, waits for the calls of other ranks, and compares them.
 //
-// A rank that needs only some calls may return before the other ranks call. For example, the root of a small
-// broadcast needs no call. Such a rank compares the other calls later, and may be at most kMostAhead calls
-// ahead of the last compared call. If calls differ, each rank that detects it raises immediately. The next
-// call in which all ranks wait for all moves no data and raises on all ranks. All ranks derive the same
-// result from the announced calls.
+// A rank need not receive all calls. For example, the root of a small broadcast needs none, and returns
+// before the other ranks call. Such a rank compares the other calls later, and may be at most kMostAhead
+// calls ahead of the last compared call. If calls differ, each rank that detects it raises immediately. In
+// the next call in which every rank waits for all ranks, no data is moved and every rank raises. All ranks
+// derive this from the announced calls.
 
 #include "../common/signature.h"
 #include "collectives.h"
@@ -40,7 +40,7 @@ uint64_t hash_of_shape(const fl_signature& s) {
   return hash;
 }
 
-// Like same_call(), but compares only the first cache lines of two calls. `free`: the counts may differ.
+// Like same_call(), but compares only the first cache lines of two calls. If `free`, the counts may differ.
 bool alike(const Call& a, const Call& b, bool free) {
   constexpr uint32_t kMayDiffer = kRunsAhead | kIsLarge | kCanRead;
   if (((a.kind | b.kind) & kAny) != 0) {
@@ -63,12 +63,12 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// Announce a call. `is_ahead`: the call sends no data and is compared later, so it needs no other rank.
+// Announce a call. If `is_ahead`, it sends no data and is compared later, so it needs no other rank.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
-  // A rank that waits for no rank must publish its site now: other ranks may need it when it has returned.
+  // A rank that waits for no rank publishes its call site now. If `site` is null, it waits for all ranks.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
   if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
   is_shown_ = find_room(outgoing.inline_bytes);
@@ -108,7 +108,7 @@ bool Collectives::can_begin(const fl_signature& signature) {
   return travels_whole(signature) && find_room(bytes_with_call(signature));
 }
 
-// Return the number of bytes that are sent with the call: all bytes of this rank's data, or 0.
+// Return the number of bytes that are sent with the call: this rank's whole data, or 0 if it is too large.
 size_t Collectives::bytes_with_call(const fl_signature& signature) const {
   size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const bool only_root = signature.verb == FL_BROADCAST || signature.verb == FL_SCATTER;
@@ -123,9 +123,9 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   return travels && !is_compared(call) ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
-// True if the next call can be announced. When a rank makes call k, it has compared call k - kMostAhead, so
-// all ranks have used call k - kCalls, which call k replaces. A payload is free if all ranks made a later
-// call.
+// True if the next call can be announced. Call k replaces this rank's call k - kCalls, which all ranks have
+// used: this rank has compared call k - kMostAhead, and before that call they compared call k - kCalls. A
+// payload is free if all ranks made a later call.
 bool Collectives::find_room(size_t inline_bytes) {
   while (calls_ + 1 - compared_ > kMostAhead || (inline_bytes > kTinyBytes && !find_payload())) {
     if (!all_have_called(compared_ + 1)) return false;
@@ -151,7 +151,7 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // Right after its previous call, a rank does not compare: other ranks wait for this announcement.
+    // Do not compare within a clock tick of the previous call: other ranks wait for this announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
     // Announce a call that will raise as withdrawn. Otherwise, other ranks would use its payload as a result.
@@ -213,7 +213,7 @@ int Collectives::key_of(const fl_signature& signature, const Call& call) {
 const char* Collectives::inline_data(int rank, size_t bytes) const {
   const Call& call = call_of(rank);
   if (bytes <= kTinyBytes) return call.tiny;
-  // Ranks usually have the same index. So the data can be loaded before the other rank's index is loaded.
+  // The index is usually equal on both ranks: the data can be loaded before the index of rank `rank`.
   uint32_t payload = payload_;
   if (call.payload != payload || needed_.count() < size_) {
     payload = call.payload;
@@ -286,7 +286,7 @@ void Collectives::receive_some(const fl_signature& signature) {
     if (root_must_know(signature.verb)) same = same && (peer_call.kind & kAny) == 0;
   }
   if (same && some_wait) {
-    needed_ = {0, size_};  // large data of the root: see awaited()
+    needed_ = {0, size_};  // the root has large data: see awaited()
     return receive_calls(signature);
   }
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
@@ -400,7 +400,7 @@ CallReport Collectives::report_of(uint32_t number) {
   return report;
 }
 
-// Wait for the call site of `rank`. False if it is not published: the rank has ended or sees no mismatch.
+// Wait for the call site of `rank`. Return false if it is not published: the rank ended or sees no mismatch.
 bool Collectives::has_site(int rank, uint32_t number) {
   Counter& site_known = description_of(rank, number).site_known;
   if (number == 0) return false;  // 0 is also the initial value

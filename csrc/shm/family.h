@@ -37,7 +37,7 @@ class Family {
     const std::lock_guard<std::mutex> lock(mutex_);
     ticker_.activate();
   }
-  // Remove a group, whose tick() is not called any more. The last call also stops all threads.
+  // Remove a group. Its tick() is not called again. If it was the last group, all threads stop.
   void leave(Ticking& group, uint64_t number) {
     engine.forget(number);
     {
@@ -52,7 +52,7 @@ class Family {
   Segment segment;
   Remote remote;
   Rings rings;
-  Engine engine;  // its ranks are ranks of the segment
+  Engine engine;  // it uses the rank numbers of the whole group
   const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for started collectives
 
  private:

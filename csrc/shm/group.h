@@ -1,4 +1,4 @@
-// The ranks of one host as a group. Collectives run one after the other. Messages run at the same time.
+// The ranks of one host as a group. Collectives run one after the other. Messages do not wait for them.
 #pragma once
 
 #include "../common/engine.h"
@@ -31,10 +31,10 @@ class ShmGroup : private Helper, private Family::Ticking {
 
   // Run an operation. If its site is null, the function of on_mismatch() finds it when it is needed.
   Handle run(const Request& call);
-  // Start an operation. A comparison-only call with `is_ahead` ends immediately: look_back() compares it.
+  // Start an operation. A call with `is_ahead` moves no data and ends immediately: look_back() compares it.
   Handle start(const Request& call);
-  // Compare the calls with `is_ahead` that all ranks have made. `is_behind`: some are not compared yet.
-  // Return null unless calls differ or a rank is more than `seconds` late.
+  // Compare the calls with `is_ahead` that all ranks have made. `is_behind`: set to true if some are not
+  // compared yet. Return null unless calls differ or a rank is more than `seconds` late.
   Result look_back(double seconds, bool& is_behind);
 
   // Run several sends and receives; see Port.
@@ -66,7 +66,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(SiteFunction site_function) { site_function_ = site_function; }
-  // True if `rank` has begun a collective that this rank has not called. `call` receives it.
+  // If `rank` has begun a collective that this rank has not called, store it in `call` and return true.
   bool is_ahead(int rank, fl_signature& call);
   // Return null if the group is usable, else a failed operation whose error is the reason.
   Result lost();
@@ -136,7 +136,7 @@ auto ShmGroup::reporting(const fl_site* site, Body body) {
     return body();
   } catch (const Mismatch& mismatch) {
     collectives_.publish_site(site_of(site));
-    if (!mismatch.report.calls.empty()) throw;  // has a report of an earlier call
+    if (!mismatch.report.calls.empty()) throw;  // it has the report of an earlier call
     throw Mismatch(collectives_.current_report());
   } catch (Failure& failure) {
     if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.report = collectives_.last_calls();

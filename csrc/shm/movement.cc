@@ -30,15 +30,15 @@ void Collectives::wait_for_free_slot(uint32_t chunk) {
   }
 }
 
-// Return the chunk size for `bytes`, equal on every rank. Small data has several chunks: copies overlap then.
+// Return the chunk size for `bytes`, equal on every rank. Small data is divided too, so that copies overlap.
 size_t Collectives::chunk_for(size_t bytes) const {
   const size_t part = (bytes / kPipelined + kLine - 1) / kLine * kLine;
   return std::min(segment_.chunk_bytes(), std::max(kLeastChunk, part));
 }
 
-// Send chunks from each producer to each consumer through slots. produce(c, slot) fills this rank's slot.
-// consume(c, filled) waits until `filled` chunks of a rank are filled and reads its slot. Every rank counts
-// every chunk, so that all counters are equal at the end.
+// Send chunks from producers to consumers through slots. produce(c, slot) fills this rank's slot. consume(c,
+// filled) waits until a producer's counter has reached `filled`, and reads the producer's slot. A rank also
+// counts chunks that it does not move, so that all counters are equal at the end.
 void Collectives::stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
                          const Consume& consume) {
   RankBlock& block = segment_.block(rank_);
@@ -93,7 +93,7 @@ struct Collectives::Rows {
   size_t total() const { return begin.back(); }
 };
 
-// A large array is sent like the rows of a gather, in which only the root has rows.
+// A large array is sent like the rows of an all_gather in which only the root has rows.
 Bytes Collectives::broadcast(const fl_signature& signature, void* data) {
   const int root = signature.root;
   receive_calls(signature);

@@ -31,7 +31,7 @@ std::shared_ptr<Process> Process::find(int32_t pid) {
   const std::lock_guard<std::mutex> lock(cache.mutex);
   auto& slot = cache.processes[pid];
   auto process = slot.lock();
-  if (process != nullptr && !process->has_ended()) return process;  // otherwise the PID may be reused
+  if (process != nullptr && !process->has_ended()) return process;  // else the PID may belong to another
   process = std::make_shared<Process>(open_process(pid));
   slot = process;
   return process;
@@ -59,11 +59,11 @@ Peers::~Peers() { close_files(); }
 void Peers::close_files() noexcept { processes_.clear(); }
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
-  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // before reasons of other ranks
+  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // own close() has precedence
   if (auto failure = farewell(concern)) return failure;
   const std::vector<int> dead_ranks = dead(concern);
   if (!dead_ranks.empty()) {
-    if (auto failure = farewell(concern)) return failure;  // it may have sent a reason and then ended
+    if (auto failure = farewell(concern)) return failure;  // a dead rank may have sent a reason before
     return Failure(FL_PEER_LOST, dead_ranks, "its process has ended");
   }
   if (has_ended()) return why_ended();
@@ -153,7 +153,7 @@ void Peers::give_up(const Failure& failure) noexcept {
   }
   std::strncpy(farewell.message, failure.what(), sizeof farewell.message - 1);
   farewell.is_set.set(1);
-  full_fence();  // later, this rank may free memory that peers read
+  full_fence();  // peers see the farewell before this rank frees memory that they read
 }
 
 // Watch ---------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ void Watch::wait_long(Counter& counter, uint32_t target, int peer) {
   } while (!counter.wait(target, Patience{0, 0}, kSliceMilliseconds));
 }
 
-// Throw the reason to end the wait. There is none if a lost rank has raised the counter before its end.
+// Throw if the wait must end, unless a lost rank has raised the counter to `target` before its end.
 void Watch::check_loss(const Counter& counter, uint32_t target, Clock::time_point since, int peer) {
   if (const auto lost = loss()) {
     if (counter.reached(target)) return;

@@ -11,7 +11,7 @@ inline Failure interrupted() { return {FL_CLOSED, {}, kInterrupted}; }
 // Maximum milliseconds of sleep between checks for ended ranks, signals and the deadline.
 constexpr long kSliceMilliseconds = 20;
 
-// The ranks that an operation needs: rank `only`, or if it is -1, all ranks, for collective `call`.
+// The ranks that an operation needs: rank `only`, or if it is -1, all ranks that have not made call `call`.
 struct Concern {
   int only = -1;
   uint32_t call = 0;
@@ -60,9 +60,9 @@ class Peers : public Transport {
   // Return the ranks that have not made collective concern.call.
   std::vector<int> not_called(const Concern& concern) const;
 
-  // Duration of polling before a sleep. Waits without success reduce it: the awaited rank may be on another
-  // host or need this processor. Every kTryEvery-th wait polls for the full time, because the wake-ups of two
-  // sleeping ranks may take longer than the reduced time.
+  // Duration of polling before a sleep. Polling without success reduces it, because the awaited rank may be
+  // on another host or need this processor. Every kTryEvery-th wait polls for the full time: if both ranks
+  // sleep, their wake-ups may take longer than the reduced time.
   Patience patience() const override {
     const bool tries = waits_.load(std::memory_order_relaxed) % kTryEvery == 0;
     return {patience_.spins >> (tries ? 0 : vain_.load(std::memory_order_relaxed)), patience_.yields};
@@ -102,13 +102,13 @@ class Peers : public Transport {
   std::atomic<bool> stopped_{false};
   std::atomic<bool> has_farewell_{false};            // give_up() was called
   std::mutex mutex_;                                 // guards the members below
-  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null if not needed yet
+  std::vector<std::shared_ptr<Process>> processes_;  // index: rank; null if not needed yet
 };
 
 // The waits of one operation, on one thread.
 class Watch {
  public:
-  // `seconds`: timeout of each wait. `interrupt`: check for signals, or null.
+  // Each wait has a timeout of `seconds`. `interrupt` checks for signals; it may be null.
   Watch(Peers& peers, Concern concern, double seconds, InterruptCheck interrupt)
       : peers_(&peers), concern_(concern), seconds_(seconds), interrupt_(interrupt) {}
 
@@ -125,8 +125,8 @@ class Watch {
     if (!counter.reached(target)) wait_long(counter, target, peer);
   }
 
-  // Like wait(), but call `serve` regularly. It handles requests of other ranks and returns true if there was
-  // one. Before the first request it is called every kSliceMilliseconds, and then every millisecond.
+  // Like wait(), but call `serve` every kSliceMilliseconds, and every millisecond after it has handled a
+  // request of another rank. `serve` returns true if there was a request.
   template <typename Serve>
   void wait_and(Counter& counter, uint32_t target, int peer, Serve serve) {
     long slice = kSliceMilliseconds;

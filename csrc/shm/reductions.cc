@@ -107,7 +107,7 @@ void Collectives::reduce_in_place(const fl_signature& signature, void*) {
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
 
-// For few ranks. `shows`: copy this rank's array to its slots. `combines`: reduce the first `terms` arrays.
+// For few ranks. If `shows`, copy this rank's array to its slots. If `combines`, reduce `terms` arrays.
 void Collectives::combine_shown(const fl_signature& signature, char* data, size_t chunk_bytes, int terms, bool shows,
                                bool combines) {
   const Chunks chunks(signature, chunk_bytes);
@@ -152,14 +152,14 @@ void Collectives::reduce_read(const fl_signature& signature, size_t begin, const
   }
 }
 
-// For more ranks: every rank reduces one part of each chunk and copies the result to its slot. `collector`
-// (-1: every rank) collects the results. No other rank reads this part of `data`, so it can be overwritten.
+// For more ranks: every rank reduces its part of each chunk and copies the result to its slot. `collector`
+// (-1: every rank) copies the results to `data`. No other rank reads this rank's part of its `data`.
 void Collectives::reduce_in_parts(const fl_signature& signature, char* data, int collector) {
   const Chunks chunks(signature, segment_.chunk_bytes());
   const size_t item = chunks.itemsize;
   const uint32_t base = chunks_;
   const bool collects = collector < 0 || collector == rank_;
-  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // for results of other ranks' elements
+  if (collector >= 0) scratch_.resize(segment_.chunk_bytes());  // stores this rank's results for show()
 
   const auto part_begin = [&](uint32_t c, int r) {
     const size_t rows = (chunks.size(c) + kPartElements - 1) / kPartElements;

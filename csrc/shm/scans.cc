@@ -1,4 +1,4 @@
-// Prefix reductions: rank r gets the reduction of ranks 0 to r, or 0 to r-1.
+// Prefix reductions: rank r gets the reduction of the arrays of ranks 0 to r, or for exscan of 0 to r-1.
 
 #include "collectives.h"
 #include "../common/copying.h"
@@ -25,9 +25,9 @@ void Collectives::scan(const fl_signature& signature, void* data) {
   choice_.end(trial_);
 }
 
-// For more ranks: each rank computes one part of each chunk for all ranks, from the last rank to the first.
-// The result for rank r replaces array r in its slot: lower ranks do not need it. Each rank then copies its
-// result.
+// For more ranks: each rank computes one part of each chunk for all ranks. The reduction of ranks 0 to r
+// replaces the data in slot r, from the last rank to the first, because shorter reductions do not need that
+// data. Then each rank copies its result.
 void Collectives::scan_in_parts(const fl_signature& signature, char* data, int terms) {
   const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const uint32_t base = chunks_;

@@ -12,9 +12,9 @@ namespace fl {
 // A mapped file in memory. The destructor unmaps and closes it.
 class Mapping {
  public:
-  // Create a file that only this user can open, or use the unnamed file /proc/PID/fd/N. A name exists until
-  // unlink(). `reserve`: allocate the memory now, because a named file may run out of space. Throws
-  // std::system_error.
+  // Create a file that only this user can open, or use the unnamed file /proc/PID/fd/N. A named file exists
+  // until it is unlinked. If `reserve`, allocate the memory now, because a named file may run out of space.
+  // Throws std::system_error.
   static Mapping create(const std::string& path, size_t bytes, bool reserve = true);
   // Map a file that this user has created. Throws std::system_error.
   static Mapping open(const std::string& path, size_t bytes);
@@ -49,12 +49,12 @@ constexpr uint32_t kSlots = sized(4, 3);
 constexpr uint32_t kCalls = sized(16, 5);    // number of a rank's calls in memory
 constexpr uint32_t kPayloads = sized(4, 2);  // number of a rank's payloads in memory
 
-// Maximum number of calls by which a rank is ahead. Within it, no rank replaces a call that another rank
-// still reads: see Collectives::find_room.
+// Maximum number of calls between a rank's last compared call and its next call. With this limit, no rank
+// replaces a call that another rank still reads: see Collectives::find_room.
 constexpr uint32_t kMostAhead = (kCalls - 1) / 2;
 
-// The announcement of a call, `number` last. Tiny data fits into the first of two cache lines, so only one
-// line is transferred between cores. The alignment is two lines, because processors prefetch pairs.
+// The announcement of a call; its rank writes `number` last. Tiny data is in the first of two cache lines, so
+// only one line is transferred between cores. The alignment is two lines: processors prefetch pairs.
 struct alignas(2 * kLine) Call {
   Counter number;
   uint32_t kind;  // part_of, verb, dtype, op, flags of entering.cc
@@ -106,8 +106,8 @@ struct alignas(kLine) RankBlock {
   Description descriptions[kCalls];
   alignas(4096) char payloads[kPayloads][kInlineBytes];
   alignas(kLine) Counter filled;   // number of chunks that this rank has filled
-  alignas(kLine) Counter reduced;  // number of chunks with this rank's part reduced
-  alignas(kLine) Counter drained;  // number of other ranks' chunks it has read
+  alignas(kLine) Counter reduced;  // number of chunks whose part this rank has reduced
+  alignas(kLine) Counter drained;  // number of chunks that this rank has read
   ReadRequest request;
   Farewell farewell;
   std::atomic<int64_t> left_at;             // coarse_now() in leave(), or 0

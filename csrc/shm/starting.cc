@@ -1,9 +1,9 @@
 // Asynchronous collectives.
 //
 // If all data fits into the call, the caller's thread announces the call immediately. So no other rank waits
-// for this rank, and no thread must be woken. The first of these threads completes the collective: the thread
-// that waits for it, the thread that makes the next call, or, after a millisecond, a thread of the group.
-// Other collectives run in the queue.
+// for this rank, and no thread needs to be woken. The first of these threads completes the collective: the
+// thread that waits for it, the thread that makes the next call, or, after a millisecond, a thread of the
+// group. Other collectives run in the queue.
 
 #include "group.h"
 
@@ -17,7 +17,7 @@ constexpr int kSpins = sized(1000, 1);
 }  // namespace
 
 ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& site, bool is_begun) {
-  // queued_ decreases when finish() releases this function: the end of the operation is visible then.
+  // At the end of the operation, finish() destroys this lambda, which decreases queued_.
   queued_.fetch_add(1, std::memory_order_relaxed);
   const auto leave = [](std::atomic<int>* count) { count->fetch_sub(1, std::memory_order_relaxed); };
   const std::shared_ptr<std::atomic<int>> queued(&queued_, leave);
@@ -73,14 +73,14 @@ bool ShmGroup::begin_small(const Request& call, const fl_site& site, Result& res
   begun_->helper = this;
   try {
     family_->activate();
-  } catch (const std::exception&) {  // the ticks have no thread
+  } catch (const std::exception&) {  // the thread for ticks cannot be created
     hand_over();
   }
   return true;
 }
 
-// Complete begun_ if the other ranks call within `patience`. Otherwise, and if `or_hand_over`, give it to a
-// thread. Requires `starting_`.
+// Complete begun_ if the other ranks call within `patience`. If they do not, and `or_hand_over` is true, give
+// it to a thread. Requires `starting_`.
 void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
   if (begun_ == nullptr) return;
   Progress progress = collectives_.progress();
@@ -102,7 +102,7 @@ ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   if (peers_.has_ended()) return ended(peers_.why_ended());
   if (!starting_.try_take()) return nullptr;
   const Turn::Guard guard(starting_);
-  // Queued operations compare the calls before them.
+  // Nothing to do: queued operations compare the calls before them.
   if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
   if (!turn_.try_take()) return nullptr;
   const Turn::Guard running(turn_);

@@ -9,13 +9,13 @@
 
 namespace fl {
 
-// A lock that knows its owner. A signal handler may run on a thread that is inside a collective, and its own
-// calls must fail then and not wait for that collective.
+// A lock that knows its owner. If a signal handler interrupts a thread inside a collective, the handler's own
+// calls must fail, because that collective cannot continue before the handler ends.
 class Turn {
  public:
   // Take the turn. Return false if any thread has it, also if this thread has it.
   bool try_take() {
-    // The default order is seq_cst, also for a failure: see owner_.
+    // The default memory order is seq_cst, also if the exchange fails: see owner_.
     std::thread::id no_thread;
     return owner_.compare_exchange_strong(no_thread, std::this_thread::get_id());
   }

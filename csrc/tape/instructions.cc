@@ -43,7 +43,7 @@ struct Native final : public Instruction {
   int64_t work() const override { return elements; }
 };
 
-// Ends the replay if the array at table entry `at` contains a false truth value.
+// Ends the replay if the truth value at table entry `at` is false.
 struct Require final : public Instruction {
   int at;
 

@@ -1,6 +1,5 @@
-// Loops and kernels that give NumPy's bits: elementwise loops in the form of ufunc loops, which NumPy has
-// only inside casts and functions; products with the BLAS that NumPy has loaded; sums that NumPy computes
-// without BLAS.
+// Loops and kernels that give NumPy's bits. NumPy has the elementwise loops only inside casts and functions.
+// Products use the BLAS that NumPy has loaded. Sums are those that NumPy computes without BLAS.
 
 #include <cmath>
 #include <cstring>

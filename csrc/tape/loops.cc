@@ -10,7 +10,7 @@
 namespace fl::tape {
 namespace {
 
-// Number of elements of a strip, of which a few fit into the first-level cache.
+// Number of elements of a strip. A few strips fit into the first-level cache.
 constexpr intptr_t STRIP = 2048;
 // Maximum number of elements of a vector. In a loop's last, partial vector, NumPy gives NaNs other bits.
 constexpr intptr_t VECTOR = 64;

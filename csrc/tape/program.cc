@@ -11,7 +11,7 @@ const int64_t* structure;
 
 namespace {
 
-// Number of elements from which a step releases the GIL.
+// A step releases the GIL if it processes at least this number of elements.
 constexpr int64_t WORK_WITHOUT_GIL = 100000;
 
 PyArrayObject* as_array(const Owned& object) { return reinterpret_cast<PyArrayObject*>(object.get()); }
@@ -159,7 +159,7 @@ bool Program::read_argument(PyObject* described) {
   return true;
 }
 
-// Read (-1, address), or (number of an argument or, after them, of a new array; offset in this array).
+// Read (-1, address), or (number, offset in the array). Numbers count the arguments, then the new arrays.
 bool Program::read_table(PyObject* described) {
   int argument;
   intptr_t address;

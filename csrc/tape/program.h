@@ -170,7 +170,7 @@ class Program {
   };
   struct Name {  // the value of a name that the function uses
     PyObject *holder, *name, *value;
-    bool is_items;         // `value` is the length of the container `holder`, or a copy of the set
+    bool is_items;         // `value`: length of the container `holder`, or a copy if it is a set
     bool is_number;        // a number or a string, so compare values
     PyObject* descriptor;  // descriptor in C of the attribute `name`; None: no such descriptor
     bool is_in_dict;       // `holder` is a dict; otherwise a list if `index` >= 0
@@ -223,10 +223,10 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described);
 // Return 1 if two values have one type and are equal, floats bit by bit; -1 with an exception.
 int same_value(PyObject* before, PyObject* after);
 
-// Memory that NumPy allocates on a thread. new_memory(): return a watched memory. use_memory(memory): use it
-// from now on; return the memory used before. find_memory(memory, array): return the number of the array's
-// block and an array that represents the block even after it is freed, or None if the array is not in
-// `memory`.
+// Allocators for NumPy. new_memory(): return an allocator that records its blocks. use_memory(memory): use it
+// on this thread from now on, and return the old allocator. find_memory(memory, array): return the number of
+// the array's block and an array that represents the block even after it is freed, or None if the array is
+// not in `memory`.
 PyObject* new_memory(PyObject*, PyObject*);
 PyObject* use_memory(PyObject*, PyObject* memory);
 PyObject* find_memory(PyObject*, PyObject* args);

@@ -37,7 +37,7 @@ struct Elementwise {
   bool sums;  // adds all elements of the first operand; last operation of its group
   int at[MOST_OPERANDS];
   intptr_t steps[MOST_OPERANDS][MOST_DIMENSIONS];
-  intptr_t itemsize[MOST_OPERANDS];  // 0: memory of one strip, which all strips use
+  intptr_t itemsize[MOST_OPERANDS];  // 0: the operand is memory of one strip, reused by all strips
 
   // Bytes between consecutive elements or rows of the outermost dimension.
   intptr_t ahead(int operand) const { return itemsize[operand] == 0 ? 0 : steps[operand][0]; }

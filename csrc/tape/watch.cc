@@ -16,7 +16,7 @@ namespace {
 // Freed memory may be allocated again, as in a step that is not watched. Therefore each block gets a second,
 // unique address, and an array at this address represents the block after it is freed. Nothing writes to
 // these addresses; reads give zeros. If the reservation fails, for example under a shell limit, a smaller one
-// is tried. It leaves address space for other uses.
+// is tried. The reservation leaves address space for other uses.
 constexpr uintptr_t LINE = 64, MOST = uintptr_t(1) << 40, FEWEST = uintptr_t(1) << 28;
 
 uintptr_t reserved() {

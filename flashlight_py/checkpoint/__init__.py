@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run in a folder, from which a killed run can continue."""
+"""Checkpoints: saved states from which a killed training program can continue."""
 
 from flashlight_py.checkpoint.runs import Checkpoint, load, save
 

@@ -1,13 +1,13 @@
-"""Files of the checkpoints of a run. Each checkpoint appears complete or not at all.
+"""Files of checkpoints. A checkpoint appears in its directory complete or not at all.
 
 A checkpoint is a directory ``<number>-step-<step>`` with two files. A new checkpoint has a larger
-number than all earlier checkpoints, even if its step is smaller. The names of directories that are
-being written or removed begin with a full stop. If a process is killed, the next ``save`` removes
-such directories.
+number than all earlier checkpoints, even if its step is smaller. While a directory is being written
+or removed, its name begins with a full stop. If a process is killed meanwhile, the next ``save``
+removes this directory.
 
-The length and SHA-256 of a file identify its content. A thread computes the digest during the
-write, because both take about as long on a fast disk. Functions raise the OSErrors of the system,
-and ValueError if a file does not have the length and digest with which it was written.
+The manifest contains the length and the SHA-256 of the state file. A thread computes the SHA-256
+during the write, because hashing and writing take about the same time on a fast disk. Functions
+raise OSError if the system reports an error, and ValueError if a file does not match the manifest.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
 
 
 def read_durable(file: Path, expected: Content) -> Array:
-    """Return the content of ``file`` (uint8), or raise ValueError if it is not ``expected``."""
+    """Return the bytes of ``file``; raise ValueError if they do not match ``expected``."""
     with open(file, "rb") as stream:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
@@ -80,7 +80,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _sha256_of(pieces: Iterable[Array], move: Callable[[memoryview], object]) -> str:
-    """Pass each part of ``pieces`` to ``move``; return the hexadecimal SHA-256 of all parts."""
+    """Read or write each part of ``pieces`` with ``move``; return the SHA-256 of all parts."""
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as thread:
         added = thread.submit(digest.update, b"")
@@ -102,7 +102,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of the manifest file. ``parts`` has names such as "module" and "optimizer"."""
+    """Content of the manifest file. ``parts`` lists the names of the saved parts, as "module"."""
 
     step: int
     ranks: int
@@ -152,7 +152,8 @@ def publish(
     """Write a checkpoint with the bytes of ``state``, and return its path.
 
     The directory gets its final name when its content is on the disk. If writing fails, the
-    directory is removed. Afterwards, all but the newest ``keep`` checkpoints are removed.
+    directory is removed. Finally, if there are more than ``keep`` checkpoints, the oldest ones are
+    removed.
     """
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -205,7 +206,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """Return the checkpoints in ``path``, newest first, or ``path`` itself if it is one."""
+    """Return the checkpoints in ``path``, newest first, or ``[path]`` if it is a checkpoint."""
     siblings = newest_first(path.parent) if _NAME.fullmatch(path.name) else []
     files = [path / MANIFEST, *(checkpoint / STATE for checkpoint in (path, *siblings))]
     return newest_first(path) or [path] * any(map(os.path.exists, files))

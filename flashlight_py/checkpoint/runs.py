@@ -1,4 +1,4 @@
-"""Save and load runs. Rank 0 writes and reads the files, and broadcasts the loaded state."""
+"""Save and load checkpoints. Rank 0 writes and reads the files, and broadcasts the loaded state."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
 from flashlight_py.safetensors import flatten_tree, from_bytes, pieces
 
 _log = logging.getLogger("flashlight_py")
-# Name of the exception class on the failed rank: class on the other ranks (else CheckpointError).
+# If a rank raises one of these classes, the other ranks raise it too. Otherwise: CheckpointError.
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -41,7 +41,7 @@ class Stateful(Protocol):
 
 
 class _Several:
-    """A list or dict of objects as one argument, for example two optimizers."""
+    """A list or dict of objects that is passed as one part, for example two optimizers."""
 
     def __init__(self, parts: Mapping[Any, Stateful] | Sequence[Stateful]) -> None:
         items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
@@ -52,7 +52,7 @@ class _Several:
 
     def load_state_dict(self, state: Any) -> None:
         if state.keys() != self.parts.keys():
-            raise ValueError(f"expected {sorted(self.parts)}, got {sorted(state)}")
+            raise ValueError(f"expected the parts {sorted(self.parts)}, got {sorted(state)}")
         try:
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
@@ -123,7 +123,7 @@ def save(
     step = int(step)  # JSON accepts only Python's integers, not NumPy's
     members = group_or_world(group)
     states: dict[str, Any] = {}
-    numbers = np.empty(0, np.uint8)  # random state of this rank, as bytes of a file
+    numbers = np.empty(0, np.uint8)  # random states of this rank in the format safetensors
     settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
     with Attempt("save", members) as attempt:
         states = {name: part.state_dict() for name, part in parts.items()}
@@ -161,7 +161,7 @@ class Checkpoint(NamedTuple):
 
 
 class _IntactCheckpoint(NamedTuple):
-    """The newest intact checkpoint, found by rank 0, without its arrays."""
+    """Facts about the newest intact checkpoint, which rank 0 sends to the other ranks."""
 
     path: Path
     manifest: Manifest
@@ -231,7 +231,7 @@ def load(
     if intact is None:
         return None
     content = state if members.rank == 0 else np.empty(intact.manifest.state.nbytes, np.uint8)
-    state = members.broadcast(content)  # raises on all ranks, so it needs no Attempt
+    state = members.broadcast(content)  # if it fails, all ranks raise, so no Attempt is needed
     tree: dict[str, Any] = {}
     with Attempt("load", members) as attempt:
         tree = from_bytes(state)
@@ -242,7 +242,10 @@ def load(
 
 
 def _newest_intact(path: Path, context: str) -> tuple[_IntactCheckpoint | None, Array]:
-    """Return the newest intact checkpoint and its state; log a warning for each skipped one."""
+    """Return the newest intact checkpoint and its state (uint8).
+
+    If no checkpoint exists, return None and no bytes. Log a warning for each damaged checkpoint.
+    """
     reasons: dict[Path, str] = {}
     # The folder is listed again after each failure, because a job may have replaced the checkpoint.
     while untried := [entry for entry in checkpoints_in(path) if entry not in reasons]:
@@ -342,14 +345,14 @@ class Attempt:
 
     @property
     def failure(self) -> list[str] | None:
-        """Class name and text of the exception, for the other ranks. None without an exception."""
+        """Class name and text of the exception that the block raised, or None if it raised none."""
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
     def share(self, value: object = None) -> list[Any]:
         """Return the ``value`` of every rank, or raise on all ranks if a rank has failed.
 
-        Collective, blocking. Raises the errors of ``Work.wait`` and :meth:`end`. If a rank does not
-        call this in time, the message says that all ranks must call "save" or "load".
+        Collective, blocking. Raises the errors of :meth:`end`. If a rank does not call this in
+        time, the other ranks raise an error that names "save" or "load".
         """
         sent = json.dumps([self.failure, value]).encode()
         call = next(call for call in COMPOSED if call.startswith(f"{self._operation}("))
@@ -373,9 +376,9 @@ class Attempt:
     def end(self, failures: Sequence[Any]) -> None:
         """Raise if any rank failed. ``failures`` has the property ``failure`` of every rank.
 
-        A rank that failed with a TypeError, ValueError or CheckpointError raises this exception
-        again. The other ranks raise the TypeError or ValueError of the first failed rank, or
-        CheckpointError.
+        If this rank caught a TypeError, ValueError or CheckpointError, it raises this exception.
+        Otherwise it raises the TypeError or ValueError of the first failed rank. If that rank
+        caught an exception of another class, this rank raises CheckpointError.
         """
         if isinstance(self._error, TypeError | ValueError | errors.CheckpointError):
             raise self._error

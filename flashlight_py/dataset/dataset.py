@@ -32,7 +32,7 @@ class Dataset(abc.ABC):
         """Return the sample at ``index``, an index in [0, len) that the caller has checked."""
 
     def take(self, indices: Indices) -> Sample:
-        """Return the samples at ``indices`` (batch,) as one batch of new, stacked arrays."""
+        """Return the samples at ``indices``, a 1-D array, as one batch of new, stacked arrays."""
         return stack_samples([self.get(int(index)) for index in indices])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
@@ -123,7 +123,7 @@ class TensorDataset(Dataset):
         return tuple([_rows(array, indices) for array in self.arrays])
 
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
-        """Return an iterator over views of up to ``batch_size`` rows before row ``stop``.
+        """Return an iterator over batches: views of ``batch_size`` or fewer rows before ``stop``.
 
         It runs no Python code per batch, because that would take as long as a small training step.
         """
@@ -213,9 +213,9 @@ class BatchDataset(Dataset):
 class ResampleDataset(Dataset):
     """The samples of ``dataset`` at ``indices``, in that order; an index may be repeated.
 
-    ``indices`` is a sequence of integers, or a function from a position in [0, n) to an index,
-    which is called once per position. ``n`` can only be passed with a function. Default: the length
-    of ``dataset``.
+    ``indices`` is a sequence of integers, or a function that returns the index for a position in
+    [0, n). The constructor calls the function for each position. ``n`` can only be passed with a
+    function. It is the length of ``dataset`` by default.
 
     Raises:
         ValueError: If an index is not in [0, len(dataset)), or ``n`` is passed with a sequence.

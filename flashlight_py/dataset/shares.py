@@ -23,9 +23,8 @@ def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> r
     """Return every ``shares``-th position in [0, n), starting at position ``share``.
 
     Sizes differ by at most one. With ``drop_last`` the last n % shares positions are left out, and
-    all sizes are equal. After every share has used its first k positions, [0, k * shares) is used.
-    So if all shares together use ``batch`` positions per step (a multiple of ``shares``), step t
-    uses [batch * t, batch * (t + 1)).
+    all sizes are equal. The first k positions of all shares together are [0, k * shares). So if
+    each share uses k positions per step, step t uses [k * shares * t, k * shares * (t + 1)).
 
     Example:
         >>> [list(strided_share(5, share, 3)) for share in range(3)]
@@ -45,9 +44,9 @@ def batch_positions(index: int, n: int, batch_size: int) -> range:
 
 
 def weight_of_part(part: int, total: int, parts: int) -> float:
-    """Return the weight of a part that has ``part`` of all ``total`` samples, in ``parts`` parts.
+    """Return the weight of one of ``parts`` parts, which has ``part`` of all ``total`` samples.
 
-    The average over the parts of weight * (mean over the part) is the mean over all samples.
+    The mean over all samples is the average over the parts of weight times mean of the part.
     """
     return part * parts / total
 

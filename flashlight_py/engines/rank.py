@@ -27,7 +27,7 @@ _BACKLOG = 1024
 
 
 class RendezvousAddress(NamedTuple):
-    """Port of rank 0 and addresses of its host. The first address is the engine's choice."""
+    """Port of rank 0 and addresses of its host. The address that the engine uses comes first."""
 
     addresses: Sequence[str]
     port: int
@@ -35,7 +35,7 @@ class RendezvousAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Description of one attempt, which every rank receives. ``key`` is a unique name."""
+    """Description of one attempt, sent to every rank. Each attempt has a different ``key``."""
 
     size: int
     restarts: int = 0
@@ -138,7 +138,7 @@ class _RunningRank(NamedTuple):
 
 
 _lock = threading.Lock()
-_rank: _RunningRank | None = None  # the rank that runs in this process
+_rank: _RunningRank | None = None  # the rank that runs in this process, or None
 _interruptible_thread: int | None = None  # the thread in which end_rank may raise SystemExit now
 _ended_attempts: set[str] = set()  # keys of ended attempts, whose ranks may start late
 
@@ -181,7 +181,7 @@ def _registered_rank(key: str) -> Iterator[None]:
     finally:
         with _lock:
             _raise_in(this_rank.thread, None)  # cancel a pending SystemExit
-            _rank = _interruptible_thread = None  # SystemExit may have skipped _interruptible
+            _rank = _interruptible_thread = None  # SystemExit may have interrupted _interruptible
             this_rank.has_ended.set()
 
 
@@ -206,6 +206,6 @@ def _raise_if_ended(key: str) -> None:
 
 
 def _raise_in(thread: int, exception_type: type[BaseException] | None) -> None:
-    """Raise ``exception_type`` when ``thread`` next runs Python code. None cancels a request."""
+    """Raise ``exception_type`` when ``thread`` next runs Python code. None: cancel this."""
     exception = None if exception_type is None else ctypes.py_object(exception_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

@@ -92,7 +92,6 @@ class RayRanks:
             self._tasks[actor.call.remote(self._start.serve, rank, rendezvous)] = rank
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Return the outcomes of ended ranks. Wait for the first one, at most until ``until``."""
         tasks = [task for task, rank in self._tasks.items() if rank in ranks]
         self._ray.wait(tasks, num_returns=1, timeout=engine.seconds_until(until))
         ended, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=0)
@@ -115,7 +114,7 @@ class RayRanks:
 
 @contextmanager
 def ray_cluster(ray: Any) -> Iterator[None]:
-    """Unless Ray is initialised, join the cluster at RAY_ADDRESS, or else start a local cluster."""
+    """Join the cluster at RAY_ADDRESS, or start one if it is not set, unless Ray is initialised."""
     if ray.is_initialized():
         yield
         return
@@ -157,7 +156,8 @@ def reserved_resources(
     """Reserve resources for all ranks, and release them on exit.
 
     Raises:
-        ValueError: If the known nodes are too small, except in a restart: a lost node may return.
+        ValueError: If the living nodes have too few resources, unless ``is_restart`` is True: a
+            lost node may return.
         TimeoutError: If the resources are not free after SLOT_SECONDS or the timeout of ``call``.
     """
     from ray.util import placement_group, remove_placement_group
@@ -207,7 +207,7 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
     """Return the ``backend_config`` of a Ray Train (v2) trainer whose workers form a world.
 
     Worker ``i`` is rank ``i``. The world is initialised before each call of the training function,
-    also when Ray has started new workers after a failure. The workers leave the world after the
+    also if Ray has replaced workers after a failure. The workers leave the world after the
     call. If the function of one worker raises, communication on the other workers raises
     PeerLostError.
 
@@ -235,8 +235,6 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
         """The world of a group of workers."""
 
     class WorldConfig(_TrainerConfig, BackendConfig):  # type: ignore[misc]
-        """Configuration of the backend. Ray creates the backend in the controlling process."""
-
         backend_cls = WorldBackend
 
     return WorldConfig(dict(params or {}))

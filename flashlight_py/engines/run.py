@@ -1,4 +1,4 @@
-"""The part of ``run`` that Ray, Dask and Spark share and that the calling program executes."""
+"""Code of the calling program that the ``run`` functions of Ray, Dask and Spark share."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``nprocs`` ranks, like ``spawn``.
 
-    ``attempt`` starts all ranks and returns their pickled results in rank order. If it raises, all
-    ranks have ended.
+    ``attempt`` starts all ranks and returns their pickled results in rank order. If it raises, it
+    has ended all ranks.
     """
     call = SpawnCall.checked(name, fn, args, nprocs, params, timeout, max_restarts)
     content, subject = (fn, tuple(args), dict(params or {})), "the function or its arguments"
@@ -42,7 +42,7 @@ def run(
 
 
 class EngineRanks(Protocol):
-    """The ranks of one attempt of a job. Their engine (Ray, Spark) reports when each rank ends."""
+    """The ranks of one attempt. Ray or Dask starts them and reports when each rank ends."""
 
     def start(self) -> None:
         """Start all ranks; do not wait until they run."""
@@ -50,7 +50,7 @@ class EngineRanks(Protocol):
     def outcomes(self, ranks: Set[int], until: float) -> Outcomes:
         """Wait until one of ``ranks`` ends, or until the ``time.monotonic`` time ``until``.
 
-        Returns the outcomes of all ranks that have ended.
+        Returns the outcomes of the ended ranks. This may be no outcome, even before ``until``.
         """
 
     def end(self) -> None:
@@ -60,8 +60,8 @@ class EngineRanks(Protocol):
 def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
     """Start ``ranks``, wait for them, end them, and return their results in rank order.
 
-    If a rank fails, the RankFailedError describes the rank that caused the other failures. If ranks
-    still run at the deadline of ``call``, the function raises TimeoutError.
+    If ranks fail, raise RankFailedError for the rank that caused the other failures. If ranks still
+    run at the deadline of ``call``, raise TimeoutError.
     """
     outcomes, ends = Outcomes(), call.ends
     waiting, failures = set(range(call.size)), dict[int, Failure]()
@@ -91,7 +91,7 @@ def wait_for_slots(
 
     Raises:
         ValueError: If there are too few slots and ``seconds`` is 0. The message has the number of
-            slots with the name ``unit``, and ``advice``.
+            slots, their name ``unit``, and ``advice``.
         TimeoutError: If there are too few slots after ``seconds`` or the timeout of ``call``.
     """
     began = time.monotonic()
@@ -107,7 +107,7 @@ def wait_for_slots(
 
 
 def lost_rank(reason: object) -> Failure:
-    """Return the failure of a rank that ended without a report, with the engine's ``reason``."""
+    """Return the Failure of a rank that ended without a report. The engine gives the ``reason``."""
     text = str(reason)
     line = next((line for line in text.splitlines() if line.strip()), type(reason).__name__)
     return Failure(f"was lost: {line}", time.monotonic())

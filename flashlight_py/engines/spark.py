@@ -102,8 +102,8 @@ def interruptible(
 ) -> T:
     """Run ``work`` in a thread of type ``thread_type`` and return its result.
 
-    On timeout or Ctrl-C, ``cancel`` is called repeatedly until the thread ends, because a call
-    before the start of the work has no effect. Raises the error of ``work``, or TimeoutError.
+    On timeout or Ctrl-C, ``cancel`` is called repeatedly until the thread ends, because it has no
+    effect until ``work`` has started a job. Raises the exception of ``work``, or TimeoutError.
     """
     outcome: Future[T] = Future()
 
@@ -136,7 +136,7 @@ def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
     outcome = start.serve(rank, RendezvousAddress(*json.loads(task.allGather(address)[0])))
     if not isinstance(outcome, Failure):
         return iter([(rank, outcome)])
-    if outcome.follows:  # Spark reports only the first failed task, so a consequence waits
+    if outcome.follows:  # Spark reports only the first failed task, which must be the cause
         threading.Event().wait(CAUSE_SECONDS)
     report = base64.b64encode(pickle.dumps(outcome)).decode()
     raise RuntimeError(f"{outcome.description}; flashlight rank {rank} failed: {report}!")

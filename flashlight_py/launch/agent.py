@@ -60,8 +60,8 @@ class Agent:
     def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
         """Report that this host is ready. If it has rank 0, report its addresses and free ports.
 
-        The best address is the first one. The first port is for MASTER_PORT. If ``needs_port`` is
-        True, there is a second port, on which rank 0 listens.
+        The address to which ssh connected is the first one. The first port is for MASTER_PORT. If
+        ``needs_port`` is True, there is a second port, on which rank 0 listens.
         """
         if not has_rank_0:
             self.report("ready", attempt, [], [])
@@ -80,7 +80,7 @@ class Agent:
         self._task = task
 
     def start(self, slots: Sequence[Sequence[int]]) -> None:
-        """Start one rank per round of the loop, which handles signals between two starts."""
+        """Start one rank per round of the event loop, which handles signals between two starts."""
         task = self._task
         self._ranks = RankProcesses(self._loop, self._on_output)
         self._cleanup.callback(self._ranks.close)
@@ -133,7 +133,7 @@ class Agent:
         self.finish(self._task["grace"])
 
     def _start_next(self, readable: int) -> None:
-        """Start the next waiting rank. After the last one, stop the calls of this method."""
+        """Start the next waiting rank. If no rank is waiting, stop watching ``readable``."""
         if self._waiting:
             try:
                 self._start(self._waiting.popleft(), self._task)
@@ -168,7 +168,7 @@ class Agent:
 
     @contextmanager
     def _input_of(self, slot: Slot, is_sent: bool) -> Iterator[int]:
-        """Yield the standard input of a rank: this process's, a pipe from the launcher, or none."""
+        """Yield a rank's input: for rank 0 ``stdin``, or a pipe if ``is_sent``; else DEVNULL."""
         if slot.rank != 0 or not (is_sent or self._stdin is not None):
             yield DEVNULL
         elif self._stdin is not None:
@@ -194,8 +194,8 @@ class Agent:
 class LauncherConnection:
     """The connection of an agent to its launcher over the descriptors ``reading`` and ``writing``.
 
-    ``silence`` is "" until no message has arrived for ``lost_after`` seconds. Then it is a text
-    with the duration.
+    If no message has arrived for ``lost_after`` seconds, ``silence`` is a text with the duration.
+    Before, it is "".
     """
 
     def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
@@ -219,7 +219,7 @@ class LauncherConnection:
         self.has_ended = True
 
     def run(self, agent: Agent) -> None:
-        """Pass each message of the launcher to ``agent``. After the last message, end the ranks."""
+        """Pass messages to ``agent`` until "leave" or until the launcher is lost; end the ranks."""
         while not self.has_ended:
             self._loop.once()
             # Messages are not handled in the callback, because ``finish`` itself waits for events.

@@ -1,19 +1,19 @@
 """Messages between the launcher and its agents, one line of JSON each, with readers and writers.
 
-The launcher sends these messages: ``prepare`` to start ranks, ``task`` (what the ranks run),
-``start`` the ranks, ``signal`` for the ranks, ``input`` for rank 0, ``collect`` flight records,
-``finish`` the attempt, ``leave``. An agent also leaves if the connection ends, so a killed launcher
-leaves no ranks behind.
+The launcher sends these messages: ``prepare`` an attempt, ``task`` (what the ranks run), ``start``
+the ranks, ``signal`` for the ranks, ``input`` for rank 0, ``collect`` flight records, ``finish``
+the attempt, and ``leave`` (end the agent). An agent also ends if the connection ends, so a killed
+launcher leaves no ranks behind.
 
-An agent sends these messages: ``here`` (it has started), ``ready`` to start ranks, ``cannot_run``
-the program, ``output`` of a rank, ``exited`` with a rank's exit code, ``more`` if rank 0 accepts
-input, ``record`` with a flight record, ``left_out`` for a record that is not sent, and ``finished``
-with the pids of processes that SIGKILL did not end.
+An agent sends these messages: ``here`` (it has started), ``ready`` (it can start ranks),
+``cannot_run`` the program, ``output`` of a rank, ``exited`` with a rank's exit code, ``more`` (rank
+0 accepts input), ``record`` with a flight record, ``left_out`` for a record that is not sent, and
+``finished`` with the pids of processes that SIGKILL did not end.
 
 The launcher and the agents send ``pulse`` regularly to show that they are alive.
 
-An agent blocks until the launcher has read its message; meanwhile the ranks block when they print.
-The launcher never blocks on an agent. Otherwise the two could wait for each other.
+An agent blocks until its message is written; meanwhile the ranks block when they print. The
+launcher never blocks on an agent. Otherwise the two could wait for each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashlight_py import system
 from flashlight_py.launch.loop import BEAT_SECONDS, Poll
 
 _CHUNK = 1 << 16
-_WITH_BYTES = ("output", "input", "record")  # last value: bytes, sent as Latin-1 text
+_WITH_BYTES = ("output", "input", "record")  # messages whose last value is bytes (sent as Latin-1)
 _PULSE = b'["pulse"]\n'
 
 
@@ -53,7 +53,7 @@ class Reader:
         self.has_ended = False
 
     def lines(self) -> list[bytes]:
-        """Return the new messages without pulses. At the end of the stream set ``has_ended``."""
+        """Return complete new messages except pulses; set ``has_ended`` if the stream has ended."""
         try:
             data = system.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -86,8 +86,8 @@ def write_whole(descriptor: int, data: bytes, on_wait: Callable[[], object] = la
 class Outgoing:
     """A non-blocking writer to ``descriptor``, with a buffer for unsent bytes.
 
-    ``on_empty`` is called whenever all bytes are written. If the reader has closed its end, all
-    bytes are dropped.
+    ``on_empty`` is called whenever all bytes are written. After the reader has closed the
+    connection, unsent and later bytes are dropped.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Outgoing:
 
 
 class Supply:
-    """A reader of input. Each call of ``ask`` reads one chunk and calls ``deliver(chunk)``."""
+    """A reader of input for rank 0. ``ask`` reads one chunk and calls ``deliver(chunk)``."""
 
     def __init__(self, loop: Poll, descriptor: int, deliver: Callable[[bytes], None]) -> None:
         self._loop, self._descriptor, self._deliver = loop, descriptor, deliver

@@ -20,7 +20,7 @@ from flashlight_py.tracebacks import folded
 _LONGEST_CAUSE = 200  # characters of a traceback's last line in the report
 # Lines between the tracebacks of one chain.
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
-_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the latter begins a SyntaxError
+_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second begins a SyntaxError
 _PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # prefix of each line in torch.distributed
 
 # Distance of an error from the cause: 1 for a timeout, because a rank that waits may fail first,
@@ -39,9 +39,9 @@ class Failure(NamedTuple):
     """The failure of one rank.
 
     ``description`` completes the sentence "rank 1 of 4 ...". ``at`` is the ``time.monotonic`` time
-    at which the launcher's host detected the failure. ``follows`` is 0 for a cause and larger for a
-    consequence of another rank's failure. ``exit_code`` is the exit code of the process, or minus
-    the number of the signal that killed it, or None if it is unknown.
+    at which the launcher's host detected the failure. ``follows`` is 0 for a cause, and the number
+    in CONSEQUENCES if another rank's failure is the cause. ``exit_code`` is the exit code of the
+    process, or minus the number of the signal that killed it, or None if it is unknown.
     """
 
     description: str
@@ -80,8 +80,8 @@ class Failure(NamedTuple):
 class Tail:
     """A parser of standard error, which finds tracebacks.
 
-    ``errors`` has the last line of the latest traceback. If the traceback is a chain of exceptions,
-    ``errors`` has one line per exception, and the final exception is the last entry.
+    ``errors`` has the last line of the most recent traceback. For a chain of exceptions, it has
+    this line of each traceback in the chain, in the printed order.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
 
 
 def _distance_from_cause(error: BaseException) -> int:
-    """Return the value in CONSEQUENCES of ``error`` or of an exception behind it, else 0."""
+    """Return the number in CONSEQUENCES of ``error`` or of its nearest cause there, else 0."""
     visited: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in visited:

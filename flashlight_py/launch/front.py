@@ -21,7 +21,7 @@ from flashlight_py.launch.loop import FORWARDED
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
-_libc = ctypes.CDLL(None, use_errno=True)  # a forked process must not load libraries
+_libc = ctypes.CDLL(None, use_errno=True)  # before the fork: a child must not load libraries
 
 
 def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
@@ -36,7 +36,7 @@ def run_in_copy(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
     adopt_orphans()
     front = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, the kernel discards exit codes
-    # If a shell replaced itself by this program (exec), its children are our children now.
+    # If a shell replaced itself by this program (exec), the shell's children are our children now.
     inherited_children = system.children() if has_children() else []
     # No signal may arrive between the fork and the installation of the handlers. Other signals are
     # unblocked, even if the parent has blocked them.
@@ -70,7 +70,7 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
         adopt_orphans()
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)  # until work() sets handlers
+                signal.signal(number, signal.SIG_DFL)  # work() sets handlers later
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = work()
     except BaseException:  # noqa: BLE001 - after any error, two processes must not continue as one
@@ -88,7 +88,7 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
 
 
 def signal_if_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
-    """Make the kernel signal this process when the thread of ``parent`` that started it ends."""
+    """Let the kernel send ``number`` when the thread of ``parent`` that started us ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), number)

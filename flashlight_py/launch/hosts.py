@@ -88,7 +88,7 @@ class SshAgent:
         if not self._is_open:
             return
         previous = -1
-        while self._reader.received > previous:  # a read may leave messages in the pipe
+        while self._reader.received > previous:  # one read may not read all messages
             previous = self._reader.received
             self._read()
         self.close()
@@ -128,7 +128,7 @@ class Hosts:
             local.report = lambda kind, *values: self.on_message(0, kind, list(values))
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Start an agent on each of the hosts ``numbers`` that has none."""
+        """Start an agent on each host in ``numbers`` that has no agent."""
         for number in numbers:
             if number not in self._agents:
                 self._agents[number] = SshAgent(

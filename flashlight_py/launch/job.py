@@ -37,9 +37,9 @@ _FINISHING_SECONDS = 10.0  # seconds for agents to end all processes, in additio
 class Job:
     """A job that runs the program of ``options`` as ranks on ``hosts``.
 
-    The ranks rendezvous at paths that begin with ``file``. If ``file`` is empty, they connect to a
-    port of the first host. They need a secret that the job creates for each attempt. ``stdin`` is
-    sent to rank 0.
+    The ranks rendezvous at files whose paths begin with ``file``. If ``file`` is empty, they
+    connect to a port of the first host with a secret that the job creates for each attempt. If
+    ``stdin`` is not None, the job reads this descriptor and sends the data to rank 0.
     """
 
     _attempt: Supervisor
@@ -114,10 +114,10 @@ class Job:
         self._first = self._slots[0].host
         self._working = {slot.host for slot in self._slots}  # hosts with ranks
         self._unready = set(self._working)  # hosts that are not ready
-        self._addresses, self._ports = list[str](), list[int]()  # of the first host, from its agent
+        self._addresses, self._ports = list[str](), list[int]()  # reported by the first host
         self._is_started = False
         self._stuck: list[int] = []
-        # By rank: its host's folder and its flight record. ``_left_out``: missing records.
+        # Folder and content of each rank's flight record; reasons why records are missing.
         self._records: dict[int, tuple[str, bytes]] = {}
         self._left_out: list[str] = []
         self._supply: Supply | None = None
@@ -196,7 +196,7 @@ class Job:
         }
 
     def _on_cannot_run(self, host: int, reason: str) -> None:
-        if not self._attempt.is_ending:  # otherwise another failure is the first cause
+        if not self._attempt.is_ending:  # otherwise an earlier failure is the cause
             raise StartError(reason)
 
     def _on_output(self, host: int, rank: int, stream: str, data: bytes) -> None:

@@ -177,9 +177,9 @@ class Pulse:
     """A heartbeat over a connection, and a detector of silence of the other end.
 
     A cut cable does not end a connection, and a machine that hangs may still acknowledge data. So
-    each end calls ``beat`` every ``BEAT_SECONDS``. A signal handler calls it, so it is called even
-    while this process blocks in a write. Silence counts only while this process reads. A process
-    that was stopped therefore first reads the data that arrived meanwhile.
+    each end calls ``beat`` every ``BEAT_SECONDS``. A signal handler makes this call, even while
+    this process blocks in a write. Silence is counted in the event loop, after all received data
+    has been read. So the time in which this process was stopped does not count.
 
     After ``seconds`` of silence, ``on_silence`` is called with the duration in words. If
     ``is_connected`` is False, the time before the first message of the other end does not count.

@@ -164,7 +164,7 @@ def _program(namespace: argparse.Namespace, interpreter: str) -> tuple[str, ...]
 
 
 def _ssh(text: str) -> tuple[str, ...]:
-    """Split the ssh command; for OpenSSH, add deadlines that ``text`` does not set."""
+    """Split the command ``text`` into words. If it is OpenSSH, add missing timeout options."""
     ssh, lowered = tuple(shlex.split(text)), text.lower()
     if not ssh or os.path.basename(ssh[0]) != "ssh":
         return ssh

@@ -30,11 +30,11 @@ class Source(NamedTuple):
 class RankOutput:
     """A writer of complete lines from chunks of output of ``size`` ranks.
 
-    Each line gets the prefix ``[rank]``. ``descriptors`` are the targets of standard output and
-    standard error: descriptors, or objects like ``sys.stdout``. With ``folder``, output is instead
-    appended to the files ``rank-R.out`` and ``rank-R.err`` in this folder. If a write fails (closed
-    pipe, full disk), later output for the same target is dropped, ``error`` describes the failure
-    and ``on_error`` is called. Nothing is raised.
+    Each line gets the prefix ``[rank]``. Standard output and standard error are written to the two
+    ``descriptors``, which are numbers or objects like ``sys.stdout``. If ``folder`` is set, output
+    is instead appended to the files ``rank-R.out`` and ``rank-R.err`` in this folder. If a write
+    fails (closed pipe, full disk), later output to the same stream or file is dropped, ``error``
+    describes the failure, and ``on_error`` is called. No exception is raised.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RankOutput:
         return min(self._due_times().values(), default=math.inf)
 
     def flush(self, now: float = math.inf) -> None:
-        """Show the unfinished lines whose time in ``_due_times`` is at most ``now``."""
+        """Show each unfinished line that must be shown at the time ``now``. See PARTIAL_SECONDS."""
         for source, due_time in self._due_times().items():
             if due_time <= now:
                 partial_line, self._partial_lines[source] = self._partial_lines[source], b""
@@ -86,7 +86,7 @@ class RankOutput:
 
     @property
     def error(self) -> str:
-        """The streams that could not be written and the reasons; "" if all writes succeeded."""
+        """A message with the streams or files that could not be written and the reasons, or ""."""
         return "; ".join(
             f"{sink} cannot be written: {error.strerror}" for sink, error in self._failed.items()
         )
@@ -114,7 +114,7 @@ class RankOutput:
         return self._tails[rank].errors
 
     def files_of(self, rank: int) -> str:
-        """Return the path of the standard error file of ``rank``, or "" without ``folder``."""
+        """Return the path of the standard error file of ``rank``, or "" if ``folder`` is None."""
         return "" if self._folder is None else str(self._folder / f"rank-{rank}.err")
 
     def _due_times(self) -> dict[Source, float]:

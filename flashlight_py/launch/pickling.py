@@ -16,7 +16,6 @@ from flashlight_py.tracebacks import message_of
 
 _MAIN = ("__main__", "__mp_main__")  # multiprocessing imports a script as __mp_main__
 
-# Returns a substitute for a value, or None to pickle the value, like ``Pickler.persistent_id``.
 StandIn = Callable[[Any], Any]
 
 
@@ -38,10 +37,10 @@ def dumps(
 ) -> bytes:
     """Pickle ``value`` for ``pickle.loads`` in another process.
 
-    If that process cannot import this ``__main__``, pass ``main_can_be_imported=False``.
-    ``stand_in`` may replace objects. If cloudpickle is installed, it handles objects that pickle
-    cannot: lambdas, closures, and definitions in ``__main__`` of a notebook or an interactive
-    session.
+    If the other process cannot import the ``__main__`` of this process, pass
+    ``main_can_be_imported=False``. ``stand_in(object)`` returns a substitute for an object, or None
+    to pickle the object. If cloudpickle is installed, it pickles objects that pickle rejects:
+    lambdas, closures, and definitions in ``__main__`` of a notebook or an interactive session.
 
     Raises:
         TypeError: If pickle and cloudpickle both fail. The message begins with ``name``.
@@ -99,7 +98,7 @@ def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
 
 
 def main_can_be_imported(name: str) -> bool:
-    """Return whether other processes can import our script; RuntimeError as in ``pack_task``."""
+    """Return whether other processes can import this script. Raises like ``pack_task``."""
     return _has_script(_preparation(name))
 
 

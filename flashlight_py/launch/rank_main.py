@@ -1,12 +1,13 @@
 """The program of a spawned rank or worker: ``python rank_main.py FOLDER TASK LINK PARENT``.
 
-FOLDER is the rendezvous of the ranks. TASK and LINK are inherited descriptors. TASK is memory with
-two pickles. LINK is a connection to the parent, whose pid is PARENT. The parent first sends the
-authentication key of ``multiprocessing``. The rank sends one report. After all ranks have returned,
-the parent sends a message that allows the rank to leave the world.
+FOLDER is where the ranks rendezvous. TASK and LINK are inherited descriptors: of memory with the
+two pickles of ``pack_task``, and of a connection to the parent. PARENT is the pid of the parent.
+The parent first sends the authentication key of ``multiprocessing``. The rank sends its result or
+its failure. After all results have arrived, the parent sends a message that allows the rank to
+leave the world.
 
-An empty FOLDER starts a worker, which is in no world. The worker reports that it has its task, or a
-failure. Then it calls the function that the task returned, with the link as argument.
+If FOLDER is empty, the process is a worker, which is in no world. It calls the function of the task
+and reports success or a failure. Then it calls the returned function with the link as argument.
 
 The program runs by its path. It sets ``sys.path`` of the parent before it imports this package.
 """
@@ -33,7 +34,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _SIG_IGN = 1  # of signal(2)
-_is_exiting = False  # whether SIGTERM no longer raises SystemExit
+_is_exiting = False  # True if SIGTERM must not raise SystemExit any more
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     if sys.stderr is not None:
         faulthandler.enable()  # print a traceback after a crash in native code
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Write complete lines immediately, also to a pipe and with PYTHONUNBUFFERED.
+        # Write each line when it is complete, also to a pipe and if PYTHONUNBUFFERED is set.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     multiprocessing.current_process().authkey = link.recv_bytes()
     try:
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def kill_if_parent_ends(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread of ``parent`` that started it ends."""
+    """When the thread of ``parent`` that started this process ends, let the kernel kill us."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

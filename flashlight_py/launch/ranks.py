@@ -23,7 +23,7 @@ RECORDS = "FLASHLIGHT_RECORDS"  # pipe to which ranks write the paths of their f
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor of rank 0's listening socket
 SECRET = "FLASHLIGHT_SECRET"  # secret of the job, which authenticates its ranks
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # addresses of rank 0's host; MASTER_ADDR is the first
-PORT = "FLASHLIGHT_PORT"  # port of rank 0 and MASTER_PORT; invalid with another MASTER_PORT
+PORT = "FLASHLIGHT_PORT"  # "port of rank 0:MASTER_PORT"; used if MASTER_PORT is equal
 # Rendezvous variables. A rank must not inherit the values of an outer launcher.
 _RENDEZVOUS = (
     *("MASTER_ADDR", "MASTER_PORT", "FLASHLIGHT_FILE"),
@@ -53,7 +53,7 @@ def remaining_counts(counts: Sequence[int], lost: Collection[int]) -> list[int]:
 
 
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
-    """Return environment variables of ``rank`` in a world on one host with rendezvous ``file``."""
+    """Return the variables of ``rank`` in a world on one host with the rendezvous path ``file``."""
     return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
 
 
@@ -66,8 +66,8 @@ def rank_environ(
 ) -> dict[str, str]:
     """Return the environment of a rank: ``environ``, and the variables of its ``slot``.
 
-    ``meeting`` has the rendezvous variables. Unless ``environ`` sets these two defaults, output is
-    unbuffered, and a crash in native code prints a traceback.
+    ``meeting`` has the rendezvous variables. Unless ``environ`` contains other settings, Python
+    does not buffer output, and prints a traceback after a crash in native code.
     """
     inherited = {name: value for name, value in environ.items() if name not in _RENDEZVOUS}
     return {
@@ -97,10 +97,10 @@ def _numbers(slot: Slot, size: int) -> dict[str, str]:
 
 
 class RankProcesses:
-    """Processes by rank. ``on_output`` is called with their output on ``streams``.
+    """Processes of ranks. ``on_output(source, data)`` receives their output on ``streams``.
 
-    A stream that is not in ``streams`` goes to the same stream of this process. Each process leads
-    a session, so a signal reaches its children as well, and Ctrl-C reaches only the launcher.
+    A stream that is not in ``streams`` is inherited from this process. Each process leads a
+    session, so a signal reaches its children as well, and Ctrl-C reaches only the launcher.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RankProcesses:
         descriptors: Sequence[int] = (),
         before: Callable[[], None] | None = None,
     ) -> system.Popen[bytes]:
-        """Start ``rank`` with the input ``stdin``; it inherits ``descriptors``.
+        """Start ``rank``. The process reads ``stdin`` (a descriptor) and inherits ``descriptors``.
 
         ``before`` runs in the new process. That is safe only if this process has a single thread.
         """
@@ -165,11 +165,11 @@ class RankProcesses:
         return await_end(self._processes[rank])
 
     def wait(self) -> list[int]:
-        """Wait for all ranks; return each exit code, or minus the number of its signal."""
+        """Wait for all ranks; return each exit code, or minus the signal that killed the rank."""
         return [process.wait() for process in self._processes.values()]
 
     def close(self) -> None:
-        """Read the available output and close the pipes, even if children have them open."""
+        """Read the available output and close the pipes, even if children of ranks have them."""
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)
@@ -187,7 +187,7 @@ class RankProcesses:
         return True
 
     def _drain(self, source: Source) -> None:
-        """Read at most the capacity of a pipe, because children may continue to write."""
+        """Read the available output, at most 16 chunks, because children may continue to write."""
         for _ in range(16):
             if source not in self._pipes or not self._read(source):
                 return

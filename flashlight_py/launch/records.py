@@ -1,4 +1,4 @@
-"""Flight records of ranks on several hosts, collected in one folder for a comparison."""
+"""Copies the flight records of ranks on several hosts into one folder, to compare the records."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RecordPipe:
 
 
 def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None:
-    """Send each record by ``report``, or the reason why it is too large or unreadable."""
+    """Call ``report`` with each record, or with the reason if it is too large or unreadable."""
     remaining = MOST_BYTES_OF_HOST
     for rank, path in sorted(paths.items()):
         try:
@@ -79,8 +79,9 @@ def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None
 def store_records(records: Mapping[int, tuple[str, bytes]], size: int) -> str:
     """Write the records of all hosts into one folder on this host, and return a message.
 
-    ``records`` has for each rank the folder on the rank's host, and the record. If the user chose
-    this folder and it exists here, it is used, else the default folder.
+    ``records`` has for each rank the folder on the rank's host, and the content. If the user chose
+    that folder and it exists on this host, the records are written there, else to the default
+    folder.
     """
     from flashlight_py.distributed.internal import flight_record
 

@@ -42,8 +42,8 @@ ENDING_SECONDS = 5.0  # seconds for cleanup before a rank is killed
 _CHUNK = 1 << 16
 
 
-# multiprocessing itself imports only the parent's script. Its own processes would leave a resource
-# tracker and children behind, and their environment (BLAS threads) cannot differ from the parent's.
+# Only multiprocessing's import of the parent's script is used. Its processes would leave a resource
+# tracker and children behind, and would have the parent's environment (BLAS threads).
 def spawn(
     fn: Callable[..., T],
     args: Sequence[Any] = (),
@@ -128,7 +128,7 @@ def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes
 
 
 class SpawnedWorld:
-    """The ranks of one attempt, each with a link to this process. ``results``: pickles by rank."""
+    """The ranks of one attempt, with links to this process. ``results`` has a pickle per rank."""
 
     def __init__(self, poll: Poll, call: SpawnCall) -> None:
         self.results: dict[int, bytes] = {}

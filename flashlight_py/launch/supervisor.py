@@ -19,10 +19,11 @@ STAYING_SECONDS = 10.0  # seconds from the latest exit of a rank until running r
 class Supervisor:
     """One attempt. If a rank fails, all ranks receive SIGTERM, and SIGKILL ``grace`` seconds later.
 
-    ``send`` sends a signal to every rank and its children. ``failures`` are the failures before
-    this SIGTERM. ``undecided`` are the ranks that have neither failed nor returned. ``interrupted``
-    is the signal that the launcher received, SIGPIPE if output could not be written, or 0. If ranks
-    run for a long time after others exited, ``say`` reports it once.
+    ``send`` sends a signal to every rank and its children. ``failures`` are the failures that were
+    detected before this SIGTERM. ``undecided`` are the ranks that have neither failed nor returned.
+    ``interrupted`` is the signal that the launcher received, SIGPIPE if output could not be
+    written, or 0. If ranks still run STAYING_SECONDS after the latest exit of a rank, ``say`` is
+    called once.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class Supervisor:
         self._running = set(ranks)
         self.undecided = set(self._running)
         self._cause_until = self._kill_at = self._report_at = math.inf
-        self._say = say  # None after the call of ``say``
+        self._say = say  # None after it was called
         output.on_error = self.on_lost_output
 
     def run(self, until: float = math.inf) -> None:
-        """Block until all ranks have ended. At ``until``, return if a rank is still undecided."""
+        """Block until all ranks have ended. If a rank is undecided at ``until``, return then."""
         while self._running and (not self.undecided or system.monotonic() < until):
             times = (self._cause_until, self._kill_at, self._report_at, self._output.flush_at())
             self._loop.once(min(*times, until if self.undecided else math.inf))
@@ -58,12 +59,12 @@ class Supervisor:
 
     @property
     def lost(self) -> set[int]:
-        """The ranks of lost hosts, and ranks that failed first. Not empty if any rank failed."""
+        """Ranks to leave out in a restart: of lost hosts, and ranks that caused the failure."""
         causes = {rank for rank, failure in self.failures.items() if not failure.follows}
         return causes | self._ranks_of_lost_hosts or ({self.cause[0]} if self.cause else set())
 
     def on_failure(self, failures: Mapping[int, Failure]) -> None:
-        """Record failures. Then end all ranks, or wait first if another rank may be the cause."""
+        """Record failures. End all ranks now, or later if another rank may be the cause."""
         first = {rank: failure for rank, failure in failures.items() if rank in self.undecided}
         self.undecided.difference_update(first)
         if self.is_ending or not first:
@@ -87,7 +88,7 @@ class Supervisor:
         self.on_end(ranks)
 
     def on_return(self, rank: int) -> None:
-        """Record that ``rank`` has returned. If it was the last rank and one failed, end all."""
+        """Record that ``rank`` returned. If no rank is undecided and a rank failed, end all."""
         self.undecided.discard(rank)
         if self.failures and not self.undecided:
             self.end(signal.SIGTERM)
@@ -111,7 +112,7 @@ class Supervisor:
             self.end(signal.SIGTERM)
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Forward SIGUSR1 and SIGUSR2. Other signals end the job; a second one sends SIGKILL."""
+        """Forward SIGUSR1 and SIGUSR2. At another signal end all ranks; at the next, kill them."""
         if number in HARMLESS:
             self._send(number)
             return

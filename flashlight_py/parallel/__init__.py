@@ -1,4 +1,4 @@
-"""Data-parallel training. Only this package uses both modules and communication."""
+"""Training of modules on several ranks: gradient reduction, sharding and shares of the data."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks have equal modules, equal arguments and equal arithmetic."""
+"""Checks that modules, arguments and floating-point arithmetic are equal on all ranks."""
 
 import hashlib
 import importlib
@@ -31,9 +31,10 @@ def check_modules_agree(
     with_values: bool = False,
     also: Iterable[str] = (),
 ) -> list[int]:
-    """Compare names, shapes and dtypes of ``params``, and the texts ``also``. Collective, blocking.
+    """Compare the modules' ``params`` and the texts ``also`` over ranks. Collective, blocking.
 
-    Return for each rank a digest of its parameter values, or 0 unless ``with_values``.
+    Names, shapes and dtypes must be equal, or every rank raises MismatchError. Return a digest of
+    the values on each rank, or zeros if ``with_values`` is False.
     """
     if group.size == 1:
         return [0]
@@ -53,7 +54,7 @@ def check_entries_agree(
     """Compare ``entries`` over the ranks, and return ``values`` of each rank. Collective, blocking.
 
     If entries differ, every rank raises MismatchError. The message consists of ``differ``, the
-    first different index, the entry of each rank and ``remedy``.
+    index of the first entry that differs, this entry on each rank, and ``remedy``.
     """
     of_ranks = gather_json([entries, values], group)
     if differing := differences([dict(enumerate(results)) for results, _ in of_ranks]):
@@ -73,7 +74,7 @@ def digest_of_values(params: Iterable[Variable]) -> int:
 
 
 def warn_if_parameters_differ(operation: str, digests: Sequence[int], group: ProcessGroup) -> None:
-    """Warn on rank 0 if parameters differ. The warning refers to the line of the user's call."""
+    """Warn on rank 0 if ``digests`` differ. The warning shows the user's line with the call."""
     others = [str(rank) for rank, values in enumerate(digests) if values != digests[0]]
     if group.rank != 0 or not others:
         return
@@ -148,7 +149,7 @@ def by_rank(entries: Sequence[object]) -> str:
 
 
 def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
-    """Raise ValueError if a parameter is sharded, except by ``shard_linear`` if ``may_be_cut``."""
+    """Raise ValueError if a parameter is sharded. ``may_be_cut`` allows ``shard_linear``."""
     for position, param in enumerate(params):
         if param.placement is not None and not (may_be_cut and param.placement.is_cut):
             description = (
@@ -164,10 +165,10 @@ def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool 
 
 
 def check_arithmetic(operation: str, leaves: int, members: ProcessGroup) -> None:
-    """Set BLAS to one thread, and compare all facts that affect the bits of results. Collective.
+    """Set BLAS to one thread, and compare libraries and CPU features over the ranks. Collective.
 
-    Every rank raises ValueError if BLAS is not OpenBLAS and uses several threads on any rank, and
-    MismatchError with a remedy if the facts differ.
+    If BLAS is not OpenBLAS and uses several threads on any rank, every rank raises ValueError. If
+    facts that change the bits of results differ, every rank raises MismatchError with a remedy.
     """
     threads, core_type = blas.use_one_thread()
     if not threads:
@@ -202,6 +203,6 @@ def check_arithmetic(operation: str, leaves: int, members: ProcessGroup) -> None
 
 
 def _features() -> str:
-    """Return the instruction sets that both NumPy's loops and this processor support."""
+    """Return the CPU features (instruction sets) that NumPy uses on this processor."""
     loops = importlib.import_module("numpy._core._multiarray_umath")
     return " ".join(name for name in loops.__cpu_dispatch__ if loops.__cpu_features__[name])

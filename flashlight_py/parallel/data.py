@@ -1,4 +1,4 @@
-"""Data of one rank: a share of any data, of the samples of an epoch, or of global batches."""
+"""A rank's share of data: of any sequence, of the samples of an epoch, or of global batches."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
@@ -14,7 +14,7 @@ from flashlight_py.parallel.agreement import check_settings_agree
 
 
 class Share:
-    """Rank and size of a share; they come from ``group`` if ``is_of_group`` is True."""
+    """Rank and size that the user passed, or of ``group`` if ``is_of_group`` is True."""
 
     def __init__(
         self, label: str, rank: int | None, size: int | None, group: ProcessGroup | None
@@ -43,7 +43,7 @@ class Share:
     def require_world(self) -> None:
         """Raise NotInitializedError if the world changed, GroupClosedError if the group is closed.
 
-        If this process is now alone (after a shutdown, or in a forked data loader), raise nothing.
+        Raise nothing if this process has no world now (after a shutdown, or in a forked process).
         """
         rank, size = get_world_rank(), get_world_size()
         if not self.is_of_group or size == 1:
@@ -157,7 +157,7 @@ class DistributedDataContainer(Dataset):
 
 
 def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
-    """Return the group whose ranks compare arguments; None if rank and size were passed."""
+    """Return the group in which the call is collective; None if rank and size were passed."""
     if share := getattr(arguments["self"], "_share", None):
         return group_or_world(share.group) if share.is_of_group else None
     group, *rank_and_size = map(arguments.get, ("group", "rank", "size"))
@@ -167,9 +167,9 @@ def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
 class InEpochs:
     """The order of ``n`` samples in each epoch, and the number of samples used so far.
 
-    The samples that all ranks together have used are always the first ``consumed`` samples of the
-    epoch's order. So this number is valid for any number of ranks. An iterator starts at position
-    ``_begin``: 0, or ``consumed`` of a loaded state. ``_left`` samples follow from there.
+    All ranks together have always used the first ``consumed`` samples of the epoch's order, so this
+    number is valid for any number of ranks. Iterators start at position ``_begin`` of the order. It
+    is 0, or ``consumed`` of a loaded state. ``_left`` is the number of samples that follow.
     """
 
     _label: str  # class name in error messages
@@ -286,7 +286,7 @@ class InEpochs:
             self._order = shares.epoch_order(n, seed, epoch) if shuffle else None
         self._epoch, self._begin, self._consumed = epoch, consumed, consumed
         self._left = self._n - consumed
-        self._is_set = False  # set by set_consumed()
+        self._is_set = False  # whether set_consumed() was called
 
     def _number_in(self, state: Mapping[str, Any], name: str) -> int:
         if name not in state:
@@ -374,7 +374,7 @@ class DistributedSampler(InEpochs):
         return shares.strided_share(self._left, share.rank, share.size, self._drop_last)
 
     def _counting(self, indices: list[int]) -> Iterator[int]:
-        """Yield ``indices``. Each index adds one used sample per rank to ``consumed``."""
+        """Yield ``indices``; update ``consumed`` as if every rank had used as many indices."""
         left, size = self._left, self._share.size
         end = left - left % size if self._drop_last else left
         for number, index in enumerate(indices, 1):
@@ -385,14 +385,14 @@ class DistributedSampler(InEpochs):
 
 
 class ShardedDataset(InEpochs, Dataset):
-    """This rank's part of each global batch; every rank has the same number of items.
+    """This rank's part of each global batch. Item t is the part of batch t.
 
     Global batch t has the entries [B t, B (t + 1)) of the epoch's order. B is
     ``global_batch_size``. Batches do not depend on the number of ranks. Ranks get contiguous parts
     whose sizes differ by at most one. If a batch has fewer samples than ranks, some ranks get an
-    empty part: arrays with zero rows. Multiply the loss of a part by ``weight(t)``. Training then
-    gives the same result for any number of ranks (except for rounding), also with a shorter last
-    batch.
+    empty part: arrays with zero rows. Multiply the mean loss of a part by ``weight(t)``. Training
+    then gives the same result for any number of ranks (except for rounding), even if the last batch
+    is shorter.
 
     The constructor, ``set_epoch`` and ``load_state_dict`` are collective, as in
     :class:`flashlight_py.DistributedSampler`. All other methods send nothing, and
@@ -412,7 +412,7 @@ class ShardedDataset(InEpochs, Dataset):
         rank, size, group: As in ``DistributedSampler``.
 
     Raises:
-        TypeError: If ``dataset`` is not a Dataset, or a number is not an integer.
+        TypeError: If ``dataset`` is not a Dataset, or an integer argument has another type.
         ValueError: If ``global_batch_size`` < 1, or as ``DistributedSampler``.
         MismatchError: If the ranks pass different arguments, which the message contains.
         DistributedError: As :func:`flashlight_py.all_reduce`.
@@ -462,7 +462,7 @@ class ShardedDataset(InEpochs, Dataset):
             yield part
 
     def handed_out(self, index: int) -> None:
-        """Count batch ``index`` and all earlier batches as used."""
+        """Count batch ``index``, which an iterator has returned, and earlier batches as used."""
         is_last = index + 1 >= len(self)
         self._count(self._left if is_last else (index + 1) * self._batch_size)
 
@@ -474,7 +474,7 @@ class ShardedDataset(InEpochs, Dataset):
         batch, part = self._part(index)
         if part:
             return self._dataset.take(self._at(part))
-        # A user's dataset may need one row to know the dtype and shape of a part without rows.
+        # Read one row for dtypes and shapes: a user's dataset may not support empty indices.
         row = self._dataset.take(self._at(batch[:1]))
         return tuple([field[:0] for field in row])
 

@@ -104,11 +104,11 @@ def distribute_module_grads(
         TypeError: If ``module`` is not a Module, ``leaves`` is not an integer, ``hook`` is not
             callable or lacks a dtype, or ``ignore`` contains an object that is neither a name nor a
             Variable.
-        ValueError: If ``reducer`` is combined with ``scale``, ``hook``, ``group`` or
-            ``bucket_bytes``; if ``leaves`` is below 1, or is combined with ``scale``, ``reducer``,
-            ``hook``, ``bucket_bytes`` or ``check_finite``, CuPy arrays or an unsuitable BLAS; if
-            ``bucket_bytes`` is not positive, ``ignore`` contains an unknown name, no parameter can
-            be trained, or a parameter is sharded (without ``leaves``).
+        ValueError: If ``leaves`` is below 1, ``bucket_bytes`` is not positive, ``ignore`` has an
+            unknown name, no parameter can be trained, or (without ``leaves``) one is sharded.
+            ``reducer`` excludes ``scale``, ``hook``, ``group`` and ``bucket_bytes``. ``leaves``
+            excludes ``scale``, ``reducer``, ``hook``, ``bucket_bytes``, ``check_finite``, CuPy
+            arrays, and a BLAS with several threads unless it is OpenBLAS.
         MismatchError: If the modules differ. The message has the first different parameter. With
             ``leaves``, also if NumPy, BLAS, core type or CPU features differ. The message then has
             the hosts.
@@ -139,7 +139,7 @@ def distribute_module_grads(
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # order of backward()
     if not in_order:
-        raise ValueError("distribute_module_grads: expected parameters with calc_grad, got 0")
+        raise ValueError("distribute_module_grads: expected parameters with calc_grad, got none")
     _check_arrays(named if leaves is not None else {}, hook, in_order)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
@@ -188,10 +188,10 @@ class GradientBucket(PassBucket):
 class GradientSync(GradientPass[GradientBucket]):
     """A pass that gives complete buckets to ``reducer``, which sums them in place.
 
-    ``flags`` is the end of the last bucket. It has one number per parameter, which is not 0 if a
-    rank used the parameter. If ``flags`` is None, a separate message sends these numbers.
-    ``averages`` is True if the reducer returns the mean over ranks. ``checked`` has the names of
-    parameters whose gradients must be finite, or is None.
+    ``flags`` is the end of the last bucket. It has one number per parameter: 1 if this rank used
+    the parameter, else 0. The reducer sums it too. If ``flags`` is None, a separate message
+    exchanges the numbers. ``averages`` is True if the reducer returns the mean over ranks.
+    ``checked`` has the names of parameters whose gradients must be finite, or is None.
     """
 
     checked: Mapping[Variable, str] | None = None
@@ -239,7 +239,7 @@ class GradientSync(GradientPass[GradientBucket]):
         flags: Any = self._flags
         if flags is None:
             flags = used_on_any_rank(self._used_params(), self.reducer.group)
-        elif not self._unused:  # this rank used all parameters, so flags are not read
+        elif not self._unused:  # this rank used all parameters: all gradients are kept
             return
         kept = _kept(flags, list(map(gradient_of, self._params)))
         for param, is_kept in zip(self._params, kept, strict=True):
@@ -247,7 +247,7 @@ class GradientSync(GradientPass[GradientBucket]):
                 param.grad = None
 
     def _require_finite(self) -> None:
-        """Raise FloatingPointError on all ranks if any rank's gradient or sum is not finite."""
+        """Raise FloatingPointError on all ranks if a gradient or sum on any rank is not finite."""
         names, self._not_finite = self._not_finite, []
         wrong = bool(names) or not all(_is_finite(bucket.flat) for bucket in self._buckets)
         group = group_or_world(self.reducer.group)
@@ -267,22 +267,22 @@ class GradientSync(GradientPass[GradientBucket]):
 
 @as_one
 def _kept(flags: Any, grads: list[Array]) -> list[bool]:
-    """Return for each gradient whether a rank used the parameter, or the gradient is not zero."""
+    """Return for each gradient whether to keep it: its flag or one of its elements is not 0."""
     flags = flags if isinstance(flags, list) else flags.tolist()
     return [bool(flag) or bool(grad.any()) for flag, grad in zip(flags, grads, strict=True)]
 
 
 def _is_finite(array: Array) -> bool:
-    """Return whether all elements are finite. If their sum is finite, no element is read again."""
+    """Return whether all elements are finite. If their sum is finite, only the sum is computed."""
     xp = array_module(array)
     with np.errstate(all="ignore"):
         return bool(xp.isfinite(array.sum())) or bool(xp.isfinite(array).all())
 
 
 # The backward pass accumulates into shared memory, so gradients are not packed or copied. The flags
-# are summed at the end of the last bucket, because a separate message would cost a small step a
-# round trip. A hook gets no flags, because it need not compute a sum. A parameter that no rank used
-# must end without a gradient.
+# show which parameters no rank used: their gradients must become None. Flags are summed at the end
+# of the last bucket, because a separate message would cost a small step a round trip. A hook gets
+# no flags, because it need not compute a sum.
 def _bucketed(
     params: Sequence[Variable],
     scale: float | None,
@@ -357,8 +357,8 @@ def no_sync(module: Module) -> Iterator[None]:
     """Within the context, backward passes only accumulate this rank's own gradients.
 
     The next backward pass after the context reduces the accumulated sum. The function is not
-    collective, but every rank must run the same passes within the context. Raises ValueError if the
-    module is not distributed, or was distributed with ``leaves``.
+    collective, but every rank must use it for the same passes. Raises ValueError if the module is
+    not distributed, or was distributed with ``leaves``.
     """
     sync = require_gradient_pass(module, "no_sync")
     before, sync.enabled = sync.enabled, False

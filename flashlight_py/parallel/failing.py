@@ -1,8 +1,8 @@
 """Failure of a backward pass on all ranks if it fails on one rank.
 
-The failing rank rejects its next collective, so that the other ranks raise in this collective. A
-rank may start collectives while it computes gradients, so no rank knows how many collectives the
-other ranks have started. Therefore ``end_together`` waits until all ranks call it.
+The failing rank rejects the next collective of the other ranks, so that they raise in it. Before,
+the ranks may have started different numbers of collectives. So after a failure all ranks call
+``end_together``, which returns when all of them have left the pass.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ _WORDS = "backward, and failed"
 
 
 # After a failure, a pass of fully_shard sends zeros for the remaining buckets and rejects only its
-# last collective. It uses three groups, whose ranks have the same state only there.
+# last collective, because only there all ranks of its three groups are at the same call.
 def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[Array] = ()) -> bool:
-    """Make the other ranks raise MismatchError at their next collective: ``error`` ends the pass.
+    """Reject the next collective of the other ranks, because ``error`` ends the pass here.
 
-    ``sent`` are the arrays that the other ranks reduce next. If the other ranks already know of the
-    error, nothing is sent. If ``error`` is an interrupt, all groups end. Return True if any rank
-    has rejected a call. The group then remains usable, and all ranks must call ``end_together``.
+    The other ranks raise MismatchError. ``sent`` are the arrays that they reduce next. If they
+    already know of the error, nothing is sent. If ``error`` is an interrupt, all groups fail.
+    Return True if a rank has rejected a call. Then all ranks must call ``end_together``.
     """
     if error is None or group.size == 1:
         return False
@@ -64,8 +64,8 @@ def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None
 def end_together(group: ProcessGroup) -> None:
     """Wait until all ranks have ended the pass, so that their next calls match again.
 
-    If another rank has already started a different call, the wait raises ``MismatchError`` and is
-    repeated. If the group has failed, this function returns, and the next call on the group raises.
+    If another rank is in a different call, both calls raise ``MismatchError``, and this function
+    waits again. If the group has failed, it returns, and the next call on the group raises.
     """
     while True:
         try:

@@ -192,9 +192,9 @@ def broadcast(v: Variable, root: int = 0, *, group: ProcessGroup | None = None) 
 _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 
-# A small message before each call ensures that gradients of different results are never added.
+# A small message before each call detects different calls, so their gradients are never added.
 class DifferentiableCall(InPasses):
-    """A collective of ``group`` on ``v``. ``rows`` are the numbers that each rank passed."""
+    """A collective of ``group`` on ``v``. ``rows[r]`` are the ``rows`` that rank r passed."""
 
     def __init__(
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
@@ -212,7 +212,7 @@ class DifferentiableCall(InPasses):
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()
     ) -> Variable:
-        """Return ``result`` as a variable. ``vjp`` is its backward pass. Collective, blocking."""
+        """Return ``result`` as a variable. ``vjp(grad)`` is the gradient of ``v``. Collective."""
         table = self._check_same_call(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
         if not any(row[0] for row in table):
@@ -274,7 +274,7 @@ Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
-# Number of messages per group, counted by gradient verb, peer and tag.
+# By group: the number of messages of each (verb of the gradient, peer, tag).
 _messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
 
 
@@ -364,7 +364,7 @@ class _GradientMessage(InPasses):
         return self._transfer(allocate())
 
     def send(self, below: Array, grad: Array) -> Array:
-        """Send ``grad`` to the peer. Return ``below`` (0) as the gradient of the source. Blocks."""
+        """Send ``grad`` to the peer. Blocks. Return ``below``, the gradient of a dummy source."""
         self._transfer(grad)
         return below
 

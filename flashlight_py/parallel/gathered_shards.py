@@ -1,4 +1,4 @@
-"""Sharding by gathering (ZeRO-3): each rank stores parts and gathers parameters for use.
+"""Sharding (ZeRO-3): a rank stores a part of each parameter, and gathers parameters for use.
 
 The method is for ranks that cannot read each other's memory, such as GPUs. When a module reads its
 parameters, they are gathered. The parameters that the previous pass read next are prefetched, and
@@ -84,11 +84,10 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
 class Flat(PassBucket):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
-    Rank r keeps row r as ``part``. Between ``start`` and ``release`` all parameters are available
-    as ``arrays``.
+    Rank r keeps row r as ``part``. ``arrays`` has all parameters from ``finish`` to ``release``.
 
-    Each flat must have a different ``row``. Collectives compare shapes, so ranks that use different
-    modules get an error instead of mixed data.
+    Each flat must have a different ``row``. So collectives for different modules have different
+    shapes, and ranks that call them together get an error instead of mixed data.
     """
 
     def __init__(self, params: Sequence[Variable], group: ProcessGroup, row: int) -> None:
@@ -101,7 +100,7 @@ class Flat(PassBucket):
         self.arrays: list[Array] | None = None
         self._full: Array | None = None  # the gathered parameters, incomplete while _work is set
         self._work: Work | None = None
-        self.reduction: Reduction | None = None  # of the current pass
+        self.reduction: Reduction | None = None  # None until this pass creates it
         full = self.empty()
         for view, param in zip(self.views(full), params, strict=True):
             view[...] = param.data
@@ -157,13 +156,13 @@ class Flat(PassBucket):
 
 
 class Reduction:
-    """Gradients of one flat in one pass; each rank receives the mean of its row.
+    """Average of the gradients of one flat in one pass. Rank r receives row r of the mean.
 
     ``buffers`` contain the gradients until ``send``. ``used`` are the parameters for which this
     rank has computed a gradient.
     """
 
-    _part: Array  # mean gradients of this row; set by send()
+    _part: Array  # this rank's row of the mean; set by send()
 
     def __init__(self, flat: Flat) -> None:
         self.flat, gradients = flat, flat.empty()
@@ -192,7 +191,7 @@ class Reduction:
             work.wait()
 
     def add(self, used: Collection[Variable]) -> None:
-        """Add this rank's part to the gradients of the parameters in ``used``."""
+        """Add this rank's part of the mean to ``grad`` of each parameter in ``used``."""
         for param in self.flat.params:
             if param in used:
                 part = self._part[param.placement.local_range]
@@ -203,7 +202,7 @@ class Reduction:
 
 
 class PartPlacement(Placement, GradSink):
-    """Placement of a parameter: this rank has a part of its values, gradient and state."""
+    """Placement of a parameter of which this rank stores a part, with its optimizer state."""
 
     shards: GatheringSharder
 
@@ -322,13 +321,13 @@ class GatheringSharder(Shards, GradientPass[Flat]):
 
     @contextmanager
     def changing(self, operation: str) -> Iterator[None]:
-        """Free gathered parameters, because the block changes the parts."""
+        """Free the gathered parameters, because the block makes them obsolete."""
         self._release()
         self._last_read = None
         yield
 
     def arrays_of(self, flat: Flat) -> list[Array]:
-        """Return the full parameters of ``flat``. Collective, unless ``flat`` was read last."""
+        """Return ``flat``'s full parameters. Collective, unless the last read was of ``flat``."""
         now = in_backward(), flat
         if now != self._last_read or flat.arrays is None:
             self._gather(now)

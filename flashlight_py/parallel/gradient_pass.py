@@ -1,9 +1,9 @@
 """Sum of gradients over the ranks, in a fixed order, during a backward pass.
 
 Ranks may complete gradients in different orders or lack some, but every rank must send the same
-sequence. So a plan that all ranks share divides the gradients into buckets. A complete bucket waits
-until all earlier buckets have been sent. After the computation, the remaining buckets are sent, and
-the pass waits for the sums.
+sequence. So all ranks divide the gradients into the same buckets. A complete bucket waits until all
+earlier buckets have been sent. After the computation, the remaining buckets are sent, and the pass
+waits for the sums.
 
 Subclasses define the buckets and the use of the sums. ``data_parallel`` sums buckets in place.
 ``sharder`` writes the sums to memory that the ranks of a host share. ``gathered_shards`` scatters
@@ -36,7 +36,7 @@ _positions = itertools.count(1)  # in the order of creation, the same on all ran
 
 
 class PassBucket(HoldsState):
-    """Gradients that are sent together. ``pending`` is the number of incomplete gradients."""
+    """Gradients that are sent together. ``pending`` of them are not computed yet in this pass."""
 
     def __init__(self, params: Sequence[Variable], parts: int | None = None) -> None:
         self.params = params
@@ -49,10 +49,10 @@ AnyBucket = TypeVar("AnyBucket", bound=PassBucket)
 class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
     """A sum over the ranks in every backward pass. Ranks without data can join it with zeros.
 
-    If ``weigh`` is set, ``weigh(first)`` returns the factor of the next bucket; ``first`` is True
-    for the first bucket of a pass. The factor 0 means that this rank used no parameter. ``enabled``
-    is False within ``no_sync``. ``ignored`` are names of parameters and buffers that are not
-    synchronised.
+    If ``weigh`` is set, the next bucket is multiplied by ``weigh(first)``; ``first`` is True for
+    the first bucket of a pass. If the factor is 0, all parameters count as unused on this rank.
+    ``enabled`` is False within ``no_sync``. ``ignored`` are names of parameters and buffers that
+    are not synchronised.
     """
 
     averages = True  # whether the sum is a mean over the ranks
@@ -77,7 +77,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         self._module: Callable[[], Module | None] = lambda: None
         self._known_params: set[Variable] = set()
         self._new_params: dict[str, Variable] = {}  # parameters that no bucket contains
-        self._structure = self._pending = 0  # at the last search for parameters
+        self._structure = self._pending = 0  # counters at the last search for parameters
 
     def register_hooks(self) -> None:
         for bucket in self._buckets:
@@ -85,7 +85,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
                 param.register_grad_hook(functools.partial(self._on_ready, bucket))
 
     def detach(self) -> None:
-        """Clear the gradient hooks and buffers of parameters that have no other hook."""
+        """Clear the gradient hooks that this pass has set, and the gradient buffers."""
         for param in (*self._params, *self._new_params.values()):
             if _owner_of(param) is self:
                 param.clear_grad_hook()
@@ -101,7 +101,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         watching.append(reference)
 
     def on_begin(self) -> None:
-        """Search for new parameters when a backward pass begins; see ``InPasses``."""
+        """Search for new parameters if the module has changed. Called before a backward pass."""
         if count[0] != self._structure:
             self._find_new_params()
 
@@ -115,13 +115,13 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
                 param.register_grad_hook(functools.partial(self._on_new_param))
 
     def _on_new_param(self, _: object) -> None:
-        """Begin a pass. At its end, all ranks raise because of the new parameter."""
+        """Begin a pass if none is running. ``_check_params`` then rejects the new parameter."""
         if self.enabled and not self._running:
             self._begin()
 
     def _check_params(self) -> None:
         pending = sum(bucket.pending for bucket in self._buckets)
-        if pending != self._pending:  # a list may now have another parameter
+        if pending != self._pending:  # a list may contain a new parameter
             self._find_new_params()
         if self._new_params:
             raise ValueError(
@@ -132,7 +132,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         self._pending = pending
 
     def _on_ready(self, bucket: AnyBucket, _: object = None) -> None:
-        """Record that a gradient of ``bucket`` is complete, and send buckets that are complete."""
+        """Record one complete gradient of ``bucket``. Then send complete buckets in order."""
         if not self.enabled:
             return
         if not self._running:
@@ -158,7 +158,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
             self._begin()
 
     def _on_computed(self, completed: bool) -> None:
-        """Send the remaining buckets after the computation, before this rank waits for any sum."""
+        """Send the remaining buckets after all gradients are computed, and before any wait."""
         try:
             if completed:
                 self._check_params()
@@ -167,7 +167,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
             completed = False
             raise
         finally:
-            # Otherwise all buckets were sent before, and the sums are right.
+            # If all buckets were sent and no message follows, the sums are right.
             if not completed and (self.ends_with_message or self._sent < len(self._buckets)):
                 self.fail()
 
@@ -233,7 +233,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         """Raise an error for ``operation`` if a rank has ended in the middle of a step."""
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return 1 if gradients are summed, else ``samples`` divided by the mean over all ranks."""
+        """Return 1 unless ``averages``, else ``samples * ranks / all_samples`` (0 if all are 0)."""
         if not self.averages:
             return 1.0
         return samples * ranks / all_samples if all_samples else 0.0
@@ -265,7 +265,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
 
 def weigh_in_place(array: Array, weight: float) -> None:
-    """Multiply by ``weight``, in place. A weight of 0 also replaces NaN by 0."""
+    """Multiply ``array`` by ``weight``, in place. If ``weight`` is 0, NaN becomes 0 as well."""
     if not weight:
         array[...] = 0  # the mean over a batch without samples is NaN
     elif weight != 1.0:
@@ -290,7 +290,7 @@ def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[b
 
 
 def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | None) -> None:
-    """Sum gradients, times ``scale``, unless all ranks have None. Collective, blocking."""
+    """Sum each gradient that any rank has, times ``scale``, in place. Collective, blocking."""
     used = used_on_any_rank((param.grad is not None for param in params), group)
     used_params = itertools.compress(params, used)
     reduce_all([gradient_of(param) for param in used_params], scale, group)
@@ -314,7 +314,7 @@ def install_pass(
     sync: GradientPass[Any],
     before_forward: Callable[[GradientPass[Any], Module], None] | None = None,
 ) -> None:
-    """Register ``sync`` for ``module``, and set ``Module.before_forward`` if passed."""
+    """Register ``sync`` for ``module``. If ``before_forward`` is passed, the module calls it."""
     _passes[module] = sync
     changed()
     sync.watch(module)
@@ -323,7 +323,6 @@ def install_pass(
 
 
 def drop_pass(module: Module) -> None:
-    """Undo ``install_pass`` if it was called for ``module``."""
     sync = _passes.pop(module, None)
     if sync is not None:
         sync.detach()
@@ -332,7 +331,6 @@ def drop_pass(module: Module) -> None:
 
 
 def pass_of(module: Module) -> GradientPass[Any] | None:
-    """Return the pass that was installed for ``module``, or None."""
     return _passes.get(module)
 
 
@@ -344,7 +342,7 @@ def ranks_of(arguments: Mapping[str, Any]) -> ProcessGroup:
 
 
 def require_gradient_pass(module: Module, caller: str) -> GradientPass[Any]:
-    """Return the pass of ``module``; ValueError if there is none or the pass uses leaves."""
+    """Return the pass installed for ``module``; ValueError if there is none or it uses leaves."""
     sync = pass_of(module)
     if sync is None:
         raise ValueError(

@@ -32,11 +32,11 @@ from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree import put_buffer
 from flashlight_py.structure import HoldsState, as_one
 
-_DIGESTED = 1024  # elements of the first and of the last row in a digest; detects another order
+_DIGESTED = 1024  # elements of the first and of the last row that a digest of a batch contains
 
 
 # The seed of a step's random numbers comes from the package's generator, which is the same on every
-# rank. A checkpoint already contains its state, so no separate counter of steps is needed.
+# rank. Checkpoints contain the generator's state, so no separate counter of steps is needed.
 @in_step(ranks_of)
 def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     """Iterate over this rank's leaves of a global batch, and reduce the gradients at the end.
@@ -152,7 +152,7 @@ class LeafSync(GradientPass[PassBucket]):
         return lengths[0]
 
     def leaves_of_step(self, batch: int, arrays: Sequence[Array]) -> Iterator[Any]:
-        """Yield this rank's leaves of a batch with ``batch`` rows, and end the step."""
+        """Yield this rank's leaves of a batch with ``batch`` rows. Finally reduce gradients."""
         self._open(batch, arrays)
         try:
             for leaf in self._own_leaves:
@@ -204,7 +204,7 @@ class LeafSync(GradientPass[PassBucket]):
 
     @as_one
     def _count_step(self, rows: int, *arrays: Array) -> None:
-        """Draw the seed of this step, and record values that must be equal on all ranks."""
+        """Draw the seed of this step, and store facts that ``_compare`` compares over the ranks."""
         random.use(None)
         self._key = int(random.generator().integers(1 << 62))
         self._facts: dict[str, Any] = {"rows": rows, "step": self._steps}
@@ -219,18 +219,18 @@ class LeafSync(GradientPass[PassBucket]):
         random.use(None if leaf is None else [self._key, leaf])
 
     def _end(self) -> None:
-        """End the step. If the loop ended early, restore the buffers and clear the gradients."""
+        """End the step. If the gradients were not reduced, clear them and restore the buffers."""
         self._use_numbers(None)
         self._leaf, self._is_open = -1, False
         error, self._failure = self._failure, None
         if not self._is_reduced:
-            # The other ranks will compare the used parameters next, and raise there.
+            # The next call of the other ranks is ``_compare``. They raise there.
             fail_pass(self.members, error)
             self._buffers.restore()
             self._clear_gradients()
 
     def join_failed(self) -> None:
-        """Join a pass that fails before this rank has a gradient, so that all ranks raise."""
+        """Join a pass that failed before its first gradient, so that all ranks raise."""
         if self._leaf >= 0 and not (self._running or self._is_reduced):
             self._join()
 
@@ -255,11 +255,11 @@ class LeafSync(GradientPass[PassBucket]):
         self._has_failed, self._failure = True, sys.exc_info()[1]
 
     def end_failed(self) -> None:
-        """Allow another pass of the leaf, if the user's code has caught the exception."""
+        """Let the user catch the exception and run another backward pass for this leaf."""
         self._has_failed = False
 
     def _finish(self) -> None:
-        """Put the leaf's gradients on the stack of sums. After the last leaf, reduce over ranks."""
+        """Push the leaf's gradients on the stack of sums. After this rank's last leaf, reduce."""
         self._is_done, self._failure = True, None
         row, leaf = len(self._stack), self._leaf
         changes = self._buffers.changes(is_first=leaf == 0)
@@ -277,7 +277,7 @@ class LeafSync(GradientPass[PassBucket]):
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
         if leaf == self._own_leaves[-1]:
-            self._reduce()  # also adds this rank's other rows, so that memory is read once
+            self._reduce()  # also adds the other rows of this rank, so memory is read only once
         elif merges := push(self._stack, range(leaf, leaf + 1), self._count):
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
@@ -329,7 +329,7 @@ def describe_batch(array: Array) -> str:
 # Each buffer changes by the mean of the leaves' changes. A buffer that no leaf changes keeps its
 # bits, also infinite values.
 class LeafBuffers(HoldsState):
-    """The buffers ``names`` of ``module``, set to rank 0's values. Collective, blocking."""
+    """The buffers ``names`` of ``module``. The constructor copies rank 0's values to all ranks."""
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
         # A weak reference: the state of a module must not keep the module alive.
@@ -352,13 +352,13 @@ class LeafBuffers(HoldsState):
                 self._before[name][...] = value  # replays of a captured step use this array
             else:
                 self._before[name] = np.array(value)
-        self._first: dict[str, Array] = {}  # other buffers after leaf 0 (on rank 0)
+        self._first: dict[str, Array] = {}  # the other buffers after leaf 0; only on rank 0
 
     def restore(self) -> None:
         self._set(self._before)
 
     def changes(self, is_first: bool) -> dict[str, Array]:
-        """Return the change of each averaged buffer by this leaf; exactly 0 if unchanged."""
+        """Return this leaf's changes of averaged buffers. If ``is_first``, store other buffers."""
         now = self._current()
         if is_first:
             self._first = {name: array_module(now[name]).array(now[name]) for name in self._others}

@@ -1,10 +1,11 @@
 """Order of the additions of leaf gradients: a binary tree by the index of the leaf.
 
-Leaf i is a contiguous part of the batch. The nodes of the tree are the aligned blocks of 1, 2, 4,
-... leaves. If the number of leaves is not a power of two, a node with one child equals this child.
-A rank processes its contiguous leaves with a stack. It pushes each leaf, and replaces the top two
-entries by their sum if they are the children of one node. Complete subtrees remain on the stack and
-become terms of the sums above them. So the additions are the same for any number of ranks.
+Leaf i is a contiguous part of the batch. The nodes of the tree are blocks of 1, 2, 4, ... leaves
+that begin at a multiple of their size. If the number of leaves is not a power of two, a node with
+one child equals this child. A rank processes its contiguous leaves with a stack. It pushes each
+leaf, and replaces the top two entries by their sum if they are the children of one node. Complete
+subtrees remain on the stack and become terms of the sums above them. So the additions are the same
+for any number of ranks.
 """
 
 import functools
@@ -22,7 +23,7 @@ from flashlight_py.structure import HoldsState
 
 Steps: TypeAlias = "list[tuple[int, int]]"
 
-# A sum that a host sends: its terms as (local rank, row), and the order of additions.
+# A sum that a host computes: the rows as (rank on the host, row), and the order of additions.
 Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
 _LINE = 64  # elements; the shares of ranks begin at multiples, in different cache lines
@@ -30,7 +31,7 @@ _BLOCK_BYTES = 64 << 10  # bytes of each array in a block; sums stay in the L2 c
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
-    """Push ``leaves`` (of ``count``) and add complete pairs; return the number of additions."""
+    """Push ``leaves``; merge the top two while they form a node. Return the number of merges."""
     stack.append(leaves)
     merges = 0
     while len(stack) > 1:
@@ -46,7 +47,7 @@ def push(stack: list[range], leaves: range, count: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
-    """Return the stack of ``rank`` after its last push, and the maximum number of entries."""
+    """Return the stack of ``rank`` with its last leaf not merged, and the maximum stack depth."""
     stack: list[range] = []
     depth = 0
     leaves = contiguous_share(count, rank, ranks)
@@ -59,7 +60,7 @@ def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
 
 
 def additions(sums: Sequence[range], count: int) -> Steps:
-    """Return pairs (a, b) that add sum b to sum a; afterwards sum 0 is the total."""
+    """Return pairs (a, b). If each sum b is added to sum a in this order, sum 0 is the total."""
     stack: list[range] = []
     numbers: list[int] = []
     steps = []
@@ -73,7 +74,7 @@ def additions(sums: Sequence[range], count: int) -> Steps:
 
 @functools.lru_cache(maxsize=256)
 def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]], Steps]:
-    """Return for each host the sums that it computes, and the additions of all these sums."""
+    """Return the sums that each host computes, and the steps that add the sums of all hosts."""
     hosts, everywhere = [], []
     for first in range(0, ranks, per_host):
         sums = {
@@ -131,7 +132,7 @@ def fold(
 
 
 def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the group of this host's ranks, and the group of each host's rank at this position.
+    """Return the groups of this host's ranks and of the ranks with this position on all hosts.
 
     The second group is None for a single host. If hosts have unequal numbers of ranks, or ranks
     that are not consecutive, return ``members`` and None. Collective, blocking.
@@ -146,14 +147,14 @@ def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None
 
 
 # Each rank adds its share of the elements. It reads them from the rows of all ranks of the host,
-# adds them with NumPy block by block, and writes the result into row 0 of every rank. A native
-# kernel would wait for the same memory, and no verb adds in the order of a tree. Between hosts, the
-# sums of the shares are sent by all_to_all and all_gather, with as many bytes as an all_reduce.
+# adds them with NumPy block by block, and writes the result into row 0 of every rank. Memory limits
+# the speed, so native code would not be faster. No verb adds in the order of a tree. Between hosts,
+# the sums of the shares are sent by all_to_all and all_gather, with as many bytes as an all_reduce.
 class Rows(HoldsState):
-    """Rows of memory for the gradients of ``params`` with one dtype and for ``buffers``.
+    """Rows of memory for the gradients of ``params`` and the ``buffers`` that have ``dtype``.
 
-    Row d belongs to entry d of the stack. There are ``depth`` rows, in shared memory of the host if
-    it is available. The constructor is collective and blocking.
+    Row d stores entry d of the stack. There are ``depth`` rows, in shared memory of the host if it
+    is available. The constructor is collective and blocking.
     """
 
     def __init__(
@@ -200,12 +201,12 @@ class Rows(HoldsState):
             np.multiply(self.rows[row], self.dtype.type(factor), out=self.rows[row])
 
     def merge(self, first: int, count: int) -> None:
-        """Replace ``count`` rows from row ``first`` on by their sum. Add the last row first."""
+        """Set row ``first`` to the sum of ``count`` rows from it on, added from the last back."""
         steps = [(a, a + 1) for a in reversed(range(count - 1))]
         fold(list(self.rows[first : first + count]), steps, 1.0, [self.rows[first]])
 
     def add_up(self, count: int, scale: float) -> None:
-        """Set row 0 of every rank to ``scale`` times the sum of all ``count`` leaves.
+        """Set row 0 of every rank to ``scale`` times the sum over the batch's ``count`` leaves.
 
         Collective and blocking if there are several hosts. Every rank must write its shared rows
         before any rank calls this, and no rank may use them until all calls have returned.
@@ -228,9 +229,9 @@ class Rows(HoldsState):
             sums.append(np.empty_like(sources[0]) if steps else sources[0])
             if steps:
                 fold(sources, steps, 1.0, [sums[-1]])
-        # This rank's share is divided into one part per host. Each host adds one part.
+        # A share has one part per host. The rank with this position on each host adds one part.
         size, part = across.size, share // across.size
-        empty = np.empty((size, 0, part), self.dtype)  # sent by a rank without leaves
+        empty = np.empty((size, 0, part), self.dtype)  # what a rank without leaves sends
         parts = [array.reshape(size, 1, part) for array in sums] or [empty]
         sent = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).reshape(-1, part)
         is_even = len({len(host) for host in hosts}) == 1

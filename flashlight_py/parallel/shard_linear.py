@@ -125,7 +125,7 @@ class ShardedLinear(Linear):
             if bias is not None:
                 array += bias.data
             return part
-        # All ranks have the same loss, so the gradient of the sum is the gradient of each part.
+        # All ranks have the same loss, so each part has the gradient of the sum.
         call = DifferentiableCall("shard_linear", part, members)
         result = call.record(part, array, vjp=lambda grad: grad)
         return result if bias is None else result + bias
@@ -157,7 +157,7 @@ class Cut(Shards):
 
     @property
     def group(self) -> ProcessGroup:  # type: ignore[override]
-        """The group that holds the layer; the world if no group was passed."""
+        """The group of the ranks that share the layer; the world if no group was passed."""
         return group_or_world(self._group)
 
     def part(self, axis: int) -> tuple[slice, ...]:
@@ -198,7 +198,6 @@ class CutParameter(Placement):
         state[...] = to_device(self.part(value), device_of(state))
 
     def part(self, value: Array) -> Array:
-        """Return a copy of this rank's part of a full array."""
         if value.shape != self.shape:
             raise ValueError(
                 f"load_state_dict: a parameter of shard_linear expected the full array of shape "

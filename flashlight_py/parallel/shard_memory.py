@@ -39,7 +39,7 @@ LINE = 64  # bytes of a cache line; parts of ranks begin at multiples
 
 
 class HostBucket(PassBucket):
-    """Parameters that are sent together, with offsets ``starts`` in flat array ``name``.
+    """Parameters that are sent together. ``starts`` are their offsets in flat array ``name``.
 
     ``chunks`` are the slices of this array that fit into a staging buffer. The last chunk may
     include unused elements after the last parameter.
@@ -59,8 +59,8 @@ def plan(
 ) -> tuple[list[HostBucket], int]:
     """Return the buckets of the flat array ``name`` in sending order, and the array's length.
 
-    ``params`` have one dtype and are in the order of their gradients. ``ranks`` has the number of
-    ranks of each host. All hosts pass equal ``ranks`` and compute equal offsets.
+    ``params`` have one dtype and are in the order in which a pass completes their gradients.
+    ``ranks`` has the number of ranks of each host. All hosts pass equal ``ranks``.
 
     Example:
         >>> shapes = (100, 40), (40,), (3,)
@@ -89,7 +89,7 @@ def plan(
     buckets, end = [], 0
     for bucket_params in groups:
         step = limit
-        if len(bucket_params) == 1:  # chunks of a large parameter contain whole rows if a row fits
+        if len(bucket_params) == 1:  # a large parameter: end chunks between rows if a row fits
             row = math.prod(bucket_params[0].shape[1:])
             rows = math.lcm(row, grain) if row else grain
             step = limit // rows * rows or limit
@@ -113,15 +113,16 @@ FROZEN = " frozen"
 
 
 # Each array exists once per host and is mapped by all ranks, so nothing is gathered. The rank that
-# has summed an element also steps it. A model can be trained if it fits once on a host.
+# sums the gradient of an element also updates it. A host needs memory for one copy of a model.
 class HostMemory:
-    """Flat arrays for ``params``, in the order of their gradients, and staging buffers.
+    """Shared memory of a host: flat arrays for ``params`` and gradients, and staging buffers.
 
-    ``hosts`` are the ranks of each host, and ``host`` is the number of this host. ``local`` is the
-    group of this host's ranks. ``between`` is the group of the ranks with the same position on all
-    hosts, or None. With ``across``, optimizers of each host update a part of the parameters and
-    send it to the other hosts. If a host has one rank, it needs no staging buffer. The constructor
-    is collective and blocking.
+    ``params`` are in the order in which a pass completes their gradients. ``hosts`` has the ranks
+    of each host, and ``host`` is the index of this host. ``local`` is the group of this host's
+    ranks. ``between`` is the group of the ranks with the same position on all hosts. It is None if
+    there is one host, or if a host has no rank with this position. With ``across``, each host
+    updates a part of the parameters and sends it to the other hosts. The constructor is collective
+    and blocking.
     """
 
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:
@@ -141,7 +142,7 @@ class HostMemory:
         self._parity = 0
         self._lock = threading.RLock()  # held by the thread that changes parameters
         self._change = ""  # name of the operation that changes parameters
-        self._unwritten = 0  # bytes of this host's arrays that are not yet backed by memory
+        self._unwritten = 0  # bytes of this host's arrays that do not use memory yet
         self.is_debugged = os.environ.get(DEBUG, "0") == "1"
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] = {}
@@ -202,34 +203,34 @@ class HostMemory:
         return flat.view(kind) if length else np.zeros(0, kind)
 
     def rank_range(self, chunk: slice) -> slice:
-        """Return the slice of a flat array that this rank sums and steps within ``chunk``."""
+        """Return the part of ``chunk`` that this rank sums and that its optimizer updates."""
         rank, size = self.local.rank, (chunk.stop - chunk.start) // self.local.size
         return slice(chunk.start + rank * size, chunk.start + (rank + 1) * size)
 
     def host_range(self, name: str, host: int) -> slice:
-        """Return the slice of a flat array that ``host`` updates: all of it if not ``across``."""
+        """Return the slice of array ``name`` that ``host`` updates: all if ``across`` is False."""
         length, count = self.params[name].size, len(self.hosts)
         if not self.across:
             return slice(0, length)
         return slice(length * host // count, length * (host + 1) // count)
 
     def staging(self, chunk: slice, total: Array, adds: bool) -> Array:
-        """Return this rank's memory for gradients: a staging buffer, or ``total`` itself."""
+        """Return this rank's next staging buffer, or ``total[chunk]`` if nothing is added to it."""
         if self._alone and not adds:
             return total[chunk]
         self._parity ^= 1
         return self.staging_of_ranks(chunk, total.dtype)[self.local.rank]
 
     def staging_of_ranks(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's staging buffer for ``chunk``. Call ``staging`` first."""
+        """Return the staging buffers of all local ranks that the last ``staging`` selected."""
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         staging: list[Array] = [rank[self._parity, :nbytes].view(dtype) for rank in self._staging]
         return staging
 
     def add_up_chunk(self, name: str, chunk: slice, adds: bool) -> None:
-        """Sum this rank's part of ``chunk`` over all staging buffers. Collective, blocking.
+        """Sum this rank's part of ``chunk`` over the staging buffers. Collective, blocking.
 
-        With ``adds``, the sum is added to the sum of earlier passes.
+        If ``adds`` is True, the sum is added to the sum of earlier passes.
         """
         part = self.rank_range(chunk)
         total = self.grads[name][part]
@@ -242,7 +243,7 @@ class HostMemory:
         if not adds:
             add_up(arrays, self._scale, total)
             return
-        if len(self.hosts) > 1:  # keep the earlier sum on one host, so that it is added once
+        if len(self.hosts) > 1:  # the sum over hosts must contain the earlier sum once
             host_range = self.host_range(name, self.host)
             edges = (host_range.start - part.start, host_range.stop - part.start)
             low, high = (min(max(edge, 0), total.size) for edge in edges)
@@ -254,8 +255,8 @@ class HostMemory:
     def check(self, operation: str) -> None:
         """Raise TornStateError if a rank of this host ended or failed while it changed parameters.
 
-        If another thread of this rank is changing parameters, wait for it first, because the change
-        looks like a failure meanwhile. Raise RuntimeError if this thread is changing parameters.
+        If another thread of this rank is changing parameters, wait for the end of the change, which
+        would look like a failure. If this thread is changing parameters, raise RuntimeError.
         """
         if not self._are_inconsistent():
             return
@@ -274,8 +275,8 @@ class HostMemory:
                     "with fl.load(path, module=..., optimizer=...), or start again"
                 )
 
-    # Each rank counts begins and ends of changes in shared memory. A killed rank leaves an odd or
-    # different number, whenever it dies.
+    # Each rank increases a counter in shared memory when a change begins and when it ends. If a
+    # rank dies during a change, a counter is odd or differs from the others.
     def _are_inconsistent(self) -> bool:
         return bool((self._marks != self._marks[0]).any() or self._marks[0] % 2)
 
@@ -304,7 +305,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Allow this rank to set all parameters in the block. Then ``check`` raises no error."""
+        """Let this rank set all parameters in the block. After it, ``check`` accepts them."""
         self.protect(False)
         yield
         self._marks[...] = 0
@@ -312,7 +313,7 @@ class HostMemory:
         self.protect(True)
 
     def protect(self, on: bool) -> None:
-        """If debugging, make writes to parameters kill the process; if not ``on``, allow writes."""
+        """If FLASHLIGHT_DEBUG_SHARED is 1, forbid or (``on`` is False) allow parameter writes."""
         if not self.is_debugged:
             return
         libc = ctypes.CDLL(None, use_errno=True)
@@ -324,7 +325,7 @@ class HostMemory:
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
 
     def sum_between_hosts(self) -> None:
-        """Sum gradients over all hosts. They are complete when all ranks of this host return."""
+        """Sum gradients over hosts. Sums are complete when all ranks of this host have returned."""
         if len(self.hosts) == 1:
             return
         wait_for_ranks(self.local, BACKWARD)
@@ -336,7 +337,7 @@ class HostMemory:
                 between.all_reduce(part, scale=scale)
 
     def _exchanges(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
-        """Yield group, root host and array of each part that this rank sends between hosts."""
+        """Yield (group, root, part) for each part that this rank exchanges with other hosts."""
         if self.between is None:
             return
         for name, flat in flats.items():

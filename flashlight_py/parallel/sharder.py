@@ -1,8 +1,8 @@
 """Sum of a sharded module's gradients over the ranks during a backward pass.
 
-Buckets are sent in the order of the layout. A gradient that is complete before its bucket can be
-sent waits in an array of this rank. The gradient of a large weight is a matrix product. If its
-bucket is next, the product is computed directly into the staging buffers and is never stored in
+Buckets are sent in their order in the flat arrays. A gradient that is complete before its bucket
+can be sent waits in an array of this rank. The gradient of a large weight is a matrix product. If
+its bucket is next, the product is computed directly into the staging buffers and is never stored in
 full.
 """
 
@@ -39,8 +39,8 @@ Gradients: TypeAlias = "Sequence[Array | tuple[Array, Array] | None]"
 class HostPlacement(Placement, GradSink):
     """Position of one parameter in the memory of its host, and receiver of its gradient.
 
-    ``total`` is a view of the sum over ranks. If ``Variable.grad`` is ``total``, a gradient of this
-    rank that was not sent yet is ``unsent``. Otherwise it is ``Variable.grad``.
+    ``total`` is the view of the gradient summed over ranks. This rank's gradient that was not sent
+    yet is ``unsent`` if ``Variable.grad`` is ``total``, else ``Variable.grad``.
     """
 
     shards: HostSharder
@@ -105,7 +105,7 @@ class HostPlacement(Placement, GradSink):
             leaf.grad = gradient
 
     def unsent_gradient(self, leaf: Variable) -> Array | None:
-        """Return this rank's gradient that was not sent yet, or None."""
+        """Return this rank's gradient that was not sent yet, or None if there is none."""
         if leaf.grad is self.total:
             return self.unsent
         self.unsent = None  # obsolete since zero_grad()
@@ -121,7 +121,7 @@ class HostPlacement(Placement, GradSink):
 
 
 class HostSharder(Shards, GradientPass[HostBucket]):
-    """A pass that sums gradients of ``params``, in sending order, into shared memory of hosts."""
+    """A pass that sums the gradients of ``params`` into memory that the ranks of a host share."""
 
     group: ProcessGroup
     is_shared = True
@@ -159,7 +159,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         self.register_hooks()
 
     def _fill(self, bucket: HostBucket) -> None:
-        """Set the parameters of a bucket on this host. Old arrays without references are freed."""
+        """Copy rank 0's parameters of a bucket to this host. Unreferenced old arrays are freed."""
         memory, flat = self.memory, self.memory.params[bucket.name]
         for param, placement in _with_placements([bucket]) if memory.host == 0 else ():
             placement.view(flat)[...] = param.data
@@ -182,7 +182,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
             bucket.placements = []
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
-        """Start new state for an optimizer and register it. Collective; see ``Shards``."""
+        """Register ``optimizer``, whose state is created next. Collective; see ``Shards``."""
         self.group.barrier()
         self._optimizers[optimizer] = None
         self._states, self._taken = {}, Counter()
@@ -191,7 +191,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return self.group.in_step(name)
 
     def new_state(self, placement: HostPlacement, dtype: DTypeLike) -> Array:
-        """Return a flat array for new state of a parameter. Collective if the array is new."""
+        """Return a flat array for another state of a parameter. Creating it is collective."""
         name, kind = placement.bucket.name, np.dtype(dtype).str
         key = name, kind, self._taken[id(placement), kind]
         self._taken[id(placement), kind] += 1
@@ -203,7 +203,6 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return (self.group if self.memory.across else self.memory.local).in_step(name)
 
     def sum_of_squares(self, variables: Sequence[Variable]) -> float:
-        """Return the sum of squares of all gradients of ``variables``, the same on all ranks."""
         if self.memory.across:
             return super().sum_of_squares(variables)
         local, parts = self.memory.local, [np.zeros(0)]
@@ -262,10 +261,10 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         self._pack(bucket, grads, weight, self._adds(bucket))
 
     def _adds(self, bucket: HostBucket) -> bool:
-        """Return whether a bucket's sums are added to the sums of earlier passes."""
+        """Return True if sums of earlier passes remain (no ``zero_grad``) and must be added."""
         kept = [param.grad is placement.total for param, placement in _with_placements([bucket])]
         for placement, is_kept in zip(bucket.placements, kept, strict=True) if any(kept) else ():
-            for piece in () if is_kept else placement.owned_ranges:  # the sum is added to zeros
+            for piece in () if is_kept else placement.owned_ranges:  # no earlier sum: start from 0
                 placement.total.reshape(-1)[piece] = 0
         return any(kept)
 
@@ -291,7 +290,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return used_on_any_rank(used, self.group)
 
     def send_zeros(self) -> None:
-        """Join a pass of the other ranks with zeros. Then join the step of each optimizer."""
+        """Join a pass of the other ranks with zeros. Then call ``step`` of each optimizer."""
         for param in self._params:
             param.grad = None
         super().send_zeros()
@@ -320,13 +319,13 @@ class HostSharder(Shards, GradientPass[HostBucket]):
             return
         try:
             self._send_remaining()
-        except Exception as error:  # the original exception is reported
+        except Exception as error:  # the exception that ended the pass is raised
             self._error = None
             if not isinstance(error, DistributedError):
                 raise
 
     def end_failed(self) -> None:
-        """Make the other ranks raise in ``used_on_any_rank``, the last call of the pass."""
+        """Reject the pass's last call, ``used_on_any_rank``, so that the other ranks raise."""
         error, self._error, self._has_failed = self._error, None, False
         if error is not None:
             with contextlib.suppress(DistributedError):

@@ -176,7 +176,7 @@ class PeriodicAveraging(Structured):
         Return True if the parameters were averaged. Such a call is collective and blocking, and
         raises the errors of :func:`flashlight_py.all_reduce`.
         """
-        vars(self)["_steps"] += 1  # so that capture() does not replay the step
+        vars(self)["_steps"] += 1  # capture() detects this and does not replay the step
         if self._steps % self._every:
             return False
         arrays = [param.data for param in self._module.params()]
@@ -198,8 +198,8 @@ class PeriodicAveraging(Structured):
         self._steps = check_integer("PeriodicAveraging", "steps", state["steps"])
 
 
-# Plans of modules, which broadcast their buffers before each forward pass. Plans of other trees are
-# not kept: checking that no array has changed would take as long as a new walk.
+# Plans of the buffers of modules, which are broadcast before each forward pass. Plans of other
+# trees are not kept: checking that no array has changed would take as long as a new walk.
 _plans: weakref.WeakKeyDictionary[Module, Plan] = weakref.WeakKeyDictionary()
 _KEPT_BYTES, _MOST_KEPT = 1 << 20, 8
 
@@ -255,7 +255,7 @@ def synchronize_for(
     group: ProcessGroup | None,
     walk: Callable[[object, bool], Plan] = plan_of,
 ) -> SomeTree:
-    """Synchronize ``tree`` for the function ``verb``; error messages call the tree a ``noun``."""
+    """Synchronize ``tree``. Errors contain ``verb`` (the function) and ``noun`` (the tree)."""
     members = group_or_world(group)
     root = check_rank(members.size, verb, "root", root)
     where = f"[{verb}] rank {members.rank} of {members.size}"
@@ -308,13 +308,13 @@ _kept: dict[tuple[bytes, int], TreeBuffers] = {}
 
 
 def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
-    """Return kept or new buffers. Kept buffers leave ``_kept``, so no other thread uses them."""
+    """Take buffers out of ``_kept``, so that no other thread uses them, or create buffers."""
     return _kept.pop((plan.description, number_bytes), None) or TreeBuffers(plan, number_bytes)
 
 
 def _difference(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
     sorted_kinds = kinds_by_path(plan_of(tree, sort_keys=True).facts)
-    in_order = {**kinds_by_path(plan_of(tree).facts), **sorted_kinds}  # in the users' order
+    in_order = {**kinds_by_path(plan_of(tree).facts), **sorted_kinds}  # in the user's order
     root_and_tree = [root, {path: sorted_kinds[path] for path in in_order if path in sorted_kinds}]
     roots, trees = zip(*agreement.gather_json(root_and_tree, members), strict=True)
     if len(set(roots)) > 1:

@@ -5,7 +5,7 @@ value in the order of the walk. Ranks compare the facts, which are equal if the 
 equal:
 
     (name, NOTHING)                    an ignored value: None, strings, functions, ...
-    (name, kind)                       a number of that kind: "int", "NumPy float32"
+    (name, kind)                       a number; its kind is "int", "NumPy float32", ...
     (name, dtype, shape)               an array; the dtype of an array of a GPU begins with "GPU "
     (name, kind, length, is_object, is_immutable)
                                        a dict, list, tuple or object; its entries follow
@@ -190,7 +190,7 @@ def kinds_by_path(facts: Facts) -> dict[str, str]:
     """Return the kind of every value by its path: ``float32 (2, 3)`` at ``tree["w"]``."""
     kinds: dict[str, str] = {}
     paths: list[str] = []  # paths of arrays and containers, in the order of numbers
-    open_containers: list[list[Any]] = []  # path, number of entries left, is_object
+    open_containers: list[list[Any]] = []  # [path, entries left, is_object] of each
     for name, kind, *rest in facts:
         while open_containers and not open_containers[-1][1]:
             open_containers.pop()
@@ -221,7 +221,7 @@ def _step(name: Any, is_object: bool) -> str:
 
 
 def inspect_value(value: Any) -> str | Array | Parts | None:
-    """Return the kind of a NumPy number, an array, or ``Parts``; None for ignored values."""
+    """Return a number's kind, an array, or ``Parts`` of a container; None for ignored values."""
     if is_cupy(value):
         return value  # type: ignore[no-any-return]
     if isinstance(value, np.ndarray):
@@ -345,7 +345,7 @@ def key_text(value: object) -> str:
 
 
 class TreeBuffers:
-    """Buffers for the arrays of equal plans, and for ``number_bytes`` of encoded numbers.
+    """Buffers in which the arrays of a plan and ``number_bytes`` of encoded numbers are sent.
 
     Arrays are stored one after the other in native byte order, each at a multiple of 16 bytes.
     ``used`` are the non-empty buffers (uint8), in the same order on all ranks.
@@ -389,7 +389,7 @@ def _views(arrays: Iterable[Array], buffer: Array) -> Iterator[Array]:
 
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
-    """Set the tree's numbers to ``values`` in the plan's order; return the tree or a new one."""
+    """Set the numbers of the tree to ``values``. Return the tree, or a new one if immutable."""
     changes: dict[int, dict[Any, Any]] = {}
     for (node, key, _), value in zip(plan.numbers, values, strict=True):
         changes.setdefault(node, {})[key] = value

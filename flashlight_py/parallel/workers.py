@@ -41,21 +41,20 @@ _ALIGNMENT = 64  # bytes, of arrays in shared memory
 _can_import_main = cache(main_can_be_imported)
 
 Part: TypeAlias = "Variable | Array"
-# A parameter of the module (True) or an input (False), and its number.
+# A leaf: (True, number of a parameter of the module) or (False, number of an input).
 Leaf: TypeAlias = tuple[bool, int]
 # An array in shared memory: offset in bytes, shape and dtype.
 ArrayLayout: TypeAlias = "tuple[int, tuple[int, ...], np.dtype[np.generic]]"
-# Arrays, by index of a result (forward) or by leaf (backward). The leaves of each result.
+# Forward: results by index, and the leaves of each result. Backward: gradients by leaf, and [].
 Answer: TypeAlias = tuple[dict[Any, Any], list[list[Leaf]]]
 
 
 # The module is pickled without its parameters for each pass, which takes about 0.1 ms for a small
-# module. The pickle is sent only if it has changed, which detects changes of modes, ratios and
-# buffers.
+# module. The pickle contains modes, ratios and buffers, and is sent only if it has changed.
 def split_parts(
     value: Any, is_part: Callable[[Any], bool], noun: str = ""
 ) -> tuple[bytes, list[Any]]:
-    """Return a pickle of ``value`` with numbers instead of its parts, and the distinct parts."""
+    """Pickle ``value`` without the objects that ``is_part`` accepts; return these objects too."""
     parts: dict[int, tuple[int, Any]] = {}
 
     def stand_in(value: Any) -> int | None:
@@ -66,7 +65,7 @@ def split_parts(
 
 
 def join_parts(form: bytes, parts: Sequence[Any]) -> Any:
-    """Return the value of a pickle from ``split_parts``, with ``parts`` instead of the numbers."""
+    """Unpickle ``form`` of ``split_parts``, with ``parts`` instead of the removed objects."""
     unpickler = pickle.Unpickler(io.BytesIO(form))
     unpickler.persistent_load = parts.__getitem__  # type: ignore[method-assign]
     return unpickler.load()
@@ -118,7 +117,7 @@ class WorkerMemory:
 
 
 class WorkerShare:
-    """The module in worker ``number``, with parameters in shared memory, and its graphs."""
+    """The module in worker ``number``: its parameters in shared memory, and graphs of passes."""
 
     def __init__(
         self, takes_output: bool, number: int, fds: Sequence[int], params: Any, grads: Any
@@ -132,10 +131,10 @@ class WorkerShare:
         self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}  # by number: inputs, results
 
     def __call__(self, link: Connection) -> None:
-        """Answer each request until ``link`` is closed. An answer is (failure, answer, output).
+        """Send (failure, answer, output) for each request until ``link`` is closed.
 
-        If the request fails, ``failure`` is not None, and ``answer`` is a pickle of the exception,
-        or empty if the exception cannot be pickled.
+        ``failure`` is None, or a Failure if the request fails. Then ``answer`` is a pickle of the
+        exception, or empty if the exception cannot be pickled.
         """
         while True:
             try:
@@ -158,9 +157,9 @@ class WorkerShare:
     ) -> Answer:
         """Call ``method`` and return its arrays by their layout in shared memory.
 
-        The gradient of a parameter is None, because the parent knows its memory. ``module`` is None
-        if it has not changed, and ``places`` is None if this worker has no rows. ``kept`` are the
-        numbers of graphs that the parent still uses.
+        Gradients of parameters are None, because the parent has mapped their memory. ``module`` is
+        a pickle, or None if it has not changed. ``places`` is None if this worker has no rows.
+        ``kept`` are the numbers of graphs that the parent still uses.
         """
         self._module = module or self._module
         self._graphs = {graph: self._graphs[graph] for graph in kept if graph in self._graphs}
@@ -174,7 +173,7 @@ class WorkerShare:
     def forward(
         self, arrays: list[Array], graph: int, seed: int, form: bytes, calc_grads: list[bool | None]
     ) -> Answer:
-        """Return the results. ``calc_grads`` has flags of the parameters, then of the inputs."""
+        """Return the results for ``arrays``. ``calc_grads``: flags of parameters, then inputs."""
         for param, flag in zip(self._params, calc_grads, strict=False):
             param.calc_grad = bool(flag)
         # Copy, because the graph needs the inputs, which the answer overwrites.
@@ -190,12 +189,12 @@ class WorkerShare:
         return dict(enumerate(map(array_of, results))), below
 
     def backward(self, seeds: list[Array], graph: int, numbers: list[int]) -> Answer:
-        """Return gradients of leaves, given the gradients ``seeds`` of results with ``numbers``."""
+        """Return the leaves' gradients. ``seeds`` are the gradients of the results ``numbers``."""
         inputs, results = self._graphs[graph]
         leaves = self._leaves(inputs)
         for variable in leaves:
             variable.grad = None
-        # A single pass from all results: the root is a number that depends on every result.
+        # One pass from all results: the root depends on every result.
         roots = zip([results[number] for number in numbers], seeds, strict=True)
         edges = [(x, lambda _, seed=seed: seed) for x, seed in roots if isinstance(x, Variable)]
         root = record(np.zeros(()), *edges)
@@ -216,13 +215,13 @@ def _leaves_below(result: Part) -> list[Variable]:
     if result.node is None:
         return [result]
     walk = Walk(result.node, result.array, False)
-    with suppress(RuntimeError):  # already differentiated: a second pass raises this as well
+    with suppress(RuntimeError):  # no second pass: backward() raises this as well
         walk.count([result.node], (), walk.pending)
     return [target for target in walk.pending if isinstance(target, Variable)]
 
 
 class TeamResources(AbstractContextManager["TeamResources"]):
-    """Processes and memory of a team, in the parent. An exception in ``with`` kills the workers."""
+    """Processes and memory of a team in the parent. If a ``with`` block raises, workers end."""
 
     def __init__(self) -> None:
         self.pid, self.is_open = os.getpid(), True
@@ -246,8 +245,8 @@ class TeamResources(AbstractContextManager["TeamResources"]):
 
 
 # Python may collect a team at any line, and an exception that a signal handler raises during the
-# collection is lost. So the collection only appends a reference, and the next use of any team ends
-# the workers.
+# collection is lost. So the collection only appends a reference, and the next use of any
+# DataParallel ends the workers of the collected team.
 _resources: dict[weakref.ref[Team], TeamResources] = {}
 _dropped_teams: deque[weakref.ref[Team]] = deque()
 
@@ -267,9 +266,9 @@ def _end_all() -> None:
         resources.end()
 
 
-# An interrupted message cannot be completed, so an error in a message ends all workers. The next
-# call starts new workers without loss, because this process has the parameters, modes and random
-# numbers.
+# If sending or receiving is interrupted, the message cannot be completed, so all workers end. The
+# next call starts new workers without loss, because this process has the parameters, modes and
+# random numbers.
 class Team:
     """``count`` worker processes with the arrays of ``params`` in shared memory.
 
@@ -293,7 +292,7 @@ class Team:
             model, *self._boxes = resources.memories
             size = len(self._params)
             places = model.put([param.data for param in self._params] * (count + 1))
-            # The parameters, then the gradients of each worker.
+            # ``sets[0]`` is for the parameters, ``sets[k]`` for the gradients of worker k.
             sets = [places[size * k : size * (k + 1)] for k in range(count + 1)]
             self._views, *self._grads = map(model.views, sets)
             self.holds(self._params)
@@ -307,7 +306,7 @@ class Team:
             resources.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
-        """Return whether the workers can use ``params``, after copying replaced arrays."""
+        """Return False if ``params`` need other workers; else copy replaced arrays to them."""
         if not self.resources.is_open or [*map(id, params)] != [*map(id, self._params)]:
             return False
         for param, view in zip(self._params, self._views, strict=True):
@@ -327,7 +326,7 @@ class Team:
         """
         end_dropped()
         self._require_open()
-        with suppress(RankFailedError):  # no caller waited for the last request
+        with suppress(RankFailedError):  # answers that no caller waited for
             self._receive()
         self._require_open()
         for answer in self._answers:  # copy arrays that the request overwrites
@@ -341,7 +340,7 @@ class Team:
             for worker, box, share in zip_longest(self._workers, self._boxes, shares):
                 places = None if share is None else box.put(share)
                 worker.send((*request, places, *arguments))
-            self._is_waiting = True  # within the block, so an interrupt cannot precede it
+            self._is_waiting = True  # an interrupt before this line ends the workers
         return self._answers
 
     def fill(self, answers: list[Any]) -> list[Any]:
@@ -399,7 +398,7 @@ class Team:
             )
 
 
-_NOTHING = np.zeros(())  # value and gradient of nodes that represent the workers
+_NOTHING = np.zeros(())  # value and gradient of the nodes of workers' leaves
 
 
 class DataParallel(Module):
@@ -513,7 +512,7 @@ class DataParallel(Module):
         return f"{WHAT}({self.module!r}, nprocs={self.nprocs})"
 
     def _visit(self, prefix: str, seen: set[int], modules: Any, seen_params: Any) -> Any:
-        """Append this module, and visit the inner module without a prefix for its names."""
+        """Append this module. Visit the inner module, whose names get no further prefix."""
         modules.append((prefix, self))
         return self.module._visit(prefix, seen, modules, seen_params)
 
@@ -530,7 +529,7 @@ class DataParallel(Module):
             if is_cupy(param.data):
                 raise TypeError(
                     f"{WHAT}: expected NumPy arrays, got a CuPy array as parameter {number} "
-                    f"(shape {param.shape}). Use one process per GPU with flrun or fl.spawn"
+                    f"(shape {param.shape}). Instead, start one rank per GPU: flrun or fl.spawn"
                 )
         if self._team is None or not self._team.holds(params):
             self.close()
@@ -566,7 +565,7 @@ def _rows(parts: Sequence[Part]) -> int:
 class WorkersGraph:
     """The graphs that the workers store for forward pass ``number``, until this object is freed.
 
-    ``shares`` are the workers' rows of the batch. Only operations of the graph refer to the object.
+    ``shares`` are the workers' rows of the batch. The graph here keeps this object alive.
     """
 
     def __init__(self, team: Team, number: int, shares: Sequence[slice]) -> None:
@@ -578,7 +577,7 @@ class WorkersGraph:
     def join(
         self, local: list[Part], answers: list[Answer], params: list[Variable], inputs: list[Part]
     ) -> list[Part]:
-        """Concatenate ``local`` and the workers' results, and record them for a backward pass."""
+        """Return ``local`` with the workers' rows appended. Record the operations for backward."""
         others, leaves = zip(*answers, strict=True)
         counts = [len(local), *map(len, others)]
         if len(set(counts)) > 1:
@@ -611,14 +610,14 @@ class WorkersGraph:
         return results
 
     def _cut(self, result: int, ends: Sequence[int], grad: Array) -> Array:
-        """Store the workers' rows of ``grad``, and return the rows of this process."""
+        """Store the workers' rows of ``grad``, a result's gradient. Return this process's rows."""
         if not self._rows:
             on_backward_end(self._forget)
         self._rows[result] = [grad[begin:end] for begin, end in pairwise(ends)]
         return grad[: ends[0]]
 
     def _send(self, grad: Array) -> Array:
-        """Send the stored rows to the workers, if there are any. Does not wait for the workers."""
+        """Send the rows that ``_cut`` has stored. Do not wait. A second call sends nothing."""
         if self._rows:
             shares = zip(*self._rows.values(), strict=True)
             self._answers = self._team.ask(shares, None, "backward", self._number, [*self._rows])
@@ -626,7 +625,7 @@ class WorkersGraph:
         return grad
 
     def _gradient(self, leaf: Leaf, like: Array, _: object) -> Array:
-        """Return the workers' gradient of a parameter, or of their rows of an input (else 0)."""
+        """Return the workers' sum for a parameter, or for an input their rows, and 0 elsewhere."""
         answers = enumerate(self._team.fill(self._answers))
         parts = [(worker, arrays.pop(leaf)) for worker, (arrays, _) in answers if leaf in arrays]
         if not leaf[0]:

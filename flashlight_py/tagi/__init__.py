@@ -1,7 +1,7 @@
 """TAGI (tractable approximate Gaussian inference): networks that learn without gradients.
 
 Weights and activations are Gaussian. Names, argument orders and defaults are those of pytagi. A
-pytagi script runs after its ``import pytagi`` is replaced by this package. See ``docs/tagi.md``.
+pytagi script runs if it imports this package in place of ``pytagi``. See ``docs/tagi.md``.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ WIDEST = 80.0  # maximum v in ClosedFormSoftmax: a much larger v overflows e^v i
 
 
 class Activation(BaseLayer):
-    """Base class of activations. They keep the shape and have no parameters."""
+    """Base class of activations. An activation keeps the input shape and has no parameters."""
 
     has_state = False
     keeps_input = False
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept inputs of any shape."""
+        """Return ``shape``; any shape is valid."""
         self.input_shape = self.output_shape = shape
         return shape
 
@@ -50,7 +50,7 @@ class Activation(BaseLayer):
         return BaseHiddenStates(mean, variance, slope if x.slope is None else slope * x.slope)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas:
-        """Return ``d`` and ``e`` unchanged; the previous layer multiplies them by the slope."""
+        """Return ``d`` and ``e``. The layer before the activation multiplies them by the slope."""
         return d, e
 
     def _sizes(self) -> tuple[()]:
@@ -58,7 +58,7 @@ class Activation(BaseLayer):
 
     @abc.abstractmethod
     def _moments(self, mean: Array, variance: Array) -> Moments:
-        """Return means, variances and slopes: new float32 arrays of the same shape."""
+        """Return means, variances and slopes: new float32 arrays with the shape of ``mean``."""
 
 
 class ReLU(Activation):
@@ -130,7 +130,7 @@ class MixtureTanh(Activation):
 class EvenExp(Activation):
     """``e^z`` for units 1, 3, 5, ... of a sample; units 0, 2, 4, ... are unchanged.
 
-    If this is the last layer, each pair of outputs is a value and its positive error variance.
+    As the last layer, it gives pairs: a value, and the positive variance of its observation error.
 
     Args:
         slope_times_variance: False: the slope of e^z is its mean. True: the slope is its mean times
@@ -143,7 +143,7 @@ class EvenExp(Activation):
         self.slope_times_variance = slope_times_variance
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept samples with an even number of units."""
+        """Return ``shape``, which must have an even number of units."""
         if int(np.prod(shape)) % 2:
             raise ValueError(f"expected an even number of units, got samples of {shape}")
         return super().connect(shape)
@@ -166,9 +166,9 @@ def _logistic(mean: Array) -> tuple[Array, Array]:
 
 
 def exponential(mean: Array, variance: Array) -> Moments:
-    """Return the exact moments of e^z: E = exp(m + v/2), E^2 (e^v - 1), and the slope E.
+    """Return the exact mean E = exp(m + v/2), variance E^2 (e^v - 1) and slope E of e^z.
 
-    The exponents m + v/2 and v are at most 88. The variances are at most the largest float32.
+    Exponents above 88 are replaced by 88. Variances above the largest float32 are replaced by it.
     """
     xp = array_module(mean)
     m, v = mean.astype(np.float64), variance.astype(np.float64)
@@ -181,8 +181,8 @@ def exponential(mean: Array, variance: Array) -> Moments:
 class _Shares(Activation):
     """Base class of activations that divide each unit by the sum over its sample.
 
-    All units of a sample, whatever its shape, are the classes of one distribution. The computation
-    uses float64. Results above the largest float32 are replaced by it.
+    The units of a sample are the classes of one distribution, whatever the shape of the sample. The
+    computation uses float64. Results above the largest float32 are replaced by that number.
     """
 
     def _moments(self, mean: Array, variance: Array) -> Moments:
@@ -252,15 +252,15 @@ class ClosedFormSoftmax(_Shares):
     The exponentials have means E = exp(m + v/2) and variances V = E^2 (e^v - 1). E' and V' are the
     sums of E and V over the classes. The sum of the exponentials is treated as log-normal: its
     logarithm has variance lambda' and mean kappa'. With c = ln(1 + V / (E E')) and w = v + lambda'
-    - 2c, means are A = exp(m - kappa' + w / 2), variances (e^w - 1) A^2, and slopes A (v - c) / v.
-    If v is above 80, 80 is used.
+    - 2c, the means are A = exp(m - kappa' + w / 2), the variances (e^w - 1) A^2, and the slopes A
+    (v - c) / v. Variances v above 80 are replaced by 80.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:
         xp = array_module(mean)
         v = xp.clip(variance.astype(np.float64), SMALLEST, WIDEST)
         m = mean.astype(np.float64)
-        m -= (m + v / 2).max(axis=1, keepdims=True)  # keeps the shares; exponents are at most 0
+        m -= (m + v / 2).max(axis=1, keepdims=True)  # exp cannot overflow; the shares do not change
         exponential = xp.exp(m + v / 2)
         total = exponential.sum(axis=1, keepdims=True)
         spread = exponential * exponential * xp.expm1(v)
@@ -301,8 +301,8 @@ def tanh_moments(mean: Array, variance: Array, share: float = 1, shift: float = 
     """Return the moments of ``share * max(-1, min(z, 1)) + shift``.
 
     Variances are at least 1e-6. Slopes are ``share * P(|z| < 1)``. The NumPy code computes with |m|
-    and restores the sign of m at the end. It subtracts max(z - 1, 0) and adds max(-1 - z, 0). By
-    Stein's lemma, the covariance of z with max(z - 1, 0) is v P(z > 1).
+    and restores the sign of m at the end. It uses max(-1, min(z, 1)) = z - max(z - 1, 0) +
+    max(-1 - z, 0). By Stein's lemma, the covariance of z with max(z - 1, 0) is v P(z > 1).
     """
     module = native_for(mean)
     if module is not None:

@@ -22,8 +22,8 @@ from flashlight_py.tagi.windows import (
     readable,
 )
 
-# CACHED: bytes of the columns of a chunk on the CPU, the cache size of a core. CACHED_ON_GPU: the
-# same on a GPU, enough to occupy it. COLUMNS: minimum columns of a chunk, which reads all weights.
+# CACHED: bytes of a chunk's columns on the CPU, the cache size of a core. CACHED_ON_GPU: bytes on a
+# GPU, enough to occupy it. COLUMNS: minimum columns, because each chunk reads all weights.
 CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 
 
@@ -82,7 +82,7 @@ class _Convolution(ImageLayer):
             variance += self.biases.variance[:, None]
 
     def _set_sums(self, sums: Array, d: Array, e: Array) -> None:
-        """Set the sums of weights and biases. ``d`` and ``e`` have shape ``[channels, units]``."""
+        """Set the weights' sums to ``sums``. Compute the biases' sums from ``d`` and ``e``."""
         for array, values in zip(
             (self.weight.mean_sum, self.weight.variance_sum), sums, strict=True
         ):
@@ -122,7 +122,7 @@ class Conv2d(_Convolution):
     """
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept images that the windows cover exactly, or flat samples of a declared size."""
+        """Return the output shape. Raises ValueError if windows do not cover the images exactly."""
         return self._cover(self._input_images(shape), self.out_channels)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
@@ -192,7 +192,7 @@ class ConvTranspose2d(_Convolution):
     transposed = True
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept images, or flat samples if the image size is declared."""
+        """Return the output shape. Flat samples require ``in_width`` and ``in_height``."""
         images = self._input_images(shape)
         less = (2 if self.padding_type == 1 else 1) * self.padding
         height, width = ((size - 1) * self.stride + self.kernel_size - less for size in images[1:])
@@ -259,7 +259,7 @@ class ConvTranspose2d(_Convolution):
 def _columns(
     windows: Windows, batch: int, inputs: int, matrices: int, like: Array
 ) -> list[tuple[WindowPart, Array]]:
-    """Divide the windows into chunks, each with memory ``[matrices, inputs, columns]``.
+    """Divide the windows into chunks. Return each with memory ``[matrices, inputs, columns]``.
 
     All chunks use the same memory. The next call in this thread overwrites it.
     """

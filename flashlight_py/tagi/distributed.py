@@ -81,12 +81,12 @@ class DDPSequential:
     one batch, even if ranks have different numbers of samples. The bound of a step depends on the
     total number of samples. Exception: an LSTM with ``seq_len=1`` carries states between calls if
     the batch of its rank has one sample. With ``average=True``, pytagi's default, the sums are
-    divided by the number of ranks. A step then has the evidence of an average rank, so the network
-    learns more slowly with more ranks.
+    divided by the number of ranks. A step then counts the samples of one average rank only, so the
+    network learns more slowly with more ranks.
 
     The buffers of outputs and deltas, ``step``, ``train``, ``eval``, ``get_outputs``,
     ``output_to_host``, ``state_dict`` and ``load_state_dict`` forward to the network without
-    communication. All ranks have the same state, except for running statistics. Therefore pass the
+    communication. ``state_dict`` is equal on all ranks, except for running statistics. Pass the
     same state to ``load_state_dict`` on every rank.
 
     Args:
@@ -104,8 +104,8 @@ class DDPSequential:
         TypeError: If ``model`` is not a Sequential.
         ValueError: If rank or size in ``config`` differ from the world, ``bucket_bytes`` is not
             positive, or the network has no parameters.
-        MismatchError: If networks or arguments differ between ranks. It names the first layer that
-            differs.
+        MismatchError: If networks or arguments differ between ranks. The text names the first
+            layer that differs.
         DistributedError: See :func:`flashlight_py.all_reduce`.
 
     Example:
@@ -170,13 +170,13 @@ class DDPSequential:
     def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs for this rank's samples; see ``Sequential``.
 
-        The call is collective if ``sync`` is set and a network in training has batch normalisation.
+        Collective if ``sync`` is set, the network is in training, and it has batch normalisation.
         """
         return self.forward(mu_x, var_x)
 
     @in_step(lambda arguments: arguments["self"].sync.ranks_of_forward())
     def forward(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
-        """Return means and variances of the outputs, like calling the network."""
+        """Return means and variances of the outputs, like :meth:`__call__`."""
         self.sync.begin_forward()
         return self.model.forward(mu_x, var_x)
 
@@ -229,10 +229,10 @@ class DeltaBucket(PassBucket):
 # step depends on the total number of samples. This number is the last element of the last bucket,
 # because a separate message would cost a small network one more round trip.
 class DeltaSync(GradientPass[DeltaBucket]):
-    """Addition of the sums of each backward pass over the ranks, bucket by bucket.
+    """Data-parallel backward pass: it adds the parameters' sums over the ranks, bucket by bucket.
 
     After a pass, ``learnt`` of the network is the number of samples on all ranks. If ``average``,
-    it is the mean number of samples on the ranks that have samples.
+    ``learnt`` is the mean number of samples on the ranks that have samples.
     """
 
     ends_with_message = False
@@ -263,7 +263,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
         for bucket in planned:
             parameters = [parameter for layer in bucket for parameter in layer.parameters_in_use]
-            has_samples = int(bucket is planned[-1])  # the number of samples is its last element
+            has_samples = int(bucket is planned[-1])  # element for the number of samples
             storage = ParameterBucket(parameters, zeros_on(device), sums, has_samples)
             self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:
@@ -275,7 +275,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         return self._members if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
-        """If the forward pass is collective, compute the weight of this rank before it."""
+        """If the forward pass is collective, compute the factor of this rank's sums before it."""
         if self.ranks_of_forward() is not None and self.weigh is not None:
             self._weight = self.weigh(True)
 
@@ -311,7 +311,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._running = True
 
     def _on_sums(self, bucket: DeltaBucket, _: BaseLayer) -> None:
-        """Handle a layer with complete sums. Send each bucket after all its layers are complete."""
+        """Count a layer whose sums are complete. Send ``bucket`` after its last layer."""
         if not self._running:
             raise RuntimeError(
                 "backward: a DDPSequential wraps this network. Call backward() of the "
@@ -336,7 +336,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._model.learnt = round(float(self._parameter_buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return 1 for sums. For means, return the factor that excludes ranks without samples."""
+        """Return the factor of the sums: ``ranks / training`` if ``self.averages``, else 1."""
         return ranks / training if self.averages else 1.0
 
     def send_zeros(self) -> None:
@@ -351,7 +351,7 @@ def _statistics(model: Sequential) -> list[Array]:
 
 
 def _describe(name: str, layer: BaseLayer) -> str:
-    """Return the settings and parameter shapes of a layer that must be equal on all ranks."""
+    """Return ``name``, settings and parameter shapes of a layer. Ranks compare this text."""
     settings = [
         f"{key}={value}"
         for key, value in vars(layer).items()

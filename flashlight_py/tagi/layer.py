@@ -42,7 +42,7 @@ class _Flat:
             raise ValueError(f"{label}: expected {size} elements, got {np.size(values)}")
         if parameter is not None:
             array = np.asarray(unmasked(label, values), REAL)
-            if not np.isfinite(array).all():  # otherwise it could be saved, but not loaded
+            if not np.isfinite(array).all():  # load() would reject a saved network with NaN
                 raise ValueError(f"{label}: {self._moment} must be finite, got NaN or infinity")
             parameter.put(self._moment, array)
 
@@ -58,10 +58,10 @@ class BaseLayer(abc.ABC):
         weight, biases: Parameters of the layer, or None.
         input_shape, output_shape: Shapes of one sample; None before :meth:`connect`. A layer whose
             arguments determine the shape of its input has ``input_shape`` from the start.
-        training: Whether the layer is in training. It then uses batch statistics and keeps inputs.
+        training: Whether the layer is in training: it uses batch statistics and keeps its inputs.
         on_sums: None, or a function that a backward pass calls with the layer as argument after the
-            sums of its parameters are complete. Most layers call it before they compute the deltas
-            of the input.
+            sums of its parameters are complete. Most layers call ``on_sums`` before they compute
+            the deltas of the input.
     """
 
     # Whether files and dictionaries of parameters have an entry for the layer.
@@ -85,7 +85,7 @@ class BaseLayer(abc.ABC):
         self.on_sums: Callable[[BaseLayer], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes. ``on_sums`` is None, because it belongs to the original layer."""
+        """Return the attributes for a copy. The copy's ``on_sums`` is None."""
         return self.__dict__ | {"on_sums": None}
 
     @abc.abstractmethod
@@ -130,7 +130,7 @@ class BaseLayer(abc.ABC):
         return [parameter for parameter in (self.weight, self.biases) if parameter is not None]
 
     def statistics(self) -> list[Array]:
-        """Return the arrays (no copies) of state that is not a parameter, such as running means."""
+        """Return state that is not a parameter, such as running means: the arrays, no copies."""
         return []
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
@@ -190,7 +190,7 @@ class BaseLayer(abc.ABC):
         return 0 if self.biases is None else int(self.biases.mean.size)
 
     def _sum_biases(self, d: Array, e: Array, axis: int) -> None:
-        """Set the sums of the biases and call ``on_sums``, after the sums of the weights."""
+        """Set the biases' sums over ``axis``, and call ``on_sums``: all sums are now set."""
         if self.biases is not None:
             d.sum(axis=axis, out=self.biases.mean_sum)
             e.sum(axis=axis, out=self.biases.variance_sum)
@@ -251,9 +251,10 @@ class LayerBlock(_Block):
     """
 
     def connect(self, shape: Shape, within: str = " of the block") -> Shape:
-        """Connect the layers one after the other.
+        """Set the shapes of all layers, and return the output shape of the last layer.
 
-        If a layer cannot accept the output of its predecessor, ValueError names both layers.
+        If a layer cannot accept the output of its predecessor, ValueError names both layers. In the
+        text, ``within`` follows the layer's number.
         """
         self.input_shape, previous = shape, f"the input{within}"
         for number, layer in enumerate(self.layers):
@@ -305,7 +306,7 @@ class ResNetBlock(_Block):
         self._slopes: tuple[Array | None, Array | None] = (None, None)  # slopes of both outputs
 
     def connect(self, shape: Shape) -> Shape:
-        """Connect both paths. Their outputs must have equal shapes; if one is flat, equal sizes."""
+        """Return the output shape. Paths must have equal shapes, or equal sizes if one is flat."""
         self.input_shape = shape
         main = _connect("main block", self.main_block, shape)
         other = shape if self.shortcut is None else _connect("shortcut", self.shortcut, shape)
@@ -335,7 +336,7 @@ class ResNetBlock(_Block):
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
         """Run both paths backward, the shortcut first, and return the sums of their deltas.
 
-        Without a shortcut, ``x`` itself gets the deltas ``d * slope`` and ``e * slope**2``.
+        Without a shortcut, the second path has the deltas ``d * slope`` and ``e * slope**2``.
         """
         d, e = d.reshape(self._shape), e.reshape(self._shape)
         copies = d.copy(), e.copy()  # each path may overwrite its arguments

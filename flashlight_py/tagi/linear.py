@@ -19,9 +19,9 @@ class Linear(BaseLayer):
     """Linear layer ``z = x @ W.T + b`` with independent Gaussian inputs and parameters.
 
     It maps ``[batch, input_size]`` to ``[batch, output_size]``. Samples of other shapes are
-    flattened. Inputs have means m and variances v, weights W and S, biases b and Sb. Outputs have
-    ``mean = m @ W.T + b`` and ``variance = v @ (W**2 + S).T + m**2 @ S.T + Sb``. Source: Goulet,
-    Nguyen and Amiri, JMLR 2021, equations 8 to 10.
+    flattened. Let m, W and b be the means of inputs, weights and biases, and v, S and Sb their
+    variances. Outputs have ``mean = m @ W.T + b`` and ``variance = v @ (W**2 + S).T + m**2 @ S.T +
+    Sb``. Source: Goulet, Nguyen and Amiri, JMLR 2021, equations 8 to 10.
 
     Args:
         input_size, output_size: Numbers of units, at least 1.
@@ -51,7 +51,7 @@ class Linear(BaseLayer):
         self._square: Array | None = None  # squares of the means of the weights, if computed
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept samples of ``input_size`` elements in any shape."""
+        """Return the output shape. A sample must have ``input_size`` elements, in any shape."""
         if int(np.prod(shape)) != self.input_size:
             raise ValueError(f"expected {self.input_size} features per sample, got shape {shape}")
         return (self.output_size,)
@@ -142,7 +142,7 @@ class Embedding(BaseLayer):
         self._indices = np.empty((0, input_size), np.int64)
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept samples of ``input_size`` indices, or of any number if ``input_size`` is 0."""
+        """Return the output shape. A sample must have ``input_size`` indices; 0: any number."""
         size = int(np.prod(shape))
         if self._size and size != self._size:
             raise ValueError(f"expected {self._size} indices per sample, got shape {shape}")

@@ -8,9 +8,9 @@ The gates are f, i, g, o, in pytagi's order. In unit k, the inputs of two gates 
 covariance ``sum_j W_p[k, j] W_q[k, j] var(x_j)``. If p = q, this sum is a part of the variance.
 ``PAIRS`` lists the pairs (p, q) in the order of the arrays:
 
-    ff ii gg oo   variances of the gates, to which the weights' variances are added
+    ff ii gg oo   variances of the gate inputs; the variances of the weights add further terms
     ig            mean and variance of i g
-    fo io go      mean and variance of o tanh(c); from the inputs x without h, as in pytagi
+    fo io go      mean and variance of o tanh(c); only x counts, not h, as in pytagi
     fi fg         backward pass only
 """
 
@@ -43,7 +43,7 @@ def cell_forward(z: Array, u: Array, states: States | None, slopes: Array) -> St
 
     Args:
         z: Means of the gate inputs, ``[rows, 4, n]``.
-        u: Variances and covariances of the gate inputs, ``[rows, 8, n]``: eight pairs of ``PAIRS``.
+        u: (Co)variances of the gate inputs, ``[rows, 8, n]``: the first eight pairs of ``PAIRS``.
         states: Result of the previous step. None: zeros.
         slopes: Output, ``[rows, 6, n]``. 0 to 2: cov(input, c) / var(input) for the inputs of the
             gates f, i and g. 3: cov(input, h) / var(input) for the input of o. 4: cov(c, h) /
@@ -162,7 +162,7 @@ class Gates(NamedTuple):
         Args:
             x, x_variance: ``[rows, steps * ni]``. None: all variances are 0.
             states: Initial states of a single row, each ``[1, no]``. None: 0.
-            carry: Whether to return the final states, of a single row, instead of None.
+            carry: Whether to return the final states of a single row. False: return None for them.
         """
         kernels = None if self.weight.mean.size > SMALL else native_for(x)
         if kernels is not None:
@@ -175,7 +175,6 @@ class Gates(NamedTuple):
         )
         products = self._products(8)
 
-        # The inputs' contribution to all gates, for all time steps at once.
         joined = xp.zeros((steps, rows, n), REAL)
         joined[..., :ni] = _by_step(x, steps)
         inputs = joined[..., :ni].reshape(-1, ni)

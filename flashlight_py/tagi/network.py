@@ -129,7 +129,7 @@ class Network:
         self.load_state_dict(_parse(self, Path(filename)))
 
     def save_csv(self, filename: FileName) -> None:
-        """Write all parameters as text: ``<filename>_1_mw.csv``, ``_2_Sw``, ``_3_mb``, ``_4_Sb``.
+        """Write all parameters to text files: ``<filename>_1_mw.csv``, ``_2_Sw.csv`` and so on.
 
         Numbers have six digits, as in pytagi. Unlike in pytagi, the files include layers in blocks.
         Running statistics are not included: to continue a training later, use :meth:`save`. Raises
@@ -245,14 +245,14 @@ class Network:
             layers[key].set_states(entry)
 
     def smoother(self) -> tuple[Array, Array]:
-        """Smooth the time steps since the last call, and return the smoothed outputs.
+        """Smooth the time steps that SLSTM layers keep, and return the smoothed outputs.
 
         See :meth:`get_outputs_smoother`. The smoothed h and c of a time step use the observations
         of all time steps. The outputs use the smoothed h of the last SLSTM and the current
         parameters. Afterwards, a new series starts.
 
         Raises:
-            RuntimeError: If no time step was kept: ``num_samples`` is 0, or no pass ran.
+            RuntimeError: If no time step was kept: ``num_samples`` is 0, or no backward pass ran.
             ValueError: If there is no SLSTM, or a later layer is neither SLSTM nor SLinear.
         """
         layers = list(self.named_layers())
@@ -285,7 +285,7 @@ class Network:
         return host_copy(self._smoothed.mu_a), host_copy(self._smoothed.var_a)
 
     def _lstms(self) -> dict[int | str, LSTM]:
-        """Return the LSTMs that carry states between calls."""
+        """Return the LSTMs that carry states between calls, with ``get_lstm_states()``'s keys."""
         layers: dict[int | str, LSTM] = {}
         for name, layer in self.named_layers():
             if isinstance(layer, LSTM) and layer.carries_states:
@@ -295,7 +295,7 @@ class Network:
 
 
 def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
-    """Return error texts for invalid values in ``arrays``, alternately means and variances."""
+    """Return error texts for invalid ``arrays``, which are means and variances in turn."""
     named = list(zip(names, arrays, strict=False))
     invalid = [f"{name} is not finite" for name, array in named if not np.isfinite(array).all()]
     return invalid + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]
@@ -346,7 +346,7 @@ def _parse(network: Network, path: Path) -> StateDict:
 def _end_of_layer_norm(data: bytes, offset: int, following: BaseLayer | None) -> int:
     """Return the offset of the record that follows the record of a LayerNorm.
 
-    In files of pytagi, this record ends with moments of each sample of the last batch.
+    In files of pytagi, the LayerNorm's record ends with moments of each sample of the last batch.
     """
     if following is None:
         remaining = len(data) - offset

@@ -23,9 +23,9 @@ class Normalization(BaseLayer):
     """Base class: ``z = w * t + b`` with ``t = (x - mean) / sqrt(variance + eps)``.
 
     Subclasses compute the statistics ``mean`` and ``variance``. Weights have means W and variances
-    S, biases b and Sb, inputs variances v. With r = 1 / sqrt(variance + eps), outputs have mean ``t
-    W + b`` and variance ``r^2 v (W^2 + S) + S t^2 + Sb``, as in pytagi 0.2.1. The backward pass
-    treats the statistics as constants: deltas are ``d r W`` and ``e (r W)^2``.
+    S, biases have b and Sb. Inputs have variances v. With r = 1 / sqrt(variance + eps), outputs
+    have mean ``t W + b`` and variance ``r^2 v (W^2 + S) + S t^2 + Sb``, as in pytagi 0.2.1. The
+    backward pass treats the statistics as constants: deltas are ``d r W`` and ``e (r W)^2``.
 
     A sample is viewed as ``[features, positions]``. For images, these are channels and pixels.
     """
@@ -61,7 +61,7 @@ class Normalization(BaseLayer):
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of the parameters; return ``d r W`` and ``e (r W)^2`` times the slopes."""
+        """Set the parameters' sums. Return ``d r W s``, ``e (r W s)^2``; s: slope of the input."""
         t = self._t
         deltas = d.reshape(t.shape), e.reshape(t.shape)
         sums, back = standardize_back(t, *deltas, self._slope, self._back, needs_input)
@@ -128,7 +128,7 @@ class BatchNorm2d(Normalization):
         return super().__getstate__() | {"add_up": None}
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept images with ``num_features`` channels, or samples with ``num_features`` units."""
+        """Return ``shape``: it must have ``num_features`` channels, or ``num_features`` units."""
         if shape[:1] == (self.num_features,):
             return self._connect(shape, math.prod(shape[1:]))
         if math.prod(shape) == self.num_features:
@@ -222,7 +222,7 @@ class LayerNorm(Normalization):
         self.connect(shape if len(shape) == 1 else (shape[0], shape[2], shape[1]))
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept samples with as many units as ``normalized_shape``; images have channels first."""
+        """Return ``shape``. It must have the size of ``normalized_shape``, with channels first."""
         images = len(self.normalized_shape) == 3
         channels = not images or len(shape) == 1 or shape[0] == self.num_weights
         if math.prod(shape) != math.prod(self.normalized_shape) or not channels:
@@ -245,7 +245,7 @@ SHORTEST = 8  # minimum positions per row for which the kernels are faster
 
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
-    """Return the float64 sum of each row, or of its squared differences from ``centers``."""
+    """Return each row's float64 sum. With ``centers``: sum of squared differences from them."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
         centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])
@@ -321,7 +321,8 @@ class _Rows:
     """The rows of an array and their memory layout, for the kernels.
 
     Attributes:
-        lead: The array, or a copy without gaps. Kernels need all units in its memory layout.
+        lead: The array, or a copy without gaps. Kernels read and write arrays of this shape in
+            the memory layout of ``lead``.
     """
 
     def __init__(self, module: Any, units: Array) -> None:
@@ -342,9 +343,9 @@ class _Rows:
         return None if module is None else cls(module, units)
 
     def call(self, name: str, *arrays: Array | None) -> None:
-        """Call a kernel. Arrays with the shape of ``lead`` get its memory layout.
+        """Call the kernel ``name``. Arrays with the shape of ``lead`` get its memory layout.
 
-        Other arrays must be contiguous. Their shape differs, because rows have 8 or more elements.
+        Arrays of other shapes must be contiguous, such as ``affine``, which has 7 elements per row.
         """
         arranged = [None if array is None else self._with_layout(array) for array in arrays]
         pointers = [data_pointer(self._module, array) for array in arranged]

@@ -28,8 +28,8 @@ class Parameter:
 
     Attributes:
         mean, variance: Float32 arrays of one shape.
-        mean_sum: Sum over the batch. A step changes the mean by ``variance * mean_sum``, bounded.
-        variance_sum: The same for the variance: ``variance ** 2 * variance_sum``, bounded.
+        mean_sum, variance_sum: Sums over the batch. A step changes the mean by ``variance *
+            mean_sum`` and the variance by ``variance ** 2 * variance_sum``, both bounded.
     """
 
     __slots__ = ("mean", "mean_sum", "variance", "variance_sum")
@@ -148,7 +148,7 @@ class ParameterBucket:
 def step_in_numpy(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Compute the step with the kernels' order of operations."""
+    """Take the step of :meth:`ParameterBucket.step` with the kernels' order of operations."""
     bound = np.sqrt(variance) * REAL.type(inverse_cap)
     d = variance * mean_sum
     e = variance * variance * variance_sum

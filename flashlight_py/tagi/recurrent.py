@@ -29,21 +29,21 @@ class LSTM(BaseLayer):
     of the factors. Source: Vuong, Nguyen and Goulet, Coupling LSTM neural networks and state-space
     models through analytically tractable inference, International Journal of Forecasting, 2025.
 
-    **Over a window.** h and c start at 0. Each time step passes their prior moments to the next. In
-    the backward pass, let (d_y, e_y) be the deltas of a unit y. As in every layer, the deltas of a
-    unit u are the sums of ``k d_y`` and of ``k**2 e_y`` over all units y computed from u, with ``k
-    = cov(u, y) / var(u)``. These units y are:
+    **Over a window.** h and c start at 0. Each time step passes their prior moments to the next
+    step. In the backward pass, let (d_y, e_y) be the deltas of a unit y. As in every layer, the
+    deltas of a unit u are the sums of ``k d_y`` and of ``k**2 e_y`` over all units y computed from
+    u, with ``k = cov(u, y) / var(u)``. These units y are:
 
     - Of h_t: the output at t and, through the gates of the next step, c_{t+1} and h_{t+1}.
     - Of c_t: h_t, with ``k = o / cosh(c_t)**2``, and c_{t+1}, with ``k = f_{t+1}``.
-    - Of x_t: c_t and h_t. The effect on h_t passes four gates, the direct effect on c_t three. The
-      contributions of the gates to an effect are added before squaring.
+    - Of x_t: c_t, through the gates f, i and g, and h_t, through all four gates. In ``k``, the
+      contributions of these gates are added before squaring.
 
     The deltas of the means are the gradient of the linearised network. The deltas of the variances
     treat contributions of h_t and c_{t+1} as independent, like two outputs of a linear layer.
 
     **From call to call.** With ``seq_len=1`` and a batch of one sample, a call starts with h and c
-    of the previous call. After a backward pass, these are the posterior moments. Other calls start
+    of the previous call. After a backward pass, h and c have posterior moments. Other calls start
     with 0. A batch of several samples clears the carried states.
 
     Args:
@@ -90,7 +90,7 @@ class LSTM(BaseLayer):
         self._pass = Pass(empty, empty[..., None], False)  # of the last forward pass
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept samples of ``seq_len * input_size`` elements in any shape."""
+        """Return the output shape. A sample must have ``seq_len * input_size`` elements."""
         if int(np.prod(shape)) != self.input_size:
             raise ValueError(
                 f"expected {self.input_size} elements per sample, {self.seq_len} time steps of "
@@ -185,10 +185,10 @@ class SLSTM(LSTM):
     """An :class:`LSTM` that keeps ``num_samples`` time steps for ``Sequential.smoother()``.
 
     Each call computes one time step of one sample, and its backward pass keeps the step. The
-    smoother goes back in time. With ``G = cov(this, next) / var_prior(next)``, it adds ``G
-    (smoothed mean - prior mean)`` to the posterior mean of a step, and ``G**2 (smoothed variance -
-    prior variance)`` to the posterior variance. Smoothed and prior moments are those of the next
-    step. G is one number per unit for c, and a matrix for h.
+    smoother goes back in time. With ``G = cov(step, next) / prior_variance(next)``, it adds ``G
+    (smoothed_mean(next) - prior_mean(next))`` to a step's posterior mean, and ``G**2
+    (smoothed_variance(next) - prior_variance(next))`` to its posterior variance. G is one number
+    per unit for c, and a matrix for h.
 
     Args:
         input_size, output_size, bias, gain_weight, gain_bias, init_method: See :class:`LSTM`.
@@ -282,7 +282,7 @@ class SLSTM(LSTM):
         return BaseHiddenStates(*self.smoothed[:2])
 
     def set_states(self, states: Sequence[Any] | None) -> None:
-        """Set the states like ``LSTM.set_states``. If they are None, also start a new series."""
+        """Set the states like ``LSTM.set_states``. None also starts a new time series."""
         super().set_states(states)
         if states is None:
             self.time_steps = []
@@ -297,9 +297,10 @@ def _smoothed(
     covariance: Array, posterior: tuple[Array, ...], prior: tuple[Array, ...],
     after: tuple[Array, ...],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return smoothed moments of a time step from the moments of the next step.
+    """Return smoothed moments of a time step from its ``posterior`` moments and the next step.
 
-    ``covariance`` is that of the step with the next step: ``[n]`` for c, ``[n, n]`` for h.
+    ``covariance`` with the next step: ``[n]`` for c, ``[n, n]`` for h. ``prior`` and ``after``:
+    prior and smoothed moments of the next step.
     """
     xp = array_module(covariance)
     gain = covariance / xp.where(prior[1] > 0, prior[1], FLOOR)

@@ -35,10 +35,10 @@ class Sequential(Network):
         layers: The layers.
         output_z_buffer: Moments of the outputs of the last forward pass.
         input_delta_z_buffer: Deltas of the outputs. An updater writes them for backward().
-        output_delta_z_buffer: Deltas of the input, after a backward pass with
-            ``input_state_update`` or if the input was the output of another network.
+        output_delta_z_buffer: Deltas of the input. A backward pass sets them if
+            ``input_state_update`` is True or the input was the output of another network.
         input_state_update: Whether a backward pass computes the deltas of the input.
-        samples: Number of samples of the last forward pass. If it is 0, nothing is learned.
+        samples: Number of samples of the last forward pass. 0: the pass has no effect on a step.
         learnt: Number of samples of the last backward pass, on all ranks of data-parallel training.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
@@ -68,7 +68,7 @@ class Sequential(Network):
         self.output_delta_z_buffer = BaseDeltaStates()
         self.training = True
         self.input_state_update = False
-        self._shape: Shape | None = None  # shape of one sample, after the layers are connected
+        self._shape: Shape | None = None  # shape of one sample; None: not known yet
         self._from_states = False  # whether the last input was another network's output
         self.samples = self.learnt = 0
         self._is_recorded = False  # whether the layers have kept the data for a backward pass
@@ -98,7 +98,7 @@ class Sequential(Network):
 
         Returns:
             Two new float32 arrays, ``[batch, *shape]``, or flat if ``mu_x`` is flat. They are CuPy
-            arrays if ``mu_x`` is one.
+            arrays if ``mu_x`` is a CuPy array.
 
         Raises:
             ValueError: If the size does not match the network, a variance is negative, or an
@@ -127,7 +127,7 @@ class Sequential(Network):
         """Compute the sums of every parameter from the deltas of the outputs.
 
         Raises:
-            RuntimeError: If there are no deltas since the last forward pass, or it ran in
+            RuntimeError: If there are no deltas since the last forward pass, or that pass ran in
                 evaluation.
             ValueError: If the number of deltas differs from the number of outputs.
         """
@@ -188,9 +188,9 @@ class Sequential(Network):
         self._row.set_training(training)
 
     def to_device(self, device: str) -> None:
-        """Move parameters and statistics to ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``. Blocks.
+        """Move parameters and statistics to ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
 
-        Raises the ValueError and BackendUnavailableError of ``flashlight_py.device.to_device``.
+        Blocks until done. Raises ValueError and BackendUnavailableError like ``device.to_device``.
         """
         self.device = device_of(to_device(np.empty(0, REAL), device))
         self.gather_parameters()
@@ -296,8 +296,8 @@ class Sequential(Network):
     def get_norm_mean_var(self) -> dict[str, tuple[list[Array], ...]]:
         """Return the statistics of batch normalisation layers: copies on the CPU.
 
-        A key contains info and number of such a layer, or of a block that contains such layers, for
-        example ``"BatchNorm2d()_1"``. Values are four lists, with one array per layer: running
+        A key has the info and the number of a layer that is, or contains, a batch normalisation,
+        for example ``"BatchNorm2d()_1"``. Values are four lists, with one array per layer: running
         means, running variances, and means and variances of the last training batch.
         """
         statistics = {}
@@ -310,7 +310,7 @@ class Sequential(Network):
         return statistics
 
     def get_layer_stack_info(self) -> str:
-        """Return the info of each layer, one line per layer."""
+        """Return ``get_layer_info()`` of each layer, one line per layer."""
         return "\n".join(f"{n}: {layer.get_layer_info()}" for n, layer in enumerate(self.layers))
 
     def set_threads(self, num_threads: int) -> None:
@@ -331,7 +331,7 @@ class Sequential(Network):
         return BaseHiddenStates(mean, variance)
 
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
-        """Return the shape of a sample in inputs of ``shape``. Connect the layers if needed."""
+        """Return the shape of a sample in inputs of ``shape``. Set layers' shapes if it is new."""
         size = math.prod(shape)
         if not shape or 0 in shape[1:]:
             raise ValueError(f"{self.layers[0]}: expected a batch of samples, got {shape}")
@@ -349,7 +349,7 @@ class Sequential(Network):
         return sample
 
     def _connect(self, sample: Shape) -> None:
-        """Connect the layers to samples of shape ``sample``. If it fails, restore the old shape."""
+        """Set the layers' shapes for samples of ``sample``. Restore old shapes if that fails."""
         try:
             self._row.connect(sample, "")
         except ValueError:

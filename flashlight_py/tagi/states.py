@@ -58,7 +58,7 @@ class BaseHiddenStates:
         return self.size // max(1, self.block_size)
 
     def shaped(self, shape: tuple[int, ...] | None) -> BaseHiddenStates:
-        """Return the units with samples of ``shape``. Arrays without gaps are not copied."""
+        """Return the units with samples of ``shape`` (not None). Dense arrays are not copied."""
         assert shape is not None  # the layer is connected
         if self.mean.shape[1:] == shape:
             return self
@@ -124,7 +124,7 @@ class BaseDeltaStates:
             self.variance = source.delta_var[:num_data].copy()
 
     def reset_zeros(self) -> None:
-        """Set all deltas to 0 in place. This is their value without observations."""
+        """Set all deltas to 0 in place, as for outputs without observations."""
         for array in (self.mean, self.variance):
             if array is not None:
                 array[...] = 0
@@ -194,7 +194,7 @@ def _stacked(values: Any) -> Any:
 
 def fits_in(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Return whether an array of ``shape`` may be reshaped to ``expected``: it is flat, or has the
-    batch first and equivalent samples. Dimensions of size 1 are ignored."""
+    batch first and samples for which :func:`reads_as` is true. Dimensions of size 1 are ignored."""
     if shape == expected:
         return True
     dimensions = _without_ones(shape)
@@ -206,7 +206,7 @@ def fits_in(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
 
 
 def reads_as(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether sample shapes are equal without dimensions of size 1, or one is flat."""
+    """Return whether two shapes of one size match: equal without axes of size 1, or one is flat."""
     shape, other = _without_ones(shape), _without_ones(other)
     return shape == other or min(len(shape), len(other)) <= 1
 

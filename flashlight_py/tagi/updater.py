@@ -1,4 +1,4 @@
-"""Observations of network outputs. They give the initial deltas of a backward pass."""
+"""Observations of network outputs. An observation gives the first deltas of a backward pass."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def deltas_of(
 
 @functools.lru_cache(4)
 def _flat_offsets(batch: int, outputs: int) -> Array:
-    """Return ``[batch, 1]`` offsets from output numbers, from 1, to indices of flat outputs."""
+    """Return offsets ``[batch, 1]``: offset + output number (from 1) = index in flat outputs."""
     return np.arange(batch)[:, None] * outputs - 1
 
 
@@ -113,7 +113,7 @@ class OutputUpdater:
         self, output_states: BaseHiddenStates, mu_obs: Any, var_obs: Any,
         delta_states: BaseDeltaStates,
     ) -> None:  # fmt: skip
-        """Observe every output: ``mu_obs`` with error variances ``var_obs``."""
+        """Observe every output: values ``mu_obs`` with error variances ``var_obs``."""
         observed = self._observed(mu_obs, output_states.mean.shape)
         errors = self._variances(var_obs, output_states.mean.shape)
         delta_states.mean, delta_states.variance = deltas_of(output_states, None, observed, errors)
@@ -122,9 +122,9 @@ class OutputUpdater:
         self, output_states: BaseHiddenStates, mu_obs: Any, var_obs: Any, selected_idx: Any,
         delta_states: BaseDeltaStates,
     ) -> None:  # fmt: skip
-        """Observe the outputs ``selected_idx`` of each sample: ``[batch, k]``, counted from 1.
+        """Observe some outputs of each sample: ``selected_idx``, ``[batch, k]``, has their numbers.
 
-        ``mu_obs`` and ``var_obs`` have the same shape. Other outputs are unobserved.
+        Numbers count from 1. ``mu_obs`` and ``var_obs`` have the same shape as ``selected_idx``.
 
         Raises:
             TypeError, ValueError: See the class.
@@ -153,7 +153,7 @@ class OutputUpdater:
     def update_heteros(
         self, output_states: BaseHiddenStates, mu_obs: Any, delta_states: BaseDeltaStates
     ) -> None:
-        """Observe values if the network also predicts their error variances.
+        """Observe values ``mu_obs`` if the network also predicts their error variances.
 
         The outputs are pairs of a value and its error variance, as from ``EvenExp``. ``mu_obs`` has
         one element per pair. Source: Deka, Nguyen and Goulet, Analytically tractable

@@ -81,7 +81,7 @@ def _checked_labels(labels: Any, num_classes: int, missing: float | None = None)
 def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     """Return the probability of each class: NumPy float32 ``[batch, classes]``.
 
-    It is the product of the probabilities of the branches on the path, as in pytagi. The sum over
+    This is the product of the probabilities of the branches on its path, as in pytagi. The sum over
     classes is 1 only if their number is a power of 2. Means and variances of the outputs are
     ``[batch, tree.len]`` or flat, of any dtype.
     """
@@ -130,7 +130,7 @@ class Utils:
     def label_to_one_hot(self, labels: Any, num_classes: int) -> Array:
         """Return one-hot vectors of labels: flat float32, ``labels * num_classes`` elements.
 
-        A NaN or masked label gives NaN. Raises ValueError if another label is not a class.
+        A NaN or masked label gives a vector of NaN. Raises ValueError if another label is invalid.
         """
         classes = _checked_labels(labels, num_classes, missing=np.nan)
         hot: Array = np.zeros((classes.size, num_classes), REAL)
@@ -169,7 +169,7 @@ class Utils:
         Returns int32 ``[batch_size]``, and the probabilities of :meth:`get_labels`.
 
         Raises:
-            ValueError: If :meth:`get_labels` raises it, or a label is not a class, NaN or masked.
+            ValueError: If :meth:`get_labels` raises it, or a label is NaN, masked or not a class.
                 ``HRCSoftmaxMetric.error_rate`` ignores NaN and masked labels.
         """
         predicted, values = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
@@ -287,7 +287,7 @@ class Utils:
 
 
 def _idx(path: Path, number: int, dimensions: int) -> Array:
-    """Return the array in an MNIST file with magic number ``number`` and ``dimensions`` sizes."""
+    """Return the array in an MNIST file with magic number ``number`` and ``dimensions`` axes."""
     data = path.read_bytes()
     head = 4 * (1 + dimensions)
     sizes = np.frombuffer(data[:head], ">i4").tolist() if len(data) >= head else [0]

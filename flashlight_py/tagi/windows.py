@@ -1,4 +1,4 @@
-"""Square windows over images, as matrix columns and back, and mean and maximum pooling.
+"""Square windows over images: matrix columns of windows, and mean and maximum pooling.
 
 Images are ``[batch, channels, height, width]``. In memory, the batch or the channels may be first.
 A convolution writes its output with channels first, as its matrix product does. Later layers read
@@ -95,14 +95,14 @@ class Windows:
 
 
 def _evenly(size: int, most: int) -> Iterator[slice]:
-    """Yield the fewest slices of 0 to ``size`` with similar lengths of at most ``most``."""
+    """Divide 0 to ``size`` into the fewest slices of at most ``most``, with similar lengths."""
     count = -(-size // most)
     for number in range(count):
         yield slice(size * number // count, size * (number + 1) // count)
 
 
 def channel_first(images: Array) -> Array:
-    """Return ``[channels, batch * height * width]``: a view if possible, else a copy."""
+    """Return images as ``[channels, batch * height * width]``: a view if possible, else a copy."""
     return images.transpose(1, 0, 2, 3).reshape(images.shape[1], -1)
 
 
@@ -152,7 +152,7 @@ def patches(
 
 
 def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
-    """Add ``columns``, in place, to the image elements that :func:`patches` copies to columns.
+    """Add ``columns`` to ``images`` in place: the opposite direction of :func:`patches`.
 
     ``columns`` and the rows of ``images`` must be contiguous.
     """
@@ -185,7 +185,7 @@ def call_kernel(
     name: str, windows: Windows, part: WindowPart | None, images: Array,
     *arguments: Array | float | None,
 ) -> bool:  # fmt: skip
-    """Call the kernel ``name`` for the windows of ``part``. None: for all windows.
+    """Call the kernel ``name`` for the windows of ``part``. If ``part`` is None: for all windows.
 
     Returns False without effect if there is no kernel for ``images``.
     """
@@ -262,14 +262,14 @@ class ImageLayer(BaseLayer):
         return (*channels, *size, self.kernel_size)
 
     def _cover(self, images: Shape, channels: int) -> Shape:
-        """Connect to ``images``. Outputs have ``channels`` channels with one element per window."""
+        """Set the shapes. Return the output shape ``(channels, out_height, out_width)``."""
         self._over = self._windows(*images[1:])
         self.input_shape = images
         self.output_shape = (channels, self._over.out_height, self._over.out_width)
         return self.output_shape
 
     def _windows(self, height: int, width: int) -> Windows:
-        """Return the windows. Raise ValueError if they do not end at the edges of the images."""
+        """Return the windows. Raise ValueError if they do not cover the padded images exactly."""
         before = self.padding if self.padding_type == 1 else 0
         windows = Windows(self.kernel_size, self.stride, before, self.padding, height, width)
         for name, size in (("height", height), ("width", width)):
@@ -300,7 +300,7 @@ class _Pool(ImageLayer):
     _like = np.empty((0, 0, 0, 0), REAL)
 
     def connect(self, shape: Shape) -> Shape:
-        """Accept images that the windows cover exactly."""
+        """Return the output shape. Raises ValueError if windows do not cover the images exactly."""
         images = images_of(shape)
         return self._cover(images, images[0])
 
@@ -406,8 +406,8 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
 
 
 def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
-    """Return images in which ``factor`` times the delta of each window is added to its elements.
-    The result has the shape and memory order of ``like``."""
+    """Return images: each element is ``factor`` times the sum of the deltas of its windows. The
+    result has the shape and memory order of ``like``."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     arguments = (deltas, images, *_steps(deltas), factor)
     if call_kernel("spread_windows", windows, None, images, *arguments):
@@ -455,8 +455,8 @@ def largest(
 
 
 def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> Array:
-    """Return images in which the delta of each window is added to its element ``taken``, from
-    :func:`largest`. The result has the shape and memory order of ``like``."""
+    """Return images: 0, plus the delta of each window at its index ``taken`` from :func:`largest`.
+    The result has the shape and memory order of ``like``."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     images[...] = 0
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))

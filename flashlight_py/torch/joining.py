@@ -77,7 +77,7 @@ def join_process_group(options: Any, params: Any) -> FlashlightGroup:
 
 
 def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
-    """Return the function that torch calls to destroy the group. ``ours``: torch created it."""
+    """Return a function that ends ``group`` if torch created it (``ours``), else does nothing."""
     if ours and not is_world:
         return group.close
     return lambda: initialize.leave() if ours and current_world().group is group else None

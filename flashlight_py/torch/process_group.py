@@ -58,7 +58,7 @@ _ALL_REDUCE = v.ALL_REDUCE.code
 # Before torch 2.7 the options do not state whether the call is asynchronous.
 _OPTIONS = dist.AllreduceOptions if hasattr(dist.AllreduceOptions, "asyncOp") else None
 _MOST_COMPARED = 60  # maximum number of lengths; an array has at most this many dimensions
-# These functions of torch wait for the Work immediately. So a call by them may block.
+# torch's send and recv wait for the Work immediately, so a call from them may block.
 _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 _BLOCKING = SimpleNamespace(asyncOp=False)
 Tensors = Sequence[torch.Tensor]
@@ -77,7 +77,7 @@ Method = Callable[..., Any]
 
 
 def _in_torchs_terms(method: Method, name: str) -> Method:
-    """Let ``method`` raise torch's errors, and pass tensors of other devices to torch's backend."""
+    """Make ``method`` raise torch's errors. For a tensor of another device, call its backend."""
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def _in_torchs_terms(method: Method, name: str) -> Method:
 
 
 def _of_torch(cls: type[Any]) -> type[Any]:
-    """Make the collectives of ``cls`` raise torch's errors, and add their old names."""
+    """Apply ``_in_torchs_terms`` to the methods of ``cls``, also under their old names."""
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and not name.startswith("_"):
             setattr(cls, name, _in_torchs_terms(method, name))
@@ -106,7 +106,7 @@ def _of_torch(cls: type[Any]) -> type[Any]:
 
 
 def _with_fast_path(method: Method) -> Method:
-    """Return ``allreduce`` with a fast path, which halves the duration of blocking calls."""
+    """Return ``method`` with a fast path for blocking calls, which take half the time."""
 
     def allreduce(
         self: FlashlightGroup, tensors: Any, opts: Any = None, timeout: Any = None
@@ -144,14 +144,14 @@ def _root(opts: Any) -> int:
 
 
 def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """Return each rank's number of elements in ``tensor``: equal numbers if ``rows`` is empty."""
+    """Return the number of elements for each rank. If ``rows`` is empty, ranks get equal parts."""
     length = len(tensor) if tensor.ndim else 1
     of_row = tensor.numel() // length if length else 0
     return [row * of_row for row in rows or [length // size] * size]
 
 
 def _options_of_message() -> Any:
-    """Return options of a blocking call if torch's ``send`` or ``recv`` calls, else None."""
+    """Return blocking options if torch's ``send`` or ``recv`` called the method, else None."""
     frame = sys._getframe(2).f_back  # the caller of the decorated method, or None if C++ called it
     callers = frame, frame and frame.f_back
     waits = any(caller and caller.f_code in _WAIT_AT_ONCE for caller in callers)
@@ -159,7 +159,7 @@ def _options_of_message() -> Any:
 
 
 def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
-    """Call ``finish`` now, or if ``is_async`` return a Work that calls it when ``work`` ends."""
+    """Return ``finish()``. If ``is_async``, instead return a Work that calls it after ``work``."""
     if not is_async:
         return finish()
 
@@ -178,7 +178,7 @@ def _shapes(tensors: Any) -> Any:
 
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
-    """Return the name of this package for torch's operation ``op``, and the factor of results."""
+    """Return this package's name of torch's reduction ``op``, and the factor of the result."""
     number = hash(op)
     name = _OPS[number]
     scale = float(op.__getstate__()[1]) if number == _PREMUL else 1.0
@@ -380,8 +380,8 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> TensorWork:
         """Run ``verb`` with input ``x`` and output ``out``, and copy the result to ``parts``.
 
-        ``shapes`` are the shapes of ``x`` and ``out`` in the call. If ``opts`` has no operation,
-        ``reduction`` is used. If ``before`` fails, the call fails too.
+        The call uses ``x`` and ``out`` in the two ``shapes`` (None: unchanged). If ``opts`` has no
+        ``reduceOp``, ``reduction`` is used. If ``before`` fails, the call fails too.
         """
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
         if verb.reduces and x is not None:
@@ -436,7 +436,7 @@ class FlashlightGroup(dist.ProcessGroup):
         if source is not None and room is not None:
             storages = {tensor.untyped_storage().data_ptr() for tensor in (source, room)}
             if len(storages) == 1:
-                # Input and output share memory, for example if FSDP gathers parameters.
+                # One tensor is a view of the other, for example if FSDP gathers parameters.
                 packed[0] = source = source.clone()
         work: Any = NotImplemented
         if call["rows"] is None or verb is v.ALL_TO_ALL:
@@ -468,7 +468,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return TensorWork(AllOf([work.work for work in works]), tensors, self._futures)
 
     def _require(self, verb: v.Verb, fits: bool, *tensors: Any) -> None:
-        """Raise ValueError on this rank, and an error on the other ranks, unless ``fits``."""
+        """Unless ``fits``, raise ValueError on this rank and MismatchError on the other ranks."""
         if fits:
             return
         with reject_together(self.ours, verb):

@@ -23,8 +23,8 @@ class TorchStore(Store):
     """A rendezvous of ranks in ``store``, a ``torch.distributed.Store``.
 
     ``timeout`` (seconds) limits each exchange. Rank 0 stores the job's secret, so a process that
-    can read the store can join. The keys of a rendezvous begin with a part of this secret. The keys
-    of earlier ranks, which the store may contain after a restart by torchrun, are then different.
+    can read the store can join. Keys begin with a part of this secret. So they differ from the keys
+    that ranks left in the store before torchrun restarted the ranks.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:

@@ -23,7 +23,7 @@ _PLAIN, _STRIDED = {torch.Tensor, torch.nn.Parameter}, torch.strided
 
 
 def native_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Address | None:
-    """Return ``tensor`` in ``shape`` for native code, or None if native code needs a copy."""
+    """Return the ``Address`` of ``tensor`` with ``shape``, or None if native code needs a copy."""
     code = CODES.get(tensor.dtype)
     if (
         code is None
@@ -38,7 +38,7 @@ def native_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> A
 
 
 class ElsewhereError(ValueError):
-    """An error: the tensor is on ``device``, not on the CPU."""
+    """A tensor is on ``device``, but this process group needs it on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(
@@ -102,7 +102,7 @@ def copied(joined: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) ->
         if native_tensor(tensor) is None:
             source, part = tensor.detach(), joined[start : start + count].view(tensor.shape)
             source.copy_(part) if back else part.copy_(source)
-        else:  # memmove: copy_ and views take 15 us, longer than most copies
+        else:  # memmove, because copy_ and views take 15 us, more than most copies
             address = tensor.data_ptr()
             memmove(address, pointer, nbytes) if back else memmove(pointer, address, nbytes)
         start, pointer = start + count, pointer + nbytes

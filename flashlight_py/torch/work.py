@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.005
 # For operations of at most _SMALL_BYTES, the caller waits _MOMENT seconds before it uses a thread.
 _SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
 _types: dict[type[DistributedError], Any] = {}
-# Before torch 2.7, C++ code that waits for a TensorWork of a Python group does not keep it alive.
+# Before torch 2.7, C++ code that waits for a TensorWork does not keep the object alive.
 _kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
 
 
@@ -41,7 +41,7 @@ def as_torchs(error: DistributedError) -> Exception:
 
 
 class TensorWork(dist.Work):
-    """The operation ``work``, whose result is stored in ``tensors``."""
+    """The operation ``work``, which stores its result in ``tensors``."""
 
     def __init__(self, work: Work, tensors: Sequence[torch.Tensor], futures: Futures) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Futures:
             options: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
             self._thread = threading.Thread(target=_complete, **options)
             self._thread.start()
-            # torch 2.6 deletes groups without shutdown(). At exit, leaving the world first ends all
+            # torch 2.6 deletes groups without shutdown(). At exit, leave the world first to end all
             # operations. Otherwise a C++ thread that waits for Python would abort the process.
             weakref.finalize(self, _finish, self._asked, self._thread)
             leave_first_at_exit()
@@ -170,7 +170,7 @@ def _finish(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
 
 
 def _complete(requests: queue.SimpleQueue[Any]) -> None:
-    """Complete futures of ``requests`` until None is received and all operations have ended."""
+    """Complete the futures in ``requests``. None asks to return after all operations have ended."""
     pending: list[Any] = []
     is_open = True
     while is_open or pending:

@@ -344,7 +344,7 @@ def page(trace: dict[str, Any]) -> str:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace of ``fl.profile`` or ``trace view``. Raise ValueError for other files."""
+    """Read a trace that ``fl.profile`` or ``trace view -o`` wrote, or raise ValueError."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     data = trace.get("otherData", {}) if isinstance(trace, dict) else {}
     if data.get("format") != FORMAT:

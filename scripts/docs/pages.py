@@ -35,11 +35,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace the lines of families by their names, and change links to pages of the site."""
     markdown = _FAMILY.sub(lambda family: _names_of(family[1]), markdown)
-    here = posixpath.dirname(page.file.src_uri)
+    folder = posixpath.dirname(page.file.src_uri)
     source = {page: source for source, page in PAGES.items()}.get(page.file.src_uri)
     # Links are relative to the repository root in its files, and to docs/ in pages of docs/.
-    base = posixpath.dirname(source) if source else posixpath.join("docs", here)
-    return _LINK.sub(lambda link: _target(link[1], base, here), markdown)
+    base = posixpath.dirname(source) if source else posixpath.join("docs", folder)
+    return _LINK.sub(lambda link: _target(link[1], base, folder), markdown)
 
 
 def _names_of(module: str) -> str:
@@ -51,10 +51,10 @@ def _names_of(module: str) -> str:
     )
 
 
-def _target(link: str, base: str, here: str) -> str:
+def _target(link: str, base: str, folder: str) -> str:
     file = posixpath.normpath(posixpath.join(base, link))
     page = PAGES.get(file, file.removeprefix("docs/") if file.startswith("docs/") else None)
-    return link if page is None else posixpath.relpath(page, here or ".")
+    return link if page is None else posixpath.relpath(page, folder or ".")
 
 
 def _content(file: Path) -> str:

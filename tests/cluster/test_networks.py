@@ -239,7 +239,7 @@ def test_init_uses_the_requested_interface_or_rejects_it() -> None:
         assert printed(ranks(cluster, by_env, wrong, INTERFACE="eth0")) == PRINTED
         for each in ranks(cluster, by_env, wrong):
             assert each.code == 1
-            assert "'nat0' must have another address on each host, got 10.0.2.15 on" in each.text
+            assert "'nat0' must have distinct addresses on each host, got 10.0.2.15 on" in each.text
         for each in ranks(cluster, by_env, INTERFACE="eth7"):
             assert "has no 'eth7'; its interfaces: " in each.text
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashlight_py as fl
-from harness.role import Place, Prepared
+from harness.role import Prepared, RankSetup
 from harness.roles.flashlight import RankRole
 
 Array = NDArray[Any]
@@ -111,6 +111,6 @@ class Functions(RankRole):
         return Prepared(lambda: function(x), {"losses": function(x).ravel()[:9].tolist()})
 
 
-def join(place: Place) -> Functions:
+def join(setup: RankSetup) -> Functions:
     """Return the role of the only rank."""
-    return Functions(place)
+    return Functions(setup)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.role import Place, Prepared, Role
+from harness.role import Prepared, RankSetup, Role
 
 
 class Copy(Role):
@@ -25,6 +25,6 @@ class Copy(Role):
         return Prepared(lambda: np.copyto(target, source))
 
 
-def join(_: Place) -> Copy:
+def join(_: RankSetup) -> Copy:
     """Return the role of the only rank."""
     return Copy()

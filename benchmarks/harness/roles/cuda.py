@@ -53,9 +53,9 @@ class CudaRole(Role):
             array[...] = self.rank + 1
             self.synchronize()
             call()
-            found, expected = {float(array[0]), float(array[-1])}, {float(total(self.size))}
-            if found != expected:
-                raise RuntimeError(f"all_reduce, rank {self.rank}: sum {found}, not {expected}")
+            values, expected = {float(array[0]), float(array[-1])}, {float(total(self.size))}
+            if values != expected:
+                raise RuntimeError(f"all_reduce, rank {self.rank}: sum {values}, not {expected}")
             array[...] = 0
             self.synchronize()
 
@@ -65,12 +65,12 @@ class CudaRole(Role):
 
     def _seconds_to_launch(self, launch: Call) -> float:
         """Return the median host time of one launch without the device time."""
-        found = []
+        seconds = []
         for _ in range(SERIES_SHARED if shares_gpu() else SERIES):
             self.barrier()
             start = time.perf_counter()
             for _ in range(LAUNCHES):
                 launch()
-            found.append((time.perf_counter() - start) / LAUNCHES)
+            seconds.append((time.perf_counter() - start) / LAUNCHES)
             self.synchronize()
-        return statistics.median(found)
+        return statistics.median(seconds)

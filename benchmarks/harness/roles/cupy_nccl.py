@@ -10,7 +10,7 @@ from cupy.cuda import nccl
 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from harness.gpu import nccl_files, share_gpus
-from harness.role import Call, Place
+from harness.role import Call, RankSetup
 from harness.roles.cuda import CudaRole
 
 SECONDS = 60.0
@@ -19,12 +19,12 @@ SECONDS = 60.0
 class CupyNccl(CudaRole):
     """The plain library on the current stream, without groups, checks and events."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         gpus = cupy.cuda.runtime.getDeviceCount()
-        share_gpus(place.rank, place.size, gpus)
-        self.rank, self.size = place.rank, place.size
+        share_gpus(setup.rank, setup.size, gpus)
+        self.rank, self.size = setup.rank, setup.size
         cupy.cuda.Device(self.rank % gpus).use()
-        self._store = FileStore(str(Path(place.folder) / "meet"), self.rank, self.size, SECONDS)
+        self._store = FileStore(str(Path(setup.folder) / "meet"), self.rank, self.size, SECONDS)
         self._joined = self._join()
 
     def _join(self) -> Any:
@@ -32,8 +32,8 @@ class CupyNccl(CudaRole):
         return nccl.NcclCommunicator(self.size, unique_id, self.rank)
 
     def _of_rank_0(self, make: Callable[[], Any]) -> Any:
-        mine = pickle.dumps(make()) if self.rank == 0 else b""
-        return pickle.loads(self._store.exchange(mine)[0])
+        data = pickle.dumps(make()) if self.rank == 0 else b""
+        return pickle.loads(self._store.exchange(data)[0])
 
     def facts(self) -> dict[str, str]:
         return {"CuPy": cupy.__version__, "NCCL": nccl_files()}
@@ -63,6 +63,6 @@ class CupyNccl(CudaRole):
         cupy.cuda.Device().synchronize()
 
 
-def join(place: Place) -> CupyNccl:
+def join(setup: RankSetup) -> CupyNccl:
     """Connect to the other ranks."""
-    return CupyNccl(place)
+    return CupyNccl(setup)

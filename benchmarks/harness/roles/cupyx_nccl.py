@@ -5,7 +5,7 @@ import socket
 import sys
 from typing import Any
 
-from harness.role import Call, Place
+from harness.role import Call, RankSetup
 from harness.roles.cupy_nccl import CupyNccl
 
 # CuPy imports mpi4py if it is installed, and fails if mpi4py finds no MPI. MPI is not needed here.
@@ -34,6 +34,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def join(place: Place) -> CupyxNccl:
+def join(setup: RankSetup) -> CupyxNccl:
     """Connect to the other ranks."""
-    return CupyxNccl(place)
+    return CupyxNccl(setup)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Place, Role
+from harness.role import RankSetup, Role
 
 __all__ = ["RankRole", "dtype_of", "facts"]
 
@@ -14,10 +14,10 @@ __all__ = ["RankRole", "dtype_of", "facts"]
 class RankRole(Role):
     """A rank of a world that uses a file in the team's folder."""
 
-    def __init__(self, place: Place) -> None:
-        path = str(Path(place.folder) / "meet")
-        params = {fl.DistributedConstants.FILE_PATH: path, **place.options}
-        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, place.rank, place.size, params)
+    def __init__(self, setup: RankSetup) -> None:
+        path = str(Path(setup.folder) / "meet")
+        params = {fl.DistributedConstants.FILE_PATH: path, **setup.options}
+        fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, setup.rank, setup.size, params)
         self.rank, self.size = fl.get_world_rank(), fl.get_world_size()
 
     def facts(self) -> dict[str, str]:
@@ -47,5 +47,5 @@ def dtype_of(name: str) -> np.dtype[Any]:
         return np.dtype(name)
     import ml_dtypes
 
-    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return found
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Call, Place, Refusal
+from harness.role import Call, RankSetup, Refusal
 from harness.roles import flashlight
 from harness.roles.flashlight import RankRole
 from harness.roles.verbs import Builder, CollectiveRole, Messages, Op, elements
@@ -67,7 +67,7 @@ class Flashlight(RankRole, CollectiveRole):
         def part(x: Any) -> Any:
             return np.empty_like(x[: x.shape[0] // self.size])
 
-        def whole(x: Any) -> Any:
+        def gather_output(x: Any) -> Any:
             return np.empty(x.shape[0] * self.size, x.dtype)
 
         def with_out(verb: Callable[..., Any], x: Any, out: Any) -> tuple[Call, Any]:
@@ -81,8 +81,8 @@ class Flashlight(RankRole, CollectiveRole):
             "all_reduce, every second": lambda x: (lambda: fl.all_reduce(x[::2]), x),
             "reduce": lambda x: (lambda: fl.reduce(x), x),
             "broadcast": lambda x: (lambda: fl.broadcast(x), x),
-            "all_gather": lambda x: with_out(fl.all_gather, x, whole(x)),
-            "gather": lambda x: with_out(fl.gather, x, whole(x) if root else None),
+            "all_gather": lambda x: with_out(fl.all_gather, x, gather_output(x)),
+            "gather": lambda x: with_out(fl.gather, x, gather_output(x) if root else None),
             "scatter": lambda x: with_out(fl.scatter, x if root else None, part(x)),
             "reduce_scatter": lambda x: with_out(fl.reduce_scatter, x, part(x)),
             "all_to_all": lambda x: with_out(fl.all_to_all, x, np.empty_like(x)),
@@ -95,14 +95,14 @@ class Flashlight(RankRole, CollectiveRole):
 
     def _all_gather_unequal(self, x: Any) -> tuple[Call, Any]:
         out = np.empty(x.shape[0] * (self.size + 1) // 2, x.dtype)
-        mine = self.share(x)
-        return lambda: fl.all_gather(mine, out=out), out
+        part = self.share(x)
+        return lambda: fl.all_gather(part, out=out), out
 
     def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
         out, (gives, _) = np.empty_like(x), self.unequal_rows(x.shape[0])
         return lambda: fl.all_to_all(x, rows=gives, out=out), out
 
 
-def join(place: Place) -> Flashlight:
+def join(setup: RankSetup) -> Flashlight:
     """Connect to the other ranks."""
-    return Flashlight(place)
+    return Flashlight(setup)

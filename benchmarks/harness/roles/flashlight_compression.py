@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Place, Prepared
+from harness.role import Prepared, RankSetup
 from harness.roles.flashlight import RankRole
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "DistributedTraining.py"
@@ -22,8 +22,8 @@ Hook = Callable[..., Any]
 class Compression(RankRole):
     """Problems: "large", a perceptron whose step is timed, and "example", which is trained."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, setup: RankSetup) -> None:
+        super().__init__(setup)
         self._examples: dict[str, Example] = {}
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
@@ -120,6 +120,6 @@ def train(
     return sum(losses) / len(losses)
 
 
-def join(place: Place) -> Compression:
+def join(setup: RankSetup) -> Compression:
     """Connect to the other ranks."""
-    return Compression(place)
+    return Compression(setup)

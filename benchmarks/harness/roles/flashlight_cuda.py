@@ -7,7 +7,7 @@ import cupy
 
 import flashlight_py as fl
 from harness.gpu import nccl_files, share_gpus
-from harness.role import Call, Place
+from harness.role import Call, RankSetup
 from harness.roles.cuda import CudaRole
 from harness.roles.flashlight import RankRole
 
@@ -15,9 +15,9 @@ from harness.roles.flashlight import RankRole
 class FlashlightCuda(RankRole, CudaRole):
     """The public function, called asynchronously."""
 
-    def __init__(self, place: Place) -> None:
-        share_gpus(place.rank, place.size, cupy.cuda.runtime.getDeviceCount())
-        super().__init__(place)
+    def __init__(self, setup: RankSetup) -> None:
+        share_gpus(setup.rank, setup.size, cupy.cuda.runtime.getDeviceCount())
+        super().__init__(setup)
         fl.distributed.use_local_device()
 
     def facts(self) -> dict[str, str]:
@@ -33,6 +33,6 @@ class FlashlightCuda(RankRole, CudaRole):
         cupy.cuda.Device().synchronize()
 
 
-def join(place: Place) -> FlashlightCuda:
+def join(setup: RankSetup) -> FlashlightCuda:
     """Connect to the other ranks."""
-    return FlashlightCuda(place)
+    return FlashlightCuda(setup)

@@ -12,7 +12,7 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.autograd.variable import record
-from harness.role import Place, Prepared, Role
+from harness.role import Prepared, RankSetup, Role
 from harness.roles import flashlight
 from harness.roles.layer_works import WORKS, fill, input_of, sample, weights_of
 
@@ -20,8 +20,8 @@ from harness.roles.layer_works import WORKS, fill, input_of, sample, weights_of
 class Flashlight(Role):
     """One process."""
 
-    def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
+    def __init__(self, setup: RankSetup) -> None:
+        self.rank, self.size = setup.rank, setup.size
 
     def facts(self) -> dict[str, str]:
         return flashlight.facts()
@@ -69,6 +69,6 @@ def last(array: Any) -> Any:
     return np.ascontiguousarray(array.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
 
 
-def join(place: Place) -> Flashlight:
+def join(setup: RankSetup) -> Flashlight:
     """Return the role of the only rank."""
-    return Flashlight(place)
+    return Flashlight(setup)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Call, Place, Prepared
+from harness.role import Call, Prepared, RankSetup
 from harness.roles.flashlight import RankRole
 
 LR = 1e-4
@@ -21,13 +21,13 @@ class Leaves(RankRole):
     The option ``hosts`` divides the ranks between simulated hosts.
     """
 
-    def __init__(self, place: Place) -> None:
-        options = dict(place.options)
+    def __init__(self, setup: RankSetup) -> None:
+        options = dict(setup.options)
         hosts = int(options.pop("hosts", 1))
         if hosts > 1:
-            host = place.rank * hosts // place.size
+            host = setup.rank * hosts // setup.size
             os.environ["FLASHLIGHT_MEMORY_DOMAIN"] = f"host {host}"
-        super().__init__(Place(place.rank, place.size, place.folder, options))
+        super().__init__(RankSetup(setup.rank, setup.size, setup.folder, options))
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         step, model = self._step(task)
@@ -35,10 +35,10 @@ class Leaves(RankRole):
             return Prepared(step)
         for _ in range(task["steps"]):
             step()
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for array in model.state_dict().values():
-            found.update(array.tobytes())
-        return Prepared(step, found.hexdigest())
+            digest.update(array.tobytes())
+        return Prepared(step, digest.hexdigest())
 
     def _step(self, task: Mapping[str, Any]) -> tuple[Call, fl.nn.Module]:
         widths, batch, is_plain = task["widths"], task["batch"], task["kind"] == "plain"
@@ -68,6 +68,6 @@ class Leaves(RankRole):
         return step, model
 
 
-def join(place: Place) -> Leaves:
+def join(setup: RankSetup) -> Leaves:
     """Connect to the other ranks."""
-    return Leaves(place)
+    return Leaves(setup)

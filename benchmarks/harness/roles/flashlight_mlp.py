@@ -10,7 +10,7 @@ import numpy as np
 import flashlight_py as fl
 from harness.gpu import share_gpus
 from harness.gpu_trace import record
-from harness.role import Call, Place, Prepared
+from harness.role import Call, Prepared, RankSetup
 from harness.roles.flashlight import RankRole
 
 LR, MOMENTUM = 1e-6, 0.9
@@ -85,6 +85,6 @@ def _step(
     return step
 
 
-def join(place: Place) -> Mlp:
+def join(setup: RankSetup) -> Mlp:
     """Connect to the other ranks."""
-    return Mlp(place)
+    return Mlp(setup)

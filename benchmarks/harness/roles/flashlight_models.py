@@ -7,7 +7,7 @@ from typing import Any
 
 import flashlight_py as fl
 from harness.environments import ROOT
-from harness.role import Place, Prepared
+from harness.role import Prepared, RankSetup
 from harness.roles.flashlight import RankRole
 from harness.roles.model_works import COMPARED, LR, TOKENS, batches, peak_of
 
@@ -55,6 +55,6 @@ class Flashlight(RankRole):
         return Prepared(step, {"losses": losses, "peak": peak})
 
 
-def join(place: Place) -> Flashlight:
+def join(setup: RankSetup) -> Flashlight:
     """Connect to the other ranks."""
-    return Flashlight(place)
+    return Flashlight(setup)

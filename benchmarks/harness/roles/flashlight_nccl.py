@@ -6,7 +6,7 @@ import cupy
 
 import flashlight_py as fl
 from flashlight_py.distributed.groups.membership import members_of
-from harness.role import Call, Place
+from harness.role import Call, RankSetup
 from harness.roles.flashlight_cuda import FlashlightCuda
 
 __all__ = ["SameCommunicator", "join"]
@@ -45,6 +45,6 @@ class SameCommunicator(FlashlightCuda):
         return launch
 
 
-def join(place: Place) -> SameCommunicator:
+def join(setup: RankSetup) -> SameCommunicator:
     """Connect to the other ranks."""
-    return SameCommunicator(place)
+    return SameCommunicator(setup)

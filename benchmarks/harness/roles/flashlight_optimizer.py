@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import flashlight_py as fl
-from harness.role import Place, Prepared, Role
+from harness.role import Prepared, RankSetup, Role
 from harness.roles import flashlight
 from harness.roles.optimizer_works import CHECKED, LR, RULES, WORKS, arrays
 
@@ -13,8 +13,8 @@ from harness.roles.optimizer_works import CHECKED, LR, RULES, WORKS, arrays
 class Flashlight(Role):
     """One process."""
 
-    def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
+    def __init__(self, setup: RankSetup) -> None:
+        self.rank, self.size = setup.rank, setup.size
 
     def facts(self) -> dict[str, str]:
         return flashlight.facts()
@@ -34,6 +34,6 @@ class Flashlight(Role):
         return Prepared(optimizer.step, first, clock=time.process_time)
 
 
-def join(place: Place) -> Flashlight:
+def join(setup: RankSetup) -> Flashlight:
     """Return the role of the only rank."""
-    return Flashlight(place)
+    return Flashlight(setup)

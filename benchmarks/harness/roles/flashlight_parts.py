@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Call, Place, Prepared
+from harness.role import Call, Prepared, RankSetup
 from harness.roles.flashlight import RankRole
 
 ROW = 1024  # elements of a sample
@@ -116,6 +116,6 @@ def _epoch(task: Mapping[str, Any]) -> Prepared:
     return Prepared(lambda: sampler.set_epoch(next(numbers)))
 
 
-def join(place: Place) -> Parts:
+def join(setup: RankSetup) -> Parts:
     """Connect to the other ranks."""
-    return Parts(place)
+    return Parts(setup)

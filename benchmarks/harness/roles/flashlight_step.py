@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import flashlight_py as fl
-from harness.role import Place
+from harness.role import RankSetup
 from harness.roles.flashlight import RankRole
 from harness.roles.perceptron import LR, MOMENTUM, Recipe, Step, StepRole, batches, parameters
 
@@ -95,6 +95,6 @@ def _leaf_by_leaf(model: fl.nn.Module, criterion: fl.nn.Module, optimizer: Any) 
     return train
 
 
-def join(place: Place) -> Flashlight:
+def join(setup: RankSetup) -> Flashlight:
     """Connect to the other ranks."""
-    return Flashlight(place)
+    return Flashlight(setup)

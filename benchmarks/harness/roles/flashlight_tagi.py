@@ -7,7 +7,7 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.tagi import nn
-from harness.role import Place, Prepared
+from harness.role import Prepared, RankSetup
 from harness.roles.flashlight import RankRole
 from harness.roles.tagi_works import (
     CLASSES,
@@ -47,6 +47,6 @@ class Flashlight(RankRole):
         return Prepared(step, first, clock=CLOCKS[task["clock"]])
 
 
-def join(place: Place) -> Flashlight:
+def join(setup: RankSetup) -> Flashlight:
     """Connect to the other ranks."""
-    return Flashlight(place)
+    return Flashlight(setup)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from harness.role import Call, Place, Prepared
+from harness.role import Call, Prepared, RankSetup
 from harness.roles.flashlight import RankRole
 
 
@@ -37,6 +37,6 @@ def _check(tree: Mapping[str, Any]) -> None:
             raise RuntimeError(f"array {number} does not have rank 0's values")
 
 
-def join(place: Place) -> Tree:
+def join(setup: RankSetup) -> Tree:
     """Connect to the other ranks."""
-    return Tree(place)
+    return Tree(setup)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from harness.role import Place
+from harness.role import RankSetup
 from harness.roles.perceptron import (
     BETAS,
     EPS,
@@ -94,6 +94,6 @@ _RULES = {"sgd": _sgd, "adam": _adam}
 _MOMENTS = {"sgd": ["velocity"], "adam": ["mean", "square"]}
 
 
-def join(_: Place) -> Jax:
+def join(_: RankSetup) -> Jax:
     """Return the role of the only rank."""
     return Jax()

@@ -26,7 +26,7 @@ class Work:
 
     title: str
     ours: str
-    theirs: str
+    torch_layer: str
     shape: Shape
     most: int = 0
     is_first: bool = False
@@ -37,8 +37,8 @@ def _conv(channels: int, out: int, size: int, kernel: int = 3, stride: int = 1) 
     title = f"conv {channels} to {out}, {kernel} x {kernel}, stride {stride}, {size} x {size}"
     arguments = f"{channels}, {out}, {kernel}, {stride}, {kernel // 2}"
     shape = 32, channels, size, size
-    ours, theirs = f"nn.Conv2D({arguments})", f"nn.Conv2d({arguments})"
-    return Work(title, ours, theirs, shape, is_first=channels == 3)
+    ours, torch_layer = f"nn.Conv2D({arguments})", f"nn.Conv2d({arguments})"
+    return Work(title, ours, torch_layer, shape, is_first=channels == 3)
 
 
 def _images(channels: int, size: int) -> Iterator[Work]:

@@ -32,7 +32,7 @@ WORKS = {
 def batches(name: str, rank: int, size: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
     """Return this rank's shares of the batches: inputs and labels, or tokens and next tokens."""
     work, random = WORKS[name], np.random.default_rng(1)
-    found = []
+    arrays = []
     for _ in range(BATCHES):
         if name == "tiny_gpt":
             x: NDArray[Any] = random.integers(work.classes, size=work.inputs)
@@ -40,8 +40,8 @@ def batches(name: str, rank: int, size: int) -> list[tuple[NDArray[Any], NDArray
         else:
             x = random.normal(size=work.inputs).astype(np.float32)
             y = random.integers(work.classes, size=len(x))
-        found.append((x[rank::size].copy(), y[rank::size].copy()))
-    return found
+        arrays.append((x[rank::size].copy(), y[rank::size].copy()))
+    return arrays
 
 
 def peak_of(step: Any) -> int:

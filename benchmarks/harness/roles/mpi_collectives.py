@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from harness.role import Call, Place, Refusal
+from harness.role import Call, RankSetup, Refusal
 from harness.roles.verbs import Builder, CollectiveRole, Messages, elements
 
 
@@ -50,26 +50,26 @@ class Mpi(CollectiveRole):
 
     @property
     def builders(self) -> Mapping[str, Builder]:
-        comm, place = self._comm, MPI.IN_PLACE
+        comm, in_place = self._comm, MPI.IN_PLACE
         root = self.rank == 0
 
         def part(x: Any) -> Any:
             return np.empty_like(x[: x.shape[0] // self.size])
 
-        def whole(x: Any) -> Any:
+        def gather_output(x: Any) -> Any:
             return np.empty(x.shape[0] * self.size, x.dtype)
 
         def with_out(method: Any, x: Any, out: Any) -> tuple[Call, Any]:
             return lambda: method(x, out), out
 
         return {
-            "all_reduce": lambda x: (lambda: comm.Allreduce(place, x), x),
+            "all_reduce": lambda x: (lambda: comm.Allreduce(in_place, x), x),
             "all_reduce, number": lambda x: (lambda: [comm.allreduce(float(x[0]))], x),
             "all_reduce, every second": self._of_every_second,
             "reduce": lambda x: with_out(comm.Reduce, x, np.empty_like(x) if root else None),
             "broadcast": lambda x: (lambda: comm.Bcast(x, 0), x),
-            "all_gather": lambda x: with_out(comm.Allgather, x, whole(x)),
-            "gather": lambda x: with_out(comm.Gather, x, whole(x) if root else None),
+            "all_gather": lambda x: with_out(comm.Allgather, x, gather_output(x)),
+            "gather": lambda x: with_out(comm.Gather, x, gather_output(x) if root else None),
             "scatter": lambda x: with_out(
                 lambda a, b: comm.Scatter(a if root else None, b), x, part(x)
             ),
@@ -94,15 +94,15 @@ class Mpi(CollectiveRole):
 
     def _all_gather_unequal(self, x: Any) -> tuple[Call, Any]:
         out = np.empty(x.shape[0] * (self.size + 1) // 2, x.dtype)
-        mine, part = self.share(x), x.shape[0] // self.size
+        data, part = self.share(x), x.shape[0] // self.size
         counts = [part * (rank + 1) for rank in range(self.size)]
-        return lambda: self._comm.Allgatherv(mine, [out, counts]), out
+        return lambda: self._comm.Allgatherv(data, [out, counts]), out
 
     def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
         out, (gives, gets) = np.empty_like(x), self.unequal_rows(x.shape[0])
         return lambda: self._comm.Alltoallv([x, gives], [out, gets]), out
 
 
-def join(_: Place) -> Mpi:
+def join(_: RankSetup) -> Mpi:
     """Return the role; MPI has connected the ranks."""
     return Mpi()

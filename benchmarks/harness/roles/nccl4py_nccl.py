@@ -8,7 +8,7 @@ from typing import Any
 
 import cupy
 
-from harness.role import Call, Place
+from harness.role import Call, RankSetup
 from harness.roles.cupy_nccl import CupyNccl
 
 # The binding imports torch if it is installed, which takes seconds. Users of CuPy do not need
@@ -33,6 +33,6 @@ class Nccl4py(CupyNccl):
         return functools.partial(self._joined.allreduce, array, array, nccl.SUM, stream=stream)
 
 
-def join(place: Place) -> Nccl4py:
+def join(setup: RankSetup) -> Nccl4py:
     """Connect to the other ranks."""
-    return Nccl4py(place)
+    return Nccl4py(setup)

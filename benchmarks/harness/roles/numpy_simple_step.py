@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from harness.role import Place
+from harness.role import RankSetup
 from harness.roles.numpy_step import HandWritten
 from harness.roles.perceptron import LR, MOMENTUM, Recipe, Step, batches, parameters
 
@@ -50,6 +50,6 @@ class Simple(HandWritten):
         return step
 
 
-def join(_: Place) -> Simple:
+def join(_: RankSetup) -> Simple:
     """Return the role of the only rank."""
     return Simple()

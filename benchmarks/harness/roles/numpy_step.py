@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.role import Place
+from harness.role import RankSetup
 from harness.roles.perceptron import (
     BETAS,
     EPS,
@@ -173,7 +173,7 @@ def _sgd(flat: Floats, grads: Floats) -> Callable[[], None]:
 def _adam(flat: Floats, grads: Floats) -> Callable[[], None]:
     pieces = _pieces(flat, grads, np.zeros_like(flat), np.zeros_like(flat))
     numbers = (*BETAS, 1 - BETAS[0], 1 - BETAS[1], 0, 0)
-    beta1, beta2, rest1, rest2, small, rate = (np.array(each, flat.dtype) for each in numbers)
+    beta1, beta2, rest1, rest2, small, rate = (np.array(number, flat.dtype) for number in numbers)
     add, subtract, multiply, divide, root = np.add, np.subtract, np.multiply, np.divide, np.sqrt
     time = 0
 
@@ -211,6 +211,6 @@ _CRITERIA = {"mse": _mean_squared_error, "cross entropy": _cross_entropy}
 _UPDATES = {"sgd": _sgd, "adam": _adam}
 
 
-def join(_: Place) -> HandWritten:
+def join(_: RankSetup) -> HandWritten:
     """Return the role of the only rank."""
     return HandWritten()

@@ -66,12 +66,12 @@ class Recipe:
 def parameters(recipe: Recipe) -> list[NDArray[Any]]:
     """Return weight ``[outputs, inputs]`` and bias of each layer, uniform in +-1/sqrt(inputs)."""
     random = np.random.default_rng(0)
-    found: list[NDArray[Any]] = []
+    arrays: list[NDArray[Any]] = []
     for inputs, outputs in itertools.pairwise(recipe.widths):
         bound = inputs**-0.5
         shapes = (outputs, inputs), (outputs,)
-        found += [random.uniform(-bound, bound, shape).astype(recipe.dtype) for shape in shapes]
-    return found
+        arrays += [random.uniform(-bound, bound, shape).astype(recipe.dtype) for shape in shapes]
+    return arrays
 
 
 def batches(recipe: Recipe) -> list[tuple[NDArray[Any], NDArray[Any]]]:

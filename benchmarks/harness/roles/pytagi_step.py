@@ -7,7 +7,7 @@ import numpy as np
 import pytagi
 import pytagi.nn
 
-from harness.role import Place, Prepared, Role
+from harness.role import Prepared, RankSetup, Role
 from harness.roles.tagi_works import (
     CLASSES,
     CLOCKS,
@@ -55,6 +55,6 @@ class PyTagi(Role):
         return Prepared(step, first, clock=CLOCKS[task["clock"]])
 
 
-def join(_: Place) -> PyTagi:
+def join(_: RankSetup) -> PyTagi:
     """Return the role of the only rank."""
     return PyTagi()

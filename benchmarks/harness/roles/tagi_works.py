@@ -69,7 +69,7 @@ def beginning(state: Mapping[str, Any]) -> State:
     result: State = {}
     for name in sorted(state):
         mean, variance, bias, bias_variance = (
-            np.asarray(each, np.float32) for each in state[name][:4]
+            np.asarray(values, np.float32) for values in state[name][:4]
         )
         if "Norm" not in name:  # normalisations start with 1 and 0
             mean = random.standard_normal(mean.size, np.float32) * np.sqrt(variance)

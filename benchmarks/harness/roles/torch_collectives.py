@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.role import Call, Place, Refusal
+from harness.role import Call, RankSetup, Refusal
 from harness.roles import torch_process
 from harness.roles.verbs import Builder, CollectiveRole, Messages, Op, elements, wait_each
 
@@ -43,8 +43,8 @@ class Torch(CollectiveRole):
         *(_sendrecv, _batch),
     )
 
-    def __init__(self, place: Place) -> None:
-        torch_process.initialise(place)
+    def __init__(self, setup: RankSetup) -> None:
+        torch_process.initialise(setup)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     @property
@@ -137,6 +137,6 @@ class Torch(CollectiveRole):
         return call, x
 
 
-def join(place: Place) -> Torch:
+def join(setup: RankSetup) -> Torch:
     """Connect to the other ranks."""
-    return Torch(place)
+    return Torch(setup)

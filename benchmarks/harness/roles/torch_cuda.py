@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from harness.gpu import nccl_files, share_gpus
-from harness.role import Call, Place
+from harness.role import Call, RankSetup
 from harness.roles import torch_process
 from harness.roles.cuda import CudaRole
 
@@ -16,16 +16,16 @@ from harness.roles.cuda import CudaRole
 class TorchCuda(CudaRole):
     """CUDA tensors, asynchronously."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         gpus = torch.cuda.device_count()
         if not gpus:
             raise RuntimeError("torch sees no CUDA device")
-        share_gpus(place.rank, place.size, gpus)
-        torch.cuda.set_device(place.rank % gpus)
-        meeting = (Path(place.folder) / "meet").as_uri()
-        backend = place.options.get("backend", "nccl")
+        share_gpus(setup.rank, setup.size, gpus)
+        torch.cuda.set_device(setup.rank % gpus)
+        meeting = (Path(setup.folder) / "meet").as_uri()
+        backend = setup.options.get("backend", "nccl")
         dist.init_process_group(
-            backend, init_method=meeting, rank=place.rank, world_size=place.size
+            backend, init_method=meeting, rank=setup.rank, world_size=setup.size
         )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -50,6 +50,6 @@ class TorchCuda(CudaRole):
         torch.cuda.synchronize()
 
 
-def join(place: Place) -> TorchCuda:
+def join(setup: RankSetup) -> TorchCuda:
     """Connect to the other ranks."""
-    return TorchCuda(place)
+    return TorchCuda(setup)

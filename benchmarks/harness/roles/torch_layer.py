@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.role import Place, Prepared
+from harness.role import Prepared, RankSetup
 from harness.roles.layer_works import WORKS, fill, input_of, sample, weights_of
 from harness.roles.torch_process import Rank
 
@@ -46,7 +46,7 @@ class Torch(Rank):
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         work = WORKS[task["work"]]
-        module = eval(work.theirs, {"nn": nn, "Attention": Attention, "Lstm": Lstm})
+        module = eval(work.torch_layer, {"nn": nn, "Attention": Attention, "Lstm": Lstm})
         params = list(module.parameters())
         fill([param.detach().numpy() for param in params])
         is_last = len(work.shape) == 4 and task["layout"] == "channels_last"
@@ -68,6 +68,6 @@ class Torch(Rank):
         return Prepared(step, sample(work, [y.detach(), *grads]), clock=time.process_time)
 
 
-def join(place: Place) -> Torch:
+def join(setup: RankSetup) -> Torch:
     """Return the role of the only rank."""
-    return Torch(place)
+    return Torch(setup)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from harness.role import Place, Prepared
+from harness.role import Prepared, RankSetup
 from harness.roles.model_works import (
     BLOCK,
     COMPARED,
@@ -136,6 +136,6 @@ class Torch(Rank):
         return Prepared(step, {"losses": losses, "peak": peak})
 
 
-def join(place: Place) -> Torch:
+def join(setup: RankSetup) -> Torch:
     """Connect to the other ranks, if there are any."""
-    return Torch(place)
+    return Torch(setup)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.role import Place
+from harness.role import RankSetup
 from harness.roles.torch_collectives import Torch
 from harness.roles.verbs import Expected
 
@@ -34,7 +34,7 @@ class Group(dist.ProcessGroup):
 class Nothing(Torch):
     """Its results are wrong, because it does nothing."""
 
-    def _compare(self, verb: str, wanted: Expected | None, count: int, result: Any) -> None:
+    def _compare(self, verb: str, expected: Expected | None, count: int, result: Any) -> None:
         pass
 
 
@@ -45,6 +45,6 @@ def _create(options: Any, _: Any) -> Group:
 dist.Backend.register_backend("nothing", _create, extended_api=True, devices=["cpu"])
 
 
-def join(place: Place) -> Nothing:
+def join(setup: RankSetup) -> Nothing:
     """Connect to the other ranks."""
-    return Nothing(place)
+    return Nothing(setup)

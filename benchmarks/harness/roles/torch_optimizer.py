@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.role import Place, Prepared, Refusal
+from harness.role import Prepared, RankSetup, Refusal
 from harness.roles.optimizer_works import CHECKED, LR, RULES, WORKS, arrays
 from harness.roles.torch_process import Rank
 
@@ -29,6 +29,6 @@ class Torch(Rank):
         return Prepared(optimizer.step, first, clock=time.process_time)
 
 
-def join(place: Place) -> Torch:
+def join(setup: RankSetup) -> Torch:
     """Return the role of the only rank."""
-    return Torch(place)
+    return Torch(setup)

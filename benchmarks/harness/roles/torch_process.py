@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from harness.environments import ROOT
-from harness.role import Place, Role
+from harness.role import RankSetup, Role
 
 __all__ = ["Rank", "facts", "initialise"]
 
 
-def initialise(place: Place) -> None:
+def initialise(setup: RankSetup) -> None:
     """Connect to the other ranks through a file; if all ranks run on this machine, use the loopback
     interface.
 
@@ -22,12 +22,12 @@ def initialise(place: Place) -> None:
     """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = place.options.get("backend", "gloo")
+    backend = setup.options.get("backend", "gloo")
     if backend == "flashlight":
         sys.path.append(str(ROOT))  # torch's environment does not have this package
         importlib.import_module("flashlight_py.torch")
-    meeting = (Path(place.folder) / "meet").as_uri()
-    dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size)
+    meeting = (Path(setup.folder) / "meet").as_uri()
+    dist.init_process_group(backend, init_method=meeting, rank=setup.rank, world_size=setup.size)
 
 
 def facts() -> dict[str, str]:
@@ -38,11 +38,11 @@ def facts() -> dict[str, str]:
 class Rank(Role):
     """One thread per rank; no process group if there is one rank."""
 
-    def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
+    def __init__(self, setup: RankSetup) -> None:
+        self.rank, self.size = setup.rank, setup.size
         torch.set_num_threads(1)
         if self.size > 1:
-            initialise(place)
+            initialise(setup)
 
     def facts(self) -> dict[str, str]:
         return facts()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from harness.role import Place
+from harness.role import RankSetup
 from harness.roles.perceptron import LR, MOMENTUM, Recipe, Step, StepRole, batches, parameters
 from harness.roles.torch_process import Rank
 
@@ -61,6 +61,6 @@ def _optimizer(recipe: Recipe, model: Any) -> Any:
     return torch.optim.SGD(model.parameters(), LR, MOMENTUM, fused=True)
 
 
-def join(place: Place) -> Torch:
+def join(setup: RankSetup) -> Torch:
     """Connect to the other ranks, if there are any."""
-    return Torch(place)
+    return Torch(setup)

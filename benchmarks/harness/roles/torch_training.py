@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.role import Place, Prepared, Role
+from harness.role import Prepared, RankSetup, Role
 from harness.roles import torch_process
 
 BATCH = 8
@@ -60,8 +60,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 class Training(Role):
     """One thread per rank; each rank has its own batch."""
 
-    def __init__(self, place: Place) -> None:
-        torch_process.initialise(place)
+    def __init__(self, setup: RankSetup) -> None:
+        torch_process.initialise(setup)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def facts(self) -> dict[str, str]:
@@ -106,6 +106,6 @@ def _whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def join(place: Place) -> Training:
+def join(setup: RankSetup) -> Training:
     """Connect to the other ranks."""
-    return Training(place)
+    return Training(setup)

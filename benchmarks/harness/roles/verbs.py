@@ -188,12 +188,12 @@ class CollectiveRole(Role):
         build = self._several(task) if verb in SEVERAL else self._builder(verb)
         array = self.array(task["nbytes"], task["dtype"], parts, task.get("kind", ""))
         call, out = build(array)
-        wanted = self._wanted(task)
+        expected = self._wanted(task)
 
         def check() -> None:
             array[...] = self.rank + 1
             outcome = call()
-            self._compare(verb, wanted, array.shape[0], out if outcome is None else outcome)
+            self._compare(verb, expected, array.shape[0], out if outcome is None else outcome)
             # Zeros, because repeated sums of other values would overflow or become denormal.
             array[...] = 0
 
@@ -221,8 +221,8 @@ class CollectiveRole(Role):
         calls = [self._builder("all_reduce")(array)[0] for array in arrays]
 
         def call() -> None:
-            for each in calls:
-                each()
+            for call_of_array in calls:
+                call_of_array()
 
         return call
 
@@ -252,15 +252,15 @@ class CollectiveRole(Role):
         value = task["means"][self.rank]
         return None if value is None else Expected(1, value, value)
 
-    def _compare(self, verb: str, wanted: Expected | None, count: int, result: Any) -> None:
+    def _compare(self, verb: str, expected: Expected | None, count: int, result: Any) -> None:
         """Raise if the result differs from the expected result."""
-        if wanted is None:
+        if expected is None:
             return
         if isinstance(result, dict):
             result = list(result.values())
-        found = Expected(len(result) / count, float(result[0]), float(result[-1]))
-        if found != wanted:
-            raise RuntimeError(f"{verb}, rank {self.rank}: expected {wanted}, got {found}")
+        received = Expected(len(result) / count, float(result[0]), float(result[-1]))
+        if received != expected:
+            raise RuntimeError(f"{verb}, rank {self.rank}: expected {expected}, got {received}")
 
     def neighbours(self) -> tuple[int, int]:
         """Return the ranks after and before this rank in a ring."""
@@ -312,11 +312,11 @@ def _batch(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]
 def _halo(role: CollectiveRole, messages: Messages, x: Any, batch: bool) -> tuple[Call, Any]:
     """Send each field to the rank after and the rank before, and receive their fields."""
     out, beside = x.repeat(2), role.neighbours()
-    mine, theirs = x.reshape(FIELDS, -1), out.reshape(2, FIELDS, -1)
+    sent, received = x.reshape(FIELDS, -1), out.reshape(2, FIELDS, -1)
     exchanges = [
-        (mine[i], beside[way], theirs[way][i], beside[1 - way], 2 * i + way)
+        (sent[i], beside[side], received[side][i], beside[1 - side], 2 * i + side)
         for i in range(FIELDS)
-        for way in (0, 1)
+        for side in (0, 1)
     ]
     if batch:
         ops: list[Op] = [("send", field, to, tag) for field, to, _, _, tag in exchanges]

@@ -68,14 +68,14 @@ def caller(depth: int = 1) -> Site:
 
 
 def site_of(site: Site) -> str:
-    """Return a line as "folder/file.py:line". Bytes that are no valid text are escaped."""
+    """Return ``site`` as "folder/file.py:line". Bytes that are not UTF-8 are escaped."""
     path, line = site
     name = "/".join(path.split("/")[-2:])
     return f"{name.encode(errors='backslashreplace').decode()}:{line}"
 
 
 def instruction_of_caller(depth: int) -> Instruction:
-    """Return the same line as ``caller``, without computing its number."""
+    """Return the line of user code that called this package as an ``Instruction``."""
     frame, ours = frame_of_caller(depth + 1)
     return frame.f_code, frame.f_lasti, ours.co_name
 
@@ -99,7 +99,7 @@ def text_at_site(text: str, limit: int) -> bytes:
 
 @contextlib.contextmanager
 def called_at(site: Site) -> Iterator[None]:
-    """Make ``caller`` return ``site`` on this thread, while it continues work of that line."""
+    """Make ``caller`` return ``site`` in a ``with`` block of this thread."""
     token = _pinned.set(site)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Compression of gradient matrices to products of two thin matrices, equal on all ranks."""
+"""Compression of each gradient matrix to a product of two thin matrices."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PowerSGDCompression(Compression):
     A gradient of two or more dimensions is used as a matrix M with ``shape[0]`` rows. A step
     computes ``P = orthonormal(sum of M Q)`` over the ranks, then ``Q' = sum of M.T P``, and returns
     ``P Q'.T``. The next step uses ``orthonormal(Q')`` as Q. Each rank adds its error ``M - P P.T
-    M`` to its next gradient. If the sum of the matrices has at most rank ``rank``, the first step
-    is exact. Gradients of one dimension and small matrices are sent exactly, in the same message as
-    all ``M Q``.
+    M`` to its next gradient. The first step is exact if the matrix rank of the sum of all M is at
+    most ``rank``. Gradients of one dimension and small matrices are sent exactly, in the same
+    message as all ``M Q``.
 
     The result has the same bits on all ranks, even if their processors or BLAS libraries differ.
-    The hook needs memory for one more gradient. If a matrix has NaN or infinities on one rank, it
-    becomes NaN on all ranks, and the state of its bucket is dropped.
+    The hook needs memory for one more copy of the gradients. If a matrix has NaN or infinities on
+    one rank, it becomes NaN on all ranks, and the state of its bucket is dropped.
 
     Args:
         rank: Columns of the thin matrices, at least 1. With more columns, the result is more exact
