@@ -306,7 +306,7 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
   const int is_root = rank == s->root;
   if (s->verb == FL_SCATTER && !is_root) {
     if (out == Py_None) {
-      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* it may determine the type of the result */
+      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* `x` may determine the result's type */
       s->ndim = FL_ANY;
       return !PyTuple_Check(x);
     }
@@ -425,7 +425,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   } else if ((flags & FL_VERB_IN_PLACE) != 0) {
     call->data = read_memory(x, 1, s);
     if (call->data == NULL && size == 1 && PyArray_CheckExact(x) && PyArray_ISWRITEABLE((PyArrayObject *)x)) {
-      call->data = describe((PyArrayObject *)x, s); /* no rank reads it */
+      call->data = describe((PyArrayObject *)x, s); /* no rank reads this data */
       call->is_scattered = 1;
     }
     if (call->data == NULL) return 0;

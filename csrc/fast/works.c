@@ -155,7 +155,7 @@ PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *resul
 static PyObject *handed_over(work_object *work, int i) {
   started_op *one = &work->ops[i];
   fl_op *op = one->op;
-  one->op = NULL; /* Python frees it */
+  one->op = NULL; /* Python frees the operation */
   PyObject *kept = work->kept;
   PyObject *x = work->count == 0 ? PyTuple_GetItem(kept, 0) : PyList_GetItem(work->result, i);
   PyObject *out = work->count == 0 ? PyTuple_GetItem(kept, 1) : Py_None;

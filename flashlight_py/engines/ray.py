@@ -156,8 +156,8 @@ def reserved_resources(
     """Reserve resources for all ranks, and release them on exit.
 
     Raises:
-        ValueError: If the living nodes are too small. Not in a restart, because a lost node may
-            return.
+        ValueError: If the living nodes have too few resources, unless ``is_restart`` is True: a
+            lost node may return.
         TimeoutError: If the resources are not free after SLOT_SECONDS or the timeout of ``call``.
     """
     from ray.util import placement_group, remove_placement_group

@@ -165,7 +165,7 @@ class RankProcesses:
         return await_end(self._processes[rank])
 
     def wait(self) -> list[int]:
-        """Wait for all ranks; return each exit code, or minus the number of its signal."""
+        """Wait for all ranks; return each exit code, or minus the signal that killed the rank."""
         return [process.wait() for process in self._processes.values()]
 
     def close(self) -> None:

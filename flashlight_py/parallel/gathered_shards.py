@@ -327,7 +327,7 @@ class GatheringSharder(Shards, GradientPass[Flat]):
         yield
 
     def arrays_of(self, flat: Flat) -> list[Array]:
-        """Return the full parameters of ``flat``. Collective, unless this repeats the last read."""
+        """Return ``flat``'s full parameters. Collective, unless the last read was of ``flat``."""
         now = in_backward(), flat
         if now != self._last_read or flat.arrays is None:
             self._gather(now)

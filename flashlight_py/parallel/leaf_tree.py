@@ -74,7 +74,7 @@ def additions(sums: Sequence[range], count: int) -> Steps:
 
 @functools.lru_cache(maxsize=256)
 def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]], Steps]:
-    """Return the sums that each host computes, and the additions of all hosts' sums in order."""
+    """Return the sums that each host computes, and the steps that add the sums of all hosts."""
     hosts, everywhere = [], []
     for first in range(0, ranks, per_host):
         sums = {

@@ -308,7 +308,7 @@ _kept: dict[tuple[bytes, int], TreeBuffers] = {}
 
 
 def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
-    """Return buffers removed from ``_kept``, which no other thread uses then, or new buffers."""
+    """Take buffers out of ``_kept``, so that no other thread uses them, or create buffers."""
     return _kept.pop((plan.description, number_bytes), None) or TreeBuffers(plan, number_bytes)
 
 

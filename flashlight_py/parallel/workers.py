@@ -529,7 +529,7 @@ class DataParallel(Module):
             if is_cupy(param.data):
                 raise TypeError(
                     f"{WHAT}: expected NumPy arrays, got a CuPy array as parameter {number} "
-                    f"(shape {param.shape}). Use one process per GPU with flrun or fl.spawn"
+                    f"(shape {param.shape}). Instead, start one rank per GPU: flrun or fl.spawn"
                 )
         if self._team is None or not self._team.holds(params):
             self.close()

@@ -245,7 +245,7 @@ SHORTEST = 8  # minimum positions per row for which the kernels are faster
 
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
-    """Return each row's float64 sum. With ``centers``: of squared differences from them."""
+    """Return each row's float64 sum. With ``centers``: sum of squared differences from them."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
         centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])

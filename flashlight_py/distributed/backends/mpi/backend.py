@@ -223,7 +223,6 @@ class MpiBackend(Backend):
         return operation
 
     def _is_compared(self, call: Call) -> bool:
-        """Return whether ranks compare ``call``. The steps of some verbs need the result."""
         needs_outcome = call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
         return self._compares_all or needs_outcome
 

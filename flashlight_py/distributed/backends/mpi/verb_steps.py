@@ -374,7 +374,6 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
 
 
 def _truth(array: Array) -> Array:
-    """Return 1 for each true element and 0 for each false element, as bytes."""
     truth: Array = (array.view(np.uint8) != 0).view(np.uint8)
     return truth
 
