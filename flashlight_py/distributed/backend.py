@@ -53,7 +53,7 @@ class Backend(abc.ABC):
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run ``verb`` on ``array`` as a part of another call, and return the result. Blocks."""
+        """Run one step of another call in at most ``seconds``, and return the result. Blocks."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
 
     def bind(self, journal: Journal) -> FastPath:

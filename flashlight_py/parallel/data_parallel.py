@@ -139,7 +139,9 @@ def distribute_module_grads(
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # order of backward()
     if not in_order:
-        raise ValueError("distribute_module_grads: expected parameters with calc_grad, got none")
+        raise ValueError(
+            "distribute_module_grads: expected at least one parameter with calc_grad, got 0"
+        )
     _check_arrays(named if leaves is not None else {}, hook, in_order)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)

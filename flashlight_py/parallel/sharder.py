@@ -182,7 +182,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
             bucket.placements = []
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
-        """Register ``optimizer``, whose state is created next. Collective; see ``Shards``."""
+        """Register ``optimizer``, before its state is created. Collective; see ``Shards``."""
         self.group.barrier()
         self._optimizers[optimizer] = None
         self._states, self._taken = {}, Counter()

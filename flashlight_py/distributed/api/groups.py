@@ -238,7 +238,7 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
 
     Raises:
         ValueError: If ``timeout`` is not positive.
-        CollectiveTimeoutError: If a rank does not call in time. The error names the rank.
+        CollectiveTimeoutError: If a rank does not call it in time. The error names the rank.
         DistributedError: As for :func:`all_reduce`.
     """
     members = members_of(group)

@@ -250,7 +250,7 @@ def _message(
 
 
 def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
-    """Start messages to this rank itself, then messages of NumPy arrays, then of GPU arrays."""
+    """Start messages to this rank, then messages of NumPy arrays, then messages of CuPy arrays."""
     calls = [message.call for message in messages]
 
     def phase(i: int) -> int:

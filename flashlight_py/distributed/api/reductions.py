@@ -350,7 +350,7 @@ setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native c
 
 
 def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
-    """Undo packing. Each list of ``packs`` is a buffer, followed by the arrays it contains."""
+    """Copy results to the arrays. Each list of ``packs`` is a buffer, then its arrays."""
     for flat, *arrays in packs:
         parts = split_rows(flat, [array.size for array in arrays])
         for array, part in zip(arrays, parts, strict=True):

@@ -161,7 +161,7 @@ def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, 
     """Check all arrays of the list ``xs``. Then start ``verb`` for each array."""
     outs = [None] * len(xs) if args["out"] is None else list(args["out"])
     if len(outs) != len(xs):
-        raise ValueError(f"{verb}: out must have {len(xs)} arrays, one for each x, got {len(outs)}")
+        raise ValueError(f"{verb}: out must have {len(xs)} arrays, as many as x, got {len(outs)}")
     if args["out"] is not None:
         overlap = OverlapCheck(verb.name, len(outs))
         for out in (np.empty(0) if out is None else out for out in outs):
@@ -214,7 +214,7 @@ def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> 
         back = back if fills else None
     elif back is None:
         call.array, call.out = pack_input(call.array, space), space.packed
-    else:  # the result needs a conversion, so it cannot fill ``out``
+    else:  # ``back`` converts the result, so the backend cannot write to ``out``
         space = space._replace(packed=None)
     return finish(group, call, group.run(call), space, back)
 

@@ -297,7 +297,7 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
 
     Raises:
         TypeError: If ``dtype`` does not support ``op`` (sum of bool, min of complex, average of
-            integers, bits of floats, dates except by min and max), or ``scale`` is not real.
+            integers, ``"and"`` of floats, dates except by min and max), or ``scale`` is not real.
         ValueError: If ``scale`` is not finite, would give fractions in an integer array, or is not
             1 for a bitwise or logical operation.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
-# Lines of contextlib.py are skipped too: a name like __exit__ would not identify a verb.
+# Lines of contextlib.py are skipped, too: records would name __exit__ instead of a verb.
 # csrc/fast/binding.c skips the same files.
 _folders = [PACKAGE, contextlib.__file__]
 

@@ -207,7 +207,7 @@ class Journal(Ring):
     def recording(
         self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
     ) -> Iterator[Record]:
-        """Record the body of a ``with`` block as one call. ``like``: dtype and shape."""
+        """Record a ``with`` block as one call. ``like``: dtype and shape of its array, or None."""
         number = self._count()
         record = self._begin((self.name, number, verb, *like, None, root), 4)
         try:
@@ -267,7 +267,7 @@ class Journal(Ring):
         return number
 
     def _failed(self, record: Record, number: int, error: BaseException) -> None:
-        """Record that a call failed by ``error``. If it has not begun, do not count it."""
+        """Record that a call failed. If ``error.has_begun`` is False, do not count the call."""
         if number and not getattr(error, "has_begun", True):
             self.header[_NUMBER] -= 1
         _fail(record, error)

@@ -97,8 +97,8 @@ def _up(size: int) -> int:
 class Agreement:
     """Compares the calls of all ranks of a group.
 
-    ``inside`` connects the ranks of a host, ``between`` one rank of each host, and ``flat`` all
-    ranks. ``timeout`` is the limit inside a host, in seconds.
+    ``inside`` connects the ranks of a host, and ``flat`` connects all ranks. ``between`` connects
+    one rank of each host; None on other ranks. ``timeout`` is the limit inside a host, in seconds.
     """
 
     timeout: float

@@ -301,7 +301,7 @@ class Membership:
 
 
 def close_dropped() -> None:
-    """Close the backends of collected groups, unless an operation is pending."""
+    """Close the backends of garbage-collected groups, unless an operation is pending."""
     for _ in range(len(dropped)):
         try:
             group = dropped[0]

@@ -62,7 +62,7 @@ def available(ranks: int = 1) -> tuple[int, str]:
 
 
 def require_memory(nbytes: int, purpose: str, ranks: int = 1) -> None:
-    """Raise MemoryError if fewer than ``nbytes`` are available for ``purpose``."""
+    """Raise MemoryError for ``purpose`` if less than ``nbytes`` is free for each of ``ranks``."""
     if nbytes * ranks < LITTLE:
         return
     if nbytes >= 16 * LITTLE:  # read the limits again (1 ms)

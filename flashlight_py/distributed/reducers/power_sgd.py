@@ -99,7 +99,7 @@ class PowerSGDCompression(Compression):
         return rows * columns >= self.min_compression * self.rank * (rows + columns)
 
     def _start_products(self, bucket: Bucket, selected: Sequence[int]) -> Work:
-        """Compress the parts with the numbers ``selected``, and send the other parts unchanged."""
+        """Compress the parts with indices in ``selected``, and send the other parts unchanged."""
         xp = array_module(bucket.flat)
         residual_views = views(self._residual(bucket), [part.shape for part in bucket.parts])
         residuals = [_matrix(residual_views[part]) for part in selected]

@@ -38,8 +38,8 @@ def limit(threads: int) -> None:
 def use_one_thread() -> tuple[int, str]:
     """Limit OpenBLAS to one thread, even if the user has chosen more.
 
-    Returns the number of threads (0 if no OpenBLAS is loaded), and the instruction sets
-    ("Haswell").
+    Returns the number of threads (0 if no OpenBLAS is loaded), and the processor types that
+    OpenBLAS detected ("Haswell").
     """
     global reason  # noqa: PLW0603  (see above)
     reason = "1, so that results do not depend on the number"
@@ -49,7 +49,7 @@ def use_one_thread() -> tuple[int, str]:
 
 
 def restore(limited: list[tuple[Any, int]] = _limited) -> None:
-    """Restore the numbers that ``limit_each`` returned, and empty the list. Default: all limits."""
+    """Restore the threads that ``limit_each`` returned, and empty the list. Default: all limits."""
     while limited:  # in reverse order
         set_threads, threads = limited.pop()
         set_threads(threads)
