@@ -45,8 +45,8 @@ EMPTY_NAMES |= {"whole", "told", "near"}
 
 def files(*folders: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
     """Return the sources in ``folders``, without generated files."""
-    found = (path for folder in folders for path in (ROOT / folder).rglob("*"))
-    return sorted(p for p in found if p.suffix in suffixes and p.name != "_nccl.py")
+    result = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    return sorted(p for p in result if p.suffix in suffixes and p.name != "_nccl.py")
 
 
 def docstrings(path: Path) -> Iterator[str]:
