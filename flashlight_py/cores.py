@@ -21,7 +21,7 @@ _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
 
 
 def usable_cores() -> int:
-    """Return the number of cores that affinity and the container's quota allow to this process."""
+    """Return the number of cores that affinity and container quota allow this process to use."""
     return _within_quota(len(os.sched_getaffinity(0)))
 
 
@@ -60,10 +60,10 @@ def check_folder(name: str) -> None:
 
 
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """Return environment variables that limit the threads of each of ``processes`` to its share.
+    """Return variables that limit the threads of each of ``processes`` to its share of ``cores``.
 
-    Variables in ``environ`` are left out. If it has OMP_NUM_THREADS, the result is empty, because
-    OpenBLAS and MKL follow OMP_NUM_THREADS unless their own variable is set.
+    Variables that are set in ``environ`` are left out. If it has OMP_NUM_THREADS, the result is
+    empty, because OpenBLAS and MKL follow OMP_NUM_THREADS unless their own variable is set.
     """
     if "OMP_NUM_THREADS" in environ:
         return {}

@@ -307,7 +307,7 @@ def failed_guarantees(folder: Path) -> Iterator[str]:
 
 
 def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """Return the type and the mount point of the file system of ``path``: see proc(5)."""
+    """Return type and mount point of the file system of ``path``. ``mountinfo``: see proc(5)."""
     kind, longest = "unknown", "/"
     for line in mountinfo.splitlines():
         fields, _, source = line.partition(" - ")
@@ -478,7 +478,7 @@ def reduce_arrays(name: str, backend: str, timeout: str) -> dict[str, Any]:
 
 
 def _seconds(device: str, nbytes: int, times: int) -> float:
-    """Return the seconds per all_reduce in the fastest of several rounds with ``times`` calls."""
+    """Return the seconds per all_reduce of ``nbytes`` bytes, in the fastest of several rounds."""
     array = to_device(np.ones(nbytes // 4, np.float32), device)
     fl.all_reduce(array)
     if not bool((array == fl.get_world_size()).all()):

@@ -33,7 +33,7 @@ __all__ = [
 class DistributedError(RuntimeError):
     """A failure of the distributed module that fits no subclass. Base class of the other classes.
 
-    Group: closed; usable if a signal handler made the call during another call of the group.
+    Group: closed; usable if a signal handler made the failed call while another call ran.
     Remedy: Follow the message.
 
     ``goes_on`` is True if only a wait timed out and the operation continues. ``has_begun`` is False
@@ -139,7 +139,7 @@ class GroupClosedError(DistributedError):
 
 
 class RankFailedError(DistributedError):
-    """A process that ``spawn`` or ``DataParallel`` started raised, exited or was killed.
+    """A process of ``spawn`` or ``DataParallel`` raised, exited or was killed.
 
     Group: ended. ``DataParallel`` starts new workers.
     Remedy: Read the message, which contains the exception or the exit status.

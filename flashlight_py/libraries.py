@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-# Names of a function in builds of BLAS. NumPy's wheels use the first. 64_ marks 64-bit integers.
+# Names of a function in builds of BLAS. NumPy's wheels use the first name. 64_: 64-bit integers.
 _SPELLINGS = ("scipy_{}64_", "{}64_", "scipy_{}", "{}")
 _RTLD_DI_LINKMAP = 2
 

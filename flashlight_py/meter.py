@@ -217,7 +217,7 @@ class CountMeter(_Sums):
 
 
 class MSEMeter(_Sums):
-    """Average, over the calls of ``add``, of the sum of squared errors of each call."""
+    """Sum of squared errors of one call of ``add``, averaged over all calls."""
 
     def __init__(self) -> None:
         super().__init__(2)

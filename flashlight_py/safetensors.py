@@ -28,7 +28,7 @@ _PLAIN = (type(None), bool, int, float, str)
 def flatten_tree(tree: object) -> tuple[Any, Arrays]:
     """Return the structure of ``tree`` for JSON, and its arrays by name, without copies.
 
-    Raises TypeError, with a path, if a value is not a container, an array or a number.
+    Raises TypeError, with the path of the value, if a value is no container, array or number.
     """
     arrays: Arrays = {}
     return _flatten(tree, "", arrays), arrays
@@ -176,5 +176,5 @@ def _view(data: Array, dtype: str, shape: list[int], data_offsets: list[int]) ->
     name = _DTYPES[dtype]
     kind = bfloat16() if name == "bfloat16" else np.dtype(name).newbyteorder("<")
     if not 0 <= begin <= end <= data.size or end - begin != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"expected {shape} of {kind}, got bytes {begin} to {end}")
+        raise ValueError(f"expected shape {shape} of dtype {kind}, got bytes {begin} to {end}")
     return data[begin:end].view(kind).reshape(shape)

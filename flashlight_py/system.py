@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _IFREQ_BYTES, _MOST_ADDRESSES = 24 + 2 * struct.calcsize("l"), 1024
-# Scope and flags in if_inet6: global addresses; addresses that are not (yet) usable.
+# Values in if_inet6: scope of global addresses, and flags of addresses that are not usable yet.
 _GLOBAL, _IFA_F_UNUSABLE = "00", 0x08 | 0x40
 
 

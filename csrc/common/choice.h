@@ -92,7 +92,7 @@ class Choice {
     double& cost = trial.history->cost[trial.path];
     const double now = seconds / static_cast<double>(trial.bytes);
     // A call faster than `cost` was not disturbed and gets a larger weight. A much slower call was probably
-    // disturbed. Alone, it must not change the best path, because this path would then rarely be tried again.
+    // disturbed. One call must not change the best path, because its path would then rarely be tried again.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }

@@ -194,7 +194,7 @@ class Message final : public fl_op {
   Port* port_;
   union {
     fl_match* match_;  // of a receive without a match: where to store its match
-    uint32_t token_;   // token of an offer
+    uint32_t token_;   // of an offered message: its token
     Movement* movement_;
     Outcome* outcome_;  // kHasOutcome
   };

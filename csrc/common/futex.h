@@ -5,15 +5,15 @@
 
 namespace fl {
 
-// A thread can wait for several events, in contrast to Counter: a wake with the bit of any of them wakes it.
+// A thread can wait for several events, in contrast to Counter: a wake with the bit of any event wakes it.
 //
 // The waiting thread reads the awaited value once more between begin_wait() and wait(). This read, the write
 // of the value, and the accesses to `waiters_` have one order (seq_cst): either the waiting thread sees the
 // value, or the waking thread sees the waiter. `wakes_` needs no order: a thread that sees the waiter runs
-// after the waiter's load of `wakes_`, and the kernel compares it again.
+// after the waiter's load of `wakes_`, and the kernel compares `wakes_` again.
 class Futex {
  public:
-  // Call it after a change of the awaited value. It costs almost nothing if no thread waits.
+  // Call wake() after a change of the awaited value. The call costs almost nothing if no thread waits.
   void wake(uint32_t bits) {
     if (waiters_.load(std::memory_order_seq_cst) == 0) return;
     wakes_.fetch_add(1, std::memory_order_relaxed);

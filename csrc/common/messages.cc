@@ -336,7 +336,7 @@ Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
   }
 }
 
-// Take the claim that `message` shares with other receives. Return false if one of them has taken it.
+// Take the claim that `message` shares with other receives. Return false if another receive has taken it.
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;

@@ -30,8 +30,8 @@ inline int64_t coarse_now() {
 }
 
 // Maximum pause between messages of a rank in its shutdown. Messages that it began may still arrive. After
-// each of them it may begin queued messages. After a longer pause, a wait for a message that has not arrived
-// fails.
+// each of them the rank may begin queued messages. After a longer pause, a wait for a message that has not
+// arrived fails.
 constexpr std::chrono::milliseconds kLastMessages{500};
 constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has not begun this message";
 

@@ -1,7 +1,7 @@
 // Operations that run one after the other: the collectives of a group.
 //
 // A thread of a pool runs the submitted operations. The pool creates a thread if all its threads are busy,
-// and keeps it. Groups may share a pool. It may need one thread per group with work, because an operation may
+// and keeps it. Groups may share a pool. A pool may need one thread per group, because an operation may
 // wait for an operation of another group. If the queue is idle, a blocking caller runs its operation on its
 // own thread. This avoids a thread switch and takes a tenth of the time.
 //

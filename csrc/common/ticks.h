@@ -28,8 +28,8 @@ static inline int64_t fl_ticks(void) {
 #endif
 }
 
-/* Write the time into `*ended` if it still contains `running`, that is, if no other call has taken the
-   entry of the record. Thread-safe. */
+/* Write the time into `*ended` if it still contains `running`, that is, if no later call has reused the
+   entry of the flight record. Thread-safe. */
 static inline void fl_stamp(int64_t *ended, int64_t running) {
   const int64_t now = fl_ticks();
   __atomic_compare_exchange_n(ended, &running, now, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

@@ -88,7 +88,7 @@ const fl_signature *fl_op_signatures(fl_op *op);
 const char *fl_op_site(fl_op *op, int rank);
 /* After FL_MISMATCH: return the number of calls since the call that differs; 0: this call. */
 int fl_op_calls_ago(fl_op *op);
-/* Return about the seconds between the call of `rank` (its signature) and the failure; -1: unknown. */
+/* Return the approximate seconds between the call of `rank` and the failure; -1: unknown. */
 double fl_op_age(fl_op *op, int rank);
 /* Return the data received by all_gather or gather without a fitting fl_room, by scatter without output, or
    by broadcast with FL_ANY. The data lives as long as the handle. */

@@ -14,12 +14,12 @@ int batch_names(void) {
 
 typedef struct {
   PyObject *arrays;  /* list: array of each P2POp */
-  PyObject *matches; /* bytes: fl_match per message if any needs it; or NULL */
-  started_op *ops;   /* per P2POp; peer -1 if its peer is None */
+  PyObject *matches; /* bytes: one fl_match per message; NULL: no message needs one */
+  started_op *ops;   /* one per P2POp; its peer is -1 if the peer of the P2POp is None */
   fl_message *messages;
   plain_span *spans;
   fl_op **results;
-  int count, sent; /* number of P2POps, and of messages among them */
+  int count, sent; /* number of P2POps, and number of P2POps with a peer */
 } batch;
 
 /* Give the message of the last P2POp a copy of `match` that lives as long as the operation; 0: exception. */
@@ -92,7 +92,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
     started->id = record(binding, &message++->signature, started->peer, FL_RECORDED_ASYNC, place).id;
     started->number = binding->calls->number;
   }
-  if (all->sent > 0) { /* with no message it could not report an earlier mismatch */
+  if (all->sent > 0) { /* without a message, exchange() cannot report an earlier mismatch */
     Py_BEGIN_ALLOW_THREADS;
     binding->library.exchange(binding->group, all->messages, all->sent, binding->seconds, 1, all->results);
     Py_END_ALLOW_THREADS;
@@ -126,7 +126,7 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   if (plain && !plain_mixed_up(all.spans, all.sent)) {
     work = begin_all(self, binding, &all);
   } else {
-    PyErr_Clear(); /* Python raises it again with its message */
+    PyErr_Clear(); /* Python then raises the error with its own text */
     Py_INCREF(Py_NotImplemented);
     work = Py_NotImplemented;
   }

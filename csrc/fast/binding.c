@@ -19,7 +19,7 @@ int binding_names(void) {
   return name_back && name_file && name_function && name_instruction;
 }
 
-enum { NAMELESS = 2 }; /* number of the second folder, contextlib */
+enum { NAMELESS = 2 }; /* number, from 1, of contextlib in `folders` */
 
 /* Return the number, from 1, of the package or library folder that contains `code`; 0: it is user code. */
 static int is_ours(Binding *binding, PyObject *code) {
@@ -107,7 +107,7 @@ static int look_up(Binding *binding, cached_site *cached, const caller *site_cal
   Py_DECREF(address);
   PyObject *previous = cached->place;
   cached->place = place;
-  cached->code = site_caller->code; /* kept alive by the place */
+  cached->code = site_caller->code; /* the place keeps it alive */
   cached->instruction = PyLong_AsLong(site_caller->instruction);
   Py_XDECREF(previous);
   return cached->site != NULL;

@@ -49,7 +49,7 @@ typedef struct {
   PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */
   PyObject *together;      /* combines a list of Works into one */
-  PyObject *forked;        /* called with a verb's code if another process started it; raises */
+  PyObject *forked;        /* called with the verb's code of a Work from before a fork; raises */
   PyObject *work;          /* type of light Works: see works.c */
   PyObject *running;       /* dict; its keys are Works that may not have ended */
   Py_ssize_t most_running; /* size of `running` at which it is next cleaned */
@@ -58,9 +58,9 @@ typedef struct {
   ring *calls;
   PyObject *notes;   /* list: per call of the ring, the line of user code or None */
   PyObject *folders; /* tuple of folders whose code is not user code */
-  PyObject *inside;  /* set: further threads inside a call, as `callers` in ring.h */
+  PyObject *inside;  /* set: ids of further threads inside a call, if `callers` of ring.h is full */
   PyObject *first;   /* list; while it is not empty, Python handles all calls */
-  PyObject *dropped; /* like `first`, for all groups; any container */
+  PyObject *dropped; /* container for all groups; while it is not empty, Python handles all calls */
   cached_site sites[SITES];
   cached_code codes[CODES];
 } Binding;

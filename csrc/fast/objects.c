@@ -144,7 +144,7 @@ typedef struct {
   Binding *binding;
   int32_t verb, root;
   PyObject *object;        /* borrowed */
-  PyObject *frame;         /* all data of this rank for other ranks, or None */
+  PyObject *frame;         /* all data of this rank for other ranks; None: it sends nothing */
   PyObject *sent; /* the data of `frame` that the collective sends */
 } object_call;
 

@@ -306,7 +306,7 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
   const int is_root = rank == s->root;
   if (s->verb == FL_SCATTER && !is_root) {
     if (out == Py_None) {
-      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* it may determine the type of the result */
+      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* `x` may determine the result's type */
       s->ndim = FL_ANY;
       return !PyTuple_Check(x);
     }
@@ -416,7 +416,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   if (verb == FL_SEND || verb == FL_RECV) {
     return plain_message(verb, x, args[5], args[6], args[3], rank, size, call);
   }
-  if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
+  if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* args[3] has rows */
   plain_begin(call, verb);
   const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* digest of packed arrays, or the root */
   if ((verb == FL_ALL_REDUCE || (flags & FL_VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;
@@ -425,7 +425,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   } else if ((flags & FL_VERB_IN_PLACE) != 0) {
     call->data = read_memory(x, 1, s);
     if (call->data == NULL && size == 1 && PyArray_CheckExact(x) && PyArray_ISWRITEABLE((PyArrayObject *)x)) {
-      call->data = describe((PyArrayObject *)x, s); /* no rank reads it */
+      call->data = describe((PyArrayObject *)x, s); /* no rank reads this data */
       call->is_scattered = 1;
     }
     if (call->data == NULL) return 0;

@@ -9,7 +9,7 @@
 typedef struct {
   plain_call call;
   PyObject *x;           /* a reference */
-  int is_done, is_first; /* the array has been planned; it is the first array of its message */
+  int is_done, is_first; /* is_done: the array is in a message. is_first: it is the first one there */
 } item;
 
 typedef struct {
@@ -216,7 +216,7 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
     all.message = (const item **)(void *)(all.spans + count);
   }
   if (!read_all(binding, xs, args, &all) || plain_mixed_up(all.spans, (int)count)) {
-    PyErr_Clear(); /* Python raises it again with its message */
+    PyErr_Clear(); /* Python then raises the error with its own text */
     Py_INCREF(result);
   } else {
     result = is_async ? start_all(self, &all) : run_all(binding, xs, &all);

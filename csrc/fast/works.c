@@ -55,7 +55,7 @@ static void free_work(PyObject *self) {
 }
 
 /* Keep `work` alive, because the library writes into its arrays. When the number of kept Works has doubled,
-   release those that ended well; failed Works stay for sync_distributed(). 0 with an exception. */
+   release the Works that ended well. Failed Works stay for sync_distributed(). 0 with an exception. */
 static int track(Binding *binding, PyObject *work) {
   PyObject *running = binding->running;
   if (PyDict_SetItem(running, work, Py_None) < 0) return 0;
@@ -155,7 +155,7 @@ PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *resul
 static PyObject *handed_over(work_object *work, int i) {
   started_op *one = &work->ops[i];
   fl_op *op = one->op;
-  one->op = NULL; /* Python frees it */
+  one->op = NULL; /* Python frees the operation */
   PyObject *kept = work->kept;
   PyObject *x = work->count == 0 ? PyTuple_GetItem(kept, 0) : PyList_GetItem(work->result, i);
   PyObject *out = work->count == 0 ? PyTuple_GetItem(kept, 1) : Py_None;
@@ -190,7 +190,7 @@ static int hand_over(work_object *work) {
   return work->python != NULL;
 }
 
-/* Return the joint status after waiting up to `seconds` for each: FL_OK, FL_PENDING, or the first failure. */
+/* Wait up to `seconds` per operation. Return the joint status: FL_OK, FL_PENDING, or the first failure. */
 static fl_status status_of(work_object *work, double seconds) {
   fl_status first_failure = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {

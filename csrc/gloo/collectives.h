@@ -174,7 +174,7 @@ class Collectives {
   bool compares_at_once_ = false;  // no call returns before all ranks have made it
   bool has_begun_ = false;
   Frames outgoing_, incoming_;
-  // By peer. leaving_: number of unsent headers. received_: number of the last received call.
+  // Index: peer. leaving_: number of unsent headers. received_: number of the last received call.
   std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
   std::vector<uint32_t> leaving_, received_;
   std::vector<OwnCall> own_calls_;  // the last calls of this rank; empty with a relay

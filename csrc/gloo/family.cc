@@ -192,7 +192,7 @@ void Family::beat() {
   }
 }
 
-// End each group with ranks on lost hosts. Set all reasons first: later steps may break connections.
+// End each group with ranks on lost hosts. First set all groups' reasons: later steps may break connections.
 void Family::lose(const Failure& failure) {
   const std::lock_guard<std::mutex> losing(losing_);
   std::vector<std::pair<Mesh*, Failure>> lost;

@@ -55,7 +55,7 @@ class Family {
   const std::shared_ptr<Links> links;
   const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for started operations
   GlooWire wire{*links};
-  Engine engine{wire, links->size};  // its ranks are ranks of the whole group
+  Engine engine{wire, links->size};  // it uses the rank numbers of the whole group
 
  private:
   using Notes = std::vector<std::string>;
@@ -71,17 +71,17 @@ class Family {
   std::mutex losing_;  // locked while groups end after a loss: no group is removed then
   std::mutex mutex_;   // guards the members below; a thread that needs a pair's lock too locks the pair first
   std::map<uint64_t, Mesh*> groups_;
-  std::vector<Pair*> connections_;  // by rank; null if not connected
-  // By rank: the notes of removed groups, for members that connect later.
+  std::vector<Pair*> connections_;  // index: rank; null if not connected
+  // Key: rank. Notes of removed groups, for members that connect later.
   std::map<int, std::vector<std::pair<uint64_t, Notes>>> late_notes_;
-  // By group number: (rank, note) for groups that this rank has not created yet.
+  // Key: group number. (rank, note) for groups that this rank has not created yet.
   std::map<uint64_t, std::vector<std::pair<int, std::string>>> early_;
   std::unique_ptr<Heartbeat> heartbeat_;  // null if all ranks are on one host
   std::atomic<bool> is_going_{false};
   std::thread beats_;
 
  public:
-  Watch watch;  // last: destroyed before the objects that it watches
+  Watch watch;  // declared last: destroyed before the objects that it watches
 };
 
 }  // namespace fl

@@ -25,21 +25,21 @@ typedef struct {
   double seconds;           /* silence after which a host is lost; 0: hosts are not monitored */
 } fl_hosts;
 
-/* Start to monitor the hosts. A lost host ends the running operations with FL_HOST_LOST; if none is running,
-   the next operation. If fl_listen_for_hosts was not called, another group monitors the hosts and ends this
-   group: see fl_take_along. `addresses` and `key` as for fl_connect. */
+/* Start to monitor the hosts. If a host is lost, the running operations, or else the next one, fail with
+   FL_HOST_LOST. If fl_listen_for_hosts was not called, another group must monitor the hosts and end this
+   group: see fl_take_along. For `addresses` and `key` see fl_connect. */
 int fl_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses, size_t address_bytes,
                    const char *key);
 
-/* If hosts are lost, also call give_up(other, why), with a text that ends with `advice`. `other` is a
-   group that must live at least as long as `group`. */
+/* If hosts are lost, also call give_up(other, why). `why` ends with `advice`. `other` is a group that must
+   exist at least as long as `group`. */
 int fl_take_along(fl_group *group, int (*give_up)(void *other, const char *why), void *other,
                   const char *advice);
 
-/* Connect to the peers that every collective needs, or with `lazily` to no peer; other connections are
-   made on first use. `addresses` holds the addresses that the ranks published, in rank order. `key` holds
-   FL_KEY_BYTES that only the ranks of this group know; both ends of each connection prove with it that
-   they are members. Returns at once; never NULL. */
+/* Connect to the peers that every collective needs or, if `lazily`, to no peer. Other connections are made
+   at their first use. `addresses` contains the results of fl_address of all ranks, in rank order. `key` has
+   FL_KEY_BYTES bytes that only the ranks of this group know. With it, both ends of each connection prove that
+   they are members. Returns immediately, and never NULL. */
 #define FL_KEY_BYTES 32
 #define FL_PROOF_BYTES 32
 fl_op *fl_connect(fl_group *group, const char *addresses, size_t address_bytes, const char *key, int lazily,

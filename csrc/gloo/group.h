@@ -10,7 +10,7 @@ namespace fl {
 class Group {
  public:
   Group(int rank, int size, const std::string& host, const std::string& interface, double connect_seconds);
-  // Create a subgroup with `ranks` of another group; see Mesh.
+  // Create a subgroup with `ranks` of the group `whole`; see Mesh.
   Group(const Group& whole, const std::vector<int>& ranks, uint64_t number);
 
   Mesh& mesh() { return *mesh_; }
@@ -61,7 +61,7 @@ class Group {
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
   std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();
-  Queue queue_;  // last: destroyed before the objects that its operations use
+  Queue queue_;  // declared last: destroyed before the objects that its operations use
 };
 
 }  // namespace fl

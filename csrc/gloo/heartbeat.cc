@@ -232,8 +232,8 @@ bool Heartbeat::has_beaten(Link& link) {
   return has_beaten;
 }
 
-// Record that the host of `answers` is alive and close the other new connections to it. The old connection to
-// the silent rank stays open, because its end shows that the process has died.
+// The peer of the link `answers` has answered, so its host is alive: close the other new connections to the
+// host. The old connection to the silent rank stays open, because its end shows that the process has died.
 void Heartbeat::handle_answer(Link& answers) {
   Watched* const entry = watched(host(answers.peer));
   if (entry == nullptr) return;

@@ -135,7 +135,7 @@ class Heartbeat {
   Clock::time_point visited_;               // time of the last beat from another host
   std::list<Link> links_;
   std::list<Watched> watched_;
-  std::map<int, Doubt> doubts_;  // by number of a host that is asked over new connections
+  std::map<int, Doubt> doubts_;  // key: number of a host that is asked over new connections
   std::set<int> left_;           // ranks that have left the group or have died
   Losses lost_, unsent_, unreported_;
   Clock::time_point sends_at_, reports_ = kNever;

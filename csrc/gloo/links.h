@@ -20,7 +20,7 @@ class Links : public Context {
   // Returns the number of collectives that this rank has begun in `group`.
   using Calls = std::function<int64_t(uint64_t group)>;
 
-  // Listen, but accept no connections before open(). `listens_on`: listen until close(), for calls_of().
+  // Listen, but accept no connections before open(). If `listens_on`, listen until close(), for calls_of().
   Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on);
   ~Links() override;
 
@@ -90,7 +90,7 @@ class Links : public Context {
   Descriptors descriptors_;
   double seconds_ = 0;
   Persistence reading_;
-  std::unique_ptr<std::atomic<int>[]> states_;  // State by peer; written under lock_
+  std::unique_ptr<std::atomic<int>[]> states_;  // a State for each peer; written under lock_
 
   std::mutex closing_;  // held by close()
   std::mutex asking_;   // held by calls_of()
@@ -98,8 +98,8 @@ class Links : public Context {
   std::condition_variable changed_;
   bool is_open_ = false;
   std::map<Attempt*, std::unique_ptr<Attempt>> attempts_;
-  std::vector<std::string> problems_;  // by peer: why there is no connection
-  std::map<int, int64_t> answers_;     // by peer: the answer for calls_of()
+  std::vector<std::string> problems_;  // index: peer; why there is no connection
+  std::map<int, int64_t> answers_;     // key: peer; the answer for calls_of()
 };
 
 }  // namespace fl

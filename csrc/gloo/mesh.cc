@@ -8,7 +8,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Maximum time for the delivery of this rank's reason, and for answers to calls_of().
+// Maximum time to deliver the reason why this rank ends a group, and to wait for answers to calls_of().
 constexpr milliseconds kGoodbye{500};
 
 // Maximum time by which this rank's heartbeat may report a lost host later than another rank's.

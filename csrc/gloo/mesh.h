@@ -143,20 +143,20 @@ class Mesh : public Transport, public Connections, public Route {
   std::vector<int> to_whole(const std::vector<int>& ranks) const;
   struct PeerState {
     std::shared_ptr<const Farewell> farewell;  // reason why the peer has ended the group, or null
-    Clock::time_point left_at = kNever;        // time of its kLeaving
-    Clock::time_point closed_at = kNever;      // time of its kClosed
+    Clock::time_point left_at = kNever;        // time when its kLeaving arrived
+    Clock::time_point closed_at = kNever;      // time when its kClosed arrived
   };
   PeerState state_of(int peer) const;
   // A rank that has ended the group, and its reason.
   using PeerFarewell = std::pair<int, std::shared_ptr<const Farewell>>;
   PeerFarewell first_farewell() const;
   void connect_neighbours(const std::vector<int>& missing) noexcept;
-  // Return the peers whose connection has ended or that have closed the group, with a text of the error.
+  // Return the peers whose connection has ended or that have closed the group, with the error text of each.
   std::map<int, std::string> broken_peers();
   Clock::time_point end_of(int peer) const;
   // Return the ranks in `broken` that ended first. `peer` is the awaited rank, or -1.
   std::vector<int> first_of(const std::map<int, std::string>& broken, int peer) const;
-  // Wait until a reason arrives, or no reason can arrive any more. `is_silent`: a host did not answer.
+  // Wait until a reason arrives, or none can arrive any more. `is_silent`: whether a host did not answer.
   void await_reason(bool is_silent);
   Failure not_connected(int peer, const std::string& problem);
   bool is_explained() const { return reason() || has_farewell(); }

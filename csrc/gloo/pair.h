@@ -50,7 +50,7 @@ class Parcels {
  public:
   virtual ~Parcels() = default;
 
-  // A parcel of `peer` has arrived. `is_over`: this rank has left the group.
+  // A parcel of `peer` has arrived. `is_over` is true if this rank has left the group.
   virtual void received(int peer, uint64_t group, bool is_over, Parcel parcel) = 0;
   // The kernel has accepted `bytes` bytes.
   virtual void sent(int peer, size_t bytes) = 0;
@@ -80,7 +80,7 @@ class Pair : public gloo::transport::tcp::Pair {
   // Post a receive in a slot in which the peer sends without requests after one permission. If `grants`, give
   // this permission. Post the receives for the first messages before.
   void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
-  // Send `text` after all earlier data. `is_last`: leave the group and drop this rank's waiting messages.
+  // Send `text` after all earlier data. If `is_last`, leave the group and drop this rank's waiting messages.
   void send_note(uint64_t group, const std::string& text, bool is_last);
   // Send a parcel after all earlier data. Throws if the connection is broken.
   void post(uint64_t group, Parcel parcel);

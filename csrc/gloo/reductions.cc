@@ -16,7 +16,7 @@ constexpr size_t kMostSlots = 8, kAllBytes = 8 << 20;
 // but each rank adds only half of the elements, which saves more time.
 constexpr size_t kInOneStep = 4 << 20;
 
-// Value of `collector`: all ranks receive the reduced parts.
+// Value of `collector` if all ranks receive the reduced parts.
 constexpr int kAllRanks = -2;
 
 // Return the bytes that are reserved for one chunk of one rank.

@@ -6,8 +6,8 @@
 
 namespace fl {
 
-// In step k each rank sends all blocks that it has to the rank 2^k after it. So the number of blocks of each
-// rank doubles in each step (Bruck et al., 1997), and log2(n) messages replace n-1. Not thread-safe.
+// In step k each rank sends all its blocks to the rank whose number is 2^k higher (modulo n). So the number
+// of blocks of each rank doubles (Bruck et al., 1997), and log2(n) messages replace n-1. Not thread-safe.
 class Relay {
  public:
   // Maximum total of all payloads, in bytes.

@@ -1,4 +1,4 @@
-// Prefix reductions: rank r gets the reduction of ranks 0 to r, or 0 to r-1.
+// Prefix reductions: rank r gets the reduction of the arrays of ranks 0 to r, or for exscan of 0 to r-1.
 
 #include "../reduce/half.h"
 #include "../reduce/reduce.h"
@@ -94,7 +94,7 @@ class Chain {
     }
     const void* own_data = position(c);
     if (is_narrow_) own_data = widened(own_data, n);
-    const void* all = own_data;  // reduction of ranks 0 to rank_
+    const void* all = own_data;  // reduction of the chunks of ranks 0 to rank_
     if (has_next()) {
       if (c >= kDepth) call_.waiter.sent(leaving_[c], rank_ + 1);
       void* next = leaving_[c].ptr;
@@ -126,7 +126,7 @@ class Chain {
   Call& call_;
   const fl_signature& signature_;
   const int rank_, size_;
-  const int terms_;  // the result reduces ranks 0 to terms_ - 1
+  const int terms_;  // the result is the reduction of ranks 0 to terms_ - 1
   char* const data_;
   const bool is_narrow_;
   const int dtype_, op_;

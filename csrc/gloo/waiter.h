@@ -43,7 +43,7 @@ class Watch {
   std::vector<std::function<void()>> chores_;
   bool closing_ = false;
   bool ticking_ = false;
-  std::thread thread_;  // last: it uses the other members
+  std::thread thread_;  // declared last, because it uses the other members
 };
 
 // The state of a group's connections and the reason why its waits end.

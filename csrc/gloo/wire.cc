@@ -3,7 +3,7 @@
 namespace fl {
 namespace {
 
-// Maximum bytes that wait to be sent to a peer. Records of at most kSmall bytes are accepted even then.
+// Maximum bytes that wait to be sent to a peer. Records up to kSmall bytes are accepted above this limit.
 constexpr size_t kMostWaiting = 1 << 20;
 constexpr size_t kSmall = 1 << 10;
 

@@ -38,7 +38,7 @@ int fl_call(const fl_launcher *l, uintptr_t comm, int is_group, int count, const
 
 /* Order the communication stream after the caller's stream, call the functions, and record `done`. With
  * `caller_waits`, let the caller's stream wait for `done`. Returns a CUresult; `nccl_status` is an ncclResult_t.
- * `done` is only recorded if that is success. */
+ * `done` is recorded only if `nccl_status` is success. */
 int fl_launch(const fl_launcher *l, uintptr_t comm, int is_group, int count, const fl_step *steps,
               uintptr_t caller, uintptr_t done, int caller_waits, int *nccl_status);
 

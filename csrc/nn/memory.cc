@@ -34,7 +34,7 @@ struct alignas(16) Header {
 };
 struct Block {
   char* start;
-  size_t room, pass;  // `pass`: number of the backward pass that freed it
+  size_t room, pass;  // `pass`: number of the backward pass that freed the block
 };
 
 Block kept[LIMIT / LEAST];  // sorted by the time of freeing

@@ -138,7 +138,7 @@ PyObject* call(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-/* use_blas(is_long, sgemm, dgemm): addresses. */
+/* use_blas(is_long, sgemm, dgemm): store the addresses of BLAS functions. */
 PyObject* use_blas(PyObject*, PyObject* args) {
   int is_long;
   Py_ssize_t at[2];

@@ -18,7 +18,7 @@ Collectives::Collectives(Segment& segment, Peers& peers, Remote& remote, int ran
 // Large arrays --------------------------------------------------------------------------------
 
 // Choose the copy path from the costs that all ranks have announced with their calls. `bytes` is equal on all
-// ranks. `may_read`: allow direct reads.
+// ranks. Direct reads are allowed if `may_read`.
 CopyPath Collectives::choose(const fl_signature& signature, size_t bytes, bool may_read) {
   return choose_in(calls_, signature, bytes, may_read);
 }

@@ -37,7 +37,7 @@ class Collectives {
  public:
   Collectives(Segment& segment, Peers& peers, Remote& remote, int rank, int size);
 
-  // Prepare the next call. `seconds`: timeout of each wait. `interrupt`: check for signals, or null.
+  // Prepare the next call. Each wait has a timeout of `seconds`. `interrupt`: check for signals, or null.
   void begin(double seconds, InterruptCheck interrupt);
 
   // Announce this rank's call and return immediately. Then call the function of the verb; progress() may be

@@ -40,7 +40,7 @@ uint64_t hash_of_shape(const fl_signature& s) {
   return hash;
 }
 
-// Like same_call(), but compares only the first cache lines of two calls. `free`: the counts may differ.
+// Like same_call(), but compares only the first cache lines of two calls. If `free`, the counts may differ.
 bool alike(const Call& a, const Call& b, bool free) {
   constexpr uint32_t kMayDiffer = kRunsAhead | kIsLarge | kCanRead;
   if (((a.kind | b.kind) & kAny) != 0) {
@@ -63,7 +63,7 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// Announce a call. `is_ahead`: the call sends no data and is compared later, so it needs no other rank.
+// Announce a call. If `is_ahead`, it sends no data and is compared later, so it needs no other rank.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
@@ -108,7 +108,7 @@ bool Collectives::can_begin(const fl_signature& signature) {
   return travels_whole(signature) && find_room(bytes_with_call(signature));
 }
 
-// Return the number of bytes that are sent with the call: all bytes of this rank's data, or 0.
+// Return the number of bytes that are sent with the call: this rank's whole data, or 0 if it is too large.
 size_t Collectives::bytes_with_call(const fl_signature& signature) const {
   size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const bool only_root = signature.verb == FL_BROADCAST || signature.verb == FL_SCATTER;
@@ -286,7 +286,7 @@ void Collectives::receive_some(const fl_signature& signature) {
     if (root_must_know(signature.verb)) same = same && (peer_call.kind & kAny) == 0;
   }
   if (same && some_wait) {
-    needed_ = {0, size_};  // large data of the root: see awaited()
+    needed_ = {0, size_};  // the root has large data: see awaited()
     return receive_calls(signature);
   }
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
@@ -400,7 +400,7 @@ CallReport Collectives::report_of(uint32_t number) {
   return report;
 }
 
-// Wait for the call site of `rank`. False if it is not published: the rank has ended or sees no mismatch.
+// Wait for the call site of `rank`. Return false if it is not published: the rank ended or sees no mismatch.
 bool Collectives::has_site(int rank, uint32_t number) {
   Counter& site_known = description_of(rank, number).site_known;
   if (number == 0) return false;  // 0 is also the initial value

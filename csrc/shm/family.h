@@ -52,7 +52,7 @@ class Family {
   Segment segment;
   Remote remote;
   Rings rings;
-  Engine engine;  // its ranks are ranks of the segment
+  Engine engine;  // it uses the rank numbers of the whole group
   const std::shared_ptr<ThreadPool> crew = std::make_shared<ThreadPool>();  // for started collectives
 
  private:

@@ -136,7 +136,7 @@ auto ShmGroup::reporting(const fl_site* site, Body body) {
     return body();
   } catch (const Mismatch& mismatch) {
     collectives_.publish_site(site_of(site));
-    if (!mismatch.report.calls.empty()) throw;  // has a report of an earlier call
+    if (!mismatch.report.calls.empty()) throw;  // it has the report of an earlier call
     throw Mismatch(collectives_.current_report());
   } catch (Failure& failure) {
     if (failure.status == FL_TIMEOUT || failure.status == FL_PEER_LOST) failure.report = collectives_.last_calls();

@@ -102,13 +102,13 @@ class Peers : public Transport {
   std::atomic<bool> stopped_{false};
   std::atomic<bool> has_farewell_{false};            // give_up() was called
   std::mutex mutex_;                                 // guards the members below
-  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null if not needed yet
+  std::vector<std::shared_ptr<Process>> processes_;  // index: rank; null if not needed yet
 };
 
 // The waits of one operation, on one thread.
 class Watch {
  public:
-  // `seconds`: timeout of each wait. `interrupt`: check for signals, or null.
+  // Each wait has a timeout of `seconds`. `interrupt` checks for signals; it may be null.
   Watch(Peers& peers, Concern concern, double seconds, InterruptCheck interrupt)
       : peers_(&peers), concern_(concern), seconds_(seconds), interrupt_(interrupt) {}
 

@@ -107,7 +107,7 @@ void Collectives::reduce_in_place(const fl_signature& signature, void*) {
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
 
-// For few ranks. `shows`: copy this rank's array to its slots. `combines`: reduce the first `terms` arrays.
+// For few ranks. If `shows`, copy this rank's array to its slots. If `combines`, reduce `terms` arrays.
 void Collectives::combine_shown(const fl_signature& signature, char* data, size_t chunk_bytes, int terms, bool shows,
                                bool combines) {
   const Chunks chunks(signature, chunk_bytes);

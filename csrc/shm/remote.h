@@ -33,7 +33,7 @@ class Remote {
   const int rank_, size_;
   const std::unique_ptr<uint64_t> token_;  // other ranks test whether they can read it
   std::mutex mutex_;
-  std::vector<Answer> answers_;  // by rank: whether its memory can be read
+  std::vector<Answer> answers_;  // for each rank: whether its memory can be read
   std::atomic<Answer> all_{kUnknown};
 };
 

@@ -10,7 +10,7 @@ namespace {
 
 size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// Where a section is in the array and in the slots. Each chunk contains one piece of the section.
+// Position of a section in the array and in the slots. Each chunk contains one piece of the section.
 struct Route {
   size_t bytes = 0;
   size_t in_array = 0;
@@ -55,7 +55,7 @@ struct Collectives::Sections {
 // sections are complete with the last chunk, whatever their sizes are.
 struct Collectives::Routes {
   uint32_t chunks = 1;
-  std::vector<Route> give, take;  // by destination; by source
+  std::vector<Route> give, take;  // give: one per destination; take: one per source
 
   Routes(const Sections& sections, int rank, size_t chunk_bytes) {
     const int ranks = sections.ranks;
@@ -97,7 +97,7 @@ Collectives::Routes Collectives::routes_of(const Sections& sections) const {
   return Routes(sections, rank_, std::max(least, chunk_for(sections.most_bytes())));
 }
 
-// For each chunk: fill this rank's slot, wait for others, let from_ point to the pieces, call `consume`.
+// For each chunk: fill this rank's slot, wait for other slots, set from_ to the pieces, and call `consume`.
 void Collectives::stream_sections(const Routes& routes, const void* data,
                                   const std::function<void(uint32_t)>& consume) {
   const char* array = static_cast<const char*>(data);

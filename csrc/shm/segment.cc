@@ -13,7 +13,7 @@ constexpr size_t kPage = sized(4096, 64);
 // Maximum bytes of all slots. A segment has some 10 MB, and /dev/shm of a container often 64 MB or less.
 constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kDataBudget = 2 << 20;
-// Maximum bytes of a chunk. A second-level cache must have space for several.
+// Maximum bytes of a chunk. A second-level cache must have space for several chunks.
 constexpr size_t kMaxChunk = sized(256 << 10, 256);
 constexpr size_t kMostData = sized(256 << 10, 512), kLeastData = sized(1 << 10, 512);
 constexpr size_t kRecordBudget = 2 << 20;

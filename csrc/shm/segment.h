@@ -13,7 +13,7 @@ namespace fl {
 class Mapping {
  public:
   // Create a file that only this user can open, or use the unnamed file /proc/PID/fd/N. A named file exists
-  // until it is unlinked. `reserve`: allocate the memory now, because a named file may run out of space.
+  // until it is unlinked. If `reserve`, allocate the memory now, because a named file may run out of space.
   // Throws std::system_error.
   static Mapping create(const std::string& path, size_t bytes, bool reserve = true);
   // Map a file that this user has created. Throws std::system_error.
@@ -106,7 +106,7 @@ struct alignas(kLine) RankBlock {
   Description descriptions[kCalls];
   alignas(4096) char payloads[kPayloads][kInlineBytes];
   alignas(kLine) Counter filled;   // number of chunks that this rank has filled
-  alignas(kLine) Counter reduced;  // number of chunks with this rank's part reduced
+  alignas(kLine) Counter reduced;  // number of chunks whose part this rank has reduced
   alignas(kLine) Counter drained;  // number of chunks that this rank has read
   ReadRequest request;
   Farewell farewell;

@@ -16,8 +16,8 @@ fl_group *fl_shm_open(const char *path, int create, int is_named, int rank, int 
 fl_group *fl_shm_part(fl_group *whole, const int *ranks, unsigned number, const char *path, int create,
                       int is_named, int rank, int size);
 
-/* Compare the calls that were run with FL_AHEAD as far as the other ranks have made them. *is_behind: whether
-   some have not. Return a failure if calls differ or a rank is more than `seconds` late, else NULL. */
+/* Compare the calls with FL_AHEAD that all ranks have made. *is_behind becomes 1 if some are not compared yet,
+   else 0. Return a failure if calls differ or a rank is more than `seconds` late, else NULL. */
 fl_op *fl_look_back(fl_group *group, double seconds, int *is_behind);
 
 /* fl_exchange on the caller's thread, in two steps. fl_post does not sleep. It returns NULL if all
@@ -27,20 +27,20 @@ fl_op *fl_look_back(fl_group *group, double seconds, int *is_behind);
 fl_posted *fl_post(fl_group *group, const fl_message *messages, int count, double seconds, int spins);
 void fl_deliver(fl_posted *posted, fl_op **results);
 
-/* A collective on the caller's thread in steps. fl_begin announces the call without waiting; 0: no effect,
-   use fl_run. fl_ready polls without sleeping and returns the state of the other ranks: it polls `spins`
-   times if every rank has its own processor; with -1 only if not, and yields the processor. After
-   FL_COMPLETE nothing remains to wait for. fl_finish waits and does the work, with the result of fl_run. */
+/* A collective on the caller's thread in steps. fl_begin announces the call without waiting. If it returns 0,
+   it had no effect: use fl_run. fl_ready returns the state of the other ranks without sleeping. If every rank
+   has its own processor, it polls `spins` times. Otherwise it polls only if `spins` is -1, and yields the
+   processor. fl_finish completes the call like fl_run. After FL_COMPLETE it does not wait. */
 enum { FL_AWAITED = 0, FL_CALLED = 1, FL_COMPLETE = 2 };
 int fl_begin(fl_group *group, const fl_signature *signature, const void *data, double seconds,
              const fl_site *site);
 int fl_ready(fl_group *group, int spins);
 fl_op *fl_finish(fl_group *group, const fl_signature *signature, void *data, void *output);
 
-/* Add memory for an array of `bytes` on each rank; operations on such arrays skip the copies. Every rank
-   maps the same files in the same order. One rank creates each file (`create` 1; 2: its memory is already
-   reserved). NULL on failure. The memory is freed after fl_free_region and either fl_drop_region or
-   fl_free. fl_drop_region returns 0, and must be repeated, while a thread runs a collective. */
+/* Add memory for an array of `bytes` bytes on each rank. Reductions of such arrays need no copies. Every rank
+   maps the same files in the same order. One rank creates each file: it passes `create` 1, or 2 if the memory
+   is reserved already. NULL on failure. The memory is freed after fl_free_region and either fl_drop_region or
+   fl_free. While a thread runs a collective, fl_drop_region returns 0 and must be repeated. */
 fl_region *fl_add_region(fl_group *group, const char *path, int create, size_t bytes);
 void *fl_region_array(fl_region *region);
 void fl_free_region(fl_region *region);

@@ -15,7 +15,7 @@ class Turn {
  public:
   // Take the turn. Return false if any thread has it, also if this thread has it.
   bool try_take() {
-    // The default order is seq_cst, also for a failure: see owner_.
+    // The default memory order is seq_cst, also if the exchange fails: see owner_.
     std::thread::id no_thread;
     return owner_.compare_exchange_strong(no_thread, std::this_thread::get_id());
   }

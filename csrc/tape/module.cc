@@ -135,7 +135,7 @@ PyObject* use_variables(PyObject*, PyObject* args) {
   return slots.use(type, descriptors) ? share(Py_None).release() : nullptr;
 }
 
-/* use_blas(is_long, sgemm, dgemm, sgemv, dgemv, sdot, ddot): addresses. */
+/* use_blas(is_long, sgemm, dgemm, sgemv, dgemv, sdot, ddot): store the addresses of BLAS functions. */
 PyObject* use_blas(PyObject*, PyObject* args) {
   Py_ssize_t at[6];
   int is_long;

@@ -353,7 +353,7 @@ Outcome Program::run(Py_ssize_t* count) {
 
 PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   *is_left = false;
-  // Other threads must not free arrays that the replay uses. The result must exist before the next replay.
+  // Other threads must not free arrays that the replay uses, or replay again before the result exists.
   const Owned kept_args = share(args), kept_kwargs = share(kwargs);
   is_busy_ = true;
   PyObject* result = nullptr;

@@ -48,9 +48,9 @@ def load_extension(name: str) -> ModuleType:
 
 @functools.cache
 def optional(name: str, without: str) -> Any | None:
-    """Return the extension module. If it is missing, log a warning once and return None.
+    """Return extension ``name``. If it is missing, log a warning once and return None.
 
-    The warning consists of ``without``, which describes the effect, and the reason.
+    The warning begins with ``without``, a text about the effect, and ends with the reason.
     """
     try:
         return load_extension(name)

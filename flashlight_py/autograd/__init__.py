@@ -2,7 +2,7 @@
 
 A ``Variable`` wraps a NumPy or CuPy array. ``functions`` compute with variables and record a graph.
 ``Variable.backward`` walks this graph from the result to the leaves, which are the variables that
-the user created. Other packages process gradients in hooks of leaves and in ``on_backward_end``.
+the user created. ``fl.parallel`` reduces gradients in hooks of leaves and in ``on_backward_end``.
 
 After its first backward pass or native kernel call, a thread allocates NumPy arrays from a cache of
 freed blocks. The cache stores blocks of at least 32 KB, at most 32 MB per process. A block returns

@@ -1,16 +1,16 @@
 """The backward pass: an iterative walk over recorded operations.
 
 Every operation creates a ``Node``. A node has an edge to each input: to the node that computed the
-input, or to a leaf ``Variable``. An edge has the vector-Jacobian product ("vjp") of its input. A
+input, or to a leaf ``Variable``. Each edge has the vector-Jacobian product ("vjp") of its input. A
 vjp is a function that maps the gradient of the result to the gradient of the input.
 
 A vjp returns a new array, its argument, or a view of its argument. The returned array has the shape
-of the input. A vjp does not modify its argument and need not return the dtype of the input: the
-engine casts. The engine copies a gradient only if it would share memory with another gradient.
+of the input. It may have another dtype, which the pass casts. A vjp does not modify its argument.
+The pass copies a gradient only if it would share memory with another gradient.
 
 A result that was computed without recording is a ``Part`` in the graph (see ``graph``). When the
-walk reaches a part, the engine repeats the computation with recording, and walks through the new
-graph. Nodes and hooks have the same order as without parts.
+pass reaches a part, it repeats the computation with recording, and continues in the new graph. It
+visits nodes and calls hooks in the same order as without parts.
 """
 
 import functools
@@ -30,7 +30,7 @@ from flashlight_py.device import Array, array_module
 
 
 class GradSink:
-    """An object that stores the gradient of a leaf. It is set as ``Leaf.buffer``, like an array."""
+    """An object that stores a leaf's gradient. ``Leaf.buffer`` is this object or an array."""
 
     __slots__ = ()
 
@@ -45,15 +45,15 @@ class GradSink:
         raise NotImplementedError
 
     def product(self, leaf: Any, a: Array, b: Array) -> "Array | GradSink":
-        """If possible, add ``a @ b`` and return this sink. Otherwise return ``a @ b``."""
+        """Add ``a @ b`` to the gradient and return ``self``, or only return ``a @ b``."""
         raise NotImplementedError
 
 
 class InPasses:
-    """Base class of objects whose methods are gradient hooks, or vjps in a ``functools.partial``.
+    """Base class of objects with methods that are hooks or vjps, in a ``functools.partial``.
 
-    If a pass raises before it calls such a method, the pass calls ``join_failed`` instead. Each
-    outermost pass first calls ``on_begin`` of the objects in ``watching``.
+    If a pass raises before it calls such a method, it calls ``join_failed``. An outermost pass
+    first calls ``on_begin`` of the objects in ``engine.watching``.
     """
 
     def on_begin(self) -> None:
@@ -76,7 +76,7 @@ _current = _Pass()
 
 
 def on_backward_end(callback: EndCallback) -> None:
-    """Call ``callback(completed)`` once at the end of the running pass; for use in gradient hooks.
+    """Call ``callback(completed)`` once when the running pass ends. Gradient hooks call this.
 
     ``completed`` is False if the pass raised, so that gradients are missing or partial. Callbacks
     run on the thread of the pass in the order of registration, before ``backward()`` returns. If a
@@ -95,17 +95,17 @@ def on_backward_end(callback: EndCallback) -> None:
 
 
 def at_end(callback: EndCallback, turn: int) -> None:
-    """Call ``callback`` at the end of the pass, before callbacks of ``on_backward_end``.
+    """Call ``callback`` at the end of the running pass, before callbacks of ``on_backward_end``.
 
-    Callbacks run in ascending order of ``turn``. Callers pass the same turns on all ranks, so this
-    order is the same on all ranks even if their passes stopped at different points.
+    Callbacks run in ascending order of ``turn``. All ranks pass the same turns, so all ranks run
+    their callbacks in the same order, even if the pass of a rank stopped early.
     """
     assert _current.walk is not None
     _current.walk.callbacks.append((turn, callback))
 
 
 def is_last_contribution(leaf: Leaf) -> bool:
-    """Return whether the running pass still expects exactly one contribution to ``leaf``."""
+    """Return whether ``leaf.grad`` lacks exactly one contribution in the running pass."""
     return _current.walk is not None and _current.walk.pending.get(leaf) == 1
 
 
@@ -123,7 +123,7 @@ def extension() -> Any | None:
 
 
 def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
-    """Propagate ``seed``, the gradient of ``start``, to the leaves. Then call the callbacks."""
+    """Propagate ``seed``, the gradient of ``start``, to the leaves. Then run ``Walk.callbacks``."""
     if module := extension():
         module.begin_pass()
     outer = _current.walk
@@ -165,13 +165,13 @@ def _join_failed(walk: Walk) -> None:
                 owner.join_failed()
 
 
-# This function calls few others: for a small model it takes as long as the computations.
+# This loop avoids function calls. In a small model it takes as long as the computations.
 def _visit_all(walk: Walk, root: Node) -> None:
     """Visit each node after the nodes that use its result, and call the hooks of leaves.
 
     A hook is called when the gradient of its leaf is complete. Ordered nodes, such as message
-    exchanges, wait until no other node is ready. Then the walk visits the ready ordered node that
-    was recorded last. It therefore visits ordered nodes in the reverse order of recording.
+    exchanges, wait until no other node is ready. Then the walk visits one of them: the ready node
+    that was recorded last. Ordered nodes are therefore visited in the reverse order of recording.
     """
     pending, grads, replaced = walk.pending, walk.grads, walk.replaced
     walk.count([root], (), pending)
@@ -224,7 +224,7 @@ def _sum(walk: Walk, node: Node, contribution: Array) -> Array:
 
 
 def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
-    """Add ``contribution`` to ``leaf.grad``, copied if it may share memory with another array."""
+    """Add ``contribution``, a vjp's result for the gradient ``incoming``, to ``leaf.grad``."""
     buffer, previous = leaf.buffer, leaf.grad
     like = leaf.data if buffer is None else buffer
     shape = like.shape

@@ -1,9 +1,9 @@
 """The graph of a backward pass. Each operation creates a node with edges to its inputs.
 
-A module under ``recompute`` does not record its operations. Each operation creates an ``Outline``,
-which has only the sources of the result: other outlines, nodes and leaves. Each result of the
-module is a ``Part``. Its edges lead to the nodes and leaves that its outlines reach. The backward
-pass repeats the computation and replaces its parts by the new graph.
+A module under ``recompute`` does not record its operations. Each operation of the module creates an
+``Outline``, which has only the sources of its result: other outlines, nodes and leaves. Each result
+of the module is a ``Part``, with edges to the nodes and leaves that its outlines lead to. The
+backward pass computes the module again, and the new graph replaces the parts.
 """
 
 import itertools
@@ -29,11 +29,11 @@ class Leaf:
     __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
                  "placement")  # fmt: skip
 
-    data: Array  # without the checks of Variable.array
+    data: Array  # the value; assignment skips the checks of Variable.array
     grad: Array | None
     node: "Node | None"
     hook: Callable[[Any], None] | None
-    buffer: Any  # None, an array, or a GradSink
+    buffer: Any  # memory for grad: None, an array, or a GradSink
     placement: Any  # None unless fl.fully_shard has sharded the parameter
     changed: int  # Changes.count at the latest change of the leaf
 
@@ -55,9 +55,9 @@ def note_changes(leaves: Iterable[Leaf]) -> None:
 class Node:
     """One recorded operation. ``edges`` is None after a backward pass has freed the graph.
 
-    ``made``: ``Changes.count`` at the recording. ``through``: a function, or None. The pass applies
-    it to the gradient of the result before it calls the vjps. A ReLU uses it to multiply by the
-    slope.
+    ``made``: ``Changes.count`` at the recording. ``through``: function, or None, that the pass
+    applies to the gradient of the result before it calls the vjps. For a ReLU, ``through``
+    multiplies by the slope.
     """
 
     __slots__ = ("dtype", "edges", "made", "shape", "through")
@@ -99,7 +99,7 @@ class Outline(Node):
         self.ordered = False
 
     def targets(self) -> tuple[list[Target], bool]:
-        """Return the nodes and leaves behind this outline, and whether an operation is ordered."""
+        """Return the nodes and leaves that outlines lead to, and whether one is ``ordered``."""
         seen: dict[Target, None] = {self: None}
         unseen: list[Outline] = [self]
         ordered = False
@@ -122,7 +122,7 @@ recording = Outlining()
 
 
 class Part(Node):
-    """Result number ``position`` of a computation without recording.
+    """A result of a computation without recording: item ``position`` of all its results.
 
     ``edges`` lead to the sources of the result. ``repeat`` repeats the computation with recording
     and returns all its results. All parts of one computation have the same ``repeat``. ``ordered``
@@ -147,10 +147,10 @@ def _no_vjp(grad: Array) -> Array:
 class Walk:
     """The state of a backward pass.
 
-    ``pending``: number of contributions that each target still expects. ``grads``: sums of the
-    contributions so far. ``owned``: nodes whose sum is a new array, which the pass may modify.
-    ``callbacks``: functions to call at the end of the pass, with their turns. A pass that starts at
-    a leaf uses only ``callbacks``.
+    ``pending``: for each target, the number of missing contributions. ``grads``: for each node, the
+    sum of contributions so far. ``owned``: nodes whose sum is a new array, which the pass may
+    modify. ``callbacks``: (turn, function) pairs to call at the end of the pass. A pass that starts
+    at a leaf uses only ``callbacks``.
     """
 
     def __init__(self, root: Target, seed: Array, retain_graph: bool) -> None:
@@ -161,16 +161,16 @@ class Walk:
         self.owned: set[Node] = set()
         self.callbacks: list[tuple[int, EndCallback]] = []
         self.replaced: dict[Target, Node] = {}  # for a part: its new node
-        self._inside: set[Node] = set()  # parts whose new node is also an input in the new graph
+        self._inside: set[Node] = set()  # parts whose new node is used inside the new graph
 
     def count(
         self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]
     ) -> None:
-        """Set ``counts`` to the number of edges to each target that ``roots`` reach.
+        """For each target that ``roots`` reach, set ``counts[target]`` to its number of edges.
 
-        ``counts`` also has ``roots`` and ``ends``, with 0 if no edge leads to them. Edges of
-        ``ends`` are not followed. ``counts`` is complete even if this raises RuntimeError because
-        the graph was freed or a leaf was changed.
+        ``roots`` and ``ends`` are keys even if no edge leads to them. Edges of ``ends`` are not
+        followed. If the graph was freed or a leaf was changed, this raises RuntimeError, but only
+        after it has completed ``counts``.
         """
         problem, now = "", Changes.count
         for root in roots:
@@ -199,10 +199,10 @@ class Walk:
             raise RuntimeError(problem)
 
     def replace(self, part: Part) -> list[Node]:
-        """Repeat the computation of ``part``. Return its new node in a list, if it is ready.
+        """Repeat the computation of ``part``. Return ``[node]``, its new node.
 
-        The nodes of the new graph replace all parts of the computation. All sums are then made in
-        the same order as without parts.
+        If the walk must visit other new nodes first, return []. The new graph replaces all parts of
+        the computation. Gradients are then summed in the same order as without parts.
         """
         if part not in self.replaced:
             assert part.repeat is not None
@@ -214,7 +214,7 @@ class Walk:
                 if replaced_part in self.owned:
                     self.owned.add(node)
                 if self.pending.get(node, 0) > self.pending.get(replaced_part, 0):
-                    self._inside.add(replaced_part)  # not ready: other new nodes use its result
+                    self._inside.add(replaced_part)  # its node waits for other new nodes
                 self.replaced[replaced_part] = node
                 if not self.retain_graph:
                     replaced_part.edges = replaced_part.repeat = None
@@ -263,7 +263,7 @@ def _changed_since(node: Node) -> str:
     changed = [leaf for leaf, _ in edges if isinstance(leaf, Leaf) and leaf.changed > node.made]
     if not changed:
         return ""
-    vjp = getattr(edges[0][1], "func", edges[0][1])  # in a functools.partial: its function
+    vjp = getattr(edges[0][1], "func", edges[0][1])  # the function of a functools.partial
     name: str = getattr(vjp, "__qualname__", type(vjp).__qualname__)
     function = "recompute" if vjp is _no_vjp else name.partition(".")[0].lstrip("_")
     return (

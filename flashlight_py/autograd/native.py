@@ -85,7 +85,7 @@ def channels_second(array: Array) -> Array:
 
 
 def is_channels_last(x: Array) -> bool:
-    """Return whether ``x`` is not C-contiguous, for example because the channels are last."""
+    """Return whether channels may be last: ``x.ndim > 2``, and ``x`` is not C-contiguous."""
     return x.ndim > 2 and not x.flags.c_contiguous
 
 
@@ -134,10 +134,10 @@ def record_mapped(name: str, x: Variable) -> Variable | None:
 def record_jointly(
     name: str, array: Array, back: Callable[[Array], tuple[Array, ...]], *inputs: Variable | None
 ) -> Variable:
-    """Return the result ``array`` of operation ``name``. ``back`` computes all its gradients.
+    """Return the result ``array`` of operation ``name`` on ``inputs``.
 
-    ``back`` returns one gradient per entry of ``inputs``. Optional inputs may be None. All inputs
-    after the first are parameters. They get their gradients first, so that their hooks run early.
+    ``back`` maps the result's gradient to one gradient per input. Optional inputs may be None.
+    Inputs after the first are parameters. They get gradients first, so that their hooks run early.
     """
 
     def vjp(position: int) -> Any:
@@ -154,9 +154,9 @@ def random_keep_mask(
 ) -> Array:
     """Return a Boolean mask [rows, columns] that is False with probability ``ratio``.
 
-    The mask has the rows from ``first`` of a random matrix. ``seed`` is an array of one int64, so
-    that each replay of a captured step can use a new seed. The numbers are those of
-    csrc/nn/random.inc, with a key for each ``block`` of adjacent elements of a row.
+    The mask has rows ``first``, ``first + 1``, ... of a random matrix. ``seed`` is an array of one
+    int64, so that each replay of a captured step can use a new seed. csrc/nn/random.inc computes
+    the same numbers. Every ``block`` adjacent elements of a row have a common hash key.
     """
     xp = array_module(seed)
     column = xp.arange(columns, dtype=np.uint64)

@@ -66,7 +66,7 @@ def _take(a: Any, indices: Any, axis: int | None = None) -> Variable:
 
 
 def _moveaxis(a: Variable, source: Any, destination: Any) -> Variable:
-    order = np.moveaxis(np.empty(range(a.ndim)), source, destination).shape  # the array is empty
+    order = np.moveaxis(np.empty(range(a.ndim)), source, destination).shape  # has no elements
     return dimensions.transpose(a, order)
 
 
@@ -111,7 +111,7 @@ _CONSTANT = {np.argmax, np.argmin, np.argsort, np.any, np.all, np.isclose, np.al
 
 
 def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-    """Call our function for ``ufunc`` with variables, or ``ufunc`` itself with arrays."""
+    """If this package has ``ufunc`` for variables, call that. Else call ``ufunc`` with arrays."""
     if ufunc in _UFUNCS and method == "__call__" and not options:
         return _UFUNCS[ufunc](*inputs)
     if any(isinstance(output, Variable) for output in options.get("out", ())):
@@ -123,7 +123,7 @@ def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options
 
 
 def _call_function(self: Variable, function: Any, _: Any, args: Any, options: Any) -> Any:
-    """Call our function for ``function`` with variables, or ``function`` itself with arrays."""
+    """If this package has ``function`` for variables, call that. Else pass arrays to it."""
     call, most = _FUNCTIONS.get(function, (None, 0))
     if call and len(args) <= most and options.keys() <= signature(call).parameters.keys():
         return call(*args, **options)
@@ -133,7 +133,7 @@ def _call_function(self: Variable, function: Any, _: Any, args: Any, options: An
 
 
 def _arrays_of(value: Any, function: str = "") -> Any:
-    """Replace variables by arrays. TypeError if ``function`` is not "" and one needs a gradient."""
+    """Replace variables by arrays. If ``function`` is set, reject variables with ``calc_grad``."""
     if isinstance(value, Variable):
         if function and value.calc_grad:
             raise TypeError(

@@ -1,8 +1,8 @@
 """The dtype of ``fl.amp.autocast`` on this thread, and casts of inputs to it.
 
-Under autocast, :func:`as_half` casts the inputs of products, which are most of the work.
-:func:`as_float32` casts the inputs of sums, exponentials and losses, which need range or digits.
-All other functions use ``as_variable`` and ``as_pair``, and compute in the widest input dtype.
+Under autocast, :func:`as_half` casts inputs of matrix products, which take most of the time.
+:func:`as_float32` casts inputs of sums, exponentials and losses, which need float32's range or
+digits. Other functions use ``as_variable`` and ``as_pair``, and compute in the widest input dtype.
 """
 
 import threading
@@ -36,7 +36,7 @@ active_precision = Precision()
 
 @contextmanager
 def casting(dtype: np.dtype[Any] | None, casts: Casts | None = None) -> Iterator[None]:
-    """Make the functions of this thread cast inputs to ``dtype``, reusing earlier ``casts``."""
+    """Make functions of this thread cast inputs to ``dtype``. Reuse earlier ``casts``."""
     before = active_precision.dtype, active_precision.casts
     _set(dtype, {} if casts is None else casts)
     try:
@@ -49,11 +49,11 @@ def _set(dtype: np.dtype[Any] | None, casts: Casts) -> None:
     is_changed = active_precision.dtype != dtype
     active_precision.dtype, active_precision.casts = dtype, casts
     if is_changed:
-        structure.changed()  # replays of steps that were captured under another dtype are not valid
+        structure.changed()  # steps captured with the previous dtype cannot be replayed
 
 
 def as_half(x: Input) -> Variable:
-    """Return ``x`` as a variable, cast to the autocast dtype. A leaf is cast once per region."""
+    """Return ``x`` as a variable in the autocast dtype. A parameter is cast once per context."""
     x = x if isinstance(x, Variable) else Variable(x)
     return x if active_precision.dtype is None else _cast(x, active_precision.dtype)
 

@@ -28,16 +28,16 @@ class Variable(Leaf):
     ``array`` is a NumPy or CuPy array, or another array with DLPack. The variable refers to it
     without a copy and keeps its dtype, also in arithmetic with Python numbers. Arrays of two dtypes
     follow NumPy's promotion (float16 with float32: float32). Each gradient has the dtype of its
-    variable. A variable that the user creates is a leaf. If an operation has an input with
-    ``calc_grad``, its result refers to the operation until a backward pass has used it.
+    variable. A variable that the user creates is a leaf. If an input of an operation has
+    ``calc_grad``, the result keeps the graph until a backward pass frees it.
 
     Do not modify arrays between a forward pass and its backward pass. ``backward()`` detects
     changes by this package, but not changes by NumPy. Operations copy indices, targets and lengths.
 
     NumPy functions that ``fl.autograd.functions`` also has return variables. Functions whose result
     has no derivative (``np.argmax``, ``<``) return arrays. Other NumPy functions raise TypeError if
-    a variable needs a gradient. ``==`` compares objects, as sets, dicts and lists of variables need
-    it. ``np.equal(x, y)`` compares elements.
+    a variable needs a gradient. ``==`` is True only for the same variable, so that sets and dicts
+    can have variables. ``np.equal(x, y)`` compares elements.
 
     Args:
         array: The value, of any shape. With ``calc_grad`` the dtype must be floating.
@@ -119,8 +119,8 @@ class Variable(Leaf):
         contribution to the buffer, and ``grad`` becomes the buffer. Later contributions are added
         in place. Always None for parameters of a sharded module (see ``fl.fully_shard``). Setting
         it raises TypeError if the buffer is not an array or has another dtype than the variable. It
-        raises ValueError if the buffer has another shape or is read-only, or unless this is an
-        unsharded leaf.
+        raises ValueError if the buffer has another shape or is read-only, or if the variable is
+        sharded or the result of an operation.
         """
         return None if isinstance(self.buffer, GradSink) else self.buffer
 
@@ -219,10 +219,10 @@ class Variable(Leaf):
         structure.changed()
 
     def backward(self, grad: Array | None = None, retain_graph: bool = False) -> None:
-        """Compute the gradient of this variable for every leaf, and add it to ``leaf.grad``.
+        """Add the gradient of this variable with respect to every leaf to ``leaf.grad``.
 
-        Blocks until all gradients are computed, or, on a GPU, until the kernels are queued.
-        Existing gradients are added to in place. If a hook raises, the pass ends with its
+        Blocks until all gradients are computed, or, on a GPU, until the kernels are queued. If a
+        leaf has a gradient, that array changes in place. If a hook raises, the pass ends with its
         exception, and gradients may be complete, partial or missing.
 
         Args:
@@ -234,8 +234,8 @@ class Variable(Leaf):
             ValueError: If ``grad`` is missing and the variable does not have one element, or if
                 ``grad`` has another shape.
             TypeError: If ``grad`` is not an array or has another dtype.
-            RuntimeError: If no input has ``calc_grad``, if the graph was freed, or if a leaf was
-                changed after its use by an optimizer step, ``load_state_dict`` or a new ``array``.
+            RuntimeError: If no input has ``calc_grad``, if the graph was freed, or if an optimizer
+                step, ``load_state_dict`` or a new ``array`` changed a leaf after the forward pass.
         """
         if not self._calc_grad:
             raise RuntimeError(
@@ -346,7 +346,7 @@ def param(array: Array) -> Variable:
 
 
 def shards_of(variables: Iterable[Variable]) -> list[Any]:
-    """Return the ``Shards`` of all sharded modules that have one of ``variables``, each once."""
+    """Return the ``Shards`` of the sharded modules to which ``variables`` belong, each once."""
     return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
 
 
@@ -357,7 +357,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
         array: The result.
         inputs: Each input with its vector-Jacobian product (see ``engine``). Hooks of earlier
             inputs run first.
-        through: See ``Node``.
+        through: None, or a function of the result's gradient that runs before the products.
     """
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
         # NumPy returns a scalar instead of an array without dimensions.
@@ -480,7 +480,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
                     f"{name}: backward must return one gradient per array or variable passed by "
                     f"position, of the shapes {shapes} (None: any shape), got {received}"
                 )
-            # The pass copies views, but not new arrays. The user may keep the returned arrays.
+            # Return views, which the pass copies, because the user may keep the returned arrays.
             zero = array_module(grad).zeros_like
             return {
                 index: zero(arrays[index]) if gradient is None else gradient[...]

@@ -52,7 +52,7 @@ class _Several:
 
     def load_state_dict(self, state: Any) -> None:
         if state.keys() != self.parts.keys():
-            raise ValueError(f"expected {sorted(self.parts)}, got {sorted(state)}")
+            raise ValueError(f"expected the parts {sorted(self.parts)}, got {sorted(state)}")
         try:
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])

@@ -149,7 +149,7 @@ _worker_datasets: list[PrefetchDataset] = []
 
 
 def _begin_worker(pickled: bytes) -> None:
-    """Make this process a worker. It ends when its parent ends, and ignores Ctrl-C."""
+    """Make this process a worker for ``pickled``, until its parent ends. It ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Communication between processes. This package does not depend on modules or gradients."""
+"""Communication between processes. This package does not depend on layers or gradients."""
 
 from importlib import import_module
 

@@ -31,11 +31,11 @@ class Backend(abc.ABC):
     rank: int  # rank of this process in the group
     size: int  # number of ranks
     processes: Sequence[str] = ()  # one text per rank for errors: "process 12 on host a"
-    hosts: Sequence[Sequence[int]] = ()  # lists of ranks that share memory; (): no ranks do
+    hosts: Sequence[Sequence[int]] = ()  # ranks of each host that share memory; (): none do
     finds_shape = False  # True: receivers of a broadcast may pass no array
     packed_bytes = 32 << 10, 32 << 10  # max. bytes of an array to pack: blocking, async_op
     count: Sequence[int] = (0,)  # number of collectives that users called in this group
-    composite: object = None  # one object for all backends of a hierarchical backend
+    composite: object = None  # object that all parts of a hierarchical backend have
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
     memory: Any = None  # backend whose shared memory subgroups reuse, or None
     memory_ranks: Sequence[int] = ()  # for each rank: its rank in ``memory``, or -1
@@ -44,16 +44,16 @@ class Backend(abc.ABC):
     def start(self, call: Call) -> Work:
         """Start ``call`` and return a ``Work``, whose ``wait()`` returns the result.
 
-        The result is ``call.array`` for a verb that works in place, ``Matched`` for an open
-        receive, and else ``call.out`` or a new array. On a rank without a result, it is None.
+        The result is ``call.array`` for a verb that works in place, ``Matched`` if
+        ``call.is_open``, else ``call.out`` or a new array. On a rank that gets no data, it is None.
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start ``calls`` as one operation whose result is a list. All block, or none does."""
+        """Start ``calls``, all blocking or none, as one operation. Its result is a list."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run ``verb`` on ``array`` as a part of another call, and return the result. Blocks."""
+        """Run one step of another call in at most ``seconds``, and return the result. Blocks."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
 
     def bind(self, journal: Journal) -> FastPath:
@@ -61,7 +61,8 @@ class Backend(abc.ABC):
         return EntryPoints()
 
     def limit(self, seconds: float) -> None:
-        """Set ``timeout``. Existing fast paths and operations keep the old one. Not collective."""
+        """Set ``timeout`` of new operations. Existing fast paths keep the old one. Not
+        collective."""
         self.timeout = seconds
 
     @abc.abstractmethod
@@ -91,7 +92,7 @@ class Backend(abc.ABC):
         """Close file descriptors only. A child that was forked from a rank calls this."""
 
     def is_busy(self) -> bool:
-        """Return whether an operation has not ended. Other ranks may still wait for this rank."""
+        """Return whether an operation has not ended, so that other ranks may wait for this rank."""
         return False
 
     def is_calling(self) -> bool:

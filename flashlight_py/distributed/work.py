@@ -34,7 +34,7 @@ class Work(abc.ABC, Generic[Result_co]):
     source: int | None = None
     """For a receive: the rank in the group that sent the message, set when :meth:`wait` returns."""
 
-    flight: Any = None  # for a collective on a GPU: the object that knows when it ended
+    flight: Any = None  # for a GPU collective: an object with its end time
     is_settled = False  # True if the result is stored and ``wait`` raises no new error
 
     @abc.abstractmethod
@@ -68,7 +68,7 @@ class Work(abc.ABC, Generic[Result_co]):
         return self.wait()  # the caller's current GPU stream must wait, too
 
     def end_time(self) -> float | None:
-        """Return the time of the end in seconds of ``time.monotonic``, or None if unknown."""
+        """Return the end time in seconds of ``time.monotonic``, or None if it is unknown."""
         return None
 
     def cancel(self) -> None:
@@ -133,17 +133,17 @@ class Then(Work):
         self._is_made_now = False
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the other operation, and return the result of ``finish``.
+        """Wait for ``work``, and return the result of ``finish``.
 
-        Raises RuntimeError if a signal handler waits, and has interrupted ``finish`` on the same
-        thread.
+        Raises RuntimeError if a signal handler calls this and has interrupted ``finish`` on the
+        same thread.
         """
         limit = threading.TIMEOUT_MAX if timeout is None else timeout
         end = time.monotonic() + limit
         try:
             value = self._work.wait(timeout)
         except FAILURES as failure:
-            self.is_settled = not getattr(failure, "goes_on", False)  # the wait may be repeated
+            self.is_settled = not getattr(failure, "goes_on", False)  # only this wait has ended
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
@@ -210,7 +210,7 @@ class AllOf(Work[list[Any]]):
         self._failure: DistributedError | ValueError | None = None  # set when all works have ended
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait at most ``timeout`` seconds for each operation. Then raise the first failure.
+        """Wait at most ``timeout`` seconds for each operation, then raise the first failure.
 
         A GroupClosedError is raised only if there is no other failure, which may be its cause.
         """
@@ -238,6 +238,6 @@ class AllOf(Work[list[Any]]):
         return ended == len(self._works)
 
     def end_time(self) -> float | None:
-        """Return the time of the last end, or None if the end time of an operation is unknown."""
+        """Return the latest end time of the operations, or None if one of them is unknown."""
         times = [time for work in self._works if (time := work.end_time()) is not None]
         return max(times) if times and len(times) == len(self._works) else None

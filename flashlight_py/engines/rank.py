@@ -206,6 +206,6 @@ def _raise_if_ended(key: str) -> None:
 
 
 def _raise_in(thread: int, exception_type: type[BaseException] | None) -> None:
-    """Raise ``exception_type`` when ``thread`` next runs Python code; None cancels this."""
+    """Raise ``exception_type`` when ``thread`` next runs Python code. None: cancel this."""
     exception = None if exception_type is None else ctypes.py_object(exception_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

@@ -156,8 +156,8 @@ def reserved_resources(
     """Reserve resources for all ranks, and release them on exit.
 
     Raises:
-        ValueError: If the living nodes are too small. Not in a restart, because a lost node may
-            return.
+        ValueError: If the living nodes have too few resources, unless ``is_restart`` is True: a
+            lost node may return.
         TimeoutError: If the resources are not free after SLOT_SECONDS or the timeout of ``call``.
     """
     from ray.util import placement_group, remove_placement_group
@@ -207,7 +207,7 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
     """Return the ``backend_config`` of a Ray Train (v2) trainer whose workers form a world.
 
     Worker ``i`` is rank ``i``. The world is initialised before each call of the training function,
-    also when Ray has started new workers after a failure. The workers leave the world after the
+    also if Ray has replaced workers after a failure. The workers leave the world after the
     call. If the function of one worker raises, communication on the other workers raises
     PeerLostError.
 
@@ -235,8 +235,6 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
         """The world of a group of workers."""
 
     class WorldConfig(_TrainerConfig, BackendConfig):  # type: ignore[misc]
-        """Configuration of the backend. Ray creates the backend in the controlling process."""
-
         backend_cls = WorldBackend
 
     return WorldConfig(dict(params or {}))

@@ -60,8 +60,8 @@ class Agent:
     def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
         """Report that this host is ready. If it has rank 0, report its addresses and free ports.
 
-        The best address is the first one. The first port is for MASTER_PORT. If ``needs_port`` is
-        True, there is a second port, on which rank 0 listens.
+        The address to which ssh connected is the first one. The first port is for MASTER_PORT. If
+        ``needs_port`` is True, there is a second port, on which rank 0 listens.
         """
         if not has_rank_0:
             self.report("ready", attempt, [], [])

@@ -1,19 +1,19 @@
 """Messages between the launcher and its agents, one line of JSON each, with readers and writers.
 
-The launcher sends these messages: ``prepare`` to start ranks, ``task`` (what the ranks run),
-``start`` the ranks, ``signal`` for the ranks, ``input`` for rank 0, ``collect`` flight records,
-``finish`` the attempt, ``leave``. An agent also leaves if the connection ends, so a killed launcher
-leaves no ranks behind.
+The launcher sends these messages: ``prepare`` an attempt, ``task`` (what the ranks run), ``start``
+the ranks, ``signal`` for the ranks, ``input`` for rank 0, ``collect`` flight records, ``finish``
+the attempt, and ``leave`` (end the agent). An agent also ends if the connection ends, so a killed
+launcher leaves no ranks behind.
 
-An agent sends these messages: ``here`` (it has started), ``ready`` to start ranks, ``cannot_run``
-the program, ``output`` of a rank, ``exited`` with a rank's exit code, ``more`` if rank 0 accepts
-input, ``record`` with a flight record, ``left_out`` for a record that is not sent, and ``finished``
-with the pids of processes that SIGKILL did not end.
+An agent sends these messages: ``here`` (it has started), ``ready`` (it can start ranks),
+``cannot_run`` the program, ``output`` of a rank, ``exited`` with a rank's exit code, ``more`` (rank
+0 accepts input), ``record`` with a flight record, ``left_out`` for a record that is not sent, and
+``finished`` with the pids of processes that SIGKILL did not end.
 
 The launcher and the agents send ``pulse`` regularly to show that they are alive.
 
-An agent blocks until the launcher has read its message; meanwhile the ranks block when they print.
-The launcher never blocks on an agent. Otherwise the two could wait for each other.
+An agent blocks until its message is written; meanwhile the ranks block when they print. The
+launcher never blocks on an agent. Otherwise the two could wait for each other.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from flashlight_py.tracebacks import folded
 _LONGEST_CAUSE = 200  # characters of a traceback's last line in the report
 # Lines between the tracebacks of one chain.
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
-_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the latter begins a SyntaxError
+_HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second begins a SyntaxError
 _PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # prefix of each line in torch.distributed
 
 # Distance of an error from the cause: 1 for a timeout, because a rank that waits may fail first,

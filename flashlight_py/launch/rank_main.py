@@ -34,7 +34,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _SIG_IGN = 1  # of signal(2)
-_is_exiting = False  # whether SIGTERM no longer raises SystemExit
+_is_exiting = False  # True if SIGTERM must not raise SystemExit any more
 
 
 def main() -> None:

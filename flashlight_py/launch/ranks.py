@@ -23,7 +23,7 @@ RECORDS = "FLASHLIGHT_RECORDS"  # pipe to which ranks write the paths of their f
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor of rank 0's listening socket
 SECRET = "FLASHLIGHT_SECRET"  # secret of the job, which authenticates its ranks
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # addresses of rank 0's host; MASTER_ADDR is the first
-PORT = "FLASHLIGHT_PORT"  # port of rank 0 and MASTER_PORT; invalid with another MASTER_PORT
+PORT = "FLASHLIGHT_PORT"  # "port of rank 0:MASTER_PORT"; used if MASTER_PORT is equal
 # Rendezvous variables. A rank must not inherit the values of an outer launcher.
 _RENDEZVOUS = (
     *("MASTER_ADDR", "MASTER_PORT", "FLASHLIGHT_FILE"),
@@ -165,7 +165,7 @@ class RankProcesses:
         return await_end(self._processes[rank])
 
     def wait(self) -> list[int]:
-        """Wait for all ranks; return each exit code, or minus the number of its signal."""
+        """Wait for all ranks; return each exit code, or minus the signal that killed the rank."""
         return [process.wait() for process in self._processes.values()]
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class Linear(Module):
 
 
 class Plain(Module):
-    """A module whose ``repr`` shows its public attributes like arguments of its class."""
+    """A module whose ``repr`` looks like a call of its class with its public attributes."""
 
     def __repr__(self) -> str:
         kinds = bool, int, float, str, tuple
@@ -57,7 +57,7 @@ class Plain(Module):
 
 
 class Function(Plain):
-    """A module that calls ``function`` with its inputs and ``options``, which become attributes."""
+    """A module that calls ``function(*inputs, **options)``. Its attributes are the ``options``."""
 
     def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
         self._function, self._options = function, tuple(options)
@@ -254,10 +254,10 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 
 
 class Container(Module):
-    """A module with a list of modules, which are named by position. Subclasses define ``forward``.
+    """A list of modules with the names "0", "1" and so on. Subclasses define ``forward``.
 
-    The list begins with ``modules``. An argument may be a list or tuple of modules. Raises
-    TypeError if a member is not a module.
+    ``modules``: the modules of the list, each as an argument or as an item of a list or tuple.
+    Raises TypeError for other objects.
     """
 
     _unsearched = "_members"
@@ -283,7 +283,8 @@ class Container(Module):
         changed()
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the members with their positions, then modules in attributes with their names."""
+        """Yield listed modules with their positions, then modules in attributes with their
+        names."""
         for position, module in enumerate(self._members):
             yield str(position), module
         yield from super().children()

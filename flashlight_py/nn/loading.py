@@ -19,10 +19,10 @@ def load_torch(
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     """Copy a torch state dict into the module's parameters and buffers, in place.
 
-    The layers have torch's names and shapes. Floating dtypes are cast to the module's dtypes. torch
-    is not imported. ``num_batches_tracked`` is ignored. If several attributes share a parameter, an
-    entry with any of their names loads it. If an entry does not fit, nothing is changed. Every rank
-    of a sharded module must pass the same state.
+    Layers of ``fl.nn`` have torch's names and shapes. Floating dtypes are cast to the module's
+    dtypes. torch is not imported. ``num_batches_tracked`` is ignored. If several attributes share a
+    parameter, an entry with any of their names loads it. If an entry does not fit, nothing is
+    changed. Every rank of a sharded module must pass the same state.
 
     Args:
         module: Module to load.

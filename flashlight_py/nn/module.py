@@ -38,8 +38,8 @@ class Module(Structured, ABC):
     in such containers are not parameters. ``add_buffer`` adds arrays that are part of the state but
     are not trained.
 
-    A call of the module calls ``before_forward`` with the module, if it is set, and then
-    ``forward`` with all arguments. Copies and pickles do not include ``before_forward``.
+    A call of the module calls ``before_forward(module)``, unless this is None, and then ``forward``
+    with all arguments. Copies and pickles do not include ``before_forward``.
     """
 
     training = True
@@ -131,7 +131,7 @@ class Module(Structured, ABC):
     def eval(self: SomeModule) -> SomeModule:
         """Switch this module and its submodules to evaluation: no dropout and no graph.
 
-        ``calc_grad`` of all parameters is off until ``train()``. Hooks stay. Returns the module.
+        ``calc_grad`` of parameters is off until ``train()``. Gradient hooks stay. Returns ``self``.
         """
         for _, module in self._walk():
             module.training = False
@@ -168,7 +168,7 @@ class Module(Structured, ABC):
         """
         named = self.named_params()
         for name, variable in named.items():
-            if variable.placement and name in state:  # replace by this rank's shard
+            if variable.placement and name in state:  # use only this rank's shard
                 state = {**state, name: variable.placement.part(state[name])}
         targets: dict[str, Variable | Array] = {**named, **self.buffers}
         _check_state(state, targets)
@@ -270,7 +270,7 @@ class Module(Structured, ABC):
         return walked
 
     def _visit(self, prefix: str, met: set[int], visited: _Named, in_containers: _Named) -> _Named:
-        """Append modules of attributes to ``visited``, of containers to ``in_containers``."""
+        """Append ``self`` and modules in attributes to ``visited``, others to ``in_containers``."""
         visited.append((prefix, self))
         met.add(id(self))
         for name, child in self.children():

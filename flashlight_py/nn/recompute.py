@@ -12,9 +12,8 @@ from flashlight_py.nn.module import Module, SomeModule
 
 
 # A recomputed module leaves ``Part`` nodes in the graph, with edges to the sources of its results.
-# When a walk reaches the first part, it replaces all parts by the graph of a second forward pass,
-# and continues. A backward pass inside this pass would call the hooks of shared parameters too
-# early and add gradients in another order.
+# A backward pass replaces them by the graph of a second forward pass, and continues there. A nested
+# backward pass would call hooks of shared parameters too early and reorder sums.
 def recompute(module: SomeModule) -> SomeModule:
     """Make ``module`` keep no intermediate results. The backward pass computes them again.
 
@@ -89,13 +88,13 @@ def _run(module: Module, *inputs: Any, **options: Any) -> Any:
 
 
 def _has_changed(before: Array, module: Module, name: str) -> bool:
-    """Return whether buffer ``name`` differs from ``before``. Always True on a GPU."""
+    """Return whether buffer ``name`` differs from ``before``. On a GPU, assume that it does."""
     now: Array = getattr(module, name)
     return is_cupy(now) or not array_module(now).array_equal(now, before)
 
 
 def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
-    """Return ``result`` with variables whose ``Part`` calls ``repeat`` in a backward pass."""
+    """Return ``result`` with new variables. Their ``Part`` calls ``repeat`` in a backward pass."""
     variables = _variables(result)
     targets = {
         id(variable): (position, *variable.node.targets())

@@ -182,19 +182,19 @@ class TransformerLayer(Module):
 class Transformer(Module):
     """Blocks of self-attention and a small network for each position (Vaswani et al., 2017).
 
-    The state has the names of ``torch.nn.TransformerEncoder`` without its optional norm.
+    The state dict has the names of ``torch.nn.TransformerEncoder`` without its optional norm.
 
     Args:
         dim: Last dimension of ``x`` ``[batch, positions, dim]`` and of the result.
         heads: Number of attention heads, a divisor of ``dim``.
         hidden: Size between the two linear maps of the network. Default: ``4 * dim``.
         layers: Number of blocks.
-        dropout: Dropout ratio in training, for attention weights, results of attention and the
-            network, and its hidden elements.
+        dropout: Dropout ratio in training, for attention weights, results of attention, and the
+            hidden elements and results of the network.
         causal: If True, position i attends only to positions 0 .. i.
         activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
-        norm: ``"pre"`` normalizes the inputs of attention and network, ``"post"`` normalizes the
-            sums of an input and its result.
+        norm: ``"pre"`` normalizes the inputs of attention and network. ``"post"`` normalizes the
+            sum of input and result of each.
 
     Raises:
         ValueError: If ``heads`` does not divide ``dim``, or if an option is unknown.

@@ -104,7 +104,7 @@ def _scale(grads: Iterable[Array], factor: float) -> None:
 
 
 def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]:
-    """Return the gradients that this process updates, and all ``Shards`` of ``params``."""
+    """Return gradients, of sharded parameters the shards of this process, and their ``Shards``."""
     grads, sharded = _by_shards(params)
     pieces = [grad for shards, group in sharded.items() for grad in shards.own_gradients(group)]
     return [*grads, *pieces], list(sharded)

@@ -13,8 +13,8 @@ from flashlight_py.device import Array, array_module, is_cupy, widened
 # A field of an update rule is a number, or a tuple that begins with an index of FORMS, such as
 # (LR,) or (SHRINK, decay). In each step, the function FORMS[index] computes the number from the
 # learning rate, the parameter's step number (from 1), the tuple, and ``norm``. ``norm(decay)`` adds
-# the gradient's squared norm to a running mean and returns the mean. csrc/optim/tasks.cc has equal
-# bits.
+# the gradient's squared norm to a running mean and returns the mean. csrc/optim/tasks.cc computes
+# the same bits.
 Field: TypeAlias = "float | tuple[int] | tuple[int, float] | tuple[int, float, float]"
 Rule: TypeAlias = tuple[str, tuple[Field, ...]]
 Numbers: TypeAlias = Sequence[float]
@@ -30,7 +30,7 @@ FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
 
 
 def numbers_of(fields: Sequence[Field], lr: float, time: int, norm: Any = None) -> list[float]:
-    """Return the numbers that ``fields`` have at learning rate ``lr`` in step ``time``."""
+    """Return the values of ``fields`` at learning rate ``lr`` in step ``time`` of the parameter."""
     return [FORMS[f[0]](lr, time, f, norm) if isinstance(f, tuple) else f for f in fields]
 
 

@@ -19,9 +19,9 @@ from flashlight_py.device import is_cupy
 from flashlight_py.optim.cpu import INVERSE, RATE, ROOT, numbers_of
 from flashlight_py.structure import thread_state
 
-# Threads per block, and elements per block.
+# CUDA threads per block, and array elements per block.
 BLOCK, CHUNK = 256, 4096
-# Maximum number of 8-byte words of a table that is a kernel argument. Larger tables are copied.
+# Maximum number of 8-byte words of a table that is a kernel argument. Larger tables are GPU arrays.
 _WORDS = 448
 _BY_VALUE = np.dtype([("words", np.int64, _WORDS)])
 _TO_DEVICE = 1  # cudaMemcpyHostToDevice
@@ -97,7 +97,7 @@ def change(steps: Iterable[Step], grad_scale: float) -> None:
 
 
 def _launch(steps: Sequence[Step], grad_scale: float) -> None:
-    """Launch one kernel. Its table has a row for each step, then the numbers of the rules."""
+    """Launch one kernel for ``steps``. Its table has a row per step, then the rules' numbers."""
     import cupy
 
     (name, numbers), (param, grad, *states) = steps[0]
@@ -127,7 +127,7 @@ def _launch(steps: Sequence[Step], grad_scale: float) -> None:
 
 
 class CapturedStep:
-    """A RuleOptimizer's step in a CUDA graph. Tables on the GPU have the numbers of its kernels."""
+    """An optimizer's step in a CUDA graph. Its kernels read numbers such as ``lr`` from tables."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._before = optimizer, optimizer._steps.copy()
@@ -135,12 +135,12 @@ class CapturedStep:
         forms = [field[0] for field in self._rule if isinstance(field, tuple)]
         self._is_timed, self._has_norm = not {RATE, ROOT}.isdisjoint(forms), INVERSE in forms
         self._at = {id(variable.data): n for n, variable in enumerate(optimizer.params)}
-        # Each entry: a table, its words before the numbers, and the positions of its parameters.
+        # Each entry: a GPU table, its bytes before the numbers, and its parameters' positions.
         self._tables: list[tuple[Any, bytes, list[int]]] = []
         self._written: Any = None
 
     def table(self, packed: bytes, numbers: int, params: Sequence[Any]) -> Any:
-        """Return a new GPU table for ``params``. Its last ``numbers`` bytes are for the rule."""
+        """Return a new GPU table for ``params`` that ends with ``numbers`` bytes for the rule."""
         import cupy
 
         positions = [self._at[id(param)] for param in params]
@@ -162,7 +162,7 @@ class CapturedStep:
         return ""
 
     def advance(self, stream: int) -> None:
-        """Count a step. If the numbers have changed, queue copies of them to the tables."""
+        """Count a step. If ``lr`` or other numbers changed, queue copies of them to the tables."""
         import cupy
 
         optimizer, steps = self._optimizer, self._optimizer._steps

@@ -30,7 +30,7 @@ class Summing(Protocol):
 
 
 class Shards:
-    """A sharded module. Its parameters have the same ``Shards``. Ranks of ``group`` update them."""
+    """A sharded module, to which its parameters refer. Ranks of ``group`` update the parameters."""
 
     group: Summing
 
@@ -38,7 +38,7 @@ class Shards:
         """Register ``optimizer``, which has parameters of this module."""
 
     def making(self, name: str) -> AbstractContextManager[None]:
-        """Return the context of the constructor of an optimizer class ``name``. See ``in_step``."""
+        """Return a context for the constructor of optimizer class ``name``, like ``in_step``."""
         return nullcontext()
 
     def in_step(self, name: str) -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ class Shards:
         return nullcontext()
 
     def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
-        """Return the gradients of the shards of ``variables`` that this process updates."""
+        """Return the gradients of ``variables``: only of the shards that this process updates."""
         pieces = [piece for v in variables for piece in v.placement.pieces(v, ())]
         return [grad for _, grad in pieces]
 
@@ -95,7 +95,7 @@ class Placement(HoldsState, ABC):
 
     @abstractmethod
     def full_state(self, state: Array) -> Array:
-        """Return ``state``, a result of ``zeros``, in the unsharded shape. May be collective."""
+        """Return ``state``, made by ``zeros``, in the unsharded shape. All ranks must call this."""
 
     @abstractmethod
     def put(self, state: Array, value: Any) -> None:
@@ -106,7 +106,7 @@ class Placement(HoldsState, ABC):
         return value
 
     def words(self) -> str:
-        """Return a description of this process's part for comparisons between ranks, or ""."""
+        """Return text on this process's part that must be equal on compared ranks. Default: ""."""
         return ""
 
 
@@ -172,7 +172,7 @@ class FirstOrderOptimizer(Structured, ABC):
         self._lr[0] = number
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Assign an attribute. Replays read ``lr`` from memory and need no new recording for it."""
+        """Assign an attribute. A new ``lr`` does not make captured steps record again."""
         (super(Structured, self) if name == "lr" else super()).__setattr__(name, value)
 
     @abstractmethod
@@ -187,8 +187,8 @@ class FirstOrderOptimizer(Structured, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return a dict of the learning rate and the state: lists with one entry per parameter.
 
-        The arrays are not copied. With sharded parameters the call is collective, and their arrays
-        are complete, in the parameter's shape. They may be copies.
+        Arrays are not copied. With sharded parameters the call is collective. Arrays of these
+        parameters are complete, in the unsharded shape, and may be copies.
         """
         complete = {
             name: [
@@ -275,7 +275,7 @@ def listed(entries: Any) -> list[Any]:
 
 
 def is_in_common(variable: Variable) -> bool:
-    """Return whether processes share the variable's memory. A copy has no shared memory."""
+    """Return whether processes share the variable's memory. A copy has memory of its own."""
     return variable.placement is not None and not variable.placement.is_cut
 
 
@@ -363,7 +363,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         self._step_placed(placed, grad_scale)
 
     def prepared(self, grad_scale: float, *grads: Array | None) -> Callable[[], None]:
-        """Return a function that runs one step with ``grads``, while all arrays keep their memory.
+        """Return a function that runs one step with ``grads``. All arrays must keep their memory.
 
         Each of ``grads`` is the gradient of an unsharded parameter, or None. If native kernels
         support all arrays, the function runs no Python. It reads the current ``lr`` and counts its
@@ -406,7 +406,7 @@ class RuleOptimizer(FirstOrderOptimizer):
 
     @abstractmethod
     def _rule(self) -> Rule:
-        """Return the name of a rule of rules.inc, and its fields (see ``cpu.FORMS``)."""
+        """Return the name of a rule in rules.inc, and values of its fields (see ``cpu.Field``)."""
 
     def _step_pieces(
         self, position: int, grad: Array, pieces: Iterable[tuple[Any, ...]], grad_scale: float

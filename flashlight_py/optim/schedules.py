@@ -57,7 +57,7 @@ class LearningRateSchedule:
         return self.rate_at(self.last_step)
 
     def get_last_lr(self) -> list[float]:
-        """Return ``[last_lr]``: a list as in torch, where each group of parameters has a rate."""
+        """Return ``[last_lr]``. In torch the list has a rate for each group of parameters."""
         return [self.last_lr]
 
     def rate_at(self, step: int) -> float:
@@ -94,7 +94,7 @@ class LearningRateSchedule:
     def _go_to(self, base: float, step: int) -> None:
         self.optimizer.lr = self._formula(base, step)  # may raise: nothing has changed yet
         self.base_lr, self.last_step = base, step
-        if hasattr(self.optimizer, "__dict__"):  # captured steps ignore the contents of an array
+        if hasattr(self.optimizer, "__dict__"):  # in an array, which replays do not compare
             vars(self.optimizer).setdefault("_scheduled", np.empty(2))[:] = self.optimizer.lr, base
 
     def __repr__(self) -> str:

@@ -286,7 +286,7 @@ class InEpochs:
             self._order = shares.epoch_order(n, seed, epoch) if shuffle else None
         self._epoch, self._begin, self._consumed = epoch, consumed, consumed
         self._left = self._n - consumed
-        self._is_set = False  # set by set_consumed()
+        self._is_set = False  # whether set_consumed() was called
 
     def _number_in(self, state: Mapping[str, Any], name: str) -> int:
         if name not in state:
@@ -474,7 +474,7 @@ class ShardedDataset(InEpochs, Dataset):
         batch, part = self._part(index)
         if part:
             return self._dataset.take(self._at(part))
-        # A user's dataset may need one row to know the dtype and shape of a part without rows.
+        # Read one row for dtypes and shapes: a user's dataset may not support empty indices.
         row = self._dataset.take(self._at(batch[:1]))
         return tuple([field[:0] for field in row])
 

@@ -104,11 +104,11 @@ def distribute_module_grads(
         TypeError: If ``module`` is not a Module, ``leaves`` is not an integer, ``hook`` is not
             callable or lacks a dtype, or ``ignore`` contains an object that is neither a name nor a
             Variable.
-        ValueError: If ``reducer`` is combined with ``scale``, ``hook``, ``group`` or
-            ``bucket_bytes``; if ``leaves`` is below 1, or is combined with ``scale``, ``reducer``,
-            ``hook``, ``bucket_bytes`` or ``check_finite``, CuPy arrays or an unsuitable BLAS; if
-            ``bucket_bytes`` is not positive, ``ignore`` contains an unknown name, no parameter can
-            be trained, or a parameter is sharded (without ``leaves``).
+        ValueError: If ``leaves`` is below 1, ``bucket_bytes`` is not positive, ``ignore`` has an
+            unknown name, no parameter can be trained, or (without ``leaves``) one is sharded.
+            ``reducer`` excludes ``scale``, ``hook``, ``group`` and ``bucket_bytes``. ``leaves``
+            excludes ``scale``, ``reducer``, ``hook``, ``bucket_bytes``, ``check_finite``, CuPy
+            arrays, and a BLAS with several threads unless it is OpenBLAS.
         MismatchError: If the modules differ. The message has the first different parameter. With
             ``leaves``, also if NumPy, BLAS, core type or CPU features differ. The message then has
             the hosts.
@@ -139,7 +139,9 @@ def distribute_module_grads(
     named = {name: param for name, param in module.named_params().items() if name not in ignored}
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # order of backward()
     if not in_order:
-        raise ValueError("distribute_module_grads: expected parameters with calc_grad, got 0")
+        raise ValueError(
+            "distribute_module_grads: expected at least one parameter with calc_grad, got 0"
+        )
     _check_arrays(named if leaves is not None else {}, hook, in_order)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
@@ -357,7 +359,7 @@ def no_sync(module: Module) -> Iterator[None]:
     """Within the context, backward passes only accumulate this rank's own gradients.
 
     The next backward pass after the context reduces the accumulated sum. The function is not
-    collective, but every rank must enter it for the same passes. Raises ValueError if the module is
+    collective, but every rank must use it for the same passes. Raises ValueError if the module is
     not distributed, or was distributed with ``leaves``.
     """
     sync = require_gradient_pass(module, "no_sync")

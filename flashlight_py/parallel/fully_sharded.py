@@ -79,7 +79,7 @@ def fully_shard(
     named = module.named_params()
     check_modules_agree(named, members)
     if not any(param.calc_grad for param in named.values()):
-        raise ValueError("fully_shard: expected a module with trainable parameters, got 0")
+        raise ValueError("fully_shard: expected at least one trainable parameter, got 0")
     if any(is_cupy(param.data) for param in named.values()):
         if across_hosts:
             remedy = "Remove across_hosts: on GPUs everything is sharded over all ranks"

@@ -1,4 +1,4 @@
-"""Sharding by gathering (ZeRO-3): each rank stores parts and gathers parameters for use.
+"""Sharding (ZeRO-3): a rank stores a part of each parameter, and gathers parameters for use.
 
 The method is for ranks that cannot read each other's memory, such as GPUs. When a module reads its
 parameters, they are gathered. The parameters that the previous pass read next are prefetched, and
@@ -327,7 +327,7 @@ class GatheringSharder(Shards, GradientPass[Flat]):
         yield
 
     def arrays_of(self, flat: Flat) -> list[Array]:
-        """Return the full parameters of ``flat``. Collective, unless this repeats the last read."""
+        """Return ``flat``'s full parameters. Collective, unless the last read was of ``flat``."""
         now = in_backward(), flat
         if now != self._last_read or flat.arrays is None:
             self._gather(now)

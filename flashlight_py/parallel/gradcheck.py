@@ -31,7 +31,7 @@ def gradcheck_over_ranks(
             different functions that make the same collective calls.
         arrays: float64 arrays of this rank, of any shapes. May be empty.
         step: Change of one element, for the difference quotient.
-        tolerance: Largest allowed difference, divided by the larger gradient (at least by 1).
+        tolerance: Gradients a and b agree if abs(a - b) <= tolerance * max(1, abs(a), abs(b)).
         group: Process group. Default: the world.
 
     Raises:

@@ -106,7 +106,7 @@ def join(
     exactly once after each pass, with a constant learning rate and no ``clip_grad_norm``.
 
     If ``distribute_module_grads`` was called with ``scale`` or ``reducer``, gradients are summed
-    over the ranks that still have data and multiplied by this scale (or that of the reducer).
+    over the ranks that still have data and multiplied by the scale of the call or the reducer.
     Counts are ignored.
 
     Every rank must use ``join`` and, in its body, start no collectives except the backward passes

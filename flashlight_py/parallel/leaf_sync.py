@@ -358,7 +358,7 @@ class LeafBuffers(HoldsState):
         self._set(self._before)
 
     def changes(self, is_first: bool) -> dict[str, Array]:
-        """Return this leaf's change of each averaged buffer. If ``is_first``, store the others."""
+        """Return this leaf's changes of averaged buffers. If ``is_first``, store other buffers."""
         now = self._current()
         if is_first:
             self._first = {name: array_module(now[name]).array(now[name]) for name in self._others}

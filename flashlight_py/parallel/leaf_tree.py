@@ -74,7 +74,7 @@ def additions(sums: Sequence[range], count: int) -> Steps:
 
 @functools.lru_cache(maxsize=256)
 def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]], Steps]:
-    """Return the sums that each host computes, and the additions of all hosts' sums in order."""
+    """Return the sums that each host computes, and the steps that add the sums of all hosts."""
     hosts, everywhere = [], []
     for first in range(0, ranks, per_host):
         sums = {
@@ -231,7 +231,7 @@ class Rows(HoldsState):
                 fold(sources, steps, 1.0, [sums[-1]])
         # A share has one part per host. The rank with this position on each host adds one part.
         size, part = across.size, share // across.size
-        empty = np.empty((size, 0, part), self.dtype)  # sent by a rank without leaves
+        empty = np.empty((size, 0, part), self.dtype)  # what a rank without leaves sends
         parts = [array.reshape(size, 1, part) for array in sums] or [empty]
         sent = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).reshape(-1, part)
         is_even = len({len(host) for host in hosts}) == 1

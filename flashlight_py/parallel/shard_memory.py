@@ -59,8 +59,8 @@ def plan(
 ) -> tuple[list[HostBucket], int]:
     """Return the buckets of the flat array ``name`` in sending order, and the array's length.
 
-    ``params`` have one dtype and are in the order of their gradients. ``ranks`` has the number of
-    ranks of each host. All hosts pass equal ``ranks`` and compute equal offsets.
+    ``params`` have one dtype and are in the order in which a pass completes their gradients.
+    ``ranks`` has the number of ranks of each host. All hosts pass equal ``ranks``.
 
     Example:
         >>> shapes = (100, 40), (40,), (3,)
@@ -89,7 +89,7 @@ def plan(
     buckets, end = [], 0
     for bucket_params in groups:
         step = limit
-        if len(bucket_params) == 1:  # chunks of a large parameter contain whole rows if a row fits
+        if len(bucket_params) == 1:  # a large parameter: end chunks between rows if a row fits
             row = math.prod(bucket_params[0].shape[1:])
             rows = math.lcm(row, grain) if row else grain
             step = limit // rows * rows or limit
@@ -113,15 +113,16 @@ FROZEN = " frozen"
 
 
 # Each array exists once per host and is mapped by all ranks, so nothing is gathered. The rank that
-# has summed an element also steps it. A model can be trained if it fits once on a host.
+# sums the gradient of an element also updates it. A host needs memory for one copy of a model.
 class HostMemory:
     """Shared memory of a host: flat arrays for ``params`` and gradients, and staging buffers.
 
-    ``params`` are in the order of their gradients. ``hosts`` has the ranks of each host, and
-    ``host`` is the index of this host. ``local`` is the group of this host's ranks. ``between`` is
-    the group of the ranks with the same position on all hosts. It is None if there is one host, or
-    if a host has no rank with this position. With ``across``, each host updates a part of the
-    parameters and sends it to the other hosts. The constructor is collective and blocking.
+    ``params`` are in the order in which a pass completes their gradients. ``hosts`` has the ranks
+    of each host, and ``host`` is the index of this host. ``local`` is the group of this host's
+    ranks. ``between`` is the group of the ranks with the same position on all hosts. It is None if
+    there is one host, or if a host has no rank with this position. With ``across``, each host
+    updates a part of the parameters and sends it to the other hosts. The constructor is collective
+    and blocking.
     """
 
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:
@@ -202,12 +203,12 @@ class HostMemory:
         return flat.view(kind) if length else np.zeros(0, kind)
 
     def rank_range(self, chunk: slice) -> slice:
-        """Return the slice of a flat array that this rank sums and steps within ``chunk``."""
+        """Return the part of ``chunk`` that this rank sums and that its optimizer updates."""
         rank, size = self.local.rank, (chunk.stop - chunk.start) // self.local.size
         return slice(chunk.start + rank * size, chunk.start + (rank + 1) * size)
 
     def host_range(self, name: str, host: int) -> slice:
-        """Return the slice of array ``name`` that ``host`` updates: all unless ``across``."""
+        """Return the slice of array ``name`` that ``host`` updates: all if ``across`` is False."""
         length, count = self.params[name].size, len(self.hosts)
         if not self.across:
             return slice(0, length)

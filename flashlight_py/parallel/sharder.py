@@ -105,7 +105,7 @@ class HostPlacement(Placement, GradSink):
             leaf.grad = gradient
 
     def unsent_gradient(self, leaf: Variable) -> Array | None:
-        """Return this rank's gradient that was not sent yet, or None."""
+        """Return this rank's gradient that was not sent yet, or None if there is none."""
         if leaf.grad is self.total:
             return self.unsent
         self.unsent = None  # obsolete since zero_grad()
@@ -182,7 +182,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
             bucket.placements = []
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
-        """Register ``optimizer``, whose state is created next. Collective; see ``Shards``."""
+        """Register ``optimizer``, before its state is created. Collective; see ``Shards``."""
         self.group.barrier()
         self._optimizers[optimizer] = None
         self._states, self._taken = {}, Counter()
@@ -191,7 +191,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return self.group.in_step(name)
 
     def new_state(self, placement: HostPlacement, dtype: DTypeLike) -> Array:
-        """Return a flat array for new state of a parameter. Collective if the array is new."""
+        """Return a flat array for another state of a parameter. Creating it is collective."""
         name, kind = placement.bucket.name, np.dtype(dtype).str
         key = name, kind, self._taken[id(placement), kind]
         self._taken[id(placement), kind] += 1

@@ -176,7 +176,7 @@ class PeriodicAveraging(Structured):
         Return True if the parameters were averaged. Such a call is collective and blocking, and
         raises the errors of :func:`flashlight_py.all_reduce`.
         """
-        vars(self)["_steps"] += 1  # so that capture() does not replay the step
+        vars(self)["_steps"] += 1  # capture() detects this and does not replay the step
         if self._steps % self._every:
             return False
         arrays = [param.data for param in self._module.params()]
@@ -308,13 +308,13 @@ _kept: dict[tuple[bytes, int], TreeBuffers] = {}
 
 
 def _buffers_for(plan: Plan, number_bytes: int) -> TreeBuffers:
-    """Return buffers removed from ``_kept``, which no other thread uses then, or new buffers."""
+    """Take buffers out of ``_kept``, so that no other thread uses them, or create buffers."""
     return _kept.pop((plan.description, number_bytes), None) or TreeBuffers(plan, number_bytes)
 
 
 def _difference(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
     sorted_kinds = kinds_by_path(plan_of(tree, sort_keys=True).facts)
-    in_order = {**kinds_by_path(plan_of(tree).facts), **sorted_kinds}  # in the users' order
+    in_order = {**kinds_by_path(plan_of(tree).facts), **sorted_kinds}  # in the user's order
     root_and_tree = [root, {path: sorted_kinds[path] for path in in_order if path in sorted_kinds}]
     roots, trees = zip(*agreement.gather_json(root_and_tree, members), strict=True)
     if len(set(roots)) > 1:

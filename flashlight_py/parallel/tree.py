@@ -5,7 +5,7 @@ value in the order of the walk. Ranks compare the facts, which are equal if the 
 equal:
 
     (name, NOTHING)                    an ignored value: None, strings, functions, ...
-    (name, kind)                       a number of that kind: "int", "NumPy float32"
+    (name, kind)                       a number; its kind is "int", "NumPy float32", ...
     (name, dtype, shape)               an array; the dtype of an array of a GPU begins with "GPU "
     (name, kind, length, is_object, is_immutable)
                                        a dict, list, tuple or object; its entries follow
@@ -190,7 +190,7 @@ def kinds_by_path(facts: Facts) -> dict[str, str]:
     """Return the kind of every value by its path: ``float32 (2, 3)`` at ``tree["w"]``."""
     kinds: dict[str, str] = {}
     paths: list[str] = []  # paths of arrays and containers, in the order of numbers
-    open_containers: list[list[Any]] = []  # path, number of entries left, is_object
+    open_containers: list[list[Any]] = []  # [path, entries left, is_object] of each
     for name, kind, *rest in facts:
         while open_containers and not open_containers[-1][1]:
             open_containers.pop()

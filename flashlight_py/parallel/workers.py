@@ -215,7 +215,7 @@ def _leaves_below(result: Part) -> list[Variable]:
     if result.node is None:
         return [result]
     walk = Walk(result.node, result.array, False)
-    with suppress(RuntimeError):  # already differentiated: a second pass raises this as well
+    with suppress(RuntimeError):  # no second pass: backward() raises this as well
         walk.count([result.node], (), walk.pending)
     return [target for target in walk.pending if isinstance(target, Variable)]
 
@@ -398,7 +398,7 @@ class Team:
             )
 
 
-_NOTHING = np.zeros(())  # value and gradient of nodes that represent the workers
+_NOTHING = np.zeros(())  # value and gradient of the nodes of workers' leaves
 
 
 class DataParallel(Module):
@@ -529,7 +529,7 @@ class DataParallel(Module):
             if is_cupy(param.data):
                 raise TypeError(
                     f"{WHAT}: expected NumPy arrays, got a CuPy array as parameter {number} "
-                    f"(shape {param.shape}). Use one process per GPU with flrun or fl.spawn"
+                    f"(shape {param.shape}). Instead, start one rank per GPU: flrun or fl.spawn"
                 )
         if self._team is None or not self._team.holds(params):
             self.close()

@@ -104,8 +104,8 @@ class DDPSequential:
         TypeError: If ``model`` is not a Sequential.
         ValueError: If rank or size in ``config`` differ from the world, ``bucket_bytes`` is not
             positive, or the network has no parameters.
-        MismatchError: If networks or arguments differ between ranks. It names the first layer that
-            differs.
+        MismatchError: If networks or arguments differ between ranks. The text names the first
+            layer that differs.
         DistributedError: See :func:`flashlight_py.all_reduce`.
 
     Example:

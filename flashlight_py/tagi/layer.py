@@ -58,10 +58,10 @@ class BaseLayer(abc.ABC):
         weight, biases: Parameters of the layer, or None.
         input_shape, output_shape: Shapes of one sample; None before :meth:`connect`. A layer whose
             arguments determine the shape of its input has ``input_shape`` from the start.
-        training: Whether the layer is in training. It then uses batch statistics and keeps inputs.
+        training: Whether the layer is in training: it uses batch statistics and keeps its inputs.
         on_sums: None, or a function that a backward pass calls with the layer as argument after the
-            sums of its parameters are complete. Most layers call it before they compute the deltas
-            of the input.
+            sums of its parameters are complete. Most layers call ``on_sums`` before they compute
+            the deltas of the input.
     """
 
     # Whether files and dictionaries of parameters have an entry for the layer.

@@ -162,7 +162,7 @@ class Gates(NamedTuple):
         Args:
             x, x_variance: ``[rows, steps * ni]``. None: all variances are 0.
             states: Initial states of a single row, each ``[1, no]``. None: 0.
-            carry: Whether to return the final states of a single row. False: they are None.
+            carry: Whether to return the final states of a single row. False: return None for them.
         """
         kernels = None if self.weight.mean.size > SMALL else native_for(x)
         if kernels is not None:

@@ -61,7 +61,7 @@ class Normalization(BaseLayer):
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the parameters' sums. Return ``d r W s`` and ``e (r W s)^2``; s is the input's slope."""
+        """Set the parameters' sums. Return ``d r W s``, ``e (r W s)^2``; s: slope of the input."""
         t = self._t
         deltas = d.reshape(t.shape), e.reshape(t.shape)
         sums, back = standardize_back(t, *deltas, self._slope, self._back, needs_input)
@@ -245,7 +245,7 @@ SHORTEST = 8  # minimum positions per row for which the kernels are faster
 
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
-    """Return each row's float64 sum. With ``centers``: of squared differences from them."""
+    """Return each row's float64 sum. With ``centers``: sum of squared differences from them."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
         centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])

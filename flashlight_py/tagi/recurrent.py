@@ -29,10 +29,10 @@ class LSTM(BaseLayer):
     of the factors. Source: Vuong, Nguyen and Goulet, Coupling LSTM neural networks and state-space
     models through analytically tractable inference, International Journal of Forecasting, 2025.
 
-    **Over a window.** h and c start at 0. Each time step passes their prior moments to the next. In
-    the backward pass, let (d_y, e_y) be the deltas of a unit y. As in every layer, the deltas of a
-    unit u are the sums of ``k d_y`` and of ``k**2 e_y`` over all units y computed from u, with ``k
-    = cov(u, y) / var(u)``. These units y are:
+    **Over a window.** h and c start at 0. Each time step passes their prior moments to the next
+    step. In the backward pass, let (d_y, e_y) be the deltas of a unit y. As in every layer, the
+    deltas of a unit u are the sums of ``k d_y`` and of ``k**2 e_y`` over all units y computed from
+    u, with ``k = cov(u, y) / var(u)``. These units y are:
 
     - Of h_t: the output at t and, through the gates of the next step, c_{t+1} and h_{t+1}.
     - Of c_t: h_t, with ``k = o / cosh(c_t)**2``, and c_{t+1}, with ``k = f_{t+1}``.
@@ -43,7 +43,7 @@ class LSTM(BaseLayer):
     treat contributions of h_t and c_{t+1} as independent, like two outputs of a linear layer.
 
     **From call to call.** With ``seq_len=1`` and a batch of one sample, a call starts with h and c
-    of the previous call. After a backward pass, these are the posterior moments. Other calls start
+    of the previous call. After a backward pass, h and c have posterior moments. Other calls start
     with 0. A batch of several samples clears the carried states.
 
     Args:
@@ -282,7 +282,7 @@ class SLSTM(LSTM):
         return BaseHiddenStates(*self.smoothed[:2])
 
     def set_states(self, states: Sequence[Any] | None) -> None:
-        """Set the states like ``LSTM.set_states``. If they are None, also start a new series."""
+        """Set the states like ``LSTM.set_states``. None also starts a new time series."""
         super().set_states(states)
         if states is None:
             self.time_steps = []

@@ -98,7 +98,7 @@ class Sequential(Network):
 
         Returns:
             Two new float32 arrays, ``[batch, *shape]``, or flat if ``mu_x`` is flat. They are CuPy
-            arrays if ``mu_x`` is one.
+            arrays if ``mu_x`` is a CuPy array.
 
         Raises:
             ValueError: If the size does not match the network, a variance is negative, or an
@@ -127,7 +127,7 @@ class Sequential(Network):
         """Compute the sums of every parameter from the deltas of the outputs.
 
         Raises:
-            RuntimeError: If there are no deltas since the last forward pass, or it ran in
+            RuntimeError: If there are no deltas since the last forward pass, or that pass ran in
                 evaluation.
             ValueError: If the number of deltas differs from the number of outputs.
         """

@@ -1,4 +1,4 @@
-"""Observations of network outputs. They give the initial deltas of a backward pass."""
+"""Observations of network outputs. An observation gives the first deltas of a backward pass."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _checked_labels(labels: Any, num_classes: int, missing: float | None = None)
 def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     """Return the probability of each class: NumPy float32 ``[batch, classes]``.
 
-    It is the product of the probabilities of the branches on the path, as in pytagi. The sum over
+    This is the product of the probabilities of the branches on its path, as in pytagi. The sum over
     classes is 1 only if their number is a power of 2. Means and variances of the outputs are
     ``[batch, tree.len]`` or flat, of any dtype.
     """

@@ -2,7 +2,7 @@
 
 A ``Recorded`` computes like the NumPy array that it represents, and adds a note of each operation
 to the recording of the thread. It is not an ndarray. Its elements can only be read by NumPy's
-protocols and its own methods, which report the read. ``__class__`` is ndarray, so that
+protocols and its own methods, and a read ends the recording. ``__class__`` is ndarray, so that
 ``isinstance(x, numpy.ndarray)`` is True. Array methods that NumPy implements in Python call NumPy's
 functions.
 """
@@ -74,7 +74,7 @@ def reject_read(operation: str, value: Any = None) -> Any:
 
 
 class Recorded(NDArrayOperatorsMixin):
-    """A stand-in for the array ``plain``. Notes of its operations refer to ``noted``, if set."""
+    """A stand-in for the array ``plain``. Notes have ``noted`` in its place, or None at first."""
 
     __slots__ = ("__weakref__", "noted", "plain")
     plain: Array
@@ -208,7 +208,7 @@ KINDS: set[type] = {Recorded, RecordedScalar}
 
 
 class Number:
-    """A stand-in for a Python number that the step reads from an array. It may be returned only."""
+    """A stand-in for a Python number that the step reads from an array, and may only return."""
 
     __slots__ = ("__weakref__", "array", "value")
 
@@ -303,7 +303,7 @@ def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
 
 
 def _as_scalar(value: Any) -> Any:
-    """Convert the result of a number's method: a 0-d stand-in to a number, others to copies."""
+    """Return ``value``, from a number's method. Convert 0-d stand-ins to numbers, copy others."""
     if type(value) is not Recorded:
         return value
     return value.copy() if value.ndim else RecordedScalar(value.plain)

@@ -4,9 +4,9 @@ The first call for a combination of arguments runs eagerly: it compiles kernels,
 the ranks. CUDA captures the second call. Later calls copy the arguments and launch the graph.
 
 NCCL requires that either all ranks or no ranks launch a graph with collectives (NCCL, "Using NCCL
-with CUDA Graphs"). The ranks of a step therefore compare their graphs before each call. They use
-the group of the step that contains the ranks of all its other groups. If no group contains all
-ranks, the step stays eager: ranks that agree in each group could still disagree between groups.
+with CUDA Graphs"). The ranks of a step therefore compare their graphs before each call, in the
+group of the step that has the most ranks. It must contain the ranks of all other groups. Else the
+step stays eager, because ranks that agree inside each group could disagree between groups.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flashlight_py.tape.state import ITEMS, EveryCall, State, format_path, plain
 
 _MOST_GRAPHS = 8  # maximum number of graphs; each keeps the memory of a step
 _MOST_FORMS = 64  # maximum number of argument forms in Graphs._warm
-_LEAST_CAPTURES = 16  # after more captures, the step stays eager unless it has more replays
+_LEAST_CAPTURES = 16  # with more captures than this and than replays, the step stays eager
 _EAGER, _CAPTURE, _NEVER = 0, -1, -2  # votes of a rank; a vote above 0 is the number of a graph
 
 
@@ -62,14 +62,13 @@ class Recorder(Watcher):
         self._kept: list[Any] = []  # objects whose GPU memory the graph uses
         self._tables: Any = None  # memory pool for tables of optimizer kernels
         self._calls: dict[Membership, list[str]] = {}
-        self._size = 1  # number of ranks of the current call
+        self._size = 1  # number of ranks in the group of the latest call
 
     def keep(self, *values: Any) -> None:
         self._kept += values
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Call ``function``. If it is an optimizer's step, prepare its replays:
-        ``CapturedStep``."""
+        """Call ``function``. For an optimizer's step, add a ``CapturedStep`` to ``steps``."""
         if function is not RuleOptimizer.step.__wrapped__:  # type: ignore[attr-defined]
             return function(*args, **options)
         step = CapturedStep(args[0])
@@ -122,9 +121,9 @@ class Recorder(Watcher):
         """Return a number that is equal on two ranks if they captured equal calls of ``group``."""
         return crc32("; ".join(self._calls.get(group, [])).encode())
 
-    # These methods are those of ``Comparisons``. During a capture ranks compare nothing, because a
-    # rank that cannot capture the step does not reach the call. All ranks compare digests after the
-    # capture.
+    # These methods replace those of ``Comparisons``. During a capture ranks compare nothing,
+    # because a rank that cannot capture the step does not reach the call. All ranks compare digests
+    # after the capture.
 
     def post(self, call: Call) -> None:
         """Compare nothing."""
@@ -132,7 +131,7 @@ class Recorder(Watcher):
     refuse = post
 
     def compare(self, call: Call) -> list[int]:
-        """Assume that each rank has as many rows as this rank. Digests compare the number."""
+        """Return the number of rows of each rank, as on this rank. ``digest`` compares it later."""
         return [len(call.like)] * self._size
 
     def run(self, calls: Any) -> Any:
@@ -148,8 +147,8 @@ class Graph:
 
     ``recorder`` has recorded the step. ``state`` is the state before the capture. ``pairs`` has,
     for each argument, the passed array and the array that the graph reads. After all ranks have
-    captured the step, ``number`` identifies the graph in votes. ``signature`` and ``stamp`` are
-    those of ``State`` and ``structure.count`` after the capture.
+    captured the step, ``number`` identifies the graph in votes. ``signature``: ``State.signature``
+    after the capture. ``stamp``: ``structure.count`` when the state was last found to have it.
     """
 
     number: int
@@ -276,7 +275,7 @@ class Graphs:
             return self._run(key, args, options)
 
     def _state(self, values: Iterable[Any]) -> State:
-        """Return the state of the step and of arguments such as a model, but not of arrays."""
+        """Return the state of the step and of all arguments without arrays, such as a model."""
         others = [value for value in values if not _arrays([value])]
         return State(self._step, (*self._roots, *others))
 
@@ -421,7 +420,7 @@ class Graphs:
 
 @contextmanager
 def _capturing(stream: Any) -> Iterator[list[Any]]:
-    """Capture launches on ``stream`` in the ``with`` block. Then the yielded list has the graph."""
+    """In the ``with`` block, capture launches on ``stream``. Then put the graph into the list."""
     captured: list[Any] = []
     stream.begin_capture()
     try:
@@ -440,7 +439,7 @@ def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
     def allocate(size: int) -> Any:
         if thread_state.recorder is recorder:
             raise CannotCapture(
-                f"an array of the CPU is copied to the GPU at {line_of_user()}; copy it before"
+                f"an array is copied to the GPU at {line_of_user()}; copy it before the step"
             )
         return usual(size)
 
@@ -461,7 +460,7 @@ def _spanning(groups: Sequence[Membership]) -> list[Membership]:
 
     Of groups with equal ranks, the first is returned. The result is the same on all ranks.
     """
-    first: dict[frozenset[int], Membership] = {}  # for each set of ranks
+    first: dict[frozenset[int], Membership] = {}  # for each set of ranks, the first group
     for group in groups:
         first.setdefault(frozenset(group.ranks), group)
     return [group for ranks, group in first.items() if not any(ranks < other for other in first)]
@@ -508,7 +507,7 @@ def _range(array: Any) -> tuple[int, int]:
 
 
 def _form(value: Any) -> Any:
-    """Return a key that is equal for two arguments if the same graph accepts them."""
+    """Return a key of an argument. A graph accepts arguments with the keys of its capture."""
     data = _data_of(value)
     if is_cupy(data):
         return type(value), data.shape, data.strides, data.dtype.char

@@ -47,8 +47,8 @@ class Instruction(NamedTuple):
 class Elementwise(NamedTuple):
     """An elementwise operation. ``function`` is a ufunc or a name of ``KERNEL_NAMES``.
 
-    ``types`` are the dtypes of a ufunc. The result is the last operand. ``numpy.add`` with two
-    operands stands for the sum of all elements of the first.
+    ``types``: numbers of the ufunc's dtypes, or () for a kernel. The result is the last operand.
+    ``numpy.add`` with two operands stands for the sum of all elements of the first.
     """
 
     function: Any
@@ -60,7 +60,7 @@ class Elementwise(NamedTuple):
         return self.function is np.add and len(self.operands) == 2
 
     def disturbs(self, other: Elementwise) -> bool:
-        """Return whether an iteration writes elements that ``other`` uses in another iteration."""
+        """Return whether ``other`` uses elements that this loop writes in another iteration."""
         written, steps = self.operands[-1], self.steps[-1]
         begin = written.low, written.array.itemsize
         return any(
@@ -116,7 +116,7 @@ Group = Loops | Instruction | Note  # each becomes one instruction; a note becom
 
 
 def lowered(notes: Sequence[Note], memory: Memory) -> list[Group]:
-    """Return one group for each instruction of the program. May add arrays to ``memory``."""
+    """Translate ``notes`` to groups, one per instruction. May add arrays to ``memory``."""
     groups: list[Group] = []
     for note in notes:
         for new in _instructions(note, memory):
@@ -238,7 +238,7 @@ class _Rules:
         base, exponent = note.args
         need(isinstance(base, np.ndarray) and base.dtype.kind == "f")
         is_number = type(exponent) in (int, float)
-        need(is_number or np.ndim(exponent))  # NumPy 2.2 squares if a 0-d array is 2
+        need(is_number or np.ndim(exponent))  # a 0-d exponent of 2 squares in NumPy 2.2
         self.elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
 
     def concatenate(self, note: Note) -> None:
@@ -250,7 +250,7 @@ class _Rules:
             self._copy(part, room)
 
     def product(self, note: Note) -> None:
-        """Call the same BLAS function as NumPy's ``cblas_matrixproduct`` for these arrays."""
+        """Append the BLAS call that NumPy's ``cblas_matrixproduct`` makes for these arrays."""
         c, (a, b) = _result_of(note), note.args[:2]
         need(_blas and isinstance(a, np.ndarray) and isinstance(b, np.ndarray))
         need(a.dtype == b.dtype == c.dtype and a.dtype.char in "fd" and a.size and b.size)
@@ -310,7 +310,7 @@ class _Rules:
 def _longest_sum() -> int:
     """Return the maximum number of adjacent floats that replays sum in NumPy's order.
 
-    In NumPy 2.2 this is the size of a buffer. If shorter sums differ too, warn and return 0.
+    NumPy 2.2: the size of a buffer. Later: unlimited. If native sums differ, warn and return 0.
     """
     for longest, columns in ((sys.maxsize, 9_001), (_BUFFERED, 1_001)):
         x = np.random.default_rng(0).standard_normal((7, columns))
@@ -358,9 +358,9 @@ def _step(vector: Array, axis: int) -> int:
 def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
     """Return the shape of a loop over all elements, and for each operand its strides.
 
-    Dimensions are merged if possible. They are sorted by strides, as in NumPy, if operands agree.
+    Dimensions are merged if possible, and sorted by stride unless operands need different orders.
     """
-    if arrays[-1].size == 1:  # NumPy calls the loop once, with these strides
+    if arrays[-1].size == 1:  # NumPy calls its loop once, with the strides below
         if len({array.ndim for array in arrays if array.ndim}) > 1:
             return (1,), ((0,),) * len(arrays)
         takes = [*(array.ndim > 0 for array in arrays[:-1]), True]
@@ -442,7 +442,7 @@ def _dtype_of(value: Any) -> Any:
 # call NumPy, so that results stay equal.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
-# maximum and minimum, unless NumPy returns -0.0 for -0.0 and 0.0. Our faster loop returns 0.0.
+# maximum and minimum, if NumPy returns 0.0 for -0.0 and 0.0, as our faster loop does.
 _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -0.0), 0.0)).any()}
 _BUFFERED = 8192  # NumPy's buffer size in elements
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}

@@ -24,10 +24,10 @@ class CannotCapture(Exception):
 class Piece:
     """A range of memory: an ``array`` that the step created, an argument, or other memory.
 
-    In a replay, the piece starts at address ``at`` in the array ``home``. An ``argument``, and an
-    array that each replay allocates, has another address in each call. For these pieces ``at`` is
-    an offset in bytes from the first element, and ``home`` has a copy of an argument if a Python
-    function needs it.
+    In a replay, the piece starts at address ``at`` in the array ``home``. Arguments and arrays that
+    each replay allocates have another address in each call. They have a number ``argument``, and
+    ``at`` is an offset in bytes from the first element. If a Python function needs an argument,
+    ``home`` has a copy of it.
     """
 
     low: int
@@ -73,7 +73,7 @@ class Memory:
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
         self._operands: dict[int, Operand] = {}  # by id of the array
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
-        self.touched, self.changed = (  # address ranges in memory of the state
+        self.touched, self.changed = (  # address ranges of the state: used, written
             merged([(x.low, x.high) for n in notes for x in getattr(n, name) if x.piece is where])
             for name in ("operands", "written")
         )
@@ -117,12 +117,12 @@ def may_raise(note: Note) -> bool:
 
 
 def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
-    """Return notes in which conditions precede changes, and whether a replay may be abandoned.
+    """Return the notes, conditions before changes, and whether a replay may stop at a condition.
 
-    If a condition fails, for example for an invalid label, nothing has changed yet, so the step can
-    run eagerly. A check by ``structure.require_all`` may depend on a change, such as drawn indices.
-    It keeps its place and raises its error. Raises CannotCapture if another truth value depends on
-    a change.
+    If a condition fails, for example for an invalid label, the replay has changed nothing, and the
+    step runs eagerly. A check by ``structure.require_all`` may need values that the step changes,
+    such as drawn indices. Then it keeps its place and raises its error. Other conditions that need
+    changed values raise CannotCapture.
     """
     notes = memory.recording.notes
     end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)

@@ -46,7 +46,7 @@ class StepRecording(Recording):
         result = self.without(lambda: function(*plain_args, **plain_options))
         both = zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True)
         same = [old for old, new in both if new is result and isinstance(new, np.ndarray)]
-        if same:  # an argument was changed in place
+        if same:  # the result is an argument, changed in place
             self.effect(function, noted, changed=[self.noted(result)])
             return same[0]
         if isinstance(result, float):  # for example a norm of the arrays
@@ -78,7 +78,7 @@ class StepRecording(Recording):
         self.without(lambda: function(*args, **options))
         data = [unwrap(variable.data) for variable in optimizer.params]
         step: Any = functools.partial(optimizer.prepared, scale)
-        step.prepared = step  # a Builder calls prepared() for the function of the replays
+        step.prepared = step  # Builder calls prepared() to get the function for replays
         self.effect(step, noted, changed=data)
 
     # as_one() runs and records these functions by a method of this class.
@@ -118,7 +118,7 @@ class StepRecording(Recording):
 class RepeatedCalls:
     """Calls that each replay repeats with its own arrays, in the same group.
 
-    Calls in the world use the world at the time of the replay.
+    In place of the recorded world (the group of all ranks), a replay uses the current world.
     """
 
     def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:

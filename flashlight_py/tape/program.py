@@ -31,8 +31,8 @@ class Builder:
     """A builder of the program of a recorded step.
 
     ``values``: arguments of the step. ``kept``: for each gradient that the step sets, its stand-in
-    and its array. ``result``: the returned value. ``forget``: function to call when an argument is
-    deleted.
+    and its array. ``result``: the returned value. ``forget``: function to call when one of
+    ``values`` is deleted.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Builder:
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
         """Return the program for csrc/tape/program.cc. CannotCapture if it is not supported."""
         notes, may_leave = hoisted(self._memory)
-        # A replay that may be abandoned must keep the values of gradients, so ``lend`` is False.
+        # A replay that may stop at a condition must keep gradients, so ``lend`` is False.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
         notes = self._needed(notes)
         groups = lowered(notes, memory)
@@ -67,7 +67,7 @@ class Builder:
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)
         arguments = tuple(map(self._describe_argument, range(len(self._values)), self._values))
-        # Arguments of a replay must not share memory with these ranges.
+        # Arguments of a replay must not overlap the ranges ``occupied``.
         are_apart = written.isdisjoint(memory.inputs.values())
         occupied = [*(memory.changed if are_apart else memory.touched)]
         occupied += [bounds(piece.home) for piece in self._kept]
@@ -105,8 +105,8 @@ class Builder:
     def _needed(self, notes: Sequence[Note]) -> list[Note]:
         """Return the notes with side effects, or with results that the user or other notes need.
 
-        A note that creates a constant array is dropped, and replays use the array. If the array is
-        written, the note stays: users may write to gradients and returned arrays, too.
+        A note that creates a constant array is dropped, and all replays use this array. The note
+        stays if the step writes to the array, or if the user may: it is a gradient or returned.
         """
         changed = {*self._kept, *(x.piece for x in self._returned)}
         needed = {*changed, self._memory.elsewhere, *self._memory.inputs.values()}
@@ -131,7 +131,7 @@ class Builder:
     def _find_homes(self, called: set[Piece], written: set[Piece]) -> None:
         """Assign memory to arguments of Python functions, and mark large returned arrays.
 
-        A replay copies such an argument to this memory, and allocates large returned arrays.
+        A replay copies each such argument to its memory, and allocates the marked arrays.
         """
         cells = {piece for piece in called if piece.argument >= 0}
         if not cells.isdisjoint(written):
@@ -165,7 +165,8 @@ class Builder:
         return self._entries([operand])[0], array
 
     def _view(self, value: Any) -> Any:
-        """Return ``value`` for a Python function of a replay: arrays become views in ``home``."""
+        """Return ``value`` for a Python function of a replay: views of ``Piece.home`` for
+        arrays."""
         if isinstance(value, Variable):
             view = self._view(value.data)
             return value if view is value.data else Variable(view)
@@ -249,11 +250,11 @@ Part = tuple[int, int, int, int]
 
 
 class Arena:
-    """Memory for pieces that the step creates. Other pieces reuse it after their last use.
+    """Memory for pieces that the step creates. After the last use of a piece, others reuse it.
 
     Pieces ``returned`` are in use until the end. ``grads`` have arrays of their own. If ``lend``,
     other pieces may use these arrays before the gradients are written. ``since`` maps the id of
-    each such array to the first instruction that uses it.
+    each such array to the index of the first instruction that uses its gradient.
     """
 
     def __init__(
@@ -279,17 +280,17 @@ class Arena:
         self._assign(sorted([(uses.get(p, [0])[0], id(p), p.home) for p in large]))
 
     def _share(self, group: Loops, when: int) -> None:
-        """Select large arrays that need only a strip, or that can use the memory of another array.
+        """Select large arrays that need only one strip, or can use the memory of another array.
 
-        A new array can use the memory of an array that is read for the last time. The loop must
-        visit all elements of both in the same order: it reads an element before it writes the new
-        one.
+        A strip has the elements that a loop processes at a time. A new array can use the memory of
+        an array that is read for the last time. The loop must visit all elements of both in the
+        same order: it reads an element before it writes the new one.
         """
         columns = group.dimensions[-1] if len(group.dimensions) > 1 else 1
         strip_elements = max(1, _STRIP // columns) * columns  # elements per strip
         first: dict[Piece, int] = {}
         last: dict[Piece, int] = {}
-        partial = set()  # only some elements are used, or in another order
+        partial = set()  # pieces that are used in part, or in another order
         for index, operation in enumerate(group.operations):
             for operand, steps in zip(operation.operands, operation.steps, strict=True):
                 size, piece = operand.array.itemsize, self._placed(operand.piece)
@@ -333,7 +334,7 @@ class Arena:
             rooms.append([(0, end, since, _ALWAYS), (end, _ALWAYS, 0, _ALWAYS)])
         rooms.append([])
         places: dict[Piece, tuple[int, int]] = {}
-        slots: dict[int, list[tuple[int, int]]] = {}  # size: (end of last use, offset) of its slots
+        slots: dict[int, list[tuple[int, int]]] = {}  # by size: heap of (last use, offset)
         end = 0
         sizes = {p: -(-max(1, p.high - p.low) // _LINE) * _LINE for p in self._uses}
         for piece in sorted(sizes, key=lambda p: (-sizes[p], self._uses[p])):
@@ -387,7 +388,7 @@ _STAND_INS: dict[type, int] = {Recorded: ARRAY, RecordedScalar: SCALAR, Number: 
 
 
 def arrays_of(result: Any) -> list[Array]:
-    """Return the arrays in ``result``, also of variables and numbers."""
+    """Return the arrays that the stand-ins and variables in ``result`` represent."""
     items: list[Any] = [x.data if isinstance(x, Variable) else x for x in items_in(result)]
     return [x.array if type(x) is Number else x.plain for x in items if type(x) in _STAND_INS]
 

@@ -55,7 +55,7 @@ class Note:
 
     ``made``: new arrays that the call returned. ``changed``: arrays that the call modified. A note
     with ``effect`` has side effects and is never dropped. ``operands``: operands of all arrays,
-    written arrays first. A note with ``required`` is a condition: if this truth value is False in a
+    written arrays first. A note with ``required`` is a condition: if ``required`` is False in a
     replay, the step runs eagerly. Its ``function`` is ``numpy.all`` or ``structure.require_all``.
     """
 
@@ -149,7 +149,7 @@ class Recording(Watcher):
     def end(self) -> None:
         self._draws.recording = None
         for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
-            keep(stand_in, None)  # another recording has other numbers of memory
+            keep(stand_in, None)  # numbers of memory differ in the next recording
 
     def leave_reading(self, reader: str) -> None:
         self.leave(
@@ -233,8 +233,8 @@ class Recording(Watcher):
     def truth(self, value: Any, is_true: bool, function: Any = np.all, args: Any = ()) -> None:
         """Note that this package has read ``value`` as a truth value, which was ``is_true``.
 
-        If ``value`` differs in a replay, the step runs eagerly. If the replay has modified arrays
-        before, it calls ``function`` instead, which raises. User code must not read truth values.
+        If ``value`` differs in a replay before it modifies arrays, the step runs eagerly. Later,
+        ``function`` is called and raises. If user code reads a truth value, the recording ends.
         """
         frame, _ = user_frame((_FOLDER, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -258,7 +258,7 @@ class Recording(Watcher):
         return wrapped
 
     def _frozen(self, value: Any) -> Any:
-        """Return ``value`` as an argument for all replays, without stand-ins."""
+        """Return ``value`` without stand-ins, as an argument that all replays pass."""
         is_new = isinstance(value, Variable) and value not in self.variables
         if is_new and type(value.data) in KINDS:
             return Variable(unwrap(value.data))
@@ -288,7 +288,7 @@ class Recording(Watcher):
         return value
 
     def move(self, old: Array, new: Array) -> None:
-        """Let all notes use memory of ``new`` in place of ``old``. Both have the same layout."""
+        """Replace ``old`` and views of it in all notes by ``new``, which has the same layout."""
         (low, high), shift = bounds(old), address_of(new) - address_of(old)
 
         def moved(value: Any) -> Any:
@@ -301,7 +301,7 @@ class Recording(Watcher):
                 setattr(note, name, map_items(getattr(note, name), moved))
 
     def _constant(self, array: Array, number: int, stand_in: Array) -> Array:
-        """Return a copy of a constant: the result of a call without arrays, as ``np.ones(3)``."""
+        """Return a copy of ``array``, which a call without arrays such as ``np.ones(3)`` made."""
         key = number, address_of(stand_in), array.shape, array.strides, array.dtype.str
         bits = array.tobytes()
         if key not in self._constants or self._constants[key][0] != bits:
@@ -413,10 +413,10 @@ class CtrlC:
 
 
 class _Noted:
-    """First base of classes of observed variables. A call of the class makes an unobserved one."""
+    """First base of observed variables' classes. A call of such a class makes a usual variable."""
 
     __slots__ = ()
-    __init_subclass__ = object.__init_subclass__  # not that of a user's class
+    __init_subclass__ = object.__init_subclass__  # skips the method of a user's class
 
 
 def note_gradients(variables: Iterable[Variable], on: bool) -> None:
@@ -464,7 +464,7 @@ def line_of_user() -> str:
 
 
 def _is_dot(args: Sequence[Any], result: Any) -> bool:
-    """Return whether ``dot`` and ``matmul`` have the same bits here. NumPy may use other loops."""
+    """Return whether ``dot`` gives the same bits as ``result``, which is from ``matmul``."""
     a, b = args[:2]
     if not (type(a) is type(b) is np.ndarray and a.ndim == b.ndim == 2 and a.shape[1] > 1):
         return False  # with one column, signs of zeros differ

@@ -2,8 +2,8 @@
 
 The search starts at closure variables, defaults, globals, the object of a method, and the objects
 of ``capture(state=)``. It continues in user functions to which these names refer. It collects
-arrays, variables, modules, optimizers and meters, also in containers, and hooks of variables.
-Replays compare other values, such as numbers, if the bytecode of a function loads their name.
+arrays, variables, modules, optimizers and meters, also in containers, and hooks of variables. If
+bytecode of a function loads another value by name, a replay requires an equal value.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 class State:
     """The state that ``function`` and ``roots`` refer to when this object is created.
 
-    ``held``: fields with arrays, or tuples of arrays, and their values. ``names``: fields whose
-    changes are not reported, and the values with which replays compare them. ``variables``: each
-    variable once. ``signature``: a key that is equal if a program for one state is valid for
-    another. ``numbers``: paths of owners of numbers, and the numbers. ``reason``: why the step
-    cannot be recorded, or "".
+    ``held``: fields with arrays, or tuples of arrays, and their values. ``names``: fields that
+    report no changes, and their values, which replays require. ``variables``: each variable once.
+    ``signature``: a key that is equal if a program for one state is valid for another. ``numbers``:
+    paths of attributes with numbers, and the numbers as text. ``reason``: why the step cannot be
+    recorded, or "".
     """
 
     def __init__(self, function: Callable[..., Any], roots: Iterable[Any] = ()) -> None:
@@ -130,7 +130,7 @@ class State:
         while self._unseen or self._hooks or self._note_loaded():
             value, path, origin = (self._unseen or self._hooks).pop()
             start, kind = len(self._unseen), self._kind(value)
-            if isinstance(value, FunctionType):  # hooks of this package, too
+            if isinstance(value, FunctionType):  # also if this package defines it, as a hook
                 kind = State._visit_function
             visit = (id(value), None) if origin == _NAMED else id(value)
             if not callable(kind):
@@ -138,7 +138,7 @@ class State:
             elif visit not in self._seen:
                 self._seen[visit] = value
                 kind(self, value, path, origin)
-                # The stack returns the new values in the order in which they were found.
+                # pop() then returns the new values in the order in which they were found.
                 self._unseen[start:] = reversed(self._unseen[start:])
         self.signature = tuple(self._structure)
 
@@ -165,7 +165,7 @@ class State:
                 self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _note_loaded(self) -> bool:
-        """Add attributes whose names functions load. Return whether this found values to visit."""
+        """Add the attributes that functions load. Return whether there are new values to visit."""
         attributes, methods = self._loads.values()
         for one, path in self._objects:  # the loop appends to the list
             members, items = getattr(one, "__dict__", None), parts(one)
@@ -178,7 +178,7 @@ class State:
             for name in sorted(others):
                 with suppress(AttributeError, LookupError):  # the object may lack the name
                     value = getattr(one, name)
-                    # Only numbers and strings: other objects may be new in each read, without end.
+                    # Other values may be new objects in each read, so that the search never ends.
                     items += [(one, name, value)] if self._kind(value) == "simple" else []
             if isinstance(members, dict) and "hasattr" in methods and attributes - first.keys():
                 self._compare(members, ITEMS, (path, _LENGTH, ""), len(members))
@@ -206,7 +206,7 @@ class State:
         return bool(self._unseen or self._hooks)
 
     def _read_object(self, one: Any, path: Any) -> None:
-        """Search an object of the user. Compare numbers and strings of an object of a library."""
+        """Search ``one``. If a library defines its class, add only its numbers and strings."""
         if not _is_library(one):
             self._start(one, path)
         elif not isinstance(one, (FunctionType, ModuleType, type)):
@@ -227,7 +227,7 @@ class State:
             self.names.append((field, value))
 
     def _note_value(self, holder: Any, key: Any, path: Any, value: Any, via: int = _HELD) -> None:
-        """Add ``value`` to the state, and visit its contents later. ``via``: its origin."""
+        """Add ``value`` to the state, to visit it later. ``via``: _REPORTED, _HELD or _NAMED."""
         kind, arrays = self._kind(value), plain_arrays(value)
         is_followed = callable(kind)
         if is_followed:
@@ -269,7 +269,7 @@ class State:
             self._structure += [name, type(value)]
             if kind != "simple":
                 self._note_value(members, name, of, value, via)
-            if name == "enabled":  # of a loss scale: changes are not reported
+            if name == "enabled":  # of a loss scale, which does not report changes
                 self._compare(members, name, of, value)
             if has_numbers or name == "enabled":
                 items = parts(value) if kind is State._visit_items else [(members, name, value)]
@@ -287,7 +287,7 @@ class State:
         if len(entries) > _MANY and not isinstance(first, Variable):
             return
         is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
-        if is_parameter or isinstance(first, Module):  # not a list of results, which may grow
+        if is_parameter or isinstance(first, Module):  # a list of results may grow
             self._structure.append(len(entries))
             if via != _REPORTED:
                 self._compare(items, ITEMS, path, len(entries))
@@ -320,7 +320,7 @@ class State:
                 self._read_object(sys.modules.get(module), module)
         values = [(field, kind, field.get()) for field, kind in fields]
         for field, kind, value in sorted(values, key=lambda x: not isinstance(x[2], Module)):
-            is_loaded = not kind or field.path in loads[kind]  # modules first: they have names
+            is_loaded = not kind or field.path in loads[kind]  # sorted: paths begin with modules
             is_loaded &= is_yours or self._kind(value) == "other"
             self._note_value(*field, value, _NAMED if is_loaded else _HELD)
 
@@ -389,7 +389,7 @@ _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
 
 @functools.lru_cache(maxsize=1000)
 def loads_of(code: CodeType) -> dict[str, set[str]]:
-    """Return the names that ``code`` and its inner functions load, for each kind of load."""
+    """Return the names that ``code`` and its inner functions load, for each kind in ``_KINDS``."""
     names_by_kind: dict[str, set[str]] = {kind: set() for kind in _KINDS.values()}
     loads: list[tuple[str, Any]] = []
     for instruction in dis.get_instructions(code):
@@ -453,7 +453,7 @@ def _mark(value: Any) -> Any:
         return _mark(value.__func__), _mark(value.__self__)
     try:
         return weakref.ref(value)
-    except TypeError:  # without weak references: the object itself, or its text
+    except TypeError:  # not weakly referable: the object, or its repr if that has a value
         return value if repr(value) == object.__repr__(value) else repr(value)
 
 
@@ -484,7 +484,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def _is_library(one: Any) -> bool:
-    """Return whether the object or its class is from a library."""
+    """Return whether ``one`` or its class is from ``_LIBRARIES``, or code from Python's library."""
     is_code = isinstance(one, (FunctionType, ModuleType, type))
     source: Any = one if is_code else type(one)
     name = source.__name__ if isinstance(one, ModuleType) else source.__module__

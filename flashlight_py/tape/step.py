@@ -66,7 +66,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.slow, self.left, self.programs = self._run, self._run_eagerly, list[Any]()
         self.reason = ""  # why the step stays eager, or ""
         self._tries = self._anew = 0
-        self._constants: list[Any] = []  # of the latest recordings
+        self._constants: list[Any] = []  # constants of each of the latest recordings
         self._changes = EveryCall(_MOST_PROGRAMS)
         self._homes: Any = weakref.WeakValueDictionary()  # arrays that replace arrays of the state
         self._unchecked: list[Any] = []  # one entry per replay that check=True still compares
@@ -86,7 +86,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return self.__wrapped__(*args, **(options or {}))
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
-        # Before the test of the lock: a recording on another thread increases this number first.
+        # Read it before testing the lock, since a recording on another thread first increases it.
         stamp = int(count[0])
         if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
@@ -226,7 +226,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
 
 class _Call:
-    """A call of ``step`` and its recording. ``roots``: objects with state that it does not name."""
+    """A call of ``step`` and its recording. See ``State`` for ``roots``."""
 
     def __init__(
         self, step: Any, roots: Sequence[Any], args: Any, options: dict[str, Any], homes: Any
@@ -339,7 +339,7 @@ class _Call:
         return array_or_number(value)
 
     def _settle(self, after: State) -> None:
-        """For each replaced array of the state, record a copy of the new array to fixed memory."""
+        """If the step replaced arrays of the state, record copies of the new arrays to ``home``."""
         recording, made = self.recording, []
         seen = {(id(field.holder), field.key) for field, _ in self._before}
         for field, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in seen]:
@@ -407,7 +407,7 @@ class _Call:
         memory = Memory(recording, self.arrays)
         kept: list[Any] = []
         bindings, returned = [], arrays_of(self._result)
-        reads = []  # gradients that the step reads first
+        reads = []  # gradients that the step reads before it sets them
         for variable, before in self._grads.items():
             home = now = variable.grad
             if variable in recording.grads_read:

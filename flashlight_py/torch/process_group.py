@@ -159,7 +159,7 @@ def _options_of_message() -> Any:
 
 
 def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
-    """Call ``finish``. If ``is_async``, return a Work that calls it when ``work`` ends."""
+    """Return ``finish()``. If ``is_async``, instead return a Work that calls it after ``work``."""
     if not is_async:
         return finish()
 

@@ -147,7 +147,7 @@ class Futures:
             options: Any = {"args": (self._asked,), "name": "flashlight-futures", "daemon": True}
             self._thread = threading.Thread(target=_complete, **options)
             self._thread.start()
-            # torch 2.6 deletes groups without shutdown(). At exit, leaving the world first ends all
+            # torch 2.6 deletes groups without shutdown(). At exit, leave the world first to end all
             # operations. Otherwise a C++ thread that waits for Python would abort the process.
             weakref.finalize(self, _finish, self._asked, self._thread)
             leave_first_at_exit()

@@ -39,7 +39,7 @@ class FlightRecord(RankTimeline):
 
 
 def read_records(folder: Path) -> list[FlightRecord]:
-    """Return the newest job's records in ``folder``, by rank. Raise ValueError if it has none."""
+    """Return the records of the newest job in ``folder``, sorted by rank, or raise ValueError."""
     records = [_read(path) for path in sorted(folder.glob("rank*.json"))]
     if not records:
         raise ValueError(f"{folder}: expected flight records (rank0.json, ...), got none")

@@ -242,7 +242,8 @@ def test_init_uses_the_requested_interface_or_rejects_it() -> None:
         assert printed(ranks(cluster, by_env, wrong, INTERFACE="eth0")) == PRINTED
         for outcome in ranks(cluster, by_env, wrong):
             assert outcome.code == 1
-            assert "'nat0' must have another address on each host, got 10.0.2.15 on" in outcome.text
+            text = "'nat0' must have distinct addresses on each host, got 10.0.2.15 on"
+            assert text in outcome.text
         for outcome in ranks(cluster, by_env, INTERFACE="eth7"):
             assert "has no 'eth7'; its interfaces: " in outcome.text
 

@@ -95,7 +95,7 @@ def test_choose_addresses_uses_the_interface_of_the_user() -> None:
         "10.9.0.2",
     ]
     both = [card(host, NAT, interface="eth0", interface_addresses=[NAT]) for host in "ab"]
-    with pytest.raises(ValueError, match=r"'eth0' must have another address on .*15 on a and b"):
+    with pytest.raises(ValueError, match=r"'eth0' must have distinct addresses on .*15 on a and b"):
         choose_addresses(both)
     with pytest.raises(ValueError, match=r"b \(rank 1\) has no 'eth9'; its interfaces: 10.1.0.2"):
         choose_addresses([card("a", A), card("b", B, interface="eth9")])

@@ -123,7 +123,7 @@ def test_distribute_module_grads_raises_for_invalid_arguments() -> None:
         fl.no_sync(build()),
     ):
         pass
-    with pytest.raises(ValueError, match="expected parameters with calc_grad"):
+    with pytest.raises(ValueError, match="expected at least one parameter with calc_grad"):
         fl.distribute_module_grads(fl.nn.Sequential(fl.nn.ReLU()))
 
 

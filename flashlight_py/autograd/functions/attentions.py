@@ -64,7 +64,7 @@ def attention(
 def self_attention(
     x: Input, heads: int, mask: Input | None = None, causal: bool = False, dropout: float = 0.0
 ) -> Variable:
-    """Return :func:`attention` of queries, keys and values that are thirds of ``x``.
+    """Return :func:`attention` of q, k and v, which are adjacent in the last dimension of ``x``.
 
     ``x`` has shape ``[batch, positions, 3 * width]``, and the result ``[batch, positions, width]``.
     Each head gets ``width / heads`` elements. See ``attention`` for the other arguments.
@@ -99,7 +99,7 @@ def self_attention(
 
 
 class _Attention:
-    """The arrays and options of one call. If one array stores q, k and v, it is ``packed``."""
+    """The arrays and options of a call. ``packed``: one array with q, k and v, or None."""
 
     def __init__(
         self, arrays: list[Array], mask: Input | None, causal: bool, dropout: float,
@@ -155,7 +155,7 @@ class _Attention:
         return self.out.transpose(0, 2, 1, 3)  # type: ignore[no-any-return]
 
     def backward(self, grad: Array) -> tuple[Array, ...]:
-        """Return the gradients of q, k and v, or the gradient of the packed array."""
+        """Return the gradients of q, k and v, or if ``packed`` is set, only its gradient."""
         grad = widened(grad)
         if self.native is None:
             return self._backward_of_arrays(grad)
@@ -172,7 +172,7 @@ class _Attention:
     # Array operations, one sample at a time -------------------------------------------------------
 
     def _weights(self, sample: int) -> tuple[Array, Array | float]:
-        """Return weights [heads, queries, keys] of ``sample``, and the dropout factor of each."""
+        """Return weights [heads, queries, keys] of ``sample``, and their factors from dropout."""
         q, k = self.arrays[0][sample], self.arrays[1][sample]
         xp = array_module(q)
         _, heads, queries, keys = self.shape
@@ -213,7 +213,7 @@ class _Attention:
 
 
 def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
-    """Return a contiguous ``x``, its strides for kernels, and whether rows precede heads in it."""
+    """Return a contiguous ``x``, its strides, and whether its heads and rows are swapped."""
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:

@@ -230,7 +230,7 @@ def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
 
 
 def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
-    """Return the variance of n elements over ``axis``. The divisor ``n - ddof`` must exceed 0."""
+    """Return the variance of n elements over ``axis``: the divisor is ``n - ddof``, at least 1."""
     deviation, count = _deviation("var", x, axis, ddof)
     return mul(mean(mul(deviation, deviation), axis, keepdims), count / (count - ddof))
 
@@ -395,7 +395,7 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
             raise _misfit(rows, w)
         flat = reshape(x, (math.prod(outer), features))
         return reshape(_linear(flat, weight, bias, with_relu), (*outer, len(w)))
-    # NumPy's products of float16 are slow. Products on a GPU are fast and sum in float32.
+    # NumPy multiplies float16 matrices slowly. A GPU is fast and sums in float32.
     is_narrow = w.dtype.char in NARROW and not is_cupy(w)
     try:
         out = widened(rows).dot(widened(w).T) if is_narrow else rows.dot(w.T)
@@ -479,7 +479,7 @@ def matmul(a: Operand, b: Operand) -> Variable:
     """
     x, y = map(as_half, as_pair(a, b))
     if not x.data.ndim or not y.data.ndim:
-        raise ValueError(f"matmul: expected arrays, got shapes {x.shape} and {y.shape}. Use mul")
+        raise ValueError(f"matmul: expected shapes with axes, got {x.shape} and {y.shape}. Use mul")
     row = x if x.data.ndim > 1 else reshape(x, (1, -1))
     column = y if y.data.ndim > 1 else reshape(y, (-1, 1))
     out = _matmul(row, column)

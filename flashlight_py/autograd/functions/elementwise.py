@@ -184,7 +184,7 @@ def relu(x: Input) -> Variable:
     out = array_module(x.data).maximum(x.data, zero)
     slope = slope_of_relu(out, zero)
 
-    def vjp(grad: Array) -> Any:  # errors name relu, from the __qualname__ of this function
+    def vjp(grad: Array) -> Any:  # errors take the name relu from it
         return slope(grad)
 
     return record(out, (x, vjp))
@@ -197,7 +197,7 @@ def slope_of_relu(out: Array, zero: Any) -> Vjp:
 
     def vjp(grad: Array) -> Any:
         slope = (out > zero).astype(grad.dtype)  # in NumPy faster than bools times floats
-        if not out.flags.c_contiguous:  # let NumPy choose a layout
+        if not out.flags.c_contiguous:  # let NumPy choose the product's layout
             return grad * slope
         slope *= grad
         return slope

@@ -148,7 +148,7 @@ def _of_channels(
     name: str, x: Variable, params: _Given, eps: float, samples: int, groups: int,
     moments: Sequence[Array] = (),
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
-    """Call :func:`_normalized`. If ``samples`` is 1, all samples have common mean and variance."""
+    """Normalize groups of channels: over the batch if ``samples`` is 1, else in each sample."""
     n, channels, *rest = x.shape
     positions = math.prod(rest)
     is_last = positions == 1 or not x.data.flags.c_contiguous
@@ -168,10 +168,10 @@ def _normalized(
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
     """Return the normalized variable, the means and the variances.
 
-    ``sizes`` are arguments of the kernel. ``count`` is the number of means. ``inner`` is the shape
-    of weight and bias. ``parts`` is a shape of ``x`` for array operations: a mean is over ``axes``,
-    and the gradient of a weight is summed over ``others``. ``moments``, if there are any, replace
-    the computed mean and variance. ``is_last``: whether channels are last in memory.
+    ``sizes``: arguments of the native kernel. ``count``: number of means. ``inner``: shape of
+    weight and bias. Without a kernel, ``x`` is reshaped to ``parts``, means are over ``axes``, and
+    the gradient of a weight is summed over ``others``. ``moments``: mean and variance that replace
+    the computed ones, or (). ``is_last``: whether channels are last in memory.
     """
 
     def laid_out(array: Array) -> Array:

@@ -31,7 +31,7 @@ def recurrent(
     - ``"tanh"``: ``h = tanh(u + v)``
     - ``"gru"``: ``r, z = sigmoid(u + v)``, ``n = tanh(u + r * v)``, ``h = (1 - z) * n + z * h``
       (Cho et al. 2014)
-    - ``"lstm"``: ``i, f, o = sigmoid(u + v)``, ``g = tanh(u + v)`` (third of four),
+    - ``"lstm"``: ``i, f, o = sigmoid(u + v)``, ``g = tanh(u + v)`` (order: i, f, g, o),
       ``c = f * c + i * g``, ``h = o * tanh(c)`` (Hochreiter and Schmidhuber 1997)
 
     Args:

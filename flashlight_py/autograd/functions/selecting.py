@@ -60,7 +60,7 @@ def _gather(x: Variable, positions: Array) -> Variable:
 
 
 def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
-    """Return ``x`` plus ``source`` at the positions that :func:`gather` reads, as in torch.
+    """Return ``x`` plus ``source`` at positions ``index`` along ``axis``, as in torch.
 
     For 2-D arrays and ``axis`` 0: ``result[index[i, j], j] += source[i, j]``, in the order of
     ``source``. ``source`` has the shape of ``index``. See :func:`gather` for other arguments and
@@ -183,7 +183,7 @@ def _beside(value: Input, array: Array) -> Array:
 
 
 def integers(name: str, value: Input, array: Array) -> Array:
-    """Return ``value`` on the device of ``array``. TypeError if its dtype is not integer."""
+    """Return ``value`` on the device of ``array``. Raises TypeError if it is not integer."""
     index = _beside(value, array)
     if index.dtype.kind not in "iu":
         raise TypeError(f"{name}: indices must be integers, got {index.dtype}. Cast them")

@@ -17,20 +17,19 @@ class ProcessGroup(Membership):
 
     ``rank`` is the rank of this process in the group. If this process is not in the group, ``rank``
     is -1 and every verb raises ValueError. ``size`` is the number of ranks. ``ranks`` lists the
-    ranks of the members in the world. Verbs are collective: all members must call the same verb. A
-    message concerns only two ranks. A verb blocks, or returns a ``Work`` if ``async_op=True``. A
-    ``with`` block closes the group.
+    ranks of the members in the world. All members must call the same collectives in the same order.
+    Only the sender and the receiver call the verb of a message. A verb blocks, or returns a
+    ``Work`` if ``async_op=True``. A ``with`` block closes the group.
 
     Each verb is a method: ``group.all_reduce(x)`` is ``all_reduce(x, group=group)``.
     """
 
     def in_step(self, name: str) -> reject_together:
-        """Return a context manager for checks of arguments. If one rank raises, all ranks raise."""
+        """Return a block for checks of arguments. If a rank raises in it, all ranks raise."""
         return reject_together(self, name)
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls ``function`` with ``group=self``."""
 
     @functools.wraps(function)
     def bound(self: ProcessGroup, /, *args: Any, **options: Any) -> Any:
@@ -45,5 +44,5 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in api.__all__:
-    if _name not in ("Grid", "P2POp", "sync_distributed"):  # classes, and Membership.synchronize
+    if _name not in ("Grid", "P2POp", "sync_distributed"):  # classes, an inherited method
         setattr(ProcessGroup, _name, _method(getattr(api, _name)))

@@ -29,7 +29,7 @@ __all__ = ["Grid", "barrier", "grid", "new_group", "split", "sync_distributed"]
 
 # Tag of messages between ranks that create a group. Tags of users begin at 0.
 _TAG = -1
-# Maximum number of characters of a list of ranks that the ranks of the parent exchange.
+# Maximum characters of the text of a list of ranks. A digest replaces the rest of a longer text.
 _MOST_WORDS = 200
 
 
@@ -40,7 +40,7 @@ def new_group(
 
     Collective: every rank of the parent must call it with the same list, even ranks that are not in
     the list. Blocks. Collectives of different groups may run at the same time. To close the group,
-    use a ``with`` block or call its ``close()``. The end of the world also closes it.
+    use a ``with`` block or call its ``close()``. ``distributed_shutdown`` closes all groups.
 
     Args:
         ranks: Ranks in the parent, without duplicates. ``ranks[i]`` becomes rank i of the new
@@ -158,8 +158,8 @@ def _create_group(
 ) -> ProcessGroup:
     """Send ``choice`` to all ranks. Return the group of ``select_members(choices of all ranks)``.
 
-    If the timeouts of the ranks differ, or their choices are strings and differ, every rank raises
-    MismatchError.
+    A ``choice`` that is a string must be equal on all ranks, and ``timeout`` too. Otherwise every
+    rank raises MismatchError.
     """
     seconds, backend = check_seconds(verb, timeout), parent.backend()
     with parent.journal.recording(verb):
@@ -182,12 +182,12 @@ def _create_group(
         return cast("ProcessGroup", parent.subgroup(members, store, seconds, count))
 
 
-# The members exchange their addresses through the parent, so they need no port and no file.
+# The members exchange their addresses through the old group, so they need no port and no file.
 class MemberStore(Store):
-    """A store for the members of a new group. It sends messages by the backend of the parent.
+    """A store for the members of a new group. The backend of the old group sends its messages.
 
-    The members form a tree, so each member exchanges messages with few other members. To find the
-    parent of a member, write its rank in base FAN, and replace the last nonzero digit by 0.
+    The members form a tree, so each member exchanges messages with few members. The member above
+    another one has the same rank in base FAN, except that the last nonzero digit is 0.
     """
 
     def __init__(self, backend: Backend, verb: str, members: Sequence[int]) -> None:
@@ -202,7 +202,7 @@ class MemberStore(Store):
 
     def exchange(self, payload: bytes) -> Roster:
         """Send ``payload`` to all members, and return the payloads of all members. Blocks."""
-        payloads = [payload]  # of this member, then of members below it in the tree
+        payloads = [payload]  # first this member, then the members below it in the tree
         for member in self._below:
             payloads += Roster(self._receive(member))
         roster = Roster.of(payloads)
@@ -238,7 +238,7 @@ def barrier(timeout: float | None = None, *, group: Group = None) -> None:
 
     Raises:
         ValueError: If ``timeout`` is not positive.
-        CollectiveTimeoutError: If a rank does not call in time. The error names the rank.
+        CollectiveTimeoutError: If a rank does not call it in time. The error names the rank.
         DistributedError: As for :func:`all_reduce`.
     """
     members = members_of(group)

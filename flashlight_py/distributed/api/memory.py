@@ -27,7 +27,7 @@ from flashlight_py.errors import OutOfMemoryError, RankFailedError
 
 __all__ = ["host_array", "shared_empty"]
 
-# Number of bytes that are copied in one step.
+# Maximum number of bytes that are copied in one step.
 _PIECE_BYTES = 16 << 20
 
 _log = logging.getLogger("flashlight_py")
@@ -62,7 +62,7 @@ def shared_empty(
         with members.journal.recording("shared_empty", like=(kind, extents)):
             if (
                 math.prod(extents) * kind.itemsize * backend.size < LITTLE
-            ):  # so little memory needs no check
+            ):  # below LITTLE, memory is not checked
                 return shared_array(backend, extents, kind)
             store = BackendStore(backend, "shared_empty")
             array: Array = made_together(store, lambda: shared_array(backend, extents, kind))
@@ -89,8 +89,8 @@ def host_array(
     Args:
         load: Function that only the first rank of each host calls. Without ``shape`` it takes no
             argument, and returns an array or any other argument of ``numpy.asarray``. The array is
-            copied, so the host needs memory for two copies. Only for a ``numpy.memmap`` of mode
-            ``"r"``, 16 MB are enough for the second copy.
+            copied, so the host needs memory for two copies. For a ``numpy.memmap`` of mode ``"r"``,
+            it needs only one copy and 16 MB.
         shape: Shape of the array. If it is passed, ``load`` is called with a new C-ordered array of
             zeros and fills this array, so no second copy exists. ``load`` must not keep a reference
             to it.
@@ -104,8 +104,8 @@ def host_array(
         TypeError: If ``load`` is not callable, or the dtype contains Python objects.
         ValueError: If a dimension is negative.
         Exception: If ``load`` raises it, on the rank that loads. The group remains usable.
-        OutOfMemoryError: If memory is insufficient. Every rank raises it. With ``shape``, ``load``
-            is not called before.
+        OutOfMemoryError: If memory is insufficient. Every rank raises it. With ``shape``, memory is
+            checked before ``load`` is called.
         RankFailedError: If ``load`` raises on another rank. The error names the rank.
         DistributedError: As for :func:`all_reduce`.
 
@@ -150,7 +150,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
 
     With a ``layout``, ``load`` fills an array of this layout. Otherwise ``load`` returns an array.
     """
-    exchange_process_info(store, checks=True)  # all ranks have the same checks already
+    exchange_process_info(store, checks=True)  # FLASHLIGHT_CHECKS was compared at the start
     sharing = ranks_by_memory(store)
     if sharing.apart and store.rank == 0:
         _log.warning("host_array: a host has more than one copy of the array: %s", sharing.apart)
@@ -177,7 +177,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         if file is not None:
             file.close()
         elif path and store.named:
-            Path(path).unlink(missing_ok=True)  # the loader may have died
+            Path(path).unlink(missing_ok=True)  # the loading rank may have died
     return array
 
 
@@ -228,7 +228,7 @@ def _check_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copy in steps. Release copied pages of a read-only ``numpy.memmap``, to save memory."""
+    """Copy ``source`` in steps. Free copied pages of a read-only ``numpy.memmap``."""
     source, target = np.atleast_1d(source, target)
     rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
     base: Any = source
@@ -243,10 +243,10 @@ def _copy(source: Array, target: Array) -> None:
 
 
 def _raise_first(store: Store, doing: str, problems: list[str], failure: Exception | None) -> None:
-    """Raise ``failure``, the exception of this rank, or report the exception of another rank.
+    """Raise an error if a rank failed. ``problems`` has one text for each rank, "" for success.
 
-    If a rank has too little memory, every rank raises OutOfMemoryError. ``problems`` has one text
-    for each rank, empty if the rank did not fail.
+    If a rank has too little memory, every rank raises OutOfMemoryError. Otherwise a rank with a
+    ``failure`` raises it, and other ranks raise RankFailedError with the text ``doing``.
     """
     lacking = f"{OutOfMemoryError.__name__}: "
     for rank, problem in enumerate(problems):

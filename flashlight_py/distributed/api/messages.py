@@ -33,9 +33,9 @@ X = TypeVar("X")
 def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
     """Send array ``x`` of any shape and dtype to rank ``dst``. Blocks until ``x`` may be changed.
 
-    The call returns when ``dst`` has received ``x``. There is one exception: if all ranks of the
-    world are on one host, an array of at most 16 KB is copied, and the call returns without
-    waiting. The environment variable ``FLASHLIGHT_CHECKS=sync`` disables the exception.
+    The call returns when ``dst`` has received ``x``. If all ranks of the world are on one host, it
+    copies an array of at most 16 KB and returns without waiting for ``dst``. To wait even then, set
+    the environment variable ``FLASHLIGHT_CHECKS=sync``.
 
     Args:
         x: Array to send.
@@ -48,8 +48,8 @@ def send(x: Any, dst: int, tag: int = 0, *, group: Group = None) -> None:
         ValueError: If ``dst`` is no other rank of the group, or ``tag`` is out of range.
         CollectiveTimeoutError: If ``dst`` does not receive within the timeout. If ``dst`` waits for
             another tag, the error names this tag.
-        MismatchError: If ``dst`` receives another shape or dtype. Both ranks raise. If the send has
-            returned before, this rank raises in its next call of the group.
+        MismatchError: If ``dst`` receives another shape or dtype. Both ranks raise. If ``send`` has
+            already returned, this rank raises in its next call of the group.
         TypeError, DistributedError: As for :func:`all_reduce`.
     """
     _message(send, x, dst, tag, group)
@@ -62,16 +62,16 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
     Args:
         x: Array to fill, with the shape and dtype of the sent array.
         src: Rank in the group. None: any other rank, for NumPy arrays only. If messages of several
-            ranks are waiting, the receive takes the oldest message of one rank, and later receives
-            prefer other ranks. To learn the sender, use :func:`irecv` and read ``source`` of its
-            ``Work``. With None, all ranks must stay in the group until the receive has ended.
-        tag: An integer from 0 to 2**31 - 1. If several receives match a message, the first one
-            takes it.
+            ranks are waiting, successive receives take turns between these ranks. To learn the
+            sender, use :func:`irecv` and read ``source`` of its ``Work``. With None, no rank may
+            leave the group until the receive has ended.
+        tag: An integer from 0 to 2**31 - 1. If several receives match a message, the receive that
+            was called first takes it.
         partial: True if the message may have fewer rows than the NumPy array ``x``.
         group: The process group. Default: the world.
 
     Returns:
-        ``x``; a new array if ``x`` is a JAX array; a view of the filled rows if ``partial``.
+        ``x``. If ``x`` is a JAX array, a new array. If ``partial``, a view of the filled rows.
 
     Raises:
         ValueError: If ``src`` is no other rank of the group, or ``tag`` is out of range, or with
@@ -250,7 +250,7 @@ def _message(
 
 
 def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
-    """Start messages to this rank itself, then messages of NumPy arrays, then of GPU arrays."""
+    """Start messages to this rank, then messages of NumPy arrays, then messages of CuPy arrays."""
     calls = [message.call for message in messages]
 
     def phase(i: int) -> int:
@@ -312,12 +312,12 @@ def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Mess
     if op.peer is not None:
         check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:
-        raise ValueError(f"{verb}: src=None expected several ranks, got a group of one rank")
+        raise ValueError(f"{verb}: src=None needs a group of several ranks, got one rank")
     partial = op.partial and not op.sends
     if (op.peer is None or partial) and is_cupy(array):
         raise TypeError(
-            f"{verb}: src=None and partial=True expected a NumPy array, got a CuPy array. Pass the "
-            "rank and the full length, or receive into a NumPy array."
+            f"{verb}: src=None and partial=True expected a NumPy array, got a CuPy array. Pass "
+            "src and an array of the sent length, or receive into a NumPy array."
         )
     if partial and not array.ndim:
         raise ValueError(f"{verb}: with partial=True, x must have a dimension, got shape ()")

@@ -136,8 +136,8 @@ def scatter(
     Args:
         xs: On rank ``root``: a list or tuple with one array per rank. All arrays have the same
             dtype and the same shape of at most eight dimensions. Or one array whose first dimension
-            is split into equal parts. With ``rows``, the first dimensions may differ. On other
-            ranks, ``xs`` is not sent: the result is an array of the same library.
+            is split into equal parts. With ``rows``, the first dimensions may differ. Other ranks
+            may pass an array, which is not sent, to get a result of its library.
         root: Rank in the group that sends.
         out: Array to fill. If it overlaps ``xs``, ``xs`` is copied first.
         rows: Number of rows for each rank, if the parts are unequal. Every rank must pass the same

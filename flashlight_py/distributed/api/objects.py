@@ -45,7 +45,7 @@ T = TypeVar("T")
 # Maximum bytes of a frame in the first collective of a gather. A longer frame is sent in a second
 # collective, and only to the root. csrc/fast/objects.c has the same limits.
 _SHORT_BYTES = 1024
-# A scatter pads all frames to one length, if this adds at most the total length plus these bytes.
+# A scatter pads frames to one length if this adds at most the bytes of all frames plus this number.
 _MOST_PADDING = 65536
 # Maximum bytes of the text that explains why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
@@ -70,7 +70,7 @@ def broadcast_object(obj: Any = None, root: int = 0, *, group: Group = None) -> 
         ValueError: If ``root`` is no rank of the group.
         TypeError: If the object cannot be pickled. Every rank raises it, and no rank receives an
             object.
-        Exception: If pickle raises it while this rank loads its copy. A note names ``root``.
+        Exception: If pickle raises it while this rank loads its copy. The traceback names ``root``.
         DistributedError: As for :func:`all_reduce`.
     """
     return _run(BROADCAST_OBJECT, obj, root, group)[0]
@@ -224,7 +224,7 @@ def _run_in_python(members: Membership, verb: Verb, obj: Any, root: Any) -> Any:
 
 
 def _pickled(objs: Sequence[Any]) -> list[Array]:
-    """Return one frame for each object. If one cannot be pickled, all frames contain the reason."""
+    """Return one frame for each object. If one fails to pickle, all frames contain the reason."""
     try:
         return [Frame(pickle.dumps(obj, 5)).pack() for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
@@ -234,7 +234,7 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 class _Move:
     """A call of the object verb ``verb`` on this rank, which sends the frames ``arrays``.
 
-    If a frame is too long for the first collective, only its length is sent there. A second
+    If a frame is too long for the first collective, this collective sends only its length. A second
     collective then sends the frame.
     """
 
@@ -246,7 +246,6 @@ class _Move:
         self._sources = range(members.size) if verb.ragged else range(root, root + 1)
 
     def begin(self) -> Array:
-        """Run the first collective, and return the received frames."""
         verb, frames, root = self._verb, self._mine, self._root
         if verb is SCATTER_OBJECT:
             return self._step(Call(SCATTER, _rows(frames) if frames else None, root=root))
@@ -315,7 +314,7 @@ class _Move:
 
 
 def _rows(frames: Sequence[Array]) -> Array:
-    """Return ``frames`` as rows of equal length, or only their lengths if padding is too long."""
+    """Return ``frames`` padded to equal length, or only their lengths if they need much padding."""
     longest, total = max(map(len, frames)), sum(map(len, frames))
     if longest * len(frames) > 2 * total + _MOST_PADDING:
         return np.stack(list(map(_announced, frames)))

@@ -228,9 +228,9 @@ def exscan(
     """Combine ``x`` of the ranks 0 to r - 1, and store the result on rank r.
 
     Like :func:`scan`, but without ``x`` of rank r itself. ``"avg"`` divides by r. Rank 0 receives
-    the identity of ``op``: 0 for a sum, 1 for a product, False for or, the largest value of the
-    dtype for min. An average and dates have no identity: ``x`` of rank 0 then stays unchanged.
-    Arguments, results and errors are the same as for :func:`scan`.
+    the identity of ``op``: 0 for ``"sum"``, 1 for ``"prod"``, False for ``"or"``, the largest value
+    of the dtype for ``"min"``. An average and dates have no identity: ``x`` of rank 0 then stays
+    unchanged. Arguments, results and errors are the same as for :func:`scan`.
     """
     members = members_of(group)
     y = members.fast.collective(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
@@ -325,9 +325,9 @@ def all_reduce_multiple(
         xs: Arrays of any shapes and dtypes; the same list, in the same order, on every rank.
         scale, op, group, async_op: As for :func:`all_reduce`.
         contiguous: True to copy arrays of one dtype into a buffer and reduce the buffer in one
-            call. This is fastest for many small arrays. A NumPy array is copied only if it has at
-            most 32 KiB. In shared memory, the limit is 8 KiB, and with ``async_op`` nothing is
-            copied. CuPy arrays of any size are copied.
+            call. This is fastest for many small arrays. CuPy arrays of any size are copied. NumPy
+            arrays are copied only up to 32 KiB each. If all ranks share memory, the limit is 8 KiB,
+            or 0 with ``async_op``.
 
     Returns:
         The list of ``xs``. With ``async_op``, a ``Work`` for this result.
@@ -350,7 +350,7 @@ setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native c
 
 
 def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
-    """Undo packing. Each list of ``packs`` is a buffer, followed by the arrays it contains."""
+    """Copy results to the arrays. Each list of ``packs`` is a buffer, then its arrays."""
     for flat, *arrays in packs:
         parts = split_rows(flat, [array.size for array in arrays])
         for array, part in zip(arrays, parts, strict=True):
@@ -396,10 +396,10 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
 
 
 def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
-    """Yield ``COLLECTIVE`` for each call of other ranks if this rank rejects its arguments."""
+    """Yield ``COLLECTIVE`` for each collective that other ranks start if this rank raises."""
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]
-    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks make a call for each one
+    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks make one call for each
     yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + invalid))
 
 
@@ -438,7 +438,7 @@ def _reduce_together(
         y = collective(members, ALL_REDUCE, arrays[0], **options)
         return y if async_op else Done()
     unpack: Callable[[Any], Any]
-    if limit < 0:  # GPU arrays: one call for each, not packed
+    if limit < 0:  # for GPU arrays: one collective each, without a buffer
         verb, dtype = "all_reduce_multiple", arrays[0].dtype
         reduce_op, factor = resolve_reduction(verb, dtype, op, scale, members.size)
         terms = [pack_terms(array, reduce_op) for array in arrays]
@@ -453,7 +453,7 @@ def _reduce_together(
         flat, digest = array_module(arrays[0]).concatenate([x.ravel() for x in arrays]), 0
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
-        root = 1 + (digest >> 34)  # ranks compare it: other shapes may have the same total size
+        root = 1 + (digest >> 34)  # ranks compare it, because equal sizes may hide other shapes
         y = collective(members, ALL_REDUCE, flat, root=root, **options)
         unpack = partial(_unpack, [(flat, *arrays)], [])
     together = Then(y if isinstance(y, Work) else Done(), unpack)

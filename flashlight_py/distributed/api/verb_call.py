@@ -161,7 +161,7 @@ def _run_list(group: Membership, verb: Verb, xs: Sequence[Any], args: dict[str, 
     """Check all arrays of the list ``xs``. Then start ``verb`` for each array."""
     outs = [None] * len(xs) if args["out"] is None else list(args["out"])
     if len(outs) != len(xs):
-        raise ValueError(f"{verb}: out must have {len(xs)} arrays, one for each x, got {len(outs)}")
+        raise ValueError(f"{verb}: out must have {len(xs)} arrays, as many as x, got {len(outs)}")
     if args["out"] is not None:
         overlap = OverlapCheck(verb.name, len(outs))
         for out in (np.empty(0) if out is None else out for out in outs):
@@ -214,15 +214,17 @@ def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> 
         back = back if fills else None
     elif back is None:
         call.array, call.out = pack_input(call.array, space), space.packed
-    else:  # the result needs a conversion, so it cannot fill ``out``
+    else:  # ``back`` converts the result, so the backend cannot write to ``out``
         space = space._replace(packed=None)
     return finish(group, call, group.run(call), space, back)
 
 
 class Output(NamedTuple):
-    """The object of the user for a result, its array, and a packed array for the backend.
+    """The place where a result is stored.
 
-    The two arrays are the same if no packing is needed. None: the backend creates an array.
+    ``argument`` is the user's array for the result, ``array`` a view of it, and ``packed`` is
+    ``array`` or a copy for the backend. If the user passed none, ``argument`` is an input of the
+    same library, and the other fields are None: the backend creates an array.
     """
 
     argument: Any
@@ -233,11 +235,10 @@ class Output(NamedTuple):
 NEW = Output(np.empty(0), None, None)
 
 
-# A large new array costs more than its data: the kernel clears every page. ``out`` avoids this.
 def prepare_output(
     name: str, out: Any, like: Any, shape: tuple[int | None, ...], argument: Any
 ) -> Output:
-    """Return the place for a result of ``shape``: ``out``, or a new array like ``argument``.
+    """Return the ``Output`` for a result of ``shape``: ``out``, or a new array like ``argument``.
 
     Raises ValueError if ``out`` does not have this shape and the dtype of ``like``. If ``shape[0]``
     is None, any first dimension is accepted.
@@ -298,7 +299,7 @@ _OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": 
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _make_entry: Any = None
-with contextlib.suppress(BackendUnavailableError):  # a warning follows at the first call
+with contextlib.suppress(BackendUnavailableError):  # the first call warns of this
     _make_entry = _native.load_extension("fast").verb
     # An entry is pickled by name, and behaves like the function as a method and in repr().
     _make_entry.__reduce__ = lambda entry: entry.__qualname__
@@ -309,10 +310,10 @@ with contextlib.suppress(BackendUnavailableError):  # a warning follows at the f
 
 
 def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
-    """Return a decorator that runs plain calls of a public function in native code, as ``verb``.
+    """Return a decorator that runs calls of a public function in native code, as ``verb``.
 
-    Other calls run the Python function. ``constants`` are arguments that native code always gets
-    with this value; a call that passes one of them runs in Python. See csrc/fast/entry.c.
+    If native code cannot handle a call, the Python function runs. ``constants`` are arguments that
+    native code always gets with this value. Calls that pass one of them run in Python.
     """
 
     def decorated(function: F) -> F:
@@ -345,10 +346,11 @@ COLLECTIVE = None  # stands for a collective in ``begun`` of ``reject_together``
 class reject_together:
     """A block in which a rank checks arguments. If it raises, the other ranks raise too.
 
-    ``begun`` lists the calls that other ranks make in the block and this rank then does not make:
-    ``COLLECTIVE``, or each ``P2POp``. ``arrays`` shows which backend they use: of CuPy or of NumPy
-    arrays. ``outcome`` describes the failure for other ranks. With ``first``, errors after the
-    first collective of the block are not reported. Ctrl-C in the block ends the group.
+    ``begun`` lists the calls that the other ranks make in the block, and that this rank omits if it
+    raises: ``COLLECTIVE``, or a ``P2POp`` for each message. If one of ``arrays`` is a CuPy array,
+    these are calls of the GPU backend. ``outcome`` describes the failure for other ranks. With
+    ``first``, errors after the first collective are not reported. Ctrl-C in the block ends the
+    group.
     """
 
     def __init__(
@@ -406,7 +408,7 @@ class reject_together:
 
 
 def group_of(arguments: dict[str, Any]) -> Membership | None:
-    """Return the argument ``group``, or ``self._group``, or the world."""
+    """Return ``group`` or ``self._group`` of ``arguments``, or the world if these are missing."""
     return members_of(arguments.get("group") or getattr(arguments.get("self"), "_group", None))
 
 

@@ -24,15 +24,16 @@ class Callers:
     """Threads that are inside a blocking call of a backend.
 
     A signal handler that interrupts such a call must not call the same backend: the new call would
-    wait for the interrupted call, and ranks could not agree on the order of the two calls. A
-    handler may end the group. It may also raise an exception at any point. A caller therefore adds
-    the result of ``check`` to ``threads`` inside a ``try`` block, and discards it in ``finally``.
+    wait for the interrupted call, and ranks could not agree on the order of the two calls. The
+    handler is only allowed to end the group. It may raise an exception at any point, so a caller
+    adds the result of ``check`` to ``threads`` inside a ``try`` block, and discards it in
+    ``finally``.
     """
 
     def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
         self._name, self._parts = name, parts  # ``parts``: backends that this backend uses
         self.threads: set[int] = set()
-        self.native_header: Sequence[int] | None = None  # header of the native ring buffer of calls
+        self.native_header: Sequence[int] | None = None  # journal's native header; None: not bound
 
     def contains_this_thread(self) -> bool:
         """Return whether the current thread is inside a call of this backend."""
@@ -85,6 +86,6 @@ def interrupt_callback(native: ModuleType) -> Any:
 
     @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_store_exception)  # type: ignore[untyped-decorator]
     def interrupted() -> int:
-        return 0  # Python has run the pending handlers. ``onerror`` stores an exception.
+        return 0  # entering Python has run the handlers; ``onerror`` stores their exception
 
     return native.lib.fl_interrupted

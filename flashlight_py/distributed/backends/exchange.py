@@ -15,18 +15,19 @@ from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
 
 # Header of a frame: length of the content, kind, number of buffers. Then follow the lengths of the
-# buffers, the buffers and the content, each padded. csrc/fast/objects.c uses the same format.
+# buffers, the buffers and the content, each padded to ``_ALIGNED`` bytes. csrc/fast/objects.c uses
+# the same format.
 _HEAD = struct.Struct("=qii")
 _ALIGNED = 16
 CONTENT, PROBLEM, LATER = range(3)
 
 
 class Frame(NamedTuple):
-    """A message: ``content`` and ``buffers``, which are sent with their lengths.
+    """A message: ``content`` and ``buffers``. The lengths of both are sent as well.
 
-    ``kind`` is ``CONTENT``; ``PROBLEM`` if the content is an error message; or ``LATER`` if the
-    content is the size in bytes of the frame that the next call sends. Only native code sends
-    buffers.
+    ``kind`` is ``CONTENT`` for data, and ``PROBLEM`` for an error message. ``LATER`` means that the
+    frame itself follows in the next call, and that ``content`` is its size in bytes. Only native
+    code sends buffers.
     """
 
     content: bytes | memoryview
@@ -58,7 +59,7 @@ def read_frames(data: Array, limit: int | None = None) -> list[Frame]:
 def exchange_bytes(
     backend: Backend, payload: bytes, part_of: str = "", seconds: float | None = None
 ) -> list[bytes]:
-    """Return the payloads of all ranks, in rank order. See ``Call`` for the other arguments."""
+    """Return the payloads of all ranks in rank order. ``Call`` explains the other arguments."""
     frame = Frame(payload).pack()
     data = backend.start(Call(ALL_GATHER, frame, part_of=part_of, seconds=seconds)).wait()
     return [bytes(frame.content) for frame in read_frames(data)]
@@ -72,5 +73,5 @@ class BackendStore(Store):
         self._backend, self._part_of = backend, part_of
 
     def exchange(self, payload: bytes) -> Roster:
-        """Return the payloads of all ranks; raises the errors of ``Work.wait``."""
+        """Return the payloads of all ranks. Raises the errors of ``Work.wait``."""
         return Roster.of(exchange_bytes(self._backend, payload, self._part_of))

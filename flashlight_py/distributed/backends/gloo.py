@@ -1,7 +1,7 @@
 """Communication of NumPy arrays between processes over TCP, with Gloo.
 
-The native code is in csrc/gloo. A blocking operation runs on the thread of the caller. Other
-operations run on threads of the group: collectives one after another, messages in parallel.
+The native code is in csrc/gloo. A blocking operation runs on the caller's thread. All other
+operations run on threads of the backend: collectives one after another, messages in parallel.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class GlooBackend(NativeBackend):
         timeout: Seconds that one operation may take.
         joining: Seconds that connecting may take.
         key: Secret of the job. Both ends of a connection prove that they know it.
-        host_timeout: Seconds until a silent host is lost (csrc/gloo/heartbeat.h); 0: no limit. The
-            largest value of all ranks applies.
-        lazily: If True, connect two ranks when they first exchange data. If False, connect the
-            pairs of ranks that small collectives use now.
+        host_timeout: Seconds of silence after which a host is lost (csrc/gloo/heartbeat.h); 0: no
+            limit. The largest value of all ranks applies; 0 counts as the largest.
+        lazily: If True, two ranks connect when they first exchange data. If False, the constructor
+            connects the pairs of ranks that small collectives use.
         is_watched: True if a larger group watches the hosts and aborts this group after a loss.
         at_once: If True, no call returns before all ranks have made the call, also in subgroups.
 
     Raises:
         BackendUnavailableError: If the native extension or the interface is missing, or this rank
-            cannot listen to the other hosts.
+            cannot listen for heartbeats of other hosts.
         PeerLostError: If the process of a rank has ended.
-        CollectiveTimeoutError: If a rank does not connect within ``joining``, or if another program
-            answers at its address.
+        CollectiveTimeoutError: If a rank does not connect within ``joining`` seconds, or another
+            program answers at the address of a rank.
     """
 
     kind = DistributedBackend.GLOO
@@ -115,16 +115,16 @@ class GlooBackend(NativeBackend):
         return self
 
     def subgroup(self, ranks: Sequence[int], count: int, is_flat: bool) -> Subgroup:
-        """Return a ``Subgroup``. ``count`` and the first rank make its number unique."""
+        """Return a ``Subgroup``, whose number consists of ``count`` and its first rank."""
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
 
     def part(self, store: Store, timeout: float) -> GlooBackend:
-        """Return a backend for ``store``. Use it only after all ranks have created theirs."""
+        """Return a backend for ``store``. Use it after all its ranks have called this method."""
         return _Part(self, store, timeout)
 
     def _create(self, address: str) -> Any:
-        interface = address.encode(), b""  # without a name: an interface may have several addresses
+        interface = address.encode(), b""  # no interface name: it may have several addresses
         group = self.lib.fl_gloo_create(self.rank, self.size, *interface, self._joining)
         if group == self.ffi.NULL:
             raise BackendUnavailableError(
@@ -134,7 +134,6 @@ class GlooBackend(NativeBackend):
         return self._owned(group)
 
     def _connect(self, store: Store, key: bytes, watched: tuple[int, float], lazily: bool) -> None:
-        """Exchange addresses with the other ranks, and connect to them."""
         buffer = self.ffi.new("char[]", _ADDRESS_BYTES)
         count = self.lib.fl_address(self.group, buffer, _ADDRESS_BYTES)
         assert count > 0
@@ -169,7 +168,7 @@ class GlooBackend(NativeBackend):
         self._of_machine = [rank for rank in ranks if machine and peers[rank].machine == machine]
 
     def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
-        """Start to watch the hosts. ``connecting``: addresses, bytes per address, and the key."""
+        """Start to watch ``hosts``. ``connecting``: all addresses, bytes per address, the key."""
         host_names = dict(zip(hosts, (peer.host for peer in self._peers), strict=True))
         numbers = {host: number for number, host in enumerate(host_names)}
         texts = [self.ffi.new("char[]", name.encode()) for name in host_names.values()]
@@ -183,12 +182,12 @@ class GlooBackend(NativeBackend):
         self._do("watch_hosts", self.group, self.ffi.new("fl_hosts *", fields), *connecting)
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``. Only a wait detects that a process on another machine has ended."""
+        """See ``Backend``. Only ``Work.wait`` detects a dead process on another machine."""
         dead = self._dead(doing)
-        return super().lost(doing) or dead  # prefer the reason that the library recorded
+        return super().lost(doing) or dead  # the library's error comes first: it has a reason
 
     def _dead(self, doing: str) -> PeerLostError | None:
-        """Return an error if a process on this machine has ended: Gloo does not detect this."""
+        """Return an error if a rank's process on this machine has ended. Gloo cannot detect it."""
         dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None
@@ -198,7 +197,7 @@ class GlooBackend(NativeBackend):
         )
 
     def propagate_host_loss(self, other: NativeBackend) -> None:
-        """From now on, if a host is lost, abort ``other`` too, even if this group is idle."""
+        """If this group loses a host, abort ``other`` too, even if this group runs no call."""
         if other is self:
             return
         give_up = other._address_of(other.ffi.addressof(other.lib, "fl_give_up"))

@@ -4,7 +4,7 @@ The ranks compare each call before it changes an array. The messages of the comp
 the data of small arrays. Large arrays are sent afterwards; see ``hierarchical_calls.py``. A
 reduction first combines the arrays of each host, and then combines the results of the hosts in a
 fixed order. The result therefore has the same bits on every rank, and in every run with the same
-placement. A receive from any rank waits in both backends until one of them has a message.
+placement. A receive from any rank waits for a message of this host and of other hosts.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ class HierarchicalBackend(Backend):
     Args:
         rank: Rank of this process.
         hosts: Ranks of each host. Every rank is in exactly one list.
-        inside: Backend for the ranks of this host, in the order of ``hosts``.
-        between: Backend for the ranks at the same position in each list; None if a list is shorter.
+        inside: Backend for the ranks of this host, in the order of their list in ``hosts``.
+        between: Backend for the ranks that have the same position in their lists as this rank; None
+            if some list is too short.
         flat: Backend for all ranks. It runs the verbs that the hierarchy would not make faster.
-        timeout: Seconds for each operation inside a host. The limit between hosts is longer.
+        timeout: Seconds for each operation inside a host. Operations between hosts get more time.
         checked: If True, ranks compare calls before data moves. If False, a mismatch between hosts
             breaks the group, immediately or after the timeout.
     """
@@ -121,9 +122,8 @@ class HierarchicalBackend(Backend):
 
     def _set_timeouts(self, seconds: float) -> None:
         self.timeout = self._agreement.timeout = seconds
-        # Longer than a timeout inside a host: data follows the comparison, and a local peer may
-        # itself wait for another host. The peer must time out first, because its error names the
-        # late rank.
+        # The limit between hosts covers the comparison, the data, and a local peer that waits for
+        # another host. The peer must time out first: its error names the late rank.
         self._far = self._calls.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
@@ -139,7 +139,6 @@ class HierarchicalBackend(Backend):
         return self._start(call, lambda: run(call))
 
     def _message(self, call: Call) -> Work:
-        """Start a message inside this host, or to another host; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
         if call.peer == ANY_RANK:
             return self._receive_open(call)
@@ -169,7 +168,7 @@ class HierarchicalBackend(Backend):
         return Done(receive.receive()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
-        """Compare row counts or a scatter's shape. ``_agreement`` has compared everything else."""
+        """Compare what ``_agreement`` has not: row counts, or the shape of a scatter's parts."""
         differs = call.is_ragged or call.verb is verbs.SCATTER
         return self._on_all_ranks(call) if differs or not self._checked else None
 
@@ -213,7 +212,7 @@ class HierarchicalBackend(Backend):
         return work
 
     def _start(self, call: Call, run: Callable[[], Any]) -> Work:
-        """Run a blocking call on this thread if no call is pending; otherwise queue ``call``."""
+        """Run ``call`` here if it blocks and no call is pending; else queue it for the thread."""
         thread, number = self._callers.check(call.name), self.count[0]
         ended = list(takewhile(FutureWork.is_completed, self._running))  # operations end in order
         if ended:
@@ -226,7 +225,7 @@ class HierarchicalBackend(Backend):
             if self._thread is None:
                 self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_on_thread, caller(), call, number, run))
-            work.is_settled = call.compared  # the comparing code handles an error
+            work.is_settled = call.compared  # the caller of a comparison handles its error
         finally:
             self._callers.threads.discard(thread)
         self._running.append(work)
@@ -303,7 +302,7 @@ class HierarchicalBackend(Backend):
             self.guarded("sync_distributed", part.synchronize)
 
     def end(self, error: DistributedError) -> None:
-        """End all backends because of ``error`` in one of them."""
+        """End all backends, because ``error`` occurred in one of them."""
         self.abort(error)
         self._close_backends()
 
@@ -316,7 +315,7 @@ class HierarchicalBackend(Backend):
             backend.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
-        """See ``Backend``. After a loss, abort backends that may not detect the loss."""
+        """See ``Backend``. After a loss, abort the backends that have not detected it."""
         losses = {part: part.lost(doing) for part in self._parts if part not in self._notified}
         cause = next(filter(None, losses.values()), None)
         if isinstance(cause, PeerLostError):
@@ -330,7 +329,7 @@ class HierarchicalBackend(Backend):
         return not is_idle or any(part.is_busy() for part in self._parts)
 
     def close(self) -> None:
-        """Close the backends, which ends pending operations; then stop the thread."""
+        """Close the backends, so that pending operations end. Then stop this backend's thread."""
         self._is_closed = True
         self._close_backends()
         thread, self._thread = self._thread, None
@@ -380,10 +379,10 @@ class FutureWork(Work):
 
 
 class PartWork(Work):
-    """The message ``call``, which one or two backends run. If one fails, all backends end.
+    """A send or receive ``call`` in one backend, or a receive from any rank in two backends.
 
-    ``works`` has pairs of an operation and the ranks of its backend, as numbered in this group. If
-    the operations receive from any rank, they share ``claim`` (see ``Call``).
+    ``works`` has an operation and the ranks of its backend, as numbered in this group, for each
+    backend. A receive from any rank has a ``claim`` (see ``Call``). If it fails, all backends end.
     """
 
     def __init__(
@@ -413,14 +412,14 @@ class PartWork(Work):
         return self._finish(max(0.0, end - time.monotonic()))
 
     def _await(self, seconds: float) -> bool:
-        """Return whether a backend got a message, or failed, within ``seconds``."""
+        """Wait until a backend has a message or has failed. Return False after ``seconds``."""
         end = time.monotonic() + seconds
         flat = self._works[-1][0]
         while not self._is_decided():
             if (left := end - time.monotonic()) <= 0:
                 return False
             with suppress(DistributedError):  # ``_finish`` raises the error
-                flat.wait(min(left, _LOOK_SECONDS))  # registers the waiting thread
+                flat.wait(min(left, _LOOK_SECONDS))  # notify the library that a thread waits
             if self._claim is not None and not self._is_decided():
                 native = _native.load_extension("gloo")
                 claim = native.ffi.cast("int32_t *", self._claim.ctypes.data)
@@ -438,7 +437,7 @@ class PartWork(Work):
             work.cancel()
 
     def _finish(self, timeout: float | None) -> Any:
-        """Cancel the operation without a message, if any; return the complete message."""
+        """Cancel operations that have no message; wait for the other one and return its result."""
         self._cancel()
 
         def wait() -> Any:

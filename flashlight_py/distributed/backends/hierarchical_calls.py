@@ -33,7 +33,7 @@ from flashlight_py.distributed.verbs import (
 )
 from flashlight_py.distributed.work import Done, Work
 
-# Maximum bytes from one host to another in a comparison. Gloo sends them in the same message.
+# Maximum bytes of array data from one host to another in a comparison: one message of Gloo.
 _MAX_BYTES = 63 << 10
 
 # Arrays up to this number of bytes are sent by one leader: sections would need more messages.
@@ -51,13 +51,13 @@ _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 class HostCalls:
     """The collectives of rank ``rank`` in ``hosts``.
 
-    If an array is small, ``load`` returns the data to send with the comparison of the call, and
-    ``take`` returns the result from the answers. This saves one or two further exchanges. A
-    mismatch is detected before any array changes. The other methods run large arrays, after all
-    ranks have made the same call.
+    Ranks send small arrays with the comparison of the call: ``load`` returns the data of this rank,
+    and ``take`` returns the result. This saves one or two exchanges, and a mismatch is detected
+    before any array changes. The other methods send large arrays, after all ranks have made the
+    same call.
 
     ``inside`` and ``between``: see ``HierarchicalBackend``. ``far`` is the timeout between hosts in
-    seconds. ``runs_ahead`` is called if a call returns while a local peer may still be in the call.
+    seconds. ``runs_ahead`` is called if this rank returns before another rank of its host.
     """
 
     far: float
@@ -112,7 +112,7 @@ class HostCalls:
         return call.verb in _MOVED and call.array.nbytes <= self._max_bytes
 
     def take(self, call: Call, message: RankMessage) -> Any:
-        """Return the result in ``message``, and write it to the array or ``out`` of the call."""
+        """Copy the result in ``message`` to ``call.array`` or ``call.out``, and return it."""
         array: Array = call.array
         if not call.verb.fills(self._rank, call.root):
             return array if call.verb.in_place else None
@@ -150,7 +150,7 @@ class HostCalls:
         return array
 
     def broadcast(self, call: Call) -> Array:
-        """Send the array to the leaders of the root's host, then to the other hosts."""
+        """Send the root's array to the leaders of its host, then to the other hosts."""
         array: Array = call.array
         home, inside = self._host_of[call.root], None
         if self._home == home:
@@ -159,7 +159,8 @@ class HostCalls:
         return array
 
     def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
-        """For each chunk: run ``inside``, then ``between`` on the leaders, then ``_share``."""
+        """For each chunk of ``array``, run ``inside``, then ``between`` on leaders, then
+        ``_share``."""
         flat, index = array.reshape(-1), self._inside.rank
         before: tuple[Sequence[Array], Work] = (), _DONE
         for chunk in cut_evenly(flat, max(1, array.nbytes // _CHUNK_BYTES)):
@@ -301,7 +302,7 @@ class HostCalls:
     ) -> Array:
         """Return the rows of ``gathered`` in rank order. In ``gathered`` they are sorted by host.
 
-        Raises ValueError if ``call.out`` has another number of rows.
+        Raises ValueError if ``call.out`` has a wrong number of rows.
         """
         if call.out is not None:
             check_out_rows(call.name, call.out, sum(rows), self._rank, self._size)

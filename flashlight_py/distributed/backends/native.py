@@ -69,7 +69,7 @@ _ARRAY = object()
 _LEAST_RUNNING = 8  # minimum number of tracked operations before ended operations are removed
 SLOWER = "small calls take some microseconds longer"
 _SEEN = 1024  # Maximum number of dtype names that are remembered
-# Numbers that mark the steps of composed calls in signatures, by name of the call; 0: no step.
+# By name of a composed call: the number that marks its steps in signatures; 0: no step.
 _STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 # Properties of each verb for csrc/fast/plain.h, by the code of the verb.
@@ -86,11 +86,11 @@ FLAGS = bytes(_flags)
 
 
 def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int) -> tuple[Any, str]:
-    """Return the signature of ``call`` with dtype and shape of ``like``, and a name or "".
+    """Return (signature, name) of ``call``, with dtype and shape of ``like``.
 
-    The name is not empty if the library does not know the dtype: the signature then stores a number
-    of the dtype after the dimensions. A barrier of the shutdown has a name too. The name is sent
-    before the call site.
+    ``name`` names a dtype that the library has no code for, or the barrier of the shutdown;
+    otherwise it is "". For such a dtype, the signature has a number of the dtype after the extents
+    of the shape. The call sends ``name`` before its call site.
     """
     name, size, dtype = "", (0, 0), call.compared * codes.COMPARED
     if like is None:
@@ -139,7 +139,7 @@ class NativeBackend(Backend):
     ``timeout`` (seconds) bounds one operation.
     """
 
-    journal: Journal | None = None  # journal of the group
+    journal: Journal | None = None  # None until ``bind``
     steps: tuple[str, ...] = ()  # names of C functions for calls in several steps
     finds_shape = True
     asks_for_sites = False  # whether the library asks for the call site of a blocking call
@@ -159,7 +159,7 @@ class NativeBackend(Backend):
         self._most_running = _LEAST_RUNNING
         self._callers = Callers(self.name)
         self._first: list[Any] = []  # garbage-collected shared arrays, which the next call frees
-        self._step: EntryPoints | None = None  # native functions for steps of composed calls
+        self._step: EntryPoints | None = None  # for ``step``; None until its first call
         self._kept: list[Any] = []  # buffers that the library may write until it frees the group
 
     def bind(self, journal: Journal) -> FastPath:
@@ -171,7 +171,8 @@ class NativeBackend(Backend):
         return self._bound(fast, journal)
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run ``verb`` as a step of another call; steps are not recorded. See ``Backend``."""
+        """Run ``verb`` as a step of another call; the journal does not record it. See
+        ``Backend``."""
         if (path := self._step) is None:
             fast = _native.optional("fast", SLOWER)
             path = self._step = EntryPoints() if fast is None else self._bound(fast, Ring())
@@ -202,7 +203,7 @@ class NativeBackend(Backend):
         return freed_by(self.ffi, group, self.lib.fl_free, self._kept)
 
     def _begin(self, native: ModuleType, group: Any, at_once: bool = False) -> None:
-        """Start to use ``group``. If ``at_once``, a call ends only after all ranks have made it."""
+        """Set the handle ``group``. If ``at_once``, a call returns only after all ranks made it."""
         self.group = group
         self._do("call_ranks", group, self.ffi.new("int[]", self.numbers))
         self._do("on_interrupt", group, interrupt_callback(native))
@@ -210,7 +211,7 @@ class NativeBackend(Backend):
             self._do("compare_at_once", group)
 
     def forget(self, work: Work) -> None:
-        """Stop tracking ``work``, which has ended; the caller receives its result."""
+        """Remove the reference to ``work``, which has ended."""
         self._running.pop(work, None)
 
     def _do(self, name: str, group: Any, *args: Any) -> None:
@@ -331,8 +332,8 @@ class NativeBackend(Backend):
                 site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
-                # In a rooted or prefix verb, this rank may return before another rank asks for the
-                # site.
+                # In a rooted or prefix verb, this rank may return before another rank asks for this
+                # call site.
                 runs_ahead = verb.rooted or verb.prefix
                 site = self.ffi.NULL if asks and not runs_ahead else self._call_site()
             addresses = source, target, call.peer
@@ -352,7 +353,7 @@ class NativeBackend(Backend):
         return work
 
     def _forget_collected(self, group: Any) -> None:
-        """Free collected arrays in the library; keep arrays while another thread is in a call."""
+        """Free garbage-collected shared arrays, but not while another thread is in a call."""
         dropped, self._first[:] = list(self._first), []
         self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
 
@@ -455,14 +456,14 @@ class NativeBackend(Backend):
         return Then(work, lambda _: check_out_rows(call.name, out, count, self.rank, self.size))
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
-        """Return ``data`` and ``keep`` of ``_launch``; ``table`` is a result of ``_table``."""
+        """Return the arguments ``data`` and ``keep`` for ``_launch``. ``table``: see ``_table``."""
         bytes_of_all = np.ascontiguousarray(table * row_bytes(array))
         table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))
         return {"data": sections, "keep": (bytes_of_all, sections)}
 
     def _receive_open(self, call: Call) -> Work:
-        """Start a receive from any rank, or of unknown length."""
+        """Start a receive from any rank, or a receive that is ``partial`` (see ``Call``)."""
         options: dict[str, Any] = {"partial": call.partial, "patience": call.patience}
         if call.claim is not None:
             options["claim"] = self.ffi.cast("int32_t *", call.claim.ctypes.data)

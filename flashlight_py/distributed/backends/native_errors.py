@@ -58,7 +58,7 @@ def failure(
 ) -> DistributedError:
     """Return the exception for an operation that ended with ``status``.
 
-    ``seconds`` is the timeout of the operation. ``number`` is the user's number of the call, or 0.
+    ``seconds`` is the operation's timeout. ``number`` is its number in the group; 0: unknown.
     """
     ffi, lib = backend.ffi, backend.lib
     where = f"[{verb}] {backend.name}"
@@ -101,15 +101,15 @@ def failure(
 def _ended_normally(
     backend: NativeBackend, handle: Any, missing: Sequence[int], number: int
 ) -> str:
-    """Return that the first ``missing`` rank left the group, and after how many calls."""
+    """Return as text that the first ``missing`` rank left the group, and after how many calls."""
     words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
-        return words  # no counts: this is a message, or the group failed earlier
+        return words  # unknown counts: a message, or the group failed earlier
     own_count, peer_count = (calls[rank].sequence for rank in (backend.rank, missing[0]))
     if peer_count >= own_count:
         return words
     number = number or backend.count[0] or own_count
-    made = min(number - 1, peer_count + number - own_count)  # the rank may lack only the last step
+    made = min(number - 1, peer_count + number - own_count)  # a call that only began does not count
     return f"{words} after {made} calls of it, {number - made} fewer than this rank"
 
 
@@ -181,7 +181,7 @@ def _deadlock(where: str, backend: NativeBackend, handle: Any, others: str, limi
 
 
 def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
-    """Return the call that this rank waits in, and the last call of each missing rank."""
+    """Return as text the call in which this rank waits, and the last call of each missing rank."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
         return ""  # the timeout's message already names the tag
@@ -204,7 +204,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
 
 
 def calls_in_other_groups(backend: NativeBackend, missing: Sequence[int]) -> str:
-    """Return which calls the ``missing`` ranks have made in other groups of this process."""
+    """Return as text the calls that the ``missing`` ranks have made in other groups."""
     calls = [(backend.numbers[rank], _call_in_other_group(backend, rank)) for rank in missing]
     called = [f"rank {number} called {call}" for number, call in calls if call]
     silent = [number for number, call in calls if not call]
@@ -227,7 +227,7 @@ def _call_in_other_group(backend: NativeBackend, rank: int) -> str:
 
 
 def signature_text(signature: Any, name: str = "") -> str:
-    """Return the call with ``signature`` as text; ``name`` is the name of a dtype or barrier."""
+    """Return a call as text, from its ``signature`` and the ``name`` of its dtype or barrier."""
     if signature.ndim == codes.REFUSED:
         return "a verb whose arguments were invalid"
     if signature.ndim == codes.WITHDRAWN:

@@ -45,10 +45,10 @@ _WITH_SHAPES = {
 
 
 def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
-    """Return ``pointer``. If it is garbage-collected, ``free`` is called and ``kept`` released.
+    """Return ``pointer``. Its garbage collection calls ``free(pointer)`` and releases ``kept``.
 
-    ``free`` and its caller are C functions: in Python code that runs during a collection, an
-    exception of a signal handler (Ctrl-C) would be lost.
+    Only C functions run in the collection. Python code could run a signal handler there, and an
+    exception of the handler (Ctrl-C) would be lost.
     """
     destructor: Any = functools.partial(free)
     destructor.kept = kept
@@ -69,9 +69,9 @@ def light_work(fast: Any) -> Any:
 class NativeWork(Work):
     """A native operation. It keeps the objects in ``kept`` alive.
 
-    ``wait`` returns ``result``. If ``result`` is a placeholder such as ``GATHERED``, ``wait`` first
-    creates the array. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is an
-    array for the result of a gather if all ranks pass equal row counts.
+    ``wait`` returns ``result``, or the received array if ``result`` is a placeholder such as
+    ``GATHERED``. ``like``, ``out`` and ``root`` are arguments of the call. ``made`` is None, or an
+    array for the result of a gather in which all ranks pass equal row counts.
     """
 
     id = 0  # entry in the backend's journal; 0: native code recorded no entry
@@ -203,6 +203,6 @@ class NativeWork(Work):
         return array
 
     def _fetched(self) -> tuple[Any, int]:
-        """Return address and length of the bytes; NULL if the library filled the result array."""
+        """Return address and length of the received bytes; NULL if they are in the result array."""
         count = self._backend.ffi.new("size_t *")
         return self._lib.fl_op_output(self._handle, count), count[0]

@@ -1,4 +1,4 @@
-"""The backend of a group of one process: every verb returns its input, times the scale."""
+"""The backend of a group of one process: every verb returns its input, multiplied by the scale."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SingleBackend(Backend):
         """Do nothing: a group of one rank has no resources."""
 
     def bind(self, journal: Journal) -> FastPath:
-        """Return native entry points for calls that need no other rank; see ``Backend``."""
+        """Return native functions for calls in a group of one rank; see ``Backend``."""
         if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
         journal.open_to_native(fast.clocks)

@@ -253,7 +253,7 @@ def encode_part(part: Array) -> Array:
 
 
 def decode_part(packed: Array) -> Array:
-    """Return the array that ``encode_part`` packed into ``packed``. The memory is shared."""
+    """Return the array that ``encode_part`` packed into ``packed``, as a view of ``packed``."""
     size = packed.size - 8
     begin = size - int.from_bytes(packed[size:].tobytes(), "little")
     shape, kind = json.loads(packed[begin:size].tobytes())
@@ -297,7 +297,7 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
 
     Raises:
         TypeError: If ``dtype`` does not support ``op`` (sum of bool, min of complex, average of
-            integers, bits of floats, dates except by min and max), or ``scale`` is not real.
+            integers, ``"and"`` of floats, dates except by min and max), or ``scale`` is not real.
         ValueError: If ``scale`` is not finite, would give fractions in an integer array, or is not
             1 for a bitwise or logical operation.
     """
@@ -330,7 +330,7 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
         return factor
     if kind == "b" and (op not in _EXTREMES or factor != 1.0):
         raise TypeError(
-            f"{verb}: for bool, op must be and, min, or, max or xor, and scale must be 1, got "
+            f"{verb}: for bool, op must be 'and', 'or', 'xor', 'min' or 'max' and scale 1, got "
             f"op={op.name.lower()!r}, scale={factor}. Cast the array to an integer dtype to count."
         )
     if kind == "c" and op in _EXTREMES:
@@ -359,7 +359,7 @@ def as_packed(array: Array) -> Array:
 
 
 class Terms(NamedTuple):
-    """A backend reduces ``array`` by ``op``. ``back`` converts the result to the user's dtype."""
+    """Array and operation for a backend. ``back`` converts the result to the user's dtype."""
 
     array: Array
     op: ReduceOp

@@ -42,7 +42,7 @@ def composed(name: str, root: int) -> str:
 
 
 class Matched(NamedTuple):
-    """Result of an open receive: rank of the sender, and number of rows of the message."""
+    """Result of a receive with ``Call.is_open``: rank of the sender, and rows of the message."""
 
     source: int
     rows: int
@@ -64,9 +64,9 @@ class Call:
             this rank raises ValueError after all ranks have called.
         blocking: True if the caller waits for the result. Its thread may then run the operation.
         seconds: Timeout in seconds; None: the timeout of the group.
-        part_of: Operation in ``COMPOSED`` of which this call is a step. The call matches only steps
-            of the same operation on other ranks. Otherwise a step of an object verb could match a
-            call of a user, which would then get wrong numbers.
+        part_of: Operation in ``COMPOSED`` of which this call is a step; "": none. The call matches
+            only steps of the same operation on other ranks. Otherwise a step of an object verb
+            could match a call of a user, which would then get wrong numbers.
         partial: True if a receive accepts fewer rows than ``array`` has. They fill its first rows.
         patience: Seconds after which a receive returns None if no message has arrived. Negative: no
             limit.
@@ -76,15 +76,15 @@ class Call:
             the call ends. For a ``compared`` message: one number that is unique for this pair of
             ranks.
         compared: True if the ranks only compare their calls, because another library moves the data
-            without comparing. ``array`` may be on a GPU. If shapes may differ, the result is the
-            first dimension on every rank. For a scatter, it is dtype and shape of a part on the
-            root. For other verbs it is None.
+            without comparing. ``array`` may be on a GPU. The result of the call is the first
+            dimension on every rank if shapes may differ, dtype and shape of a part for a scatter,
+            else None.
         holds: Dtype and shape that the user passed, if ``array`` has others: dates are reduced as
             integers, and parts of a scatter may contain their dtype as bytes.
         refusal: Error text if this rank rejects its arguments, else "". Then the call moves no
             data, and other ranks raise ``MismatchError`` instead of waiting.
         is_ahead: True if a comparison may end before the other ranks join. Only a backend that
-            ``ComparesAhead`` (nccl/comparing.py) sets it, and compares the call later.
+            ``ComparesAhead`` (nccl/comparing.py) sets it. This backend compares the call later.
     """
 
     verb: Verb

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
-# Lines of contextlib.py are skipped too: a name like __exit__ would not identify a verb.
+# Lines of contextlib.py are skipped, too: records would name __exit__ instead of a verb.
 # csrc/fast/binding.c skips the same files.
 _folders = [PACKAGE, contextlib.__file__]
 
@@ -68,14 +68,14 @@ def caller(depth: int = 1) -> Site:
 
 
 def site_of(site: Site) -> str:
-    """Return a line as "folder/file.py:line". Bytes that are no valid text are escaped."""
+    """Return ``site`` as "folder/file.py:line". Bytes that are not UTF-8 are escaped."""
     path, line = site
     name = "/".join(path.split("/")[-2:])
     return f"{name.encode(errors='backslashreplace').decode()}:{line}"
 
 
 def instruction_of_caller(depth: int) -> Instruction:
-    """Return the same line as ``caller``, without computing its number."""
+    """Return the line of user code that called this package as an ``Instruction``."""
     frame, ours = frame_of_caller(depth + 1)
     return frame.f_code, frame.f_lasti, ours.co_name
 
@@ -99,7 +99,7 @@ def text_at_site(text: str, limit: int) -> bytes:
 
 @contextlib.contextmanager
 def called_at(site: Site) -> Iterator[None]:
-    """Make ``caller`` return ``site`` on this thread, while it continues work of that line."""
+    """Make ``caller`` return ``site`` in a ``with`` block of this thread."""
     token = _pinned.set(site)
     try:
         yield

@@ -48,7 +48,7 @@ def check_rank(size: int, verb: str, name: str, rank: object) -> int:
 
 
 def check_seconds(verb: str, timeout: Any) -> float | None:
-    """Return ``timeout`` as a float or None. Raises ValueError if it is not positive."""
+    """Return ``timeout`` as a float, or None for None. Raises ValueError if it is not positive."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout > 0:
@@ -81,7 +81,7 @@ def check_rows(
 
 
 def row_counts(verb: str, rows: Iterable[object], size: int) -> list[int]:
-    """Return ``rows`` as ints. Raises ValueError if it lacks a number >= 0 for each rank."""
+    """Return ``rows`` as ints. Raises ValueError unless they are ``size`` numbers >= 0."""
     values = list(rows)
     integers = [as_integer(value) for value in values if not isinstance(value, bool)]
     counts = [count for count in integers if count is not None and count >= 0]
@@ -141,9 +141,9 @@ _MOST_WORK = 100_000
 
 
 class OverlapCheck:
-    """A check that arrays which ``verb`` fills share no memory with its other arrays.
+    """A check that an array which ``verb`` fills shares no memory with its other arrays.
 
-    Errors call the first ``outs`` arrays ``out[i]``, and the others ``x[i]``.
+    Errors name the first ``outs`` arrays ``out[i]``, and the others ``x[i]``.
     """
 
     def __init__(self, verb: str, outs: int = 0) -> None:
@@ -154,10 +154,9 @@ class OverlapCheck:
         self._count = 0
 
     def add(self, array: Array, writes: bool = True, beside: int = -1) -> None:
-        """Add an array. Raises ValueError if it shares memory with an earlier array.
+        """Add an array. Raises ValueError if it overlaps an earlier array, and either is filled.
 
-        ``writes``: the verb fills this array. It may share memory with the array of index
-        ``beside``.
+        If ``writes``, the verb fills ``array``. It may overlap the earlier array number ``beside``.
         """
         index, self._count = self._count, self._count + 1
         start, end = _bounds(array)

@@ -54,7 +54,7 @@ _journals: list[weakref.ref[Journal]] = []  # a list can be read while another t
 # Calls of a closed group may explain a failure, so the newest groups are not freed.
 _latest: deque[Journal] = deque(maxlen=16)
 _made: Counter[tuple[int, ...]] = Counter()
-_forks = 0  # in this process and its ancestors
+_forks = 0  # number of forks from the first process to this one
 _listeners = 0  # number of active profiles and step recordings, of all threads
 _leaving = threading.RLock()
 
@@ -83,7 +83,7 @@ class Record:
     size: int | None = None  # bytes, if not known when the call started
     waits: tuple[tuple[int, int], ...] = ()
     work: weakref.ref[Work] | None = None
-    flight: Any = None  # for a GPU collective: it knows the time of the end
+    flight: Any = None  # for a GPU collective: an object with its end time
 
     def __init__(self, values: tuple[Any, ...], started: int, line: Instruction | None) -> None:
         self.values, self.started, self.line = values, started, line
@@ -142,8 +142,8 @@ class Ring:
     """A ring buffer of calls. Native code and Python share it, so all calls are in order.
 
     For each entry in ``memory``, ``notes`` has the line of user code, or the record of a Python
-    call. ``header[CALLERS]`` has the ids of threads that run a native call, or 0. The end of an
-    asynchronous operation is written by the thread that ends it.
+    call. ``header[CALLERS]`` has the ids of threads that run a native call, or 0. The thread that
+    completes an asynchronous operation writes its end time.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class Journal(Ring):
     def recording(
         self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
     ) -> Iterator[Record]:
-        """Record the body of a ``with`` block as one call. ``like``: dtype and shape."""
+        """Record a ``with`` block as one call. ``like``: dtype and shape of its array, or None."""
         number = self._count()
         record = self._begin((self.name, number, verb, *like, None, root), 4)
         try:
@@ -244,7 +244,7 @@ class Journal(Ring):
         _note(error, self.name)
 
     def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
-        """Allow native code to record calls. ``clocks()`` returns its time and that of Python."""
+        """Allow native code to record calls. ``clocks()`` returns native ticks and monotonic_ns."""
         self._clocks, self._zero = clocks, clocks()
 
     def records(self, most: int = codes.RECORDED_CALLS) -> list[Record]:
@@ -267,7 +267,7 @@ class Journal(Ring):
         return number
 
     def _failed(self, record: Record, number: int, error: BaseException) -> None:
-        """Record that a call failed by ``error``. If it has not begun, do not count it."""
+        """Record that a call failed. If ``error.has_begun`` is False, do not count the call."""
         if number and not getattr(error, "has_begun", True):
             self.header[_NUMBER] -= 1
         _fail(record, error)
@@ -372,7 +372,7 @@ def _note(error: BaseException, group: str) -> None:
 
 
 def leave_to_python(more: int) -> None:
-    """Add ``more`` to the number of profiles. If the number is not 0, Python handles all calls."""
+    """Add ``more`` to the number of active profiles. If it is not 0, Python handles all calls."""
     global _listeners  # noqa: PLW0603 (new rings read it)
     with _leaving:
         _listeners += more

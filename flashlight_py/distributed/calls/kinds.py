@@ -81,7 +81,7 @@ def copy_to_fill(array: Array) -> Array:
 def _by_protocol(value: Any) -> Array | None:
     if is_instance(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
         value = value.get_obj()  # the ctypes array inside the lock of multiprocessing.Array
-    with contextlib.suppress(TypeError):  # collections.abc.Buffer, a test, exists only since 3.12
+    with contextlib.suppress(TypeError):  # since 3.12, isinstance(value, collections.abc.Buffer)
         return np.asarray(memoryview(value))
     if hasattr(value, "__dlpack__"):
         return _by_dlpack(value)
@@ -137,7 +137,7 @@ def _of_jax(array: Any) -> Array:
 
 
 def _to_jax(array: Array, like: Any) -> Any:
-    """Return a JAX array on the devices of ``like``, with its dtype even if JAX disables it."""
+    """Return a JAX array on the devices of ``like``, even of a dtype that JAX disables."""
     jax = sys.modules["jax"]
     if is_cupy(array):
         return jax.dlpack.from_dlpack(array)

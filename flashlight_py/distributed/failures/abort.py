@@ -188,7 +188,7 @@ class abort_on_exception:
 
 
 def _report_text(error: BaseException) -> str:
-    """Return the exception as one line, then the last part of its traceback: ``_BYTES`` in all."""
+    """Return the exception as one line, then the end of its traceback: at most ``_BYTES`` bytes."""
     last = traceback.format_exception_only(type(error), error)[-1].strip()
     summary = _bytes(last.splitlines()[0] if last else type(error).__name__)[:_SUMMARY_BYTES]
     lines = _bytes(folded(error).rstrip())
@@ -198,4 +198,4 @@ def _report_text(error: BaseException) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")  # file names may not be text
+    return text.encode(errors="backslashreplace")  # a file name may be invalid UTF-8

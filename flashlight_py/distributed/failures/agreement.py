@@ -63,7 +63,7 @@ NO_LOAD = Load()
 
 
 class RankMessage(NamedTuple):
-    """A message for one or more ranks: digest of their call, numbers of rows, and ``data``."""
+    """Call of one or more ranks: its digest, their numbers of rows, and their ``data``."""
 
     digest: bytes
     lengths: Sequence[int]
@@ -97,8 +97,8 @@ def _up(size: int) -> int:
 class Agreement:
     """Compares the calls of all ranks of a group.
 
-    ``inside`` connects the ranks of a host, ``between`` one rank of each host, and ``flat`` all
-    ranks. ``timeout`` is the limit inside a host, in seconds.
+    ``inside`` connects the ranks of a host, and ``flat`` connects all ranks. ``between`` connects
+    one rank of each host; None on other ranks. ``timeout`` is the limit inside a host, in seconds.
     """
 
     timeout: float
@@ -134,7 +134,7 @@ class Agreement:
     def exchange(self, key: str, load: Load, seconds: float | None) -> RankMessage:
         """Return the combined loads of all ranks, with a zero digest if ranks differ in ``key``."""
         limit = self.timeout if seconds is None else seconds
-        # After ``runs_ahead``, a rank of this host may first wait for three timeouts between hosts.
+        # After ``runs_ahead``, a rank of this host may join after up to three waits in a chain.
         ahead = seconds is None and self._is_ahead
         seconds, self._is_ahead = between_hosts(limit, 4) if ahead else limit, False
         # Rank 0 of the host first waits for the other hosts, so its answer may take longer.
@@ -147,7 +147,7 @@ class Agreement:
             sent = _combine(unpack_messages(local), load.inside)
             gathered = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
             answer = _combine(unpack_messages(gathered), load.between).packed()
-            # The other ranks of this host wait for this answer, so they cannot be late.
+            # All ranks of this host have called and wait for this answer: use the plain timeout.
             answered = limit
         return unpack_messages(self._inside.step(ALL_GATHER, answer, answered))[0]
 

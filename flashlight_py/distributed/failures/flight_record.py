@@ -51,7 +51,8 @@ _log = logging.getLogger("flashlight_py")
 class Flight:
     """Where this process writes its record: folder, rank, size and job.
 
-    ``chosen``: the user chose the folder. Only then may it be a link or belong to another user.
+    ``chosen``: True if the user chose the folder. Only then may the folder be a link or belong to
+    another user.
     """
 
     folder: Path
@@ -202,7 +203,7 @@ def stacks() -> list[str]:
 
 
 def stands_at() -> str:
-    """Return the line of user code in the main thread, as "folder/file.py:12 in f"."""
+    """Return the line of user code that the main thread runs, as "folder/file.py:12 in f"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -231,7 +232,7 @@ class OtherRecords:
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
         self._changed = 0, 0  # modification times of the folder at the last two checks
-        self._seen = set[tuple[str, int, int]]()  # inode and time of each record so far
+        self._seen = set[tuple[str, int, int]]()  # path, inode and time of each record so far
         self._new_records()
 
     def have_written(self, after: float) -> bool:
@@ -252,8 +253,8 @@ class OtherRecords:
         """Return path, inode and time of other ranks' records, if new since the last call."""
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
-            # Two changes may have the same time, so skip the folder only if it was read with this
-            # time before.
+            # Two changes may have the same time. So read the folder once more after its time has
+            # changed.
             if self._changed == changed == changed[::-1]:
                 return set()
             records = set()
@@ -275,20 +276,20 @@ _QUIET_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 # Size of the pipe in bytes: more than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
-# Seconds to wait until another thread has written its record. Then this thread writes too: a signal
-# handler may have interrupted the other thread, and may wait for this one.
+# Maximum seconds to wait while another thread writes its record. That thread may wait for this
+# thread, because a signal handler has interrupted it. So this thread then writes, too.
 _LOCK_SECONDS = 1.0
 # If the pipe has no new data for this number of seconds, the stacks are complete.
 _WRITING_SECONDS = 0.05
 
 
 class Watchdog:
-    """A thread that writes the record of ``flight`` at SIGUSR1, and if another rank has written."""
+    """A thread that writes the record of ``flight`` at SIGUSR1, or after another rank wrote one."""
 
     def __init__(self, flight: Flight) -> None:
         self.flight = flight
         self._written, self._explained = -math.inf, -math.inf
-        # Re-entrant, because a signal handler may write while its thread writes.
+        # Re-entrant: a signal handler may write a record while its thread writes one.
         self._lock = system.RLock()
         self._others = OtherRecords(flight)
         with contextlib.ExitStack() as undo:
@@ -394,8 +395,8 @@ def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
 def _register_signal(number: signal.Signals, file: int) -> bool:
     """Let faulthandler write the stacks to ``file`` at the signal ``number``. Return success.
 
-    If the program already handles the signal, return False. A handler of MPICH, which detects ended
-    processes, is called afterwards.
+    If the program already handles the signal, return False. A handler that MPICH has installed is
+    no obstacle: it is called after faulthandler.
     """
     handler = _handler(number)
     by_mpi = "mpi4py" in sys.modules and system.getsignal(number) is signal.SIG_DFL

@@ -40,8 +40,8 @@ def different_calls(
 ) -> str:
     """Return the text of a MismatchError. ``calls`` are pairs of rank and call.
 
-    ``number`` is the number of the call of this rank. The calls were made ``ago`` calls earlier.
-    ``which`` replaces the description of the call by its number.
+    ``number`` is the number of this rank's current call. If ``ago`` is not 0, the ranks differed in
+    the call ``ago`` calls before it. ``which`` describes that call (default: by its number).
     """
     outcome, made = EARLIER_ADVICE if ago else NOTHING_CHANGED, number - ago - 1
     earlier = f"an earlier call of this group, {ago} before this one"

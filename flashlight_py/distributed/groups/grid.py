@@ -78,13 +78,13 @@ def extents_of(shape: int | Iterable[int | None], size: int) -> tuple[int, ...]:
     values: list[int | None] = list(shape) if isinstance(shape, Iterable) else [shape]
     extents = [as_integer(extent) for extent in values if extent is not None and extent != -1]
     if any(extent is None or extent < 1 for extent in extents):
-        raise ValueError(f"grid: extents must be positive integers, None or -1, got {shape!r}")
+        raise ValueError(f"grid: shape must have positive integers, None or -1, got {shape!r}")
     product = math.prod(filter(None, extents))
     unknown = len(values) - len(extents)
     if size % product or (not unknown and product != size):
         raise ValueError(
-            f"grid: product of extents must be {size}, the number of ranks, or a divisor of it, "
-            f"got {product} for shape {tuple(values)}. Pass None for extents to be computed."
+            f"grid: the product of shape must be {size}, the number of ranks, or a divisor of it, "
+            f"got {product} for shape {tuple(values)}. Pass None for a length to be computed."
         )
     computed = iter(_balanced(size // product, unknown))
     return tuple(next(computed) if extent in (None, -1) else int(extent) for extent in values)

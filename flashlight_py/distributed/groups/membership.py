@@ -254,7 +254,7 @@ class Membership:
     def synchronize(self) -> None:
         """Block until every operation that this rank started in the group has ended."""
         wait_for(self._unfinished)
-        if self.gpus is not None:  # before the CPU, which may run a part of the same operation
+        if self.gpus is not None:  # first, because the CPU backend may run parts of its operations
             self.gpus.synchronize()
         self.backend().synchronize()
 
@@ -263,7 +263,7 @@ class Membership:
         return any(backend.is_calling() for backend in (self.gpus, self._backend) if backend)
 
     def end(self, error: BaseException) -> None:
-        """End the group after ``error``, such as Ctrl-C in a call. The other ranks raise."""
+        """End the group after ``error``, such as Ctrl-C. The other ranks raise PeerLostError."""
         abort.report(error, self._backends)  # no effect in a group of one rank
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ class Membership:
 
 
 def close_dropped() -> None:
-    """Close the backends of collected groups, unless an operation is pending."""
+    """Close the backends of garbage-collected groups, unless an operation is pending."""
     for _ in range(len(dropped)):
         try:
             group = dropped[0]

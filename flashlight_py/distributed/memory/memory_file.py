@@ -131,12 +131,12 @@ def made_together(store: Store, make: Callable[[], Any]) -> Any:
 
 
 def _attempt(do: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
-    """Return the result of ``do()``, and two error texts: lack of memory, other errors."""
+    """Return ``do()`` and ("", ""), or None and (text, "") for lack of memory, else ("", text)."""
     try:
         return do(), ("", "")
     except OutOfMemoryError as error:
         return None, (error.lack, "")
-    except DistributedError:  # not an error of this file
+    except DistributedError:  # ``do`` has failed in another way
         raise
     except (OSError, MemoryError) as error:
         text = str(error) or repr(error)
@@ -154,7 +154,7 @@ def _raise_together(store: Store, error: tuple[str, str]) -> None:
     if shortages:
         text = f"rank {store.rank} of {store.size}: there is not enough memory. {shortages}"
         group_error = OutOfMemoryError(text)
-        group_error.lack = error[0]  # the caller may add rank numbers of a larger group
+        group_error.lack = error[0]  # so that the caller can raise again, with its own rank number
         raise group_error
     if failures:
         raise UnavailableEverywhereError(

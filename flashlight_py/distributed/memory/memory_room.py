@@ -51,9 +51,9 @@ class SharesMemory(Protocol):
 def available(ranks: int = 1) -> tuple[int, str]:
     """Return the number of bytes that this process may still allocate, and the limiting resource.
 
-    The memory of the machine is divided by ``ranks``, because so many processes allocate the same
-    amount. The limits of control groups are not divided. File caches count as free. Free swap
-    counts too, but not for control groups.
+    The memory of the machine is divided by ``ranks``, the number of processes that each allocate as
+    much. The limits of control groups are not divided. File caches count as free. Free swap counts
+    too, but not for control groups.
     """
     free: list[tuple[int, str]] = _if_known(_of_machine, ranks)
     for limit in _limits(ROOT):
@@ -62,7 +62,7 @@ def available(ranks: int = 1) -> tuple[int, str]:
 
 
 def require_memory(nbytes: int, purpose: str, ranks: int = 1) -> None:
-    """Raise MemoryError if fewer than ``nbytes`` are available for ``purpose``."""
+    """Raise MemoryError for ``purpose`` if less than ``nbytes`` is free for each of ``ranks``."""
     if nbytes * ranks < LITTLE:
         return
     if nbytes >= 16 * LITTLE:  # read the limits again (1 ms)
@@ -79,7 +79,7 @@ def require_memory(nbytes: int, purpose: str, ranks: int = 1) -> None:
 def ordinary_empty(shape: tuple[int, ...], dtype: np.dtype[Any], ranks: int = 1) -> Array:
     """Return ``numpy.empty``. Raise MemoryError if the host has too little for ``ranks`` arrays."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes * ranks >= LITTLE:  # avoids the text for small arrays
+    if nbytes * ranks >= LITTLE:  # no text is built for small arrays
         require_memory(nbytes, f"an array of {dtype} {shape}", ranks)
     return np.empty(shape, dtype)
 

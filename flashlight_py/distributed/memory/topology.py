@@ -1,9 +1,9 @@
 """Topology: hosts, GPUs and shared memory of the ranks, and addresses between hosts.
 
-Host names do not show which ranks share memory (containers), so a file tests it. The address of a
-host name may be the loopback, and hosts behind a NAT may have the same address. So each rank
-compares both ends of its connection with rank 0. If they show the same addresses, other hosts can
-use them. Otherwise the routing table of the host gives an address.
+Host names do not show which ranks share memory (containers), so ranks test it with a file. The
+address of a host name may be the loopback, and hosts behind a NAT may have the same address. So
+each rank has a connection with rank 0 and compares the addresses that both ends report. If they are
+equal, other hosts can use them. Otherwise the routing table of the host gives an address.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def gpu_identity(cupy: Any, index: int) -> str:
 # Shared memory ------------------------------------------------------------------------------------
 
 
-# The first exchange of every rendezvous.
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Exchange the host and process of each rank of ``store``. Collective, blocking.
 
@@ -93,7 +92,7 @@ def exchange_process_info(store: Store, checks: bool) -> None:
 
 
 def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
-    unique = dict[Any, Any]()  # shares equal values, which saves memory with many ranks
+    unique = dict[Any, Any]()  # equal values become one object, which saves memory
     rows = ([unique.setdefault(value, value) for value in json.loads(text)] for text in texts)
     processes, spaces, hosts, checks = zip(*rows, strict=True)
     without = [rank for rank, compares in enumerate(checks) if not compares]
@@ -103,8 +102,8 @@ def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
 class Sharing(NamedTuple):
     """Groups of ranks that share memory, in the order of their first ranks.
 
-    ``of[rank]`` is the index of the group of ``rank``. ``across[i]`` has rank i of each group, if
-    every group has a rank i. ``apart`` explains why a host has more than one group, else "".
+    ``of[rank]`` is the index of the group of ``rank``. ``across[i]`` lists the i-th rank of each
+    group, if every group has one. ``apart`` explains why a host has more than one group, else "".
     """
 
     groups: Sequence[Sequence[int]]
@@ -212,7 +211,6 @@ class Card(NamedTuple):
     ends: Mapping[str, Sequence[Any]] = {}
 
 
-# All ranks know all addresses, so all ranks raise if no connection is possible.
 def address_between_hosts(
     store: Store,
     hosts: Sequence[str],
@@ -360,7 +358,7 @@ def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
         other = next((card for card in same if asking and card.host != asking.host), None)
         if asking and other:
             raise ValueError(
-                f"{asking.interface!r} must have another address on each host, got {address} on "
+                f"{asking.interface!r} must have distinct addresses on each host, got {address} on "
                 f"{asking.name} and {other.name}"
             )
 

@@ -52,7 +52,7 @@ class Bucket:
         return Done(array)
 
     def all_gather(self, array: Array) -> Work:
-        """Return a Work whose result has ``array`` of all ranks along its first dimension."""
+        """Start to concatenate ``array`` of all ranks along the first dimension. Return a Work."""
         if self._pays_inline(array):
             return Done(self.group.all_gather(array))
         return self.group.all_gather(array, async_op=True)

@@ -1,4 +1,4 @@
-"""Compression of gradient matrices to products of two thin matrices, equal on all ranks."""
+"""Compression of each gradient matrix to a product of two thin matrices."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PowerSGDCompression(Compression):
     A gradient of two or more dimensions is used as a matrix M with ``shape[0]`` rows. A step
     computes ``P = orthonormal(sum of M Q)`` over the ranks, then ``Q' = sum of M.T P``, and returns
     ``P Q'.T``. The next step uses ``orthonormal(Q')`` as Q. Each rank adds its error ``M - P P.T
-    M`` to its next gradient. If the sum of the matrices has at most rank ``rank``, the first step
-    is exact. Gradients of one dimension and small matrices are sent exactly, in the same message as
-    all ``M Q``.
+    M`` to its next gradient. The first step is exact if the matrix rank of the sum of all M is at
+    most ``rank``. Gradients of one dimension and small matrices are sent exactly, in the same
+    message as all ``M Q``.
 
     The result has the same bits on all ranks, even if their processors or BLAS libraries differ.
-    The hook needs memory for one more gradient. If a matrix has NaN or infinities on one rank, it
-    becomes NaN on all ranks, and the state of its bucket is dropped.
+    The hook needs memory for one more copy of the gradients. If a matrix has NaN or infinities on
+    one rank, it becomes NaN on all ranks, and the state of its bucket is dropped.
 
     Args:
         rank: Columns of the thin matrices, at least 1. With more columns, the result is more exact
@@ -99,7 +99,7 @@ class PowerSGDCompression(Compression):
         return rows * columns >= self.min_compression * self.rank * (rows + columns)
 
     def _start_products(self, bucket: Bucket, selected: Sequence[int]) -> Work:
-        """Compress the parts with the numbers ``selected``, and send the other parts unchanged."""
+        """Compress the parts with indices in ``selected``, and send the other parts unchanged."""
         xp = array_module(bucket.flat)
         residual_views = views(self._residual(bucket), [part.shape for part in bucket.parts])
         residuals = [_matrix(residual_views[part]) for part in selected]

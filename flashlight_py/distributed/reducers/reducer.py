@@ -159,11 +159,12 @@ class _Pending(Reducer):
 class EagerReducer(_Pending):
     """Starts to reduce each array when it is added, and waits in ``finalize``.
 
-    A small NumPy array is reduced by ``add`` itself, which then blocks, because a thread would take
-    longer. While a larger array is in progress, ``add`` does not block. CuPy arrays never block.
+    ``add`` blocks only for a NumPy array of at most 1 MiB while no earlier array is in progress,
+    because a thread would take longer.
 
-    If a ``hook`` reduces the arrays, each array must be flat, and ``parts`` has its views, in the
-    order of ``add``. Raises TypeError if ``hook`` is not callable, or rejects the dtype.
+    If a ``hook`` reduces the arrays, each array must be flat. ``parts`` then has one entry for each
+    ``add``, in order: the list of views into the added array. Raises TypeError if ``hook`` is not
+    callable, or rejects the dtype.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class LaunchEnvironment:
     variables: tuple[str, ...] = ()  # names of the variables that were read
     master_address: str | None = None  # host of rank 0; None: unknown
     master_port: int | None = None
-    file: str | None = None  # path for a rendezvous by files
+    file: str | None = None  # path for a rendezvous by files; None: not set
     addresses: tuple[str, ...] = ()  # addresses of rank 0's host, if the launcher lists them
 
     @property
@@ -108,7 +108,7 @@ _OUTER = (
 
 
 def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | None:
-    """Return the launch described by ``environ`` (default: ``os.environ``), or None.
+    """Return the launch that ``environ`` describes; None if it has no variables of a launcher.
 
     The innermost launcher is used. From inside to outside: torchrun or flrun; mpirun, Flux or
     jsrun; a Slurm step; Kubernetes with one rank per pod. A shell inside ``salloc`` or a batch
@@ -131,7 +131,7 @@ def _check_inner(
 ) -> None:
     """Raise ValueError if RANK and WORLD_SIZE contradict the variables of mpirun or srun.
 
-    They may remain from an earlier launch. A launcher inside mpirun or srun sets one of ``marks``.
+    Values of an earlier launch may remain. A launcher inside mpirun or srun sets one of ``marks``.
     """
     marks = {"TORCHELASTIC_RUN_ID", "FLASHLIGHT_FILE", "FLASHLIGHT_RESTART_COUNT"}
     is_marked = not marks.isdisjoint(environ)
@@ -175,7 +175,7 @@ def _pod(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 def _with_hints(
     environ: Mapping[str, str], launch: LaunchEnvironment, outer: LaunchEnvironment | None
 ) -> LaunchEnvironment:
-    """Add address, port or file of the rendezvous, from variables or from ``outer``."""
+    """Add address, port and file of the rendezvous to ``launch``, from variables or ``outer``."""
     file = environ.get("FLASHLIGHT_FILE")
     address, port = environ.get("MASTER_ADDR"), _integer(environ, "MASTER_PORT")
     if address == "":
@@ -185,7 +185,7 @@ def _with_hints(
         raise ValueError(f"{present} is set and {missing} is not. Set both, or unset both")
     listed = tuple(environ.get(ADDRESSES, "").split(","))
     port_of_rank_0, _, other_port = environ.get(PORT, "").partition(":")
-    # An outer launcher may have set the list. It is valid only for its own address and port.
+    # An outer launcher may have set the list: it must contain MASTER_ADDR and fit MASTER_PORT.
     addresses = listed if address in listed and other_port in ("", str(port)) else ()
     if addresses and port_of_rank_0:
         port = _integer({PORT: port_of_rank_0}, PORT)
@@ -289,7 +289,7 @@ class _Scheduler(NamedTuple):
     ranks_per_node: str = ""
 
     def advice(self, environ: Mapping[str, str]) -> str:
-        """Return the scheduler's variables, and how a shell starts one or several ranks on a node.
+        """Return as text the scheduler's variables, and commands that start the ranks of a node.
 
         Return "" if the scheduler started one process. An unknown number of nodes counts as
         several.
@@ -395,6 +395,5 @@ def _rank_by_launcher(environ: Mapping[str, str]) -> str:
 
 
 def _scheduler_advice(environ: Mapping[str, str]) -> str:
-    """Return the advice for a scheduler of several nodes, or ""."""
     schedulers = () if is_alone(environ) else _SCHEDULERS
     return next(filter(None, (scheduler.advice(environ) for scheduler in schedulers)), "")

@@ -6,12 +6,12 @@ file, so a process that knows the secret is a rank. The other ranks connect to t
 rank gets no answer, it may be on another host. It then creates a file that asks rank 0 to listen on
 its other addresses and to announce them.
 
-Files of a dead run do no harm: rank 0 of that run is known to be dead, or its address rejects
-connections, or another program listens there without the secret. Rank 0 removes such files at its
-end. A rank that finds no rank 0 keeps looking, so a rank 0 that died during the rendezvous may be
-restarted. Rank 0 connects to every other announced rank 0. A live one answers that two processes
-claim rank 0, or that its run has started. A rank has one connection, so only one of two runs at the
-same path can become complete. File times are not used, because clocks may differ.
+Ranks ignore files of a dead run: the process of its rank 0 has ended, or its address rejects
+connections, or another program without the secret listens there. Rank 0 removes such files when it
+ends. A rank that finds no rank 0 keeps looking, so a rank 0 that died during the rendezvous may be
+restarted. Rank 0 also connects to the rank 0 of every other run. If that process is alive, it
+answers that two processes claim rank 0, or that its run has started. A rank has one connection, so
+only one of two runs at a path can become complete. File times are not used: clocks may differ.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ LOOPBACK = "127.0.0.1"
 VERSION = 3  # version of the announcement format
 
 _NONCE = "[0-9a-f]{16}"
-# By kind of file: pattern of the end of the file name, which follows the run.
+# By kind of file: pattern of the part of the file name after the run.
 _FORMS = {"run": r"-\d+", "ask": rf"-{_NONCE}", "tmp": r"-\d+"}
 
 
 class Name(NamedTuple):
-    """The parts of a file name: kind, run, and number or owner."""
+    """Parts of a file name: kind, run, and a number (kind "ask": the asking rank's nonce)."""
 
     kind: str
     run: str
@@ -61,7 +61,7 @@ class Name(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """An announcement of rank 0: process, addresses, and the secret of the run."""
+    """Announcement by rank 0: its process, its addresses, and the secret of its run."""
 
     peer: Peer
     addresses: list[tuple[str, int]]
@@ -79,7 +79,7 @@ class Announcement(NamedTuple):
             raise ValueError("must be a complete announcement") from error
         version = record.get("version") if isinstance(record, dict) else None
         if version != VERSION:
-            raise ValueError(f"must have protocol version {VERSION}, got {version!r}")
+            raise ValueError(f"must have announcement version {VERSION}, got {version!r}")
         try:
             addresses = [
                 (str(ipaddress.ip_address(host)), port) for host, port in record["addresses"]
@@ -214,12 +214,12 @@ class FileStore(TreeStore):
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
         self.next_poll = 0.0
-        # Names of runs: with older files than this run; with a live rank 0; with a contacted rank
-        # 0.
+        # Names of other runs. ``_earlier``: they have older files than this run. ``_alive``: their
+        # rank 0 is alive. ``_contacted``: this rank 0 has contacted their rank 0.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
         self._contacted: set[str] = set()
-        # By run: number of failed connections. Files of this rank that ask rank 0 for addresses.
+        # ``_failures``: number of failed connections, by run. ``_ask_files``: see ``failed``.
         self._failures: Counter[str] = Counter()
         self._ask_files: set[Name] = set()
         super().__init__(rank, size, timeout, [LOOPBACK])
@@ -239,7 +239,7 @@ class FileStore(TreeStore):
         return list(self._listeners)
 
     def poll(self) -> system.Socket | None:
-        """Repeat a lost announcement, contact other ranks 0, and listen everywhere on request."""
+        """Restore a lost announcement and contact other runs. If a rank asks, listen everywhere."""
         names = self._directory.names()
         if self._announced is None:
             self._earlier = {name.run for name in names}
@@ -260,7 +260,7 @@ class FileStore(TreeStore):
         return self._listeners[-1]
 
     def _announce(self) -> None:
-        """Write the addresses to a new file, and remove the old file: files never change."""
+        """Write rank 0's addresses to a new file, since files never change; remove the old file."""
         previous = self._announced
         self._announced = Name("run", self.run, str(int(previous.rest) + 1 if previous else 0))
         first, *more = (int(listener.getsockname()[1]) for listener in self._listeners)
@@ -273,7 +273,7 @@ class FileStore(TreeStore):
             self._directory.remove(previous)
 
     def _contact_rival(self, offer: Offer) -> None:
-        """Contact the rank 0 of another run. If it rejects this rank 0, raise its reason."""
+        """Contact the rank 0 of another run. If it rejects this rank 0, raise RendezvousError."""
         patience = _PATIENCE if offer.run < self.run else _SHORT_PATIENCE
         try:
             reason = claim(offer, self.size, patience)

@@ -51,9 +51,9 @@ from flashlight_py.interfaces import family_of
 # Seconds between attempts to find rank 0: the first pause, its growth factor, the longest pause.
 # With the longest pause, a waiting rank sends a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
-_BUSY_SECONDS = 0.001  # seconds for each rank that rank 0 may be busy with before it answers
-# Seconds to wait for the parent that rank 0 assigned, plus one second per tree level. Seconds for
-# which a rank that lost its parent tries to reach a silent rank 0.
+_BUSY_SECONDS = 0.001  # additional seconds of a wait for rank 0, for each rank of the job
+# Seconds to wait for the assigned parent (plus one second per tree level), and for a silent rank 0
+# after the loss of a parent.
 _PARENT_SECONDS, _LOST_SECONDS = 5.0, 6.0
 SHORT_SECONDS = 2.0  # seconds to send a short message, or to read why a rank failed
 _SPARE_CANDIDATES = 64  # maximum of open connections without proof, minus the number of ranks
@@ -72,7 +72,7 @@ class MeetingPoint(Store):
     timeout: float  # Seconds for each exchange
     name: str  # name for messages
     kind: str  # "path" or "address", for messages
-    run_option: str  # option that must differ between runs
+    run_option: str  # name of the option that must differ between runs
     job_secret: Secret  # secret that clients of rank 0 must know
     is_common = False  # True: a process of this user with another secret makes the run fail
     can_move = False  # True: during the rendezvous, a new rank 0 may replace a dead one
@@ -98,7 +98,7 @@ class MeetingPoint(Store):
         """Return the sockets on which rank 0 listens, or raise OSError with the reason."""
 
     def poll(self) -> system.Socket | None:
-        """Do periodic work of rank 0 during the rendezvous; may return another listener.
+        """Do periodic work of rank 0 during the rendezvous. Return a new listener, or None.
 
         Raises RendezvousError if there is another rank 0, or the meeting point has become unusable.
         """
@@ -138,14 +138,14 @@ class Gate(abc.ABC):
         self._round = 0
         self._verdict = ""  # why this run has failed, or ""
         self._notified: set[int] = set()  # ranks that were sent the verdict
-        self._up: Connection | None = None  # connection to the parent
+        self._up: Connection | None = None  # connection to the parent, if there is one
         self._process = this_process()
         self._position = Position(point.rank, 0, 0, str(self._process))
-        self._lost_parent = ANY_RANK  # rank of the lost parent
+        self._lost_parent = ANY_RANK  # rank of a parent that was lost; ANY_RANK: none
         self._loss = ""  # why that parent is lost, or ""
         self._problem = ""  # why the assigned parent was not reached, or ""
         self._deadline = math.inf
-        self._host, self._is_speaker = "", False  # address for other hosts; whether it is a speaker
+        self._host, self._is_speaker = "", False  # listening address; is this rank a speaker
 
     @abc.abstractmethod
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
@@ -181,7 +181,7 @@ class Gate(abc.ABC):
         return bool(ready)
 
     def _open_or_close(self) -> float:
-        """Accept no connection while there are too many candidates; return the seconds to wait."""
+        """Stop accepting while there are too many candidates; return the seconds until a change."""
         is_full = len(self._candidates) >= _TREE_CANDIDATES and self._round == 0
         oldest = self._candidates[0] if is_full else None
         left = oldest.since + _CANDIDATE_SECONDS - system.monotonic() if oldest else 0.0
@@ -257,7 +257,7 @@ class Gate(abc.ABC):
             self._reject_secret(candidate, greeting)
 
     def _reject_secret(self, candidate: Connection, greeting: Greeting) -> None:
-        """Reject a process with another secret. If this user started it, the run may fail."""
+        """Reject a process with another secret. Raise if ``is_common`` and this user started it."""
         if not self._point.is_common:  # the process may belong to an earlier run
             self._reject(candidate, Kind.SECRET, "")
             return
@@ -282,7 +282,7 @@ class Gate(abc.ABC):
         candidate.shut()
 
     def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
-        """Reject ``culprit``, notify all ranks of ``reason``, and return the error to raise."""
+        """Reject ``culprit`` (``rank``) and notify all ranks; return the error to raise."""
         self._notified.add(rank)
         if not culprit.is_rejected:
             self._reject(culprit, Kind.FAILURE, reason)
@@ -325,7 +325,7 @@ class Gate(abc.ABC):
                                 self._problem = "the run has failed, and other ranks report why"
                                 self._deadline = now
                             self._deadline = min(self._deadline, speaks_from + _LOST_SECONDS)
-                # If rank 0 was only late, it logs missing ranks itself after its start.
+                # Report only rank 0: after a late start, it reports other missing ranks itself.
                 waiting.log_missing([0] if problem else [], problem)
                 system.sleep(max(0.0, min(pause, self._deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
@@ -337,9 +337,9 @@ class Gate(abc.ABC):
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
         """Greet rank 0 and connect to the assigned parent; return whether the parent answered.
 
-        If ``inside`` (a time) is set, connect to the speaker of this host until then. If
-        ``patience`` (seconds) is set, ``offer`` is the assigned parent. Raises NoServerError if no
-        process with the secret answers.
+        If ``inside`` is set, connect to the speaker of this host instead, until the time
+        ``inside``. If ``patience`` is set, ``offer`` is the assigned parent: connect to it, for at
+        most ``patience`` seconds. Raises NoServerError if no process with the secret answers.
         """
         point, is_asking = self._point, not (inside or patience)
         if inside:
@@ -347,7 +347,7 @@ class Gate(abc.ABC):
         busy = self._size * _BUSY_SECONDS if point.is_tree else 0.0
         until = system.monotonic() + (patience or point.patience) + busy
         until = min(self._deadline, inside or until)
-        if is_asking and offer.secret is point.job_secret:  # local ranks can already connect
+        if is_asking and offer.secret is point.job_secret:  # known secret: local ranks can connect
             self._become_speaker(offer.secret)
         connection = greet(offer, partial(self._make_greeting, is_asking=is_asking), until)
         point.secret = offer.secret.common
@@ -386,7 +386,7 @@ class Gate(abc.ABC):
             connection.wire.close()
 
     def _make_greeting(self, connection: Connection, is_asking: bool) -> Greeting:
-        """Return the greeting. For rank 0, add the address at which this rank listens."""
+        """Return this rank's greeting; to rank 0 (``is_asking``), with this rank's address."""
         listens_at = ""
         if self._point.is_tree:
             listens_at = self._listen_at(connection.local_address) if is_asking else LEAF

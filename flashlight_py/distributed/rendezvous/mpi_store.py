@@ -70,7 +70,7 @@ def check_world(declared: LaunchEnvironment | None, size: int) -> None:
     )
 
 
-# MPI distributes only the address. The tree then names missing ranks and reports aborts.
+# MPI sends only rank 0's address. The tree of connections detects missing ranks and aborts.
 class MpiStore(TreeStore):
     """A store over ``MPI.COMM_WORLD``, which gives rank and size. Initialises MPI.
 

@@ -14,8 +14,8 @@ from flashlight_py.interfaces import family_of, is_loopback
 
 FAN = 8  # children of a host: a larger value loads each host more, a smaller value adds levels
 
-# A rank that asks rank 0 again within ``_SOON`` seconds has not reached its parent. Its second
-# request may use one of ``_SPARE`` extra slots of rank 0. Its fourth request always gets a slot.
+# A rank that asks for a parent again within ``_SOON`` seconds has not reached its parent. Its
+# second request may use ``_SPARE`` extra slots of rank 0; its fourth always gets a slot (``_ANY``).
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
 # Header of an entry: rank, parent's rank, length of the identity, length of the payload.
@@ -23,7 +23,7 @@ _ENTRY = struct.Struct("!4I")
 
 
 def entry(rank: int, parent: int, who: bytes, payload: bytes) -> bytes:
-    """Return the entry of ``rank`` for ``parent``. Parents join entries without reading them."""
+    """Return the entry that ``rank`` sends to ``parent``. Parents concatenate unparsed entries."""
     return _ENTRY.pack(rank, parent, len(who), len(payload)) + who + payload
 
 
@@ -38,7 +38,7 @@ def _entries(body: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
 
 
 def identity(peer: Peer) -> bytes:
-    """Return bytes that identify the process ``peer``. Messages show only the first line."""
+    """Return lines that identify the process ``peer``. Errors show only the first line."""
     return f"{peer}\n{peer.machine}\n{peer.started}".encode(errors="replace")
 
 
@@ -54,7 +54,7 @@ class _Opening:
     room: int
 
     def accepts(self, address: str) -> bool:
-        """Return whether a rank that rank 0 sees at ``address`` can probably connect here."""
+        """Return whether a rank that rank 0 sees at ``address`` can probably reach this rank."""
         is_near = not is_loopback(self.host) or is_loopback(address)
         return self.room > 0 and is_near and family_of(self.host) == family_of(address)
 
@@ -130,9 +130,9 @@ class TreeRecord:
         return self._parents.get(rank) == parent
 
     def missing(self, size: int) -> list[int]:
-        """Return the ranks without a payload. A silent ancestor replaces the ranks below it.
+        """Return ranks without a payload, or instead of them their ancestor that does not answer.
 
-        All live ranks answer after ``ask``, so an ancestor without an answer is the cause.
+        All live ranks answer after ``ask``, so such an ancestor is the cause.
         """
         named, silent = set(), set(range(size)) - self.payloads.keys()
         silent_parents = set[int]()
@@ -152,7 +152,7 @@ class TreeRecord:
         self._parents[rank], self._identities[rank] = 0, identity(peer)
 
     def assign(self, rank: int, candidate: Connection, greeting: Greeting) -> Position:
-        """Return the position of ``candidate``, a rank that speaks for its host."""
+        """Return the position of ``candidate``, the speaker of its host."""
         opening, address = self._root, candidate.address[0]
         room = self._root.room
         if greeting.lost_parent != ANY_RANK:
@@ -162,7 +162,7 @@ class TreeRecord:
             self._returned[rank] = now, times
             room += (0, _SPARE, _SPARE, _ANY)[min(times, 4) - 1]
             if silent := self._openings.pop(greeting.lost_parent, None):
-                self._openings[silent.rank] = silent  # the last choice for other ranks
+                self._openings[silent.rank] = silent  # move it to the end: other ranks use it last
         if room <= 0:
             for other in self._openings.values():
                 is_usable = other.accepts(address) and other.rank != greeting.lost_parent

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from flashlight_py import system
 
-ANY_RANK = -1  # stands for no rank
+ANY_RANK = -1  # in place of a rank number: no rank
 # Seconds until rank 0 first reports missing ranks, and between further reports.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
 MOST_RANKS = 20  # Maximum number of ranks that a message names
@@ -35,14 +35,14 @@ class Store(abc.ABC):
     total: int = 0
     hosts: Sequence[str] = ()  # identity of each rank's host; empty if unknown
     spaces: Sequence[str] = ("",)  # kernel and PID namespace of each rank; "": unknown
-    named = True  # shared memory needs a file name if PID namespaces differ
+    named = True  # True: shared memory needs a file name, because PID namespaces differ
     # For each rank with a rendezvous connection to this rank: (address, port) of this end of the
     # connection, and (address, port) of the other end.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
     secret: bytes = b""  # secret that all ranks knew before the first exchange, if any
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit
     subgroup: Subgroup | None = None  # set if the ranks have connections already
-    memory_subgroup: Subgroup | None = None  # set if ranks share memory; rank -1 has no such memory
+    memory_subgroup: Subgroup | None = None  # set if ranks share memory; a rank -1 does not
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> Roster:
@@ -128,7 +128,7 @@ class Subgroup(NamedTuple):
     is_flat: bool  # whether all ranks use this backend only, because no ranks share memory
 
     def among(self, ranks: Sequence[int]) -> Subgroup:
-        """Return the subgroup of ``ranks`` of this subgroup. It has another ``number``."""
+        """Return a part of this subgroup, with another number. ``ranks`` index ``self.ranks``."""
         ranks = [self.ranks[rank] for rank in ranks]
         return Subgroup(self.parent, ranks, self.number + 1, self.is_flat)
 

@@ -1,9 +1,9 @@
 """Rendezvous at a TCP port of rank 0, given by MASTER_ADDR and MASTER_PORT.
 
-If MASTER_ADDR is an address, rank 0 listens only there; if it is a name, at all addresses of its
-host. The other ranks try the addresses until rank 0 answers. Both sides prove that they know the
-job's secret, which is never sent. A job on several hosts may have no secret: then any process that
-can reach the port can join.
+If MASTER_ADDR is an address, rank 0 listens only there; if it is a name, rank 0 listens at all
+addresses of its host. The other ranks try the addresses of MASTER_ADDR until rank 0 answers. Both
+sides prove that they know the job's secret, which is never sent. A job on several hosts may have no
+secret: then any process that can reach the port can join.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def create_listeners(host: str, port: int, backlog: int, one_host: bool) -> list
 
 
 def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[system.Socket]:
-    """Listen at all ``addresses`` that this host has."""
+    """Listen at each of ``addresses`` that belongs to this host. Raise OSError if none does."""
     listeners, problem = [], OSError(errno.EADDRNOTAVAIL, "")
     for address in addresses:
         try:
@@ -154,8 +154,8 @@ def is_local(host: str) -> bool:
 def _inherited_listener(port: int) -> system.Socket | None:
     """Return a copy of the socket that the launcher passed for ``port``, or None.
 
-    A later ``distributed_init`` uses the same socket. If a process inherited the variable but not
-    the socket, the number in the variable may belong to another file.
+    The original socket remains for a later ``distributed_init``. If a process inherited the
+    variable but not the socket, the descriptor may belong to another file.
     """
     text = system.environ.get(LISTENER, "")
     descriptor = int(text) if text.isdecimal() else -1

@@ -66,12 +66,13 @@ class TreeNode(Gate):
         self._record = TreeRecord(self._process)  # used by rank 0
         self._payload, self._roster = b"", b""
         self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
-        self._log: list[tuple[int, Kind, bytes]] = []  # entries of the first round, by child
-        self._complete: set[int] = set()  # children that sent their whole subtree
+        self._log: list[tuple[int, Kind, bytes]] = []  # of the first round: (child, kind, body)
+        self._complete: set[int] = set()  # children that sent all payloads of their subtree
         self._sends_partial = True  # True: send payloads up before the subtree is complete
         self._is_late = False  # whether the deadline has passed and the parent was notified
         self._is_leaving, self._departed = False, set[int]()
-        # On rank 0: both ends of the connections, by rank; and ranks that joined without a secret.
+        # On rank 0. ``_ends``: both ends of connections, by rank. ``_unproven``: ranks without a
+        # secret.
         self._ends: dict[int, tuple[Any, Any]] = {}
         self._unproven: set[int] = set()
         if self._is_root and point.size > 1:
@@ -112,7 +113,7 @@ class TreeNode(Gate):
         return entry(self._position.rank, self._position.parent, who, self._payload)
 
     def _send_up(self) -> None:
-        """Send pending messages up. Rank 0 instead checks whether all payloads have arrived."""
+        """Send pending messages to the parent. Rank 0 creates the roster if all payloads exist."""
         if self._is_root:
             if len(payloads := self._record.payloads) == self._size:
                 self._roster = Roster.of([payloads[rank] for rank in range(self._size)]).body
@@ -265,9 +266,9 @@ class TreeNode(Gate):
     # Deadlines -----------------------------------------------------------------------------------
 
     def _handle_deadline(self) -> None:
-        """Handle the deadline: notify the parent; rank 0 asks all ranks for their payloads.
+        """At the first deadline, notify the parent; rank 0 asks all ranks for their payloads.
 
-        At a second deadline (rank 0 of a small job: at the first), raise RendezvousError.
+        At the second deadline, raise RendezvousError. Rank 0 of a small job raises at the first.
         """
         point, now = self._point, system.monotonic()
         if not self._is_root:
@@ -286,7 +287,6 @@ class TreeNode(Gate):
         self._is_late = True
 
     def _ask(self, done: set[int]) -> None:
-        """Send LATE to all children that are not in ``done``."""
         for rank in self.members.keys() - done:
             self.members[rank].send(Kind.LATE, str(self._round).encode())
 
@@ -334,7 +334,7 @@ class TreeNode(Gate):
             raise self._disagreement(f"{reason}give every process {advice}", rank, candidate)
         elif bool(listens_at) != self._point.is_tree:
             reason = f"rank {rank} ({peer}) and rank {own_rank} have different FLASHLIGHT_TREE_FROM"
-            raise self._disagreement(f"{reason}; set the same on every rank", rank, candidate)
+            raise self._disagreement(f"{reason}; set the same value on every rank", rank, candidate)
         else:
             self._assign_position(candidate, rank, greeting)
 
@@ -381,8 +381,8 @@ class TreeNode(Gate):
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not leave")
-                # A rank deeper in the tree waits for less time, so its error names the absent
-                # ranks.
+                # A rank deeper in the tree waits for a shorter time. It ends first, and its error
+                # names the absent ranks.
                 settle = _QUERY_SECONDS / (self._position.depth or 0.5)
                 has_asked, self._deadline = True, system.monotonic() + settle
                 self._ask(self._departed)

@@ -34,20 +34,20 @@ _PROBES = 5
 _CHUNK_BYTES = 1 << 28  # maximum bytes of one read
 _SMALL_BYTES = 1 << 16  # a body up to this size is sent in one call with its header
 PROOF_BYTES = 32
-_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # maximum message: before a proof, after it
+_UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # maximum bytes of a message: before a proof, after
 _LOCAL_ENDS = ("127.0.0.1", 0)  # both ends of a local socket, which has no addresses
 LEAF = "leaf"  # in a greeting: no rank connects to its sender
 _LONGEST_CONNECT = 5.0  # Maximum seconds of one attempt to connect to all addresses
 _NEXT_SECONDS = 0.25  # Seconds until the next address is tried in parallel (RFC 8305)
-# Seconds left for other addresses after one address rejects: rank 0 may not listen yet.
+# If an address rejects: maximum seconds for the others, because rank 0 may not listen yet.
 _REFUSED_SECONDS = 1.0
 
 
 class Kind(enum.IntEnum):
-    """The purpose of a message."""
+    """The purpose of a message. Up: towards rank 0; down: away from it."""
 
     HELLO = 1  # client: its nonce
-    WELCOME = 2  # server: its proof; the proof of the client was right
+    WELCOME = 2  # server: accepts the client's proof and sends its own
     PAYLOAD = 3  # up: all payloads of the sender's subtree in this round
     ROSTER = 4  # down: the payloads of all ranks
     LATE = 5  # up: the sender's deadline has passed; down: send your payloads. Body: the round
@@ -77,7 +77,7 @@ class Greeting(NamedTuple):
     """A client's rank, its world size, and its process.
 
     ``listens_at`` is the address and port where the client listens, or ``LEAF``; "" without a tree.
-    ``lost_parent`` is the rank of a parent that the client has lost.
+    ``lost_parent`` is the rank of a parent that the client has lost; ANY_RANK: none.
     """
 
     rank: int
@@ -121,7 +121,7 @@ class Position(NamedTuple):
     port: int = 0
 
 
-# Pickled objects can run code on the receiver, so a rank that joins proves to know the secret. TLS
+# Pickled objects can run code on the receiver, so a rank must prove that it knows the secret. TLS
 # would need certificates and slow down connected ranks.
 class Handshake(NamedTuple):
     """One side's view of a handshake: the common key, and both nonces."""
@@ -176,7 +176,7 @@ class Connection:
     def trust(self, host_timeout: float) -> None:
         """Accept long messages; close if the other host is silent for ``host_timeout`` seconds.
 
-        0 means no limit. The kernels send and answer the probes, even if the processes are busy.
+        0 means no limit. The kernels of both hosts exchange probes, even if the processes are busy.
         """
         self._limit = _MEMBER_LIMIT
         if host_timeout and not self.is_local:
@@ -386,7 +386,7 @@ def _greet_at(
             origin = f"comes from {offer.secret.source}" if handshake.key else "is missing"
             raise SecretError(
                 "the secrets differ: the rank 0 that listens there does not know the secret of "
-                f"this process, which {origin}; {REMEDY}"
+                f"this process. This secret {origin}; {REMEDY}"
             )
     except BaseException:
         connection.wire.close()
@@ -424,7 +424,7 @@ def claim(offer: Offer, size: int, seconds: float) -> str:
     return answer.body.decode(errors="replace") if answer and has_failed else ""
 
 
-# A name of a host may resolve to 127.0.1.1 on that host and to IPv6 elsewhere, so all are tried.
+# A host name may mean 127.0.1.1 on its own host and IPv6 elsewhere, so all addresses are tried.
 class Attempts:
     """Connections to ``addresses``: pairs of a host (address or name) and a port.
 

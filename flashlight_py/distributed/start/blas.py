@@ -18,7 +18,7 @@ from flashlight_py import libraries, system
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _NAMES = ("get_num_threads", "set_num_threads", "get_num_procs", "get_config", "get_corename")
 _limited: list[tuple[Any, int]] = []
-reason = ""  # where the number comes from, for ``describe``
+reason = ""  # origin of the number of threads, for ``describe``
 
 
 def limit(threads: int) -> None:
@@ -38,8 +38,8 @@ def limit(threads: int) -> None:
 def use_one_thread() -> tuple[int, str]:
     """Limit OpenBLAS to one thread, even if the user has chosen more.
 
-    Returns the number of threads (0 if no OpenBLAS is loaded), and the instruction sets
-    ("Haswell").
+    Returns the number of threads (0 if no OpenBLAS is loaded), and the processor types that
+    OpenBLAS detected ("Haswell").
     """
     global reason  # noqa: PLW0603  (see above)
     reason = "1, so that results do not depend on the number"
@@ -49,7 +49,7 @@ def use_one_thread() -> tuple[int, str]:
 
 
 def restore(limited: list[tuple[Any, int]] = _limited) -> None:
-    """Restore the numbers that ``limit_each`` returned, and empty the list. Default: all limits."""
+    """Restore the threads that ``limit_each`` returned, and empty the list. Default: all limits."""
     while limited:  # in reverse order
         set_threads, threads = limited.pop()
         set_threads(threads)
@@ -81,7 +81,7 @@ def _loaded() -> Iterator[tuple[Any, Any, int, str]]:
 
     NumPy and SciPy may contain different copies of OpenBLAS.
     """
-    # threadpoolctl 3.8 cannot replace this: it lacks the default, and only one thread may use it.
+    # threadpoolctl 3.8 does not replace this: it lacks the default number, and is not thread-safe.
     names = [f"openblas_{name}" for name in _NAMES]
     for *functions, cores, config, core_type in libraries.functions_of("openblas", *names):
         config.restype = core_type.restype = ctypes.c_char_p

@@ -63,14 +63,14 @@ def distributed_init(
     in the program. ``describe`` reports the number.
 
     Args:
-        init_method: ``DistributedInit.MPI``: started by ``mpirun``; MPI provides rank and size.
-            ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with ``world_rank`` and
-            ``world_size``. ``ENV``: the environment variables of a launcher. None: like ``ENV`` or
-            ``MPI`` if there is a launcher, else a world of one process. FLASHLIGHT_ALONE=1 also
-            gives a world of one. Names of torch are accepted: ``"env://"`` (ENV), ``"file://PATH"``
-            (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (a port of rank 0's host; rank and size are passed
-            or in the environment), and ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that
-            BACKEND).
+        init_method: How the processes find each other. ``DistributedInit.MPI``: by MPI, after a
+            start with ``mpirun``. ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with
+            ``world_rank`` and ``world_size``. ``ENV``: by the environment variables of a launcher.
+            None: like ``ENV`` or ``MPI`` if there is a launcher, else a world of one process.
+            FLASHLIGHT_ALONE=1 also gives a world of one. Names of torch are accepted: ``"env://"``
+            (ENV), ``"file://PATH"`` (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (a port of rank 0's host;
+            rank and size are passed or in the environment), and ``"nccl"``, ``"gloo"`` or ``"mpi"``
+            (None, with that BACKEND).
         world_rank: Rank of this process, from 0. Required for FILE_SYSTEM. Optional with an address
             of rank 0 (``"tcp://HOST:PORT"`` or MASTER_ADDR in ``params``). MPI ignores it.
         world_size: Number of processes, for the same methods.
@@ -79,8 +79,8 @@ def distributed_init(
             default 300); HOST_TIMEOUT (seconds until an unreachable host is declared lost, default
             5); INTERFACE (default: the variable FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME, else
             the route to rank 0); BACKEND; MPI_CUDA_AWARE; TRACE_DIR (default: the variable
-            FLASHLIGHT_TRACE_DIR, else a temporary folder); MAX_DEVICE_PER_NODE, which also connects
-            the GPUs now instead of at the first collective of a CuPy array.
+            FLASHLIGHT_TRACE_DIR, else a temporary folder); MAX_DEVICE_PER_NODE (GPUs per host; also
+            connects the GPUs now instead of at the first collective of a CuPy array).
 
     Raises:
         ValueError: If the method or a key of ``params`` is unknown, rank or size is invalid, or
@@ -131,7 +131,7 @@ def create_world(create: StoreFactory, settings: Settings) -> World:
         if isinstance(error, errors.UnavailableEverywhereError):
             new.store.close()
         else:
-            reason = f"{type(error).__name__}: {error}"  # paths in it may be no valid text
+            reason = f"{type(error).__name__}: {error}"  # a path in it may be invalid UTF-8
             new.store.abort(reason.encode(errors="backslashreplace").decode())
         raise
     return new.world
@@ -169,9 +169,9 @@ def _watch(world: World, settings: Settings) -> None:
 def distributed_shutdown() -> None:
     """Leave the world. Collective. Afterwards this process is rank 0 of 1.
 
-    Blocks until every rank calls it, so that the last operations of all ranks can end. If the group
-    has failed before, it does not wait. Finish the messages of other threads before this call: if
-    another rank waits for a message that this rank has not started to send, it raises
+    Blocks until every rank calls it, so that the last operations of all ranks can end. If the world
+    has failed before, it does not wait. Finish the messages of other threads before this call. If
+    another rank waits for a message that this rank has not started to send, that rank raises
     PeerLostError. A process that ends without this call also releases all resources.
 
     If a signal handler interrupts a verb of the world and calls this function, it does not wait.
@@ -196,7 +196,7 @@ def distributed_shutdown() -> None:
 
 
 def leave() -> None:
-    """Close the world of this rank only. If other ranks wait for this rank, they raise."""
+    """Close the world of this rank only. Ranks that wait for this rank raise PeerLostError."""
     blas.restore()
     _close(current_world().group)
     abort.uninstall_hooks()
@@ -231,7 +231,7 @@ class NewWorld:
     store: Store
     settings: Settings
     undo: ExitStack = field(default_factory=ExitStack)  # callbacks that undo the steps if one fails
-    facts: Facts = field(init=False)  # facts about all ranks
+    facts: Facts = field(init=False)  # what ``exchange_facts`` received
     host_ranks: Sequence[int] = ()  # ranks of this host
     world: World = field(init=False)
 
@@ -309,7 +309,7 @@ def _check_threads() -> None:
         if (module := sys.modules.get(name)) and any(map(getattr(module, is_patched), _PATCHED)):
             raise errors.BackendUnavailableError(
                 "distributed_init: expected a process without monkey patching, got threads and "
-                f"sockets patched by {name.partition('.')[0]}, which a collective would block. Do "
+                f"sockets patched by {name.partition('.')[0]}, whose loop a collective blocks. Do "
                 "not patch the ranks, or start them in other processes by spawn or flrun."
             )
 
@@ -326,7 +326,7 @@ class Facts(NamedTuple):
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> Facts:
         ranks_by_host: dict[str, list[int]] = {}
-        interned = dict[Any, Any]()  # stores equal values once, for jobs of many ranks
+        interned = dict[Any, Any]()  # one object for equal values saves memory
         rows = list[tuple[Any, ...]]()
         hashes = list[int]()  # hashes need less memory than the texts
         for rank, text in enumerate(texts):

@@ -20,7 +20,7 @@ from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
-_MOST_SIZES = 16  # maximum number of hosts whose sizes ``describe`` lists
+_MOST_SIZES = 16  # ``describe`` lists the number of ranks of at most 16 hosts
 
 
 class Choice(NamedTuple):
@@ -93,12 +93,12 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
     host_ranks = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
-    if len(host_ranks) == 1:  # ShmBackend makes two exchanges on other hosts
+    if len(host_ranks) == 1:  # on other hosts, ShmBackend exchanges twice
         store.exchange(b"")
         store.exchange(b"")
     else:
         try:
-            # With several hosts, local ranks must compare before their call reaches another host.
+            # With several hosts, ranks of a host compare calls before another host gets one.
             at_once = settings.compares_at_once or len(hosts) > 1
             inside = ShmBackend(SubStore(store, host_ranks), settings.timeout, at_once)
         except BackendUnavailableError as error:
@@ -110,8 +110,8 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
         return Choice(_gloo(store, settings), why, failed)
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    # First connect all ranks, then one rank per host. Both backends compare calls before data
-    # moves: if calls differed later, other hosts would wait in half a call.
+    # ``flat`` connects all ranks, ``between`` one rank per host. In both, ranks compare their calls
+    # before data moves. Otherwise hosts would start a call that ranks of another host do not make.
     limits = replace(settings, timeout=between_hosts(settings.timeout))
     flat, between = _gloo(store, limits, lazily=True, at_once=True), None
     if (local := host_ranks.index(store.rank)) < len(sharing.across):

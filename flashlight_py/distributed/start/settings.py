@@ -25,9 +25,10 @@ _MASTER = (Keys.MASTER_ADDR, Keys.MASTER_PORT)
 class Settings:
     """Settings of a user. Times are in seconds.
 
-    ``checks``: ranks of several hosts compare their calls. ``compares_at_once``: a call ends only
-    after all ranks of the host have started it. ``host_timeout``: seconds until an unreachable host
-    is declared lost; 0: never. ``job_key``: a key that all ranks have.
+    ``checks``: True if ranks of several hosts compare their calls. ``compares_at_once``: True if a
+    call ends only after all ranks of the host have started it. ``host_timeout``: seconds until an
+    unreachable host is declared lost; 0: never. ``job_key``: secret of the job, the same on all
+    ranks.
     """
 
     file_path: str | None = None
@@ -42,7 +43,7 @@ class Settings:
     trace_dir: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    joining: float = 0.0  # minimum seconds to connect the ranks
+    joining: float = 0.0  # if above ``timeout``, the seconds to connect the ranks
     job_key: bytes = field(default=b"", repr=False)
     address: str = ""  # address of this host for other hosts
 
@@ -101,7 +102,7 @@ class Settings:
 
 
 def requested_interface(value: Any = None) -> str:
-    """Return the interface or address that the user chose by ``value`` or a variable, or ""."""
+    """Return the interface or address that ``value`` or an environment variable names, or ""."""
     candidates = (value, *map(system.environ.get, ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")))
     return next((str(candidate) for candidate in candidates if candidate), "")
 

@@ -34,7 +34,7 @@ def choose_store(
     if host is not None and method not in (None, DistributedInit.ENV):
         raise ValueError(
             "distributed_init: with MASTER_ADDR and MASTER_PORT, init_method must be "
-            f"DistributedInit.ENV or None, got {method.name}. Omit one of the two."
+            f"DistributedInit.ENV or None, got {method.name}. Omit init_method or them."
         )
     if host is not None and file is not None:
         raise ValueError(
@@ -67,7 +67,7 @@ def choose_store(
         if is_passed or file is not None:
             raise ValueError(
                 "distributed_init: world_rank, world_size and FILE_PATH need init_method="
-                "DistributedInit.FILE_SYSTEM, got None. Pass it, or omit them to use the "
+                "DistributedInit.FILE_SYSTEM, got None. Pass this method, or omit them to use the "
                 "environment."
             )
         if detected is None:
@@ -80,7 +80,7 @@ def choose_store(
 
 
 def _check_passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnvironment:
-    """Check ``rank`` and ``size``. If ``size`` is 1, errors show ``call`` as an example."""
+    """Check ``rank`` and ``size``. ``call`` is named if a launcher started more than one rank."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"distributed_init: {name} must be an integer, got {value!r}")

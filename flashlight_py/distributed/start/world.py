@@ -31,7 +31,7 @@ class World:
     why: str = "the world is this process alone"
     device_rule: DeviceRule = field(default_factory=DeviceRule)
     job: str = field(default_factory=new_job)  # name of the job, the same on all ranks
-    owner: str = ""  # library that created the world and must end it
+    owner: str = ""  # library that created the world and must end it, or ""
     threads: int = 0  # BLAS threads of this rank; 0: the host is not shared
 
 
@@ -66,7 +66,7 @@ def set_world(world: World | None) -> None:
     """Make ``world`` the current world. None stands for the world of this process alone."""
     global _world  # noqa: PLW0603 (global by design)
     _world = world
-    _ALONE.group.open_fast_path()  # a warning would now come too late
+    _ALONE.group.open_fast_path()  # no warning of a missing ``distributed_init`` from now on
     membership.use_as_world(current_world().group)
 
 
@@ -129,9 +129,9 @@ def describe() -> str:
 def use_local_device() -> str:
     """Make the GPU of this rank the current CuPy device of this thread, and return its name.
 
-    The device number is ``rank % MAX_DEVICE_PER_NODE`` if that key was passed, like in flashlight.
-    Otherwise it is the local rank modulo the number of visible GPUs. Collectives accept CuPy arrays
-    on this device only.
+    The device number is ``rank % MAX_DEVICE_PER_NODE`` if ``params`` of ``distributed_init`` has
+    this key, like in flashlight. Otherwise it is the local rank modulo the number of visible GPUs.
+    Collectives accept CuPy arrays on this device only.
 
     Returns:
         A name for ``Module.to`` and ``device.to_device``, such as ``"cuda:1"``.

@@ -47,16 +47,16 @@ from flashlight_py.errors import (
 
 # Seconds between checks for lost ranks while a rank waits for MPI.
 _CHECK_SECONDS = 0.05
-# Seconds to wait for a comparison of a closed group, which ends soon with an error.
+# Seconds to wait for a comparison in a closed group: it ends soon with an error.
 _COMPARISON_SECONDS = 0.5
 _CLOSED = "the group was closed"
 
 # MPI has no wait with a time limit, so a wait polls: first without a pause, then it yields the
-# processor, then it sleeps. A sleep lasts a tenth of the time since the last event.
+# processor, then it sleeps, for a tenth of the time for which MPI has run no operation.
 _POLLS = 20
 _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
-# Seconds of a wait that only shows the CPU backend that a caller awaits the comparison.
+# Seconds of a wait that does nothing but show the CPU backend that a caller waits.
 _NO_TIME = 1e-4
 # Seconds that the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
@@ -67,7 +67,7 @@ _abandoned: list[Any] = []
 
 
 class Operation(Work):
-    """A call. Its ``steps`` first wait for ``comparison``. MPI may then run for ``seconds``."""
+    """A started call. Its ``steps`` wait for ``comparison``, then up to ``seconds`` for MPI."""
 
     def __init__(self, group: MpiBackend, name: str, seconds: float) -> None:
         self.name, self.seconds, self.where = name, seconds, f"[{name}] {group.rank_text}"
@@ -96,11 +96,11 @@ class Operation(Work):
         self._value, self.error, self.is_settled, self.ended = value, error, error is None, True
 
     def cause(self) -> DistributedError | None:
-        """Wait for the end of the comparison; return its error if another rank caused it."""
+        """Wait for the comparison. Return its error if another rank is the cause, else None."""
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
-        except DistributedError as error:  # another rank causes only these two errors
+        except DistributedError as error:  # other ranks cause only the two errors below
             if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
                 return error
         return None
@@ -177,7 +177,7 @@ class MpiBackend(Backend):
         return MpiGpuBackend(self, self._gpu_aware)
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``. MPI chooses the order of ranks in a reduction."""
+        """Start ``call``; see ``Backend``. MPI chooses in which order a sum adds the ranks."""
         thread = self._callers.check(call.name)
         self.control.count = self.count
         try:
@@ -223,7 +223,6 @@ class MpiBackend(Backend):
         return operation
 
     def _is_compared(self, call: Call) -> bool:
-        """Return whether ranks compare ``call``. MPI needs the result of some comparisons."""
         needs_outcome = call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
         return self._compares_all or needs_outcome
 
@@ -242,7 +241,7 @@ class MpiBackend(Backend):
         wait_for(self._unreported)
 
     def advance(self) -> None:
-        """Take each operation as far as possible without waiting."""
+        """Run the steps of all operations, each until it would have to wait."""
         while self._queue and self._step(self._queue[0]):
             if self._queue:  # empty if a step has ended the group
                 self._moved_count += self._queue.popleft().deadline < math.inf
@@ -251,7 +250,7 @@ class MpiBackend(Backend):
                 self._messages.remove(operation)
 
     def _step(self, operation: Operation) -> bool:
-        """Take the next step of ``operation``; return whether it has ended."""
+        """Run the next step of ``operation``; return whether the operation has ended."""
         try:
             next(operation.steps)
         except StopIteration as end:
@@ -274,14 +273,14 @@ class MpiBackend(Backend):
         return operation.ended
 
     def _check_peers(self, operation: Operation) -> None:
-        """Every ``_CHECK_SECONDS``, end the group if a rank is lost or the deadline has passed."""
+        """Every ``_CHECK_SECONDS``, end the group if a rank is lost or ``operation`` is late."""
         now = time.monotonic()
         if now < min(operation.next_check, operation.deadline):
             return
         operation.next_check = now + _CHECK_SECONDS
         loss = self.control.lost(operation.name)
         if loss is not None and not operation.is_suspect:
-            operation.is_suspect = True  # its data may have arrived: wait for one more check
+            operation.is_suspect = True  # the data may have arrived before the loss: check again
         elif loss is not None:
             self._break(operation, loss)
         elif now >= operation.deadline:
@@ -364,7 +363,7 @@ class MpiBackend(Backend):
 
 
 class Progress:
-    """The progress of all groups of this process. If ``threaded``, any thread may call MPI."""
+    """Scheduler for the operations of all MPI groups; ``threaded`` if any thread may call MPI."""
 
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()  # held while a thread steps the groups
@@ -411,7 +410,7 @@ class Progress:
                 group.advance()
 
     def linger(self, end: float) -> None:
-        """Notify the other ranks; wait until they have left, at most until the time ``end``."""
+        """Leave every group. Wait until the other ranks have left, or until the time ``end``."""
         groups = tuple(self._groups)
         for group in groups:
             group.leaving.leave(UNFINISHED)
@@ -459,7 +458,7 @@ class Progress:
                 self._turn.notify()
 
     def ensure_thread(self) -> None:
-        """While no thread waits, run the steps on a background thread, if MPI allows it."""
+        """If ``threaded``, let a background thread run the steps while no other thread waits."""
         if not self.threaded:
             return
         with self._turn:

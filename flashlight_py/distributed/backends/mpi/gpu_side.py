@@ -51,7 +51,7 @@ class MpiGpuBackend(Backend):
         if call.verb is SEND:
             return work
         work = Then(work, functools.partial(self._copy_back, call, host_array))
-        # Keep unfinished works: they copy results back even if the caller never waits.
+        # Keep unfinished works: ``synchronize`` copies their results if the caller never waits.
         self._unfinished = [other for other in self._unfinished if not other.is_settled]
         self._unfinished.append(work)
         return work

@@ -1,8 +1,8 @@
 """The end of a rank: its last message to the other ranks, and the end of the job after an error.
 
-A rank that raises ends the job, because the other ranks and MPI_Finalize would wait for it. The
-uncaught exception is printed and reported, and the other ranks have a moment to print their errors.
-After mpirun has read the output, MPI ends all processes with exit code 1.
+An uncaught exception on a rank ends the job, because the other ranks and MPI_Finalize would wait
+for this rank. The exception is printed and reported. Other ranks have a second to print their
+errors. After mpirun has read the output, MPI ends all processes with exit code 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-# Sent as the count of collectives if an operation is running or was abandoned.
+# Sent instead of the number of collectives if an operation has not ended.
 UNFINISHED = -1
 # Maximum seconds that a failed rank waits for readers of its output, and for other ranks.
 _LINGER_SECONDS = 1.0
@@ -27,10 +27,10 @@ _LOOK_SECONDS = 1e-3
 
 
 class Leaving:
-    """The end of a group: each rank of ``comm`` sends how many collectives have moved arrays.
+    """The last messages of a group. Each rank of ``comm`` sends how many collectives MPI has run.
 
-    These last messages use a second communicator. Both communicators are freed only after all ranks
-    have left: MPI cannot cancel an abandoned operation, and would run it in a new group.
+    The messages use a second communicator. Both communicators are freed only after all ranks have
+    left. Otherwise MPI, which cannot cancel an abandoned operation, would run it in a new group.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -60,7 +60,7 @@ class Leaving:
 
 
 def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
-    """Give other ranks time to print, by a call of ``linger(end)``, and abort the job."""
+    """Call ``linger(end)``, which gives the other ranks time to print, and abort the job."""
     if mpi.Is_finalized():
         return
     end = time.monotonic() + _LINGER_SECONDS

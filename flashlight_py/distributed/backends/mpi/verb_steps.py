@@ -1,8 +1,8 @@
 """The steps of each verb. MPI reduces arrays if ``_form_of`` allows it; otherwise this module does.
 
 Arrays are sent as bytes, by collectives of MPI or by messages between pairs of ranks. Messages can
-send more than 2 GB and GPU memory, which some libraries reject in non-blocking collectives. All
-ranks choose the same method, because the choice depends only on equal numbers.
+send more than 2 GB and GPU memory, which some libraries reject in non-blocking collectives. The
+choice depends only on values that are equal on all ranks, so all ranks choose the same method.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashlight_py.distributed.constants import ReduceOp
 LARGEST_BYTES = 2**31 - 1
 # The tag of the messages of a collective, and the largest tag that MPI guarantees.
 _COLLECTIVE_TAG, _LARGEST_TAG = 0, 32767
-# If the library lacks a verb: total bytes of all ranks that one step gathers.
+# For verbs that MPI lacks: bytes that one step gathers from all ranks together.
 _CHUNK_BYTES = 4 << 20
 
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
@@ -228,14 +228,14 @@ class VerbSteps:
     # The verbs consist of the methods below. They move flat arrays of bytes; counts are in bytes.
 
     def shares(self, count: int) -> list[int]:
-        """Return, for each rank, how many of ``count`` elements it receives or combines."""
+        """Divide ``count`` elements evenly among the ranks; return the number for each rank."""
         ends = [count * i // self._size for i in range(self._size + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
 
     def broadcast(self, data: Array, root: int) -> Steps:
         """Overwrite ``data`` with the data of ``root``."""
         if self._needs_pairs(data, 0):
-            # Scatter, then all_gather (van de Geijn): each link carries ``data`` twice.
+            # Scatter, then all_gather (van de Geijn): each link transfers ``data`` twice in total.
             counts = self.shares(data.size)
             parts = _by_rank(data, counts)
             part = parts[self._rank]
@@ -277,8 +277,8 @@ class VerbSteps:
     ) -> Steps:
         """Send ``sizes_out[r]`` bytes of ``source`` to rank r, and receive ``sizes_in[r]`` bytes.
 
-        By default all parts have the same size. Otherwise ``limit`` is the maximum number of bytes
-        that a rank sends or receives; pass the same ``limit`` on all ranks.
+        By default all parts have the same size. If they differ, ``limit`` must be equal on all
+        ranks, and at least the number of bytes that any rank sends or receives.
         """
         if self._needs_pairs(source, limit or source.size):
             even = [source.size // self._size] * self._size
@@ -295,8 +295,8 @@ class VerbSteps:
     ) -> Steps:
         """Send ``sends[r]`` to each rank r and receive ``receives[r]``, all in parallel.
 
-        Messages between two ranks keep their order. ``number`` is the number of a user's message;
-        None: a collective.
+        Messages between two ranks keep their order. ``number`` is the number of the message in a
+        send or recv, and None in a collective.
         """
         comm, me = self._comm, self._rank
         tag = _COLLECTIVE_TAG if number is None else 1 + number % _LARGEST_TAG
@@ -316,7 +316,7 @@ class VerbSteps:
 
 
 def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
-    """Cut ``data`` into the part of each rank; {} if ``data`` is None."""
+    """Cut ``data`` into parts of ``counts[r]`` elements, by rank r; {} if ``data`` is None."""
     return {} if data is None else dict(enumerate(split_rows(data, counts)))
 
 
@@ -343,11 +343,11 @@ def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
 
 
 def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
-    """Return the form in which MPI reduces arrays like ``array`` by ``op``.
+    """Return the form in which MPI reduces arrays with the dtype of ``array`` by ``op``.
 
-    Return None if ranks would get different bits. Minima and maxima of floats are sent as integers
-    in the same order, because MPI's result for NaN and signed zeros depends on the order of the
-    ranks. 16-bit floats are summed as float32, and the result is rounded to 16 bits.
+    Return None if ranks could get different bits. Minima and maxima of floats are sent as integers
+    that sort like the floats, because MPI's result for NaN and signed zeros depends on the order of
+    the ranks. 16-bit floats are summed as float32, and the result is rounded to 16 bits.
     """
     if is_cupy(array):
         return None
@@ -364,7 +364,7 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
     elif bits == 16:
         return MpiForm(operation, lambda a: a.astype(np.float32), lambda wide: wide)
     elif kind == "c" and op is ReduceOp.PROD:
-        return None  # a * b and b * a may be rounded differently (FMA)
+        return None  # complex a * b and b * a may differ in rounding (FMA)
 
     def convert_to(dtype: np.dtype[Any]) -> Callable[[Array], Array]:
         same = array.itemsize == carrier.itemsize
@@ -374,7 +374,6 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
 
 
 def _truth(array: Array) -> Array:
-    """Return 1 for each true element and 0 for each false element, as bytes."""
     truth: Array = (array.view(np.uint8) != 0).view(np.uint8)
     return truth
 

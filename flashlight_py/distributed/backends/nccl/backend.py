@@ -110,7 +110,7 @@ class NcclBackend(Backend):
 
     @property
     def _comparing(self) -> Any:
-        """The comparisons of calls; while CUDA captures a graph, the recorder of calls."""
+        """The object that compares calls. While CUDA captures a graph, it records calls instead."""
         return thread_state.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:
@@ -197,7 +197,7 @@ class NcclBackend(Backend):
     def _scatter(self, call: Call) -> Work:
         out = call.out
         if out is None:
-            assert call.array is not None  # only ``array`` or ``out`` can select a GPU backend
+            assert call.array is not None  # without ``out``, ``array`` has selected this backend
             out = self._empty(call.array.shape[1:], call.array.dtype)
         self._comparing.compare(call)
         sent = dict.fromkeys(range(self.size), out.nbytes)
@@ -281,7 +281,7 @@ class NcclBackend(Backend):
                 self._comparisons.find_lost("close")  # do not wait for ranks that have ended
             seconds = min(FINALIZE_SECONDS, self.communicator.timeout)
             if self.communicator.close(poll(self._is_over, seconds)):
-                self._comparisons.finish(FINALIZE_SECONDS)  # no rank waits after an abort
+                self._comparisons.finish(FINALIZE_SECONDS)  # not after an abort: ranks may be lost
         self._flights.clear()
         # Break reference cycles: the garbage collector would free stream and events late.
         self.communicator.on_wait = self.communicator.find_missing = None
@@ -303,9 +303,9 @@ class NcclBackend(Backend):
     ) -> Work:
         """Launch ``steps`` on the device as one operation, unless all ``arrays`` are empty.
 
-        ``arrays`` are all arrays that the device reads or writes. Pass ``together`` if other ranks
-        launch the same operation with several steps. ``prepare`` runs on the communication stream
-        and returns the steps; ``finish`` runs after the steps. A blocking call blocks the caller's
+        ``arrays`` are all arrays that the device reads or writes. Set ``together`` if the operation
+        may have several steps on another rank. ``prepare`` runs on the communication stream and
+        returns the steps; ``finish`` runs after the steps. A blocking call blocks the caller's
         current stream, never the host. Raises the errors of :meth:`Communicator.call`.
         """
         verb, kept = name or call.name, [array for array in arrays if array.size]
@@ -354,7 +354,7 @@ class NcclBackend(Backend):
         return f"NCCL launches collectives on its own threads: {self.communicator.nccl.slow_reason}"
 
     def add_captured(self, captured: Any) -> None:
-        """Call ``captured.release()`` before this group ends. Only a weak reference is kept."""
+        """Let this group call ``captured.release()`` before it ends; keep only a weak reference."""
         self.communicator.captured.add(captured)
 
     def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
@@ -455,7 +455,7 @@ def _address(array: Array) -> int:
 
 
 def _moving(kind: int, peer: int, start: int, nbytes: int) -> Step:
-    """Return the step that sends or receives the bytes at address ``start``, or broadcasts them."""
+    """Return the step of ``kind`` (send, receive or broadcast) for the bytes at ``start``."""
     return kind, start, start, nbytes, BYTES, 0, peer
 
 
@@ -469,7 +469,6 @@ def _blocks(array: Array, lengths: dict[int, int]) -> Iterator[tuple[int, int, i
 
 
 def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
-    """Return the number of bytes of ``rows[r]`` rows for each rank r."""
     return {rank: count * row_bytes(array) for rank, count in enumerate(rows)}
 
 
@@ -481,7 +480,7 @@ class StreamWork(Work):
         self.flight: DeviceFlight = flight
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the result for the current stream. If ``timeout`` is set, first block the host."""
+        """Block the current stream; return the result. With ``timeout``, block the host first."""
         if timeout is not None:
             self.block(timeout)
         backend, communicator = self._backend, self._backend.communicator

@@ -33,8 +33,8 @@ _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 _CONFIG_VERSION = 21800  # version of the fields in csrc/nccl/nccl.cdef.h
 _UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
-# Seconds of polling without a pause. NCCL starts most calls within a few hundred microseconds, and
-# the shortest sleep takes as long.
+# Seconds of polling without a sleep: NCCL starts most calls within a few hundred microseconds, the
+# duration of the shortest sleep. Then seconds between polls, and between calls of ``on_wait``.
 _BUSY_SECONDS = 0.001
 _POLL_SECONDS = 0.0005
 _LOOK_INTERVAL = 0.2
@@ -74,7 +74,7 @@ class Communicator:
         self.broken: DistributedError | None = None
         self._was_raised = False
         self.handle = self.child = nccl.ffi.NULL
-        self.launching_since = math.inf  # time at which a thread entered a blocking launch
+        self.launching_since = math.inf  # start time of the current launch; inf: no launch
         # Returns a more precise class of the error (or None), and a sentence about missing ranks.
         self.find_missing: Callable[[], tuple[type[DistributedError] | None, str]] | None = None
         self.on_wait: Callable[[], None] | None = None
@@ -91,7 +91,7 @@ class Communicator:
         if not nccl.slow_reason:
             handle[0] = ffi.NULL
             status = lib.ncclCommSplit(self.handle, 0, rank, handle, self._config(blocking=1))
-            # ncclCommSplit reports success at once, although it is still in progress.
+            # ncclCommSplit reports success immediately, although it is still in progress.
             self._check("init", lib.ncclInProgress if status == lib.ncclSuccess else status)
             self.child = handle[0]
 
@@ -124,7 +124,7 @@ class Communicator:
         self._check(verb, status)
 
     def _launch(self, begin: Callable[[Any], int]) -> int:
-        """Return ``begin(self.child)``; if the communicator is broken, ncclSuccess."""
+        """Return ``begin(self.child)``. If the communicator is broken, only return ncclSuccess."""
         with self._launching:
             if self.broken is not None:
                 return int(self.lib.ncclSuccess)
@@ -160,7 +160,7 @@ class Communicator:
             return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
 
     def require(self, verb: str) -> None:
-        """Raise GroupClosedError if the communicator has ended; the first time, raise its error."""
+        """If the communicator has ended, raise its error the first time, then GroupClosedError."""
         self.require_unbroken()
         if self.broken is not None:
             raise GroupClosedError(f"{self.doing(verb)}: NCCL failed before: {self.error()}")
@@ -183,9 +183,9 @@ class Communicator:
         return self.broken
 
     def watch(self, verb: str, started: float, failure: str = "") -> None:
-        """End the communicator if it failed or ``verb`` is late. Any thread may call this.
+        """End the communicator if it failed or ``verb`` takes too long. Any thread may call this.
 
-        ``started`` is a time of ``time.monotonic()``, and ``failure`` the error text of CUDA or "".
+        ``verb`` began at ``started`` (``time.monotonic``). ``failure`` is CUDA's error text, or "".
         """
         if self.broken is not None or self.handle == self.nccl.ffi.NULL:
             return
@@ -207,7 +207,7 @@ class Communicator:
     def fail(self, error: DistributedError) -> None:
         """End the communicator and its kernels because of ``error``. Any thread may call this.
 
-        Blocks for about 0.5 s, or 1.5 s if a thread does not leave a launch.
+        Blocks for about 0.5 s, or 1.5 s if another thread does not return from an NCCL call.
         """
         with self._using:
             if self.broken is not None:
@@ -244,7 +244,7 @@ class Communicator:
     def _abort_child(self) -> None:
         """Abort the second communicator after all launches on it have ended.
 
-        The first communicator was aborted before. This has set the common flag that ends launches.
+        The first communicator was aborted before: that has set the common flag that ends launches.
         """
         if self.child == self.nccl.ffi.NULL:
             return
@@ -282,10 +282,10 @@ class Communicator:
             raise self.error()
 
     def _settle(self, seconds: float, on_wait: Callable[[], None] | None = None) -> int:
-        """Return the state when NCCL is no longer in progress, or after ``seconds``.
+        """Wait at most ``seconds`` until NCCL is no longer in progress; return its state.
 
-        ``on_wait`` makes the watchdog's checks: the watchdog itself would need the caller's lock.
-        The checks may end the communicator.
+        ``on_wait`` makes the checks of the watchdog, which itself would wait for the lock of this
+        caller. The checks may end the communicator.
         """
         begin = checked = time.monotonic()
         while (state := self.poll()) == self.lib.ncclInProgress:
@@ -318,7 +318,7 @@ class Communicator:
         return f"[{verb}] rank {self.rank} of {self.size}"
 
     def _end(self, name: str, function: Callable[[Any], int], clear: bool = False) -> None:
-        """Call ``function`` with the communicator in attribute ``name``; log a failure."""
+        """Call ``function(getattr(self, name))``; log a failure. If ``clear``, set it to NULL."""
         handle = getattr(self, name)
         if handle == self.nccl.ffi.NULL:
             return

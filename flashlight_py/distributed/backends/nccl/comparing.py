@@ -30,7 +30,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds for ranks to answer a query about missing ranks. Every rank makes this query when its own
+# Seconds in which the other ranks must answer ``find_missing``. Every rank calls it when its own
 # watchdog detects a late collective.
 _DIAGNOSIS_SECONDS = 2.0
 _ENDING_SECONDS = 1.0  # Seconds until a process ends after its sockets have closed.
@@ -56,7 +56,7 @@ class ComparesAhead(Protocol):
         """Return whether all ranks have joined the calls that this rank made ahead. Does not block.
 
         ``name`` is the name of the last call, for errors. Raises MismatchError if the ranks made
-        different calls, and CollectiveTimeoutError if a rank has not made a call for ``seconds``.
+        different calls, and CollectiveTimeoutError if a rank is late by more than ``seconds``.
         """
 
 
@@ -74,7 +74,7 @@ class Comparisons:
         # a launch holds the communicator's lock.
         self._lock = threading.RLock()  # reentrant, because a signal handler may need it
         self.latest: Work = Done()
-        # _ahead: number of calls made ahead. compared_ahead: number of compared calls, and when.
+        # _ahead: number of calls made ahead. compared_ahead: how many are compared, and since when.
         self._ahead, self.compared_ahead, self._name = 0, (0, 0.0), ""
 
     def post(self, call: Call) -> None:
@@ -106,7 +106,7 @@ class Comparisons:
                 self._posted.append(work)
 
     def look_back(self) -> bool:
-        """Compare the calls made ahead; return whether the comparison has ended. Does not block."""
+        """Compare the calls made ahead; return whether all of them are compared. Does not block."""
         ahead = self._ahead
         if self.compared_ahead[0] >= ahead or self._looks_back is None:
             return True
@@ -130,7 +130,8 @@ class Comparisons:
                 self._judge(error)
 
     def finish(self, seconds: float | None = None) -> None:
-        """Block until all posted calls have been compared, at most ``seconds`` for each call."""
+        """Block until all posted calls have been compared, at most ``seconds`` for each (None:
+        forever)."""
         is_over = lambda: self.look_back() or self.communicator.broken is not None  # noqa: E731
         if not poll(is_over, math.inf if seconds is None else seconds):
             return
@@ -174,7 +175,7 @@ class Comparisons:
             raise self.communicator.error() from error
 
     def _judge(self, error: DistributedError) -> None:
-        """End the communicator because of ``error``, unless NCCL has started none of the calls."""
+        """End the communicator, except after a mismatch of calls that NCCL has not started."""
         if not isinstance(error, MismatchError) or not error.group_lives:
             self._end(error)
         elif any(call.startswith(_STARTED_CALLS) for call in error.calls):
@@ -193,7 +194,7 @@ class Comparisons:
         self._cpu.abort(error)
 
     def find_missing(self) -> tuple[type[DistributedError] | None, str]:
-        """After a failure, return an error class (None: unchanged) and a sentence on lost ranks."""
+        """Ask all ranks. Return (a more precise error class or None, a sentence on lost ranks)."""
         seconds = min(self.communicator.timeout, _DIAGNOSIS_SECONDS)
         refusal = f"nothing more, because NCCL failed: {self.communicator.broken}"
         try:
@@ -212,7 +213,7 @@ class Comparisons:
         return None, f"No missing rank was found over {self._cpu.path}"
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return the error of a lost rank, or None. If NCCL lost a rank, wait for the error."""
+        """Return the error of a lost rank, or None. If NCCL lost a rank, wait up to ``seconds``."""
         if isinstance(self.communicator.broken, PeerLostError):
             poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
         lost = self._cpu.lost("NCCL")
@@ -220,7 +221,7 @@ class Comparisons:
 
 
 def _failure(work: Work, seconds: float | None = None) -> DistributedError | None:
-    """Return the error of ``work``, or None. A wait of ``seconds`` ends with a timeout error."""
+    """Wait for ``work``; return its error, or None. After ``seconds``, return a timeout error."""
     try:
         work.wait(seconds)
     except DistributedError as error:
@@ -229,7 +230,7 @@ def _failure(work: Work, seconds: float | None = None) -> DistributedError | Non
 
 
 class _Ahead(Work):
-    """The comparison of call ``number`` of the calls made ahead. The backend makes it later."""
+    """The comparison of the ``number``-th call made ahead; ``look_back`` makes it later."""
 
     def __init__(self, comparisons: Comparisons, number: int) -> None:
         self._comparisons, self._number, self._ended = comparisons, number, 0.0

@@ -23,9 +23,10 @@ Step = tuple[int, int, int, int, int, int, int]
 
 
 class Launcher:
-    """Launcher of NCCL calls on the stream at address ``stream``. ``ready`` is a CUDA event.
+    """Launcher of NCCL calls on the communication stream, which has the address ``stream``.
 
-    Raises BackendUnavailableError if the native module or CUDA's driver is missing.
+    ``ready`` is a CUDA event that makes this stream wait for a caller's stream. Raises
+    BackendUnavailableError if the native module or CUDA's driver is missing.
     """
 
     def __init__(self, nccl: NcclLibrary, stream: int, ready: int) -> None:
@@ -44,7 +45,7 @@ class Launcher:
         return self._ffi.new("fl_step[]", steps)
 
     def wait_for(self, caller: int) -> None:
-        """Let the communication stream wait for stream ``caller``. Raises DistributedError."""
+        """Let the communication stream wait for ``caller``, or raise DistributedError."""
         launcher = self._struct
         _require(self._lib.fl_order(launcher, launcher.ready, caller, launcher.stream))
 

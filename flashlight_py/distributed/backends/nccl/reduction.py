@@ -32,7 +32,7 @@ class NcclForm(NamedTuple):
     """The type in which the elements of an array are reduced.
 
     NCCL reduces ``dtype``, which has NCCL's number ``code``. One element of the array consists of
-    ``parts`` elements of ``dtype``. If ``widened``, the array is converted before and after.
+    ``parts`` elements of ``dtype``. If ``widened``, the array is converted to ``dtype`` and back.
     """
 
     dtype: str

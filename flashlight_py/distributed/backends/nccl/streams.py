@@ -38,7 +38,7 @@ _NO_FAILURES = {0, 600, *range(900, 909)}
 class DeviceFlight:
     """A collective that was launched on the device; ``started`` is a time in seconds.
 
-    ``event`` is recorded after the collective. Later collectives use the same event. ``ended`` is
+    ``event`` is recorded after the collective, and may later serve another collective. ``ended`` is
     the time at which the end of the collective was first detected. ``compared`` is the comparison
     of the ranks' calls. ``arrays`` are kept, because CuPy would reuse their memory too early.
     """
@@ -52,9 +52,9 @@ class DeviceFlight:
     ended: float | None = None
 
     def start_time(self, free: float = 0.0) -> float:
-        """Return the earliest start: all ranks have called, and the time ``free`` has passed."""
+        """Return the earliest possible start on the device: after all ranks' calls and ``free``."""
         if not self.compared.is_completed():
-            return math.inf  # the comparison has its own timeout
+            return math.inf  # not late: the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
 
     def check(self) -> bool:
@@ -85,7 +85,7 @@ class Flights:
             return self._events[0] if self._events else None
 
     def add(self, flight: DeviceFlight) -> None:
-        """Add ``flight``, which uses the event of ``free_event``; remove one ended flight."""
+        """Add ``flight`` with the event of ``free_event``. Remove the oldest flight if it ended."""
         with self._lock:
             self._events.popleft()
             self._pending.append(flight)
@@ -157,7 +157,7 @@ class NcclWatchdog:
         communicator = self._communicator
         self._comparisons.check()
         self._comparisons.look_back()
-        # After an abort, the communicator's state is the same as after a normal end.
+        # After an abort, ``watch`` would see no error: NCCL's state is that of a normal end.
         if communicator.broken is not None:
             return
         oldest, now = self._flights.oldest(), time.monotonic()
@@ -166,7 +166,7 @@ class NcclWatchdog:
             self._next = now + _LOSS_INTERVAL
             self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
         if oldest is not None:
-            # If CUDA itself has failed, the event never ends.
+            # If CUDA has failed, the event never completes, and only its status shows the failure.
             status = self._runtime.eventQuery(oldest.event.ptr)
             is_failure = status not in _NO_FAILURES
             failure = str(self._runtime.CUDARuntimeError(status)) if is_failure else ""
