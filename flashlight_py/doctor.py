@@ -51,7 +51,7 @@ _PACKAGES = {
 _DRIVER = Path("/proc/driver/nvidia/version")
 ENOUGH_BYTES = 256 << 20  # containers have 64 MB by default, too little for gradients
 _SHORTEST = 16  # minimum characters of a secret: an attacker could try all shorter ones
-# States of a finding. The exit code is 1 if one is FAILED.
+# States of a finding. The exit code is 1 if a finding is FAILED.
 OK, MISSING, WARNING, FAILED = "ok", "missing", "warning", "FAILED"
 _GRACE_SECONDS = 10.0  # maximum seconds for a launcher to end its ranks
 MPI_SECONDS = 60.0  # maximum seconds to load MPI or to run mpirun --version

@@ -27,7 +27,7 @@ struct Route {
 struct Collectives::Sections {
   int ranks;
   size_t equal = 0;                 // bytes of each section if `uneven` is null
-  const int64_t* uneven = nullptr;  // bytes by source * ranks + destination
+  const int64_t* uneven = nullptr;  // bytes; index: source * ranks + destination
   int only_source = -1;             // the only rank that sends; -1: all ranks send
 
   size_t bytes(int source, int destination) const {
