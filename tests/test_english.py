@@ -13,7 +13,6 @@ import pytest
 import flashlight_py as fl
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "flashlight_py"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 

@@ -146,7 +146,7 @@ class RankPool:
 
         Raises ``RanksFailedError`` with the first case that failed or did not finish.
         """
-        self.run(_each, fn, list(cases), deadline=deadline)
+        self.run(_call_each, fn, list(cases), deadline=deadline)
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Outcome]:
         """Return the outcome of each rank. Only a stuck rank raises."""
@@ -197,7 +197,7 @@ class RankPool:
         return self._world
 
 
-def _each(rank: int, size: int, fn: Callable[..., Any], cases: list[tuple[Any, ...]]) -> None:
+def _call_each(rank: int, size: int, fn: Callable[..., Any], cases: list[tuple[Any, ...]]) -> None:
     for case in cases:
         name = f"{fn.__name__}{case!r} on rank {rank} of {size}"
         print(name, flush=True)  # printed so that the log of a stuck rank ends with it

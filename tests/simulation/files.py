@@ -144,12 +144,12 @@ class Selector(File):
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         self.world.spend(costs.SELECT)
         end = None if timeout is None else self.world.clock() + max(0.0, timeout)
-        while not (result := self._found()):
+        while not (result := self._ready_files()):
             if not self.wait(None if end is None else max(0.0, end - self.world.clock())):
-                return self._found()
+                return self._ready_files()
         return result
 
-    def _found(self) -> list[tuple[SelectorKey, int]]:
+    def _ready_files(self) -> list[tuple[SelectorKey, int]]:
         results, ready, numbers = [], self.ready, self.files
         for file in tuple(ready):
             is_wanted, its = False, [file.descriptor]
@@ -170,7 +170,7 @@ class Selector(File):
         return results
 
     def is_readable(self) -> bool:
-        return bool(self._found())
+        return bool(self._ready_files())
 
     def closed(self) -> None:
         for file in self.files.values():

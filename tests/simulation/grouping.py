@@ -52,7 +52,7 @@ class _World(Joined):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.network = self.memory = self
-        self.network_ranks, self.memory_ranks = range(size), _Near(rank // _PER_HOST)
+        self.network_ranks, self.memory_ranks = range(size), _LocalNumbers(rank // _PER_HOST)
         self._listener = system.create_server(("", _PORT + rank % _PER_HOST), backlog=4096)
         self._wires: dict[int, Any] = {}
 
@@ -95,7 +95,7 @@ class _World(Joined):
         return self._wires[peer]
 
 
-class _Near:
+class _LocalNumbers:
     def __init__(self, host: int) -> None:
         self._host = host
 

@@ -254,13 +254,13 @@ class Socket(File):
                 raise BlockingIOError
             if not self.wait(self.timeout):
                 raise TimeoutError("timed out")
-        first, taken = self._whole(), self.taken
+        first, taken = self._message(), self.taken
         if len(first) - taken <= most:
             self.inbox.popleft()
             data = first[taken:] if taken else first
             self.taken = 0
             while self.inbox and len(data) + len(self.inbox[0]) <= most:
-                data += self._whole()
+                data += self._message()
                 self.inbox.popleft()
         else:
             data = first[taken : taken + most]
@@ -280,7 +280,7 @@ class Socket(File):
             world.at(world.clock() + latency(self.host, peer.host), peer.changed)
         return data
 
-    def _whole(self) -> bytes:
+    def _message(self) -> bytes:
         """Return the next message; a large message is read completely."""
         first = self.inbox[0]
         if isinstance(first, _Large):

@@ -229,7 +229,7 @@ def gather(rank: int, size: int, timeout: float, most: int = 200) -> None:
     try:
         for number in range(3):
             roster = store.exchange(_payload(number, rank, most))
-            is_right = roster.body == _given(number, size, most)
+            is_right = roster.body == _payloads(number, size, most)
             assert is_right, f"exchange {number}: not what was given"
         store.close()
     except RendezvousError as error:
@@ -242,7 +242,7 @@ def _payload(number: int, rank: int, most: int) -> bytes:
 
 
 @lru_cache
-def _given(number: int, size: int, most: int) -> bytes:
+def _payloads(number: int, size: int, most: int) -> bytes:
     """Return the roster of an exchange of ``gather``."""
     return Roster.of([_payload(number, rank, most) for rank in range(size)]).body
 

@@ -82,7 +82,7 @@ def _shows_tables_and_legend(browser: Browser) -> None:
     assert browser.value(names) == ["broadcast", "barrier", "all_reduce", "span"]
 
 
-def _place(browser: Browser, rank: int, name: str) -> tuple[float, float]:
+def _position(browser: Browser, rank: int, name: str) -> tuple[float, float]:
     """Return the window position of the middle of an event."""
     script = f"""(() => {{
         const box = canvas.getBoundingClientRect();
@@ -98,7 +98,7 @@ def _describes_what_is_pointed_at(browser: Browser) -> None:
     shown = (
         "document.getElementById('tip').style.display + document.getElementById('tip').innerText"
     )
-    browser.mouse("mouseMoved", *_place(browser, 0, "broadcast"))
+    browser.mouse("mouseMoved", *_position(browser, 0, "broadcast"))
     text = browser.value(shown)
     assert text.startswith("blockbroadcast(float32 (1024,), root=0)")
     for part in ("15.00 ms", "10.00 ms for rank 2", "4 KiB", "examples/train.py:7", "call 2"):
@@ -114,7 +114,7 @@ def _range(browser: Browser) -> tuple[float, float]:
 
 def _zooms_and_pans(browser: Browser) -> None:
     full_range = _range(browser)
-    left, top = _place(browser, 1, "broadcast")
+    left, top = _position(browser, 1, "broadcast")
     browser.mouse("mouseWheel", left, top, deltaX=0, deltaY=-600)
     zoomed = _range(browser)
     assert full_range[0] < zoomed[0] < 40_000 < zoomed[1] < full_range[1]

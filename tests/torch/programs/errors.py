@@ -166,7 +166,7 @@ def _raise() -> None:
     raise LookupError("the sum is gone")
 
 
-def _told(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
+def _timed_error(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
     try:
         work()
     except dist.DistBackendError as error:
@@ -183,10 +183,10 @@ def one_ends(rank: int, size: int, end_kind: str, raises: bool) -> tuple[str, bo
     dist.barrier()
     began = time.monotonic()
     if end_kind == "backward":
-        return _told(began, lambda: _step(end if rank == 1 else lambda: None))
+        return _timed_error(began, lambda: _step(end if rank == 1 else lambda: None))
     if rank == 1:
         end()
-    return _told(began, WAYS[end_kind])
+    return _timed_error(began, WAYS[end_kind])
 
 
 def _late(call: Callable[[], Any]) -> tuple[list[str], str, float]:
