@@ -96,8 +96,6 @@ class _World(Joined):
 
 
 class _Near:
-    """The local numbers of the ranks of ``host`` by rank; -1 for other ranks."""
-
     def __init__(self, host: int) -> None:
         self._host = host
 
@@ -145,7 +143,6 @@ class Grouping(Start):
         return self._cards_of_all
 
     def run(self, until: float = 1e4) -> Grouping:
-        """Run the simulation."""
         cached = SimpleNamespace(loads=lru_cache(None)(json.loads), dumps=json.dumps)
         with ExitStack() as ends:
             for name, value in (
@@ -159,5 +156,5 @@ class Grouping(Start):
 
     def made(self) -> Made:
         """Return the costs."""
-        most = max(each.most_connections for each in self.processes)
+        most = max(process.most_connections for process in self.processes)
         return Made(max(self.up.values()), self.world.messages, most)
