@@ -147,7 +147,7 @@ def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
         _current.walk = outer
         if walk.callbacks:
             walk.callbacks.sort(key=itemgetter(0))
-            with ExitStack() as stack:  # runs all callbacks even if one raises; last in, first out
+            with ExitStack() as stack:  # calls all, last in first out, even if one raises
                 for _, callback in reversed(walk.callbacks):
                     stack.callback(callback, completed)
 

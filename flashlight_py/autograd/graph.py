@@ -34,7 +34,7 @@ class Leaf:
     node: "Node | None"
     hook: Callable[[Any], None] | None
     buffer: Any  # memory for grad: None, an array, or a GradSink
-    placement: Any  # None unless fl.fully_shard has sharded the parameter
+    placement: Any  # a Placement if the parameter is sharded, else None
     changed: int  # Changes.count at the latest change of the leaf
 
 

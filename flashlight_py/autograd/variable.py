@@ -44,7 +44,7 @@ class Variable(Leaf):
         calc_grad: Whether ``backward()`` computes a gradient for the variable.
 
     Raises:
-        TypeError: If ``array`` is not an array, or with ``calc_grad`` is not floating.
+        TypeError: If ``array`` is not an array, or not floating although ``calc_grad`` is True.
     """
 
     __slots__ = ()
@@ -98,7 +98,7 @@ class Variable(Leaf):
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
-        # record_all() does not set ``changed`` of a result, which may now be a leaf.
+        # A result of record_all() has no ``changed``, which it may need as a leaf.
         self.changed = getattr(self, "changed", 0)
         structure.changed()
 
@@ -199,8 +199,8 @@ class Variable(Leaf):
     def register_grad_hook(self, hook: GradHook) -> None:
         """Call ``hook(self)`` in every backward pass when this leaf's gradient is complete.
 
-        The pass continues after the hook, so hooks of the last layer run first. The hook may read
-        and replace ``grad``. A new hook replaces the previous hook. Passes that do not use the
+        The pass continues after the hook. Hooks of the last layer run first. The hook may read and
+        replace ``grad``. A new hook replaces the previous hook. Passes that do not use the
         variable do not call the hook.
 
         Raises:
@@ -368,7 +368,7 @@ def record(array: Any, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
 def record_all(
     array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
 ) -> Variable:
-    """Record like :func:`record`, but 0.5 us faster, because ``inputs`` is a sequence."""
+    """Record like :func:`record`. A call takes 0.5 us less, because ``inputs`` is a sequence."""
     edges: list[tuple[graph.Target, Vjp]] = []
     for edge in inputs:
         x, vjp = edge
@@ -438,7 +438,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
     Raises:
         TypeError: If a call passes a variable by keyword, or ``forward`` returns other types.
         ValueError: If ``backward`` returns a wrong number of gradients or wrong shapes.
-            ``Variable.backward()`` raises it.
+            ``Variable.backward()`` raises this error.
 
     Example:
         >>> @fl.autograd.function

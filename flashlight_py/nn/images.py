@@ -23,8 +23,8 @@ class Conv2D(Plain):
     ``kernel`` is the window size in pixels: a number or (down, across).
 
     Raises:
-        ValueError: If a size is too small, or if ``groups`` does not divide the channels. A call
-            raises it if the input does not fit.
+        ValueError: If a size is too small, or if ``groups`` does not divide the channels, or,
+            in a call, if the input does not fit.
         TypeError: If a size is not an integer.
     """
 
@@ -126,8 +126,8 @@ class Upsample(Plain):
     torch with ``align_corners=False``.
 
     Raises:
-        ValueError: If ``scale`` is below 1, or if the mode is unknown. A call raises it if the
-            input has less than two dimensions.
+        ValueError: If ``scale`` is below 1, if the mode is unknown, or, in a call, if the input has
+            less than two dimensions.
     """
 
     def __init__(self, scale: Pair = 2, mode: str = "nearest") -> None:

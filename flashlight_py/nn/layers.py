@@ -218,7 +218,7 @@ class Embedding(Module):
 
     Raises:
         ValueError: If a size is below 1, or if ``padding_idx`` is out of range.
-        TypeError: If a size is not an integer. A call raises it if the indices are not integers.
+        TypeError: If a size is not an integer, or, in a call, if an index is not an integer.
         IndexError: If an index of a call is outside of 0 .. n - 1.
     """
 
@@ -351,7 +351,7 @@ class ExponentialMovingAverage(Module):
     """A copy of a module in evaluation mode, with averages of the module's parameters.
 
     The averages are initialised to the parameters, in float32 if the parameters are narrower.
-    ``update`` replaces an average by ``decay * average + (1 - decay) * parameter``.
+    ``update`` replaces each average by ``decay * average + (1 - decay) * parameter``.
 
     Raises:
         ValueError: If ``decay`` is outside of 0 to 1.

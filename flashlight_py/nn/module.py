@@ -325,8 +325,8 @@ def _holds_module(owner: Module, container: Any) -> bool:
     return is_found
 
 
-# A cache for large containers. Key: ids of module and container. Value: the module, number of
-# structure changes and length at the search, and its result. A later module may get the same id.
+# A cache for large containers. Key: ids of module and container. Value: the module (a later module
+# may get the same id), structure changes and length at the search, and its result.
 _searched: dict[tuple[int, int], tuple[weakref.ref[Module], tuple[int, int], bool]] = {}
 
 

@@ -39,7 +39,7 @@ class Affine(Plain):
 class LayerNorm(Affine):
     """Normalization over the last dimensions, of sizes ``shape``. See ``functions.layer_norm``.
 
-    Raises ValueError if a size is below 1. A call raises it if the input does not fit.
+    Raises ValueError if a size is below 1, or, in a call, if the input does not fit.
     """
 
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-5, bias: bool = True) -> None:
@@ -54,7 +54,7 @@ class LayerNorm(Affine):
 class RMSNorm(Affine):
     """Division by the root mean square of the last dimension. See ``functions.rms_norm``.
 
-    Raises ValueError if ``size`` is below 1. A call raises it if the last dimension differs.
+    Raises ValueError if ``size`` is below 1, or, in a call, if the last dimension is not ``size``.
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
@@ -69,7 +69,7 @@ class GroupNorm(Affine):
     """Normalization of groups of channels. See ``functions.group_norm``.
 
     Raises:
-        ValueError: If ``groups`` does not divide ``channels``. A call raises it if dimension 1 of
+        ValueError: If ``groups`` does not divide ``channels``, or, in a call, if dimension 1 of
             the input is not ``channels``.
     """
 

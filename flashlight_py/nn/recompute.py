@@ -35,7 +35,7 @@ def recompute(module: SomeModule) -> SomeModule:
     Raises:
         TypeError: If ``module`` is not a Module.
         RuntimeError: If the second pass does other operations, or if ``train()`` or ``eval()`` was
-            called between the passes. The backward pass raises it.
+            called between the passes. ``backward()`` raises the error.
 
     Example:
         >>> block = fl.nn.Sequential(fl.nn.Linear(4, 4), fl.nn.Tanh(), fl.nn.Dropout(0.5))

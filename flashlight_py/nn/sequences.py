@@ -106,7 +106,7 @@ class MultiheadAttention(Plain):
     states whether the linear maps have biases.
 
     Raises:
-        ValueError: If ``heads`` does not divide ``dim``. A call raises it if the shapes do not fit.
+        ValueError: If ``heads`` does not divide ``dim``, or, in a call, if shapes do not fit.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Transformer(Module):
 class PositionEmbedding(Module):
     """A learned vector for each position, added to the input ``[batch, length, dim]``.
 
-    ``length`` is at most ``positions``. Raises ValueError if a size is below 1. A call raises it if
+    ``length`` is at most ``positions``. Raises ValueError if a size is below 1, or, in a call, if
     the input does not fit.
     """
 

@@ -25,8 +25,8 @@ def clip_grad_norm(
 
     If all ranks have the same parameters, call this after the gradients are reduced, without
     ``group``. The norm is then the same on every rank. If ranks have different parameters of one
-    model, pass a group of these ranks. The ranks then sum their squares in one small message, and
-    scale by the same factor. Collective for parameters of sharded modules and of ``shard_linear``:
+    model, pass a group of these ranks. The ranks then sum squares of norms in one small message,
+    and scale by the same factor. Collective for parameters of sharded modules and ``shard_linear``:
     the call returns when every rank has scaled its shards.
 
     Args:

@@ -49,7 +49,7 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
     """
     param, grad, *states = piece
     wide, total = widened(param), widened(grad)
-    # Numbers get the dtype of the arrays. Python numbers would turn 0-d arrays into float64.
+    # Numbers get the dtype of the arrays, because Python numbers turn 0-d arrays into float64.
     real = wide.dtype.type
     if grad_scale != 1:
         total = total * real(grad_scale)

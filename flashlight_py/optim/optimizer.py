@@ -122,7 +122,7 @@ class FirstOrderOptimizer(Structured, ABC):
 
     Create the optimizer after ``Module.astype`` and ``Module.to``, because its state has the dtype
     and device of the parameters. Unless a class documents other meanings, ``beta1``, ``beta2`` and
-    ``rho`` are decays of running means, at least 0 and below 1. ``beta1`` is for gradients,
+    ``rho`` are factors of running means, at least 0 and below 1. ``beta1`` is for gradients,
     ``beta2`` for their squares. ``eps``, at least 0, avoids division by 0. ``weight_decay``, at
     least 0, is the share of a parameter that each step subtracts, independent of ``lr``.
 
@@ -305,8 +305,8 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
     return variables
 
 
-# A step is one native call for all parameters, because Python needs one microsecond to access an
-# array. A step of a small model takes only some microseconds.
+# A step is one native call for all parameters, because an access to an array takes one microsecond
+# in Python, and a whole step of a small model only some microseconds.
 class RuleOptimizer(FirstOrderOptimizer):
     """Base class of this package's optimizers. A subclass defines an update rule in ``_rule``.
 

@@ -35,7 +35,7 @@ class LearningRateSchedule:
 
     Raises:
         TypeError: If ``optimizer`` has no ``lr``, or if an option is not a number.
-        ValueError: If a number is out of range. ``step`` raises it if a rate is negative or nan.
+        ValueError: If a number is out of range, or, in ``step()``, if a rate is negative or nan.
     """
 
     _memory: Mapping[str, float] = {}  # additional state that a formula reads
@@ -174,7 +174,7 @@ class OneCycleLR(LearningRateSchedule):
         optimizer: See :class:`LearningRateSchedule`.
         max_lr: Highest rate.
         total_steps: Length of the cycle in steps. Default: ``epochs * steps_per_epoch``.
-        epochs, steps_per_epoch: Required without ``total_steps``.
+        epochs, steps_per_epoch: Required if ``total_steps`` is None.
         pct_start: Share of the cycle in which the rate rises, above 0 and below 1.
         anneal_strategy: Shape of each phase: ``"cos"`` or ``"linear"``.
         div_factor: Number above 0. The first rate is ``max_lr / div_factor``.
@@ -183,8 +183,8 @@ class OneCycleLR(LearningRateSchedule):
             the last rate. If False, it falls to the last rate in one phase.
 
     Raises:
-        ValueError: If the length is missing, or if a phase has less than one step. ``step()``
-            raises it after the end of the cycle.
+        ValueError: If the length is missing, if a phase has less than one step, or, in ``step()``,
+            after the end of the cycle.
     """
 
     def __init__(

@@ -15,18 +15,19 @@ def capture(
     """Return ``step`` with native replays: later calls repeat the array operations of the first.
 
     Also a decorator, with or without arguments. The first call for a combination of shapes, strides
-    and dtypes is recorded. A later call is one call of native code. Its results are equal, bit by
-    bit. **Replays compare values that the step reads by name. Other Python code runs only once.**
-    See docs/capture.md for details.
+    and dtypes is recorded. A later call is one call of native code. Its results are equal to those
+    of ``step``, bit by bit. **Each replay compares values that the step reads by name with the
+    recorded values. Other Python code runs only once.** See docs/capture.md for details.
 
     Arguments are arrays, variables without gradients, and values such as numbers. Replays compare
-    these values. The step may read and write other arrays in place: arrays of modules, optimizers,
-    meters and variables that the function names (closures, defaults, globals, ``self``), also in
-    containers. Results are new variables, arrays and numbers, also in tuples, lists and dicts.
+    these values, too. The step may read and write other arrays in place: arrays of modules,
+    optimizers, meters and variables that the function names (closures, defaults, globals,
+    ``self``), also in containers. Results are new variables, arrays and numbers, also in tuples,
+    lists and dicts.
 
     If modules, optimizers or hooks change, the step is recorded again. If the step reads a computed
-    value (``float(loss)``, ``if``) or uses an unknown array, it stays eager: each call runs the
-    Python code. One ``RuntimeWarning`` states the reason and the line.
+    value (``float(loss)``, ``if``) or uses an array that is neither an argument nor named, it stays
+    eager: each call runs the Python code. One ``RuntimeWarning`` states the reason and the line.
 
     With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives.
     Before each call, the ranks compare their graphs, blocking. If graphs differ, the step runs

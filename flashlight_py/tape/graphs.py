@@ -50,7 +50,7 @@ class _CannotSend(CannotCapture, DistributedError):
 class Recorder(Watcher):
     """The recorder of one run of a step on this thread. It collects communication and optimizers.
 
-    ``groups``: groups whose ranks have voted to capture the step. If None, the step runs eagerly.
+    ``groups``: groups whose ranks agreed to capture this run, or None if the run is eager.
     """
 
     def __init__(self, variables: Iterable[Variable] = (), groups: Any = None) -> None:
@@ -118,7 +118,7 @@ class Recorder(Watcher):
         return group.journal.run(calls, name, lambda: backend.start_many(calls))
 
     def digest(self, group: Membership) -> int:
-        """Return a number that is equal on two ranks if they captured equal calls of ``group``."""
+        """Return a number that is equal on all ranks of ``group`` if they captured equal calls."""
         return crc32("; ".join(self._calls.get(group, [])).encode())
 
     # These methods replace those of ``Comparisons``. During a capture ranks compare nothing,
@@ -474,7 +474,7 @@ def _extremes(group: Membership, number: int) -> tuple[int, int]:
 
 
 def _moved(state: State) -> str:
-    """Return a reason if the step replaced an array or value that the graph reads, else "".
+    """Return why a replay would read an old array or value that the step has replaced, or "".
 
     Gradients may be replaced, because a replay sets them.
     """

@@ -105,7 +105,7 @@ _INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.
 
 
 def may_raise(note: Note) -> bool:
-    """Return whether ``note`` may raise for some values. Replays always execute such a note."""
+    """Return whether ``note`` may raise, depending on values. Replays always execute it."""
     function = note.function.args[0] if isinstance(note.function, partial) else note.function
     if function in (np.power, operator.pow):
         return any(array.dtype.kind in "iu" for array in note.made)

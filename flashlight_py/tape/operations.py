@@ -150,8 +150,8 @@ class RepeatedCalls:
 class Later(Work):
     """The asynchronous ``work`` of a recorded step. A wait for it is recorded, too.
 
-    ``again(*args)`` starts the work in a replay. The work uses the arrays ``changed`` until it
-    ends.
+    ``again(*args)`` starts the work in a replay. The work uses the arrays ``changed`` until it is
+    completed.
     """
 
     def __init__(

@@ -250,7 +250,7 @@ class Recording(Watcher):
     def effect(
         self, function: Any, inputs: Any = ((), {}), result: Any = None, changed: Any = ()
     ) -> Any:
-        """Add a note of ``function``, which ran with side effects. Wrap ``result`` for the step."""
+        """Add a note of ``function``, which had side effects. Return ``result`` with stand-ins."""
         made: list[Array] = []
         wrapped = self.wrap(result, made)
         if not self.left:
@@ -489,8 +489,8 @@ _MAY_OVERWRITE = {np.nan_to_num, np.median, np.nanmedian, np.percentile, np.nanp
 def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
     """Return a function that passes NumPy numbers to ``function`` in place of 0-d arrays.
 
-    Some functions need them: Python code may check types, the power of a number differs from that
-    of an array, and a number raises if it does not fit into an integer dtype.
+    Some functions need numbers: Python code may check types, the power of a number differs from
+    that of an array, and assignment of a number raises if it does not fit into an integer dtype.
     """
     is_python = type(getattr(function, "_implementation", None)) is FunctionType
     numbers = [number for number, arg in enumerate(args) if _has_numbers(arg)]

@@ -215,7 +215,7 @@ class State:
                     self._compare(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _is_yours(self, one: Any) -> bool:
-        """Return whether ``one`` is of the step's package or of no installed package."""
+        """Return whether ``one`` is from the step's package, or from no installed package."""
         package = _package_of(one)
         file = getattr(sys.modules.get(package), "__file__", None) or ""
         is_library = package in _LIBRARIES or package in sys.stdlib_module_names
@@ -419,14 +419,14 @@ def _package_of(one: Any) -> str:
 
 
 class EveryCall:
-    """A detector of names that had another value in each of the last ``most`` + 1 recordings."""
+    """A detector of names with a new value in each of the last ``most`` + 1 recordings."""
 
     def __init__(self, most: int) -> None:
         self._most, self._replays = most, 0
         self._values: list[dict[str, Any]] = []
 
     def reason(self, state: State, replays: int) -> str:
-        """Note the values of ``state``. Return why the step should not be recorded again, or ""."""
+        """Keep the values of ``state``. Return which name has a new value in every call, or ""."""
         self._values = self._values[-self._most :] if replays == self._replays else []
         self._replays = replays
         pairs = [
@@ -495,7 +495,7 @@ def _is_library(one: Any) -> bool:
 def replace_all(
     objects: Sequence[Any], change: Callable[[Any], Any], is_outer: bool = True
 ) -> None:
-    """Replace each of ``objects`` by ``change(object)`` in all objects that refer to it."""
+    """Replace each of ``objects`` by ``change(object)`` in all objects with a reference to it."""
     ids = {id(item) for item in objects}
     holders = [x for x in gc.get_referrers(*objects) if x is not objects] if objects else []
     tuples = [item for item in holders if isinstance(item, tuple)]

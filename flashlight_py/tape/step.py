@@ -244,7 +244,7 @@ class _Call:
         self._grads = {variable: variable.grad for variable in self.state.variables}
         held = plain_arrays((*self.arrays, *[value for _, value in self._before]))
         self.is_on_gpu = any(map(is_cupy, held))
-        self._moved: dict[int, Any] = {}  # by id of an old array, or tuple of arrays: the new value
+        self._moved: dict[int, Any] = {}  # key: id of an old array or tuple of arrays
         # By the id of an object: the object, which is kept alive, and its stand-in.
         self._stand_ins: dict[int, tuple[Any, Any]] = {}
         self.is_to_be_continued = False  # whether the next run of the step may succeed

@@ -550,7 +550,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
 def _read_subscripts(
     subscripts: str, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[str], str, dict[str, int]]:
-    """Return the terms of operands and result, without ellipsis, and the size of each letter."""
+    """Return the operands' terms, the result's term (no ellipsis), and the size of each letter."""
     before, arrow, result = subscripts.replace(" ", "").partition("->")
     terms = before.split(",")
     wrong = f"einsum: {subscripts!r} does not fit operands of shapes {list(shapes)}: "

@@ -191,7 +191,7 @@ def relu(x: Input) -> Variable:
 
 
 def slope_of_relu(out: Array, zero: Any) -> Vjp:
-    """Return the vjp of a ReLU with result ``out``. The slope is 1 where ``out > zero``, else 0."""
+    """Return the vjp of a ReLU with result ``out``. The slope is 1 if ``out > zero``, else 0."""
     if is_cupy(out):
         return lambda grad: kernels.relu_slope(grad, out)
 

@@ -122,7 +122,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
 def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
     """Return the ``k`` largest elements along ``axis``, largest first, and their int64 indices.
 
-    Both results have the shape of ``x``, with ``k`` along ``axis``. Of equal elements the first
+    They have the shape of ``x`` with length ``k`` along ``axis``. Of equal elements the first
     counts as larger. nan counts as the smallest.
 
     Raises:
@@ -205,7 +205,7 @@ def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Arr
 
 
 def _places(name: str, array: Array, index: Input, axis: int) -> Array:
-    """Return the positions that :func:`gather` reads, in the flattened ``array``."""
+    """Return the positions that :func:`gather` reads, as indices of the flattened ``array``."""
     index, ndim = integers(name, index, array), array.ndim
     fits = -ndim <= axis < ndim and index.ndim == ndim
     sizes = list(zip(index.shape, array.shape, strict=False))
