@@ -1,4 +1,4 @@
-"""``python -m flashlight_py.doctor``: report which features work here, and why others fail.
+"""``python -m flashlight_py.doctor``: report which features work here, and why features fail.
 
 Subprocesses load MPI and join a world, because a broken MPI would end this process.
 """
