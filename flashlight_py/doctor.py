@@ -1,4 +1,4 @@
-"""``python -m flashlight_py.doctor``: report which features work here, and why others fail.
+"""``python -m flashlight_py.doctor``: report which features work here, and why features fail.
 
 Subprocesses load MPI and join a world, because a broken MPI would end this process.
 """
@@ -51,7 +51,7 @@ _PACKAGES = {
 _DRIVER = Path("/proc/driver/nvidia/version")
 ENOUGH_BYTES = 256 << 20  # containers have 64 MB by default, too little for gradients
 _SHORTEST = 16  # minimum characters of a secret: an attacker could try all shorter ones
-# States of a finding. The exit code is 1 if one is FAILED.
+# States of a finding. The exit code is 1 if a finding is FAILED.
 OK, MISSING, WARNING, FAILED = "ok", "missing", "warning", "FAILED"
 _GRACE_SECONDS = 10.0  # maximum seconds for a launcher to end its ranks
 MPI_SECONDS = 60.0  # maximum seconds to load MPI or to run mpirun --version

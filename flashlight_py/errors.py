@@ -72,7 +72,7 @@ class MismatchError(DistributedError):
 
     Every rank raises it. If one rank passed invalid arguments, that rank raises its own error and
     the other ranks raise this error. ``group_lives`` is True if the group is usable. ``calls``
-    describes the calls of the ranks, as far as this rank received them.
+    describes the calls of the ranks that this rank has received.
     """
 
     def __init__(self, *args: object, group_lives: bool = True, calls: Sequence[str] = ()) -> None:
@@ -111,7 +111,7 @@ class BackendUnavailableError(DistributedError):
 
 
 class UnavailableEverywhereError(BackendUnavailableError):
-    """A component is missing; every rank raises this error.
+    """At least one rank lacks a component. Every rank raises this error.
 
     Group: an existing group is unchanged, a new group is not created.
     Remedy: Install or select the component that the message names.
@@ -131,7 +131,7 @@ class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
 
 
 class GroupClosedError(DistributedError):
-    """The group was shut down, an earlier operation failed, or this process was forked.
+    """The group was shut down or failed in an earlier operation, or this process was forked.
 
     Group: closed.
     Remedy: Read the earlier error, which the message repeats; call ``distributed_init`` again.

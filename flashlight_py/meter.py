@@ -1,4 +1,4 @@
-"""Meters: statistics that a training loop collects, of one process or summed over processes."""
+"""Meters: statistics of a training loop, for one process or over several processes."""
 
 import abc
 import math

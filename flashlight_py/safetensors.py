@@ -161,7 +161,7 @@ def _header(structure: Any, arrays: Arrays, names: list[str]) -> bytes:
 
 
 def _element(name: str, array: Array) -> np.dtype[Any]:
-    """Return the dtype in which ``array`` is stored; raise TypeError if the format has none."""
+    """Return the dtype in which ``array`` is stored. Raise TypeError if the format lacks it."""
     stored = np.dtype(_PAIRS.get(array.dtype.name, array.dtype))
     if stored.name not in _NAMES:
         raise TypeError(

@@ -20,7 +20,7 @@ FULL = "FLASHLIGHT_FULL_TRACEBACK"
 """Environment variable that, if set to "1", prints all frames of tracebacks."""
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
-_BETWEEN = contextlib.__file__  # between two package frames, its frames count as package frames
+_BETWEEN = contextlib.__file__  # contextlib's frames between package frames count as package frames
 
 
 def is_full() -> bool:

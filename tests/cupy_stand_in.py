@@ -98,7 +98,7 @@ def unwrap(value: Any) -> Any:
     if isinstance(value, StandInArray):
         return value.hidden
     if isinstance(value, (list, tuple)):
-        return type(value)(unwrap(each) for each in value)
+        return type(value)(unwrap(item) for item in value)
     if isinstance(value, np.ndarray) and not (value.size == 1 and value.dtype.names):
         raise TypeError("unsupported type numpy.ndarray")  # except by-value arguments
     return value
@@ -106,7 +106,7 @@ def unwrap(value: Any) -> Any:
 
 def unwrap_index(where: Any) -> Any:
     if isinstance(where, tuple):
-        return tuple(unwrap_index(each) for each in where)
+        return tuple(unwrap_index(item) for item in where)
     return unwrap(where)
 
 
@@ -329,11 +329,10 @@ class StandInCupy(ModuleType):
 
 
 def _addresses(array: np.ndarray) -> np.ndarray:
-    """Return the addresses of the elements of ``array``."""
-    found = np.array(array.ctypes.data)
+    result = np.array(array.ctypes.data)
     for extent, stride in zip(array.shape, array.strides, strict=True):
-        found = np.add.outer(found, np.arange(extent) * stride)
-    return found
+        result = np.add.outer(result, np.arange(extent) * stride)
+    return result
 
 
 def forget_kernels() -> None:

@@ -54,7 +54,6 @@ class Oracle:
         return answer
 
     def close(self) -> None:
-        """End the process."""
         if self._line is not None:
             self._end()
         self._log.close()

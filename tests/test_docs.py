@@ -45,20 +45,20 @@ def public_names() -> dict[str, Any]:
     """Return all functions and classes in an ``__all__`` of this package, by shortest name."""
     modules: list[ModuleType] = [fl]
     modules += [importlib.import_module(f"flashlight_py.{name}") for name in PACKAGES]
-    found: dict[int, tuple[str, Any]] = {}
+    results: dict[int, tuple[str, Any]] = {}
     for module in modules:
         for name in module.__all__:
             value = inspect.unwrap(getattr(module, name))
             if inspect.isclass(value) or inspect.isfunction(value):
-                found.setdefault(id(value), (f"{module.__name__}.{name}", value))
-    return dict(found.values())
+                results.setdefault(id(value), (f"{module.__name__}.{name}", value))
+    return dict(results.values())
 
 
 def documented() -> Iterator[tuple[str, Any, str]]:
     """Return (name, object, docstring) of all public functions, classes, methods and properties."""
     for name, value in public_names().items():
-        own = inspect.getdoc(value) or ""
-        yield name, value, own + referred(own)
+        docstring = inspect.getdoc(value) or ""
+        yield name, value, docstring + referred(docstring)
         if inspect.isclass(value):
             yield from members(name, value)
 
@@ -68,8 +68,12 @@ def members(class_name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
         function = member.fget if isinstance(member, property) else member
         function = getattr(function, "__func__", function)
         if inspect.isfunction(function) and not name.startswith("_"):
-            own = inspect.getdoc(getattr(cls, name)) or ""
-            yield f"{class_name}.{name}", function, own + referred(own) + overridden(cls, name)
+            docstring = inspect.getdoc(getattr(cls, name)) or ""
+            yield (
+                f"{class_name}.{name}",
+                function,
+                docstring + referred(docstring) + overridden(cls, name),
+            )
         if name == "__init__" and inspect.isfunction(member):
             # The docstring of a class describes its constructor.
             yield class_name + "()", member, inspect.getdoc(cls) or ""
@@ -77,8 +81,10 @@ def members(class_name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
 
 def overridden(cls: type, name: str) -> str:
     """Return the docstrings of the overridden methods, which also describe this method."""
-    found = (getattr(base, name, None) for base in cls.__mro__[1:])
-    return "".join(f"\n\n{inspect.getdoc(each)}" for each in found if inspect.isfunction(each))
+    result = (getattr(base, name, None) for base in cls.__mro__[1:])
+    return "".join(
+        f"\n\n{inspect.getdoc(method)}" for method in result if inspect.isfunction(method)
+    )
 
 
 def referred(doc: str) -> str:
@@ -92,9 +98,8 @@ FUNCTIONS = [case for case in CASES if inspect.isfunction(case[1])]
 
 
 def parameters(function: Any) -> dict[str, str]:
-    """Return the parameters by name, with their annotations as text."""
-    found = inspect.signature(function).parameters.values()
-    return {each.name: str(each.annotation) for each in found}
+    signature = inspect.signature(function).parameters.values()
+    return {parameter.name: str(parameter.annotation) for parameter in signature}
 
 
 def raised_by(function: Any) -> set[str]:
@@ -103,8 +108,8 @@ def raised_by(function: Any) -> set[str]:
         return set()
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc}
-    calls = {each.func if isinstance(each, ast.Call) else each for each in raised}
-    names = {ast.unparse(each).rpartition(".")[2] for each in calls}
+    calls = {item.func if isinstance(item, ast.Call) else item for item in raised}
+    names = {ast.unparse(value).rpartition(".")[2] for value in calls}
     return {name for name in names if name[:1].isupper()}
 
 
@@ -122,7 +127,7 @@ def test_docstrings_list_the_errors_of_a_function() -> None:
     raised = {name: raised_by(function) for name, function, _ in FUNCTIONS}
     documented = {name: doc.partition("Raises:")[2] for name, _, doc in FUNCTIONS}
     wrong = [
-        (name, each) for name in raised for each in raised[name] if each not in documented[name]
+        (name, error) for name in raised for error in raised[name] if error not in documented[name]
     ]
     assert not wrong, "these raise what their docstrings do not say under 'Raises:'"
 
@@ -170,11 +175,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 # Pages whose programs run in every test run. Programs of other pages are slow tests.
 FIRST = ("README", "quick-start")
 PROGRAMS = [
-    pytest.param(
-        program,
-        id=f"{name}-{number}",
-        marks=[] if name in FIRST else pytest.mark.slow,
-    )
+    pytest.param(program, id=f"{name}-{number}", marks=[] if name in FIRST else pytest.mark.slow)
     for name, text in [("README", README), *((page.stem, page.read_text()) for page in DOCS)]
     for number, program in enumerate(blocks("python", text), 1)
 ]
@@ -236,7 +237,7 @@ def test_names_that_lead_from_another_library_exist(page: str) -> None:
     rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
     column, called = 0, list[str]()
     for cells in (row.split("|") for row in rows):
-        ours = [place for place, cell in enumerate(cells) if "flashlight_py" in cell]
+        ours = [location for location, cell in enumerate(cells) if "flashlight_py" in cell]
         column = ours[0] if ours else column
         called += re.findall(r"(?:fl\.)?([A-Za-z_][\w.]*)\(", cells[column])
     names = [name.split(".") for name in called if name.partition(".")[0] not in LOCAL]
@@ -248,9 +249,9 @@ def test_names_that_lead_from_another_library_exist(page: str) -> None:
 def number_in(source: str, constant: str) -> int:
     """Return the value of ``constant = 4 << 10`` in a source file of any language."""
     # In `sized(4 << 10, 64)` the model checker uses the second number.
-    found = re.search(rf"\b{constant}\s*=\s*(?:sized\()?([\d <]+)", source)
-    assert found, f"{constant} is not there"
-    return int(eval(found[1]))  # digits, spaces and shifts only
+    match = re.search(rf"\b{constant}\s*=\s*(?:sized\()?([\d <]+)", source)
+    assert match, f"{constant} is not there"
+    return int(eval(match[1]))  # digits, spaces and shifts only
 
 
 THRESHOLDS = re.findall(

@@ -87,8 +87,8 @@ def test_results_are_in_rank_order(size: int) -> None:
 
 
 def test_environment_may_depend_on_the_rank() -> None:
-    found = run_ranks(variable, 2, "MY_RANK", init=None, env=lambda rank: {"MY_RANK": f"r{rank}"})
-    assert found == ["r0", "r1"]
+    result = run_ranks(variable, 2, "MY_RANK", init=None, env=lambda rank: {"MY_RANK": f"r{rank}"})
+    assert result == ["r0", "r1"]
 
 
 def test_error_shows_the_traceback_and_the_output_of_the_rank() -> None:

@@ -226,8 +226,8 @@ def test_modules_import_each_other_in_one_direction() -> None:
     names = {name_of(module): module for module in MODULES}
     graph: dict[str, set[str]] = {}
     for name, module in names.items():
-        found = (target for _, target in imported(without_lazy_names(module)))
-        ours = re.findall(r"^flashlight_py\.([\w.]+)$", "\n".join(found), re.MULTILINE)
+        result = (target for _, target in imported(without_lazy_names(module)))
+        ours = re.findall(r"^flashlight_py\.([\w.]+)$", "\n".join(result), re.MULTILINE)
         # In `from module import name`, use the longest part that is a module.
         graph[name] = {
             next((part for part in (target, target.rpartition(".")[0]) if part in names), name)
@@ -305,7 +305,6 @@ def test_control_plane_uses_the_system_module() -> None:
 
 
 def modules_of(program: str) -> set[str]:
-    """Return the modules that are imported after ``program`` has run."""
     command = [sys.executable, "-W", "error", "-c", f"import sys\n{program}\nprint(*sys.modules)"]
     return set(run(command, code=0).stdout.split())
 

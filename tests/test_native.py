@@ -37,7 +37,7 @@ def test_missing_extensions_name_an_existing_remedy(name: str, absent: Path) -> 
     with pytest.raises(BackendUnavailableError, match=f"No module named .*_{name}'") as caught:
         _native.load_extension(name)
     assert "pip install --force-reinstall" in str(caught.value)
-    packages = {word for found in INSTALLS.findall(str(caught.value)) for word in found.split()}
+    packages = {word for result in INSTALLS.findall(str(caught.value)) for word in result.split()}
     assert packages == ({"libgloo-dev"} if name == "gloo" else set())
 
 
@@ -60,14 +60,14 @@ def test_texts_name_existing_debian_packages() -> None:
     named = {
         word.rstrip(".")
         for path in [*files, ROOT / "setup.py", ROOT / "README.md", ROOT / "Makefile"]
-        for found in INSTALLS.findall(path.read_text(errors="replace"))
-        for word in found.split()
+        for result in INSTALLS.findall(path.read_text(errors="replace"))
+        for word in result.split()
         if not word.startswith("-")
     }
     libraries = {
-        found
+        results
         for path in [*files, ROOT / "setup.py"]
-        for found in re.findall(r"\blib[a-z0-9]+-dev\b", path.read_text(errors="replace"))
+        for results in re.findall(r"\blib[a-z0-9]+-dev\b", path.read_text(errors="replace"))
     }
     assert "libgloo-dev" in named & libraries
     assert named | libraries <= DEBIAN

@@ -63,8 +63,8 @@ def test_api_pages_list_each_public_name() -> None:
 
 def test_described_names_exist() -> None:
     for name in DESCRIBED:
-        found = pkgutil.resolve_name(f"flashlight_py.{name}")
-        assert callable(getattr(found, name.rpartition(".")[2], found)), name  # or a module
+        result = pkgutil.resolve_name(f"flashlight_py.{name}")
+        assert callable(getattr(result, name.rpartition(".")[2], result)), name  # or a module
 
 
 @pytest.mark.slow

@@ -31,20 +31,20 @@ LIMITS = {
 }
 
 
-def lines_in(place: Path) -> int:
+def lines_in(location: Path) -> int:
     """Return the number of lines of the source files in ``place``, or of the file ``place``."""
-    if place.is_file():
-        files = [place]
-    elif place.is_relative_to(PACKAGE):
-        files = [path for path in FILES if path.is_relative_to(place)]
+    if location.is_file():
+        files = [location]
+    elif location.is_relative_to(PACKAGE):
+        files = [path for path in FILES if path.is_relative_to(location)]
     else:
-        files = [f for f in place.rglob("*") if f.suffix in SOURCES or f.name == "Makefile"]
+        files = [f for f in location.rglob("*") if f.suffix in SOURCES or f.name == "Makefile"]
     return sum(path.read_text().count("\n") for path in files)
 
 
 @pytest.mark.parametrize("places", LIMITS)
 def test_number_of_lines_is_within_its_limit(places: str) -> None:
-    lines = sum(lines_in(ROOT / place) for place in places.split())
+    lines = sum(lines_in(ROOT / part) for part in places.split())
     assert lines <= LIMITS[places], f"{places} has {lines} lines"
 
 

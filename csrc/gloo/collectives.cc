@@ -247,7 +247,7 @@ bool Collectives::all_have_called(uint32_t number) const {
   return true;
 }
 
-// Return the calls `number` of this rank and of all ranks whose header for it has arrived.
+// Return call `number` of this rank and of all ranks whose header for it has arrived.
 CallReport Collectives::report_of(uint32_t number) const {
   CallReport report;
   report.reset(size_);

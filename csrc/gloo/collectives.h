@@ -181,7 +181,7 @@ class Collectives {
   Relay relay_;
   Waiter* waiter_ = nullptr;
   std::vector<int> pending_;  // ranks whose payloads send_separately() is sending
-  uint32_t calls_ = 0;        // calls of this rank so far, without relay
+  uint32_t calls_ = 0;        // number of this rank's calls; 0 with a relay
   uint32_t compared_ = 0;     // number of the last compared call
   uint32_t reposted_ = 0;     // receives are posted for calls up to reposted_ + kTurns
   uint32_t awaited_ = 0;      // number of the call that this rank awaits

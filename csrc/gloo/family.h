@@ -69,7 +69,7 @@ class Family {
 
   double patience_ = 0;
   std::mutex losing_;  // locked while groups end after a loss: no group is removed then
-  std::mutex mutex_;   // guards the members below; a thread that needs a pair's lock too locks the pair first
+  std::mutex mutex_;   // guards the members below; lock a pair's mutex before this one
   std::map<uint64_t, Mesh*> groups_;
   std::vector<Pair*> connections_;  // index: rank; null if not connected
   // Key: rank. Notes of removed groups, for members that connect later.

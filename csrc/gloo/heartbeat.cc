@@ -33,7 +33,7 @@ constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
 constexpr int kAsleep = 4;
 // Maximum number of other hosts that this rank asks if a host is silent.
 constexpr int kWitnesses = 8;
-// Maximum number of ranks on a host whose ranks send news to all others. On larger hosts, ranks forward news.
+// If a host has at most kDirect ranks, each of them sends news to all others. Otherwise ranks forward news.
 constexpr size_t kDirect = 8;
 constexpr size_t kMostNames = 20;
 

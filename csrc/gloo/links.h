@@ -54,7 +54,7 @@ class Links : public Context {
   // In a forked child: close the descriptors.
   void abandon() const noexcept { descriptors_.close_all(); }
 
-  // Return the connection with `peer`, or null if there is none.
+  // Return the connection with `peer`, or null if it does not exist.
   Pair* pair(int peer) const {
     return is_connected(peer) ? static_cast<Pair*>(pairs_[peer].get()) : nullptr;
   }

@@ -311,7 +311,7 @@ void Mesh::await_reason(bool is_silent) {
 }
 
 // A peer that ends the group sends its reason before it closes its connections. If no reason arrives, the
-// lost ranks are the peers whose connections had ended first.
+// peers with the first ended connections are the lost ranks.
 Failure Mesh::explain(int peer, const std::string& what) {
   std::map<int, std::string> broken;
   std::vector<int> missing;

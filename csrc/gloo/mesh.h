@@ -75,7 +75,7 @@ class Mesh : public Transport, public Connections, public Route {
     family_->watch_hosts(std::move(hosts));
   }
   void take_along(Companion companion);
-  // Convert the ranks in `failure` from the whole group to this group. If none is a member, none is missing.
+  // Convert the ranks in `failure` from the whole group to this group. Ranks outside this group are dropped.
   Failure for_members(const Failure& failure) const;
   // End the group and its companions with `failure`. The heartbeats have sent it to the other ranks already.
   void lose(const Failure& failure) noexcept;

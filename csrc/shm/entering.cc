@@ -194,7 +194,7 @@ void Collectives::write_call(const fl_signature& signature, const Outgoing& outg
 }
 
 // Announce the address of large data, and the costs of the copy paths. A rank that does not know the total
-// size announces them as well.
+// size also does this, because the data may be large.
 void Collectives::announce_large(const fl_signature& signature, const void* data, Call& call) {
   if (is_compared(signature)) return;
   const bool knows = signature.ndim != FL_ANY && signature.verb != FL_ALL_TO_ALL_UNEVEN;

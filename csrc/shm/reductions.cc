@@ -10,7 +10,7 @@ namespace {
 // Parts of a chunk begin at multiples of this number of elements, so that no cache line belongs to two ranks.
 constexpr size_t kPartElements = sized(64, 16);
 
-// True for dtypes whose reduction takes longer than a copy. Two ranks should not both reduce all elements.
+// True for dtypes whose reduction takes longer than a copy: the ranks then divide the elements.
 bool is_costly(int dtype) {
   return dtype == FL_BFLOAT16 || dtype == FL_LONGDOUBLE || dtype == FL_CLONGDOUBLE;
 }

@@ -7,7 +7,7 @@ namespace fl {
 
 void Collectives::scan(const fl_signature& signature, void* data) {
   char* const array = static_cast<char*>(data);
-  // The result reduces the arrays of ranks 0 to terms - 1. In FL_EXSCAN, rank 0 keeps its array.
+  // The result is the reduction of ranks 0 to terms - 1. In FL_EXSCAN, rank 0 keeps its array.
   const int terms = rank_ + (signature.verb == FL_SCAN ? 1 : 0);
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   receive_calls(signature);

@@ -27,7 +27,7 @@ struct Route {
 struct Collectives::Sections {
   int ranks;
   size_t equal = 0;                 // bytes of each section if `uneven` is null
-  const int64_t* uneven = nullptr;  // bytes by source * ranks + destination
+  const int64_t* uneven = nullptr;  // bytes; index: source * ranks + destination
   int only_source = -1;             // the only rank that sends; -1: all ranks send
 
   size_t bytes(int source, int destination) const {
@@ -51,8 +51,8 @@ struct Collectives::Sections {
   }
 };
 
-// Routes of all sections from and to one rank. Each section has one piece in every chunk, so that all
-// sections are complete with the last chunk, whatever their sizes are.
+// Routes of all sections from and to one rank. Each section has one piece in every chunk, so that sections of
+// any size are complete with the last chunk.
 struct Collectives::Routes {
   uint32_t chunks = 1;
   std::vector<Route> give, take;  // give: one per destination; take: one per source

@@ -46,8 +46,8 @@ constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;
 constexpr size_t kInlineBytes = sized(16384, 64);
 constexpr uint32_t kSlots = sized(4, 3);
-constexpr uint32_t kCalls = sized(16, 5);    // number of a rank's calls in memory
-constexpr uint32_t kPayloads = sized(4, 2);  // number of a rank's payloads in memory
+constexpr uint32_t kCalls = sized(16, 5);    // number of calls that the segment stores per rank
+constexpr uint32_t kPayloads = sized(4, 2);  // number of payloads that the segment stores per rank
 
 // Maximum number of calls between a rank's last compared call and its next call. With this limit, no rank
 // replaces a call that another rank still reads: see Collectives::find_room.

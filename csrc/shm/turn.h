@@ -1,4 +1,4 @@
-// A turn to do something, for example to run a collective. One thread has it at a time.
+// A lock for an activity of one thread at a time, for example to run a collective.
 #pragma once
 
 #include <atomic>

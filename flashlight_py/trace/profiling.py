@@ -137,8 +137,8 @@ def profile(
     Chrome can display it. ``python -m flashlight_py.trace view trace.json`` converts it to a page.
     The default group is the world.
 
-    The trace has all calls of these ranks, in all groups. Ranks are numbered as in the world, and
-    times are those of rank 0's clock. A call has its verb, bytes, dtype, shape, line of user code
+    The trace has all calls of these ranks, in all groups. Ranks have their world numbers, and times
+    are on rank 0's clock. A call has its verb, bytes, dtype, shape, line of user code
     and the time it waited for other ranks. ``span(name)`` marks a part of the program. During the
     recording, a call takes about 10 us instead of 1 us. The host measures GPU work, with an error
     below 0.5 ms.

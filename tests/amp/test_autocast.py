@@ -59,25 +59,25 @@ def inputs(dtype: Any) -> tuple[fl.Variable, fl.Variable]:
 
 
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("given", ["half", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["half", "float32", "float64"])
 @pytest.mark.parametrize(("name", "function", "made"), POLICY, ids=[row[0] for row in POLICY])
 def test_autocast_selects_the_documented_dtypes(
-    name: str, function: Any, made: str, given: str, half: str
+    name: str, function: Any, made: str, dtype: str, half: str
 ) -> None:
-    given = {"half": half}.get(given, given)
-    x, weight = inputs(F.astype(np.ones(1), given).dtype)
+    dtype = {"half": half}.get(dtype, dtype)
+    x, weight = inputs(F.astype(np.ones(1), dtype).dtype)
     with fl.amp.autocast(half):
         result = function(x, weight)
-    expected = {"half": half, "widest": given}.get(made, made)
-    assert result.dtype.name == ("float64" if given == "float64" else expected)
+    expected = {"half": half, "widest": dtype}.get(made, made)
+    assert result.dtype.name == ("float64" if dtype == "float64" else expected)
     result.backward(np.ones_like(result.array))
     assert x.grad.dtype == x.dtype
-    assert function(x, weight).dtype.name == given  # outside autocast
+    assert function(x, weight).dtype.name == dtype  # outside autocast
 
 
 def test_products_round_their_inputs() -> None:
     x, weight = inputs(np.float32)
-    a, w = (each.array.astype(np.float16).astype(np.float32) for each in (x, weight))
+    a, w = (variable.array.astype(np.float16).astype(np.float32) for variable in (x, weight))
     with fl.amp.autocast():
         y = F.linear(x, weight)
     assert np.array_equal(y.array, (a @ w.T).astype(np.float16))
@@ -111,12 +111,12 @@ def test_regions_can_be_nested() -> None:
 
 
 def test_region_is_local_to_its_thread() -> None:
-    found: list[bool] = []
+    results: list[bool] = []
     with fl.amp.autocast():
-        thread = threading.Thread(target=lambda: found.append(products()))
+        thread = threading.Thread(target=lambda: results.append(products()))
         thread.start()
         thread.join()
-    assert found == [False]
+    assert results == [False]
 
 
 def test_autocast_raises_for_other_dtypes() -> None:
@@ -199,11 +199,11 @@ def test_captured_step_may_enter_autocast(half: str, captured: str) -> None:
 def test_captured_step_is_recorded_per_region() -> None:
     weight = fl.param(np.full((1, 1), 1 / 3, np.float32))
     captured = fl.capture(lambda x: F.matmul(fl.input(x), weight))
-    x, found = np.ones((1, 1), np.float32), []
+    x, results = np.ones((1, 1), np.float32), []
     for turn in range(8):
         with fl.amp.autocast(enabled=turn % 2 == 1):
-            found.append(captured(x).dtype.name)
-    assert found == ["float32", "float16"] * 4
+            results.append(captured(x).dtype.name)
+    assert results == ["float32", "float16"] * 4
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -220,11 +220,11 @@ def on_ranks(rank: int, size: int, half: str, sharded: bool) -> Any:
     fl.fully_shard(model) if sharded else fl.distribute_module_grads(model)
     optimizer, (x, labels) = fl.optim.AdamOptimizer(model.params(), 0.05), batch()
     scaler = fl.amp.DynamicScaler(2.0**4)
-    mine = slice(rank * 16 // size, (rank + 1) * 16 // size)
+    rows = slice(rank * 16 // size, (rank + 1) * 16 // size)
     for turn in range(5):
         optimizer.zero_grad()
         with fl.amp.autocast(half):
-            loss = F.categorical_cross_entropy(model(fl.input(x[mine])), fl.input(labels[mine]))
+            loss = F.categorical_cross_entropy(model(fl.input(x[rows])), fl.input(labels[rows]))
         if turn == 3 and rank == 0:
             loss = loss * np.inf  # makes the gradients of one rank infinite
         scaler.scale(loss).backward()

@@ -23,9 +23,9 @@ class Bare:
 
 
 def param(grad: float = 1, dtype: Any = np.float32) -> Any:
-    found = fl.param(np.zeros(1, dtype))
-    found.grad = np.full(1, grad, dtype)
-    return found
+    result = fl.param(np.zeros(1, dtype))
+    result.grad = np.full(1, grad, dtype)
+    return result
 
 
 # Steps, growth interval, fraction of gradients that are not finite, and whether torch checks
@@ -77,7 +77,7 @@ y = [run(*each) for each in runs]
 
 
 def test_state_dict_equals_torch(oracle: Oracle) -> None:
-    assert oracle(TORCH, runs=RUNS)["y"] == [run(*each) for each in RUNS]
+    assert oracle(TORCH, runs=RUNS)["y"] == [run(*arguments) for arguments in RUNS]
 
 
 def run(steps: int, interval: int, share: float, _: bool) -> Any:

@@ -1,6 +1,6 @@
 """Table of all differentiable functions, with inputs and the same function in torch.
 
-``ours`` takes variables. ``theirs`` is a torch expression of ``F`` (torch.nn.functional), the
+``ours`` takes variables. ``torch_code`` is a torch expression of ``F`` (torch.nn.functional), the
 tensors a, b, c in the order of ``arrays``, and the names in ``extra``. The inputs keep a distance
 from kinks and poles, where neither central differences nor slopes are comparable.
 """
@@ -18,7 +18,7 @@ from flashlight_py.autograd.functions.recurrent import GATES
 class Case(NamedTuple):
     name: str
     ours: Callable[..., Any]
-    theirs: str
+    torch_code: str
     arrays: tuple[np.ndarray, ...]
     extra: dict[str, Any] = {}  # noqa: RUF012 - of a NamedTuple
 
@@ -79,8 +79,8 @@ def temporal(reduction: str, blank: int = 0) -> Case:
 
 
 def einsum(subscripts: str, *arrays: np.ndarray) -> Case:
-    theirs = f"torch.einsum({subscripts!r}, {', '.join('abcd'[: len(arrays)])})"
-    return Case(f"einsum_{subscripts}", lambda *v: F.einsum(subscripts, *v), theirs, arrays)
+    torch_code = f"torch.einsum({subscripts!r}, {', '.join('abcd'[: len(arrays)])})"
+    return Case(f"einsum_{subscripts}", lambda *v: F.einsum(subscripts, *v), torch_code, arrays)
 
 
 def recurrent(kind: str, module: str, reverse: bool, states: int) -> Case:
@@ -88,9 +88,9 @@ def recurrent(kind: str, module: str, reverse: bool, states: int) -> Case:
     rows = 2 * GATES[kind]
     shapes = (2, 4, 3), (rows, 3), (rows, 2), (rows,), (rows,), *[(2, 2)] * states
 
-    def ours(x: Any, *given: Any) -> Any:
-        out, *last = F.recurrent(kind, x, given[:4], given[4:], reverse)
-        return F.concatenate([out, *[F.reshape(each, (2, 1, 2)) for each in last]], 1)
+    def ours(x: Any, *args: Any) -> Any:
+        out, *last = F.recurrent(kind, x, args[:4], args[4:], reverse)
+        return F.concatenate([out, *[F.reshape(state, (2, 1, 2)) for state in last]], 1)
 
     code = f"""a, None
 layer = nn.{module}(3, 2, batch_first=True)
@@ -264,11 +264,11 @@ CASES = [
         Case(
             f"{ours}_{reduction}",
             partial(getattr(F, ours), reduction=reduction),
-            f"F.{theirs}(a, b, reduction={reduction!r})",
+            f"F.{torch_code}(a, b, reduction={reduction!r})",
             arrays,
         )
         for reduction in ("mean", "sum", "none")
-        for ours, theirs, arrays in (
+        for ours, torch_code, arrays in (
             ("mean_absolute_error", "l1_loss", (A, B)),
             ("binary_cross_entropy_with_logits", "binary_cross_entropy_with_logits", (5 * A, Q)),
         )
@@ -286,11 +286,11 @@ CASES = [
         Case(
             f"{name}_last_{channels}",
             lambda x, w, b, f=function: f(F.transpose(x, (0, 3, 1, 2)), w, b),
-            theirs.format("a.permute(0, 3, 1, 2)"),
+            expected.format("a.permute(0, 3, 1, 2)"),
             (signed(2, 3, 2, channels), signed(channels), signed(channels)),
         )
         for channels in (4, 6)
-        for name, function, theirs in (
+        for name, function, expected in (
             ("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), "F.group_norm({}, 2, b, c)"),
             ("batch_norm", F.batch_norm, "F.batch_norm({}, None, None, b, c, True)"),
         )

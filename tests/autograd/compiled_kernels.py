@@ -23,8 +23,8 @@ class ElementwiseKernel:
     """A kernel that runs ``operation`` for each element, in order. Raw arrays are indexed."""
 
     def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
-        self.inputs = [each.split()[-2:] for each in inputs.split(",")]
-        self.outputs = [each.split()[-2:] for each in outputs.split(",")]
+        self.inputs = [declaration.split()[-2:] for declaration in inputs.split(",")]
+        self.outputs = [item.split()[-2:] for item in outputs.split(",")]
         self.raw = set(re.findall(r"raw \w+ (\w+)", f"{inputs}, {outputs}"))
         self.operation, self.name = operation, name
         self.launches = 0
@@ -35,35 +35,37 @@ class ElementwiseKernel:
         ``size`` is the number of elements if all arrays are raw.
         """
         self.launches += 1
-        given = dict(zip([name for _, name in self.inputs + self.outputs], args, strict=False))
-        types = self.types(given)
-        each = [np.shape(value) for name, value in given.items() if name not in self.raw]
-        shape = (size,) if size else np.broadcast_shapes(*each)
+        arguments = dict(zip([name for _, name in self.inputs + self.outputs], args, strict=False))
+        types = self.types(arguments)
+        shapes = [np.shape(value) for name, value in arguments.items() if name not in self.raw]
+        shape = (size,) if size else np.broadcast_shapes(*shapes)
         for kind, name in self.outputs:
-            given.setdefault(name, np.empty(shape, types.get(kind, kind)))
+            arguments.setdefault(name, np.empty(shape, types.get(kind, kind)))
         work = {
             name: np.ascontiguousarray(
                 np.broadcast_to(
-                    np.asarray(given[name], types.get(kind, kind)),
-                    np.shape(given[name]) if name in self.raw else shape,
+                    np.asarray(arguments[name], types.get(kind, kind)),
+                    np.shape(arguments[name]) if name in self.raw else shape,
                 )
             ).copy()
             for kind, name in self.inputs + self.outputs
         }
         self.compiled(types)(np.prod(shape, dtype=int), *(a.ctypes.data for a in work.values()))
         for _, name in self.outputs:
-            given[name][...] = work[name]
-        return given[self.outputs[-1][1]]
+            arguments[name][...] = work[name]
+        return arguments[self.outputs[-1][1]]
 
-    def types(self, given: dict[str, Any]) -> dict[str, str]:
+    def types(self, arguments: dict[str, Any]) -> dict[str, str]:
         """Return the dtype of each placeholder, which must be the same for all of its arrays."""
-        found: dict[str, str] = {}
+        results: dict[str, str] = {}
         for kind, name in self.inputs + self.outputs:
-            if kind in C_TYPES or name not in given:
+            if kind in C_TYPES or name not in arguments:
                 continue
-            assert isinstance(given[name], np.ndarray), f"{name} must be an array"
-            assert found.setdefault(kind, given[name].dtype.name) == given[name].dtype.name, name
-        return found
+            assert isinstance(arguments[name], np.ndarray), f"{name} must be an array"
+            assert (
+                results.setdefault(kind, arguments[name].dtype.name) == arguments[name].dtype.name
+            ), name
+        return results
 
     def compiled(self, types: dict[str, str]) -> Callable[..., None]:
         parameters, locals_ = [], []
@@ -81,8 +83,6 @@ class ElementwiseKernel:
 
 
 class ReductionKernel:
-    """A kernel that reduces all elements to one element, in order."""
-
     def __init__(
         self, inputs: str, output: str, mapped: str, reduced: str, post: str, start: str,
         name: str, reduce_type: str,
@@ -126,13 +126,13 @@ class RawKernel:
     """
 
     def __init__(self, text: str, name: str, options: tuple[str, ...]) -> None:
-        found = re.search(rf"void {name}\(([^)]*)\)", text)
-        assert found
-        names = ", ".join(re.findall(r"(\w+)(?:,|$)", found[1]))
+        match = re.search(rf"void {name}\(([^)]*)\)", text)
+        assert match
+        names = ", ".join(re.findall(r"(\w+)(?:,|$)", match[1]))
         waits = "__syncthreads" in text
         one = f"[=] {{ blockIdx.x = at; threadIdx.x = one; {name}({names}); }}"
         self._source = f"""{RAW}{TOGETHER if waits else ""}{text}
-        extern "C" void run(long grid, long block, {found[1]}) {{
+        extern "C" void run(long grid, long block, {match[1]}) {{
           gridDim.x = grid; blockDim.x = block;
           for (long at = 0; at < grid; ++at) {{
             {"std::barrier<> all(block); together = &all;" if waits else ""}
@@ -147,8 +147,8 @@ class RawKernel:
         self.launches += 1
         kinds: dict[Any, Any] = {np.int64: ctypes.c_longlong, np.float64: ctypes.c_double}
         kinds[np.ndarray] = as_argument
-        given = [kinds[type(arg)](arg) for arg in args]
-        load(self._source)(ctypes.c_long(*grid), ctypes.c_long(*block), *given)
+        arguments = [kinds[type(arg)](arg) for arg in args]
+        load(self._source)(ctypes.c_long(*grid), ctypes.c_long(*block), *arguments)
 
 
 def as_argument(array: np.ndarray) -> Any:

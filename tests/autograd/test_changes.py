@@ -12,11 +12,11 @@ from flashlight_py.autograd import functions as F
 
 
 def step(model: fl.nn.Module) -> None:
-    for each in model.params():
-        each.grad = np.ones(each.shape)
+    for item in model.params():
+        item.grad = np.ones(item.shape)
     fl.optim.SGDOptimizer(model.params(), lr=0.5).step()
-    for each in model.params():
-        each.zero_grad()
+    for item in model.params():
+        item.zero_grad()
 
 
 def assign(model: fl.nn.Module) -> None:
@@ -53,7 +53,7 @@ def test_backward_raises_if_the_package_changed_a_leaf(name: str, change: Any) -
     change(model)
     with pytest.raises(RuntimeError, match=rf"was changed after {name}\(\) had used it"):
         loss.backward()
-    assert all(each.grad is None for each in (*model.params(), x))
+    assert all(variable.grad is None for variable in (*model.params(), x))
     LOSSES[name](model, x).sum().backward()  # a recomputed pass has no error
     assert model.params()[0].grad is not None
 
@@ -62,7 +62,7 @@ def test_backward_raises_if_the_package_changed_a_leaf(name: str, change: Any) -
 def test_backward_names_linear_if_its_weight_or_input_changed(function: Any) -> None:
     x, weight, bias = np.ones((3, 2)), np.ones((2, 2)), np.ones(2)
     for learns in range(3):
-        args = [fl.input(each) for each in (x, weight, bias)]
+        args = [fl.input(variable) for variable in (x, weight, bias)]
         args[learns].calc_grad = True
         loss = function(*args).sum()
         args[learns].array = args[learns].array + 1

@@ -18,7 +18,6 @@ X, W = np.random.default_rng(0).random((2, 3, 4)) + 0.5
 
 @fl.autograd.function
 def softplus(x: Any) -> Any:
-    """Return log(1 + exp(x))."""
     e = array_module(x).exp(x)
     return array_module(x).log1p(e), lambda grad: grad * e / (1 + e)
 
@@ -81,10 +80,10 @@ def test_gradcheck_accepts_functions() -> None:
 
 def test_function_records_nothing_without_gradients() -> None:
     for x in (fl.input(X), fl.no_grad(X), X):
-        found = softplus(x)
-        assert isinstance(found, fl.Variable)
-        assert not found.calc_grad
-        assert not found.has_history
+        result = softplus(x)
+        assert isinstance(result, fl.Variable)
+        assert not result.calc_grad
+        assert not result.has_history
 
 
 def test_function_gradients_share_no_memory() -> None:
@@ -94,7 +93,7 @@ def test_function_gradients_share_no_memory() -> None:
     (passed(x) + x).backward(seed)
     returning(x, x).backward(seed)
     returning(x, x).backward(seed)
-    assert not any(np.shares_memory(x.grad, each) for each in (seed, kept, x.array))
+    assert not any(np.shares_memory(x.grad, array) for array in (seed, kept, x.array))
     assert (seed.max(), kept.max(), x.grad.min(), x.grad.max()) == (1, 2, 10, 10)
 
 
@@ -162,9 +161,9 @@ WRONG: dict[str, tuple[Callable[[fl.Variable], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_function_raises_for_invalid_results(what: str) -> None:
-    call, kind, words = WRONG[what]
+@pytest.mark.parametrize("result_kind", WRONG)
+def test_function_raises_for_invalid_results(result_kind: str) -> None:
+    call, kind, words = WRONG[result_kind]
     with pytest.raises(kind, match=words):
         call(fl.param(X))
 

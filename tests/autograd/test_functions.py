@@ -41,7 +41,7 @@ def test_value_and_gradient_equal_torch(case: Case, dtype: str, oracle: Oracle) 
     variables = [param(array.astype(dtype)) for array in case.arrays]
     named = dict(zip("abcdefghi", variables, strict=False))
     tolerance = (1e-11, 1e-13) if dtype == "float64" else (2e-5, 2e-6)
-    code, ours = f"y = {case.theirs}", case.ours(*variables)
+    code, ours = f"y = {case.torch_code}", case.ours(*variables)
     compare(oracle, code, ours, named, *tolerance, **case.extra)
 
 
@@ -53,7 +53,7 @@ def test_results_keep_the_dtype_and_gradients_share_no_memory(case: Case, dtype:
     seed = np.ones_like(result.array)
     result.backward(seed)
     grads = [variable.grad for variable in variables]
-    assert {each.dtype.name for each in (result, *grads)} == {dtype}
+    assert {item.dtype.name for item in (result, *grads)} == {dtype}
     others = [seed, result.array, *(variable.array for variable in variables)]
     for number, grad in enumerate(grads):
         for other in (*others, *grads[:number]):
@@ -276,9 +276,9 @@ def test_indices_may_have_any_integer_dtype(dtype: str) -> None:
 @pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
 def test_softmax_accepts_unsigned_integers(function: Any) -> None:
     for dtype in (np.uint8, np.uint64, np.bool_):
-        given = np.array([[3, 0, 1, 1]]).astype(dtype)
-        expected = function(input(given.astype(np.float64))).array
-        np.testing.assert_array_equal(function(input(given)).array, expected)
+        integers = np.array([[3, 0, 1, 1]]).astype(dtype)
+        expected = function(input(integers.astype(np.float64))).array
+        np.testing.assert_array_equal(function(input(integers)).array, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.bool_, np.int64])

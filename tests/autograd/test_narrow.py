@@ -105,13 +105,13 @@ def test_softmax_is_computed_in_float32() -> None:
 
 
 def test_other_dtypes_behave_as_in_numpy() -> None:
-    whole = np.array([1, 2], np.int8)
+    integers = np.array([1, 2], np.int8)
     for function, expected in (
         (F.sum, "int64"),
         (F.softmax, "float16"),
         (F.log_softmax, "float16"),
     ):
-        assert function(whole).dtype == expected
+        assert function(integers).dtype == expected
 
 
 def test_clip_grad_norm_applies_small_factors_to_float16() -> None:
@@ -131,8 +131,8 @@ def test_products_are_computed_in_float32_and_rounded_once(shapes: Any) -> None:
     assert np.array_equal(result.array, wide.array.astype(narrow))
     F.sum(result).backward()
     F.sum(wide).backward()
-    for mine, other in ((x, wide_x), (y, wide_y)):
-        assert np.array_equal(mine.grad, other.grad.astype(narrow))
+    for local, other in ((x, wide_x), (y, wide_y)):
+        assert np.array_equal(local.grad, other.grad.astype(narrow))
 
 
 def test_dropout_keeps_the_dtype() -> None:

@@ -83,9 +83,9 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("torch", LIKE_TORCH)
 def test_numpy_functions_are_differentiated(torch: str, oracle: Oracle) -> None:
     x, w, b = fl.param(A), fl.param(B), B[::-1].copy()
-    found = LIKE_TORCH[torch](x, w, b)
-    assert isinstance(found, Variable)
-    compare_with_torch(oracle, f"y = {torch}", found, {"x": x, "w": w}, 1e-12, b=b)
+    result = LIKE_TORCH[torch](x, w, b)
+    assert isinstance(result, Variable)
+    compare_with_torch(oracle, f"y = {torch}", result, {"x": x, "w": w}, 1e-12, b=b)
 
 
 @pytest.mark.parametrize("torch", LIKE_TORCH)

@@ -33,12 +33,12 @@ def plain(array: Any) -> np.ndarray:
 @pytest.mark.parametrize("case", STRICT_CASES, ids=[case.name for case in STRICT_CASES])
 def test_values_and_gradients_equal_numpy(case: Case, strict: StandInCupy) -> None:
     ours = [param(array.copy()) for array in case.arrays]
-    theirs = [param(strict.asarray(array.copy())) for array in case.arrays]  # type: ignore[arg-type]
-    expected, result = case.ours(*ours), case.ours(*theirs)
+    strict_variables = [param(strict.asarray(array.copy())) for array in case.arrays]  # type: ignore[arg-type]
+    expected, result = case.ours(*ours), case.ours(*strict_variables)
     np.testing.assert_array_equal(plain(result.array), expected.array)
     expected.backward(np.ones(expected.shape))
     result.backward(strict.asarray(np.ones(expected.shape)))
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(ours, strict_variables, strict=True):
         np.testing.assert_array_equal(plain(other.grad), one.grad)
 
 
@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_numpy(case: Case, strict: StandInCupy) -> No
 def test_training_equals_numpy(rule: str, strict: StandInCupy) -> None:
     arrays, labels = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4), np.array([0, 1, -1])
     losses: list[list[float]] = [], []
-    for convert, found in zip((np.asarray, strict.asarray), losses, strict=True):
+    for convert, result in zip((np.asarray, strict.asarray), losses, strict=True):
         set_seed(0)
         model = nn.Sequential(
             nn.Linear(4, 5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 2), nn.LogSoftmax()
@@ -61,7 +61,7 @@ def test_training_equals_numpy(rule: str, strict: StandInCupy) -> None:
             loss.backward()
             clip_grad_norm(model.params(), 0.5)
             optimizer.step()
-            found.append(loss.scalar())
+            result.append(loss.scalar())
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
 

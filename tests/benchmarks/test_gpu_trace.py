@@ -22,9 +22,9 @@ def test_overlap_counts_simultaneous_kernels_once() -> None:
         kernel("flashlight_sgd", 60.0, 5.0),
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 100.0, 10.0),
     ]
-    found = overlap_of(events)
-    assert list(found) == ["reducing", "computing", "both at once"]
-    assert list(found.values()) == pytest.approx([40e-6, 55e-6, 15e-6])
+    result = overlap_of(events)
+    assert list(result) == ["reducing", "computing", "both at once"]
+    assert list(result.values()) == pytest.approx([40e-6, 55e-6, 15e-6])
 
 
 def test_overlap_of_an_empty_trace_is_zero() -> None:
@@ -34,7 +34,7 @@ def test_overlap_of_an_empty_trace_is_zero() -> None:
 def test_record_runs_steps_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = record(lambda: steps.append(1), 3, tmp_path / "trace.json.gz")
-    assert isinstance(found, str)
-    assert "torch" in found
+    result = record(lambda: steps.append(1), 3, tmp_path / "trace.json.gz")
+    assert isinstance(result, str)
+    assert "torch" in result
     assert len(steps) == 3

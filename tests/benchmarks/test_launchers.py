@@ -21,7 +21,7 @@ def test_direct_launch_passes_a_place_to_each_rank() -> None:
         [str(PYTHON), "-m", "harness.worker", "a_role", "/door"]
     ] * 3
     places = [json.loads(command[5]) for command in plan.commands]
-    assert [place["rank"] for place in places] == [0, 1, 2]
+    assert [setup["rank"] for setup in places] == [0, 1, 2]
     assert places[0]["size"] == 3
     assert places[0]["options"] == {"BACKEND": "gloo"}
     assert "BACKEND=gloo" in plan.setting

@@ -95,20 +95,20 @@ def test_training_step_script_runs_without_peers(tmp_path: Path) -> None:
     output, result = run(tmp_path, "training_step.py", *options)
     assert "- ABSENT torch gloo: not installed" in output
     assert "- ABSENT JAX: not installed" in output
-    found = {m["task"]: m["seconds"] for m in result["measurements"]}
-    assert set(found["10-100-1, batch 1"]) == {
+    results = {m["task"]: m["seconds"] for m in result["measurements"]}
+    assert set(results["10-100-1, batch 1"]) == {
         "hand-written NumPy",
         "NumPy with temporaries",
         *(
-            f"flashlight_py, {way}{also}"
-            for way in ("eager", "captured")
+            f"flashlight_py, {title}{also}"
+            for title in ("eager", "captured")
             for also in ("", ", reducing, 1 rank", ", reducing, 2 ranks")
         ),
     }
-    assert "flashlight_py, captured, 8 leaves" in found["64-128-10, batch 64"]
-    assert len(found["20 layers of 64, batch 16, first calls"]) == 12
-    assert len(found["width 8, batch 4, 3 layers"]) == 3
-    assert len(found["1 epochs of 10,000 samples, 2 ranks"]) == 4
+    assert "flashlight_py, captured, 8 leaves" in results["64-128-10, batch 64"]
+    assert len(results["20 layers of 64, batch 16, first calls"]) == 12
+    assert len(results["width 8, batch 4, 3 layers"]) == 3
+    assert len(results["1 epochs of 10,000 samples, 2 ranks"]) == 4
     assert not any(m["left_out"] for m in result["measurements"])
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -46,24 +46,24 @@ def all_reduce(nbytes: int, ranks: int = 2, **seconds: float) -> Measurement:
 
 
 def judged(*measurements: Measurement) -> dict[str, tuple[str, bool | None]]:
-    found = targets.verdicts(measurements, absent={})
-    return {verdict.target: (verdict.measured.split(";")[0], verdict.reached) for verdict in found}
+    result = targets.verdicts(measurements, absent={})
+    return {verdict.target: (verdict.measured.split(";")[0], verdict.reached) for verdict in result}
 
 
 def test_all_reduce_verdict_compares_with_the_faster_mpi() -> None:
-    found = judged(all_reduce(64 << 10, ours=1.0, open_mpi=4.0, mpich=1.4))
-    assert found["2 ranks, to the better MPI, from 64 KB"] == ("1.4x (64 KB, MPICH", False)
-    assert found["2 ranks, to the better MPI, to 4 KB"][1] is None
+    result = judged(all_reduce(64 << 10, ours=1.0, open_mpi=4.0, mpich=1.4))
+    assert result["2 ranks, to the better MPI, from 64 KB"] == ("1.4x (64 KB, MPICH", False)
+    assert result["2 ranks, to the better MPI, to 4 KB"][1] is None
 
 
 def test_all_reduce_verdict_uses_the_bound_of_the_size_range() -> None:
-    found = judged(
+    result = judged(
         all_reduce(4, ours=1.0, open_mpi=1.1, torch=21.0),
         all_reduce(MB, ours=1.0, open_mpi=2.0, torch=20.0),
         all_reduce(64 * MB, ours=1.0, open_mpi=2.9, torch=6.0),
         all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=3.0),
     )
-    reached = {target: answer for target, (_, answer) in found.items()}
+    reached = {target: answer for target, (_, answer) in result.items()}
     assert reached["2 ranks, to the better MPI, to 4 KB"] is True
     assert reached["2 ranks, to the better MPI, from 64 KB"] is True
     assert reached["2 ranks, to the better MPI, from 64 MB"] is False
@@ -73,7 +73,7 @@ def test_all_reduce_verdict_uses_the_bound_of_the_size_range() -> None:
 
 
 def test_collectives_verdict_judges_each_row_and_with_few_cores_the_median() -> None:
-    found = {
+    results = {
         verdict.target: (verdict.measured.partition(";")[0], verdict.reached)
         for verdict in collectives_targets.verdicts(
             [
@@ -87,7 +87,7 @@ def test_collectives_verdict_judges_each_row_and_with_few_cores_the_median() -> 
             absent={},
         )
     }
-    assert found == {
+    assert results == {
         "2 ranks, every row, to the better MPI": ("0.9x (all_reduce, 4 B, MPICH", False),
         "2 ranks, every row, to torch gloo": ("20x (all_reduce, 4 B, torch gloo", True),
         "4 ranks, every row, to the better MPI": ("0.8x (all_reduce, 1 MB, Open MPI", True),
@@ -105,18 +105,18 @@ def test_verdict_is_missed_if_only_this_package_failed() -> None:
 
 
 def test_all_reduce_verdict_at_64_mb_compares_with_a_copy_and_variants() -> None:
-    found = judged(all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0))
-    assert found["2 ranks, 64 MB, against a copy by one core"] == ("1.94x (64 MB", True)
-    assert found["2 ranks, 64 MB, shared_empty against a plain array"] == ("1.2x (64 MB", True)
-    half = found["2 ranks, 64 MB, bandwidth of 16-bit floats to float32"]
+    result = judged(all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0))
+    assert result["2 ranks, 64 MB, against a copy by one core"] == ("1.94x (64 MB", True)
+    assert result["2 ranks, 64 MB, shared_empty against a plain array"] == ("1.2x (64 MB", True)
+    half = result["2 ranks, 64 MB, bandwidth of 16-bit floats to float32"]
     assert half == ("0.75x (bfloat16", False)
 
 
 def test_all_reduce_verdict_compares_integer_minima_with_sums() -> None:
     seconds = {"flashlight_py": [2.0], "flashlight_py, min": [2.1], "flashlight_py, max": [2.5]}
-    found = judged(Measurement("all_reduce", "int8", MB, 2, seconds))
+    result = judged(Measurement("all_reduce", "int8", MB, 2, seconds))
     worst = ("1.25x (int8, 2 ranks, 1 MB, flashlight_py, max", False)
-    assert found["min and max of integers, to their sum"] == worst
+    assert result["min and max of integers, to their sum"] == worst
 
 
 def test_step_verdicts_judge_captured_steps() -> None:
@@ -136,21 +136,21 @@ def test_step_verdicts_judge_captured_steps() -> None:
     cell = {step_targets.HAND_WRITTEN: [1.2], eager: [1.0], captured: [1.1]}
     grid = [Measurement("width 1, batch 1", "float32", 0, 1, cell)]
     training = Measurement(step_targets.TRAINING, "float32", 0, 2, {captured: [2.5]})
-    found = {
+    results = {
         verdict.target: (verdict.measured.partition(" (")[0], verdict.reached)
         for verdict in step_targets.verdicts({seed.task: seed}, grid, None, training, {})
     }
     at_seed = f"{step_targets.SEED}, "
-    assert found[at_seed + "1 rank"] == ("2 us", True)
-    assert found[at_seed + "2 ranks"] == ("5 us", False)
-    assert found[at_seed + "the time of hand-written NumPy to ours"] == ("5.5x", False)
-    assert found[at_seed + "the time of NumPy with temporaries to ours"] == ("13x", True)
-    assert found[at_seed + "JAX's time to ours"] == ("not measured: left out", None)
-    assert found["2 ranks, torch DDP's time to ours"] == ("500x", True)
-    assert found["2 ranks, an eager epoch against 1 rank's"] == ("1.95x", True)
-    assert found["the median of them"] == ("1.09x", True)
-    assert found[step_targets.TRAINING] == ("2.5 s", True)
-    assert found["eager's time to the captured step's"] == ("0.909x", False)
+    assert results[at_seed + "1 rank"] == ("2 us", True)
+    assert results[at_seed + "2 ranks"] == ("5 us", False)
+    assert results[at_seed + "the time of hand-written NumPy to ours"] == ("5.5x", False)
+    assert results[at_seed + "the time of NumPy with temporaries to ours"] == ("13x", True)
+    assert results[at_seed + "JAX's time to ours"] == ("not measured: left out", None)
+    assert results["2 ranks, torch DDP's time to ours"] == ("500x", True)
+    assert results["2 ranks, an eager epoch against 1 rank's"] == ("1.95x", True)
+    assert results["the median of them"] == ("1.09x", True)
+    assert results[step_targets.TRAINING] == ("2.5 s", True)
+    assert results["eager's time to the captured step's"] == ("0.909x", False)
 
 
 def on_gpu(nbytes: int, **seconds: float) -> Measurement:

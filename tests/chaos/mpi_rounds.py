@@ -68,10 +68,10 @@ class _Job:
 
     def await_event(self, event: str, ends: float, count: int = 1) -> list[dict[str, Any]]:
         """Return ``count`` events of a kind, or fewer if the job ends before."""
-        while len(found := [e for e in self.events if e["event"] == event]) < count:
+        while len(results := [e for e in self.events if e["event"] == event]) < count:
             if not self._read(ends, event):
                 break
-        return found
+        return results
 
     def await_end(self, ends: float) -> int:
         while self._read(ends, "end of the job"):
@@ -125,8 +125,8 @@ def _judge(game: Round, job: _Job, verdict: Verdict) -> None:
     if code == 0 and game.fate != "stop":
         verdict.wrong.append("the job ended with code 0")
     for event in job.await_event("raised", time.monotonic(), job.size):
-        known = {"PeerLostError", "CollectiveTimeoutError"} & set(event["classes"])
-        if not known:
+        raised = {"PeerLostError", "CollectiveTimeoutError"} & set(event["classes"])
+        if not raised:
             verdict.wrong.append(f"a rank raised {event}")
     words = {"exception": "ValueError: chaos on rank", "interrupt": "KeyboardInterrupt"}
     if words.get(game.fate, "") not in job.output:

@@ -203,7 +203,7 @@ def holdings() -> dict[str, int]:
 
 
 PARTS: dict[str, Callable[[Plan], None]] = {
-    **{"endure": endure, "compute": compute, "cycle": cycle, "give": give},
+    **{"endure": endure, "compute": compute, "cycle": cycle, "give": give}
 }
 
 

@@ -71,11 +71,10 @@ class Round:
         )
 
     def plan(self, rank: int, folder: Path) -> dict[str, Any]:
-        """Return the plan of ``rank``."""
-        place = {"path": str(folder / "meeting"), "log": str(folder / f"log-{rank}")}
-        what = {"part": "endure", "verb": self.verb, "fate": self.fate, "init": "file"}
+        paths = {"path": str(folder / "meeting"), "log": str(folder / f"log-{rank}")}
+        task = {"part": "endure", "verb": self.verb, "fate": self.fate, "init": "file"}
         timeout = SHORT if self.fate == "stop" else LONG
-        return {**self.drawn, **what, **place, **world_of(self.backend, rank, timeout)}
+        return {**self.drawn, **task, **paths, **world_of(self.backend, rank, timeout)}
 
 
 def world_of(backend: str, rank: int, timeout: float, **params: Any) -> dict[str, Any]:
@@ -94,8 +93,8 @@ def start_together(
     They check each result for the ``seconds`` of ``plan``.
     """
     params = plan.pop("params", {})
-    place = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
-    plan = {"part": "compute", "init": "file", **place, **plan}
+    paths = {"path": str(folder / "meeting"), "log": str(folder / "log"), "size": size}
+    plan = {"part": "compute", "init": "file", **paths, **plan}
     return [ranks.start(r, **plan, **world_of(backend, r, timeout, **params)) for r in range(size)]
 
 
@@ -168,8 +167,6 @@ def _end(started: list[Rank]) -> None:
 
 
 class _Judge:
-    """Judge of one round."""
-
     def __init__(self, game: Round, started: list[Rank], folder: Path, verdict: Verdict) -> None:
         self._game, self._folder, self._verdict = game, folder, verdict
         self._number = game.drawn["victim"]

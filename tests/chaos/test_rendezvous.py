@@ -30,9 +30,9 @@ def _shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def plan(folder: Path, **more: Any) -> dict[str, Any]:
     log = str(folder.parent / "log")
-    place = {"path": str(folder / "meeting"), "log": log, "env": dict(ENV)}
+    paths = {"path": str(folder / "meeting"), "log": log, "env": dict(ENV)}
     params = {"TIMEOUT": TIMEOUT, "BACKEND": "shm"}
-    return {"part": "compute", "init": "file", "seconds": 0.05, "params": params, **place, **more}
+    return {"part": "compute", "init": "file", "seconds": 0.05, "params": params, **paths, **more}
 
 
 @pytest.fixture
@@ -63,18 +63,20 @@ SPOILS: dict[str, Callable[[Path], object]] = {
 
 def await_file(folder: Path, kind: str, rank: Rank) -> Path:
     rank.await_event("started")
-    while not (found := list(folder.glob(f"meeting.{kind}-*"))):
+    while not (results := list(folder.glob(f"meeting.{kind}-*"))):
         time.sleep(0.001)  # no event signals a new file
-    return found[0]
+    return results[0]
 
 
-@pytest.mark.parametrize("how", [*SPOILS, "removed"])
+@pytest.mark.parametrize("damage", [*SPOILS, "removed"])
 @pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_file_store_repairs_damage(ranks: Ranks, folder: Path, how: str, connected: bool) -> None:
+def test_file_store_repairs_damage(
+    ranks: Ranks, folder: Path, damage: str, connected: bool
+) -> None:
     """Rank 0 announces itself again to ranks that have not connected."""
     started = [ranks.start(rank, 3, **plan(folder)) for rank in range(1 + connected)]
     file = await_file(folder, "run", started[0])
-    SPOILS.get(how, os.remove)(file)
+    SPOILS.get(damage, os.remove)(file)
     started += [ranks.start(rank, 3, **plan(folder)) for rank in range(len(started), 3)]
     assert ends(started) == {0}
     assert os.listdir(folder) == []

@@ -24,7 +24,6 @@ REFUSED = bytes(56)
 
 
 def test_strangers_do_not_join_while_hosts_compute(ranks: Ranks, tmp_path: Path) -> None:
-    """Ranks of several hosts keep listening. ``test_security`` tests one host."""
     started = start_together(ranks, tmp_path, 3, "hierarchical", seconds=0.6)
     for rank in started:
         rank.await_event("joined")
@@ -55,13 +54,12 @@ def are_alive(pids: list[int]) -> bool:
 
 
 def send(number: signal.Signals, started: list[Rank]) -> None:
-    """Send a signal to the ranks that still run."""
     for rank in started:
         with suppress(ProcessLookupError):
             os.kill(rank.pid, number)
 
 
-def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int]]:
+def visited(ranks: Ranks, folder: Path, visit: int) -> tuple[list[bytes], set[int]]:
     """Send up to ``each`` strangers to every port of ranks that connect.
 
     Returns the data that each stranger received (empty if the ranks were too quick), and the ends
@@ -72,7 +70,7 @@ def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int
     started = start_together(ranks, folder, 3, "gloo", **plan)
     try:
         doors = stopped_while_connecting(started)
-        crowds = [wire.crowd(door, wire.blobs(draw, each)) for door in doors]
+        crowds = [wire.crowd(door, wire.blobs(draw, visit)) for door in doors]
         strangers = [stranger for crowd in crowds for stranger in crowd]
     finally:
         send(signal.SIGCONT, started)
@@ -80,8 +78,8 @@ def visited(ranks: Ranks, folder: Path, each: int) -> tuple[list[bytes], set[int
     return [wire.received(stranger) for stranger in strangers], codes
 
 
-@pytest.mark.parametrize("each", [1, 2 * DESCRIPTORS])
-def test_strangers_can_only_make_the_start_fail(ranks: Ranks, tmp_path: Path, each: int) -> None:
+@pytest.mark.parametrize("visit", [1, 2 * DESCRIPTORS])
+def test_strangers_can_only_make_the_start_fail(ranks: Ranks, tmp_path: Path, visit: int) -> None:
     """Strangers receive no data. A flood may make the start fail in time on every rank."""
     answers: list[bytes] = []
     starts = 0
@@ -90,7 +88,7 @@ def test_strangers_can_only_make_the_start_fail(ranks: Ranks, tmp_path: Path, ea
         folder = tmp_path / str(starts)
         folder.mkdir()
         began = time.monotonic()
-        answers, codes = visited(ranks, folder, each)
+        answers, codes = visited(ranks, folder, visit)
         starts += 1
     assert time.monotonic() - began < LONGEST_START + 5.0
     text = (folder / "log").read_text()

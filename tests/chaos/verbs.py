@@ -14,13 +14,13 @@ MESSAGES = ("sendrecv", "isend and irecv", "many in a batch")
 MANY = 40
 
 
-def _send_round(x: Array, way: str) -> None:
+def _send_round(x: Array, method: str) -> None:
     """Send to the next rank and receive from the rank before."""
     rank, size = fl.get_world_rank(), fl.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
-    if way == "sendrecv":
+    if method == "sendrecv":
         fl.sendrecv(x, after, out=x.copy(), src=before)
-    elif way == "many in a batch":
+    elif method == "many in a batch":
         ops = [fl.P2POp("recv", x.copy(), before, tag) for tag in range(MANY)]
         ops += [fl.P2POp("send", x, after, tag) for tag in range(MANY)]
         fl.batch_isend_irecv(ops).wait()
@@ -30,7 +30,6 @@ def _send_round(x: Array, way: str) -> None:
 
 
 def _uneven_rows(x: Array) -> Sequence[int]:
-    """Send one row to each other rank, and keep the remaining rows."""
     rank, size = fl.get_world_rank(), fl.get_world_size()
     return [len(x) - size + 1 if other == rank else 1 for other in range(size)]
 
@@ -65,7 +64,7 @@ VERBS: dict[str, Callable[[Array, int], object]] = {
     "all_to_all": lambda x, _: fl.all_to_all(x),
     "all_to_all, uneven": lambda x, _: fl.all_to_all(x, rows=_uneven_rows(x)),
     "barrier": lambda _x, _: fl.barrier(),
-    **{way: lambda x, _, way=way: _send_round(x, way) for way in MESSAGES},
+    **{method: lambda x, _, variant=method: _send_round(x, variant) for method in MESSAGES},
     "broadcast_object": lambda x, root: fl.broadcast_object(x.tolist()[:9], root),
     "all_gather_object": lambda x, _: fl.all_gather_object(x.tolist()[:9]),
     "gather_object": lambda x, root: fl.gather_object(x.tolist()[:9], root),

@@ -62,4 +62,4 @@ class Run:
 
 
 def _leaves(state: Mapping[str, Any]) -> list[Any]:
-    return [x for each in state.values() if isinstance(each, list) for x in each]
+    return [x for values in state.values() if isinstance(values, list) for x in values]

@@ -32,8 +32,8 @@ def test_load_continues_a_run_with_the_same_bits(tmp_path: Path) -> None:
     first.save(tmp_path, 1)
     first.step()
     again = Run(seed=9)
-    found = again.load(tmp_path)
-    assert (found.step, found.ranks, found.skipped) == (1, 1, ())
+    result = again.load(tmp_path)
+    assert (result.step, result.ranks, result.skipped) == (1, 1, ())
     assert again.everything() != first.everything()
     again.step()
     assert again.everything() == first.everything()
@@ -57,15 +57,15 @@ def test_save_accepts_lists_and_dicts_of_parts(tmp_path: Path, kind: Any) -> Non
         ]
         for _ in range(2):
             models[1](models[0](fl.input(np.ones((1, 3), np.float32)))).sum().backward()
-            for each in optimizers:
-                each.step()
-        schedules = [fl.optim.StepLR(each, 1) for each in optimizers]
+            for optimizer in optimizers:
+                optimizer.step()
+        schedules = [fl.optim.StepLR(item, 1) for item in optimizers]
         schedules[1].step()
         return kind(models), kind(optimizers), kind(schedules)
 
     def states(parts: Any) -> list[Any]:
-        each = parts.values() if isinstance(parts, dict) else parts
-        return [repr(one.state_dict()) for one in each]
+        listed = parts.values() if isinstance(parts, dict) else parts
+        return [repr(one.state_dict()) for one in listed]
 
     first, again = make(0.1), make(0.3)
     saved = dict(zip(("module", "optimizer", "schedule"), first, strict=True))
@@ -74,7 +74,7 @@ def test_save_accepts_lists_and_dicts_of_parts(tmp_path: Path, kind: Any) -> Non
     assert states(again[1]) != states(first[1])
     assert fl.load(tmp_path, **loaded) is not None
     assert list(map(states, again)) == list(map(states, first))
-    with pytest.raises(ValueError, match=r"the optimizer of .*: expected \['x'\], got \['"):
+    with pytest.raises(ValueError, match=r"the optimizer of .*: .* parts \['x'\], got \['"):
         fl.load(tmp_path, optimizer={"x": fl.optim.SGDOptimizer([fl.param(np.ones(2))], 0.1)})
 
 
@@ -126,9 +126,9 @@ def test_extra_accepts_plain_values_and_arrays(tmp_path: Path) -> None:
         "a": {"b": np.asfortranarray(np.arange(6).reshape(2, 3)), "c": np.float64(2.5)},
     }
     fl.save(tmp_path, extra=extra)
-    found = fl.load(tmp_path)
-    assert repr(found.extra) == repr(extra)
-    assert type(found.extra["loss"][0]) is np.float32
+    result = fl.load(tmp_path)
+    assert repr(result.extra) == repr(extra)
+    assert type(result.extra["loss"][0]) is np.float32
 
 
 @pytest.mark.parametrize("change", [np.asarray, lambda a: a.astype(a.dtype.newbyteorder(">"))])
@@ -136,19 +136,19 @@ def test_load_restores_every_dtype(tmp_path: Path, change: Any) -> None:
     codes = "?bhilqBHILQefdFD"
     arrays = {code: change(np.arange(6).reshape(2, 3).T.astype(code)) for code in codes}
     fl.save(tmp_path, extra=arrays)
-    found = fl.load(tmp_path)
+    result = fl.load(tmp_path)
     for code, array in arrays.items():
-        np.testing.assert_array_equal(found.extra[code], array)
-        assert found.extra[code].dtype == np.dtype(code)
-        assert found.extra[code].flags.aligned
+        np.testing.assert_array_equal(result.extra[code], array)
+        assert result.extra[code].dtype == np.dtype(code)
+        assert result.extra[code].flags.aligned
 
 
 def test_load_restores_bfloat16(tmp_path: Path) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     fl.save(tmp_path, extra=np.arange(5).astype(ml_dtypes.bfloat16))
-    found = fl.load(tmp_path)
-    assert found.extra.dtype == ml_dtypes.bfloat16
-    assert found.extra.tolist() == [0, 1, 2, 3, 4]
+    result = fl.load(tmp_path)
+    assert result.extra.dtype == ml_dtypes.bfloat16
+    assert result.extra.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_save_copies_gpu_arrays_to_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +156,8 @@ def test_save_copies_gpu_arrays_to_host(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "cupy", StandInCupy())
     array = np.arange(6.0).reshape(2, 3).T
     fl.save(tmp_path, extra=[StandInArray(array)])
-    found = fl.load(tmp_path)
-    np.testing.assert_array_equal(found.extra[0], array)
+    result = fl.load(tmp_path)
+    np.testing.assert_array_equal(result.extra[0], array)
 
 
 def test_safetensors_library_and_our_module_read_each_others_files(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_safetensors_library_and_our_module_read_each_others_files(tmp_path: Pat
     read = library.load_file(path / "state.safetensors")
     for name, array in run.model.state_dict().items():
         np.testing.assert_array_equal(read[f"module.{name}"], array)
-    theirs = from_bytes(np.frombuffer(library.save(read), np.uint8))
-    assert theirs.keys() == read.keys()
-    assert all((theirs[name] == read[name]).all() for name in read)
+    of_library = from_bytes(np.frombuffer(library.save(read), np.uint8))
+    assert of_library.keys() == read.keys()
+    assert all((of_library[name] == read[name]).all() for name in read)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_load_raises_value_error_for_other_generators(tmp_path: Path) -> None:
 def test_load_accepts_the_path_of_a_single_checkpoint(tmp_path: Path) -> None:
     run = Run()
     paths = [run.save(tmp_path, step) for step in (1, 2)]
-    found = run.load(paths[0])
-    assert (found.step, found.path) == (1, paths[0])
+    result = run.load(paths[0])
+    assert (result.step, result.path) == (1, paths[0])
 
 
 def test_save_raises_checkpoint_error_if_the_disk_rejects_writes(tmp_path: Path) -> None:
@@ -261,10 +261,10 @@ def test_last_reported_checkpoint_is_intact_after_a_kill_at_any_moment(tmp_path:
             time.sleep(random.uniform(0, 0.05))  # a random moment of the kill
             process.send_signal(signal.SIGKILL)
             reported = [1, *map(int, process.stdout.read().split())][-1]
-        found = fl.load(folder)
-        assert found.step in (reported, reported + 1)
-        assert (found.extra == found.step).all()
-        assert found.skipped == ()
+        result = fl.load(folder)
+        assert result.step in (reported, reported + 1)
+        assert (result.extra == result.step).all()
+        assert result.skipped == ()
 
 
 class SlowDigest:
@@ -281,13 +281,13 @@ def test_write_durable_holds_few_copies(tmp_path: Path, monkeypatch: pytest.Monk
     """Copies, as of GPU arrays: one is digested, one is written, and one is next."""
     monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
     monkeypatch.setattr(directory, "SMALL_BYTES", 0)
-    gone: list[int] = []
+    released: list[int] = []
     held: list[int] = []
 
     def copy(number: int) -> Any:
         array = np.zeros(1000, np.uint8)
-        weakref.finalize(array, gone.append, number)
-        held.append(number + 1 - len(gone))
+        weakref.finalize(array, released.append, number)
+        held.append(number + 1 - len(released))
         return array
 
     directory.write_durable(tmp_path / "file", map(copy, range(30)))
@@ -309,9 +309,9 @@ def test_load_logs_skipped_checkpoints(tmp_path: Path, caplog: pytest.LogCapture
     newest = run.save(tmp_path, 2)
     os.truncate(newest / "state.safetensors", 100)
     with caplog.at_level(logging.WARNING, "flashlight_py"):
-        found = run.load(tmp_path)
-    assert found.step == 1
+        result = run.load(tmp_path)
+    assert result.step == 1
     size = os.path.getsize(tmp_path / "000001-step-1" / "state.safetensors")
     reason = f"000002-step-2: state.safetensors: expected {size} bytes, got 100"
-    assert found.skipped == (reason,)
+    assert result.skipped == (reason,)
     assert f"{reason}. 000001-step-1 is used instead" in caplog.text

@@ -30,9 +30,9 @@ def saves_then_steps(rank: int, size: int, folder: Path) -> tuple[str, bytes]:
 def loads_then_steps(rank: int, size: int, folder: Path) -> tuple[int, bytes]:
     run = Run(seed=rank)
     # Only rank 0's path is used: the other ranks need no access to the folder.
-    found = run.load(folder if rank == 0 else Path("/nowhere"))
+    result = run.load(folder if rank == 0 else Path("/nowhere"))
     run.step()
-    return found.step, run.everything()
+    return result.step, run.everything()
 
 
 def test_load_restores_the_random_state_of_each_rank(pool: Any, tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_load_restores_random_states(pool: Any, tmp_path: Path, before: int, aft
     saved = pool(before).run(next_numbers, tmp_path, True)
     loaded = pool(after).run(next_numbers, tmp_path, False)
     for rank, numbers in enumerate(loaded):
-        own = np.random.default_rng(100 + rank).random(3).tolist()
-        assert numbers == (saved[rank] if rank < before else own)
+        expected = np.random.default_rng(100 + rank).random(3).tolist()
+        assert numbers == (saved[rank] if rank < before else expected)
 
 
 def agree_on_the_one_before(rank: int, size: int, folder: Path) -> tuple[int, int]:
@@ -69,8 +69,8 @@ def agree_on_the_one_before(rank: int, size: int, folder: Path) -> tuple[int, in
     path = run.save(folder, 2)
     if rank == 0:
         (path / "manifest.json").unlink()
-    found = run.load(folder)
-    return found.step, len(found.skipped)
+    result = run.load(folder)
+    return result.step, len(result.skipped)
 
 
 def test_load_uses_the_same_checkpoint_on_all_ranks(pool: Any, tmp_path: Path) -> None:
@@ -96,8 +96,6 @@ def test_save_and_load_raise_mismatch_error_if_arguments_differ(pool: Any, tmp_p
 
 
 class Unwilling(Run):
-    """A module that fails in state_dict or load_state_dict."""
-
     def state_dict(self) -> dict[str, Any]:
         raise KeyError("no state today")
 
@@ -173,8 +171,8 @@ def loads_until_a_rank_dies(rank: int, size: int, folder: Path) -> str:
     if rank == 1:
         broadcast_object = fl.distributed.ProcessGroup.broadcast_object
 
-        def last(*given: Any) -> Any:
-            broadcast_object(*given)
+        def last(*args: Any) -> Any:
+            broadcast_object(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
         fl.distributed.ProcessGroup.broadcast_object = last  # type: ignore[method-assign]
@@ -191,8 +189,8 @@ def test_load_names_a_rank_that_dies_during_the_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_save_on_one_rank_requires_all_ranks(pool: Any, tmp_path: Path, verb: str) -> None:
-    for said in pool(2).run(saves_on_rank_0_alone, tmp_path, verb == "load"):
-        assert f"rank 0 called {verb}(collective, to be called on every rank) at " in said
+    for output in pool(2).run(saves_on_rank_0_alone, tmp_path, verb == "load"):
+        assert f"rank 0 called {verb}(collective, to be called on every rank) at " in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,8 +202,8 @@ def test_save_on_one_rank_requires_all_ranks(pool: Any, tmp_path: Path, verb: st
 def test_save_on_one_rank_raises_on_hosts_and_mpi(world: Any, size: int, tmp_path: Path) -> None:
     if "init" in world:
         pytest.importorskip("mpi4py")
-    for said in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):
-        assert "save(collective, to be called on every rank)" in said
+    for run_rank in run_ranks(saves_on_rank_0_alone, size, tmp_path, False, **world):
+        assert "save(collective, to be called on every rank)" in run_rank
 
 
 def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:
@@ -219,6 +217,8 @@ def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:
 
 
 def test_save_raises_if_the_other_ranks_have_exited(tmp_path: Path) -> None:
-    said, _ = run_ranks(saves_after_the_others_left, 2, tmp_path)
-    assert said.startswith("[save] rank 0 of 2: in save(collective, to be called on every rank): ")
-    assert "lost rank 1 (it ended normally or closed this group after " in said
+    output, _ = run_ranks(saves_after_the_others_left, 2, tmp_path)
+    assert output.startswith(
+        "[save] rank 0 of 2: in save(collective, to be called on every rank): "
+    )
+    assert "lost rank 1 (it ended normally or closed this group after " in output

@@ -29,13 +29,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def whole(two: Path, name: str, step: int = 2) -> bytes:
+def content_of(two: Path, name: str, step: int = 2) -> bytes:
     return (two / f"00000{step}-step-{step}" / name).read_bytes()
 
 
 def loaded(two: Path, name: str, content: bytes) -> Any:
     """Load with ``content`` in file ``name`` of the newest checkpoint, then restore the file."""
-    before = whole(two, name)
+    before = content_of(two, name)
     file = two / "000002-step-2" / name
     try:
         file.write_bytes(content)
@@ -46,14 +46,14 @@ def loaded(two: Path, name: str, content: bytes) -> Any:
 
 @pytest.mark.parametrize("name", FILES)
 def test_load_skips_a_checkpoint_truncated_at_any_byte(two: Path, name: str) -> None:
-    content = whole(two, name)
+    content = content_of(two, name)
     size = len(content)
     cuts = [*range(0, size, 1_000 if size > 1_000 else 10), size - 1]
     assert len(cuts) > 30
     for cut in cuts:
-        found = loaded(two, name, content[:cut])
-        assert found.step == 1, cut
-        assert len(found.skipped) == 1
+        result = loaded(two, name, content[:cut])
+        assert result.step == 1, cut
+        assert len(result.skipped) == 1
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,18 @@ def test_load_skips_a_checkpoint_truncated_at_any_byte(two: Path, name: str) -> 
     ],
 )
 def test_load_skips_a_checkpoint_with_a_flipped_bit(two: Path, name: str, most: int) -> None:
-    bits = 8 * len(whole(two, name))
+    bits = 8 * len(content_of(two, name))
     places = np.random.default_rng(0).choice(bits, min(bits, most), replace=False)
-    for place in places.tolist():
-        content = bytearray(whole(two, name))
-        content[place // 8] ^= 1 << place % 8
-        assert loaded(two, name, bytes(content)).step == 1, place
+    for bit in places.tolist():
+        content = bytearray(content_of(two, name))
+        content[bit // 8] ^= 1 << bit % 8
+        assert loaded(two, name, bytes(content)).step == 1, bit
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_load_skips_a_checkpoint_with_appended_or_foreign_files(two: Path, name: str) -> None:
-    assert loaded(two, name, whole(two, name) + b"\n").step == 1
-    assert loaded(two, name, whole(two, name, step=1)).step == 1
+    assert loaded(two, name, content_of(two, name) + b"\n").step == 1
+    assert loaded(two, name, content_of(two, name, step=1)).step == 1
 
 
 def test_load_skips_a_checkpoint_with_missing_files(two: Path, tmp_path: Path) -> None:
@@ -204,23 +204,23 @@ def test_load_uses_a_checkpoint_that_a_job_saves_during_the_call(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``keep=1`` removes the listed checkpoint, and a listing may miss renamed entries."""
-    place, name = {
+    module, name = {
         "in the listing": (Path, "iterdir"),
         "before the manifest": (runs, "read_checkpoint"),
         "before the state": (directory, "read_durable"),
     }[moment]
-    function: Any = getattr(place, name)
+    function: Any = getattr(module, name)
     steps = iter(range(2, 5))
 
     def saves_first(*arguments: Any) -> Any:
         step = next(steps, None)
         if step:
             with monkeypatch.context() as patch:
-                patch.setattr(place, name, function)
+                patch.setattr(module, name, function)
                 fl.save(tmp_path, step=step, keep=1)
-        return iter(()) if step and place is Path else function(*arguments)
+        return iter(()) if step and module is Path else function(*arguments)
 
     fl.save(tmp_path, step=1)
-    monkeypatch.setattr(place, name, saves_first)
+    monkeypatch.setattr(module, name, saves_first)
     loaded = fl.load(tmp_path)
     assert (loaded.step, loaded.skipped, caplog.records) == (4, (), [])

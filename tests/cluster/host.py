@@ -49,11 +49,11 @@ class Host:
         boot_id, self._names = self.folder / "boot_id", self.folder / "hosts"
         boot_id.write_text(f"{uuid.uuid4()}\n")
         self._names.touch()
-        self._control, theirs = socket.socketpair()
+        self._control, child_end = socket.socketpair()
         plan = {
             **self._plan,
             "name": self.name,
-            "control": theirs.fileno(),
+            "control": child_end.fileno(),
             "address": self.address,
             "address6": self.address6,
             "mac": f"02:00:00:00:00:{self.index + 1:02x}",
@@ -66,9 +66,9 @@ class Host:
         }
         init = [sys.executable, "-I", "-S", str(HERE / "host_init.py"), json.dumps(plan)]
         command = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", *init]
-        with theirs, contextlib.ExitStack() as stack:
+        with child_end, contextlib.ExitStack() as stack:
             stack.callback(self._control.close)
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(command, pass_fds=[child_end.fileno()])
             stack.callback(self._end)
             self._stack = stack.pop_all()
         return self
@@ -107,10 +107,12 @@ class Host:
         ``subprocess.Popen``.
         """
         enter = ["nsenter", "-t", str(self.init), "-n", "-u", "-i", "-m", f"--wdns={cwd}", "--"]
-        own = {"XDG_RUNTIME_DIR": "/run/user", "TMPDIR": "/tmp", "HOSTNAME": self.name}
+        variables = {"XDG_RUNTIME_DIR": "/run/user", "TMPDIR": "/tmp", "HOSTNAME": self.name}
         with _children_in(self._pids):
             return subprocess.Popen(
-                [*enter, *map(str, command)], env={**os.environ, **own, **(env or {})}, **options
+                [*enter, *map(str, command)],
+                env={**os.environ, **variables, **(env or {})},
+                **options,
             )
 
     def run(
@@ -164,14 +166,15 @@ class Host:
     def hosts_file(self, names: Mapping[str, Sequence[str] | str]) -> None:
         """Resolve ``names`` to these addresses on this host, and ``localhost``."""
         lines = ["127.0.0.1 localhost"] + (["::1 localhost"] if self.address6 else [])
-        for name, found in names.items():
-            lines += [f"{each} {name}" for each in ([found] if isinstance(found, str) else found)]
+        for name, result in names.items():
+            lines += [
+                f"{address} {name}" for address in ([result] if isinstance(result, str) else result)
+            ]
         self._names.write_text("\n".join(lines) + "\n")
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the host."""
-        return [each for each in (self.address, self.address6) if each]
+        return [address for address in (self.address, self.address6) if address]
 
     def sshd(self) -> None:
         """Start a real sshd at port 22 that accepts ``cluster.ssh``; skip the test if sshd is
@@ -233,21 +236,23 @@ def helpers() -> set[int]:
 def _visible() -> list[str]:
     """Return the files that this process runs from, if hosts hide their folder."""
     folders = {str(ROOT), sys.prefix, sys.base_prefix}
-    return sorted(each for each in folders if each.startswith(("/tmp/", "/run/", "/dev/shm/")))
+    return sorted(
+        address for address in folders if address.startswith(("/tmp/", "/run/", "/dev/shm/"))
+    )
 
 
 @contextlib.contextmanager
 def _children_in(pids: int) -> Iterator[None]:
     """Give the processes that this thread starts numbers in the namespace ``pids``."""
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
     try:
         _set_namespace(pids)
         try:
             yield
         finally:
-            _set_namespace(own)
+            _set_namespace(namespace)
     finally:
-        os.close(own)
+        os.close(namespace)
 
 
 def _set_namespace(descriptor: int) -> None:

@@ -122,7 +122,7 @@ class Cluster:
         ``localhost`` is always resolved. ``Host.hosts_file`` does the same for one host.
         """
         for host in self._hosts:
-            host.hosts_file(names or {each.name: each.addresses for each in self._hosts})
+            host.hosts_file(names or {item.name: item.addresses for item in self._hosts})
 
     def bytes(self, host: Host | int) -> tuple[int, int]:
         """Return the bytes of data that a host has (sent, received), without TCP/IP headers.

@@ -19,7 +19,6 @@ SMALL, LARGE, HUGE = 1000, 2 << 20, 16 << 20
 
 
 def reduce_until_told(count: int) -> None:
-    """Reduce until a rank is told to stop, and check each result."""
     x, stop = np.ones(count, np.float32), np.zeros(1)
     while not stop[0]:
         x[:] = fl.get_world_rank()
@@ -141,8 +140,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 }
 
 
-def report(**what: object) -> None:
-    print(json.dumps({**what, "at": time.monotonic()}), flush=True)
+def report(**values: object) -> None:
+    print(json.dumps({**values, "at": time.monotonic()}), flush=True)
 
 
 def main(program: str) -> None:

@@ -59,7 +59,10 @@ class Members:
             "MASTER_PORT": PORT,
             "FLASHLIGHT_SECRET": "of these tests, and long enough",
             "OPENBLAS_NUM_THREADS": "1",
-            **{k: each if isinstance(each, str) else each[rank] for k, each in self._env.items()},
+            **{
+                k: value if isinstance(value, str) else value[rank]
+                for k, value in self._env.items()
+            },
         }
         command = [sys.executable, "-m", "tests.cluster.member", self._program]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -78,9 +81,9 @@ class Members:
         chosen = range(len(self.processes)) if ranks is None else ranks
         return [self._end(self.processes[rank]) for rank in chosen]
 
-    def all_end_well(self, told: Iterable[int] = ()) -> None:
+    def all_end_well(self, named: Iterable[int] = ()) -> None:
         """Send the ranks ``told`` the command, and check that no rank has raised an error."""
-        self.tell(told)
+        self.tell(named)
         assert [end["kind"] for end in self.ends()] == [""] * len(self.processes)
 
     def _await_ready(self) -> None:
@@ -99,11 +102,9 @@ class Members:
         return report
 
     def stop(self, rank: int) -> None:
-        """Stop one rank, as a debugger does."""
         self.processes[rank].send_signal(signal.SIGSTOP)
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Stop one rank for ``seconds``."""
         self.stop(rank)
         time.sleep(seconds)
         self.processes[rank].send_signal(signal.SIGCONT)

@@ -57,12 +57,14 @@ SLOW = [[1, 1], [1, 1, 1, 1], [3, 1], [1, 2, 1]]
 
 
 @pytest.mark.parametrize(
-    "counts", [[2, 2], *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str
+    "counts",
+    [[2, 2], *(pytest.param(counts_of_hosts, marks=pytest.mark.slow) for counts_of_hosts in SLOW)],
+    ids=str,
 )
 def test_collectives_send_the_minimum_of_bytes_between_hosts(counts: list[int]) -> None:
     with Cluster(len(counts)) as cluster, cluster.ranks(counts) as ranks:
-        found = {one: over_the_fewest(cluster, ranks, counts, *one) for one in CALLS}
-    assert max(found.values()) < MOST, found
+        results = {one: over_the_fewest(cluster, ranks, counts, *one) for one in CALLS}
+    assert max(results.values()) < MOST, results
 
 
 def exchanges(rank: int, size: int) -> float:

@@ -60,8 +60,8 @@ def start(cluster: Cluster, hosts: str, *arguments: object) -> subprocess.Popen[
 
 def processes(host: Host) -> list[str]:
     """Return the programs of a host, without its first process and its sshd."""
-    found = host.run(["ps", "-eo", "pid=,args="]).stdout.splitlines()
-    return [each for each in found if re.search("python|sleep", each) and "host_init" not in each]
+    result = host.run(["ps", "-eo", "pid=,args="]).stdout.splitlines()
+    return [line for line in result if re.search("python|sleep", line) and "host_init" not in line]
 
 
 def wait_until_none(host: Host, seconds: float) -> None:
@@ -143,9 +143,9 @@ def test_trace_diff_compares_all_hosts(cluster: Cluster, monkeypatch: pytest.Mon
     program = write(cluster.folder, MISMATCH)
     monkeypatch.delenv("FLASHLIGHT_TRACE_DIR", raising=False)
     _, errors = start(cluster, "h0:2,h1:2", program).communicate(timeout=60)
-    told = [line for line in errors.splitlines() if line.startswith("flrun: flight records of ")]
-    assert "4 of 4 ranks are on h0" in told[0], errors
-    folder = Path(told[0].rpartition(" ")[2])
+    lines = [line for line in errors.splitlines() if line.startswith("flrun: flight records of ")]
+    assert "4 of 4 ranks are on h0" in lines[0], errors
+    folder = Path(lines[0].rpartition(" ")[2])
     compare = cluster[0].run([*LAUNCH[:2], "flashlight_py.trace", "diff", folder])
     assert compare.returncode == 1
     assert "records of 4 of 4 ranks" in compare.stdout

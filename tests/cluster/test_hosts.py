@@ -36,7 +36,6 @@ def text(host: Host, command: str) -> str:
 
 
 def send(source: Host, target: Host, address: str | None, count: int) -> float:
-    """Send ``count`` bytes, and return the seconds."""
     receive = [sys.executable, "-c", RECEIVE]
     with target.popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout.readline() == "listening\n"
@@ -104,9 +103,9 @@ def test_cable_has_rate_delay_and_loss() -> None:
         assert sent > received >= 1_000_000
 
 
-def await_state(process: subprocess.Popen[bytes], wanted: str) -> None:
+def await_state(process: subprocess.Popen[bytes], state: str) -> None:
     ends = time.monotonic() + 10
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != wanted:
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
         assert time.monotonic() < ends
         time.sleep(0.01)
 

@@ -26,8 +26,8 @@ def check(ends: Iterable[dict[str, Any]], since: float, lost: str, *words: str) 
         assert end["kind"] == "PeerLostError", end
         assert end["at"] - since < WITHIN
         assert f"lost {lost} (" in end["words"]
-        for each in words:
-            assert each in end["words"]
+        for word in words:
+            assert word in end["words"]
 
 
 def check_two_by_two(ends: list[dict[str, Any]], since: float) -> None:
@@ -166,7 +166,7 @@ def test_idle_connection_survives_only_a_short_cut(cluster: Cluster, is_cut: boo
             return
         time.sleep(3.8)
         cluster[1].mend()
-        members.all_end_well(told=[0])
+        members.all_end_well(named=[0])
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_short_cut_changes_no_result(cluster: Cluster, program: str) -> None:
         time.sleep(2)
         cluster[1].mend()
         time.sleep(LIMIT)
-        members.all_end_well(told=[0])
+        members.all_end_well(named=[0])
 
 
 @pytest.mark.slow
@@ -246,14 +246,14 @@ def test_ranks_raise_if_a_host_is_frozen(cluster: Cluster, counts: list[int]) ->
 def test_one_stopped_rank_of_a_host_does_not_count_as_lost(cluster: Cluster) -> None:
     with Members(cluster, [2, 2], "large") as members:
         members.pause(2, LIMIT + 3)
-        members.all_end_well(told=[0])
+        members.all_end_well(named=[0])
 
 
 @pytest.mark.slow
 def test_host_timeout_sets_the_limit(cluster: Cluster) -> None:
     with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT="0") as members:
         members.pause(1, LIMIT + 3)
-        members.all_end_well(told=[0])
+        members.all_end_well(named=[0])
 
 
 @pytest.mark.slow
@@ -270,15 +270,15 @@ def test_rank_that_holds_the_gil_is_not_lost(cluster: Cluster, counts: list[int]
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [2, 2, 1]])
 def test_ranks_of_a_cut_off_host_name_their_own_host(counts: list[int]) -> None:
     first = sum(counts[:2])
-    theirs = range(first, first + counts[2])
+    ranks_of_host = range(first, first + counts[2])
     with Cluster(len(counts)) as cluster, Members(cluster, counts, "small") as members:
         since = time.monotonic()
         cluster[2].cut()
-        others = [rank for rank in range(sum(counts)) if rank not in theirs]
+        others = [rank for rank in range(sum(counts)) if rank not in ranks_of_host]
         check(members.ends(others), since, f"rank {first}", "host h2 cannot be reached since")
         text = "host h2, where this rank runs, cannot reach any other host since"
         names = ", ".join(map(str, others))
-        check(members.ends(theirs), since, f"ranks {names}", text)
+        check(members.ends(ranks_of_host), since, f"ranks {names}", text)
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_ranks_shut_down_while_a_host_is_being_lost(cluster: Cluster, seconds: f
         cluster[1].cut_off(),
     ):
         time.sleep(seconds)
-        members.all_end_well(told=range(4))
+        members.all_end_well(named=range(4))
         assert [process.wait(WITHIN) for process in members.processes] == [1] * 4
 
 
@@ -332,7 +332,7 @@ def test_only_rank_of_a_host_may_stop_for_less_than_host_timeout(cluster: Cluste
     with Members(cluster, [1, 1], "small") as members:
         members.pause(1, LIMIT / 2)
         time.sleep(LIMIT)
-        members.all_end_well(told=[0])
+        members.all_end_well(named=[0])
 
 
 @pytest.mark.slow
@@ -341,7 +341,7 @@ def test_longest_host_timeout_of_ranks_applies(cluster: Cluster, limits: tuple[s
     with Members(cluster, [1, 1], "small", FLASHLIGHT_HOST_TIMEOUT=limits) as members:
         for rank in range(2):
             members.pause(rank, 4)
-        members.all_end_well(told=[0])
+        members.all_end_well(named=[0])
 
 
 @pytest.mark.slow
@@ -352,4 +352,4 @@ def test_short_interface_outage_changes_no_result(cluster: Cluster, counts: list
         time.sleep(2)
         cluster[1].run(["ip", "link", "set", "eth0", "up"]).check_returncode()
         time.sleep(LIMIT)
-        members.all_end_well(told=[0])
+        members.all_end_well(named=[0])

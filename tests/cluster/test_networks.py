@@ -39,30 +39,32 @@ class Place(NamedTuple):
 Variables = Callable[[Cluster, Place], dict[str, str]]
 
 
-def by_env(cluster: Cluster, place: Place) -> dict[str, str]:
-    numbers = {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+def by_env(cluster: Cluster, point: Place) -> dict[str, str]:
+    numbers = {"RANK": str(point.rank), "WORLD_SIZE": str(point.size)}
     return {**numbers, "MASTER_ADDR": "h0", "MASTER_PORT": PORT, **SECRET}
 
 
-def by_address(cluster: Cluster, place: Place) -> dict[str, str]:
+def by_address(cluster: Cluster, point: Place) -> dict[str, str]:
     """Return the last address of the host, which is an IPv6 address if it has one."""
-    common = [each for each in cluster[0].addresses if cluster[1].address6 or ":" not in each]
-    return {**by_env(cluster, place), "MASTER_ADDR": common[-1]}
+    common = [
+        outcome for outcome in cluster[0].addresses if cluster[1].address6 or ":" not in outcome
+    ]
+    return {**by_env(cluster, point), "MASTER_ADDR": common[-1]}
 
 
-def by_file(cluster: Cluster, place: Place) -> dict[str, str]:
-    numbers = {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+def by_file(cluster: Cluster, point: Place) -> dict[str, str]:
+    numbers = {"RANK": str(point.rank), "WORLD_SIZE": str(point.size)}
     return {**numbers, "FLASHLIGHT_FILE": str(cluster.folder / "meeting")}
 
 
-def by_slurm(cluster: Cluster, place: Place) -> dict[str, str]:
+def by_slurm(cluster: Cluster, point: Place) -> dict[str, str]:
     return {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(place.rank),
-        "SLURM_STEP_NUM_TASKS": str(place.size),
-        "SLURM_LOCALID": str(place.local),
-        "SLURM_NODEID": str(place.host),
+        "SLURM_PROCID": str(point.rank),
+        "SLURM_STEP_NUM_TASKS": str(point.size),
+        "SLURM_LOCALID": str(point.local),
+        "SLURM_NODEID": str(point.host),
         "SLURM_STEP_TASKS_PER_NODE": f"{PER_HOST}(x{len(cluster)})",
         "SLURM_STEP_NODELIST": f"h[0-{len(cluster) - 1}]",
         **SECRET,
@@ -100,8 +102,8 @@ def ranks(
     places = [Place(rank, size, rank % PER_HOST, rank // PER_HOST) for rank in range(size)]
     return finished(
         [
-            start(cluster[each.host], command, {**variables(cluster, each), **(env or {})})
-            for each in places
+            start(cluster[point.host], command, {**variables(cluster, point), **(env or {})})
+            for point in places
         ]
     )
 
@@ -110,8 +112,8 @@ def by_flrun(cluster: Cluster) -> list[Outcome]:
     for host in cluster:
         host.sshd()
     hosts = ",".join(f"{host.name}:{PER_HOST}" for host in cluster)
-    how = ["--ssh", shlex.join(cluster.ssh), "--hosts", hosts]
-    command = [sys.executable, "-m", "flashlight_py.launch", *how, str(program(cluster)), "{}"]
+    options = ["--ssh", shlex.join(cluster.ssh), "--hosts", hosts]
+    command = [sys.executable, "-m", "flashlight_py.launch", *options, str(program(cluster)), "{}"]
     return finished([start(cluster[0], command, {})])
 
 
@@ -130,7 +132,7 @@ WAYS: dict[str, Callable[[Cluster], list[Outcome]]] = {
 def as_debian(cluster: Cluster) -> None:
     """Each host resolves its own name to the loopback address, as Debian does."""
     for host in cluster:
-        names = {each.name: each.addresses for each in cluster}
+        names = {item.name: item.addresses for item in cluster}
         host.hosts_file({**names, host.name: "127.0.1.1"})
 
 
@@ -143,7 +145,6 @@ def names_of_both(cluster: Cluster) -> None:
 
 
 def interface(host: Host, address: str, *routes: str) -> None:
-    """Add an interface to the host that is up and not connected."""
     for line in (
         "link add nat0 type ifb",
         f"address add {address} dev nat0",
@@ -192,16 +193,18 @@ def network(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 def printed(outcomes: list[Outcome]) -> list[str]:
     """Return the last three words of each line that the ranks printed about their sums."""
-    for each in outcomes:
-        assert each.code == 0, each.text
-    lines = [line.split() for each in outcomes for line in each.text.splitlines()]
+    for outcome in outcomes:
+        assert outcome.code == 0, outcome.text
+    lines = [line.split() for item in outcomes for line in item.text.splitlines()]
     return sorted(" ".join(words[-3:]) for words in lines if words[-3:-2] in (["h0"], ["h1"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", list(WAYS))
-def test_init_succeeds_without_parameters_on_unusual_networks(network: Cluster, way: str) -> None:
-    assert printed(WAYS[way](network)) == PRINTED
+@pytest.mark.parametrize("init_kind", list(WAYS))
+def test_init_succeeds_without_parameters_on_unusual_networks(
+    network: Cluster, init_kind: str
+) -> None:
+    assert printed(WAYS[init_kind](network)) == PRINTED
 
 
 # Errors -----------------------------------------------------------------------------------------
@@ -211,20 +214,20 @@ def test_init_succeeds_without_parameters_on_unusual_networks(network: Cluster, 
 @pytest.mark.parametrize("local", ["localhost", "127.0.0.1"])
 def test_init_names_a_loopback_address_of_rank_0(cluster: Cluster, local: str) -> None:
     outcomes = ranks(cluster, by_env, {"MASTER_ADDR": local}, TIMEOUT=3)
-    assert [each.code for each in outcomes] == [1] * 4
-    for each in outcomes[:PER_HOST]:
-        assert f"Rank 0 listens at {local}, the loopback of h0" in each.text
-    for each in outcomes[PER_HOST:]:
-        assert f"Here {local} is this host (h1)" in each.text
+    assert [item.code for item in outcomes] == [1] * 4
+    for outcome in outcomes[:PER_HOST]:
+        assert f"Rank 0 listens at {local}, the loopback of h0" in outcome.text
+    for outcome in outcomes[PER_HOST:]:
+        assert f"Here {local} is this host (h1)" in outcome.text
 
 
 @pytest.mark.slow
 def test_init_names_hosts_without_a_common_ip_version_on_every_rank() -> None:
     with Cluster(3, families=["46", "4", "6"]) as cluster:
-        for each in ranks(cluster, by_env):
-            assert each.code == 1
-            assert "h1 (rank 2) has 10.77.0.2 and no IPv6" in each.text
-            assert "h2 (rank 4) has fd77::3 and no IPv4" in each.text
+        for outcome in ranks(cluster, by_env):
+            assert outcome.code == 1
+            assert "h1 (rank 2) has 10.77.0.2 and no IPv6" in outcome.text
+            assert "h2 (rank 4) has fd77::3 and no IPv4" in outcome.text
 
 
 @pytest.mark.slow
@@ -237,11 +240,12 @@ def test_init_uses_the_requested_interface_or_rejects_it() -> None:
             assert printed(ranks(cluster, by_env, {variable: "eth0"})) == PRINTED
         wrong = {"FLASHLIGHT_INTERFACE": "nat0"}
         assert printed(ranks(cluster, by_env, wrong, INTERFACE="eth0")) == PRINTED
-        for each in ranks(cluster, by_env, wrong):
-            assert each.code == 1
-            assert "'nat0' must have distinct addresses on each host, got 10.0.2.15 on" in each.text
-        for each in ranks(cluster, by_env, INTERFACE="eth7"):
-            assert "has no 'eth7'; its interfaces: " in each.text
+        for outcome in ranks(cluster, by_env, wrong):
+            assert outcome.code == 1
+            text = "'nat0' must have distinct addresses on each host, got 10.0.2.15 on"
+            assert text in outcome.text
+        for outcome in ranks(cluster, by_env, INTERFACE="eth7"):
+            assert "has no 'eth7'; its interfaces: " in outcome.text
 
 
 @pytest.mark.slow
@@ -249,8 +253,8 @@ def test_init_names_an_address_that_every_host_has() -> None:
     with Cluster(2) as cluster:
         as_nat(cluster)
         outcomes = ranks(cluster, by_env, {"MASTER_ADDR": "10.0.2.15"}, TIMEOUT=3)
-        for each in outcomes[PER_HOST:]:
-            assert "Here 10.0.2.15 is this host (h1)" in each.text
+        for outcome in outcomes[PER_HOST:]:
+            assert "Here 10.0.2.15 is this host (h1)" in outcome.text
 
 
 @pytest.mark.slow
@@ -277,13 +281,13 @@ def test_init_on_one_host_opens_no_port_to_other_hosts(cluster: Cluster) -> None
                 start(
                     cluster[0],
                     command,
-                    {**variables(cluster, each), **local, "LOCAL_RANK": str(each.rank)},
+                    {**variables(cluster, item), **local, "LOCAL_RANK": str(item.rank)},
                 )
-                for each in places
+                for item in places
             ]
         )
-        assert [each.code for each in outcomes] == [0, 0], outcomes
-        heard = {line for each in outcomes for line in each.text.split() if ":" in line}
+        assert [value.code for value in outcomes] == [0, 0], outcomes
+        heard = {line for outcome in outcomes for line in outcome.text.split() if ":" in line}
         assert heard
         assert all(line.startswith("127.") for line in heard), heard
 

@@ -46,9 +46,9 @@ def test_batch_dataset_keeps_the_order(dataset: Dataset, batch_size: int, policy
         for i in range(0, stop, batch_size)
     ]
     assert len(batches) == len(expected)
-    for way in (list(batches), [batches[i] for i in range(len(batches))]):
-        assert len(way) == len(expected)
-        for (x, y), (x_expected, y_expected) in zip(way, expected, strict=True):
+    for ordered in (list(batches), [batches[i] for i in range(len(batches))]):
+        assert len(ordered) == len(expected)
+        for (x, y), (x_expected, y_expected) in zip(ordered, expected, strict=True):
             np.testing.assert_array_equal(x, x_expected, strict=True)
             np.testing.assert_array_equal(y, y_expected, strict=True)
 

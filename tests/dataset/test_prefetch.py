@@ -73,8 +73,8 @@ def test_prefetch_indexing_works_without_threads() -> None:
 class Failing(Dataset):
     """Samples (index, process); sample ``bad`` raises or ends its process."""
 
-    def __init__(self, size: int, bad: int = -1, how: str = "") -> None:
-        self.size, self.bad, self.how = size, bad, how
+    def __init__(self, size: int, bad: int = -1, failure: str = "") -> None:
+        self.size, self.bad, self.how = size, bad, failure
 
     def __len__(self) -> int:
         return self.size
@@ -127,16 +127,16 @@ def samples(dataset: Dataset) -> list[Any]:
 def test_transform_gives_equal_samples_for_any_workers() -> None:
     kinds = [(0, "threads"), (1, "threads"), (3, "threads"), (1, "processes"), (2, "processes")]
     for epoch in (0, 3):
-        found = []
+        results = []
         for threads, workers in kinds:
             ahead = PrefetchDataset(rows(), threads, 4, workers, transform=noisy, seed=5)  # type: ignore[arg-type]
             ahead.set_epoch(epoch)
-            found.append(samples(ahead))
-        assert found[1:] == found[:-1]
-        assert found[0] == [[x.tolist() for x in ahead[index]] for index in range(len(ahead))]
-        assert found[0] != samples(rows())
+            results.append(samples(ahead))
+        assert results[1:] == results[:-1]
+        assert results[0] == [[x.tolist() for x in ahead[index]] for index in range(len(ahead))]
+        assert results[0] != samples(rows())
         ahead.set_epoch(epoch + 1)
-        assert found[0] != [[x.tolist() for x in ahead[index]] for index in range(len(ahead))]
+        assert results[0] != [[x.tolist() for x in ahead[index]] for index in range(len(ahead))]
 
 
 def test_prefetch_makes_samples_in_other_processes() -> None:
@@ -155,15 +155,15 @@ ENDS: dict[str, tuple[type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
-def test_prefetch_raises_if_a_worker_process_raises_exits_or_is_killed(how: str) -> None:
-    error, message = ENDS[how]
-    found = []
+@pytest.mark.parametrize("failure", ENDS)
+def test_prefetch_raises_if_a_worker_process_raises_exits_or_is_killed(failure: str) -> None:
+    error, message = ENDS[failure]
+    results = []
     with pytest.raises(error, match=message) as caught:
-        found += PrefetchDataset(Failing(6, 3, how), 1, 1, "processes")
-    if how == "raise":
+        results += PrefetchDataset(Failing(6, 3, failure), 1, 1, "processes")
+    if failure == "raise":
         assert "in broken" in str(caught.value.__cause__)  # the worker's traceback
-    assert [index for index, *_ in found] == [0, 1, 2]
+    assert [index for index, *_ in results] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ WORLDS = [(name, size) for name, (sizes, _) in BACKENDS.items() for size in size
 
 @functools.cache
 def hosts_by_letter(places: str, **environ: str) -> Callable[[int], dict[str, str]]:
-    """Return an environment in which ranks with equal letters are on one host."""
     return lambda rank: {"FLASHLIGHT_MEMORY_DOMAIN": places[rank % len(places)], **environ}
 
 
@@ -103,8 +102,8 @@ def on_ranks(
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         names = [*inspect.signature(test).parameters][2:]
 
-        def run(ranks: Any, **given: Any) -> None:
-            call = _on_rank, test.__module__, test.__name__, *(given[name] for name in names)
+        def run(ranks: Any, **options: Any) -> None:
+            call = _on_rank, test.__module__, test.__name__, *(options[name] for name in names)
             if lost is not None:
                 run_survivors(call[0], ranks.size, lost % ranks.size, *call[1:], **ranks.world)
             elif fresh:
@@ -274,9 +273,9 @@ def expected_result(
     return RESULTS[verb](everyone, rank, call)
 
 
-def assert_equal(got: Array, expected: Array, what: str) -> None:
+def assert_equal(got: Array, expected: Array, label: str) -> None:
     """Compare bit by bit, except complex products, which NumPy may contract, and MPI additions."""
-    assert got.shape == expected.shape, what
+    assert got.shape == expected.shape, label
     if np.array_equal(got, expected):  # ten times as fast as the next line
         return
     if fl.distributed_backend() is fl.DistributedBackend.MPI and got.dtype.kind not in "biumM":
@@ -285,12 +284,12 @@ def assert_equal(got: Array, expected: Array, what: str) -> None:
         exact = ml_dtypes.finfo(got.dtype)
         rounding = 16 * float(exact.eps)
         np.testing.assert_allclose(
-            got.astype(expected.dtype), expected, rtol=rounding, atol=rounding, err_msg=what
+            got.astype(expected.dtype), expected, rtol=rounding, atol=rounding, err_msg=label
         )
     elif got.dtype.kind == "c":
-        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=what)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=label)
     else:
-        np.testing.assert_array_equal(got, expected, err_msg=what)
+        np.testing.assert_array_equal(got, expected, err_msg=label)
 
 
 UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
@@ -298,17 +297,17 @@ UFUNCS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 UFUNCS |= {"land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor}
 
 
-def unchanged_value(verb: str, own: np.ndarray, op: str = "sum") -> np.ndarray:
+def unchanged_value(verb: str, array: np.ndarray, op: str = "sum") -> np.ndarray:
     """Return the value of a rank without a result: its own array, or the identity for an exscan."""
-    if verb != "exscan" or op == "avg" or own.dtype.kind in "mM":
-        return own
+    if verb != "exscan" or op == "avg" or array.dtype.kind in "mM":
+        return array
     value: Any = UFUNCS[op].identity
     if value is None:
-        limits = [False, True] if own.dtype == bool else [-np.inf, np.inf]
-        if own.dtype.kind in "iu":
-            limits = [np.iinfo(own.dtype).min, np.iinfo(own.dtype).max]
+        limits = [False, True] if array.dtype == bool else [-np.inf, np.inf]
+        if array.dtype.kind in "iu":
+            limits = [np.iinfo(array.dtype).min, np.iinfo(array.dtype).max]
         value = limits[op == "min"]
-    return np.broadcast_to(np.array(value).astype(own.dtype), own.shape)
+    return np.broadcast_to(np.array(value).astype(array.dtype), array.shape)
 
 
 # Functions that run on the ranks -------------------------------------------------------------
@@ -326,10 +325,10 @@ def check_every_op(rank: int, size: int, verb: str, name: str, layout: str) -> N
             result = function(x, scale=scale, op=op, **root)
             assert result is x
             assert (x.dtype, x.strides) == before
-            what = f"{verb} {name} {layout} {op} scale={scale} on rank {rank} of {size}"
+            label = f"{verb} {name} {layout} {op} scale={scale} on rank {rank} of {size}"
             expected = expected_result(row, everyone, rank, op, scale=scale, **root)
             expected = unchanged_value(verb, everyone[rank], op) if expected is None else expected
-            assert_equal(x, expected.astype(x.dtype), what)
+            assert_equal(x, expected.astype(x.dtype), label)
     if dtype_of(name).kind not in "iubmM":
         x = with_layout(everyone[rank], layout)
         work = function(x, scale=0.25, async_op=True, **root)
@@ -474,6 +473,5 @@ class RandomOperations:
 
 
 def check_random_operations(rank: int, size: int, seed: int, steps: int) -> None:
-    """Run ``steps`` random operations with random waits."""
     RandomOperations(rank, size, seed).run(steps)
     fl.sync_distributed()

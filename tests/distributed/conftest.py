@@ -7,7 +7,6 @@ import pytest
 
 @pytest.fixture
 def port() -> int:
-    """Return a free port below the range of ports that the kernel assigns."""
     for candidate in range(20_011, 32_000, 17):
         with socket.socket() as probe:
             try:

@@ -44,7 +44,6 @@ _clients: list[_Client] = []
 
 
 def start(door: str, rank: int, env: Mapping[str, str], log: BinaryIO) -> Forked:
-    """Start ``rank`` with the environment ``env`` only, and its output in ``log``."""
     if not _clients:
         _clients.append(_Client())
         atexit.register(_clients[0].close)

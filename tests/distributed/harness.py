@@ -48,10 +48,10 @@ class RanksFailedError(RuntimeError):
     """A rank raised, died or hung. The message lists every rank; ``outcomes`` has their
     outcomes."""
 
-    def __init__(self, what: str, outcomes: list[Outcome]) -> None:
+    def __init__(self, summary: str, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
         reports = "\n".join(outcome.report() for outcome in outcomes)
-        super().__init__(f"{what} failed on {len(outcomes)} rank(s)\n{reports}")
+        super().__init__(f"{summary} failed on {len(outcomes)} rank(s)\n{reports}")
 
 
 def run_ranks(
@@ -74,10 +74,10 @@ def run_outcomes(
 
 
 def run_survivors(
-    fn: Callable[..., Any], size: int, lost: int, *args: Any, **how: Any
+    fn: Callable[..., Any], size: int, lost: int, *args: Any, **options: Any
 ) -> list[Any]:
     """Run like ``run_ranks`` if rank ``lost`` is killed. Return the results of the other ranks."""
-    outcomes = run_outcomes(fn, size, *args, **how)
+    outcomes = run_outcomes(fn, size, *args, **options)
     killed = outcomes.pop(lost)
     if killed.signal != signal.SIGKILL or not all(outcome.ok for outcome in outcomes):
         raise RanksFailedError(fn.__qualname__, [*outcomes, killed])
@@ -146,7 +146,7 @@ class RankPool:
 
         Raises ``RanksFailedError`` with the first case that failed or did not finish.
         """
-        self.run(_each, fn, list(cases), deadline=deadline)
+        self.run(_call_each, fn, list(cases), deadline=deadline)
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Outcome]:
         """Return the outcome of each rank. Only a stuck rank raises."""
@@ -197,7 +197,7 @@ class RankPool:
         return self._world
 
 
-def _each(rank: int, size: int, fn: Callable[..., Any], cases: list[tuple[Any, ...]]) -> None:
+def _call_each(rank: int, size: int, fn: Callable[..., Any], cases: list[tuple[Any, ...]]) -> None:
     for case in cases:
         name = f"{fn.__name__}{case!r} on rank {rank} of {size}"
         print(name, flush=True)  # printed so that the log of a stuck rank ends with it

@@ -29,7 +29,6 @@ def gradients(rank: int, step: int, dtype: str) -> list[Array]:
 
 
 def sums(size: int, step: int, dtype: str) -> list[Array]:
-    """Return the exact sums over the ranks, in float64."""
     ranks = [gradients(rank, step, dtype) for rank in range(size)]
     return [
         np.sum([a.astype(np.float64) for a in same], axis=0) for same in zip(*ranks, strict=True)

@@ -24,7 +24,6 @@ def free_port() -> int:
 
 
 def start(command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start ``command`` in a new session, with this environment's programs and ``env``."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return subprocess.Popen(
         command,
@@ -47,7 +46,7 @@ def finish_all(
         for process in started:
             process.kill()
             process.wait()
-    return [(process.returncode, *each) for process, each in zip(started, written, strict=True)]
+    return [(process.returncode, *output) for process, output in zip(started, written, strict=True)]
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -17,7 +17,6 @@ __all__ = [
 
 
 def mismatch_error(call: Callable[[], Any]) -> str:
-    """Return the text of the MismatchError of ``call`` or an earlier call, or ""."""
     try:
         call()
     except fl.errors.MismatchError as error:
@@ -29,7 +28,6 @@ def mismatch_error(call: Callable[[], Any]) -> str:
 
 
 def first_error(*calls: Callable[[], Any]) -> str:
-    """Make ``calls`` and return the text of the first DistributedError, or ""."""
     try:
         for call in calls:
             call()

@@ -92,18 +92,18 @@ class StandInNccl:
         return 0
 
     def ncclCommInitRankConfig(
-        self, place: Any, ranks: int, identity: Any, rank: int, config: Any
+        self, pointer: Any, ranks: int, identity: Any, rank: int, config: Any
     ) -> int:
         assert (ranks, rank) == (self._cpu.size, self._cpu.rank)
         assert bytes(self.ffi.buffer(self.ffi.addressof(identity))) == bytes(range(128))
         assert (config.blocking, config.splitShare) == (0, 1)
-        place[0] = self.ffi.cast("ncclComm_t", 1)
+        pointer[0] = self.ffi.cast("ncclComm_t", 1)
         return 0
 
-    def ncclCommSplit(self, comm: Any, color: int, key: int, place: Any, config: Any) -> int:
+    def ncclCommSplit(self, comm: Any, color: int, key: int, pointer: Any, config: Any) -> int:
         """Return success at once, like NCCL, and create the communicator in the next poll."""
         assert (config.blocking, key) == (1, self._cpu.rank)
-        self._splits = [place, place]
+        self._splits = [pointer, pointer]
         return 0
 
     def cuEventRecord(self, event: Any, stream: Any) -> int:
@@ -119,9 +119,9 @@ class StandInNccl:
 
     def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
         state[0] = self.ncclInProgress if self._splits else 0
-        place = self._splits.pop() if self._splits else None
-        if place is not None and not self._splits:
-            place[0] = self.ffi.cast("ncclComm_t", 2)
+        pointer = self._splits.pop() if self._splits else None
+        if pointer is not None and not self._splits:
+            pointer[0] = self.ffi.cast("ncclComm_t", 2)
         return 0
 
     def _end(self, name: str, comm: Any) -> int:
@@ -188,39 +188,39 @@ class StandInNccl:
         self, name: str, source: Any, target: Any, count: int, code: int, *rest: Any
     ) -> None:
         size, rank = self._cpu.size, self._cpu.rank
-        given = count * size if name == "reduce_scatter" else count
+        elements = count * size if name == "reduce_scatter" else count
         op = rest[0] if "reduce" in name else 0
         sends = name != "broadcast" or rest[0] == rank
-        mine = self._at(source, given, code) if sends else np.empty(0, self._dtype(code))
+        sent = self._at(source, elements, code) if sends else np.empty(0, self._dtype(code))
         if op in self._scales:
-            mine = (mine * self._scales[op]).astype(mine.dtype)
-        blobs = exchange_bytes(self._cpu, mine.tobytes())
-        everyone = [np.frombuffer(blob, mine.dtype) for blob in blobs]
+            sent = (sent * self._scales[op]).astype(sent.dtype)
+        blobs = exchange_bytes(self._cpu, sent.tobytes())
+        everyone = [np.frombuffer(blob, sent.dtype) for blob in blobs]
         if name == "broadcast":
             self._at(target, count, code)[:] = everyone[rest[0]]
         elif name == "all_gather":
             self._at(target, count * size, code)[:] = np.concatenate(everyone)
         else:
             ufunc = {1: np.multiply, 2: np.maximum, 3: np.minimum}.get(op, np.add)
-            total = ufunc.reduce(everyone, dtype=mine.dtype)
+            total = ufunc.reduce(everyone, dtype=sent.dtype)
             if name == "reduce_scatter":
                 total = total[rank * count : (rank + 1) * count]
             if name != "reduce" or rest[1] == rank:
                 self._at(target, count, code)[:] = total
 
     def _exchange_messages(self, calls: list[tuple[Any, ...]]) -> None:
-        own, begun = [], list[Call]()
+        self_messages, begun = [], list[Call]()
         for name, data, count, code, peer, _, _ in calls:
             array = self._at(data, count, code)
             if peer != self._cpu.rank:
                 verb = SEND if name == "send" else RECV
                 begun.append(Call(verb, array, peer=peer, tag=12345, blocking=False))
             elif name == "send":
-                own.append(array.copy())
+                self_messages.append(array.copy())
         for name, data, count, code, peer, _, _ in calls:
             if name == "recv" and peer == self._cpu.rank:
-                self._at(data, count, code)[:] = own.pop(0)
-        assert not own, "messages that nobody received"
+                self._at(data, count, code)[:] = self_messages.pop(0)
+        assert not self_messages, "messages that nobody received"
         if begun:
             self._cpu.start_many(begun).wait()
 
@@ -248,8 +248,8 @@ def install(cpu: Backend, devices: int = 8) -> StandInNccl:
 
     def join_by_its_own(cpu: Backend, nccl: NcclLibrary, *rest: Any) -> Communicator:
         """Let each group's communicator move its bytes over the CPU backend of that group."""
-        own = nccl.lib if nccl.lib._cpu is cpu else StandInNccl(ffi, cpu)
-        return join(cpu, dataclasses.replace(nccl, lib=own), *rest)
+        stand_in = nccl.lib if nccl.lib._cpu is cpu else StandInNccl(ffi, cpu)
+        return join(cpu, dataclasses.replace(nccl, lib=stand_in), *rest)
 
     joining._communicator = join_by_its_own
     return nccl

@@ -27,20 +27,20 @@ def _compare(call: Call, group: fl.ProcessGroup) -> None:
         return  # MPI has no logical operation of floats, and one rank's numbers do not change
     verb, rank, size = TABLE_VERBS[call.verb], group.rank, group.size
     rows = call.rows * (size if verb.cuts or verb is SCATTER else 1)
-    given = [call.unequal(r) if verb.ragged else call.array(r, rows) for r in range(size)]
-    how = {name: getattr(call, name) for name in ("op", "scale", "root") if name in verb.takes}
-    expected = expected_result(verb, given, rank, flat=True, **how)
-    theirs = _of_mpi(call, group, given[rank], given[rank] if expected is None else expected)
+    inputs = [call.unequal(r) if verb.ragged else call.array(r, rows) for r in range(size)]
+    options = {name: getattr(call, name) for name in ("op", "scale", "root") if name in verb.takes}
+    expected = expected_result(verb, inputs, rank, flat=True, **options)
+    mpi_result = _of_mpi(call, group, inputs[rank], inputs[rank] if expected is None else expected)
     if expected is None:
-        assert theirs is None or verb.reduces, repr(call)
+        assert mpi_result is None or verb.reduces, repr(call)
         return
     if verb.reduces:
         count = rank + verb.fills(0, 0) if verb.prefix else size
         factor = call.scale / count if call.op == "avg" else call.scale
-        theirs = theirs if factor == 1.0 else (theirs * factor).astype(theirs.dtype)
+        mpi_result = mpi_result if factor == 1.0 else (mpi_result * factor).astype(mpi_result.dtype)
         if call.op in LOGICAL:  # MPI keeps the numbers of a single rank, but we return 1 and 0
-            theirs = (theirs != 0).astype(theirs.dtype)
-    np.testing.assert_allclose(theirs, expected, rtol=1e-5, atol=1e-5, err_msg=repr(call))
+            mpi_result = (mpi_result != 0).astype(mpi_result.dtype)
+    np.testing.assert_allclose(mpi_result, expected, rtol=1e-5, atol=1e-5, err_msg=repr(call))
 
 
 def _of_mpi(call: Call, group: fl.ProcessGroup, x: Array, like: Array) -> Any:

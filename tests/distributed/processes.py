@@ -39,13 +39,12 @@ def all_pids() -> list[int]:
 
 
 def members(groups: set[int]) -> set[int]:
-    """Return the pids whose process group is one of ``groups``."""
-    found = set()
+    results = set()
     for pid in all_pids():
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(pid) in groups:
-                found.add(pid)
-    return found
+                results.add(pid)
+    return results
 
 
 def is_alive(pid: int) -> bool:
@@ -69,7 +68,6 @@ def wait_for_end(pids: set[int], seconds: float) -> None:
 
 
 def kill(pids: set[int], seconds: float) -> None:
-    """Kill ``pids`` and wait until they have ended, for at most ``seconds``."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

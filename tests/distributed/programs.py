@@ -118,7 +118,6 @@ def every_verb(
     every_rows: Sequence[int] = (0, 1, 3),
     ways: Sequence[tuple[str, str]] = (("contiguous", "sum"),),
 ) -> list[Call]:
-    """Return each verb with few rows of every width, every root, and also blocking."""
     everyone = tuple(range(size))
     return [
         Call(verb, dtype, rows, width, layout, root, op, 1.0, async_op, everyone)
@@ -164,7 +163,6 @@ def run_program(
 
 
 def _out(call: Call, like: Array) -> Array | None:
-    """Return an ``out`` array in the layout of the call, or None if the call uses none."""
     return with_layout(np.empty_like(like), call.layout) if call.op in ("max", "avg") else None
 
 
@@ -179,11 +177,11 @@ def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
     rows = [call.rows_for(r) if call.verb in UNEVEN else call.rows for r in range(size)]
     if call.verb in UNEVEN:
         options["rows"] = rows
-    given = [call.unequal(r) if verb.ragged else call.array(r) for r in range(size)]
+    inputs = [call.unequal(r) if verb.ragged else call.array(r) for r in range(size)]
     if verb.cuts:
-        given = [call.array(r, sum(rows)) for r in range(size)]
-    x = with_layout(given[rank], call.layout)
-    expected = expected_result(verb, given, rank, flat=True, **options)
+        inputs = [call.array(r, sum(rows)) for r in range(size)]
+    x = with_layout(inputs[rank], call.layout)
+    expected = expected_result(verb, inputs, rank, flat=True, **options)
     if expected is not None and not verb.reduces:  # NumPy removes the padding of records
         expected = expected.astype(x.dtype)
     out = None if verb.in_place or expected is None else _out(call, expected)
@@ -193,10 +191,10 @@ def _of_the_table(call: Call, group: fl.ProcessGroup) -> None:
     got = _result(call, answer)
     assert got is x if verb.in_place else out is None or got is out
     if not verb.in_place:
-        assert_equal(x, given[rank], "the argument stays")
+        assert_equal(x, inputs[rank], "the argument stays")
         assert got is None or got.dtype in (x.dtype, x.dtype.newbyteorder("=")), repr(call)
     elif expected is None:
-        expected = unchanged_value(verb.name, given[rank], call.op)
+        expected = unchanged_value(verb.name, inputs[rank], call.op)
     if verb.reduces:
         assert_reduced(call, got, expected)
     elif expected is None:
@@ -228,15 +226,15 @@ def _scatter(call: Call, group: fl.ProcessGroup) -> None:
         as_list = call.layout == "fortran"
         xs = [with_layout(p, "fortran") for p in parts]
         xs = xs if as_list else with_layout(array, call.layout)
-    own = parts[group.rank]
-    machines, out = own.dtype.newbyteorder("="), None
+    part = parts[group.rank]
+    machines, out = part.dtype.newbyteorder("="), None
     if call.layout == "strided" or group.rank % 2:  # in both byte orders
-        out = np.empty(own.shape, own.dtype if call.async_op else machines)
+        out = np.empty(part.shape, part.dtype if call.async_op else machines)
     options: dict[str, Any] = {"rows": rows} if is_uneven else {}
     options |= {"out": out, "group": group, "async_op": call.async_op}
     got = _result(call, fl.scatter(xs, call.root, **options))
     assert got is out or (out is None and got.dtype == machines), repr(call)
-    assert_equal(got, own, repr(call))
+    assert_equal(got, part, repr(call))
 
 
 def _several(call: Call, group: fl.ProcessGroup) -> None:
@@ -245,8 +243,8 @@ def _several(call: Call, group: fl.ProcessGroup) -> None:
     lists = [[call.unequal(r), values(r, (3,), "int16"), call.array(r)] for r in range(size)]
     expected = [np.concatenate(arrays) for arrays in zip(*lists, strict=True)]
     outs = [None, np.empty_like(expected[1]), None] if call.layout == "fortran" else None
-    given = [with_layout(array, "contiguous") for array in lists[rank]]
-    gathered = _result(call, fl.all_gather(given, out=outs, async_op=call.async_op, group=group))
+    inputs = [with_layout(array, "contiguous") for array in lists[rank]]
+    gathered = _result(call, fl.all_gather(inputs, out=outs, async_op=call.async_op, group=group))
     assert outs is None or gathered[1] is outs[1]
     for got, array in zip(gathered, expected, strict=True):
         assert_equal(got, array, repr(call))
@@ -260,8 +258,8 @@ def _several(call: Call, group: fl.ProcessGroup) -> None:
         group=group,
     )
     for rows, part in zip((2, 1), _result(call, answer), strict=True):
-        mine = [array[rows * rank : rows * (rank + 1)] for array in wide]
-        assert_reduced(call, part, combine_arrays(mine, call.op, call.scale, flat=True))
+        parts = [array[rows * rank : rows * (rank + 1)] for array in wide]
+        assert_reduced(call, part, combine_arrays(parts, call.op, call.scale, flat=True))
 
 
 def _all_to_all_uneven(call: Call, group: fl.ProcessGroup) -> None:
@@ -315,16 +313,16 @@ def _crossing_messages(call: Call, group: fl.ProcessGroup) -> None:
 def _objects(call: Call, group: fl.ProcessGroup) -> None:
     """Exchange objects whose pickles have very different sizes."""
     everyone = [{"rank": m, "values": call.unequal(m), "text": "x" * m} for m in range(group.size)]
-    mine, is_root = everyone[group.rank], group.rank == call.root
-    given: Any = mine
+    obj, is_root = everyone[group.rank], group.rank == call.root
+    argument: Any = obj
     if call.verb == "scatter_object":
-        given = everyone if is_root else None
+        argument = everyone if is_root else None
     root = {} if call.verb == "all_gather_object" else {"root": call.root}
-    got = getattr(fl, call.verb)(given, group=group, **root)
+    got = getattr(fl, call.verb)(argument, group=group, **root)
     if call.verb == "gather_object" and not is_root:
         assert got is None, repr(call)
         return
-    expected = {"broadcast_object": everyone[call.root], "scatter_object": mine}
+    expected = {"broadcast_object": everyone[call.root], "scatter_object": obj}
     pairs = (
         zip(got, everyone, strict=True) if isinstance(got, list) else [(got, expected[call.verb])]
     )

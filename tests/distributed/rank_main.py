@@ -85,7 +85,6 @@ def _execute(rank: int, size: int, task: bytes) -> bytes:
 
 
 def _attempt(function: Any, *args: Any) -> tuple[Any, ...]:
-    """Return ``("returned", value)`` or ``("raised", class names, message, traceback)``."""
     try:
         return ("returned", function(*args))
     except Exception as error:  # noqa: BLE001 - whatever a test raises is reported to the harness

@@ -81,7 +81,6 @@ class Ranks:
         self._server = _Server.of(worker)
 
     def start(self, rank: int, size: int, **plan: Any) -> Rank:
-        """Start ``rank`` of ``size``; ``plan`` overrides the defaults."""
         env = {**self.defaults.get("env", {}), **plan.pop("env", {})}
         plan = {**self.defaults, "rank": rank, "size": size, **plan, "env": env}
         plan["path"] = str(plan.get("path", ""))
@@ -94,8 +93,10 @@ class Ranks:
         self, size: int, plans: Mapping[int, dict[str, Any]] | None = None, **plan: Any
     ) -> list[Rank]:
         """Start all ranks; ``plans`` has additional entries for some ranks."""
-        own = plans or {}
-        return [self.start(rank, size, **plan, **own.get(rank, {})) for rank in range(size)]
+        plans_of_ranks = plans or {}
+        return [
+            self.start(rank, size, **plan, **plans_of_ranks.get(rank, {})) for rank in range(size)
+        ]
 
     def start_ready(self, rank: int, size: int, **plan: Any) -> Rank:
         """Start ``rank`` and wait until it has its store. Rank 0 then listens."""

@@ -87,12 +87,12 @@ def test_list_verbs_reject_overlapping_out_arrays(verb: Any) -> None:
 
 def many(make: Callable[[], reducer.Reducer]) -> Callable[[Any, Any], None]:
     def reduce(one: Any, other: Any) -> None:
-        each = make()
+        item = make()
         for _ in range(2):  # after finalize, arrays may be added again
-            each.add(one)
-            each.finalize()
-        each.add(one)
-        each.add(other)
+            item.add(one)
+            item.finalize()
+        item.add(one)
+        item.add(other)
 
     return reduce
 

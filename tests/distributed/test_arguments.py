@@ -16,7 +16,7 @@ from tests.distributed.conformance import on_ranks
 class Table:
     """A stand-in for a pandas object. pandas is not installed for tests."""
 
-    def __array__(self, *args: Any, **how: Any) -> Any:
+    def __array__(self, *args: Any, **options: Any) -> Any:
         return np.zeros(3)
 
 

@@ -45,7 +45,10 @@ def threads(folder: Path, *arguments: str, **variables: str) -> tuple[int, int, 
     description."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, *arguments]
     where = [rank_variables(rank, 2, str(folder / "meet")) for rank in range(2)]
-    first, second = map(finish, [start(command, {**each, **variables}) for each in where])
+    first, second = map(
+        finish,
+        [start(command, {**variables_of_process, **variables}) for variables_of_process in where],
+    )
     assert first == second
     code, output = first
     assert code == 0, output

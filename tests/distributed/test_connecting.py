@@ -61,7 +61,6 @@ class Raw:
         return int.from_bytes(self.addresses[rank][rank][2:4], "big")
 
     def lead(self, rank: int, peer: int, port: int) -> None:
-        """Redirect the connection of ``rank`` to ``peer`` to ``port``."""
         address = self.addresses[rank][peer]
         self.addresses[rank][peer] = address[:2] + port.to_bytes(2, "big") + address[4:]
 
@@ -211,7 +210,6 @@ WITH_GLOO = "-idirafter", str(ROOT / "csrc/gloo/missing"), "-lgloo"
 
 
 def compiled(test: Any) -> Any:
-    """Mark a test of a compiled program."""
     missing = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
     return pytest.mark.slow(missing(test))
 

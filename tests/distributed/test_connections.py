@@ -291,7 +291,6 @@ def test_groups_add_no_threads_and_no_descriptors(rank: int, size: int) -> None:
 
 @on_both_backends(3)
 def test_late_data_for_a_closed_group_does_not_disturb_other_groups(rank: int, size: int) -> None:
-    """Data for a group that a rank has closed, or data that the group was to send."""
     for count in (3, LARGE):
         group = fl.new_group(range(size))
         works = [group.isend(np.ones(count), (rank + 1) % size, tag=tag) for tag in range(5)]

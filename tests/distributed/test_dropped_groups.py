@@ -56,7 +56,6 @@ def test_next_call_closes_a_dropped_group(rank: int, size: int) -> None:
 
 
 def cycle(group: Any) -> None:
-    """Put ``group`` into a reference cycle."""
     holder = [group]
     holder.append(holder)
 

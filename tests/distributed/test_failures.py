@@ -154,7 +154,6 @@ def test_errors_name_the_cause_once_and_later_errors_repeat_it(rank: int, size: 
 
 
 def wait_for_exiting_rank(rank: int, size: int, closes: bool) -> str:
-    """Rank 1 exits, then rank 0, for which rank 2 waits."""
     group = fl.new_group(range(size))
     pids = group.all_gather_object(os.getpid())
     first = os.pidfd_open(pids[1])

@@ -254,8 +254,6 @@ def announce(directory: Path, server: socket.socket) -> Path:
 
 @contextmanager
 def answer_clients(server: socket.socket, words: bytes) -> Iterator[None]:
-    """Send ``words`` to each client."""
-
     def serve() -> None:
         while True:
             try:
@@ -285,7 +283,6 @@ def test_file_store_skips_foreign_port(ranks: Ranks, tmp_path: Path, server: soc
 def test_file_store_ignores_a_stale_port_that_another_run_uses(
     ranks: Ranks, tmp_path: Path, server: socket.socket
 ) -> None:
-    """The other run uses another path and another secret, and is not disturbed."""
     other = ranks.start_ready(0, 2, path=tmp_path / "another")
     while not (records := list(tmp_path.glob("another.run-*"))):
         time.sleep(0.001)

@@ -69,7 +69,6 @@ def test_subgroup_ends_with_its_parent(rank: int, size: int) -> None:
 
 @on_ranks()
 def test_collectives_of_different_groups_run_at_the_same_time(rank: int, size: int) -> None:
-    """Ranks start collectives of three groups in different orders."""
     everyone = fl.new_group(range(size))
     parity, half = fl.split(rank % 2), fl.split(int(rank < 2))
     begun = [(everyone, size), (parity, parity.size), (half, half.size)]

@@ -177,7 +177,6 @@ def test_power_sgd_recovers_from_zero_gradients(rank: int, size: int) -> None:
 
 @on_ranks(("shm", 2))
 def test_power_sgd_reduces_gradients_whose_squares_underflow(rank: int, size: int) -> None:
-    """Gradients whose squares underflow in float32."""
     exact = np.outer(np.arange(60.0), np.arange(40.0)) * 1e-30
     got = reduce(fl.PowerSGDCompression(rank=1), [exact.astype(np.float32)], 1 / size)[0]
     assert abs(got - exact).max() < 1e-5 * exact.max()

@@ -146,22 +146,22 @@ watch = initialize._watch
 @on_ranks(("shm", 2), fresh=True, init=None)
 def test_init_releases_resources_if_a_step_fails(rank: int, size: int, tmp_path: Path) -> None:
     folders = {"FILE_PATH": str(tmp_path / "meet"), "TRACE_DIR": str(tmp_path / "records")}
-    place = fl.DistributedInit.FILE_SYSTEM, rank, size, {**folders, "BACKEND": "gloo"}
+    init_args = fl.DistributedInit.FILE_SYSTEM, rank, size, {**folders, "BACKEND": "gloo"}
     before = process_state()
     if rank == 1:
         initialize._watch = start_watchdog_without_descriptors
         with pytest.raises(OSError, match="Too many open files"):
-            fl.distributed_init(*place)
+            fl.distributed_init(*init_args)
         initialize._watch = watch
     else:
-        fl.distributed_init(*place)
+        fl.distributed_init(*init_args)
         why = r"lost rank 1\b.*it raised OSError: \[Errno 24\] Too many open files"
         with pytest.raises(fl.errors.PeerLostError, match=why):
             fl.barrier()
         fl.distributed_shutdown()
     assert not fl.is_distributed_init()
     assert process_state() == before
-    fl.distributed_init(*place)
+    fl.distributed_init(*init_args)
     assert np.all(fl.all_reduce(np.ones(3)) == size)
     fl.distributed_shutdown()
 

@@ -213,7 +213,6 @@ def test_sync_distributed_raises_failures_without_wait(rank: int, size: int, kin
 
 @on_ranks()
 def test_rejected_call_matches_the_next_call_of_the_other_ranks(rank: int, size: int) -> None:
-    """Rank 0 makes its next call before the other ranks make the rejected call."""
     if rank == 0:
         with pytest.raises(TypeError):
             fl.all_reduce(np.array(["text"]))
@@ -263,7 +262,7 @@ def test_raised_failures_are_freed(rank: int, size: int) -> None:
 def test_reductions_accept_bools_with_any_byte(rank: int, size: int) -> None:
     """Files and C code create bools whose byte is neither 0 nor 1. For floats only 0 is false."""
     everyone = [np.array([r + 2, 255 * (r == 0), 0, 7 - r] * 9, np.uint8) for r in range(size)]
-    truth = [each != 0 for each in everyone]
+    truth = [array != 0 for array in everyone]
     ops = {"and land min": np.logical_and, "or lor max": np.logical_or, "xor lxor": np.logical_xor}
     for names, op in ops.items():
         for name in names.split():
@@ -300,27 +299,27 @@ def test_verbs_return_arrays_for_arrays_without_dimensions(rank: int, size: int)
     for value in ("abc", 3.0, 1j, np.datetime64(7, "s")):
         x = np.asarray(value)
         for out in (None, np.zeros_like(x)):
-            for how in (False, True):
+            for async_op in (False, True):
                 parts = [x] * size if rank == 0 else None
-                done: Any = fl.scatter(parts, out=out, async_op=how)
-                part = done.wait() if how else done
+                done: Any = fl.scatter(parts, out=out, async_op=async_op)
+                part = done.wait() if async_op else done
                 assert type(part) is np.ndarray
                 assert part.dtype == x.dtype
                 same(part, x)
-        assert [each.shape for each in fl.all_gather([x, x])] == [(size,)] * 2
+        assert [array.shape for array in fl.all_gather([x, x])] == [(size,)] * 2
         assert type(fl.broadcast_object([x])[0]) is np.ndarray
 
 
 @on_ranks()
 def test_verbs_keep_the_dimensions_of_np_matrix(rank: int, size: int) -> None:
     """Two dimensions stay two for any indexing."""
-    for how in (False, True):
+    for async_op in (False, True):
         xs = [
             np.array([[1.0, 2.0], [3.0, rank]]).view(np.matrix),
             np.array([[rank]]).view(np.matrix),
         ]
-        done: Any = fl.all_reduce_multiple(xs, contiguous=True, async_op=how)
-        assert (done.wait() if how else done)[0] is xs[0]
+        done: Any = fl.all_reduce_multiple(xs, contiguous=True, async_op=async_op)
+        assert (done.wait() if async_op else done)[0] is xs[0]
         same(xs[0], [[size, 2 * size], [3 * size, size * (size - 1) / 2]])
         same(xs[1], [[size * (size - 1) / 2]])
     values, ranks = fl.all_reduce_location(np.array([[rank, -rank]]).view(np.matrix))

@@ -211,5 +211,7 @@ def test_program_of_the_pytorch_page_runs(torch: Any, tmp_path: Path) -> None:
     (program,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     command = [sys.executable, "-c", program]
     environments = [rank_variables(rank, 2, str(tmp_path / "meeting")) for rank in range(2)]
-    running = [subprocess.Popen(command, env={**os.environ, **each}) for each in environments]
+    running = [
+        subprocess.Popen(command, env={**os.environ, **variables}) for variables in environments
+    ]
     assert [process.wait(100) for process in running] == [0, 0]

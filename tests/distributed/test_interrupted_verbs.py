@@ -36,8 +36,6 @@ def ones(count: int = 12) -> Any:
 
 
 def pair(first: Verb, last: Verb) -> Verb:
-    """Return a verb of rank 0 and the last rank only."""
-
     def both(group: Group) -> Any:
         if group.rank in (0, group.size - 1):
             return (last if group.rank else first)(group)
@@ -47,7 +45,6 @@ def pair(first: Verb, last: Verb) -> Verb:
 
 
 def partner(group: Group) -> int:
-    """Return the last rank for rank 0, and rank 0 for the last rank."""
     return 0 if group.rank else group.size - 1
 
 

@@ -69,12 +69,12 @@ class Checks:
         assert self.library.dtype(got) == (dtype or self.name)
         assert got.tolist() == self.library.make(values, dtype or self.name).tolist()
 
-    def filled(self, got: Any, given: Any, values: Any, before: Any) -> None:
+    def filled(self, got: Any, out: Any, values: Any, before: Any) -> None:
         """Check that ``got`` has ``values``, and is ``given`` or leaves ``given`` unchanged."""
         self.same(got, values)
-        assert (got is given) == self.library.in_place
+        assert (got is out) == self.library.in_place
         if not self.library.in_place:
-            self.same(given, before)
+            self.same(out, before)
 
 
 ROWS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -99,15 +99,15 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 def test_results_have_the_kind_of_the_input(rank: int, size: int, library: str, dtype: str) -> None:
     check = Checks(library, dtype)
     make, same = check.make, check.same
-    mine, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
-    same(fl.all_gather(mine), ROWS)
-    same(fl.all_gather(mine, async_op=True).wait(), ROWS)
-    first, second = fl.all_gather([mine, mine[rank:]])
+    local, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
+    same(fl.all_gather(local), ROWS)
+    same(fl.all_gather(local, async_op=True).wait(), ROWS)
+    first, second = fl.all_gather([local, local[rank:]])
     same(first, ROWS)
     same(second, [*ROWS[:2], ROWS[3]])
-    same(fl.all_gather((mine, mine), async_op=True).wait()[1], ROWS)
+    same(fl.all_gather((local, local), async_op=True).wait()[1], ROWS)
     same(fl.all_gather(make(rank)), [0, 1])  # an array without dimensions
-    for gathered in (fl.gather(mine, 1), fl.gather(mine, 1, async_op=True).wait()):
+    for gathered in (fl.gather(local, 1), fl.gather(local, 1, async_op=True).wait()):
         if rank == 1:
             same(gathered, ROWS)
         else:
@@ -125,7 +125,7 @@ def test_results_have_the_kind_of_the_input(rank: int, size: int, library: str, 
         total[3 * rank :][:3].tolist(),
     )
     if op == "max":
-        values, ranks = fl.all_reduce_location(mine, op="max")
+        values, ranks = fl.all_reduce_location(local, op="max")
         same(values, np.array(ROWS[2:]).astype(bool).tolist() if dtype == "bool" else ROWS[2:])
         assert ranks.shape == (2, 2)
         assert isinstance(ranks, check.library.array)
@@ -135,19 +135,19 @@ def test_results_have_the_kind_of_the_input(rank: int, size: int, library: str, 
 def test_scatter_returns_the_kind_of_the_input(rank: int, size: int, library: str) -> None:
     check = Checks(library, "float32")
     make, same = check.make, check.same
-    whole, mine = make(ROWS), ROWS[2 * rank :][:2]
+    parts, rows = make(ROWS), ROWS[2 * rank :][:2]
     # The argument of a rank that is not the root only shows the kind.
-    same(fl.scatter(whole if rank == 0 else make([])), mine)
-    same(fl.scatter([whole[:2], whole[2:]]), mine)
+    same(fl.scatter(parts if rank == 0 else make([])), rows)
+    same(fl.scatter([parts[:2], parts[2:]]), rows)
     same(fl.scatter([make(0), make(1)], root=1, async_op=True).wait(), rank)
-    same(fl.scatter(whole, rows=[3, 1]), ROWS[:3] if rank == 0 else ROWS[3:])
-    nothing = fl.scatter(whole if rank == 0 else None)
+    same(fl.scatter(parts, rows=[3, 1]), ROWS[:3] if rank == 0 else ROWS[3:])
+    nothing = fl.scatter(parts if rank == 0 else None)
     assert isinstance(nothing, np.ndarray) == (rank == 1)
-    assert nothing.tolist() == mine
-    given = make([[9, 9], [9, 9]])
-    check.filled(fl.scatter(whole if rank == 0 else None, out=given), given, mine, [[9, 9]] * 2)
+    assert nothing.tolist() == rows
+    inputs = make([[9, 9], [9, 9]])
+    check.filled(fl.scatter(parts if rank == 0 else None, out=inputs), inputs, rows, [[9, 9]] * 2)
     out = np.zeros((2, 2), np.float32)
-    assert fl.scatter(whole, out=out) is out
+    assert fl.scatter(parts, out=out) is out
 
 
 @in_both
@@ -156,10 +156,10 @@ def test_in_place_verbs_return_input_kind(rank: int, size: int, library: str, dt
     before = [rank + 1, 2 * rank]
     op, total = ("max", [2, 2]) if dtype == "bool" else ("sum", [3, 2])
 
-    def fills(verb: Callable[..., Any], values: Any, *args: Any, **how: Any) -> None:
+    def fills(verb: Callable[..., Any], values: Any, *args: Any, **options: Any) -> None:
         for async_op in (False, True):
             x = check.make(before)
-            got = verb(x, *args, async_op=async_op, **how)
+            got = verb(x, *args, async_op=async_op, **options)
             check.filled(got.wait() if async_op else got, x, values, before)
 
     fills(fl.all_reduce, total, op=op)
@@ -186,29 +186,29 @@ def test_messages_return_the_kind_of_the_input(rank: int, size: int, library: st
     sent, zeros = check.make([rank, rank + 1]), [0, 0]
     arriving = [other, other + 1]
 
-    def place() -> Any:
+    def make_out() -> Any:
         return check.make(zeros)
 
-    x = place()
+    x = make_out()
     if rank == 0:
         fl.send(sent, 1)
         check.filled(fl.recv(x, 1), x, arriving, zeros)
     else:
         check.filled(fl.recv(x, None), x, arriving, zeros)
         fl.send(sent, 0)
-    x = place()
+    x = make_out()
     sending = fl.isend(sent, other)
     check.filled(fl.irecv(x, other).wait(), x, arriving, zeros)
     assert sending.wait() is sent
-    x = place()
+    x = make_out()
     check.filled(fl.sendrecv(sent, other, out=x, src=other), x, arriving, zeros)
-    x = place()
+    x = make_out()
     check.filled(fl.sendrecv(sent, rank, out=x, src=rank), x, [rank, rank + 1], zeros)
-    x = place()
+    x = make_out()
     ops = [fl.P2POp("recv", x, other), fl.P2POp("send", sent, other)]
-    received, own = fl.batch_isend_irecv(ops).wait()
+    received, self_received = fl.batch_isend_irecv(ops).wait()
     check.filled(received, x, arriving, zeros)
-    assert own is sent
+    assert self_received is sent
     x = check.make([0, 0, 0])
     sending = fl.isend(sent, other)
     check.same(fl.recv(x, other, partial=True), arriving)

@@ -11,15 +11,7 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.conformance import on_ranks
-from tests.distributed.test_interrupted_verbs import (
-    LIMIT,
-    MANY,
-    PROMPT,
-    Group,
-    Verb,
-    ones,
-    pair,
-)
+from tests.distributed.test_interrupted_verbs import LIMIT, MANY, PROMPT, Group, Verb, ones, pair
 
 IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
 
@@ -161,11 +153,11 @@ def test_message_wait_raises_peer_lost_error_at_shutdown(rank: int, size: int, n
 def test_peer_lost_error_says_how_many_fewer_calls_the_rank_made(rank: int, size: int) -> None:
     for rounds, async_op in itertools.product((0, 3), (False, True)):
         with contextlib.closing(fl.new_group(range(size))) as group:
-            own = call_once_more(group, rounds, async_op)
-        words = fl.all_gather_object(own)
+            error = call_once_more(group, rounds, async_op)
+        words = fl.all_gather_object(error)
         # A rank that another rank notified of the loss before its call may not know the numbers.
         ended = f"(it ended normally or closed this group after {rounds} calls of it, 1 fewer than "
-        assert any(ended in each for each in words), words
+        assert any(ended in text for text in words), words
         fl.barrier()
 
 

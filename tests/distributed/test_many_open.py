@@ -47,8 +47,8 @@ def native_bytes() -> int:
     """Return the bytes allocated by malloc. Small Python objects are not included."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _Mallinfo
-    found = mallinfo()
-    return int(found.uordblks + found.hblkhd)
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
 
 
 def threads() -> int:
@@ -63,8 +63,8 @@ def hold_open(rank: int, size: int, count: int, kind: str, one_tag: bool) -> lis
     full: a difference of -17 MB to 0.9 MB was measured.
     """
     peer = rank ^ 1
-    mine, theirs = (np.full((count, 2), value, np.int32) for value in (rank, -1))
-    sources, rooms = list(mine), list(theirs)  # views, created before the measurement
+    sent, received = (np.full((count, 2), value, np.int32) for value in (rank, -1))
+    sources, rooms = list(sent), list(received)  # views, created before the measurement
     tags = [0 if one_tag else i for i in range(count)]
     source = None if kind == "irecv of any" else peer
     works: list[Any] = [None] * (2 * count)
@@ -81,7 +81,7 @@ def hold_open(rank: int, size: int, count: int, kind: str, one_tag: bool) -> lis
     fl.isend(np.zeros(2, np.int32), peer).wait()
     started.wait()
     for _ in range(3):
-        theirs[...] = -1
+        received[...] = -1
         gc.collect()
         fl.barrier()
         before, bytes_before = threads(), native_bytes()
@@ -95,7 +95,7 @@ def hold_open(rank: int, size: int, count: int, kind: str, one_tag: bool) -> lis
         assert threads() <= before, f"{threads() - before} more threads"
         for work in works:
             work.wait()
-        assert np.all(theirs == peer)
+        assert np.all(received == peer)
         works[:] = [None] * len(works)
     return held[1:]
 
@@ -175,10 +175,10 @@ def test_open_messages_end_after_a_peer_is_killed(rank: int, size: int) -> None:
 @on_ranks(*WORLDS, fresh=True)  # a fork keeps resources of other tests open
 def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -> None:
     peer, count = rank ^ 1, OPEN[size]
-    mine, theirs = (np.full((count, 2), value, np.int32) for value in (rank, -1))
+    sent, received = (np.full((count, 2), value, np.int32) for value in (rank, -1))
     numbers, half = range(count), count // 2
-    works = [fl.irecv(theirs[i], peer, i) for i in numbers[:half]]
-    works += [fl.isend(mine[i], peer, i) for i in numbers[half:]]
+    works = [fl.irecv(received[i], peer, i) for i in numbers[:half]]
+    works += [fl.isend(sent[i], peer, i) for i in numbers[half:]]
     still = [work for work in works if not work.is_completed()]  # a send may have been copied
     assert len(still) >= half
     child = os.fork()
@@ -192,11 +192,11 @@ def test_open_messages_have_ended_in_a_forked_child_only(rank: int, size: int) -
         sys.exit(0)  # runs the handlers of atexit
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     fl.barrier()  # the receives of all ranks are open until then
-    works += [fl.isend(mine[i], peer, i) for i in numbers[:half]]
-    works += [fl.irecv(theirs[i], peer, i) for i in numbers[half:]]
+    works += [fl.isend(sent[i], peer, i) for i in numbers[:half]]
+    works += [fl.irecv(received[i], peer, i) for i in numbers[half:]]
     for work in works:
         work.wait()
-    assert np.all(theirs == peer)
+    assert np.all(received == peer)
 
 
 @pytest.mark.parametrize("one_tag", [False, True], ids=["tags", "one tag"])

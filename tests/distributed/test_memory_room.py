@@ -193,9 +193,9 @@ def test_available_memory_is_the_smallest_of_all_limits(
     """The machine and each control group above this process count, as inside a container."""
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files, swap))
     monkeypatch.setattr(memory_room, "LITTLE", 0)
-    found, words = memory_room.available()
-    assert (found, limit in words) == (free, True), words
-    assert memory_room.available(ranks=4)[0] == min(found, (64 * MB + 1024 * swap) // 4)
+    result, words = memory_room.available()
+    assert (result, limit in words) == (free, True), words
+    assert memory_room.available(ranks=4)[0] == min(result, (64 * MB + 1024 * swap) // 4)
     memory_room.require_memory(free * 9 // 10, "an array")
     with pytest.raises(MemoryError, match=f"an array: {free:,} bytes are needed, and {free:,} are"):
         memory_room.require_memory(free, "an array")
@@ -221,8 +221,8 @@ def test_available_memory_ignores_unreadable_limits(
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
     expected = (64 * MB, "MemAvailable of /proc/meminfo") if is_known else (sys.maxsize, "no limit")
-    found, words = memory_room.available()
-    assert (found, expected[1] in words) == (expected[0], True), words
+    result, words = memory_room.available()
+    assert (result, expected[1] in words) == (expected[0], True), words
 
 
 def test_require_memory_caches_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,8 +321,8 @@ def test_all_ranks_raise_memory_error(rank: int, size: int, name: str, tmp_path:
     text = str(caught.value)
     assert LACK in text, text
     is_of_host = is_poor and name == "in fully_shard"  # in the group of the ranks of a host
-    place = f"rank {rank % 2} of 2" if is_of_host else f"rank {rank} of {size}"
-    assert all(words in text for words in (name, place, "MemAvailable")), text
+    rank_text = f"rank {rank % 2} of 2" if is_of_host else f"rank {rank} of {size}"
+    assert all(words in text for words in (name, rank_text, "MemAvailable")), text
     assert is_poor or "rank 2" in text, text
     assert not re.search(r"rank \d: rank", text), text
     assert fl.all_reduce(np.ones(3)).tolist() == [size] * 3  # the group remains usable

@@ -51,7 +51,6 @@ class Message:
     rows: int
 
     def array(self) -> Array:
-        """Return the array to send."""
         nbytes = self.rows * self.tag.dtype.itemsize
         start = self.number * 97 % MOST_BYTES
         array = NOISE[start : start + nbytes].copy()
@@ -100,56 +99,59 @@ class Program:
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the actions of ``rank``. Started operations are numbered from 0."""
-        own = random.Random(f"{self.seed} {rank}")
+        generator = random.Random(f"{self.seed} {rank}")
         begun, waiting, late = 0, list[int](), list[int]()
         for step in self.steps:
-            ops = [op for message in step for op in _ops(message, rank, own)]
-            if len(step) > 1 and own.random() < 0.5:
-                ops += [(own.choice(("send", "recv")), own.choice(step), NOBODY) for _ in range(2)]
-            own.shuffle(ops)
+            ops = [op for message in step for op in _ops(message, rank, generator)]
+            if len(step) > 1 and generator.random() < 0.5:
+                ops += [
+                    (generator.choice(("send", "recv")), generator.choice(step), NOBODY)
+                    for _ in range(2)
+                ]
+            generator.shuffle(ops)
             overtaken = any(kind == "send" and m.tag.receives == "any" for kind, m, _ in ops)
-            if len(ops) == 1 and not overtaken and own.random() < 0.4:
+            if len(ops) == 1 and not overtaken and generator.random() < 0.4:
                 yield "do", ops, -1
             elif ops:
                 yield "begin", ops, begun
                 (late if overtaken else waiting).append(begun)
                 begun += 1
-            while waiting and (len(waiting) > self.most or own.random() < 0.4):
-                how = own.choice(("wait", "wait", "poll"))
-                yield how, [], waiting.pop(own.randrange(len(waiting)))
-        own.shuffle(waiting)
+            while waiting and (len(waiting) > self.most or generator.random() < 0.4):
+                wait_kind = generator.choice(("wait", "wait", "poll"))
+                yield wait_kind, [], waiting.pop(generator.randrange(len(waiting)))
+        generator.shuffle(waiting)
         yield from (("wait", [], number) for number in waiting + late)
 
     def expected(self, rank: int) -> dict[int, list[Digest]]:
         """Return by tag the messages to ``rank``, by source in the order of its sends."""
-        found: dict[int, list[Digest]] = {}
+        digests: dict[int, list[Digest]] = {}
         for source in range(self.size):
             for _, ops, _ in self.actions(source):
                 for kind, message, peer in ops:
                     if kind == "send" and peer == rank:
-                        found.setdefault(message.tag.number, []).append(digest(message.array()))
-        return found
+                        digests.setdefault(message.tag.number, []).append(digest(message.array()))
+        return digests
 
     def by_tag(self, received: Sequence[tuple[Message, Array]]) -> dict[int, list[Digest]]:
         """Return received messages like ``expected``, given the order of the receives."""
         messages = {m.number: m for step in self.steps for m in step}
-        found: dict[int, list[tuple[int, Digest]]] = {}
-        for asked, array in received:
+        digests: dict[int, list[tuple[int, Digest]]] = {}
+        for request, array in received:
             got = digest(array)
-            message = messages[got[0]] if asked.tag.receives == "any" else asked
-            found.setdefault(asked.tag.number, []).append((message.source, got))
+            message = messages[got[0]] if request.tag.receives == "any" else request
+            digests.setdefault(request.tag.number, []).append((message.source, got))
         return {
             tag: [got for _, got in sorted(pairs, key=lambda pair: pair[0])]
-            for tag, pairs in found.items()
+            for tag, pairs in digests.items()
         }
 
 
-def _ops(message: Message, rank: int, own: random.Random) -> Iterator[Op]:
+def _ops(message: Message, rank: int, generator: random.Random) -> Iterator[Op]:
     if message.source == rank:
         yield "send", message, message.destination
     if message.destination == rank:
-        way = message.tag.receives
-        is_any = way == "any" or (way == "both" and own.random() < 0.5)
+        receive_kind = message.tag.receives
+        is_any = receive_kind == "any" or (receive_kind == "both" and generator.random() < 0.5)
         yield "recv", message, None if is_any else message.source
 
 
@@ -173,17 +175,17 @@ class Ours:
 
     def begin(self, ops: list[tuple[Op, Array]]) -> Any:
         """Start messages, as a batch if there are several and no source is any rank."""
-        given = [
+        inputs = [
             (kind, array, None if peer == NOBODY else peer, message.tag.number, message.tag.partial)
             for (kind, message, peer), array in ops
         ]
         if len(ops) > 1 and all(op[2] is not None for op, _ in ops):
             return fl.batch_isend_irecv(
-                [fl.P2POp(*one, partial and one[0] == "recv") for *one, partial in given]
+                [fl.P2POp(*one, partial and one[0] == "recv") for *one, partial in inputs]
             )
         return [
             fl.isend(*rest) if kind == "send" else fl.irecv(*rest, partial=partial)
-            for (kind, *rest, partial), (op, _) in zip(given, ops, strict=True)
+            for (kind, *rest, partial), (op, _) in zip(inputs, ops, strict=True)
             if op[2] != NOBODY
         ]
 
@@ -244,48 +246,48 @@ class Mpi:
 
 def _run(library: Ours | Mpi, program: Program, rank: int) -> list[tuple[Message, Array]]:
     """Run the part of ``rank``; return the received messages in the order of the receives."""
-    asked: list[tuple[Message, Array]] = []
+    receives: list[tuple[Message, Array]] = []
     begun: list[tuple[Any, list[tuple[Op, Array]], list[int]]] = []
-    for what, ops, number in program.actions(rank):
-        if what in ("wait", "poll"):
-            works, given, places = begun[number]
-            while what == "poll" and not library.is_done(works):
+    for action, ops, number in program.actions(rank):
+        if action in ("wait", "poll"):
+            works, arrays, places = begun[number]
+            while action == "poll" and not library.is_done(works):
                 pass
-            for (op, array), place, part in zip(
-                given, places, library.wait(works, given), strict=True
+            for (op, array), position, part in zip(
+                arrays, places, library.wait(works, arrays), strict=True
             ):
                 if op[2] == NOBODY:
                     assert part is array
                     assert op[0] == "send" or not array.view(np.uint8).any()
                 elif op[0] == "recv":
-                    asked[place] = op[1], part
+                    receives[position] = op[1], part
             begun[number] = None, [], []
             continue
-        given, places = [], []
+        arrays, places = [], []
         for op in ops:
             kind, message, peer = op
             array = (
                 message.array() if kind == "send" else np.zeros(message.tag.rows, message.tag.dtype)
             )
-            given.append((op, array))
-            places.append(len(asked))
+            arrays.append((op, array))
+            places.append(len(receives))
             if kind == "recv" and peer != NOBODY:
-                asked.append((message, array))
-        if what == "do":
-            part = library.do(*given[0])
-            if given[0][0][0] == "recv":
-                asked[-1] = given[0][0][1], part
+                receives.append((message, array))
+        if action == "do":
+            part = library.do(*arrays[0])
+            if arrays[0][0][0] == "recv":
+                receives[-1] = arrays[0][0][1], part
         else:
-            begun.append((library.begin(given), given, places))
-    return asked
+            begun.append((library.begin(arrays), arrays, places))
+    return receives
 
 
 def run_on_both(rank: int, size: int, count: int, most: int, seed: int) -> None:
     """Run a program in this package and in MPI. Both must receive the expected messages."""
-    program, theirs = Program(size, count, most, seed), Mpi()
+    program, mpi = Program(size, count, most, seed), Mpi()
     expected = program.expected(rank)
     fl.barrier()
-    for library in (theirs, Ours()):
+    for library in (mpi, Ours()):
         received = program.by_tag(_run(library, program, rank))
         assert sorted(received) == sorted(expected), (library, received.keys(), expected.keys())
         for tag in program.tags:
@@ -296,7 +298,7 @@ def run_on_both(rank: int, size: int, count: int, most: int, seed: int) -> None:
                 if len(set(pair)) > 1
             ]
             assert not wrong, f"{type(library).__name__}, rank {rank}, {tag}: {wrong[:5]}"
-    theirs.close()
+    mpi.close()
     fl.barrier()
 
 

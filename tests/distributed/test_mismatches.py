@@ -53,11 +53,11 @@ class Call:
         if self.verb == "barrier":
             return (self.verb,)
         verb = TABLED[self.verb]
-        how = (self.op, self.scale) if verb.reduces else ()
+        fields = (self.op, self.scale) if verb.reduces else ()
         root = self.root if verb.rooted else None
         shape = () if self.verb == "scatter" else self.shape[1:] if verb.ragged else self.shape
         dtype = "" if self.verb == "scatter" else self.dtype  # known to the root only
-        return self.verb, dtype, shape, how, root
+        return self.verb, dtype, shape, fields, root
 
     def make(self, rank: int) -> Any:
         return None if self.verb == "barrier" else np.full(self.shape, rank + 1, self.dtype)
@@ -68,14 +68,14 @@ class Call:
             return verb()
         if self.verb == "scatter":
             return verb(np.stack([x] * size) if rank == self.root else None, self.root)
-        how: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if TABLED[self.verb].reduces:
-            how |= {"op": self.op, "scale": self.scale}
+            options |= {"op": self.op, "scale": self.scale}
         if TABLED[self.verb].rooted:
-            how["root"] = self.root
+            options["root"] = self.root
         if self.starts and self.verb not in WITHOUT_ASYNC:
-            return verb(x, async_op=True, **how).wait()
-        return verb(x, **how)
+            return verb(x, async_op=True, **options).wait()
+        return verb(x, **options)
 
 
 calls = st.builds(
@@ -92,19 +92,18 @@ calls = st.builds(
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[Call], list[Call]]:
-    """Draw a program, and the program of the rank that differs."""
     common = draw(st.lists(calls, min_size=1, max_size=4))
     at = draw(st.integers(0, len(common) - 1))
     odd = list(common)
-    how = draw(st.sampled_from(["field", "swap", "more", "less"]))
-    if how == "field":
+    change = draw(st.sampled_from(["field", "swap", "more", "less"]))
+    if change == "field":
         field = draw(st.sampled_from([f.name for f in dataclasses.fields(Call)]))
         odd[at] = dataclasses.replace(odd[at], **{field: getattr(draw(calls), field)})
         if field == "scale" and odd[at].dtype.startswith("float"):
             odd[at] = dataclasses.replace(odd[at], scale=1.0 + 1e-12)
-    elif how == "swap":
+    elif change == "swap":
         odd[at], odd[-1] = odd[-1], odd[at]
-    elif how == "more":
+    elif change == "more":
         odd.insert(at, draw(calls))
     else:
         del odd[at]
@@ -116,8 +115,8 @@ def run(rank: int, size: int, programs: list[list[Call]], last: Call, at_once: b
 
     Unless ``at_once``, the next call may raise instead, on all ranks.
     """
-    mine = [*programs[rank], last]
-    for number, call in enumerate(mine):
+    local = [*programs[rank], last]
+    for number, call in enumerate(local):
         everyone = [([*program, last, last][number]).compared() for program in programs]
         x = call.make(rank)
         if len(set(everyone)) == 1:
@@ -146,9 +145,9 @@ def test_different_programs_raise_mismatch_error_on_every_rank(pool: Any, backen
     @hypothesis.given(programs(), st.integers(0, size - 1))
     def check(drawn: tuple[list[Call], list[Call]], odd: int) -> None:
         common, other = drawn
-        given = [other if rank == odd else common for rank in range(size)]
+        programs_of_ranks = [other if rank == odd else common for rank in range(size)]
         at_once = backend not in ("shm", "gloo")
-        world.run(run, given, last, at_once)
+        world.run(run, programs_of_ranks, last, at_once)
 
     check()
 
@@ -156,15 +155,14 @@ def test_different_programs_raise_mismatch_error_on_every_rank(pool: Any, backen
 @pytest.mark.parametrize("count", [10, 100_000])
 @on_ranks(("gloo", 2), ("shm", 2), ("mpi", 2))
 def test_operations_in_parallel_with_a_mismatch_continue(rank: int, size: int, count: int) -> None:
-    """Parallel operations continue after a mismatch of a message or a collective."""
     peer = 1 - rank
     got = np.zeros(count)
     works = [fl.irecv(got, peer, tag=1), fl.isend(np.full(count, rank + 1.0), peer, tag=1)]
     with pytest.raises(fl.errors.MismatchError, match=r"test_mismatches\.py:\d+; rank 1 called"):
         fl.all_reduce(np.zeros(3 + rank))
     other = np.full(50_000, 7.0)
-    given = np.zeros(50_000, np.float32)
-    exchange = [lambda: fl.send(given, 1, 2), lambda: fl.recv(other, 0, 2)]
+    array = np.zeros(50_000, np.float32)
+    exchange = [lambda: fl.send(array, 1, 2), lambda: fl.recv(other, 0, 2)]
     with pytest.raises(fl.errors.MismatchError, match=r"different calls in (a )?message"):
         exchange[rank]()
     assert np.all(other == 7.0)
@@ -209,9 +207,9 @@ def test_mismatch_error_names_call_sites_of_all_ranks(rank: int, size: int, star
 
 def number_of(message: str) -> int:
     """Return the number of a call in the group, from 1."""
-    found = re.search(r"the ranks made different calls in call (\d+) of this group: ", message)
-    assert found, message
-    return int(found[1])
+    match = re.search(r"the ranks made different calls in call (\d+) of this group: ", message)
+    assert match, message
+    return int(match[1])
 
 
 def line_of(function: Any) -> int:
@@ -235,7 +233,6 @@ ONE, OBJECTS = np.ones(1, int), ["a", "b", "c"]
 @pytest.mark.parametrize("odd", range(3))
 @on_ranks(("gloo", 3), ("shm", 3), ("mpi", 3), ("hierarchical", 3))
 def test_mismatch_error_separates_a_verb_from_its_steps(rank: int, size: int, odd: int) -> None:
-    """One rank calls the verb that is the first step of the other ranks' verb."""
     for name, pair in COMPOSED.items():
         message = mismatch_now_or_later(pair[rank == odd])
         assert f"called {name}" in message, message
@@ -384,7 +381,7 @@ def differ(group: Any, name: str) -> None:
 
 
 def calls_of(group: Any) -> int:
-    (found,) = [
+    (line,) = [
         journal.groups()[name]["calls"] for name in journal.groups() if name == group.journal.name
     ]
-    return int(found)
+    return int(line)

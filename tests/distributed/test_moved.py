@@ -37,9 +37,9 @@ def test_gathers_count_rows_without_bytes(rank: int, size: int, name: str) -> No
     joined = fl.gather(x, 0, out=out)
     assert joined is (out if rank == 0 else None)
     for wrong in (np.empty((total + 1, *tail), dtype), np.empty((0, *tail), dtype)):
-        for how in (False, True):
+        for async_op in (False, True):
             with pytest.raises(ValueError, match=f"expected out with {total} rows"):
-                ended(fl.all_gather(x, out=wrong, async_op=how))
+                ended(fl.all_gather(x, out=wrong, async_op=async_op))
         if rank == 0:
             with pytest.raises(ValueError, match=f"expected out with {total} rows"):
                 fl.gather(x, 0, out=wrong)
@@ -51,34 +51,36 @@ def test_gathers_count_rows_without_bytes(rank: int, size: int, name: str) -> No
     assert fl.reduce_scatter(part, op="max").shape == (1, *tail)
     assert fl.all_to_all(part).shape == part.shape
     rows = [r + rank for r in range(size)]
-    given = np.zeros((sum(rows), *tail), dtype)
+    all_rows = np.zeros((sum(rows), *tail), dtype)
     arrive = sum(rank + r for r in range(size))
-    assert fl.all_to_all(given, rows=rows).shape == (arrive, *tail)
-    mine = np.zeros((sum(many), *tail), dtype)
-    got = fl.scatter(mine if rank == 0 else None, 0, rows=many)
+    assert fl.all_to_all(all_rows, rows=rows).shape == (arrive, *tail)
+    own_rows = np.zeros((sum(many), *tail), dtype)
+    got = fl.scatter(own_rows if rank == 0 else None, 0, rows=many)
     assert got.shape == (many[rank], *tail)
-    assert fl.reduce_scatter(mine, op="max", rows=many).shape == (many[rank], *tail)
+    assert fl.reduce_scatter(own_rows, op="max", rows=many).shape == (many[rank], *tail)
 
 
 @on_ranks()
 def test_gathers_reject_an_out_without_rows(rank: int, size: int) -> None:
     """The address of an ``out`` without bytes must not be used."""
-    near = np.array([0, 64, 0, 0], np.int64)
+    overlapping = np.array([0, 64, 0, 0], np.int64)
     for x in (np.zeros((2, 2), np.int64), np.zeros((2, 2), "M8[s]")):
-        out = np.ndarray((0, 2), x.dtype, near.data)
-        for given in (x, np.asfortranarray(x)):
-            for verb in (fl.all_gather, lambda *args, **how: fl.gather(*args, 0, **how)):
-                for how in (False, True):
-                    _count_rows(verb, given, out, how, wrong=verb is fl.all_gather or rank == 0)
+        out = np.ndarray((0, 2), x.dtype, overlapping.data)
+        for array in (x, np.asfortranarray(x)):
+            for verb in (fl.all_gather, lambda *args, **options: fl.gather(*args, 0, **options)):
+                for async_op in (False, True):
+                    _count_rows(
+                        verb, array, out, async_op, wrong=verb is fl.all_gather or rank == 0
+                    )
 
 
-def _count_rows(verb: Any, x: Any, out: Any, how: bool, wrong: bool) -> None:
+def _count_rows(verb: Any, x: Any, out: Any, async_op: bool, wrong: bool) -> None:
     total = 2 * fl.get_world_size()
     if not wrong:
-        assert ended(verb(x, async_op=how)) is None
+        assert ended(verb(x, async_op=async_op)) is None
         return
     with pytest.raises(ValueError, match=f"expected out with {total} rows, .* got 0"):
-        ended(verb(x, out=out, async_op=how))
+        ended(verb(x, out=out, async_op=async_op))
 
 
 @on_ranks()
@@ -100,9 +102,9 @@ def block(source: int, target: int) -> np.ndarray:
 @on_ranks()
 def test_collectives_accept_blocks_of_any_layout(rank: int, size: int) -> None:
     sent = [block(rank, target) for target in range(size)]
-    for how in (False, True):
+    for async_op in (False, True):
         for outs in (None, [np.zeros_like(block(source, rank)) for source in range(size)]):
-            got = ended(fl.all_to_all(sent, out=outs, async_op=how))
+            got = ended(fl.all_to_all(sent, out=outs, async_op=async_op))
             for source, part in enumerate(got):
                 assert part.dtype == block(source, rank).dtype
                 np.testing.assert_array_equal(part, block(source, rank))
@@ -114,15 +116,17 @@ def test_collectives_accept_blocks_of_any_layout(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="rows and return_rows must be omitted"):
         fl.all_to_all(sent, rows=[1] * size)
     wrong_out = rf"out\[{rank}\] must be float32 \(2,\), as rank {rank} sends, got float64"
-    for how in (False, True):
+    for async_op in (False, True):
         with pytest.raises(ValueError, match=wrong_out):  # before data is sent
-            fl.all_to_all([np.ones(2, "f4")] * size, out=[np.zeros(2) for _ in sent], async_op=how)
+            fl.all_to_all(
+                [np.ones(2, "f4")] * size, out=[np.zeros(2) for _ in sent], async_op=async_op
+            )
         other, outs = (rank + 1) % size, [np.zeros(2, "f4") for _ in sent]
         outs[other] = np.zeros(2)
         with pytest.raises(
             ValueError, match=rf"out\[{other}\] must be .* rank {other} sends, got float64"
         ):
-            ended(fl.all_to_all([np.ones(2, "f4")] * size, out=outs, async_op=how))
+            ended(fl.all_to_all([np.ones(2, "f4")] * size, out=outs, async_op=async_op))
     with pytest.raises(ValueError, match=r"shares memory" if size > 1 else "sends"):
         fl.all_to_all(sent, out=[np.zeros(3)] * size)
 
@@ -174,8 +178,8 @@ def test_movement_verbs_accept_an_out_of_either_byte_order(rank: int, size: int)
     x = np.arange(2 * size, dtype=">f4").reshape(size, 2)
     for order, rows in itertools.product("<>", (None, [1] * size)):
         out, several = np.zeros((1, 2), f"{order}f4"), np.zeros((size, 2), f"{order}f4")
-        for given in (x, np.split(x, size)):
-            assert fl.scatter(given if rank == 0 else None, rows=rows, out=out) is out
+        for array in (x, np.split(x, size)):
+            assert fl.scatter(array if rank == 0 else None, rows=rows, out=out) is out
             assert out.tolist() == x[rank : rank + 1].tolist()
         assert fl.all_to_all(x, rows=rows, out=several) is several
         assert several.tolist() == x[rank : rank + 1].tolist() * size
@@ -244,9 +248,9 @@ def test_dtypes_that_numpy_considers_equal_match(rank: int, size: int) -> None:
         assert np.dtype(other) == np.dtype(one)
         for kind in (lambda name: name, lambda name: [("a", "i4"), ("b", name, (2,))]):
             dtype = np.dtype(kind(other if rank else one))
-            given = np.full(12, b"x" * dtype.itemsize).view(dtype)
-            got = fl.broadcast(given.copy() if rank == 0 else np.zeros(12, dtype), 0)
-            assert (got == given).all()
+            array = np.full(12, b"x" * dtype.itemsize).view(dtype)
+            got = fl.broadcast(array.copy() if rank == 0 else np.zeros(12, dtype), 0)
+            assert (got == array).all()
 
 
 EXTREMES = {"min": np.minimum, "max": np.maximum}

@@ -49,14 +49,14 @@ HOSTS: dict[str, Any] = {"env": two_hosts}
 UNCHECKED = {"FLASHLIGHT_CHECKS": "0"}
 
 
-def on_one_host_and_several(**how: Any) -> Any:
-    return on_ranks(("mpi", 3), slow=[("mpi", 3, APART)], fresh=True, **how)
+def on_one_host_and_several(**options: Any) -> Any:
+    return on_ranks(("mpi", 3), slow=[("mpi", 3, APART)], fresh=True, **options)
 
 
 def backend() -> MpiBackend:
-    found = current_world().group.backend()
-    assert isinstance(found, MpiBackend)
-    return found
+    group_backend = current_world().group.backend()
+    assert isinstance(group_backend, MpiBackend)
+    return group_backend
 
 
 @pytest.mark.slow
@@ -173,20 +173,20 @@ def test_mpi_backend_works_on_several_hosts(rank: int, size: int) -> None:
         assert np.all(fl.all_reduce(np.ones(5)) == size)  # the group remains usable
 
 
-def stop_in_the_middle(rank: int, how: str) -> None:
+def stop_in_the_middle(rank: int, manner: str) -> None:
     """Rank 1 joins a call and then does not run its part of the transfer."""
     if rank == 1:
         group = current_world().group
-        backend()._verb_steps._all_reduce = lambda call, _: _stop(how, group)
+        backend()._verb_steps._all_reduce = lambda call, _: _stop(manner, group)
     fl.all_reduce(np.ones(100_000))
 
 
-def _stop(how: str, group: fl.ProcessGroup) -> Iterator[None]:
-    if how == "is interrupted":
+def _stop(manner: str, group: fl.ProcessGroup) -> Iterator[None]:
+    if manner == "is interrupted":
         raise KeyboardInterrupt
-    if how == "raises":
+    if manner == "raises":
         threading.Thread(target=_raise).start()
-    if how == "leaves":
+    if manner == "leaves":
         threading.Thread(target=group.close).start()
     while True:
         yield
@@ -198,7 +198,7 @@ def _raise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "own", "why"),
+    ("manner", "raised", "why"),
     [
         ("is interrupted", KeyboardInterrupt, "(it stopped in all_reduce: KeyboardInterrupt())"),
         ("raises", GroupClosedError, "it raised ValueError: in another thread"),
@@ -207,11 +207,11 @@ def _raise() -> None:
 )
 @on_one_host_and_several()
 def test_rank_that_ends_during_a_call_is_named_at_once(
-    rank: int, size: int, how: str, own: type[BaseException], why: str
+    rank: int, size: int, manner: str, raised: type[BaseException], why: str
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(own if rank == 1 else PeerLostError) as caught:
-        stop_in_the_middle(rank, how)
+    with pytest.raises(raised if rank == 1 else PeerLostError) as caught:
+        stop_in_the_middle(rank, manner)
     assert time.monotonic() - began < 5.0
     if rank != 1:
         assert f"rank {rank} of 3: lost rank 1" in str(caught.value)
@@ -228,7 +228,6 @@ def test_stuck_operation_ends_after_the_timeout(rank: int, size: int) -> None:
 @pytest.mark.slow
 @on_one_host_and_several()
 def test_rank_may_leave_after_it_has_sent_its_data(rank: int, size: int) -> None:
-    """Rank 0 has sent its data and leaves before another rank receives."""
     x = np.full(10, float(rank + 1))
     if rank:
         broadcast = backend()._verb_steps._broadcast
@@ -248,8 +247,8 @@ def _late(steps: Iterator[None]) -> Iterator[None]:
 @pytest.mark.slow
 @on_ranks(("mpi", 3, APART), ("mpi", 3, HOSTS), fresh=True, params={"TIMEOUT": 1})
 def test_absent_rank_is_named_on_several_hosts(rank: int, size: int) -> None:
-    said = skip_the_call(rank, size, 4.0)
-    assert rank == 1 or "rank 1 did not join within" in said
+    output = skip_the_call(rank, size, 4.0)
+    assert rank == 1 or "rank 1 did not join within" in output
 
 
 @pytest.mark.slow
@@ -298,8 +297,8 @@ def test_mpi_cuda_aware_must_be_a_flag() -> None:
 def meet_as_strangers(rank: int, size: int, path: str) -> str:
     """Create a world of processes that MPI did not start together."""
     params = {"BACKEND": "mpi", "FILE_PATH": path, "TIMEOUT": TIMEOUT}
-    place = fl.DistributedInit.FILE_SYSTEM, rank, size
-    return first_error(lambda: fl.distributed_init(*place, params))
+    init_args = fl.DistributedInit.FILE_SYSTEM, rank, size
+    return first_error(lambda: fl.distributed_init(*init_args, params))
 
 
 def test_separate_mpi_jobs_are_rejected_on_every_rank(tmp_path: Any) -> None:

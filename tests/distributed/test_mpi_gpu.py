@@ -21,18 +21,18 @@ from tests.gpu.verbs import on_gpu
 
 def every_move(rank: int, size: int, name: str, rows: int) -> None:
     """Run the verbs that move arrays and are not in ``tests.gpu.verbs``."""
-    mine = on_gpu(np.zeros(1))
-    backend = current_world().group.backend(mine)
+    received = on_gpu(np.zeros(1))
+    backend = current_world().group.backend(received)
     everyone = [values(r, (size * rows, 3), name) for r in range(size)]
     part = slice(rank * rows, (rank + 1) * rows)
     for root in range(size):
-        whole = backend.start(Call(GATHER, on_gpu(everyone[rank]), root=root)).wait()
-        assert (whole is None) == (rank != root)
-        if whole is not None:
-            np.testing.assert_array_equal(whole.get(), np.concatenate(everyone))
-        given = on_gpu(everyone[root].reshape(size, rows, 3)) if rank == root else None
+        gathered = backend.start(Call(GATHER, on_gpu(everyone[rank]), root=root)).wait()
+        assert (gathered is None) == (rank != root)
+        if gathered is not None:
+            np.testing.assert_array_equal(gathered.get(), np.concatenate(everyone))
+        parts = on_gpu(everyone[root].reshape(size, rows, 3)) if rank == root else None
         into = on_gpu(np.zeros((rows, 3), everyone[0].dtype))
-        assert backend.start(Call(SCATTER, given, root=root, out=into)).wait() is into
+        assert backend.start(Call(SCATTER, parts, root=root, out=into)).wait() is into
         np.testing.assert_array_equal(into.get(), everyone[root][part])
     got = backend.start(Call(ALL_TO_ALL, on_gpu(everyone[rank]))).wait()
     expected = np.concatenate([x[part] for x in everyone])
@@ -69,10 +69,10 @@ def receive_openly(rank: int, size: int) -> None:
     for _ in range(size - 1):
         x = on_gpu(np.zeros((size, 2)))
         backend = current_world().group.backend(x)
-        found = backend.start(Call(RECV, x, tag=4, partial=True)).wait()
-        assert x.get()[: found.rows].tolist() == [[found.source] * 2] * found.source
-        assert not x.get()[found.rows :].any()
-        seen.add(found.source)
+        result = backend.start(Call(RECV, x, tag=4, partial=True)).wait()
+        assert x.get()[: result.rows].tolist() == [[result.source] * 2] * result.source
+        assert not x.get()[result.rows :].any()
+        seen.add(result.source)
     assert seen == set(range(1, size))
 
 
@@ -112,9 +112,9 @@ def test_numpy_and_cupy_arrays_can_be_used_in_turn(ranks: Any) -> None:
 
 
 def test_message_of_another_shape_raises_on_both_ends(ranks: Any) -> None:
-    told = ranks.run(verbs.message_of_another_shape)
-    assert "rank 1 called recv(" in told[0]
-    assert "rank 0 called send(" in told[1]
+    texts = ranks.run(verbs.message_of_another_shape)
+    assert "rank 1 called recv(" in texts[0]
+    assert "rank 0 called send(" in texts[1]
 
 
 @pytest.mark.parametrize(

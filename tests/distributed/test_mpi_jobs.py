@@ -237,10 +237,7 @@ if rank == 1:
 
 @pytest.mark.parametrize(
     "call",
-    [
-        pytest.param("Ibarrier()", marks=pytest.mark.slow),
-        "Iallreduce(np.ones(4), np.empty(4))",
-    ],
+    [pytest.param("Ibarrier()", marks=pytest.mark.slow), "Iallreduce(np.ones(4), np.empty(4))"],
 )
 def test_rank_that_raises_joins_no_further_call(call: str) -> None:
     """Its last message has a separate communicator, so it is not part of a collective."""
@@ -283,13 +280,13 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "message"),
     [
         ("sys.exit(3)", "lost rank 1 (it ended normally or closed this group after "),
         ("os.kill(os.getpid(), signal.SIGKILL)", ""),
     ],
 )
-def test_rank_that_exits_or_is_killed_ends_the_job(end: str, told: str) -> None:
+def test_rank_that_exits_or_is_killed_ends_the_job(end: str, message: str) -> None:
     script = f"""
 if rank == 1:
     {end}
@@ -297,7 +294,7 @@ fl.all_reduce(np.zeros(3))
 """
     code, output = run(3, script)
     assert code != 0
-    assert told in output
+    assert message in output
 
 
 def test_successful_job_exits_with_0() -> None:

@@ -90,7 +90,6 @@ if __name__ == "__main__":
 
 @pytest.fixture(params=["umount -l /proc", "mount -t tmpfs none /proc"])
 def without_proc(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Return the prefix of a command that runs it without /proc."""
     if subprocess.run([*UNSHARED, request.param], capture_output=True, check=False).returncode:
         pytest.skip("needs a mount namespace")
     return (*UNSHARED, f'{request.param} && exec "$@"', "sh")
@@ -196,8 +195,10 @@ if __name__ == "__main__":
 )
 
 
-@pytest.mark.parametrize("place", ["main", "greenlet"])
+@pytest.mark.parametrize("position", ["main", "greenlet"])
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-def test_patched_process_starts_plain_processes(tmp_path: Path, library: str, place: str) -> None:
-    ended = end_of(tmp_path, SPAWN, library, place)
+def test_patched_process_starts_plain_processes(
+    tmp_path: Path, library: str, position: str
+) -> None:
+    ended = end_of(tmp_path, SPAWN, library, position)
     assert ended.stdout == "[3.0, 3.0]\n(4, 1)\n", ended.stderr

@@ -41,12 +41,12 @@ def settle() -> None:
     fl.barrier()
 
 
-def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
+def native(group: ProcessGroup, verb: str, x: Any = None, **options: Any) -> Any:
     """Call the native entry, and wait for asynchronous results."""
     names = ("out", "op", "scale", "peer", "tag", "async_op")
     op = False if verb in ("send", "recv") else "sum"  # for a receive: whether it is partial
     defaults = {"out": None, "op": op, "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
-    arguments = {**defaults, **given}
+    arguments = {**defaults, **options}
     got = group.fast.collective(CODES[verb], x, *(arguments[name] for name in names))
     return got.wait() if isinstance(got, Work) else got
 
@@ -58,7 +58,7 @@ def test_native_entry_leaves_unsupported_arrays_to_python(rank: int, size: int) 
     x, ints = np.zeros(4), np.zeros(4, int)
     locked, shared = np.zeros(4), np.zeros(8)
     locked.flags.writeable = False
-    for verb, given in [
+    for verb, options in [
         ("all_reduce", {"x": [1.0]}),
         ("all_reduce", {"x": x[::2]}),
         ("all_reduce", {"x": x.astype(">f8")}),
@@ -87,7 +87,7 @@ def test_native_entry_leaves_unsupported_arrays_to_python(rank: int, size: int) 
         ("send", {"x": x, "peer": None}),
         ("send", {"x": x, "peer": 1 - rank, "tag": -1}),
     ]:
-        assert native(group, verb, **given) is NotImplemented, (verb, given)
+        assert native(group, verb, **options) is NotImplemented, (verb, options)
     assert group.fast.sendrecv(shared[:4], 1 - rank, shared[2:6], 1 - rank, 0, 0) is NotImplemented
     for dtype in map(conformance.dtype_of, DTYPES):
         assert native(group, "broadcast", np.zeros(3, dtype)) is not NotImplemented
@@ -127,17 +127,17 @@ def test_all_to_all_rows_are_compared_and_checked(rank: int, size: int) -> None:
     settle()
     group = current_world().group
     rows, x = [[3, 3], [2, 4]][rank], np.arange(12.0).reshape(6, 2)
-    wanted = np.concatenate([x[:3], x[:2]] if rank == 0 else [x[3:], x[2:]])
-    for given in ((rows,) * 2, (tuple(rows), np.array(rows))):
-        assert np.array_equal(fl.all_to_all(x, rows=given[rank]), wanted)
+    expected = np.concatenate([x[:3], x[:2]] if rank == 0 else [x[3:], x[2:]])
+    for row_kinds in ((rows,) * 2, (tuple(rows), np.array(rows))):
+        assert np.array_equal(fl.all_to_all(x, rows=row_kinds[rank]), expected)
     assert "all_to_all" in record_of(group).values
     with pytest.raises(MismatchError, match=r"all_to_all\(float32 \(6, 2\), rows=\.\.\.\)"):
         fl.all_to_all(x.astype(np.float32) if rank == 0 else x, rows=rows)
     with pytest.raises(MismatchError, match=r"rank 1 called all_to_all\(rows=\.\.\.\)"):
         fl.barrier() if rank == 0 else fl.all_to_all(x, rows=rows)
     for refused in ([6], [7, -1], [3, 4], [True, 5], [2.0, 4], []):
-        given = CODES["all_to_all"], x, None, refused, 1, 0, 0, False
-        assert group.fast.collective(*given) is NotImplemented
+        row_kinds = CODES["all_to_all"], x, None, refused, 1, 0, 0, False
+        assert group.fast.collective(*row_kinds) is NotImplemented
 
 
 @in_both
@@ -151,7 +151,7 @@ def test_batch_of_messages_is_started_natively(rank: int, size: int) -> None:
         ops += [fl.P2POp("send", x, peer, 5), fl.P2POp("send", x, peer, 6)]
         work = group.fast.sendrecv(ops)
         assert isinstance(work, Work)
-        assert all(given is one.x for given, one in zip(work.wait(), ops, strict=True))
+        assert all(array is one.x for array, one in zip(work.wait(), ops, strict=True))
         assert work.is_completed()
         assert work.source is None
         assert np.all(out == peer + 1)
@@ -180,9 +180,9 @@ def test_all_to_all_returns_rows_to_a_rank_without_rows(rank: int, size: int) ->
     settle()
     for width in (3, 5000):
         x = np.arange(4.0 * width).reshape(4, width)
-        mine, rows = (x[:0], [0, 0]) if rank == 0 else (x, [3, 1])
+        part, rows = (x[:0], [0, 0]) if rank == 0 else (x, [3, 1])
         for out in (None, None, np.full((3, width) if rank == 0 else (1, width), -1.0)):
-            got = fl.all_to_all(mine, rows=rows, out=out)
+            got = fl.all_to_all(part, rows=rows, out=out)
             assert np.array_equal(got, x[:3] if rank == 0 else x[3:])
 
 
@@ -242,8 +242,8 @@ def by_address(x: Any, owner: Any = None) -> tuple[Any, ...]:
 
 def ops_of(code: int) -> tuple[str, ...]:
     kind = dtype_of_code(code).kind
-    whole = {"b": ("max", "xor"), "i": ("sum", "and"), "u": ("prod", "or"), "c": ("avg", "prod")}
-    return whole.get(kind, ("sum", "avg", "min"))
+    by_kind = {"b": ("max", "xor"), "i": ("sum", "and"), "u": ("prod", "or"), "c": ("avg", "prod")}
+    return by_kind.get(kind, ("sum", "avg", "min"))
 
 
 def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
@@ -267,26 +267,33 @@ def test_calls_by_address_equal_calls(rank: int, size: int, async_op: bool, coun
         x = (np.arange(2 * size * count).reshape(2 * size, count) % 3 + rank).astype(
             dtype_of_code(code)
         )
-        for verb, how in calls_of(code, size):
-            mine, given = x.copy(), {"op": how.get("op", "sum"), "peer": how.get("root", 0)}
-            wanted = getattr(fl, verb)(x.copy(), **how)
+        for verb, options in calls_of(code, size):
+            copied, arguments = (
+                x.copy(),
+                {"op": options.get("op", "sum"), "peer": options.get("root", 0)},
+            )
+            expected = getattr(fl, verb)(x.copy(), **options)
             in_place = conformance.BY_NAME[verb].in_place
             if not in_place:
-                got = native(group, verb, x, async_op=async_op, **given)
-                assert got is wanted is None or np.array_equal(got, wanted), (verb, how, code)
-            out = None if in_place or wanted is None else np.zeros_like(wanted)
+                got = native(group, verb, x, async_op=async_op, **arguments)
+                assert got is expected is None or np.array_equal(got, expected), (
+                    verb,
+                    options,
+                    code,
+                )
+            out = None if in_place or expected is None else np.zeros_like(expected)
             for one, other in MIXED[: 2 if in_place else 4]:
-                mine[...] = x
-                first = by_address(mine) if one else mine
-                if "op" in how:  # as a name, or as a ReduceOp
-                    given["op"] = how["op"] if one else ReduceOp[how["op"].upper()]
+                copied[...] = x
+                first = by_address(copied) if one else copied
+                if "op" in options:  # as a name, or as a ReduceOp
+                    arguments["op"] = options["op"] if one else ReduceOp[options["op"].upper()]
                 second = None if out is None else by_address(out) if other else out
-                got = native(group, verb, first, out=second, async_op=async_op, **given)
-                assert got is (first if in_place else second), (verb, how, code)
-                where = mine if in_place else out
+                got = native(group, verb, first, out=second, async_op=async_op, **arguments)
+                assert got is (first if in_place else second), (verb, options, code)
+                where = copied if in_place else out
                 if verb == "exscan" and rank == 0:  # fl.exscan writes the identity later
                     continue
-                assert where is None or np.array_equal(where, wanted), (verb, how, code)
+                assert where is None or np.array_equal(where, expected), (verb, options, code)
             assert record_of(group).as_dict()["dtype"] == str(x.dtype)
 
 
@@ -298,32 +305,36 @@ def test_all_gather_accepts_an_input_in_its_result(rank: int, size: int, async_o
     group = current_world().group
     for count in (4, 5_000, 300_000):
         out = np.full((size, count), -1.0)
-        mine = out[rank : rank + 1]
-        mine[:] = rank
-        given = by_address(mine), by_address(out)
-        assert native(group, "all_gather", given[0], out=given[1], async_op=async_op) is given[1]
+        part = out[rank : rank + 1]
+        part[:] = rank
+        addresses = by_address(part), by_address(out)
+        assert (
+            native(group, "all_gather", addresses[0], out=addresses[1], async_op=async_op)
+            is addresses[1]
+        )
         assert (out == np.arange(size)[:, None]).all()
         before = [*group.journal.header]
         others = out[(rank + 1) % size :][:1]
         for x, room in [
-            (by_address(others), given[1]),
-            (mine, given[1]),
-            (by_address(out.reshape(2 * size, -1)[2 * rank : 2 * rank + 2]), given[1]),
+            (by_address(others), addresses[1]),
+            (part, addresses[1]),
+            (by_address(out.reshape(2 * size, -1)[2 * rank : 2 * rank + 2]), addresses[1]),
             (by_address(out[0]), by_address(out.reshape(-1))),
         ]:
-            how = {"out": room, "async_op": async_op}
-            assert native(group, "all_gather", x, **how) is NotImplemented, x
+            options = {"out": room, "async_op": async_op}
+            assert native(group, "all_gather", x, **options) is NotImplemented, x
         assert [*group.journal.header] == before
 
 
 @in_both
 def test_calls_by_address_accept_memory_without_elements(rank: int, size: int) -> None:
-    """Scalars, and memory without elements, whose address is 0."""
     settle()
     group = current_world().group
-    x, whole = np.full((), rank + 1.0), np.zeros(size)
-    assert native(group, "all_gather", by_address(x), out=by_address(whole)) is not NotImplemented
-    assert whole.tolist() == [rank + 1.0 for rank in range(size)]
+    x, gathered = np.full((), rank + 1.0), np.zeros(size)
+    assert (
+        native(group, "all_gather", by_address(x), out=by_address(gathered)) is not NotImplemented
+    )
+    assert gathered.tolist() == [rank + 1.0 for rank in range(size)]
     native(group, "all_reduce", by_address(x))
     assert x == size * (size + 1) / 2
     for verb in CODES:
@@ -345,15 +356,15 @@ def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int)
     settle()
     group = current_world().group
     x = np.zeros(4 * size)
-    whole = by_address(x)
-    address, code, shape, owner = whole
+    full = by_address(x)
+    address, code, shape, owner = full
     before = [*group.journal.header]
     wrong = [
         (),
         (address, code, shape),
-        (*whole, None),
-        [*whole],
-        Size(whole),
+        (*full, None),
+        [*full],
+        Size(full),
         (float(address), code, shape, owner),
         (True, code, shape, owner),
         (None, code, shape, owner),
@@ -376,20 +387,20 @@ def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int)
         (address, code, (2**40, 2**40), owner),
         (address, code, (1,) * 9, owner),
     ]
-    for given in wrong:
+    for arguments in wrong:
         for verb in ("all_reduce", "broadcast", "scan"):
-            assert native(group, verb, given) is NotImplemented, given
+            assert native(group, verb, arguments) is NotImplemented, arguments
         out = by_address(np.zeros(4))
-        assert native(group, "reduce_scatter", given, out=out) is NotImplemented, given
-        if given != ():
-            assert native(group, "all_gather", out, out=given) is NotImplemented, given
-        assert native(group, "send", given, peer=1 - rank) is NotImplemented, given
-        assert native(group, "recv", given, peer=1 - rank) is NotImplemented, given
-        ops = [fl.P2POp("recv", given, 1 - rank)]
-        assert group.fast.sendrecv(ops) is NotImplemented, given
-        pair = given, 1 - rank, by_address(np.zeros(4))
-        assert group.fast.sendrecv(*pair, 1 - rank, 0, 0) is NotImplemented, given
-    for verb, given in [  # it would have to create an array, or the arguments do not match
+        assert native(group, "reduce_scatter", arguments, out=out) is NotImplemented, arguments
+        if arguments != ():
+            assert native(group, "all_gather", out, out=arguments) is NotImplemented, arguments
+        assert native(group, "send", arguments, peer=1 - rank) is NotImplemented, arguments
+        assert native(group, "recv", arguments, peer=1 - rank) is NotImplemented, arguments
+        ops = [fl.P2POp("recv", arguments, 1 - rank)]
+        assert group.fast.sendrecv(ops) is NotImplemented, arguments
+        pair = arguments, 1 - rank, by_address(np.zeros(4))
+        assert group.fast.sendrecv(*pair, 1 - rank, 0, 0) is NotImplemented, arguments
+    for verb, arguments in [  # it would have to create an array, or the arguments do not match
         ("all_gather", {}),
         ("all_to_all", {}),
         ("reduce_scatter", {}),
@@ -398,22 +409,22 @@ def test_native_entry_leaves_malformed_addresses_to_python(rank: int, size: int)
         ("scatter", {"peer": 1}),
         ("all_to_all", {"out": by_address(np.zeros(size))}),
         ("all_to_all", {"out": by_address(np.zeros(4 * size, int))}),
-        ("all_to_all", {"out": (address + 8, *whole[1:])}),
+        ("all_to_all", {"out": (address + 8, *full[1:])}),
         ("all_to_all", {"out": x}),
         ("all_reduce", {"op": "and"}),
         ("broadcast", {"peer": size}),
     ]:
-        assert native(group, verb, whole, **given) is NotImplemented, (verb, given)
+        assert native(group, verb, full, **arguments) is NotImplemented, (verb, arguments)
     rows = [4] * size
-    for out in (None, whole):
-        given = whole, out, rows, 1.0, 0, 0, False
-        assert group.fast.collective(CODES["all_to_all"], *given) is NotImplemented
-    mixed = [fl.P2POp("recv", whole, 1 - rank), fl.P2POp("send", x, 1 - rank)]
+    for out in (None, full):
+        arguments = full, out, rows, 1.0, 0, 0, False
+        assert group.fast.collective(CODES["all_to_all"], *arguments) is NotImplemented
+    mixed = [fl.P2POp("recv", full, 1 - rank), fl.P2POp("send", x, 1 - rank)]
     assert group.fast.sendrecv(mixed) is NotImplemented
-    assert group.fast.sendrecv(x, 1 - rank, whole, 1 - rank, 0, 0) is NotImplemented
+    assert group.fast.sendrecv(x, 1 - rank, full, 1 - rank, 0, 0) is NotImplemented
     assert [*group.journal.header] == before  # no call was recorded
-    given = whole if rank else x  # a rank without a result needs no memory for it
-    assert (native(group, "gather", given) is None) == (rank > 0)
+    arguments = full if rank else x  # a rank without a result needs no memory for it
+    assert (native(group, "gather", arguments) is None) == (rank > 0)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -423,24 +434,24 @@ def test_mismatch_by_address_raises_on_every_rank(rank: int, size: int, async_op
     settle()
     group = current_world().group
     errors, x = [], np.zeros((3 + rank, 2))
-    for verb, given in itertools.product(("all_reduce", "broadcast", "reduce"), (by_address(x), x)):
-        now = mismatch_error(functools.partial(native, group, verb, given, async_op=async_op))
+    for verb, array in itertools.product(("all_reduce", "broadcast", "reduce"), (by_address(x), x)):
+        now = mismatch_error(functools.partial(native, group, verb, array, async_op=async_op))
         errors.append(now or late_mismatch())
         recorded = record_of(group).error
         assert re.match(rf"MismatchError: \[({verb}|barrier)\]", recorded), recorded
         assert recorded.removeprefix("MismatchError: ") == errors[-1]
         if now:  # ranks that ran ahead raise in the next call
             late_mismatch()
-    for mine in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
+    for local in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
         for verb, rows in [("all_gather", 2 * size * size), ("all_to_all", 2 * size)]:
-            out = by_address(np.zeros((rows, *mine.shape[1:]), mine.dtype))
+            out = by_address(np.zeros((rows, *local.shape[1:]), local.dtype))
             with pytest.raises(MismatchError) as caught:
-                native(group, verb, by_address(mine), out=out, async_op=async_op)
+                native(group, verb, by_address(local), out=out, async_op=async_op)
             errors.append(str(caught.value))
     memory = np.zeros(3, np.uint16)
-    given = (memory.ctypes.data, BFLOAT16, (3,), memory) if rank else by_address(memory)
+    array = (memory.ctypes.data, BFLOAT16, (3,), memory) if rank else by_address(memory)
     with pytest.raises(MismatchError) as caught:
-        native(group, "all_reduce", given, async_op=async_op)
+        native(group, "all_reduce", array, async_op=async_op)
     errors.append(str(caught.value))
     assert record_of(group).error
     x = np.ones(3)
@@ -454,7 +465,6 @@ def test_mismatch_by_address_raises_on_every_rank(rank: int, size: int, async_op
 
 @on_ranks(("shm", 2), ("shm", 3))
 def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> None:
-    """Another length of ``out`` raises."""
     settle()
     group = current_world().group
     for code in (BFLOAT16, 12):
@@ -462,26 +472,26 @@ def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> No
             rows = [1 + (rank + r) % 2 for r in range(size)]
             x = (np.arange(sum(rows) * width) % 99 + rank).astype(dtype_of_code(code))
             x = x.reshape(sum(rows), width)
-            wanted = fl.all_to_all(x, rows=rows)
-            given = CODES["all_to_all"], x, None, rows, 1.0, 0, 0, False
-            assert group.fast.collective(*given).tobytes() == wanted.tobytes()
+            expected = fl.all_to_all(x, rows=rows)
+            arguments = CODES["all_to_all"], x, None, rows, 1.0, 0, 0, False
+            assert group.fast.collective(*arguments).tobytes() == expected.tobytes()
             for one, other in MIXED[: 2 if code == BFLOAT16 else 4]:
-                out = np.zeros_like(wanted)
-                given = by_address(x) if one else x, by_address(out) if other else out
-                y = group.fast.collective(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
-                assert y is given[1]
-                assert out.tobytes() == wanted.tobytes()
-                more = np.zeros((len(wanted) + 1, width), x.dtype) if rank == 0 else out
-                given = given[0], by_address(more) if other else more
-                y = group.fast.collective(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
-                assert (y is given[1]) == (rank > 0)
+                out = np.zeros_like(expected)
+                arguments = by_address(x) if one else x, by_address(out) if other else out
+                y = group.fast.collective(CODES["all_to_all"], *arguments, rows, 1.0, 0, 0, False)
+                assert y is arguments[1]
+                assert out.tobytes() == expected.tobytes()
+                more = np.zeros((len(expected) + 1, width), x.dtype) if rank == 0 else out
+                arguments = arguments[0], by_address(more) if other else more
+                y = group.fast.collective(CODES["all_to_all"], *arguments, rows, 1.0, 0, 0, False)
+                assert (y is arguments[1]) == (rank > 0)
                 if rank == 0:
-                    assert y.shape == wanted.shape
+                    assert y.shape == expected.shape
             if rank:
-                assert fl.all_to_all(given[0], rows=rows, out=given[1]) is given[1]
+                assert fl.all_to_all(arguments[0], rows=rows, out=arguments[1]) is arguments[1]
             else:
                 with pytest.raises(ValueError, match="expected out with"):
-                    fl.all_to_all(given[0], rows=rows, out=given[1])
+                    fl.all_to_all(arguments[0], rows=rows, out=arguments[1])
     x, out = (by_address(np.zeros((size, 5 + rank))) for _ in range(2))
     with pytest.raises(MismatchError):
         group.fast.collective(CODES["all_to_all"], x, out, [1] * size, 1.0, 0, 0, False)
@@ -490,13 +500,12 @@ def test_all_to_all_of_rows_checks_the_length_of_out(rank: int, size: int) -> No
 @pytest.mark.parametrize("async_op", [False, True])
 @in_all
 def test_unequal_gathers_check_the_length_of_out(rank: int, size: int, async_op: bool) -> None:
-    """Another length of ``out`` raises."""
     settle()
     group = current_world().group
     rows = size * (size + 1) // 2
     for width in (0, 3, 30_000):
         x = np.full((rank + 1, width), rank)
-        wanted = np.concatenate([np.full((r + 1, width), r) for r in range(size)])
+        expected = np.concatenate([np.full((r + 1, width), r) for r in range(size)])
         for one, other in MIXED:
             first = by_address(x) if one else x
             for verb in ("all_gather", "gather"):
@@ -504,7 +513,7 @@ def test_unequal_gathers_check_the_length_of_out(rank: int, size: int, async_op:
                 second = by_address(out) if other else out
                 got = native(group, verb, first, out=second, async_op=async_op)
                 assert got is (second if verb == "all_gather" or rank == 0 else None)
-                assert got is None or np.array_equal(out, wanted)
+                assert got is None or np.array_equal(out, expected)
                 out = np.full((rows + (rank == 0), width), -1)
                 second = by_address(out) if other else out
                 if rank:
@@ -515,9 +524,9 @@ def test_unequal_gathers_check_the_length_of_out(rank: int, size: int, async_op:
                 ):
                     native(group, verb, first, out=second, async_op=async_op)
                 assert np.all(out == -1)
-        assert np.array_equal(native(group, "all_gather", x, async_op=async_op), wanted)
+        assert np.array_equal(native(group, "all_gather", x, async_op=async_op), expected)
         got = native(group, "gather", x, peer=size - 1, async_op=async_op)
-        assert np.array_equal(got, wanted) if rank == size - 1 else got is None
+        assert np.array_equal(got, expected) if rank == size - 1 else got is None
 
 
 @in_all
@@ -528,30 +537,32 @@ def test_messages_by_address_receive_the_sent_values(rank: int, size: int) -> No
     for count in (3, 50_000):
         for code in (BFLOAT16, 3):
             x = (np.arange(count) % 7 + rank).astype(dtype_of_code(code))
-            theirs = (np.arange(count) % 7 + before).astype(x.dtype)
+            expected = (np.arange(count) % 7 + before).astype(x.dtype)
             for one, other in MIXED[: 2 if code == BFLOAT16 else 4]:
                 out = np.zeros_like(x)
-                given, room = by_address(x) if one else x, by_address(out) if other else out
-                assert group.fast.sendrecv(given, after, room, before, 4, 4) is room
-                assert out.tobytes() == theirs.tobytes()
+                source, room = by_address(x) if one else x, by_address(out) if other else out
+                assert group.fast.sendrecv(source, after, room, before, 4, 4) is room
+                assert out.tobytes() == expected.tobytes()
                 out[:] = 0
                 receive = group.fast.collective(
                     CODES["recv"], room, None, None, None, before, 5, True
                 )
-                send = group.fast.collective(CODES["send"], given, None, None, None, after, 5, True)
+                send = group.fast.collective(
+                    CODES["send"], source, None, None, None, after, 5, True
+                )
                 assert receive.wait() is room
                 assert receive.source == before
                 send.wait()
-                assert out.tobytes() == theirs.tobytes()
+                assert out.tobytes() == expected.tobytes()
                 out[:] = 0
-                ops = [fl.P2POp("recv", room, before, 6), fl.P2POp("send", given, after, 6)]
+                ops = [fl.P2POp("recv", room, before, 6), fl.P2POp("send", source, after, 6)]
                 assert group.fast.sendrecv(ops).wait()[0] is room
-                assert out.tobytes() == theirs.tobytes()
+                assert out.tobytes() == expected.tobytes()
             if rank == 0:
                 assert native(group, "send", by_address(x), peer=1) is None
             elif rank == 1:
                 assert native(group, "recv", room) is room
-                assert out.tobytes() == theirs.tobytes()
+                assert out.tobytes() == expected.tobytes()
     if rank < 2:
         # More bytes than a send copies before its receiver has called.
         x = by_address(np.zeros(60_000, dtype_of_code(BFLOAT16) if rank else np.float16))
@@ -571,10 +582,12 @@ def test_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count:
             owners = [Owner(np.ones(count)), Owner(np.zeros(2 * count))]
             x, out = (by_address(owner.memory, owner) for owner in owners)
             watched = [weakref.ref(owner) for owner in owners]
-            given = None if verb != "all_gather" else out
-            how = (None, None) if verb == "send" else ("sum", 1.0)
-            group.fast.collective(CODES[verb], x, given, *how, int(verb == "send"), 7, True)
-            del x, out, owners, given
+            output = None if verb != "all_gather" else out
+            op_and_scale = (None, None) if verb == "send" else ("sum", 1.0)
+            group.fast.collective(
+                CODES[verb], x, output, *op_and_scale, int(verb == "send"), 7, True
+            )
+            del x, out, owners, output
             gc.collect()
             used = watched if verb == "all_gather" else watched[:1]
             assert all(ref() is not None for ref in used)
@@ -585,15 +598,15 @@ def test_owner_lives_until_a_dropped_operation_ends(rank: int, size: int, count:
             assert all(ref() is None for ref in watched)
         else:
             fl.recv(np.zeros(1), 0, tag=9)
-            mine, out = np.ones(count), np.zeros(2 * count)
-            given = None if verb != "all_gather" else by_address(out)
-            native(group, "recv" if verb == "send" else verb, by_address(mine), out=given, tag=7)
-            assert np.all((out if verb == "all_gather" else mine) == 1 + (verb == "all_reduce"))
+            array, out = np.ones(count), np.zeros(2 * count)
+            output = None if verb != "all_gather" else by_address(out)
+            native(group, "recv" if verb == "send" else verb, by_address(array), out=output, tag=7)
+            assert np.all((out if verb == "all_gather" else array) == 1 + (verb == "all_reduce"))
             fl.send(np.zeros(1), 0, tag=9)
 
 
 def test_world_of_one_accepts_addresses() -> None:
     x = by_address(np.ones(3, np.float32))
-    given = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
+    arguments = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
     fl.barrier()  # the first call is not on the fast path
-    assert current_world().group.fast.collective(*given) is x
+    assert current_world().group.fast.collective(*arguments) is x

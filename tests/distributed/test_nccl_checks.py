@@ -140,17 +140,16 @@ def test_exception_of_another_rank_ends_pending_collectives(rank: int, size: int
 
 @on_ranks(("shm", 2), fresh=True)
 def test_numpy_and_cupy_arrays_in_one_call_raise_mismatch_error(rank: int, size: int) -> None:
-    """One rank passes a NumPy array and the other a CuPy array."""
     world = current_world().group
-    cp, told = gpus(world), []
+    cp, messages = gpus(world), []
     calls: list[Any] = [lambda: fl.all_reduce(np.zeros(3)), lambda: fl.all_reduce(cp.zeros(3))]
     started = time.monotonic()
     for call in (calls[rank], calls[1]):
         with pytest.raises(fl.errors.DistributedError) as caught:
             finish(world, call)
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
     assert time.monotonic() - started < 5
-    first, then = told
+    first, then = messages
     assert first.startswith("MismatchError")
     assert "rank 0 called all_reduce(float64 (3,)" in first
     assert "rank 1 called all_reduce(cupy float64 (3,)" in first
@@ -175,16 +174,16 @@ def test_timeout_error_names_the_missing_rank(rank: int, size: int, elsewhere: b
         kind = fl.errors.MismatchError if elsewhere else fl.errors.CollectiveTimeoutError
         with pytest.raises(kind) as caught:
             finish(group, group.all_reduce, cp.zeros(3))
-        said = (
+        output = (
             "rank 1 did not join within 0.5 seconds",
             "Call 1 of this group is all_reduce(cupy float64 (3,)",
         )
         if elsewhere:
-            said = (
+            output = (
                 "the ranks called verbs of different groups: this rank called all_reduce(cupy",
                 "rank 1 called all_reduce(float64 (1,)",
             )
-        assert all(words in str(caught.value) for words in said)
+        assert all(words in str(caught.value) for words in output)
         work = world.all_reduce(np.ones(1), async_op=True) if elsewhere else None
     if work is not None:
         work.wait()
@@ -233,7 +232,7 @@ def test_rank_that_leaves_after_its_calls_is_not_lost(rank: int, size: int) -> N
 @on_ranks(("shm", 2), fresh=True)
 def test_rejected_arguments_raise_on_every_rank(rank: int, size: int) -> None:
     """One rank passes invalid arguments. The other ranks raise instead of waiting."""
-    group, told = fl.new_group(range(size)), []
+    group, messages = fl.new_group(range(size)), []
     cp = gpus(group)
     peer, x, locked = 1 - rank, cp.zeros(3), cp.zeros((4, 4))
     compared: list[tuple[Any, Any]] = [  # before data moves
@@ -248,14 +247,16 @@ def test_rejected_arguments_raise_on_every_rank(rank: int, size: int) -> None:
     for calls in (*compared, begun):
         with pytest.raises((TypeError, ValueError, fl.errors.MismatchError)) as caught:
             calls[rank == 0]()
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
     # The communicator of the rank with invalid arguments has ended as well.
     with pytest.raises(fl.errors.MismatchError if rank else fl.errors.GroupClosedError):
         finish(group, group.all_reduce, x)
-    kinds = [text.partition(":")[0] for text in told]
+    kinds = [text.partition(":")[0] for text in messages]
     if rank:
         assert kinds == ["ValueError", "ValueError", "TypeError", "ValueError"]
         return
     assert kinds == ["MismatchError"] * 4
-    for text, verb in zip(told, ("all_gather", "all_to_all", "send", "all_reduce"), strict=True):
+    for text, verb in zip(
+        messages, ("all_gather", "all_to_all", "send", "all_reduce"), strict=True
+    ):
         assert f"rank 1 called {verb}, and rejected its arguments (" in text

@@ -120,9 +120,9 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "ends_at_once", False)
 
 
-def ones(count: int = 4, **how: Any) -> Call:
+def ones(count: int = 4, **options: Any) -> Call:
     """Return an all_reduce of an array on the device."""
-    return Call(ALL_REDUCE, sys.modules["cupy"].asarray(np.ones(count)), **how)
+    return Call(ALL_REDUCE, sys.modules["cupy"].asarray(np.ones(count)), **options)
 
 
 # The communicator ---------------------------------------------------------------------------
@@ -390,8 +390,8 @@ def test_launch_waits_while_too_many_collectives_are_pending(split: Any) -> None
 def test_slow_launch_reason_depends_on_version_and_environment(
     version: int, loaded: str | None, environment: dict[str, str], reason: str
 ) -> None:
-    found = slow_launch_reason(version, loaded, environment)
-    assert (found.startswith(reason), bool(found)) == (True, bool(reason))
+    result = slow_launch_reason(version, loaded, environment)
+    assert (result.startswith(reason), bool(result)) == (True, bool(reason))
 
 
 def test_path_of_the_backend_says_why_launches_are_slow(nccl: Nccl, cupy: StandInCupy) -> None:
@@ -473,9 +473,9 @@ def test_find_missing_returns_the_error_of_an_ended_comparison(nccl: Nccl) -> No
     """NCCL fails for the same reason, and the CPU backend is closed by then."""
     comparisons = Comparisons(Cpu(), communicator(nccl))
     comparisons._posted += [Done(), Lost()]
-    kind, found = comparisons.find_missing()
+    kind, error_text = comparisons.find_missing()
     assert kind is PeerLostError
-    assert found == "Asked over the CPU: lost rank 1 (its process has ended)"
+    assert error_text == "Asked over the CPU: lost rank 1 (its process has ended)"
 
 
 class AnsweredAhead(Cpu):
@@ -485,8 +485,8 @@ class AnsweredAhead(Cpu):
         raise MismatchError("rank 1 called all_reduce")
 
     def lost(self, doing: str) -> DistributedError | None:
-        found, self.dead = self.dead, PeerLostError("lost rank 1 (its process has ended)")
-        return found
+        was_dead, self.dead = self.dead, PeerLostError("lost rank 1 (its process has ended)")
+        return was_dead
 
 
 def test_find_missing_names_a_rank_that_ended_after_a_call_ahead(nccl: Nccl) -> None:
@@ -561,14 +561,14 @@ def test_failed_watchdog_ends_the_communicator(
     def fail(event: int) -> int:
         raise ZeroDivisionError("in the watchdog")
 
-    told: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", told.append)
+    messages: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", messages.append)
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", fail)
     backend.start(ones(blocking=False))
     with pytest.raises(DistributedError, match=r"\[watchdog\] rank 0 of 2: ZeroDivisionError"):
         backend.synchronize()
     backend._watchdog.stop()
-    assert told[0].exc_type is ZeroDivisionError
+    assert messages[0].exc_type is ZeroDivisionError
 
 
 def test_several_arrays_are_launched_as_one_operation(backend: Any, nccl: Nccl) -> None:

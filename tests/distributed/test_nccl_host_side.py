@@ -59,26 +59,26 @@ def test_closed_group_releases_its_gpu_memory(rank: int, size: int) -> None:
     held, backend = weakref.ref(x), weakref.ref(group.backend(x))
     del x
     group.close()
-    gone = held() is None, backend() is None
+    are_released = held() is None, backend() is None
     gc.enable()
-    assert gone == (True, True)
+    assert are_released == (True, True)
 
 
 @on_ranks()
 def test_wrong_length_of_out_raises_on_its_rank_only(rank: int, size: int) -> None:
     """The other ranks have started by then. They have results, and the group remains usable."""
     x = verbs.on_gpu(np.full((1, 2), rank))
-    for verb, how in ((fl.all_gather, {}), (fl.all_to_all, {"rows": [1] + [0] * (size - 1)})):
+    for verb, options in ((fl.all_gather, {}), (fl.all_to_all, {"rows": [1] + [0] * (size - 1)})):
         rows = size if verb is fl.all_gather or rank == 0 else 0
         out = verbs.on_gpu(np.full((rows + (rank == 1), 2), -1))
         if rank == 1:
             with pytest.raises(
                 ValueError, match=f"expected out with {rows} rows, .* got {rows + 1}"
             ):
-                verb(x, out=out, **how)
+                verb(x, out=out, **options)
             assert (out.get() == -1).all()
         else:
-            assert verb(x, out=out, **how) is out
+            assert verb(x, out=out, **options) is out
             assert out.get()[:, 0].tolist() == list(range(rows))
 
 

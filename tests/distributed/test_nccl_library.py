@@ -69,9 +69,9 @@ def test_failure_contains_both_error_texts_of_nccl(nccl: NcclLibrary) -> None:
     null = ffi.NULL
     status = nccl.lib.ncclAllReduce(null, null, 1, 7, 0, null, null)
     assert status == nccl.lib.ncclInvalidArgument
-    told = str(nccl.failure("[all_reduce] rank 0 of 2", status))
-    assert "invalid argument" in told  # ncclGetErrorString
-    assert "comm argument is NULL" in told  # ncclGetLastError
+    text = str(nccl.failure("[all_reduce] rank 0 of 2", status))
+    assert "invalid argument" in text  # ncclGetErrorString
+    assert "comm argument is NULL" in text  # ncclGetLastError
 
 
 def test_library_has_every_declared_function(nccl: NcclLibrary) -> None:
@@ -90,28 +90,28 @@ def test_declarations_match_nccl_h(nccl: NcclLibrary) -> None:
     header = Path(nccl.path).parents[1] / "include" / "nccl.h"
     if not header.exists():
         pytest.skip(f"this NCCL has no header: {header}")
-    theirs, ours = header.read_text(), cdef()
+    header_text, ours = header.read_text(), cdef()
     enumerators = re.findall(r"\b(nccl\w+)\s*=\s*(\d+)", ours)
     assert len(enumerators) >= 20
     added = {"ncclTimeout": 22900}  # by version
     for name, value in enumerators:
         if nccl.version < added.get(name, 0):
             continue
-        assert re.search(rf"\b{name}\s*=\s*{value}\b", theirs), name
+        assert re.search(rf"\b{name}\s*=\s*{value}\b", header_text), name
     for name in re.findall(r"\b(nccl\w+)\(", ours):
-        assert parameters(theirs, name) == parameters(ours, name), name
+        assert parameters(header_text, name) == parameters(ours, name), name
 
 
 def parameters(source: str, function: str) -> list[str]:
     """Return the types of a function's parameters, without const."""
-    found = re.search(
+    match = re.search(
         rf"ncclResult_t\s+{function}\(([^)]*)\)|char\s*\*\s*{function}\(([^)]*)\)", source
     )
-    assert found, function
-    text = found[1] if found[1] is not None else found[2]
-    plain = [re.sub(r"\b(const|struct)\b", "", each) for each in text.split(",")]
-    types = [re.sub(r"\s+|\b\w+\s*$", "", each.replace("*", " * ")) for each in plain]
-    return [each for each in types if each not in ("", "void")]
+    assert match, function
+    text = match[1] if match[1] is not None else match[2]
+    plain = [re.sub(r"\b(const|struct)\b", "", parameter) for parameter in text.split(",")]
+    types = [re.sub(r"\s+|\b\w+\s*$", "", item.replace("*", " * ")) for item in plain]
+    return [value for value in types if value not in ("", "void")]
 
 
 @needs_none
@@ -124,9 +124,9 @@ def test_communicator_without_a_gpu_raises_with_the_text_of_cuda(nccl: NcclLibra
 def test_library_candidates_uses_the_variable(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libnccl.so.2")
     assert list(library.library_candidates()) == [(library.VARIABLE, "/nowhere/libnccl.so.2")]
-    with pytest.raises(BackendUnavailableError, match=r"/nowhere/libnccl.so.2") as told:
+    with pytest.raises(BackendUnavailableError, match=r"/nowhere/libnccl.so.2") as caught:
         library.load_nccl()
-    assert "pip install 'flashlight-py[cuda12]'" in str(told.value)
+    assert "pip install 'flashlight-py[cuda12]'" in str(caught.value)
 
 
 def test_library_candidates_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +142,9 @@ def test_library_candidates_are_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_library_candidates_include_a_library_loaded_by_other_code(nccl: NcclLibrary) -> None:
-    found = library._path_in_process()
-    assert found is not None
-    assert Path(found).samefile(nccl.path)
+    result = library._path_in_process()
+    assert result is not None
+    assert Path(result).samefile(nccl.path)
 
 
 def stand_in(version: int) -> Any:
@@ -159,9 +159,9 @@ def stand_in(version: int) -> Any:
 
 def test_open_first_names_the_required_version_if_nccl_is_too_old() -> None:
     places = iter([("the system", "libnccl.so.2")])
-    with pytest.raises(BackendUnavailableError) as told:
+    with pytest.raises(BackendUnavailableError) as caught:
         library.open_first(ffi, places, lambda path: stand_in(21003))
-    assert "is NCCL 2.10.3, too old: 2.14 is needed for ncclCommInitRankConfig" in str(told.value)
+    assert "is NCCL 2.10.3, too old: 2.14 is needed for ncclCommInitRankConfig" in str(caught.value)
 
 
 def test_open_first_names_sources_without_a_library() -> None:
@@ -197,14 +197,14 @@ def enum(name: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "op", "told"),
+    ("dtype", "op", "message"),
     [
         ("complex64", ReduceOp.PROD, "no prod of complex64"),
         ("longdouble", ReduceOp.SUM, "got float"),
     ],
 )
-def test_form_of_raises_for_unsupported_reductions(dtype: str, op: ReduceOp, told: str) -> None:
-    with pytest.raises(TypeError, match=told):
+def test_form_of_raises_for_unsupported_reductions(dtype: str, op: ReduceOp, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         form_of(np.dtype(dtype), op)
 
 
@@ -238,7 +238,7 @@ def test_exchange_cards_returns_the_unique_id_of_rank_0(init: str | None, backen
 
 
 @pytest.mark.parametrize(
-    ("cards", "told"),
+    ("cards", "message"),
     [
         ([{}, {"problem": "no GPU"}], "rank 1: no GPU"),
         ([{"version": 22703}, {"version": 22901}], "0: 2.27.3, 1: 2.29.1"),
@@ -247,8 +247,10 @@ def test_exchange_cards_returns_the_unique_id_of_rank_0(init: str | None, backen
     ],
 )
 @on_ranks(("shm", 2))
-def test_exchange_cards_raises_if_cards_differ(rank: int, size: int, cards: Any, told: str) -> None:
-    with pytest.raises(UnavailableEverywhereError, match=told) if told else nullcontext():
+def test_exchange_cards_raises_if_cards_differ(
+    rank: int, size: int, cards: Any, message: str
+) -> None:
+    with pytest.raises(UnavailableEverywhereError, match=message) if message else nullcontext():
         exchange_cards(current_world().group.backend(), NcclCard(**cards[rank]))
 
 
@@ -264,10 +266,13 @@ def test_error_without_a_gpu_has_reason_and_remedy_on_every_rank(rank: int, size
 @on_ranks(("shm", 2), fresh=True, init=None)
 def test_backend_nccl_needs_gpus(rank: int, size: int, tmp_path: Path) -> None:
     """Scripts pass MAX_DEVICE_PER_NODE everywhere, and NumPy arrays need no GPU."""
-    place, path = (fl.DistributedInit.FILE_SYSTEM, rank, size), {"FILE_PATH": f"{tmp_path}/meet"}
+    init_args, path = (
+        (fl.DistributedInit.FILE_SYSTEM, rank, size),
+        {"FILE_PATH": f"{tmp_path}/meet"},
+    )
     with pytest.raises(UnavailableEverywhereError):
-        fl.distributed_init(*place, {**path, "BACKEND": "nccl"})
-    fl.distributed_init(*place, {**path, "MAX_DEVICE_PER_NODE": "8"})
+        fl.distributed_init(*init_args, {**path, "BACKEND": "nccl"})
+    fl.distributed_init(*init_args, {**path, "MAX_DEVICE_PER_NODE": "8"})
     assert fl.all_reduce(1) == size
     fl.distributed_shutdown()
 
@@ -296,8 +301,8 @@ def test_gpu_identity_allows_several_ranks_if_nccl_does(monkeypatch: pytest.Monk
     cupy = StandInCupy(2)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     assert topology.gpu_identity(cupy, 0) != topology.gpu_identity(cupy, 1)
-    here = topology.gpu_identity(cupy, 0)
+    identity = topology.gpu_identity(cupy, 0)
     monkeypatch.setenv("NCCL_HOSTID", "another")
-    assert topology.gpu_identity(cupy, 0) != here
+    assert topology.gpu_identity(cupy, 0) != identity
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert topology.gpu_identity(cupy, 0) == topology.gpu_identity(cupy, 1) == ""

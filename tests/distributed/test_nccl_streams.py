@@ -178,7 +178,7 @@ class Noting:
         cast = _native.load_extension("nccl").ffi.cast
 
         def note(*arguments: Any) -> int:
-            self.log.append((name, *(int(cast("uintptr_t", each)) for each in arguments)))
+            self.log.append((name, *(int(cast("uintptr_t", argument)) for argument in arguments)))
             return 0
 
         return note
@@ -227,11 +227,11 @@ def test_flights_are_removed_once_if_several_threads_check() -> None:
     def take() -> Landed:
         while (event := flights.free_event()) is None:
             pass
-        found: Landed = event
-        return found
+        result: Landed = event
+        return result
 
     with ThreadPoolExecutor(3) as threads:
-        asked = [threads.submit(ask) for _ in range(3)]
+        futures = [threads.submit(ask) for _ in range(3)]
         try:
             for _ in range(2_000):
                 flights.add(DeviceFlight("all_reduce", take(), [np.ones(1)]))
@@ -241,7 +241,7 @@ def test_flights_are_removed_once_if_several_threads_check() -> None:
             flights.add(last)
         finally:
             ended.set()
-    assert [each.result() for each in asked] == [None] * 3
+    assert [argument.result() for argument in futures] == [None] * 3
     assert flights.oldest() is flights.newest() is last
     assert len(flights._events) == 3
 

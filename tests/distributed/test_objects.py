@@ -23,16 +23,16 @@ def some_object(rank: int) -> Any:
 
 
 def objects_everywhere(rank: int, size: int) -> None:
-    own, everyone = some_object(rank), [some_object(r) for r in range(size)]
+    obj, everyone = some_object(rank), [some_object(r) for r in range(size)]
     for root in range(size):
-        assert fl.broadcast_object(own, root) == everyone[root]
-        assert fl.broadcast_object(own if rank == root else None, root) == everyone[root]
-        assert fl.gather_object(own, root) == (everyone if rank == root else None)
-        given = everyone if rank == root else None
-        assert fl.scatter_object(given, root) == everyone[rank]
-    gathered = fl.all_gather_object(own)
+        assert fl.broadcast_object(obj, root) == everyone[root]
+        assert fl.broadcast_object(obj if rank == root else None, root) == everyone[root]
+        assert fl.gather_object(obj, root) == (everyone if rank == root else None)
+        objects = everyone if rank == root else None
+        assert fl.scatter_object(objects, root) == everyone[rank]
+    gathered = fl.all_gather_object(obj)
     assert gathered == everyone
-    assert gathered[rank] is own
+    assert gathered[rank] is obj
 
 
 class Unpicklable:
@@ -43,12 +43,12 @@ class Unpicklable:
 @on_ranks()
 def test_object_that_cannot_be_pickled_raises_on_every_rank(rank: int, size: int) -> None:
     last = size - 1
-    mine = Unpicklable() if rank == last else rank
+    obj = Unpicklable() if rank == last else rank
     calls = [
-        lambda: fl.broadcast_object(mine, root=last),
-        lambda: fl.all_gather_object(mine),
-        lambda: fl.gather_object(mine, root=0),
-        lambda: fl.scatter_object([mine] * size, root=last),
+        lambda: fl.broadcast_object(obj, root=last),
+        lambda: fl.all_gather_object(obj),
+        lambda: fl.gather_object(obj, root=0),
+        lambda: fl.scatter_object([obj] * size, root=last),
     ]
     for call in calls:
         with pytest.raises(TypeError, match=f"rank {last}: RuntimeError: this one stays") as caught:
@@ -72,7 +72,7 @@ def test_object_verbs_raise_mismatch_error_if_roots_differ(rank: int, size: int)
     """With each pair of roots, both ranks, one rank or no rank has an object."""
     for one, other in ((0, 1), (1, 0), (2, 1)) if size > 1 else ():
         root, long = one if rank == 0 else other, [f"{r}" * 2000 for r in range(size)]
-        for verb, obj, wanted in [
+        for verb, obj, expected in [
             (fl.broadcast_object, [rank], [other]),
             (fl.gather_object, rank, [*range(size)] if rank == other else None),
             (fl.gather_object, long[rank], long if rank == other else None),
@@ -81,7 +81,7 @@ def test_object_verbs_raise_mismatch_error_if_roots_differ(rank: int, size: int)
             text = mismatch_now_or_later(lambda root=root, verb=verb, obj=obj: verb(obj, root))
             for differing in (one, other):
                 assert f"called {verb.__name__}(root={differing})" in text, text
-            assert verb(obj, other) == wanted
+            assert verb(obj, other) == expected
 
 
 def test_scatter_object_needs_one_object_per_rank() -> None:
@@ -96,7 +96,7 @@ def test_object_verbs_send_large_arrays_inside_objects(rank: int, size: int) -> 
     x = np.arange(3000.0).reshape(60, 50) + rank
     fixed = x.copy()
     fixed.flags.writeable = False
-    mine = {
+    obj = {
         "rows": x,
         "columns": np.asfortranarray(x),
         "fixed": fixed,
@@ -104,14 +104,14 @@ def test_object_verbs_send_large_arrays_inside_objects(rank: int, size: int) -> 
         "few": x[0],
     }
     for root in range(size):
-        came = [fl.broadcast_object(mine, root), fl.all_gather_object(mine)[root]]
-        came.append(fl.scatter_object([mine] * size, root))
-        for found in came:
-            assert all(np.array_equal(found[name], mine[name] - rank + root) for name in mine)
-            assert found["columns"].flags.f_contiguous
-            writeable = {name for name, array in found.items() if array.flags.writeable}
-            assert writeable == {*mine} - {"fixed"}
-            assert all(array.ctypes.data % 16 == 0 for array in found.values())
+        came = [fl.broadcast_object(obj, root), fl.all_gather_object(obj)[root]]
+        came.append(fl.scatter_object([obj] * size, root))
+        for result in came:
+            assert all(np.array_equal(result[name], obj[name] - rank + root) for name in obj)
+            assert result["columns"].flags.f_contiguous
+            writeable = {name for name, array in result.items() if array.flags.writeable}
+            assert writeable == {*obj} - {"fixed"}
+            assert all(array.ctypes.data % 16 == 0 for array in result.values())
 
 
 @on_ranks()
@@ -119,9 +119,9 @@ def test_object_verbs_send_objects_of_all_lengths(rank: int, size: int) -> None:
     """Lengths around every threshold between methods of transfer."""
     for length in (0, 900, 1100, 16_000, 17_000, 70_000, 300_000):
         for root in range(size):
-            given = [b"x" * (length if r == rank else r) for r in range(size)]
-            wanted = b"x" * (length if root == rank else rank)
-            assert fl.scatter_object(given, root) == wanted
+            objects = [b"x" * (length if r == rank else r) for r in range(size)]
+            expected = b"x" * (length if root == rank else rank)
+            assert fl.scatter_object(objects, root) == expected
             assert fl.broadcast_object(b"y" * length, root) == b"y" * length
             lengths = [len(b"z") * r * length for r in range(size)]
             came = fl.gather_object("z" * (rank * length), root)
@@ -133,22 +133,22 @@ def test_object_verbs_send_objects_of_all_lengths(rank: int, size: int) -> None:
 def test_object_verbs_use_the_fast_path(rank: int, size: int) -> None:
     """One native call runs each verb, and the flight record shows it."""
     group = current_world().group
-    known = [None, NotImplemented, ..., [], (1, 2)]  # also results of the fast path itself
-    for verb, given, wanted in [
-        (journal.BROADCAST_OBJECT, known, [known]),
+    objects = [None, NotImplemented, ..., [], (1, 2)]  # also results of the fast path itself
+    for verb, obj, expected in [
+        (journal.BROADCAST_OBJECT, objects, [objects]),
         (journal.ALL_GATHER_OBJECT, rank, [*range(size)]),
         (journal.GATHER_OBJECT, rank, [*range(size)] if rank == 0 else None),
         (journal.SCATTER_OBJECT, [*range(size)], [rank]),
     ]:
-        assert group.fast.objects(verb.code, given, 0) == wanted
+        assert group.fast.objects(verb.code, obj, 0) == expected
         record = group.journal.records()[-1].as_dict()
         assert record["verb"] == verb.name
         assert record.get("root") == (0 if verb.rooted else None)
         assert record["bytes"] > 0 or verb is journal.SCATTER_OBJECT
         assert record["ended"] >= record["started"]
-    for each in known:
-        assert fl.broadcast_object(each) == each
-        assert fl.all_gather_object(each) == [each] * size
+    for result in objects:
+        assert fl.broadcast_object(result) == result
+        assert fl.all_gather_object(result) == [result] * size
     assert group.fast.objects(33, 1, size) is NotImplemented
     with pytest.raises(TypeError):
         group.fast.objects(33, 1)
@@ -193,13 +193,13 @@ class Refusing:
 
 @on_ranks()
 def test_send_object_and_recv_object_keep_their_order(rank: int, size: int) -> None:
-    given: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
+    objects: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
     if size == 1:
         with pytest.raises(ValueError, match="must be another rank"):
             fl.send_object(1, 0)
         return
     if rank == 0:
-        for obj in given:
+        for obj in objects:
             fl.send_object(obj, 1, tag=3)
         fl.send(np.arange(2), 1, tag=3)
         with pytest.raises(TypeError, match=r"expected a picklable object on the sender"):
@@ -207,7 +207,7 @@ def test_send_object_and_recv_object_keep_their_order(rank: int, size: int) -> N
         assert sorted(fl.recv_object(None) for _ in range(size - 1)) == list(range(1, size))
     else:
         if rank == 1:
-            for obj in given:
+            for obj in objects:
                 assert np.array_equal(fl.recv_object(0, tag=3), obj)
             x = np.zeros(2, int)
             assert fl.recv(x, 0, tag=3).tolist() == [0, 1]

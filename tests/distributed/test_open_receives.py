@@ -188,10 +188,10 @@ def test_open_receive_wait_timeout_names_this_rank_and_is_repeatable(rank: int, 
             fl.P2POp("send", rooms[3], None, 4),
         ]
     )
-    for each, verb in ((work, "recv"), (batch, r"\w+")):
+    for pending, verb in ((work, "recv"), (batch, r"\w+")):
         why = rf"^\[{verb}\] rank {rank} of {size}: still "
         with pytest.raises(CollectiveTimeoutError, match=why):
-            each.wait(0.01)
+            pending.wait(0.01)
     assert work.source is None
     fl.barrier()
     for rows in (3, 4):

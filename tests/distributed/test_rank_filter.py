@@ -16,8 +16,8 @@ def logged(*filters: fl.RankFilter) -> list[str]:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(logging.Formatter("%(rank)s/%(local_rank)s/%(world_size)s %(message)s"))
-    for each in filters:
-        handler.addFilter(each)
+    for rank_filter in filters:
+        handler.addFilter(rank_filter)
     logger = logging.getLogger("tests.rank_filter")
     logger.propagate, logger.level, logger.handlers = False, logging.INFO, [handler]
     logger.getChild("below").info("info")
@@ -27,18 +27,19 @@ def logged(*filters: fl.RankFilter) -> list[str]:
 
 @on_ranks(("shm", 2))
 def test_rank_filter_passes_records_of_the_selected_ranks(rank: int, size: int) -> None:
-    mine, is_first = [f"{rank}/{rank}/2 info", f"{rank}/{rank}/2 error"], rank == 0
+    records, is_first = [f"{rank}/{rank}/2 info", f"{rank}/{rank}/2 error"], rank == 0
     assert fl.is_main_process() == is_first
-    assert logged(fl.RankFilter()) == mine
-    assert logged(fl.RankFilter(rank=0)) == logged(fl.RankFilter(local_rank=0)) == mine * is_first
-    assert logged(fl.RankFilter(rank=1)) == mine * (not is_first)
-    assert logged(fl.RankFilter(rank=0, pass_level=logging.ERROR)) == mine[rank:]
+    assert logged(fl.RankFilter()) == records
+    assert (
+        logged(fl.RankFilter(rank=0)) == logged(fl.RankFilter(local_rank=0)) == records * is_first
+    )
+    assert logged(fl.RankFilter(rank=1)) == records * (not is_first)
+    assert logged(fl.RankFilter(rank=0, pass_level=logging.ERROR)) == records[rank:]
     assert logged(fl.RankFilter(rank=1, local_rank=0)) == []
 
 
 @pytest.fixture
 def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this process rank 0 of 1 in the world and rank 1 of its host."""
     monkeypatch.setattr(world, "_world", world.World(local_rank=1))
 
 

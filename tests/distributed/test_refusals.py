@@ -33,9 +33,8 @@ def op_if(bad: bool) -> Any:
     return "no" if bad else "sum"
 
 
-def started(verb: Any, x: Any, op: str | None = None, **how: Any) -> Any:
-    """Start ``verb``, and wait for it."""
-    return verb(x, async_op=True, **({"op": op} if op else {}), **how).wait()
+def started(verb: Any, x: Any, op: str | None = None, **options: Any) -> Any:
+    return verb(x, async_op=True, **({"op": op} if op else {}), **options).wait()
 
 
 def linear() -> Any:
@@ -103,9 +102,9 @@ def add(reducer: Any, array: Any) -> None:
     reducer.finalize()
 
 
-def tagi(sync: bool = False, **how: Any) -> Any:
+def tagi(sync: bool = False, **options: Any) -> Any:
     layers = [fl.tagi.Conv2d(1, 1, 1, in_width=2, in_height=2), fl.tagi.BatchNorm2d(1)]
-    return fl.tagi.DDPSequential(fl.tagi.Sequential(*layers[: 1 + sync]), sync=sync, **how)
+    return fl.tagi.DDPSequential(fl.tagi.Sequential(*layers[: 1 + sync]), sync=sync, **options)
 
 
 def start_profile(bad: bool) -> None:
@@ -281,15 +280,15 @@ def functions_of_groups() -> set[str]:
         inspect.unwrap(getattr(m, name)) for m in modules for name in getattr(m, "__all__", ())
     ]
     classes = list(filter(inspect.isclass, public))
-    methods = [m for each in classes for _, m in inspect.getmembers(each, inspect.isfunction)]
+    methods = [m for item in classes for _, m in inspect.getmembers(item, inspect.isfunction)]
     names = set[str]()
-    for each in (*classes, *methods, *filter(inspect.isfunction, public)):
-        text = inspect.getdoc(each) or ""
+    for cls in (*classes, *methods, *filter(inspect.isfunction, public)):
+        text = inspect.getdoc(cls) or ""
         says = re.search(r"\bcollective\b", text, re.IGNORECASE) and "ot collective" not in text
-        takes = inspect.signature(each.__init__ if inspect.isclass(each) else each).parameters
-        if (says or "group" in takes) and re.match(r"[^_]|__call__", each.__name__):
-            of = "functional." * each.__module__.startswith(fl.functional.__name__)
-            names.add(of + each.__qualname__)
+        takes = inspect.signature(cls.__init__ if inspect.isclass(cls) else cls).parameters
+        if (says or "group" in takes) and re.match(r"[^_]|__call__", cls.__name__):
+            of = "functional." * cls.__module__.startswith(fl.functional.__name__)
+            names.add(of + cls.__qualname__)
     return names
 
 
@@ -319,9 +318,7 @@ def test_rejected_collective_raises_on_every_rank(rank: int, size: int) -> None:
 
 
 def check(
-    call: Callable[[], Any],
-    name: str,
-    error_of: Callable[..., str] = mismatch_error,
+    call: Callable[[], Any], name: str, error_of: Callable[..., str] = mismatch_error
 ) -> None:
     message = error_of(call)
     assert message, f"{name} did not raise"

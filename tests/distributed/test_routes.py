@@ -25,8 +25,8 @@ from tests.distributed.without_ipv6 import SOCKET
 # Choice of addresses ----------------------------------------------------------------------------
 
 
-def card(host: str, own: str = "", sources: str = "", **more: Any) -> Card:
-    return Card(host, host, own, own.split(), sources=sources.split(), **more)
+def card(host: str, address_set: str = "", sources: str = "", **more: Any) -> Card:
+    return Card(host, host, address_set, address_set.split(), sources=sources.split(), **more)
 
 
 def joined(cards: list[Card], *connections: tuple[str, str], seen: str = "") -> list[Card]:
@@ -89,8 +89,11 @@ def test_choose_addresses_uses_one_version_of_ip() -> None:
 
 
 def test_choose_addresses_uses_the_interface_of_the_user() -> None:
-    asked = card("b", f"{NAT} {B}", interface="eth1", interface_addresses=["10.9.0.2"])
-    assert choose_addresses(joined([card("a", f"{NAT} {A}"), asked], (B, A))) == [A, "10.9.0.2"]
+    with_interface = card("b", f"{NAT} {B}", interface="eth1", interface_addresses=["10.9.0.2"])
+    assert choose_addresses(joined([card("a", f"{NAT} {A}"), with_interface], (B, A))) == [
+        A,
+        "10.9.0.2",
+    ]
     both = [card(host, NAT, interface="eth0", interface_addresses=[NAT]) for host in "ab"]
     with pytest.raises(ValueError, match=r"'eth0' must have distinct addresses on .*15 on a and b"):
         choose_addresses(both)
@@ -227,9 +230,10 @@ def test_create_listeners_chooses_addresses_by_host_name(
     monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
     with contextlib.ExitStack() as stack:
         listeners = [
-            stack.enter_context(each) for each in tcp_store.create_listeners(host, 0, 5, one_host)
+            stack.enter_context(listener)
+            for listener in tcp_store.create_listeners(host, 0, 5, one_host)
         ]
-        assert {each.getsockname()[0] for each in listeners} == at
+        assert {item.getsockname()[0] for item in listeners} == at
         if at == {"::"}:  # of both versions
             port = listeners[0].getsockname()[1]
             socket.create_connection(("127.0.0.1", port)).close()
@@ -277,19 +281,19 @@ print(json.dumps(said), fl.is_distributed_init())
 def test_two_ranks_in_one_process_raise_on_every_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO, str(tmp_path / "meeting")]
     started = [start([*command, *ranks]) for ranks in (["0", "2"], ["1"])]
-    said: list[str] = []
+    outputs: list[str] = []
     for process in started:
         texts, _, is_joined = finish(process)[1].rpartition(" ")
-        said += json.loads(texts)
+        outputs += json.loads(texts)
         assert is_joined == "False\n"
-    assert len(said) == 3
+    assert len(outputs) == 3
     reason = f"ranks 0, 2 are one process (host {socket.gethostname()}, pid {started[0].pid})"
-    assert all(reason in text for text in said), said
+    assert all(reason in text for text in outputs), outputs
 
 
 def test_shared_process_error_ignores_unknown_processes() -> None:
     unknown = Peer("a", 1)
     assert shared_process_error([unknown, unknown]) == ""
-    known = Peer("a", 1, "boot", "7")
-    assert shared_process_error([known, Peer("a", 1, "boot", "8")]) == ""
-    assert "ranks 0, 1 are one process" in shared_process_error([known, known])
+    peer = Peer("a", 1, "boot", "7")
+    assert shared_process_error([peer, Peer("a", 1, "boot", "8")]) == ""
+    assert "ranks 0, 1 are one process" in shared_process_error([peer, peer])

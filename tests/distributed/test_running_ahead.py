@@ -44,8 +44,8 @@ from tests.distributed.conformance import on_ranks, ranks_in
 from tests.distributed.mismatch_errors import late_mismatch, mismatch_error
 
 
-def in_both(size: int, **how: Any) -> Any:
-    return on_ranks(("shm", size), ("gloo", size), **how)
+def in_both(size: int, **options: Any) -> Any:
+    return on_ranks(("shm", size), ("gloo", size), **options)
 
 
 # Over TCP, data without a waiting receiver may stay in the kernel for 200 ms.
@@ -191,7 +191,6 @@ def test_data_arrives_after_its_sender_has_left(rank: int, size: int) -> None:
 @pytest.mark.parametrize("verb", ["broadcast", "scatter"])
 @in_both(3)
 def test_ranks_continue_after_a_root_rejects_its_arguments(rank: int, size: int, verb: str) -> None:
-    """Every rank catches the error of the root, and continues."""
     call = {"broadcast": fl.broadcast, "scatter": lambda x: fl.scatter(x if rank == 0 else None)}
     for times in (1, 2, 3, 20):
         for _ in range(times):
@@ -365,7 +364,6 @@ def compare(call: Call, blocking: bool) -> Any:
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
-    """Replace ``cupy.ndarray`` by ``OfGpu``."""
     with mock.patch.dict(sys.modules, cupy=SimpleNamespace(ndarray=OfGpu)):
         yield
 
@@ -411,14 +409,14 @@ def test_compared_message_has_the_same_number_on_both_ends(rank: int, size: int)
     """Twenty messages from rank 0 to the last rank, with several kinds of receives."""
     backend, x, numbers = current_world().group.backend(), np.zeros((3, 2)), []
     for i in range(20):
-        found: list[int] = []
+        results: list[int] = []
         call = Call(SEND, x, peer=size - 1)
         if rank == size - 1:
             call = Call(RECV, x, peer=ANY_RANK if i % 2 else 0, partial=i % 5 == 0)
         if rank in (0, size - 1):
-            call = replace(call, compared=True, tag=i % 3, blocking=i % 4 > 1, received=found)
+            call = replace(call, compared=True, tag=i % 3, blocking=i % 4 > 1, received=results)
             backend.start(call).wait()
-        numbers += found
+        numbers += results
     sent, *others, received = fl.all_gather_object(numbers)
     assert not any(others)
     assert sent == received
@@ -441,13 +439,13 @@ def test_lost_returns_a_dead_rank_without_a_call(rank: int, size: int) -> None:
         time.sleep(0.01)
     lost, why = str(left.lost("wait")), str(broken.lost("all_reduce"))
     fl.barrier()
-    place = f"rank {rank} of {size}"
+    rank_text = f"rank {rank} of {size}"
     if rank == 1:
-        assert lost == f"[wait] {place}: the group is closed. Create it again"
-        assert why.startswith(f"[all_reduce] {place}: the group cannot be used any more")
+        assert lost == f"[wait] {rank_text}: the group is closed. Create it again"
+        assert why.startswith(f"[all_reduce] {rank_text}: the group cannot be used any more")
     else:
         assert lost == "None"
-        assert why.startswith(f"[all_reduce] {place}: lost rank 1")
+        assert why.startswith(f"[all_reduce] {rank_text}: lost rank 1")
         assert "it raised ValueError: of rank 1" in why
 
 
@@ -455,14 +453,14 @@ def test_lost_returns_a_dead_rank_without_a_call(rank: int, size: int) -> None:
 @stand_in()
 def test_compared_mismatch_raises_the_calls_on_every_rank(rank: int, size: int) -> None:
     x = of_gpu(4, 3)
-    for theirs, words in (
+    for other_call, words in (
         (Call(ALL_REDUCE, of_gpu(4, 2)), "all_reduce(cupy float32 (4, 2)"),
         (Call(ALL_REDUCE, np.zeros((4, 3), np.float32)), "called all_reduce(float32 (4, 3)"),
         (Call(ALL_REDUCE, x, ReduceOp.MAX), "op=max"),
         (Call(BROADCAST, x), "broadcast(cupy float32 (4, 3), root=0)"),
     ):
         with pytest.raises(MismatchError) as caught:
-            compare(Call(ALL_REDUCE, x) if rank == 0 else theirs, blocking=True)
+            compare(Call(ALL_REDUCE, x) if rank == 0 else other_call, blocking=True)
         assert "rank 0 called all_reduce(cupy float32 (4, 3)" in str(caught.value)
         assert words in str(caught.value)
         compare(Call(ALL_REDUCE, x), blocking=True)  # the group remains usable

@@ -49,14 +49,14 @@ def ranks(port: int, public: Path) -> Iterator[Ranks]:
 def test_user_secret_is_shared_and_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    found: list[Secret] = []
-    run_on_threads(8, lambda _: found.append(Secret.find(True, environ)))
-    assert len(found) == 8
-    assert len({each.of_user for each in found}) == 1
+    results: list[Secret] = []
+    run_on_threads(8, lambda _: results.append(Secret.find(True, environ)))
+    assert len(results) == 8
+    assert len({result.of_user for result in results}) == 1
     (file,) = tmp_path.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert found[0].common == file.read_bytes()
-    assert file.read_text() not in repr(found[0])
+    assert results[0].common == file.read_bytes()
+    assert file.read_text() not in repr(results[0])
 
 
 def test_secret_rejects_readable_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_private_folder_is_writable(public: Path, monkeypatch: pytest.MonkeyPatc
     pid = os.fork()
     if pid == 0:
         os.setuid(user)
-        found = secret.private_folder({"XDG_RUNTIME_DIR": str(folder)})
-        os._exit(found != public / f"flashlight-{user}")
+        result = secret.private_folder({"XDG_RUNTIME_DIR": str(folder)})
+        os._exit(result != public / f"flashlight-{user}")
     assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -111,10 +111,15 @@ def test_secret_prefers_the_environment_and_rejects_an_empty_value() -> None:
 
 
 def test_secret_of_the_user_is_shared_on_one_host_only() -> None:
-    known = Secret(b"", b"user", False, "a file")
-    assert known.common == b""
-    assert known.key((HERE, 1)) == known.key(("127.0.0.99", 1)) == known.key(("::1", 1)) == b"user"
-    assert known.key(("192.0.2.1", 1)) == b""
+    secret_of_user = Secret(b"", b"user", False, "a file")
+    assert secret_of_user.common == b""
+    assert (
+        secret_of_user.key((HERE, 1))
+        == secret_of_user.key(("127.0.0.99", 1))
+        == secret_of_user.key(("::1", 1))
+        == b"user"
+    )
+    assert secret_of_user.key(("192.0.2.1", 1)) == b""
     assert Secret(b"", b"user", True, "a file").key(("192.0.2.1", 1)) == b"user"
     assert Secret(b"given", b"", False, "MASTER_SECRET").key((HERE, 1)) == b"given"
 
@@ -123,13 +128,12 @@ def test_secret_of_the_user_is_shared_on_one_host_only() -> None:
 
 
 def knock(port: int, key: bytes, greeting: bytes) -> bytes:
-    """Connect as a client with ``key``; return the beginning of the answer, b"" if dropped."""
     with socket.create_connection((HERE, port), 10.0) as wire, wire.makefile("rb") as answers:
-        mine = nonce()
-        wire.sendall(HEADER.pack(b"FLrv", _VERSION, HELLO, len(mine)) + mine)
+        client_nonce = nonce()
+        wire.sendall(HEADER.pack(b"FLrv", _VERSION, HELLO, len(client_nonce)) + client_nonce)
         _, _, kind, length = HEADER.unpack(answers.read(HEADER.size))
         assert kind == CHALLENGE
-        body = Handshake(key, mine, answers.read(length)).client_proof(greeting)
+        body = Handshake(key, client_nonce, answers.read(length)).client_proof(greeting)
         wire.sendall(HEADER.pack(b"FLrv", _VERSION, PROOF, len(body)) + body)
         with suppress(ConnectionResetError):
             return answers.read(HEADER.size)
@@ -143,9 +147,9 @@ def test_ranks_with_the_same_secret_connect_without_sending_it(ranks: Ranks, por
     recorded = bytearray()
     with socket.create_server((HERE, 0)) as server:
         client = ranks.start(1, 2, env=env, port=server.getsockname()[1])
-        with server.accept()[0] as there, socket.create_connection((HERE, port)) as here:
-            ends = [(there, here), (here, there)]
-            run_on_threads(2, lambda way: pump(*ends[way], recorded))
+        with server.accept()[0] as accepted, socket.create_connection((HERE, port)) as local:
+            ends = [(accepted, local), (local, accepted)]
+            run_on_threads(2, lambda direction: pump(*ends[direction], recorded))
     assert all_closed([rank_0, client])
     assert b"FLrv" in recorded
     assert b"a word" not in recorded
@@ -198,9 +202,11 @@ def test_socket_user_returns_the_user_of_a_connection() -> None:
         client = socket.create_connection(server.getsockname())
         with server.accept()[0] as end:
             assert socket_user(client.getsockname(), end.getsockname()) == os.geteuid()
-            theirs = client.getsockname()
+            client_address = client.getsockname()
             client.close()
-            assert socket_user(theirs, end.getsockname()) is None, "nobody's, and not root's"
+            assert socket_user(client_address, end.getsockname()) is None, (
+                "nobody's, and not root's"
+            )
 
 
 NONSENSE = [
@@ -228,30 +234,30 @@ def test_greeting_is_printable() -> None:
 # A world over several hosts -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("one_host", "given"), [(False, ""), (True, ""), (False, "s")])
+@pytest.mark.parametrize(("one_host", "option"), [(False, ""), (True, ""), (False, "s")])
 def test_world_over_several_hosts_without_a_secret_warns_once(
     one_host: bool,
-    given: str,
+    option: str,
     port: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Here all addresses count as those of another host."""
     monkeypatch.setattr(secret, "is_own", lambda *_: False)
-    if given:
-        monkeypatch.setenv("MASTER_SECRET", given)
+    if option:
+        monkeypatch.setenv("MASTER_SECRET", option)
     got: list[list[bytes]] = []
 
     def take_part(rank: int) -> None:
         store = TcpStore(HERE, port, rank, 2, 20.0, one_host)
-        assert bool(store.secret) == (one_host or bool(given))
+        assert bool(store.secret) == (one_host or bool(option))
         got.extend([store.exchange(b"%d" % rank), store.exchange(b"%d" % rank)])
         store.close()
 
     run_on_threads(2, take_part)
     assert got == [[b"0", b"1"]] * 4
     warned = [record for record in caplog.records if "has no secret" in record.getMessage()]
-    assert len(warned) == (0 if one_host or given else 1)
+    assert len(warned) == (0 if one_host or option else 1)
 
 
 # Gloo's connections ---------------------------------------------------------------------------

@@ -62,14 +62,14 @@ def test_verbs_on_shared_arrays_return_the_same_bits(pool: Any, size: int) -> No
 
 @on_ranks(("shm", 2), ("shm", 3))
 def test_verbs_accept_views_of_shared_arrays(rank: int, size: int) -> None:
-    whole = fl.distributed.shared_empty((2, 100_000), np.float64)
-    whole[...] = rank
-    assert fl.all_reduce(whole[1]).base is not None  # a view, in place
-    assert np.all(whole[0] == rank)
-    assert np.all(whole[1] == sum(range(size)))
+    shared = fl.distributed.shared_empty((2, 100_000), np.float64)
+    shared[...] = rank
+    assert fl.all_reduce(shared[1]).base is not None  # a view, in place
+    assert np.all(shared[0] == rank)
+    assert np.all(shared[1] == sum(range(size)))
     # Ranks may pass different offsets.
     other = fl.distributed.shared_empty((100_000,), np.float64)
-    x = [other, whole[0], np.empty(100_000)][rank % 3]
+    x = [other, shared[0], np.empty(100_000)][rank % 3]
     x[...] = rank
     fl.all_reduce(x)
     assert np.all(x == sum(range(size)))
@@ -122,7 +122,7 @@ APART = {"env": hosts_by_letter("ab")}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said", "name"),
+    ("ranks", "reason", "name"),
     [
         (("hierarchical", 2), "shared memory (all ranks share this host's memory)", "SHM"),
         (("gloo", 2), "Gloo over TCP (BACKEND is gloo)", "GLOO"),
@@ -132,19 +132,20 @@ APART = {"env": hosts_by_letter("ab")}
     indirect=["ranks"],
 )
 @on_ranks()
-def test_describe_names_backend_and_reason(rank: int, size: int, said: str, name: str) -> None:
+def test_describe_names_backend_and_reason(rank: int, size: int, reason: str, name: str) -> None:
     text = fl.distributed.describe()
     assert f"rank {rank} of {size}" in text
-    assert said in text
+    assert reason in text
     assert fl.distributed_backend().name == name
 
 
 @pytest.mark.parametrize(
-    ("hidden", "way"), [([0, 1, 2], "Gloo over TCP (no two ranks"), ([1], "2 hosts with 2, 1 rank")]
+    ("hidden", "reason"),
+    [([0, 1, 2], "Gloo over TCP (no two ranks"), ([1], "2 hosts with 2, 1 rank")],
 )
 @on_ranks(("shm", 3), fresh=True, init=None)
 def test_missing_shared_memory_on_a_host_warns_once(
-    rank: int, size: int, tmp_path: Path, hidden: list[int], way: str
+    rank: int, size: int, tmp_path: Path, hidden: list[int], reason: str
 ) -> None:
     """Some ranks start without the extension."""
     records: list[logging.LogRecord] = []
@@ -161,18 +162,18 @@ def test_missing_shared_memory_on_a_host_warns_once(
 
     if rank in hidden:
         _native.load_extension = load_others
-    place = fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": str(tmp_path / "meet")}
-    fl.distributed_init(*place)
+    init_args = fl.DistributedInit.FILE_SYSTEM, rank, size, {"FILE_PATH": str(tmp_path / "meet")}
+    fl.distributed_init(*init_args)
     assert fl.all_reduce(np.array(rank)) == sum(range(size))
     fl.new_group([0, 1])  # it does not repeat the warning of its parent
     text, warnings = fl.distributed.describe(), [record.getMessage() for record in records]
     fl.distributed_shutdown()
     apart = f"rank 1 shares no memory with rank 0 of its host: {why}"
-    assert way in text
+    assert reason in text
     assert apart in text
     assert len(warnings) == (rank == 0), warnings
-    assert all("Gloo is used instead of shared memory" in each for each in warnings)
-    assert all(apart in each for each in warnings)
+    assert all("Gloo is used instead of shared memory" in warning for warning in warnings)
+    assert all(apart in item for item in warnings)
 
 
 @on_ranks(("shm", 2), fresh=True, env=hosts_by_letter("ab"), init=None)
@@ -217,7 +218,7 @@ CONTAINER = "unshare --pid --fork --mount-proc"
 
 
 @pytest.mark.parametrize(
-    ("size", "each", "way", "warning"),
+    ("size", "limit", "group_kind", "warning"),
     [
         ("64k", "", "shared memory", None),
         ("64k", CONTAINER, "Gloo over TCP", "Gloo is used instead of shared memory"),
@@ -226,14 +227,13 @@ CONTAINER = "unshare --pid --fork --mount-proc"
     ],
 )
 def test_small_dev_shm_matters_in_containers_only(
-    tmp_path: Path, size: str, each: str, way: str, warning: str | None
+    tmp_path: Path, size: str, limit: str, group_kind: str, warning: str | None
 ) -> None:
-    """In a mount namespace with a /dev/shm as small as in a container."""
-    done = in_namespaces(SMALL_DEV_SHM, tmp_path, size=size, each=each)
+    done = in_namespaces(SMALL_DEV_SHM, tmp_path, size=size, each=limit)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert len(lines) == 2, f"left in /dev/shm: {lines[2:]}"
-    assert all(way in line for line in lines), (lines, done.stderr)
+    assert all(group_kind in line for line in lines), (lines, done.stderr)
     assert (warning or "") in done.stderr
     assert ("--shm-size" in done.stderr) == (warning is not None)
 
@@ -367,14 +367,14 @@ MB = 1 << 20
 def mappings(array: np.ndarray) -> list[tuple[str, str]]:
     """Return the permissions and inode of each mapping that contains ``array``."""
     first = array.__array_interface__["data"][0]
-    found = []
+    results = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end, allowed, inode = re.match(  # type: ignore[union-attr]
             r"(\w+)-(\w+) (\S+) \S+ \S+ (\d+)", line
         ).groups()
         if int(start, 16) <= first < int(end, 16):
-            found.append((allowed, inode))
-    return found
+            results.append((allowed, inode))
+    return results
 
 
 def check(rank: int, size: int) -> tuple[bool, list[tuple[str, str]]]:
@@ -432,22 +432,24 @@ def used_as_data(size: int) -> int:
     sharded = fl.ShardedDataset(rows, size, seed=1)
     sharded_rows = [len(a) for a, _ in fl.dataset.PrefetchDataset(sharded, 1, 2)]
     assert fl.all_reduce(sum(sharded_rows)) == 6
-    own = fl.DistributedDataContainer(rows)
-    assert all(sample.base is not None for sample, _ in own)  # views: nothing is copied
-    assert fl.all_reduce(len(own)) == 6
+    container = fl.DistributedDataContainer(rows)
+    assert all(sample.base is not None for sample, _ in container)  # views: nothing is copied
+    assert fl.all_reduce(len(container)) == 6
     batches = fl.dataset.BatchDataset(rows, 4)
     y = [fl.nn.Linear(4, 1, dtype="float64")(fl.input(batch)) for batch, _ in batches]
-    return sum(len(each.array) for each in y)
+    return sum(len(item.array) for item in y)
 
 
 def test_host_array_loads_once_per_host_and_shares_memory(ranks: Any) -> None:
-    found = ranks.run(check)
+    result = ranks.run(check)
     hosts = [[0, 1], [2, 3]] if ranks.size == 4 else [list(range(ranks.size))]
-    loaded = [rank for rank, (has_loaded, _) in enumerate(found) if has_loaded]
+    loaded = [rank for rank, (has_loaded, _) in enumerate(result) if has_loaded]
     assert loaded == [host[0] for host in hosts]
     for host in hosts:
-        places = [found[rank][1] for rank in host]
-        assert [[allowed for allowed, _ in place] for place in places] == [["r--s"]] * len(host)
+        places = [result[rank][1] for rank in host]
+        assert [[allowed for allowed, _ in mappings_of_rank] for mappings_of_rank in places] == [
+            ["r--s"]
+        ] * len(host)
         assert len({inode for ((_, inode),) in places}) == 1
 
 
@@ -482,8 +484,8 @@ def mappings_of(name: str) -> list[str]:
     return [part for part in parts if name in part.splitlines()[0]]
 
 
-def resident(parts: list[str], what: str = "Rss") -> int:
-    return sum(int(re.search(rf"\n{what}: +(\d+) kB", part)[1]) * 1024 for part in parts)  # type: ignore[index]
+def resident(parts: list[str], field: str = "Rss") -> int:
+    return sum(int(re.search(rf"\n{field}: +(\d+) kB", part)[1]) * 1024 for part in parts)  # type: ignore[index]
 
 
 def test_host_array_memory_is_freed_with_the_last_view() -> None:

@@ -122,8 +122,8 @@ def test_check_schedulers_ignores_one_node_with_one_process() -> None:
     check_schedulers({})
     check_schedulers({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"})
     pod = {"PET_NODE_RANK": "0", "PET_NNODES": "1"}
-    for each in ("1", "auto"):
-        check_schedulers({**pod, "PET_NPROC_PER_NODE": each})
+    for count in ("1", "auto"):
+        check_schedulers({**pod, "PET_NPROC_PER_NODE": count})
     with pytest.raises(fl.errors.RendezvousError, match="PET_NNODES=1, PET_NPROC_PER_NODE=4"):
         check_schedulers({**pod, "PET_NPROC_PER_NODE": "4"})
 
@@ -196,11 +196,11 @@ def test_world_of_one_records_native_and_python_calls_alike(rank: int, size: int
     assert work.wait() is x
     fl.all_reduce(x, 2)  # Python scales integers
     assert (x == 2).all()
-    short, long = (each.as_dict() for each in current_world().group.journal.records()[-2:])
+    short, long = (item.as_dict() for item in current_world().group.journal.records()[-2:])
     assert short["line"].startswith("distributed/test_singleton.py:")
     assert (short["number"], long["number"]) == (long["number"] - 1, short["number"] + 1)
-    assert min(each["ended"] - each["started"] for each in (short, long)) >= 0
-    for each in (short, long):
+    assert min(value["ended"] - value["started"] for value in (short, long)) >= 0
+    for record in (short, long):
         for name in ("id", "number", "line", "async", "started", "ended"):
-            each.pop(name, None)
+            record.pop(name, None)
     assert short == long

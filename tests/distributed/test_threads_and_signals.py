@@ -38,7 +38,6 @@ def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition."""
     end = time.monotonic() + SOON
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -62,7 +61,7 @@ def test_all_reduce_multiple_works_while_another_thread_calls(rank: int, size: i
     """Native code leaves the rest of a list to Python if a call of the thread is pending."""
     lists = [[np.ones(3) for _ in range(20)] for _ in range(100)]
     begin = [lambda: fl.all_reduce(np.ones(3), async_op=True)] * 300
-    thread, works = in_thread(lambda: [each() for each in begin])
+    thread, works = in_thread(lambda: [call() for call in begin])
     for xs in lists:
         fl.all_reduce_multiple(xs)
     thread.join(SOON)
@@ -140,7 +139,6 @@ def test_handler_between_verbs_can_save_and_leave(rank: int, size: int, tmp_path
 
 
 def a_message() -> None:
-    """Send from the last rank to the first."""
     last = fl.get_world_size() - 1
     if fl.get_world_rank() == 0:
         fl.recv(np.zeros(3), last)
@@ -165,7 +163,6 @@ BLOCKING: dict[str, Callable[[], Any]] = {
 
 
 def carry_on(folder: str) -> None:
-    """Try a call that raises, and continue."""
     with pytest.raises(fl.errors.DistributedError, match="a signal handler cannot call"):
         fl.barrier()
     with pytest.raises(fl.errors.DistributedError, match="a signal handler cannot call"):
@@ -272,9 +269,9 @@ def test_signal_handler_inside_a_verb_can_leave(
 ) -> None:
     """A save in the handler raises, which ends the verb. Other ranks raise at once."""
     started = time.monotonic()
-    own = fl.errors.GroupClosedError if handler == "leaves" else fl.errors.DistributedError
-    with pytest.raises(fl.errors.PeerLostError if rank else own) as caught:
+    error_class = fl.errors.GroupClosedError if handler == "leaves" else fl.errors.DistributedError
+    with pytest.raises(fl.errors.PeerLostError if rank else error_class) as caught:
         preempt(rank, size, verb, handler, str(tmp_path))
-    assert rank or type(caught.value) is own
+    assert rank or type(caught.value) is error_class
     assert time.monotonic() - started < 5, "it did not end at once"
     assert fl.is_distributed_init() == (rank != 0 or handler != "leaves")

@@ -84,7 +84,7 @@ def test_tree_names_a_late_rank_in_a_later_exchange(ranks: Ranks) -> None:
 def test_ranks_below_a_late_rank_are_not_named(ranks: Ranks) -> None:
     started = in_order(ranks, plans={1: {"pause_at": "exchanged 0"}}, timeout=2.0)
     del started[1]
-    assert all("rank 1 of 8 has not arrived within 2 s" in each for each in reasons(started))
+    assert all("rank 1 of 8 has not arrived within 2 s" in reason for reason in reasons(started))
 
 
 def test_stopped_parent_is_named_but_its_children_are_not(ranks: Ranks) -> None:
@@ -108,32 +108,35 @@ def test_resumed_rank_receives_the_rest_of_its_roster(ranks: Ranks) -> None:
     plan = {"lengths": [3, 600_000, 5]}
     started = [ranks.start(rank, 4, local_rank=rank, **plan) for rank in (0, 2, 3)]
     stopped = ranks.start(1, 4, local_rank=1, stop=1, **plan)
-    for each in started:
-        each.await_event("exchanged 1")
+    for rank_process in started:
+        rank_process.await_event("exchanged 1")
     os.kill(stopped.pid, signal.SIGCONT)
     assert all_closed([*started, stopped])
 
 
 def test_two_processes_that_claim_a_rank_are_detected_anywhere_in_the_tree(ranks: Ranks) -> None:
     started = [*in_order(ranks, 7), ranks.start(5, SIZE, fan=2)]
-    assert all("two processes claim rank 5: host " in each for each in reasons(started))
+    assert all("two processes claim rank 5: host " in reason for reason in reasons(started))
 
 
 def test_another_world_size_raises_on_every_rank(ranks: Ranks) -> None:
     started = [*in_order(ranks, 6), ranks.start(6, 9, fan=2)]
-    assert all(re.search(r"rank 6 \(.* size 9, but rank 0 \(", each.refusal()) for each in started)
+    assert all(
+        re.search(r"rank 6 \(.* size 9, but rank 0 \(", rank_process.refusal())
+        for rank_process in started
+    )
 
 
 def test_rank_without_a_tree_is_rejected(ranks: Ranks) -> None:
     started = [*in_order(ranks, 3), ranks.start(3, SIZE, env={"FLASHLIGHT_TREE_FROM": "9"})]
     why = r"rank 3 \(.* have different FLASHLIGHT_TREE_FROM"
-    assert all(re.search(why, each.refusal()) for each in started)
+    assert all(re.search(why, rank_process.refusal()) for rank_process in started)
 
 
 def test_another_secret_is_rejected_anywhere_in_the_tree(ranks: Ranks) -> None:
     started = in_order(ranks, 5, env={"MASTER_SECRET": "a"})
     started.append(ranks.start(5, SIZE, env={"MASTER_SECRET": "b"}))
-    assert all("the secrets differ" in each.refusal() for each in started)
+    assert all("the secrets differ" in rank_process.refusal() for rank_process in started)
 
 
 @pytest.mark.parametrize("who", [1, 7])
@@ -187,9 +190,9 @@ def test_roster_is_a_sequence_that_caches_derived_values() -> None:
 
 
 def test_message_follows_the_unsent_rest_of_the_previous_message() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        one, other = Connection(here), Connection(there)
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        one, other = Connection(sender), Connection(receiver)
         other.trust(0.0)
         sent = [(Kind.PART, bytes(1 << 20)), (Kind.FAILURE, b"why")]
         assert not any(one.send(*message, time.monotonic() + 0.01) for message in sent)

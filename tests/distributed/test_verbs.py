@@ -84,22 +84,22 @@ PUBLIC = [name for name in api.__all__ if name not in ("Grid", "P2POp")]
 def test_verb_parameters_are_keyword_only_in_one_order(function: Any) -> None:
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    own = [OTHER_NAMES.get(name, name) for name in names]
-    assert function.__name__ in POSITIONAL[" ".join(own)].split()
+    renamed = [OTHER_NAMES.get(name, name) for name in names]
+    assert function.__name__ in POSITIONAL[" ".join(renamed)].split()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     assert [name for name in keywords if name in ORDER] == [n for n in ORDER if n in keywords]
     assert keywords[-1] in ("group", "async_op")
     takes = [verb.takes for verb in VERBS if function is getattr(fl, verb.name)]
-    assert {name for names in takes for name in names} <= {*own, *keywords}
+    assert {name for names in takes for name in names} <= {*renamed, *keywords}
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name != "sync_distributed"])
 def test_groups_have_a_method_for_every_verb(name: str) -> None:
     function, method = getattr(fl, name), getattr(fl.ProcessGroup, name)
-    own, *parameters = inspect.signature(method).parameters.values()
-    wanted = inspect.signature(function).parameters.values()
-    assert parameters == [p for p in wanted if p.name != "group"]
-    assert (own.name, method.__doc__) == ("self", function.__doc__)
+    self_parameter, *parameters = inspect.signature(method).parameters.values()
+    expected = inspect.signature(function).parameters.values()
+    assert parameters == [p for p in expected if p.name != "group"]
+    assert (self_parameter.name, method.__doc__) == ("self", function.__doc__)
 
 
 def test_docs_page_matches_the_table_of_verbs() -> None:
@@ -107,8 +107,8 @@ def test_docs_page_matches_the_table_of_verbs() -> None:
     rows = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| `")]
     calls = {
         name: (set(arguments.replace("=", "").split(", ")), in_place.strip(), unequal.strip())
-        for what, _, _, in_place, unequal in (row for row in rows if len(row) == 5)
-        for name, arguments in re.findall(r"`(\w+)\(([^)]*)\)`", what)
+        for verb_cell, _, _, in_place, unequal in (row for row in rows if len(row) == 5)
+        for name, arguments in re.findall(r"`(\w+)\(([^)]*)\)`", verb_cell)
     }
     for verb in VERBS:
         arguments, in_place, unequal = calls[verb.name]
@@ -208,9 +208,13 @@ def test_native_entry_looks_like_its_function(name: str) -> None:
 
 @pytest.mark.parametrize("wrong", [{"other": 1}, {"scale": 2.0, "other": 1}, {"x": 1}])
 def test_native_entry_raises_python_errors_for_wrong_arguments(wrong: dict[str, Any]) -> None:
-    given: list[tuple[Callable[..., Any], tuple[Any, ...]]]
-    given = [(fl.all_reduce, (1.0,)), (fl.all_reduce, (1.0, 2.0, 3.0)), (fl.recv, (np.zeros(1),))]
-    for entry, args in given:
+    calls_and_arguments: list[tuple[Callable[..., Any], tuple[Any, ...]]]
+    calls_and_arguments = [
+        (fl.all_reduce, (1.0,)),
+        (fl.all_reduce, (1.0, 2.0, 3.0)),
+        (fl.recv, (np.zeros(1),)),
+    ]
+    for entry, args in calls_and_arguments:
         with pytest.raises(TypeError) as expected:
             entry.__wrapped__(*args, **wrong)  # type: ignore[attr-defined]
         with pytest.raises(TypeError) as raised:
@@ -238,17 +242,17 @@ def functions_called(verb: Callable[[], object]) -> list[str]:
 
 @on_ranks(("shm", 2), ("gloo", 2), ("single", 1))
 def test_plain_calls_run_without_python(rank: int, size: int) -> None:
-    x, whole, other = np.ones(4), np.zeros(4 * size), 1 - rank
+    x, gathered, other = np.ones(4), np.zeros(4 * size), 1 - rank
     group = fl.new_group(range(size))
     verbs: list[Callable[..., Any]] = [
         lambda g: fl.all_reduce(x, 0.5, group=g),
         lambda g: fl.all_reduce(x, scale=0.5, op="max", group=g),
         lambda g: fl.all_reduce(1.5, group=g),
         lambda g: [verb(np.int16(-2), group=g) for verb in (fl.broadcast, fl.reduce, fl.scan)],
-        lambda g: fl.all_reduce_multiple([x, whole], group=g),
-        lambda g: fl.all_gather(x, out=whole, group=g),
+        lambda g: fl.all_reduce_multiple([x, gathered], group=g),
+        lambda g: fl.all_gather(x, out=gathered, group=g),
         lambda g: fl.reduce(x, size - 1, op="min", group=g),
-        lambda g: fl.scatter(whole if rank == 0 else None, out=x, group=g),
+        lambda g: fl.scatter(gathered if rank == 0 else None, out=x, group=g),
         lambda g: fl.broadcast(x, root=0, group=g),
     ]
     if size > 1:
@@ -259,16 +263,18 @@ def test_plain_calls_run_without_python(rank: int, size: int) -> None:
         verbs.append(lambda g: fl.sendrecv(x, None, src=None, out=x, tag=4, recv_tag=5, group=g))
         half = [(other, None), (None, other)]  # of a sendrecv
         for dst, src in half[:: 1 - 2 * rank]:
-            verbs.append(lambda g, d=dst, s=src: fl.sendrecv(x, d, src=s, out=whole[:4], group=g))
+            verbs.append(
+                lambda g, d=dst, s=src: fl.sendrecv(x, d, src=s, out=gathered[:4], group=g)
+            )
     for verb in verbs:
         for of in (None, group):
             fl.barrier()
             assert functions_called(functools.partial(verb, of)) == []
     assert "via" not in current_world().group.journal.records(1)[-1].as_dict()
-    assert fl.all_reduce_multiple([x, whole], async_op=True).wait()[1] is whole
-    for given in {"x": x}, {"out": x}:  # of the two required arguments
+    assert fl.all_reduce_multiple([x, gathered], async_op=True).wait()[1] is gathered
+    for argument in {"x": x}, {"out": x}:  # of the two required arguments
         with pytest.raises(TypeError, match="missing 1 required"):
-            fl.sendrecv(dst=None, src=None, **given)
+            fl.sendrecv(dst=None, src=None, **argument)
     with fl.profile(os.devnull):  # a profile records every call
         assert "all_reduce" in functions_called(lambda: fl.all_reduce(x))
 

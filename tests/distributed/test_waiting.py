@@ -27,11 +27,13 @@ def test_waiting_logs_ranks(kind: str, tmp_path: Path, caplog: pytest.LogCapture
     port = free_port()
 
     def join(number: int) -> None:
-        how = 2 * number, 4, 1.0
+        options = 2 * number, 4, 1.0
         is_tcp = kind == "tcp"
-        place = TcpStore("127.0.0.1", port, *how) if is_tcp else FileStore(tmp_path, *how)
+        location = (
+            TcpStore("127.0.0.1", port, *options) if is_tcp else FileStore(tmp_path, *options)
+        )
         with pytest.raises(RendezvousError):
-            place.exchange(b"")
+            location.exchange(b"")
 
     with caplog.at_level(logging.WARNING, "flashlight_py"):
         run_on_threads(2, join)

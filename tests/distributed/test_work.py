@@ -158,12 +158,12 @@ def test_wait_can_be_repeated_after_a_handler_raised(interrupting: Callable[[], 
 
 
 def test_wait_in_a_handler_raises_for_the_interrupted_work() -> None:
-    said: list[str] = []
+    outputs: list[str] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         with pytest.raises(RuntimeError, match="signal handler") as caught:
             work.wait()
-        said.append(str(caught.value))
+        outputs.append(str(caught.value))
 
     work = Then(Done(), lambda _: signal.raise_signal(signal.SIGUSR2))
     before = signal.signal(signal.SIGUSR2, handle)
@@ -171,7 +171,7 @@ def test_wait_in_a_handler_raises_for_the_interrupted_work() -> None:
         work.wait()
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert said
+    assert outputs
 
 
 # A timeout passes just as the operation ends: this is not a failure -------------------------------
@@ -258,8 +258,10 @@ def test_all_of_returns_the_complete_result_to_two_threads(rank: int, size: int)
             assert [wait.result(30) for wait in waits_of_both] == [[total] * 2] * 2
 
             gathered = fl.all_gather(np.full(SIDE, rank), async_op=True)
-            found = [wait.result(30) for wait in [threads.submit(gathered.wait) for _ in range(2)]]
-            assert all(np.array_equal(x, np.repeat(np.arange(size), SIDE)) for x in found)
+            results = [
+                wait.result(30) for wait in [threads.submit(gathered.wait) for _ in range(2)]
+            ]
+            assert all(np.array_equal(x, np.repeat(np.arange(size), SIDE)) for x in results)
 
 
 async def await_while_other_tasks_run(rank: int, size: int) -> None:

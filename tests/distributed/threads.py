@@ -28,8 +28,6 @@ def run_on_threads(size: int, run: Callable[[int], object]) -> None:
 
 
 class ThreadStore(Store):
-    """A store for ranks that are threads."""
-
     def __init__(
         self, rank: int, shared: list[dict[int, bytes]], barrier: threading.Barrier, pause: float
     ) -> None:

@@ -58,7 +58,6 @@ class Outcome:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that ended the process, or None."""
         died_by_signal = self.exit_code is not None and self.exit_code < 0
         return signal.Signals(-self.exit_code) if died_by_signal else None  # type: ignore[operator]
 
@@ -66,8 +65,8 @@ class Outcome:
         if self.kind == "raised":
             return f"raised {self.error_type}: {self.message}"
         if self.kind == "exited":
-            how = self.signal.name if self.signal else f"exit code {self.exit_code}"
-            return f"its process ended ({how})"
+            manner = self.signal.name if self.signal else f"exit code {self.exit_code}"
+            return f"its process ended ({manner})"
         if self.ok:
             return "returned"
         return " ".join(["did not answer before the deadline and was killed", self.message])
@@ -85,8 +84,10 @@ def mpirun_command(size: int) -> list[str]:
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     if program is None:
         raise FileNotFoundError("mpirun is not installed; pip install 'flashlight-py[mpi]'")
-    asked = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    if "Open MPI" in asked.stdout:
+    version_output = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, check=True
+    )
+    if "Open MPI" in version_output.stdout:
         return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
     return [program, "-n", str(size)]
 
@@ -121,7 +122,6 @@ class World:
         return self._groups | {starter.pid for starter in self._starters}
 
     def pids(self) -> set[int]:
-        """Every process of the process groups of this world."""
         return self.started() | processes.members(self.groups())
 
     def start(self, deadline: float) -> list[Outcome]:
@@ -179,7 +179,7 @@ class World:
         for rank in range(1 if self._init == "mpi" else self._size):
             env = self._environment(rank)
             with self._log(rank).open("wb") as log:
-                how: dict[str, Any] = {
+                options: dict[str, Any] = {
                     "stdin": subprocess.DEVNULL,
                     "stdout": log,
                     "stderr": subprocess.STDOUT,
@@ -188,9 +188,9 @@ class World:
                 }
                 if self._init == "mpi":
                     command = [*mpirun_command(self._size), *program, "-1"]
-                    starter: Starter = subprocess.Popen(command, **how)
+                    starter: Starter = subprocess.Popen(command, **options)
                 elif self._hosts:
-                    starter = self._hosts[rank].popen([*program, rank], **how)
+                    starter = self._hosts[rank].popen([*program, rank], **options)
                 else:
                     starter = fork_server.start(door, rank, env, log)
             self._starters.append(starter)
@@ -199,9 +199,9 @@ class World:
         return {**os.environ, **fork_server.ONE_THREAD, **self._own_environment(rank)}
 
     def _own_environment(self, rank: int) -> dict[str, str]:
-        own = (self._env(rank) if callable(self._env) else self._env) or {}
+        variables = (self._env(rank) if callable(self._env) else self._env) or {}
         if self._init != "env":
-            return dict(own)
+            return dict(variables)
         assert self._hosts
         beside = [other for other, host in enumerate(self._hosts) if host is self._hosts[rank]]
         started = {
@@ -213,7 +213,7 @@ class World:
             "MASTER_PORT": 29500,  # each host has all ports
             "MASTER_SECRET": self._folder.name,
         }
-        return {**{name: str(value) for name, value in started.items()}, **own}
+        return {**{name: str(value) for name, value in started.items()}, **variables}
 
     def _admit(self, door: socket.socket, ends: float) -> bool:
         """Accept one rank; return False if a process ended first, or at the deadline."""
@@ -232,8 +232,10 @@ class World:
         link = Connection(channel.detach())
         rank, launchers = link.recv()
         if rank in self._links:
-            known = self._rank_pids[rank]
-            raise RuntimeError(f"processes {known} and {pid} both say that they are rank {rank}")
+            reference = self._rank_pids[rank]
+            raise RuntimeError(
+                f"processes {reference} and {pid} both say that they are rank {rank}"
+            )
         self._links[rank], self._rank_pids[rank] = link, pid
         self._groups |= launchers
         with contextlib.suppress(ProcessLookupError):  # the rank has ended since
@@ -255,16 +257,16 @@ class World:
 
     def _collect(self, deadline: float, grace: float) -> list[Outcome]:
         ends = time.monotonic() + deadline
-        pending, found = set(range(self._size)), dict[int, Outcome]()
+        pending, result = set(range(self._size)), dict[int, Outcome]()
         while pending:
             answered = self._answers(pending, ends)
             if not answered:
-                return self._give_up(pending, found)
-            found |= answered
+                return self._give_up(pending, result)
+            result |= answered
             pending -= set(answered)
             if not all(outcome.ok for outcome in answered.values()):
                 ends = min(ends, time.monotonic() + grace)
-        return [found[rank] for rank in range(self._size)]
+        return [result[rank] for rank in range(self._size)]
 
     def _answers(self, pending: set[int], ends: float) -> dict[int, Outcome]:
         by_link = {self._links[rank]: rank for rank in pending}
@@ -282,7 +284,7 @@ class World:
         names, message, trace = content
         return Outcome(rank, kind, None, tuple(names), message, trace, stderr=self._tail(rank))
 
-    def _give_up(self, pending: set[int], found: dict[int, Outcome]) -> list[Outcome]:
+    def _give_up(self, pending: set[int], result: dict[int, Outcome]) -> list[Outcome]:
         """Make the ranks that did not answer print their stacks, then end them."""
         alive = {rank for rank in pending if self._starter(rank).poll() is None}
         for rank in alive & set(self._rank_pids):
@@ -291,8 +293,8 @@ class World:
         for rank in alive & set(self._rank_pids):
             _wait_for_end(self._starter(rank), DYING_SECONDS)
         for rank in pending:
-            found[rank] = self._stuck(rank) if rank in alive else self._exited(rank)
-        return [found[rank] for rank in range(self._size)]
+            result[rank] = self._stuck(rank) if rank in alive else self._exited(rank)
+        return [result[rank] for rank in range(self._size)]
 
     def _exited(self, rank: int) -> Outcome:
         code = self._starter(rank).poll()

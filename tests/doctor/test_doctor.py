@@ -51,7 +51,7 @@ def test_built_reports_every_extension_of_setup_py() -> None:
 
 def test_host_name_and_interface_return_states() -> None:
     addresses = ["127.0.1.1", "::1"], ["127.0.1.1", "10.0.0.1"], []
-    assert [doctor.host_name("a", each)[0] for each in addresses] == [WARNING, OK, WARNING]
+    assert [doctor.host_name("a", finding)[0] for finding in addresses] == [WARNING, OK, WARNING]
     states = {name: doctor.interface(name)[0] for name in ("lo", "127.0.0.1", "nothing0")}
     assert states == {"lo": OK, "127.0.0.1": OK, "nothing0": FAILED}
 
@@ -82,8 +82,8 @@ def test_file_system_of_names_the_file_system(tmp_path: Path) -> None:
 
 def test_rendezvous_folder_reports_all_guarantees_and_leaves_no_files(tmp_path: Path) -> None:
     findings = list(doctor.rendezvous_folder(tmp_path))
-    assert [each.subject for each in findings] == ["file system", *doctor.GUARANTEES]
-    assert all(each.state is OK for each in findings)
+    assert [finding.subject for finding in findings] == ["file system", *doctor.GUARANTEES]
+    assert all(item.state is OK for item in findings)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,7 +132,7 @@ def test_mpirun_warns_about_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @NEEDS_MPI
 def test_mpi_reports_library_abi_and_mpirun() -> None:
-    findings = {each.subject: each for each in doctor.mpi()}
+    findings = {finding.subject: finding for finding in doctor.mpi()}
     assert list(findings) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
     assert findings["library"].state is findings["ABI"].state is findings["GPU memory"].state is OK
     abi, standard, path = findings["ABI"].detail.split("; ")
@@ -147,7 +147,7 @@ def test_mpi_reports_gpu_support(monkeypatch: pytest.MonkeyPatch, cuda: bool | N
     """The facts are constants here, because one MPI has one behaviour."""
     facts = {"library": "x", "ABI": "x", "vendor": "x", "threads": False, "cuda": cuda}
     monkeypatch.setattr(doctor, "outcome_of", lambda *command: ("", facts, ""))
-    findings = {each.subject: each for each in doctor.mpi()}
+    findings = {finding.subject: finding for finding in doctor.mpi()}
     detail = findings["GPU memory"].detail
     assert ("params={'BACKEND': 'mpi', 'MPI_CUDA_AWARE': 1}" in detail) == (cuda is True)
     assert ("unknown" in detail, "does not accept" in detail) == (cuda is None, cuda is False)
@@ -245,8 +245,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert spec.origin
         source = Path(spec.origin)
         package = source.parent if source.name == "__init__.py" else source
-        for each in [package, *package.parent.glob(f"{name}.libs")]:
-            (site / each.name).symlink_to(each)
+        for item in [package, *package.parent.glob(f"{name}.libs")]:
+            (site / item.name).symlink_to(item)
     shutil.copytree(PACKAGE, site / "flashlight_py", ignore=shutil.ignore_patterns("_gloo*"))
     note = site / "flashlight_py" / "_native" / "gloo.missing.txt"
     note.write_text("it could not be compiled. Install libgloo-dev, then install again")

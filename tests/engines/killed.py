@@ -18,8 +18,6 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "engines.py")
 
 
 def killing(example: str, at: int, victim: int) -> Any:
-    """Return the example's ``train``; rank ``victim`` is killed before it saves a step."""
-
     def train(rank: int, folder: str) -> str:
         program = runpy.run_path(example)
         save = fl.save

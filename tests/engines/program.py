@@ -22,11 +22,11 @@ def main() -> None:
     total = int(fl.all_reduce(np.array(rank)))
     print(f"{rank} of {size} sum {total}", flush=True)
     if len(sys.argv) > 1:
-        victim, how = int(sys.argv[1]), sys.argv[2]
+        victim, failure = int(sys.argv[1]), sys.argv[2]
         if rank == victim:
-            if how == "raise":
+            if failure == "raise":
                 raise ValueError("a bad batch")
-            if how == "kill":
+            if failure == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)  # "wait": the test ends the job
         fl.all_reduce(np.zeros(4))

@@ -16,14 +16,14 @@ def total(rank: int, start: int) -> tuple[int, int]:
     return rank, int(fl.all_reduce(np.array(start + rank)))
 
 
-def fail(rank: int, how: str) -> None:
+def fail(rank: int, failure: str) -> None:
     """Fail on rank 1; the other ranks wait, or compute without communication."""
     fl.barrier()
     if rank == 1:
-        if how == "kill":
+        if failure == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("a bad batch")
-    while how == "compute":
+    while failure == "compute":
         time.monotonic()
     fl.barrier()
 
@@ -46,4 +46,4 @@ def sleep(_: object) -> None:
 
 
 def unpicklable(rank: int) -> Any:
-    return (each for each in [rank])
+    return (value for value in [rank])

@@ -33,18 +33,18 @@ def test_run_returns_results_in_rank_order(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("failure", "message"),
     [
         ("raise", "rank 1 of 3 raised ValueError: a bad batch; the other ranks were ended"),
         ("compute", "rank 1 of 3 raised ValueError: a bad batch; the other ranks were ended"),
         ("kill", "rank 1 of 3 was lost: "),
     ],
 )
-def test_run_names_the_first_cause(run: Run, how: str, message: str) -> None:
+def test_run_names_the_first_cause(run: Run, failure: str, message: str) -> None:
     with pytest.raises(RankFailedError, match=message) as caught:
-        run(tasks.fail, (how,))
+        run(tasks.fail, (failure,))
     assert caught.value.rank == 1
-    if how != "kill":
+    if failure != "kill":
         assert "in fail" in str(caught.value)  # the traceback of the rank
     assert run(tasks.total, (10,))[0] == (0, 33)  # no part of the attempt still runs
 

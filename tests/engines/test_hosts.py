@@ -34,7 +34,7 @@ print(outcome.description if isinstance(outcome, Failure) else pickle.loads(outc
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster(2) as cluster:
-        names = {each.name: each.addresses for each in cluster}
+        names = {item.name: item.addresses for item in cluster}
         for host in cluster:  # like Debian's installer
             host.hosts_file({**names, host.name: "127.0.1.1"})
         yield cluster
@@ -47,8 +47,8 @@ def test_rank_0_is_reachable_from_another_host(cluster: Cluster, hosts: list[str
     start = Start(2, 0, dumps((tasks.total, (10,), {"TIMEOUT": 20})))
 
     def begin(rank: int, meeting: object = None) -> subprocess.Popen[str]:
-        told = json.dumps([dumps(start).hex(), rank, hosts, meeting])
-        command = [sys.executable, "-c", PROGRAM, told]
+        argument = json.dumps([dumps(start).hex(), rank, hosts, meeting])
+        command = [sys.executable, "-c", PROGRAM, argument]
         return cluster[rank].popen(command, stdout=subprocess.PIPE, text=True)
 
     with begin(0) as first:
@@ -56,5 +56,5 @@ def test_rank_0_is_reachable_from_another_host(cluster: Cluster, hosts: list[str
         meeting = json.loads(first.stdout.readline())
         assert meeting[0][0] == hosts[0]
         with begin(1, meeting) as second:
-            outputs = [each.communicate()[0].strip() for each in (first, second)]
+            outputs = [process.communicate()[0].strip() for process in (first, second)]
     assert outputs == ["(0, 21)", "(1, 21)"]

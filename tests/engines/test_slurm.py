@@ -92,21 +92,23 @@ def test_concurrent_steps_of_a_job_are_separate_worlds(slurm: Host) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise", "kill"])
-def test_failed_rank_ends_the_step(slurm: Host, how: str) -> None:
+@pytest.mark.parametrize("failure", ["raise", "kill"])
+def test_failed_rank_ends_the_step(slurm: Host, failure: str) -> None:
     """flashlight_py notifies the other ranks, even without srun's --kill-on-bad-exit."""
-    done = slurm.run(["srun", "-n", "4", "-N", "2", *PYTHON, "2", how])
+    done = slurm.run(["srun", "-n", "4", "-N", "2", *PYTHON, "2", failure])
     assert done.returncode != 0
     lost = done.stderr.count("PeerLostError: ")
     assert lost >= 3, done.stderr
-    if how == "raise":
+    if failure == "raise":
         assert "ValueError: a bad batch" in done.stderr
     await_no_processes(slurm)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["scancel --name ended", "pkill -INT -x srun; pkill -INT -x srun"])
-def test_cancelled_job_leaves_nothing(slurm: Host, way: str) -> None:
+@pytest.mark.parametrize(
+    "command", ["scancel --name ended", "pkill -INT -x srun; pkill -INT -x srun"]
+)
+def test_cancelled_job_leaves_nothing(slurm: Host, command: str) -> None:
     """Cancelled by Slurm, and by Ctrl-C, which srun needs twice."""
     srun = slurm.popen(
         ["srun", "--job-name", "ended", "-n", "4", "-N", "2", *PYTHON, "1", "wait"],
@@ -116,7 +118,7 @@ def test_cancelled_job_leaves_nothing(slurm: Host, way: str) -> None:
     )
     try:
         await_ranks(srun, 4)
-        slurm.run(["bash", "-c", way])
+        slurm.run(["bash", "-c", command])
         assert srun.wait(30) != 0
     finally:
         slurm.run(["pkill", "-KILL", "-x", "srun"])

@@ -40,10 +40,10 @@ def losses(output: str) -> list[float]:
     assert first == "[Multi-layer Perceptron] Started..."
     assert last == "[Multi-layer Perceptron] Done!"
     assert re.fullmatch(rf"{len(epochs)} epochs in \d+\.\d s", took)
-    found = [re.fullmatch(r"Epoch: (\d+) Mean Squared Error: (\S+)", line) for line in epochs]
-    assert all(found), output
-    assert [int(match[1]) for match in found if match] == list(range(1, len(epochs) + 1))
-    texts = [match[2] for match in found if match]
+    results = [re.fullmatch(r"Epoch: (\d+) Mean Squared Error: (\S+)", line) for line in epochs]
+    assert all(results), output
+    assert [int(match[1]) for match in results if match] == list(range(1, len(epochs) + 1))
+    texts = [match[2] for match in results if match]
     assert all(f"{float(text):g}" == text for text in texts), "six significant digits"
     return [float(text) for text in texts]
 
@@ -60,16 +60,16 @@ def parameters(file: Path) -> dict[str, np.ndarray]:
 
 def test_example_reduces_the_loss_in_one_process() -> None:
     (output,) = printed(start(PYTHON, "--epochs", 3, "--samples", 3000))
-    found = losses(output)
-    assert found == sorted(found, reverse=True)
-    assert found[-1] < 0.3 * found[0]
+    result = losses(output)
+    assert result == sorted(result, reverse=True)
+    assert result[-1] < 0.3 * result[0]
 
 
 @pytest.mark.slow
 def test_example_reduces_the_loss_with_a_shared_file_and_without_mpi(tmp_path: Path) -> None:
     first, second = printed(*by_file(tmp_path, 2, "--epochs", 2, "--samples", 3000))
-    found = losses(first)
-    assert found[1] < 0.75 * found[0]
+    result = losses(first)
+    assert result[1] < 0.75 * result[0]
     assert second == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -84,9 +84,9 @@ def test_example_has_equal_losses_for_any_number_of_processes(size: int, tmp_pat
     several = [*mpirun_command(size), *PYTHON]
     (many,) = printed(start(several, *job, 4 // size, "--save", together))
     np.testing.assert_allclose(losses(many), losses(one), rtol=1e-3)
-    ours, theirs = parameters(together), parameters(alone)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
+    ours, others = parameters(together), parameters(alone)
+    assert ours.keys() == others.keys()
+    for name, value in others.items():
         np.testing.assert_allclose(ours[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 

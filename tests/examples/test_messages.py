@@ -17,11 +17,11 @@ def test_heat_has_the_same_bits_for_any_number_of_ranks(tmp_path: Path) -> None:
     picture = tmp_path / "heat.png"
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     plot = ("--plot", picture) if has_matplotlib else ()
-    found = [output((*FLRUN, ranks), *job, *plot) for ranks in (2, 3, 4)]
-    found.append(output(ALONE, *job))
+    results = [output((*FLRUN, ranks), *job, *plot) for ranks in (2, 3, 4)]
+    results.append(output(ALONE, *job))
     cuts = ["2 x 1", "3 x 1", "2 x 2", "1 x 1"]
-    assert [text.partition(" pieces")[0] for text in found] == cuts
-    digests = {re.findall(r"SHA-256 of the temperatures: (\w{64})", text)[0] for text in found}
+    assert [text.partition(" pieces")[0] for text in results] == cuts
+    digests = {re.findall(r"SHA-256 of the temperatures: (\w{64})", text)[0] for text in results}
     assert len(digests) == 1
     assert not has_matplotlib or picture.read_bytes().startswith(b"\x89PNG")
 

@@ -24,9 +24,9 @@ def output(start: tuple[object, ...], name: str, *options: object) -> str:
 
 
 def digest(text: str) -> str:
-    found = re.search(r"SHA-256 of the parameters: (\w{64})", text)
-    assert found, text
-    return found[1]
+    match = re.search(r"SHA-256 of the parameters: (\w{64})", text)
+    assert match, text
+    return match[1]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_models_with_leaves_have_the_same_bits(name: str, ranks: int, options: l
 
 def test_model_continues_from_its_checkpoint(tmp_path: Path) -> None:
     """The checkpoint restores random generators and the learning rate of the schedule."""
-    whole = output(ALONE, "tiny_gpt")
+    unbroken = output(ALONE, "tiny_gpt")
     folder = tmp_path / "run"
     output((*FLRUN, 2), "tiny_gpt", "--folder", folder)
     (newest, _) = sorted(folder.iterdir(), reverse=True)
@@ -51,7 +51,7 @@ def test_model_continues_from_its_checkpoint(tmp_path: Path) -> None:
         file.unlink()
     newest.rmdir()
     rest = output((*FLRUN, 2), "tiny_gpt", "--folder", folder)
-    assert "step     2" in whole
+    assert "step     2" in unbroken
     assert "step     2" not in rest
     assert "step     4" in rest
 
@@ -60,8 +60,8 @@ def test_model_continues_from_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_models_have_the_same_bits_with_mpirun_and_flrun(name: str) -> None:
     """Both captured and eager."""
-    found = output(("mpirun", "-n", 2, *ALONE), name)
-    assert digest(output((*FLRUN, 2), name, "--capture")) == digest(found)
+    result = output(("mpirun", "-n", 2, *ALONE), name)
+    assert digest(output((*FLRUN, 2), name, "--capture")) == digest(result)
 
 
 @pytest.mark.slow

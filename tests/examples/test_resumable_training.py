@@ -36,7 +36,7 @@ def digest(text: str) -> str:
 
 def ranks_of(folder: Path) -> list[int]:
     """Return the rank processes that train in ``folder``, without the launcher."""
-    found = []
+    results = []
     for process in Path("/proc").iterdir():
         if not process.name.isdecimal():
             continue
@@ -46,8 +46,8 @@ def ranks_of(folder: Path) -> list[int]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):  # the process has ended
             continue
         if bytes(folder) in words and any(entry.startswith(b"RANK=") for entry in entries):
-            found.append(int(process.name))
-    return found
+            results.append(int(process.name))
+    return results
 
 
 def disturbed(folder: Path, random: Any, ranks: int, kills: int, *options: str) -> tuple[str, int]:
@@ -95,10 +95,10 @@ def test_training_has_equal_bits_after_any_kills(tmp_path: Path, expected: str, 
                 launcher.stdout.readline()
             launcher.kill()
     kills, ranks = int(random.integers(1, 4)), int(random.integers(2, 9))
-    how = ("--max-restarts", str(kills))
+    options = ("--max-restarts", str(kills))
     if random.random() < 0.5:
-        how, kills = ("--min-n", "1"), min(kills, ranks - 1)
-    text, _ = disturbed(folder, random, ranks, kills, *how)
+        options, kills = ("--min-n", "1"), min(kills, ranks - 1)
+    text, _ = disturbed(folder, random, ranks, kills, *options)
     assert digest(text) == expected
 
 

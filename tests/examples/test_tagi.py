@@ -58,9 +58,9 @@ def test_digits_accuracy_does_not_depend_on_ranks(model: str, epochs: int, goal:
     job = ("--model", model, "--num-epochs", epochs)
     alone, *together = (accuracies(*job, ranks=ranks) for ranks in (1, 2, 4))
     assert alone[-1] >= goal
-    for found in together:
-        assert found[-1] >= goal
-        assert np.abs(np.subtract(found, alone)).max() < 0.6  # two samples, from rounding
+    for result in together:
+        assert result[-1] >= goal
+        assert np.abs(np.subtract(result, alone)).max() < 0.6  # two samples, from rounding
 
 
 @pytest.mark.slow

@@ -29,10 +29,9 @@ PACKAGES = r"numpy|cffi|cupy(-cuda1\dx)?|nvidia-nccl-cu1\d|torch|pytest|mpi4py"
 
 
 def packages() -> Iterator[tuple[str, str]]:
-    """Yield name and version of the installed packages, with the wheels for each CUDA version."""
-    for found in sorted(metadata.distributions(), key=lambda each: str(each.name).lower()):
-        if re.fullmatch(PACKAGES, found.name):
-            yield found.name, found.version
+    for value in sorted(metadata.distributions(), key=lambda package: str(package.name).lower()):
+        if re.fullmatch(PACKAGES, value.name):
+            yield value.name, value.version
 
 
 def nccl() -> str:
@@ -121,15 +120,14 @@ def why_no_gpu() -> str:
 
 
 def processor() -> str:
-    """Return the name of the processor."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         return next(line for line in file if "model name" in line).partition(":")[2].strip()
     return platform.machine()
 
 
-def show(what: str, found: str) -> None:
+def show(name: str, value: str) -> None:
     """Print a row at once, because a later row may end this process."""
-    print(f"| {what} | {found} |", flush=True)
+    print(f"| {name} | {value} |", flush=True)
 
 
 def main() -> None:
@@ -144,6 +142,6 @@ def main() -> None:
     for name in LIBRARIES:
         show(name, library_of_cuda(name))
     wrong = [backend for backend in ("shm", "gloo") if not works_on_the_cpu(backend)]
-    for what, found in gpu():
-        show(what, found)
+    for case, value in gpu():
+        show(case, value)
     sys.exit(f"{', '.join(wrong)} failed on the CPU, as shown above" if wrong else 0)

@@ -57,10 +57,7 @@ BETWEEN = 4  # most calls between two synchronisations: the host must not run fa
 SMALL, LARGE = 16, 1 << 17  # elements of float64: 128 bytes, 1 MB
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-ERRORS = {
-    "kill": ("PeerLostError",),
-    "stop": ("CollectiveTimeoutError", "PeerLostError"),
-}
+ERRORS = {"kill": ("PeerLostError",), "stop": ("CollectiveTimeoutError", "PeerLostError")}
 LIMITS = {"kill": SOON, "stop": TIMEOUT + SOON}
 
 
@@ -215,7 +212,6 @@ def end_stopped_rank(size: int, folder: Path) -> None:
 
 
 def await_files(files: Sequence[Path], seconds: float) -> None:
-    """Return when all ``files`` exist, or after ``seconds``."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends and not all(file.exists() for file in files):
         time.sleep(POLL)
@@ -230,26 +226,30 @@ def plan(kills: int, stops: int, seed: int) -> list[Round]:
         [Round(kind, 4 if i % 4 == 3 else 2, first + i) for i in range(count)]
         for kind, count, first in (("kill", kills, seed), ("stop", stops, seed + 1000))
     ]
-    return [each for pair in itertools.zip_longest(*rounds) for each in pair if each is not None]
+    return [
+        round_ for pair in itertools.zip_longest(*rounds) for round_ in pair if round_ is not None
+    ]
 
 
-def play(each: Round, ends: float, worlds: Callable[..., dict[str, Any]] = world) -> Result | None:
+def play(
+    round_: Round, ends: float, worlds: Callable[..., dict[str, Any]] = world
+) -> Result | None:
     """Run one round. Return None, and run nothing, if ``ends`` is too near."""
     begin = time.monotonic()
     if ends - begin < LEAST_SECONDS:
         return None
     with tempfile.TemporaryDirectory(prefix="round-") as folder:
-        arguments = each.kind, each.seed, folder
-        where = {"deadline": ROUND_SECONDS, **worlds(each.size, TIMEOUT=JOINING)}
+        arguments = round_.kind, round_.seed, folder
+        where = {"deadline": ROUND_SECONDS, **worlds(round_.size, TIMEOUT=JOINING)}
         try:
-            outcomes = run_outcomes(call_until_error, each.size, *arguments, **where)
+            outcomes = run_outcomes(call_until_error, round_.size, *arguments, **where)
         except RanksFailedError as error:
             outcomes, problem = error.outcomes, "a rank did not start or did not end"
         except Exception as error:  # noqa: BLE001 - one broken round must not end the others
             outcomes, problem = [], f"{type(error).__name__}: {error}"
         else:
             problem = ""
-        result = Result(*each, time.monotonic() - begin, problem=problem)
+        result = Result(*round_, time.monotonic() - begin, problem=problem)
         judge(result, outcomes, Path(folder))
     if result.problem:
         result.report = "\n".join(described(outcome) for outcome in outcomes)
@@ -293,8 +293,10 @@ def problems_of(raised: Raised, kind: str, rank: int, seconds: float) -> Iterato
 def described(outcome: Outcome) -> str:
     """Return the whole outcome of a rank, with the message of its error."""
     value = outcome.value
-    said = f"\n{value.error} in {value.verb}: {value.message}" if isinstance(value, Raised) else ""
-    return f"{outcome.report()}{said}"
+    output = (
+        f"\n{value.error} in {value.verb}: {value.message}" if isinstance(value, Raised) else ""
+    )
+    return f"{outcome.report()}{output}"
 
 
 def summary(results: Iterable[Result], kind: str, planned: int) -> str:
@@ -316,7 +318,9 @@ def play_all(rounds: Sequence[Round], lanes: int, ends: float) -> list[Result]:
     run_ranks(nothing, 1)  # starts the server that forks ranks, before several threads need it
     results: list[Result] = []
     executor = ThreadPoolExecutor(lanes)
-    futures: list[Future[Result | None]] = [executor.submit(play, each, ends) for each in rounds]
+    futures: list[Future[Result | None]] = [
+        executor.submit(play, round_, ends) for round_ in rounds
+    ]
     with contextlib.suppress(KeyboardInterrupt):
         for future in as_completed(futures):
             result = future.result()

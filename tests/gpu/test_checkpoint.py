@@ -24,8 +24,8 @@ def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.nda
     fl.distribute_module_grads(model)
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
     parts: dict[str, Any] = {"module": model, "optimizer": optimizer, "rng": generator}
-    found = fl.load(folder, **parts)
-    for step in range(0 if found is None else found.step, 6):
+    result = fl.load(folder, **parts)
+    for step in range(0 if result is None else result.step, 6):
         if step == stop:
             break
         inputs = generator.random((16, 4), dtype=cupy.float32)
@@ -40,6 +40,8 @@ def trained(rank: int, size: int, folder: Path, stop: int | None) -> list[np.nda
 def test_gpu_run_continues_from_a_checkpoint_with_the_same_bits(ranks: Any, tmp_path: Path) -> None:
     expected = ranks.run(trained, tmp_path / "whole", None)
     ranks.run(trained, tmp_path / "stopped", 3)
-    for got, whole in zip(ranks.run(trained, tmp_path / "stopped", None), expected, strict=True):
-        for one, other in zip(got, whole, strict=True):
+    for got, reference in zip(
+        ranks.run(trained, tmp_path / "stopped", None), expected, strict=True
+    ):
+        for one, other in zip(got, reference, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -35,8 +35,8 @@ def opened(rank: int, size: int) -> tuple[set[str], int, int]:
 
 
 def test_process_loads_one_nccl_library_of_a_supported_version(ranks: Any) -> None:
-    for found, ours, cupys in ranks.run(opened):
-        assert len(found) == 1, "CuPy and this package use different files"
+    for result, ours, cupys in ranks.run(opened):
+        assert len(result) == 1, "CuPy and this package use different files"
         assert ours == cupys >= 21400
 
 
@@ -83,7 +83,7 @@ def test_each_group_has_its_own_communicator(rank: int, size: int) -> None:
     assert halves is not None
     arrays = [verbs.on_gpu(np.full(50_000, rank + 1.0)) for _ in range(3)]
     for _ in range(5):
-        given = [float(array[0]) for array in arrays]
+        numbers = [float(array[0]) for array in arrays]
         works = [
             fl.all_reduce(array, async_op=True, group=group)
             for array, group in zip(arrays, (None, everyone, halves), strict=True)
@@ -92,7 +92,7 @@ def test_each_group_has_its_own_communicator(rank: int, size: int) -> None:
             work.wait()
         sums = [float(array[-1]) for array in arrays]
         half = range(rank % 2, size, 2)
-        if given == [rank + 1.0] * 3:
+        if numbers == [rank + 1.0] * 3:
             assert sums == [size * (size + 1) / 2] * 2 + [sum(r + 1.0 for r in half)]
         for array in arrays:
             array.fill(rank + 1.0)

@@ -31,6 +31,6 @@ def losses(size: int, device: str) -> list[float]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_example_has_the_losses_of_the_cpu(size: int) -> None:
-    expected, found = losses(size, "cpu"), losses(size, "cuda")
-    assert len(found) == 4
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    expected, result = losses(size, "cpu"), losses(size, "cuda")
+    assert len(result) == 4
+    np.testing.assert_allclose(result, expected, rtol=1e-4)

@@ -89,9 +89,9 @@ DIFFERENT: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = 
 }
 
 
-def call_differently(rank: int, size: int, what: str, begin: Callable[[], Any]) -> Failure:
+def call_differently(rank: int, size: int, difference: str, begin: Callable[[], Any]) -> Failure:
     x = begin()
-    return failure_of(lambda: DIFFERENT[what][rank](x))
+    return failure_of(lambda: DIFFERENT[difference][rank](x))
 
 
 def refused_on_rank_1(rank: int, size: int) -> Failure:
@@ -106,30 +106,28 @@ def refused_on_rank_1(rank: int, size: int) -> Failure:
 
 @pytest.fixture
 def measured(record_property: Callable[[str, object], None]) -> Measured:
-    """Return the failure of a rank, and print it with its seconds."""
-
     def show(outcome: Any) -> Failure:
         assert outcome.ok, outcome.report()
-        found: Failure = outcome.value
-        record_property(f"rank {outcome.rank}: {found.kind}", f"{found.seconds:.2f} s")
-        return found
+        result: Failure = outcome.value
+        record_property(f"rank {outcome.rank}: {result.kind}", f"{result.seconds:.2f} s")
+        return result
 
     return show
 
 
 WAYS: dict[str, tuple[Any, ...]] = {
-    **{what: (call_differently, what, connected) for what in DIFFERENT},
+    **{difference: (call_differently, difference, connected) for difference in DIFFERENT},
     "while NCCL connects": (call_differently, "shape", joined),
     "refused": (refused_on_rank_1,),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nccl_mismatch_raises_on_every_rank(way: str, measured: Measured) -> None:
-    for found in map(measured, outcomes(*WAYS[way])):
-        assert found.kind == "MismatchError", found
-        assert "test_failures.py" in found.message
-        assert found.seconds < SOON
+@pytest.mark.parametrize("difference", WAYS)
+def test_nccl_mismatch_raises_on_every_rank(difference: str, measured: Measured) -> None:
+    for outcome in map(measured, outcomes(*WAYS[difference])):
+        assert outcome.kind == "MismatchError", outcome
+        assert "test_failures.py" in outcome.message
+        assert outcome.seconds < SOON
 
 
 def raises_on_rank_1(rank: int, size: int) -> Failure:
@@ -143,11 +141,11 @@ def raises_on_rank_1(rank: int, size: int) -> Failure:
 def test_exception_of_a_rank_raises_peer_lost_error_with_its_traceback(measured: Measured) -> None:
     waiting, raised = outcomes(raises_on_rank_1)
     assert raised.error_type == "ValueError"
-    found = measured(waiting)
-    assert found.kind == "PeerLostError"
-    assert "ValueError: of this rank's own" in found.message
-    assert "in raises_on_rank_1" in found.message
-    assert found.seconds < SOON
+    result = measured(waiting)
+    assert result.kind == "PeerLostError"
+    assert "ValueError: of this rank's own" in result.message
+    assert "in raises_on_rank_1" in result.message
+    assert result.seconds < SOON
 
 
 def killed(rank: int, size: int, begin: Callable[[], Any]) -> Failure:
@@ -163,10 +161,10 @@ def test_ranks_name_a_killed_rank(size: int, begin: Callable[[], Any], measured:
         if rank == 1:
             assert outcome.signal is signal.SIGKILL
             continue
-        found = measured(outcome)
-        assert found.kind == "PeerLostError", found
-        assert "rank 1" in found.message
-        assert found.seconds < SOON
+        result = measured(outcome)
+        assert result.kind == "PeerLostError", result
+        assert "rank 1" in result.message
+        assert result.seconds < SOON
 
 
 def stopped_for_a_while(rank: int, size: int) -> Failure:
@@ -175,18 +173,18 @@ def stopped_for_a_while(rank: int, size: int) -> Failure:
     processes: list[int] = fl.all_gather_object(os.getpid())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    found = failure_of(lambda: fl.all_reduce(x))
+    result = failure_of(lambda: fl.all_reduce(x))
     if rank == 0:
         os.kill(processes[1], signal.SIGCONT)
-    return found
+    return result
 
 
 def test_survivors_name_a_stopped_rank_after_the_timeout(measured: Measured) -> None:
     waiting, stopped = outcomes(stopped_for_a_while)
-    found = measured(waiting)
-    assert found.kind == "CollectiveTimeoutError", found
-    assert "rank 1" in found.message
-    assert TIMEOUT <= found.seconds < 3 * TIMEOUT
+    result = measured(waiting)
+    assert result.kind == "CollectiveTimeoutError", result
+    assert "rank 1" in result.message
+    assert TIMEOUT <= result.seconds < 3 * TIMEOUT
     assert stopped.ok, stopped.report()
     assert stopped.value.kind != "returned"
 
@@ -213,8 +211,8 @@ def test_survivors_name_a_rank_that_exits_without_the_call(missing: Callable[...
 
 def begins_anew(rank: int, size: int, meeting: str) -> float:
     """After a mismatch: leave, join again, and reduce."""
-    found = call_differently(rank, size, "verb", connected)
-    assert found.kind == "MismatchError", found
+    result = call_differently(rank, size, "verb", connected)
+    assert result.kind == "MismatchError", result
     fl.distributed_shutdown()
     params = {"FILE_PATH": meeting, "TIMEOUT": 5 * TIMEOUT}
     fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, rank, size, params)

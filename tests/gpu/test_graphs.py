@@ -84,7 +84,7 @@ def train(training: Training, rank: int = 0, count: int = STEPS) -> list[float]:
 
 def compare(rank: int, size: int, optimizer: str, drop: float = 0) -> None:
     """Check that captured and eager steps have the same bits, each in its own training."""
-    found = []
+    results = []
     for captured in (False, True):
         training = Training(optimizer, captured, drop=drop)
         if size > 1:
@@ -92,11 +92,11 @@ def compare(rank: int, size: int, optimizer: str, drop: float = 0) -> None:
             fl.distribute_module_grads(training.model)
         fl.set_seed(5)
         losses = train(training, rank)
-        found.append([*losses, *training.state()])
+        results.append([*losses, *training.state()])
         if captured:
             assert not training.step.reason
             assert training.step.replays == STEPS - 1
-    for eager, replayed in zip(*found, strict=True):
+    for eager, replayed in zip(*results, strict=True):
         np.testing.assert_array_equal(eager, replayed)
 
 
@@ -146,9 +146,9 @@ def stays_eager(rank: int, size: int) -> dict[str, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for number in range(4):
-                given, eager = x * number, x * number
-                np.testing.assert_array_equal(captured(given).get(), step(eager).get())
-                np.testing.assert_array_equal(given.get(), eager.get())
+                scaled, eager = x * number, x * number
+                np.testing.assert_array_equal(captured(scaled).get(), step(eager).get())
+                np.testing.assert_array_equal(scaled.get(), eager.get())
         reasons[step.__name__] = captured.reason
     assert numbers[0] == 8
     return reasons
@@ -184,10 +184,10 @@ def products(rank: int, size: int) -> None:
 
         captured: Any = fl.capture(step)
         for _ in range(3):
-            found = captured(a, b)
+            result = captured(a, b)
         assert captured.replays == 2, captured.reason
         tolerance = 1e-2 if dtype == "float16" else 1e-5
-        for replayed, eager in zip(found, step(a, b), strict=True):
+        for replayed, eager in zip(result, step(a, b), strict=True):
             np.testing.assert_allclose(replayed.get(), eager.get(), tolerance, tolerance)
 
 
@@ -267,17 +267,17 @@ def test_graphs_are_destroyed_with_their_world(tmp_path: Path) -> None:
     assert outcomes[0].value == outcomes[1].value
 
 
-def ends_in_replays(rank: int, size: int, how: str) -> tuple[str, str, float]:
+def ends_in_replays(rank: int, size: int, end_kind: str) -> tuple[str, str, float]:
     """Let rank 1 die, stop or leave the loop while rank 0 replays."""
     training = Training("sgd", captured=True)
     fl.distribute_module_grads(training.model)
     train(training, rank, 4)
     processes: list[int] = fl.all_gather_object(os.getpid())
-    if rank == 1 and how != "leaves":
-        os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    if rank == 1 and end_kind != "leaves":
+        os.kill(os.getpid(), signal.SIGKILL if end_kind == "dies" else signal.SIGSTOP)
 
     def go_on() -> None:
-        if rank == 1 and how == "leaves":
+        if rank == 1 and end_kind == "leaves":
             fl.all_reduce(verbs.on_gpu(np.ones(3)))
             fl.sync_distributed()
         while True:
@@ -287,7 +287,7 @@ def ends_in_replays(rank: int, size: int, how: str) -> tuple[str, str, float]:
     began = time.monotonic()
     with pytest.raises(fl.errors.DistributedError) as caught:
         go_on()
-    if rank == 0 and how == "stops":
+    if rank == 0 and end_kind == "stops":
         os.kill(processes[1], signal.SIGCONT)
     with suppress(fl.errors.DistributedError):  # raised again by the pending calls
         fl.distributed_shutdown()
@@ -295,7 +295,7 @@ def ends_in_replays(rank: int, size: int, how: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "seconds"),
+    ("end_kind", "kind", "seconds"),
     [
         ("dies", "PeerLostError", 4.0),
         ("stops", "CollectiveTimeoutError", 2 * TIMEOUT),
@@ -303,13 +303,15 @@ def ends_in_replays(rank: int, size: int, how: str) -> tuple[str, str, float]:
     ],
 )
 def test_survivors_name_a_rank_that_dies_during_replays(
-    how: str, kind: str, seconds: float, record_property: Callable[[str, object], None]
+    end_kind: str, kind: str, seconds: float, record_property: Callable[[str, object], None]
 ) -> None:
-    outcomes = run_outcomes(ends_in_replays, 2, how, deadline=60.0, **world(2, TIMEOUT=TIMEOUT))
+    outcomes = run_outcomes(
+        ends_in_replays, 2, end_kind, deadline=60.0, **world(2, TIMEOUT=TIMEOUT)
+    )
     assert outcomes[0].ok, outcomes[0].report()
-    found, message, took = outcomes[0].value
-    record_property(how, f"{found} after {took:.2f} s")
-    assert found == kind, message
+    result, message, took = outcomes[0].value
+    record_property(end_kind, f"{result} after {took:.2f} s")
+    assert result == kind, message
     assert "rank 1" in message
     assert took < seconds
 
@@ -317,27 +319,27 @@ def test_survivors_name_a_rank_that_dies_during_replays(
 def times(rank: int, size: int) -> dict[str, float]:
     """Return the host's and the total microseconds of a step like the step of the example."""
     cupy = verbs.cupy()
-    found = {}
+    results = {}
     for captured in (False, True):
         training = Training("sgd", captured)
         if size > 1:
             fl.distribute_module_grads(training.model)
-        known = list(batches(rank, 1))
+        batches_of_rank = list(batches(rank, 1))
         for _ in range(10):
-            training.example(*known[0])
+            training.example(*batches_of_rank[0])
         count, series = 5, []  # more would fill CUDA's queue, because the ranks share the GPU
         for _ in range(5):
             cupy.cuda.Device().synchronize()
             fl.barrier()
             began = time.perf_counter()
             for _ in range(count):
-                training.example(*known[0])
+                training.example(*batches_of_rank[0])
             host = time.perf_counter() - began
             cupy.cuda.Device().synchronize()
             series.append((host / count * 1e6, (time.perf_counter() - began) / count * 1e6))
         name = "captured" if captured else "eager"
-        found[f"{name}, host"], found[f"{name}, all"] = np.median(series, axis=0)
-    return found
+        results[f"{name}, host"], results[f"{name}, all"] = np.median(series, axis=0)
+    return results
 
 
 def test_step_time_is_reported(ranks: Any, record_property: Callable[[str, object], None]) -> None:

@@ -35,6 +35,6 @@ def both_ways(rank: int, size: int, name: str) -> tuple[list[bytes], float]:
 
 @pytest.mark.parametrize("name", TOLERANCE)
 def test_hooks_give_equal_results_for_cupy_and_numpy_arrays(ranks: Any, name: str) -> None:
-    told = ranks.run(both_ways, name)
-    assert all(bits == told[0][0] for bits, _ in told)
-    assert max(worst for _, worst in told) <= TOLERANCE[name]
+    results = ranks.run(both_ways, name)
+    assert all(bits == results[0][0] for bits, _ in results)
+    assert max(worst for _, worst in results) <= TOLERANCE[name]

@@ -14,7 +14,6 @@ LONG = 1 << 30  # cycles, about half a second: a call that does not wait reads t
 
 
 def slow_add(array: Any, number: float, stream: Any) -> None:
-    """Add ``number`` to a CuPy array on ``stream`` after a delay."""
     import cupy
 
     kernel = cupy.RawKernel(
@@ -30,8 +29,6 @@ def slow_add(array: Any, number: float, stream: Any) -> None:
 
 
 class OnlyCuda:
-    """A CuPy array with the CUDA array interface and without DLPack."""
-
     def __init__(self, array: Any, stream: int | None) -> None:
         self.array_of_cupy, self.stream = array, stream
 

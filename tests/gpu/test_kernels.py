@@ -90,8 +90,8 @@ def test_mean_squared_error_of_large_arrays_is_accurate(dtype: str, shape: tuple
     import cupy
 
     x, target = rows(dtype, 2, shape), rows(dtype, 3, shape[::-1])
-    given = fl.no_grad(cupy.asarray(x)), fl.no_grad(cupy.asarray(target).T)
-    means: list[Any] = [F.mean_squared_error(*given).array for _ in range(2)]
+    arguments = fl.no_grad(cupy.asarray(x)), fl.no_grad(cupy.asarray(target).T)
+    means: list[Any] = [F.mean_squared_error(*arguments).array for _ in range(2)]
     got, again = (mean.get() for mean in means)
     wide = x.astype("float64") - target.T.astype("float64")
     expected = math.fsum((wide * wide).flat) / wide.size
@@ -108,8 +108,8 @@ def test_linear_with_relu_equals_numpy(dtype: str) -> None:
         params = [fl.param(array) for array in (x, weight, bias)]
         out = F.linear_relu(*params)
         F.sum(out).backward()
-        found: list[Any] = [out.array, *(p.grad for p in params)]
-        sums = [(array * array).sum() for array in found]
+        results: list[Any] = [out.array, *(p.grad for p in params)]
+        sums = [(array * array).sum() for array in results]
         return fl.device.array_module(x).stack(sums)
 
     shapes = (20, 30), (40, 30), (40,)

@@ -32,16 +32,16 @@ def gpu() -> str:
 
 def run(function: Callable[..., Any], leaves: list[Any], device: str) -> list[np.ndarray]:
     """Return the value of a function of the leaves, and all their gradients, on ``device``."""
-    given = [v if v.calc_grad else v.array for v in leaves]
+    operands = [v if v.calc_grad else v.array for v in leaves]
     for variable in leaves:
         variable.data = to_device(variable.data, device)
     result = function(*leaves)
     result.backward(to_device(weights_of(result.numpy()), device))
-    found = [result.array, *(v.grad for v in given if isinstance(v, fl.Variable))]
-    for array in found:
+    results = [result.array, *(v.grad for v in operands if isinstance(v, fl.Variable))]
+    for array in results:
         assert array is not None
         assert device_of(array) == device
-    return [to_device(array, "cpu") for array in found]
+    return [to_device(array, "cpu") for array in results]
 
 
 def close(got: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None:
@@ -52,7 +52,6 @@ def close(got: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None
 
 
 def compare(function: Callable[..., Any], arrays: Callable[[], Any], dtype: str) -> None:
-    """Run a function of parameters on the CPU and on the GPU, and compare."""
     expected, got = (run(function, [*map(fl.param, arrays())], device) for device in ("cpu", gpu()))
     close(got, expected, dtype)
 
@@ -66,13 +65,13 @@ def test_functions_on_the_gpu_equal_the_cpu(case: Case, dtype: str) -> None:
 @EVERY_DTYPE
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 def test_layers_on_the_gpu_equal_the_cpu(row: Row, dtype: str) -> None:
-    found = []
+    results = []
     for device in ("cpu", gpu()):
         module = made(row, dtype).to(device)
         inputs = variables_of(row, dtype)
         leaves = [*inputs, *module.params()]
-        found.append(run(lambda *_, m=module, x=inputs: call(row, m, x), leaves, device))
-    close(found[1], found[0], dtype)
+        results.append(run(lambda *_, m=module, x=inputs: call(row, m, x), leaves, device))
+    close(results[1], results[0], dtype)
 
 
 @EVERY_DTYPE
@@ -112,20 +111,20 @@ def losses(
     model.to(device)
     optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3, weight_decay=0.01)
     scaler = fl.amp.DynamicScaler(256.0, enabled=half is not None)
-    given, targets = (to_device(each, device) for each in (x, labels))
-    found = []
+    operands, targets = (to_device(array, device) for array in (x, labels))
+    results = []
     for _ in range(5):
         optimizer.zero_grad()
         with fl.amp.autocast(half or "float16", enabled=half is not None):
-            logits = F.reshape(model(fl.input(given)), (-1, 10))
+            logits = F.reshape(model(fl.input(operands)), (-1, 10))
             loss = fl.nn.CategoricalCrossEntropy()(F.log_softmax(logits), fl.no_grad(targets))
         scaler.scale(loss).backward()
         scaler.unscale(optimizer)
         fl.optim.clip_grad_norm(model.params(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        found.append(loss.scalar())
-    return found
+        results.append(loss.scalar())
+    return results
 
 
 @pytest.mark.parametrize("half", [None, "float16"])

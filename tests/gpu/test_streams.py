@@ -43,7 +43,6 @@ def warmed_up(rank: int) -> Any:
 
 
 def element_of_a_product() -> float:
-    """Compute a product, and wait for this product only."""
     cupy = verbs.cupy()
     product = cupy.ones((500, 500)) @ cupy.ones((500, 500))
     cupy.cuda.get_current_stream().synchronize()
@@ -111,6 +110,6 @@ def test_backward_does_not_block_the_host_on_other_ranks(rank: int, size: int) -
             if hold and rank == 0:
                 processes.barrier()  # a pass that waits for rank 1 would never reach this line
     first: Any = model.params()[0].grad
-    theirs = first.copy()
-    fl.broadcast(theirs, root=0)
-    np.testing.assert_array_equal(first.get(), theirs.get())
+    copied = first.copy()
+    fl.broadcast(copied, root=0)
+    np.testing.assert_array_equal(first.get(), copied.get())

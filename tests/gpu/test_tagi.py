@@ -49,7 +49,7 @@ def train(rank: int, size: int, device: str, network: str) -> dict[str, Any]:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_tagi_on_gpus_learns_like_one_process_on_the_cpu(ranks: Any, network: str) -> None:
     expected = train(0, 1, "cpu", network)
-    for found in ranks.run(train, "cuda", network):
+    for result in ranks.run(train, "cuda", network):
         for name, arrays in expected.items():
-            for one, other in zip(found[name], arrays, strict=True):
+            for one, other in zip(result[name], arrays, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4, err_msg=name)

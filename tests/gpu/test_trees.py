@@ -50,6 +50,6 @@ def synchronize_with_the_cpu(rank: int, size: int) -> None:
         fl.synchronize([array])
 
 
-@pytest.mark.parametrize("what", [synchronize, synchronize_with_the_cpu])
-def test_synchronize_sends_gpu_arrays_if_all_ranks_have_gpu_arrays(ranks: Any, what: Any) -> None:
-    ranks.run(what)
+@pytest.mark.parametrize("kind", [synchronize, synchronize_with_the_cpu])
+def test_synchronize_sends_gpu_arrays_if_all_ranks_have_gpu_arrays(ranks: Any, kind: Any) -> None:
+    ranks.run(kind)

@@ -47,7 +47,6 @@ def install_stand_in() -> None:
 
 
 def on_gpu(array: Any, layout: str = "contiguous") -> Any:
-    """Return the values of ``array`` on this rank's GPU with the requested layout."""
     moved = cupy()
     fl.distributed.use_local_device()
     if layout == "fortran":
@@ -61,15 +60,15 @@ def on_gpu(array: Any, layout: str = "contiguous") -> Any:
     return moved.asarray(array)
 
 
-def assert_close(got: Any, expected: Any, name: str, what: str) -> None:
+def assert_close(got: Any, expected: Any, name: str, label: str) -> None:
     host = got.get()
-    assert host.dtype == expected.dtype, what
-    assert host.shape == expected.shape, what
+    assert host.dtype == expected.dtype, label
+    assert host.shape == expected.shape, label
     if np.dtype(name).kind in "fc":
         tolerance = TOLERANCE.get(name, 1e-12)
-        np.testing.assert_allclose(host, expected, tolerance, tolerance, err_msg=what)
+        np.testing.assert_allclose(host, expected, tolerance, tolerance, err_msg=label)
     else:
-        np.testing.assert_array_equal(host, expected, err_msg=what)
+        np.testing.assert_array_equal(host, expected, err_msg=label)
 
 
 def ops_of(name: str) -> list[str]:
@@ -87,9 +86,9 @@ def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
         for scale in (1.0, 3.0) if conformance.takes_scale(name, op) else (1.0,):
             x = on_gpu(everyone[rank], layout)
             assert fl.all_reduce(x, scale=scale, op=op) is x  # type: ignore[call-overload]
-            what = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
+            label = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
             expected = conformance.combine_arrays(everyone, op, scale, flat=True)
-            assert_close(x, expected.reshape(shape), name, what)
+            assert_close(x, expected.reshape(shape), name, label)
     if np.dtype(name).kind in "fc":
         x = on_gpu(everyone[rank], layout)
         work = fl.all_reduce(x, scale=0.25, async_op=True)
@@ -133,8 +132,8 @@ def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: 
         ith = [arrays[i] for arrays in everyone]
         expected = conformance.combine_arrays(ith, "sum", 2.0, flat=True)
         assert_close(xs[i], expected, name, f"array {i}, contiguous={contiguous}")
-    theirs = [values(r, (7,), "float64") for r in range(size)]
-    np.testing.assert_allclose(host, 2.0 * np.sum(theirs, axis=0), rtol=1e-12)
+    inputs = [values(r, (7,), "float64") for r in range(size)]
+    np.testing.assert_allclose(host, 2.0 * np.sum(inputs, axis=0), rtol=1e-12)
 
 
 def broadcast_from_each(rank: int, size: int, name: str, count: int) -> None:
@@ -156,7 +155,6 @@ def all_gather_unequal(rank: int, size: int, name: str, rows: int) -> None:
 
 
 def all_gather_of_different_shapes(rank: int, size: int) -> str:
-    """Return the text of the mismatch."""
     return mismatch_error(lambda: fl.all_gather(on_gpu(np.zeros((2, 3 + rank)))))
 
 
@@ -165,8 +163,8 @@ def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
     for op in ops_of(name):
         x = on_gpu(everyone[rank], "fortran")
         part = fl.reduce_scatter(x, op=op)  # type: ignore[call-overload]
-        whole = conformance.combine_arrays(everyone, op, 1.0, flat=True)
-        assert_close(part, whole[rows * rank : rows * (rank + 1)], name, f"{op} {name}")
+        total = conformance.combine_arrays(everyone, op, 1.0, flat=True)
+        assert_close(part, total[rows * rank : rows * (rank + 1)], name, f"{op} {name}")
         np.testing.assert_array_equal(x.get(), everyone[rank])
 
 
@@ -208,7 +206,7 @@ def composed_verbs(rank: int, size: int, name: str) -> None:
         fl.reduce(y, root, op="max")
         highest = np.maximum.reduce(everyone) if rank == root else everyone[rank]
         np.testing.assert_array_equal(y.get(), highest)
-    expected = np.concatenate([theirs[2 * rank : 2 * rank + 2] for theirs in everyone])
+    expected = np.concatenate([other[2 * rank : 2 * rank + 2] for other in everyone])
     swapped: Any = fl.all_to_all(x)
     np.testing.assert_array_equal(swapped.get(), expected)
     rows = [2 * size - 2 * (size - 1) + 1, *[2] * (size - 2), 1] if size > 1 else [2]
@@ -216,18 +214,18 @@ def composed_verbs(rank: int, size: int, name: str) -> None:
     got = joined.get()
     assert came == [rows[rank]] * size
     starts = np.cumsum([0, *rows])
-    pieces = [theirs[starts[rank] : starts[rank + 1]] for theirs in everyone]
+    pieces = [array[starts[rank] : starts[rank + 1]] for array in everyone]
     np.testing.assert_array_equal(got, np.concatenate(pieces))
     best, who = fl.all_reduce_location(x, op="max")
     np.testing.assert_array_equal(best.get(), np.maximum.reduce(everyone))
     np.testing.assert_array_equal(who.get(), np.argmax(everyone, axis=0))
-    mine = slice(starts[rank], starts[rank + 1])
+    local = slice(starts[rank], starts[rank + 1])
     part = fl.reduce_scatter(x, op="max", rows=rows)
-    np.testing.assert_array_equal(part.get(), np.maximum.reduce(everyone)[mine])
+    np.testing.assert_array_equal(part.get(), np.maximum.reduce(everyone)[local])
     out = on_gpu(np.zeros((rows[rank], 3), name))  # a CuPy array selects the GPU
     got = fl.scatter(x if rank == 0 else None, out=out, rows=rows)
     assert got is out
-    np.testing.assert_array_equal(out.get(), everyone[0][mine])
+    np.testing.assert_array_equal(out.get(), everyone[0][local])
     refuse_bits_and_open_receives(x)
     crossing_messages(rank, size, name)
 
@@ -261,14 +259,14 @@ def crossing_messages(rank: int, size: int, name: str) -> None:
 def halves_at_the_ends(rank: int, size: int, name: str) -> None:
     """Exchange halves along a line; the neighbour None beyond each end is no rank."""
     src, dst = fl.grid(size).shift(0, +1)
-    wanted = np.zeros(7, name) if src is None else values(src, (7,), name)
+    expected = np.zeros(7, name) if src is None else values(src, (7,), name)
     sent, outs = on_gpu(values(rank, (7,), name)), [on_gpu(np.zeros(7, name)) for _ in range(2)]
     assert fl.sendrecv(sent, dst, out=outs[0], src=src) is outs[0]
     got = fl.batch_isend_irecv([fl.P2POp("recv", outs[1], src), fl.P2POp("send", sent, dst)]).wait()
     assert got[0] is outs[1]
     assert got[1] is sent
     for out in outs:
-        np.testing.assert_array_equal(out.get(), wanted)
+        np.testing.assert_array_equal(out.get(), expected)
 
 
 def side_by_side(rank: int, size: int) -> list[str]:

@@ -23,7 +23,7 @@ def temporary_folder(
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     yield folder
     # A rank pool that is kept for other tests has its own folder there.
-    assert [each for each in folder.iterdir() if not each.name.startswith("ranks-")] == []
+    assert [path for path in folder.iterdir() if not path.name.startswith("ranks-")] == []
 
 
 @pytest.fixture

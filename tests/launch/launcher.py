@@ -21,7 +21,6 @@ signal.pause()
 
 
 def write(folder: Path, program: str, name: str = "program.py") -> Path:
-    """Write the script ``program``, which may be indented, to ``folder``."""
     file = folder / name
     file.write_text(textwrap.dedent(program))
     return file
@@ -43,7 +42,6 @@ def run(command: Sequence[object], code: int | None = None, **options: Any) -> A
 
 
 def begin(*arguments: object, **options: Any) -> subprocess.Popen[Any]:
-    """Start the launcher with text output in pipes."""
     pipes: Any = {
         "stdin": subprocess.DEVNULL,
         **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE),

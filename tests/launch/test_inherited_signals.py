@@ -91,11 +91,11 @@ def test_spawned_ranks_end_on_signals_that_the_parent_blocked(tmp_path: Path) ->
     assert done.stdout.startswith("ended"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("how", ["inherited", "ignored here", "reaped here"])
-def test_spawn_returns_exit_codes_if_sigchld_is_handled(how: str, tmp_path: Path) -> None:
-    before = ignore if how == "inherited" else None
-    done = run([sys.executable, write(tmp_path, SPAWN), how], preexec_fn=before)
-    if how == "reaped here":
+@pytest.mark.parametrize("handling", ["inherited", "ignored here", "reaped here"])
+def test_spawn_returns_exit_codes_if_sigchld_is_handled(handling: str, tmp_path: Path) -> None:
+    before = ignore if handling == "inherited" else None
+    done = run([sys.executable, write(tmp_path, SPAWN), handling], preexec_fn=before)
+    if handling == "reaped here":
         assert done.stdout.startswith(("1 7\n", "1 None\n")), done.stderr
     else:
         assert done.stdout == "1 7\nignored\n", done.stderr

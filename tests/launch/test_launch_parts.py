@@ -90,12 +90,12 @@ def test_rank_failed_error_is_picklable() -> None:
 
 def test_write_whole_sends_all_over_a_non_blocking_socket() -> None:
     """sshd uses one socket for both directions, so non-blocking reads make writes non-blocking."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        Reader(theirs.fileno())
-        assert not os.get_blocking(theirs.fileno())
+    ours, receiver = socket.socketpair()
+    with ours, receiver:
+        Reader(receiver.fileno())
+        assert not os.get_blocking(receiver.fileno())
         line = message("output", 0, "out", "x" * 1_000_000)
-        speaker = threading.Thread(target=write_whole, args=(theirs.fileno(), line))
+        speaker = threading.Thread(target=write_whole, args=(receiver.fileno(), line))
         speaker.start()
         with ours.makefile("rb") as stream:
             received = stream.readline()

@@ -27,7 +27,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "reported"),
+    ("action", "code", "reported"),
     [
         ("raise ValueError('a bad batch')", 1, "raised ValueError: a bad batch"),
         ("sys.exit(3)", 3, "exited with code 3"),
@@ -43,8 +43,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_flrun_returns_code_of_cause(program: Path, what: str, code: int, reported: str) -> None:
-    done = launch("-n", 3, program, what, code=code)
+def test_flrun_returns_code_of_cause(program: Path, action: str, code: int, reported: str) -> None:
+    done = launch("-n", 3, program, action, code=code)
     host = os.uname().nodename
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"flrun: rank 1 of 3 on {host} {reported}")
@@ -77,8 +77,8 @@ def test_flrun_prefixes_lines_and_leaves_no_child_after_success(tmp_path: Path) 
     """
     done = launch("-n", 3, "--grace", 0.3, write(tmp_path, program), code=0)
     lines = sorted(done.stdout.splitlines())
-    wanted = [f"[{rank}] line {number} {'x' * 50}" for rank in range(3) for number in range(200)]
-    assert lines == sorted(wanted)
+    expected = [f"[{rank}] line {number} {'x' * 50}" for rank in range(3) for number in range(200)]
+    assert lines == sorted(expected)
     assert sorted(done.stderr.splitlines()) == [f"[{rank}] no end" for rank in range(3)]
 
 

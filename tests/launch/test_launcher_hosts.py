@@ -176,8 +176,8 @@ def test_flrun_names_a_killed_process(tmp_path: Path, ssh: str, victim: str, aga
         first = next(line for line in process.stderr if line.startswith("flrun: rank "))
         assert time.monotonic() < began + 1.0
         output, errors = process.communicate(timeout=30)
-    how = "was killed by SIGKILL" if victim == "rank" else "is lost: ssh to b exited with code "
-    assert f"flrun: rank {2 if victim == 'rank' else 1} of 4 on b {how}" in first
+    reason = "was killed by SIGKILL" if victim == "rank" else "is lost: ssh to b exited with code "
+    assert f"flrun: rank {2 if victim == 'rank' else 1} of 4 on b {reason}" in first
     left = 4 if again == "--max-restarts" else 3 if victim == "rank" else 2
     assert errors == f"flrun: starting again with {left} rank(s), for the 1st time\n"
     assert process.returncode == 0

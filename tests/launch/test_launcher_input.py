@@ -26,17 +26,17 @@ class Terminal:
     """A command, by default the launcher, in a new terminal."""
 
     def __init__(self, *arguments: object, command: tuple[str, ...] = LAUNCH) -> None:
-        self._ours, theirs = pty.openpty()
+        self._ours, child_end = pty.openpty()
         self.process = subprocess.Popen(
             [*command, *map(str, arguments)],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=child_end,
+            stdout=child_end,
+            stderr=child_end,
             start_new_session=True,
             # A session leader owns the first terminal that it opens. No other thread runs here.
-            preexec_fn=lambda: os.close(os.open(os.ttyname(theirs), os.O_RDWR)),  # noqa: PLW1509
+            preexec_fn=lambda: os.close(os.open(os.ttyname(child_end), os.O_RDWR)),  # noqa: PLW1509
         )
-        os.close(theirs)
+        os.close(child_end)
         self.text = ""
 
     def type(self, text: str) -> None:

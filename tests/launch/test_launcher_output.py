@@ -15,10 +15,9 @@ from flashlight_py.launch.failures import Tail
 from flashlight_py.launch.output import LONGEST_LINE, PARTIAL_SECONDS, RankOutput, Source
 
 
-def written(ours: int, theirs: int, steps: Callable[[RankOutput], None], size: int = 2) -> str:
-    """Return the text that ``steps`` write to the descriptor ``theirs``."""
-    steps(RankOutput(size, descriptors=(theirs, theirs)))
-    os.close(theirs)
+def written(ours: int, write_end: int, steps: Callable[[RankOutput], None], size: int = 2) -> str:
+    steps(RankOutput(size, descriptors=(write_end, write_end)))
+    os.close(write_end)
     with open(ours, "rb", buffering=0) as stream:
         return b"".join(iter(lambda: _part(stream.fileno()), b"")).decode()
 
@@ -54,9 +53,9 @@ def test_rank_output_keeps_lines_of_ranks_apart() -> None:
 
 
 def test_rank_output_drops_output_and_reports_a_failed_write() -> None:
-    ours, theirs = os.pipe()
+    ours, write_end = os.pipe()
     with open("/dev/full", "wb") as full:
-        output = RankOutput(1, descriptors=(full.fileno(), theirs))
+        output = RankOutput(1, descriptors=(full.fileno(), write_end))
         assert output.error == ""
         output.take(Source(0, "out"), b"one\ntwo\n")
         output.take(Source(0, "err"), b"three\n")
@@ -67,7 +66,7 @@ def test_rank_output_drops_output_and_reports_a_failed_write() -> None:
         "flrun: standard output cannot be written: No space left on device",
     ]
     os.close(ours)
-    os.close(theirs)
+    os.close(write_end)
 
 
 def test_rank_output_reports_files_that_cannot_be_written(tmp_path: Path) -> None:
@@ -88,10 +87,10 @@ def test_rank_output_splits_a_line_that_exceeds_the_limit() -> None:
         output.take(Source(0, "out"), b"x" * (LONGEST_LINE + 1))
         output.take(Source(1, "out"), b"y\n")
 
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, True)
-    fcntl.fcntl(theirs, 1031, 1 << 20)  # F_SETPIPE_SZ, because nothing reads
-    assert written(ours, theirs, steps) == f"[0] {'x' * (LONGEST_LINE + 1)}\n[1] y\n"
+    ours, write_end = os.pipe()
+    os.set_blocking(write_end, True)
+    fcntl.fcntl(write_end, 1031, 1 << 20)  # F_SETPIPE_SZ, because nothing reads
+    assert written(ours, write_end, steps) == f"[0] {'x' * (LONGEST_LINE + 1)}\n[1] y\n"
 
 
 def test_rank_output_shows_a_prompt_on_a_terminal_and_continues_its_line() -> None:
@@ -147,10 +146,7 @@ LINK = "\nDuring handling of the above exception, another exception occurred:\n\
         # Written like torch.distributed does.
         (f"[rank12]: {HEAD}[rank12]:   File\n[rank12]: \n[rank12]: B: 2\n", ["B: 2"]),
         (f"{HEAD}  a\nA: 1\n\nThe traceback of rank 1:\n  {HEAD}    b\n  B: 2\n", ["A: 1"]),
-        (
-            '  File "x.py", line 1\n    x y\n      ^\nSyntaxError: no\n',
-            ["SyntaxError: no"],
-        ),
+        ('  File "x.py", line 1\n    x y\n      ^\nSyntaxError: no\n', ["SyntaxError: no"]),
     ],
 )
 def test_tail_keeps_last_lines_of_the_last_traceback_chain(text: str, errors: list[str]) -> None:

@@ -55,8 +55,8 @@ def test_send_records_leaves_out_records_beyond_limits(tmp_path: Path) -> None:
     os.mkfifo(paths[18])  # no writer: a read would block for ever
     send_records(paths, lambda kind, rank, *values: reports.update({rank: [kind, *values]}))
     kinds = {rank: report[0] for rank, report in reports.items()}
-    whole = MOST_BYTES_OF_HOST // MOST_BYTES
-    sent = [0, *range(2, 1 + whole)]
+    count = MOST_BYTES_OF_HOST // MOST_BYTES
+    sent = [0, *range(2, 1 + count)]
     assert kinds == dict.fromkeys(sent, "record") | dict.fromkeys((1, 17, 19), "left_out")
     assert reports[1][1] == str(paths[1])
     assert f"more than the limit of {MOST_BYTES} for one record" in reports[1][2]

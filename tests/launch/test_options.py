@@ -62,7 +62,7 @@ def test_read_options_accepts_host_options_of_mpirun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--node_rank=1", "x"], "--node-rank (or PET_*): expected a single launcher, got 1"),
         (["--hosts=a", "--rdzv=/x", "x"], "--rdzv (or PET_*): expected a single launcher, got /x"),
@@ -88,11 +88,11 @@ def test_read_options_accepts_host_options_of_mpirun() -> None:
     ],
 )
 def test_read_options_rejects_invalid_arguments(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         read_options(words, PYTHON)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "0"}

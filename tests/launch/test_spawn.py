@@ -70,9 +70,9 @@ def test_spawn_divides_threads_between_ranks(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
     share = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    for found in fl.spawn(environment, nprocs=2):
-        assert found["OMP_NUM_THREADS"] == found["OPENBLAS_NUM_THREADS"] == share
-        assert found["MKL_NUM_THREADS"] == "7"
+    for result in fl.spawn(environment, nprocs=2):
+        assert result["OMP_NUM_THREADS"] == result["OPENBLAS_NUM_THREADS"] == share
+        assert result["MKL_NUM_THREADS"] == "7"
     assert "OMP_NUM_THREADS" not in os.environ
 
 

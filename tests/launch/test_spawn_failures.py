@@ -22,10 +22,9 @@ import flashlight_py as fl
 from flashlight_py.launch import spawning, supervisor
 
 
-def fail_on_one(rank: int, how: str) -> Any:
-    """Fail on rank 1 while the other ranks wait in an all_reduce."""
+def fail_on_one(rank: int, failure: str) -> Any:
     if rank == 1:
-        FAILURES[how]()
+        FAILURES[failure]()
     return fl.all_reduce(np.ones(3))
 
 
@@ -92,13 +91,13 @@ SLOW: dict[str, tuple[int | None, list[str]]] = {
 
 
 @pytest.mark.parametrize(
-    "how", [*REPORTS, *(pytest.param(h, marks=pytest.mark.slow) for h in SLOW)]
+    "failure", [*REPORTS, *(pytest.param(h, marks=pytest.mark.slow) for h in SLOW)]
 )
-def test_spawn_raises_the_first_cause(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    code, reported = (REPORTS | SLOW)[how]
+def test_spawn_raises_the_first_cause(monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    code, reported = (REPORTS | SLOW)[failure]
     monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 30.0)  # even on a busy machine
     with pytest.raises(fl.errors.RankFailedError) as caught:
-        fl.spawn(fail_on_one, (how,), nprocs=3)
+        fl.spawn(fail_on_one, (failure,), nprocs=3)
     message = str(caught.value)
     assert message.startswith("spawn of fail_on_one: rank 1 of 3 ")
     assert "; the other ranks were ended" in message
@@ -160,7 +159,7 @@ def test_spawn_names_rank_and_type_of_an_unpicklable_result() -> None:
 
 
 def make_generator(rank: int) -> Any:
-    return (each for each in "abc")
+    return (letter for letter in "abc")
 
 
 def test_spawn_names_the_rank_if_a_result_cannot_be_unpickled() -> None:

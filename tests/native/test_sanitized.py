@@ -52,7 +52,6 @@ def test_random_worlds_of_gloo_return_correct_results() -> None:
 
 @pytest.mark.timeout(600)
 def test_captured_steps_keep_to_their_memory() -> None:
-    """Includes random programs: tests/tape/test_programs.py."""
     make("tape", "address", PYTHON=sys.executable)
 
 
@@ -72,7 +71,6 @@ def test_schedules_end_as_they_must(cases: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_model_checker_detects_a_weaker_memory_order() -> None:
-    """The model checker detects errors: it refutes each weaker memory order in one source file."""
     make("model", "mutants", MUTANTS="csrc/shm/turn.h", SCHEDULES=20000)
 
 

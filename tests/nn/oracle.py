@@ -29,18 +29,18 @@ def weights_of(y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def compare(
     oracle: Oracle, code: str, result: Any, leaves: dict[str, Any], rtol: float = 1e-7,
-    atol: float = 0, **given: Any,
+    atol: float = 0, **options: Any,
 ) -> None:  # fmt: skip
     """Compare ``result`` and gradients of ``leaves`` with torch's tensors of equal names."""
     arrays = {name: leaf.array for name, leaf in leaves.items()}
-    theirs = oracle(code, [*leaves], **arrays, **given)
+    expected = oracle(code, [*leaves], **arrays, **options)
     result.backward(weights_of(result.array))
-    assert result.dtype == theirs["y"].dtype
-    np.testing.assert_allclose(result.array, theirs["y"], rtol, atol)
+    assert result.dtype == expected["y"].dtype
+    np.testing.assert_allclose(result.array, expected["y"], rtol, atol)
     for name, leaf in leaves.items():
-        assert (leaf.grad is None) == (theirs[name] is None)
+        assert (leaf.grad is None) == (expected[name] is None)
         if leaf.grad is not None:
-            np.testing.assert_allclose(leaf.grad, theirs[name], rtol, atol, err_msg=name)
+            np.testing.assert_allclose(leaf.grad, expected[name], rtol, atol, err_msg=name)
 
 
 def _answer(code: str, grads: list[str], arrays: dict[str, Any]) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def _answer(code: str, grads: list[str], arrays: dict[str, Any]) -> dict[str, An
     y = names["y"]
     if grads:
         y.backward(torch.tensor(weights_of(y.detach().numpy())))
-    own = {name: tensors[name].grad for name in grads}
-    found = {"y": y, **more, **own}
-    return {name: x.detach().numpy() if torch.is_tensor(x) else x for name, x in found.items()}
+    gradients = {name: tensors[name].grad for name in grads}
+    results = {"y": y, **more, **gradients}
+    return {name: x.detach().numpy() if torch.is_tensor(x) else x for name, x in results.items()}
 
 
 if __name__ == "__main__":

@@ -46,11 +46,11 @@ def train(model: Any, optimizer: Any, steps: int = 10, rows: slice = slice(16)) 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_training_reduces_the_loss_in_every_dtype(dtype: str, optimizer: str) -> None:
     model, exact = model_of(dtype), model_of("float64")
-    mine = train(model, OPTIMIZERS[optimizer](model.params()))
+    losses = train(model, OPTIMIZERS[optimizer](model.params()))
     other = train(exact, OPTIMIZERS[optimizer](exact.params()))
-    assert mine[-1] < mine[0]
+    assert losses[-1] < losses[0]
     np.testing.assert_allclose(
-        mine, other, atol={"bfloat16": 0.05, "float16": 0.01}.get(dtype, 1e-5)
+        losses, other, atol={"bfloat16": 0.05, "float16": 0.01}.get(dtype, 1e-5)
     )
     assert {param.dtype.name for param in model.params()} == {dtype}
 

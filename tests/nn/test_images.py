@@ -57,7 +57,7 @@ POOLS: list[tuple[Options, str]] = [
     ),
 ]
 EVERY_CONVOLUTION = pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.name)
-EVERY_POOL = pytest.mark.parametrize(("options", "theirs"), POOLS)
+EVERY_POOL = pytest.mark.parametrize(("options", "torch_code"), POOLS)
 TOLERANCES: dict[str, Any] = {
     "float64": {"rtol": 1e-11, "atol": 1e-11},
     "float32": {"rtol": 2e-4, "atol": 2e-4},
@@ -66,14 +66,14 @@ TOLERANCES: dict[str, Any] = {
 
 
 @pytest.fixture
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Disable the kernels unless the parameter is "native"."""
     if request.param != "native":
         monkeypatch.setattr(convolution, "kernel", lambda *_: None)
     return str(request.param)
 
 
-NATIVE_AND_NOT = pytest.mark.parametrize("way", ["native", "in array operations"], indirect=True)
+NATIVE_AND_NOT = pytest.mark.parametrize("method", ["native", "in array operations"], indirect=True)
 
 
 def arrays_of(case: Conv, dtype: str = "float64") -> list[np.ndarray]:
@@ -96,9 +96,9 @@ def images(dtype: str = "float64") -> np.ndarray:
 @NATIVE_AND_NOT
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @EVERY_CONVOLUTION
-def test_convolution_equals_torch(case: Conv, dtype: str, way: str, oracle: Oracle) -> None:
+def test_convolution_equals_torch(case: Conv, dtype: str, method: str, oracle: Oracle) -> None:
     x, weight, bias = arrays = arrays_of(case, dtype)
-    theirs = oracle(
+    expected = oracle(
         "y = F.conv2d(x, weight, bias, **options)",
         ["x", "weight", "bias"],
         **{"x": x, "weight": weight, "bias": bias, "options": case.options},
@@ -107,11 +107,11 @@ def test_convolution_equals_torch(case: Conv, dtype: str, way: str, oracle: Orac
     ours = convolved(variables, case)
     ours.backward(weights_of(ours.array))
     assert ours.dtype == dtype
-    np.testing.assert_allclose(ours.array, theirs["y"], **TOLERANCES[dtype])
+    np.testing.assert_allclose(ours.array, expected["y"], **TOLERANCES[dtype])
     for name, variable in zip(("x", "weight", "bias"), variables, strict=True):
-        largest = np.abs(theirs[name]).max()
+        largest = np.abs(expected[name]).max()
         np.testing.assert_allclose(
-            variable.grad / largest, theirs[name] / largest, **TOLERANCES[dtype], err_msg=name
+            variable.grad / largest, expected[name] / largest, **TOLERANCES[dtype], err_msg=name
         )
 
 
@@ -126,19 +126,19 @@ def test_gradients_of_convolution_equal_central_differences(case: Conv) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @EVERY_POOL
 def test_pools_equal_torch(
-    options: Options, theirs: str, dtype: str, way: str, oracle: Oracle
+    options: Options, torch_code: str, dtype: str, method: str, oracle: Oracle
 ) -> None:
     x = param(images(dtype))
-    compare_with_torch(oracle, f"y = {theirs}", F.pool2d(x, **options), {"x": x}, 1e-5)
+    compare_with_torch(oracle, f"y = {torch_code}", F.pool2d(x, **options), {"x": x}, 1e-5)
 
 
 @EVERY_POOL
-def test_gradients_of_pooling_equal_central_differences(options: Options, theirs: str) -> None:
+def test_gradients_of_pooling_equal_central_differences(options: Options, torch_code: str) -> None:
     gradcheck(lambda x: F.pool2d(x, **options), (images()[:1],))
 
 
 @NATIVE_AND_NOT
-def test_max_pooling_prefers_nan_and_the_first_of_equal_elements(way: str) -> None:
+def test_max_pooling_prefers_nan_and_the_first_of_equal_elements(method: str) -> None:
     x = param(np.array([1.0, 1.0, np.nan, 2.0]).repeat(9).reshape(1, 4, 3, 3))
     x.array[0, 3, 1, 0] = np.nan
     result = F.pool2d(x, 3)
@@ -149,7 +149,7 @@ def test_max_pooling_prefers_nan_and_the_first_of_equal_elements(way: str) -> No
 
 
 @NATIVE_AND_NOT
-def test_half_precision_is_rounded_once(way: str) -> None:
+def test_half_precision_is_rounded_once(method: str) -> None:
     case = CONVOLUTIONS[0]
     variables = [param(array) for array in arrays_of(case, "float16")]
     wide = [param(variable.array.astype("float32")) for variable in variables]
@@ -212,7 +212,7 @@ def network() -> Module:
 
 
 @NATIVE_AND_NOT
-def test_captured_step_has_the_same_bits(way: str) -> None:
+def test_captured_step_has_the_same_bits(method: str) -> None:
     def make() -> Any:
         model = network()
         optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
@@ -238,7 +238,7 @@ def test_layers_have_the_documented_initial_values() -> None:
 
 
 @NATIVE_AND_NOT
-def test_padding_gets_no_gradient_of_a_maximum(way: str) -> None:
+def test_padding_gets_no_gradient_of_a_maximum(method: str) -> None:
     x = fl.param(np.full((1, 1, 1, 2), -np.inf))
     F.sum(F.pool2d(x, 3, 1, 1)).backward()
     np.testing.assert_array_equal(x.grad, [[[[2, 0]]]])
@@ -303,7 +303,7 @@ def test_bad_input_is_rejected(call: Any, error: type[Exception], words: str) ->
 
 
 @NATIVE_AND_NOT
-def test_gradients_of_a_transposed_convolution_equal_central_differences(way: str) -> None:
+def test_gradients_of_a_transposed_convolution_equal_central_differences(method: str) -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape) for shape in ((2, 4, 3, 2), (4, 3, 3, 2), (6,))]
     options = (2, 3), (1, 0), (1, 2), 2, (1, 2)

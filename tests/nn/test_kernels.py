@@ -69,7 +69,7 @@ BY_NAME = pytest.mark.parametrize("name", FUNCTIONS)
 Convert = Callable[[np.ndarray], np.ndarray]
 
 
-def found(name: str, convert: Convert) -> list[np.ndarray]:
+def results_of(name: str, convert: Convert) -> list[np.ndarray]:
     function, arrays = {**FUNCTIONS, **OTHERS}[name]
     fl.set_seed(0)
     variables = [fl.param(convert(array)) for array in arrays]
@@ -81,9 +81,9 @@ def found(name: str, convert: Convert) -> list[np.ndarray]:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @BY_NAME
 def test_kernels_equal_operations(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_kernels = found(name, lambda x: x.astype(dtype))
+    by_kernels = results_of(name, lambda x: x.astype(dtype))
     monkeypatch.setattr(native, "_kernel", lambda name: None)
-    in_numpy = found(name, lambda x: x.astype(dtype))
+    in_numpy = results_of(name, lambda x: x.astype(dtype))
     digits = {"float16": 1e-3, "float32": 1e-5, "float64": 1e-12}[dtype]
     for one, other in zip(by_kernels, in_numpy, strict=True):
         assert one.dtype == other.dtype == dtype
@@ -99,18 +99,18 @@ STRANGE: dict[str, Convert] = {
 }
 
 
-@pytest.mark.parametrize("way", STRANGE)
+@pytest.mark.parametrize("layout", STRANGE)
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
-def test_kernels_accept_unaligned_and_swapped_arrays(name: str, way: str) -> None:
-    strange = found(name, STRANGE[way])
-    if name != "dropout" or way == "unaligned":  # without the kernel, other numbers are drawn
-        for one, other in zip(strange, found(name, lambda x: x), strict=True):
+def test_kernels_accept_unaligned_and_swapped_arrays(name: str, layout: str) -> None:
+    strange = results_of(name, STRANGE[layout])
+    if name != "dropout" or layout == "unaligned":  # without the kernel, other numbers are drawn
+        for one, other in zip(strange, results_of(name, lambda x: x), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
 def test_results_and_gradients_keep_the_memory_layout(name: str) -> None:
-    result, gradient = found(name, lambda x: x.astype("float32"))[:2]
+    result, gradient = results_of(name, lambda x: x.astype("float32"))[:2]
     strides = FUNCTIONS[name][1][0].astype("float32").strides
     assert result.strides == strides
     assert gradient.strides == strides
@@ -120,8 +120,8 @@ def test_results_and_gradients_keep_the_memory_layout(name: str) -> None:
 def test_variance_is_accurate_for_large_means(name: str) -> None:
     function, (x, *rest) = FUNCTIONS[name]
     exact, single = (
-        function(*[fl.input((each + 5000 * (each is x)).astype("float32").astype(dtype))
-                   for each in (x, *rest)]).array
+        function(*[fl.input((array + 5000 * (array is x)).astype("float32").astype(dtype))
+                   for array in (x, *rest)]).array
         for dtype in ("float64", "float32")
     )  # fmt: skip
     np.testing.assert_allclose(single, exact, rtol=1e-3, atol=2e-3)
@@ -152,7 +152,7 @@ def test_attention_with_mask_equals_torch(causal: bool, oracle: Oracle) -> None:
     """A query whose keys are all masked gets 0. torch returns nan."""
     may = MAY.copy()
     may[..., 0] = True
-    leaves = {name: fl.param(each) for name, each in zip("qkv", HEADS, strict=True)}
+    leaves = {name: fl.param(array) for name, array in zip("qkv", HEADS, strict=True)}
     both = may & (np.tril(np.ones((70, 150), bool)) | (not causal))
     code = "y = F.scaled_dot_product_attention(q, k, v, may)"
     result = F.attention(*leaves.values(), may, causal)
@@ -344,10 +344,10 @@ RESIZED: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 def test_backward_raises_runtime_error_if_an_array_was_resized(name: str) -> None:
     """The kernel may have a view of the resized array, for example for images of one channel."""
     function, arrays = RESIZED[name]
-    for place in range(len(arrays)):
-        variables = [fl.Variable(each.copy(), each.dtype != bool) for each in arrays]
+    for index in range(len(arrays)):
+        variables = [fl.Variable(array.copy(), array.dtype != bool) for array in arrays]
         result = function(*variables)
         loss = (result + 1).sum()
-        (result if name == "log_softmax" else variables[place]).array.resize(0, refcheck=False)
+        (result if name == "log_softmax" else variables[index]).array.resize(0, refcheck=False)
         with pytest.raises(RuntimeError, match=r"got 0; call backward\(\) before you resize"):
             loss.backward()

@@ -25,26 +25,26 @@ SPOKEN = np.array([[1, 1, 2], [3, 2, 1], [2, 2, 2]])
 
 
 class Row(NamedTuple):
-    """A module from ``make(dtype)`` and ``theirs``, a torch expression for the same module.
+    """A module from ``make(dtype)`` and ``torch_code``, a torch expression for the same module.
 
     ``inputs`` are the arguments of the module. ``after`` is applied to its result.
     """
 
     name: str
     make: Callable[[], fl.nn.Module]
-    theirs: str
+    torch_code: str
     inputs: tuple[np.ndarray, ...]
     after: Callable[[Any], Any] = lambda y: y
-    after_theirs: str = ""
+    after_torch: str = ""
 
 
 def rnn(kind: str, **options: Any) -> Row:
-    theirs = {"tanh": "RNN", "gru": "GRU", "lstm": "LSTM"}[kind]
-    given = {"num_layers" if name == "layers" else name: x for name, x in options.items()}
+    torch_name = {"tanh": "RNN", "gru": "GRU", "lstm": "LSTM"}[kind]
+    torch_options = {"num_layers" if name == "layers" else name: x for name, x in options.items()}
     return Row(
         f"rnn_{kind}_{len(options)}",
         lambda: fl.nn.RNN(kind, 4, 3, **options),
-        f"nn.{theirs}(4, 3, batch_first=True, **{given})",
+        f"nn.{torch_name}(4, 3, batch_first=True, **{torch_options})",
         (SEQUENCES,),
         lambda y: F.concatenate([F.flat(x) for x in (y[0], *(y[1] if kind == "lstm" else y[1:]))]),
         "y = torch.cat([x.flatten() for x in (y[0], *(y[1] if len(y[1]) == 2 and "
@@ -97,10 +97,10 @@ ROWS = [
         Row(
             f"divergence_{ours}",
             lambda ours=ours: fl.nn.KLDivergence(ours),
-            f"lambda p, t: nn.KLDivLoss(reduction={theirs!r})(p, t){after}",
+            f"lambda p, t: nn.KLDivLoss(reduction={torch_code!r})(p, t){after}",
             (X, PROBABILITIES + 0.1),
         )
-        for ours, theirs, after in [
+        for ours, torch_code, after in [
             ("mean", "batchmean", ""),
             ("sum", "sum", ""),
             ("none", "none", ".sum(-1)"),
@@ -201,23 +201,23 @@ def test_layers_have_values_and_gradients_of_torch(row: Row, dtype: str, oracle:
     named = dict(zip("abcd", inputs, strict=False))
     parameters = {name.replace(".", "_"): v for name, v in module.named_params().items()}
     leaves = {**parameters, **{name: x for name, x in named.items() if x.calc_grad}}
-    code = f"layer, given = {row.theirs}, ({', '.join(named)},)\n"
+    code = f"layer, given = {row.torch_code}, ({', '.join(named)},)\n"
     if "norm" in row.name:
         code += "layer.to(a.dtype)\n"  # its buffers
     if parameters:
-        own = [f"{name!r}: {name.replace('.', '_')}" for name in module.named_params()]
-        code += f"own = {{{', '.join(own)}}}\n"
+        items = [f"{name!r}: {name.replace('.', '_')}" for name in module.named_params()]
+        code += f"own = {{{', '.join(items)}}}\n"
         code += "y = torch.func.functional_call(layer, own, given)\n"
     else:
         code += "y = layer(*given)\n"
-    given = {name: x.array for name, x in named.items() if not x.calc_grad}
+    constants = {name: x.array for name, x in named.items() if not x.calc_grad}
     tolerance = (1e-10, 1e-12) if dtype == "float64" else (1e-4, 1e-5)
-    compare_with_torch(oracle, code + row.after_theirs, result, leaves, *tolerance, **given)
+    compare_with_torch(oracle, code + row.after_torch, result, leaves, *tolerance, **constants)
 
 
 @ROWS_BY_NAME
 def test_float16_is_computed_in_float32(row: Row) -> None:
-    found = []
+    results = []
     for dtype in ("float16", "float32"):
         module = made(row, "float16").astype(dtype)
         inputs = variables_of(row, "float16")
@@ -229,8 +229,8 @@ def test_float16_is_computed_in_float32(row: Row) -> None:
         result.backward(weights_of(result.array))
         leaves = [v for v in (*inputs, *module.params()) if v.calc_grad]
         assert all(v.grad is not None and v.grad.dtype == dtype for v in leaves)
-        found.append([result.array, *(v.grad for v in leaves)])
-    for half, single in zip(*found, strict=True):
+        results.append([result.array, *(v.grad for v in leaves)])
+    for half, single in zip(*results, strict=True):
         most = 0.1 if "transformer" in row.name else 1e-2  # errors of many functions add up
         np.testing.assert_allclose(half, single, rtol=1e-2, atol=most)
 
@@ -242,8 +242,8 @@ def test_captured_step_has_the_bits_of_an_eager_step(row: Row) -> None:
         params = [*module.params(), *(v for v in variables if v.calc_grad)]
 
         def loss_of(factor: np.ndarray) -> Any:
-            given = [v * fl.input(factor) if v.calc_grad else v for v in variables]
-            return F.sum(call(row, module, given)) * 1.5
+            operands = [v * fl.input(factor) if v.calc_grad else v for v in variables]
+            return F.sum(call(row, module, operands)) * 1.5
 
         return training(fl.optim.SGDOptimizer(params, 1e-4), loss_of), module, params
 
@@ -269,11 +269,11 @@ def test_residual_adds_the_input_or_a_shortcut() -> None:
 def test_rnn_continues_from_a_returned_state() -> None:
     for kind in ("lstm", "gru", "tanh"):
         module = fl.nn.RNN(kind, 4, 3, layers=2).astype("f8")
-        whole, state = module(fl.input(SEQUENCES))
+        outputs, state = module(fl.input(SEQUENCES))
         first, between = module(fl.input(SEQUENCES[:, :2]))
         second, end = module.forward(fl.input(SEQUENCES[:, 2:]), between)
         parts = np.concatenate([first.array, second.array], 1)
-        np.testing.assert_allclose(parts, whole.array, rtol=1e-12)
+        np.testing.assert_allclose(parts, outputs.array, rtol=1e-12)
         for one, other in zip(state, end, strict=True):
             np.testing.assert_allclose(one.array, other.array, rtol=1e-12)
 
@@ -290,12 +290,12 @@ def test_rnn_dropout_acts_only_in_training() -> None:
 @pytest.mark.parametrize("zero", [False, True])
 def test_ctc_loss_is_infinite_without_an_alignment(zero: bool, oracle: Oracle) -> None:
     logs = fl.param(np.log(np.full((2, 3, 4), 0.25)))
-    said = np.array([[1, 1], [1, 2]])  # a row needs a blank between labels
+    labels = np.array([[1, 1], [1, 2]])  # a row needs a blank between labels
     times = np.array([2, 3])
-    loss = F.connectionist_temporal_classification(logs, said, times, None, 0, "none", zero)
+    loss = F.connectionist_temporal_classification(logs, labels, times, None, 0, "none", zero)
     options = f"(2, 3), (2, 2), reduction='none', zero_infinity={zero}"
-    theirs = oracle(f"y = F.ctc_loss(a.transpose(0, 1), s, {options})", a=logs.array, s=said)
-    np.testing.assert_allclose(loss.array, theirs["y"])
+    expected = oracle(f"y = F.ctc_loss(a.transpose(0, 1), s, {options})", a=logs.array, s=labels)
+    np.testing.assert_allclose(loss.array, expected["y"])
     assert np.isinf(loss.array[0]) != zero
     loss.backward(np.ones(2))
     assert not logs.grad[0].any()
@@ -314,8 +314,10 @@ def test_activations_of_extremes_are_finite(function: Callable[..., Any], oracle
     ends = np.array([0.0, -0.0, 1e-30, 30.0, 700.0])
     ends = ends if function is F.log1p else np.concatenate([ends, -ends])
     name = function.__name__
-    theirs = oracle(f"y = getattr(F, {name!r}, None) or getattr(torch, {name!r})\ny = y(a)", a=ends)
-    np.testing.assert_allclose(function(ends).array, theirs["y"], rtol=1e-14, atol=1e-15)
+    expected = oracle(
+        f"y = getattr(F, {name!r}, None) or getattr(torch, {name!r})\ny = y(a)", a=ends
+    )
+    np.testing.assert_allclose(function(ends).array, expected["y"], rtol=1e-14, atol=1e-15)
 
 
 ONES, FLAT = np.ones((2, 3)), np.ones(3)
@@ -445,8 +447,13 @@ def test_layers_accept_arrays_and_reject_lists(layer: Any) -> None:
 
 def test_losses_accept_arrays() -> None:
     x, labels = F.log_softmax(fl.param(X)), np.arange(4)
-    for found, given in ((fl.nn.CategoricalCrossEntropy(), labels), (fl.nn.MeanSquaredError(), Y)):
-        np.testing.assert_array_equal(found(x, given).array, found(x, fl.input(given)).array)
+    for criterion, targets in (
+        (fl.nn.CategoricalCrossEntropy(), labels),
+        (fl.nn.MeanSquaredError(), Y),
+    ):
+        np.testing.assert_array_equal(
+            criterion(x, targets).array, criterion(x, fl.input(targets)).array
+        )
 
 
 EMPTY: dict[str, Callable[..., Any]] = {

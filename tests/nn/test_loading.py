@@ -78,10 +78,10 @@ def test_load_torch_copies_state_dicts(kind: str) -> None:
 def test_load_torch_reads_safetensors_files(dtype: str, tmp_path: Any) -> None:
     arrays = {name: x.astype(floating(dtype, "")) for name, x in ARRAYS.items()}
     path = tmp_path / "model.safetensors"
-    path.write_bytes(b"".join(bytes(each) for each in pieces(arrays)))
-    for given in (path, str(path)):
+    path.write_bytes(b"".join(bytes(piece) for piece in pieces(arrays)))
+    for source in (path, str(path)):
         module = Tied()
-        fl.nn.load_torch(module, given)
+        fl.nn.load_torch(module, source)
         check(module)
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="expected a safetensors file"):
@@ -134,11 +134,7 @@ def test_load_torch_returns_missing_and_unexpected_names() -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "shape": ({**ARRAYS, "one.bias": np.ones(3)}, ValueError, r"shape \(3,\), expected \(2,\)"),
     "complex": ({**ARRAYS, "one.bias": np.ones(2, complex)}, TypeError, "complex128"),
-    "no array": (
-        {**ARRAYS, "one.bias": "ones"},
-        TypeError,
-        "'one.bias' must be a tensor or array",
-    ),
+    "no array": ({**ARRAYS, "one.bias": "ones"}, TypeError, "'one.bias' must be a tensor or array"),
     "no state": (3, TypeError, "expected a state dict or the path"),
 }
 
@@ -163,11 +159,11 @@ def test_clone_copies_arrays() -> None:
     assert cloned.one.weight is cloned.other.weight
     assert cloned.before_forward is None
     for name, param in cloned.named_params().items():
-        own = module.named_params()[name]
-        assert param is not own
+        copied = module.named_params()[name]
+        assert param is not copied
         assert (param.grad, param.hook, param.node) == (None, None, None)
-        assert np.array_equal(param.array, own.array)
-        assert not np.may_share_memory(param.array, own.array)
+        assert np.array_equal(param.array, copied.array)
+        assert not np.may_share_memory(param.array, copied.array)
     assert not np.may_share_memory(cloned.mean, module.mean)
     assert cloned.eval().clone().train().one.weight.calc_grad
     assert copy.copy(module).one is module.one

@@ -170,8 +170,8 @@ class Held(Module):
         for layer in (self.layers[0], *self.layers[1]):
             x = layer(x)
         x = x * self.scale if scale is None else x * scale
-        found: Any = self.heads[head]
-        return found(x) if head == "one" else found[0](x)
+        head_module: Any = self.heads[head]
+        return head_module(x) if head == "one" else head_module[0](x)
 
 
 class Keeping(Held):
@@ -219,8 +219,8 @@ y = list(dict(Held().named_parameters()))
     def test_variables_in_containers_are_not_parameters(self) -> None:
         model, x = Keeping(), input(np.ones((2, 3), "float32"))
         names = list(model.named_params())
-        for each in (model, model.eval(), model.train()):
-            each(x)
+        for module in (model, model.eval(), model.train()):
+            module(x)
             for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
                 assert list(one.named_params()) == names
                 one.load_state_dict(model.state_dict())
@@ -335,7 +335,7 @@ def test_sequential_fuses_linear_and_relu_with_the_same_bits(bias: bool) -> None
         x = param(array)
         result = forward(x)
         result.backward(np.ones(result.shape, "float32"))
-        return [result.array, x.grad, *(each.grad for each in model.params())]
+        return [result.array, x.grad, *(item.grad for item in model.params())]
 
     def one_by_one(x: Variable) -> Variable:
         for position in range(len(model)):
@@ -347,13 +347,13 @@ def test_sequential_fuses_linear_and_relu_with_the_same_bits(bias: bool) -> None
 
 
 @pytest.mark.parametrize("position", [0, 1])
-@pytest.mark.parametrize("way", ["before_forward", "recompute", "forward"])
-def test_sequential_does_not_fuse_overridden_layers(position: int, way: str) -> None:
+@pytest.mark.parametrize("override", ["before_forward", "recompute", "forward"])
+def test_sequential_does_not_fuse_overridden_layers(position: int, override: str) -> None:
     model, called = Sequential(Linear(2, 2), ReLU()), []
     module = model[position]
-    if way == "before_forward":
+    if override == "before_forward":
         module.before_forward = called.append
-    elif way == "recompute":
+    elif override == "recompute":
         recompute(module)
         called.append(module)  # test_recompute.py checks the passes
     else:
@@ -361,7 +361,7 @@ def test_sequential_does_not_fuse_overridden_layers(position: int, way: str) -> 
         module.forward = lambda x: (called.append(module), forward(x))[1]  # type: ignore[method-assign,func-returns-value]
     x = param(np.array([[1.0, -1.0]], "float32"))
     result = model(x)
-    assert isinstance(result.node, Part) == (way == "recompute" and position == 1)
+    assert isinstance(result.node, Part) == (override == "recompute" and position == 1)
     result.sum().backward()
     assert called == [module]
     expected = np.maximum(model[0](x).array, 0)

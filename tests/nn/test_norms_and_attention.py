@@ -27,11 +27,11 @@ def test_running_statistics_equal_torch(oracle: Oracle) -> None:
     in_evaluation = layer.eval()(fl.input(BATCHES[0]))
     code = "layer = nn.BatchNorm2d(4, momentum=0.2).double()\nfor x in a: layer(x)\n"
     code += "more.update(layer.state_dict())\ny = layer.eval()(a[0])"
-    theirs = oracle(code, a=BATCHES)
-    np.testing.assert_allclose(in_evaluation.array, theirs["y"], rtol=1e-12)
+    expected = oracle(code, a=BATCHES)
+    np.testing.assert_allclose(in_evaluation.array, expected["y"], rtol=1e-12)
     assert list(layer.state_dict()) == ["weight", "bias", "running_mean", "running_var"]
     for name, array in layer.state_dict().items():
-        np.testing.assert_allclose(array, theirs[name], rtol=1e-12)
+        np.testing.assert_allclose(array, expected[name], rtol=1e-12)
     before = layer.running_mean.copy()
     layer(fl.input(BATCHES[1]))
     np.testing.assert_array_equal(layer.running_mean, before)
@@ -57,8 +57,8 @@ def test_multihead_attention_equals_torch(kind: str, oracle: Oracle) -> None:
     result = layer(*inputs, *([may] if "masked" in kind else []))
     code = "layer = nn.MultiheadAttention(8, 2, batch_first=True).double()\n"
     code += "own = {n: p for n, p in zip(dict(layer.named_parameters()), (w, b, ow, ob))}\n"
-    given = "q, q, q" if not cross else ("q, k, k" if kind == "memory" else "q, k, k * 2")
-    code += f"y = torch.func.functional_call(layer, own, ({given}), dict(need_weights=False"
+    arguments = "q, q, q" if not cross else ("q, k, k" if kind == "memory" else "q, k, k * 2")
+    code += f"y = torch.func.functional_call(layer, own, ({arguments}), dict(need_weights=False"
     code += f"{', attn_mask=~may' if 'masked' in kind else ''}))[0]"
     leaves = dict(zip(("w", "b", "ow", "ob", "q", "k"), (*layer.params(), q, k), strict=True))
     compare_with_torch(oracle, code, result, leaves, 1e-9, 1e-11, may=may)
@@ -71,10 +71,10 @@ one = nn.TransformerEncoderLayer(8, 2, 32, 0.0, "gelu", batch_first=True, norm_f
 net = nn.TransformerEncoder(one, 2, enable_nested_tensor=False).double()
 more.update(net.state_dict())
 y = net(a, mask=nn.Transformer.generate_square_subsequent_mask(6).double(), is_causal=True)"""
-    theirs = oracle(code, a=X)
+    other = oracle(code, a=X)
     net = fl.nn.Transformer(8, 2, layers=2, causal=True).astype("float64")
-    expected = theirs.pop("y")
-    net.load_state_dict(theirs)
+    expected = other.pop("y")
+    net.load_state_dict(other)
     np.testing.assert_allclose(net(fl.input(X)).array, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -110,13 +110,13 @@ def test_captured_and_recomputed_steps_have_the_same_bits(name: str) -> None:
 
     batches = [MODELS[name][1] * np.float32(1 + k / 10) for k in range(5)]
     compare(make, batches)
-    found = []
+    results = []
     for change in (lambda module: module, fl.recompute):
         step, module = make(change)
         fl.set_seed(5)
-        found.append([*[step(x) for x in batches], module.state_dict()])
-    for name_, array in found[0][-1].items():
-        np.testing.assert_array_equal(array, found[1][-1][name_])
+        results.append([*[step(x) for x in batches], module.state_dict()])
+    for name_, array in results[0][-1].items():
+        np.testing.assert_array_equal(array, results[1][-1][name_])
 
 
 def test_sinusoidal_embedding_adds_sines() -> None:
@@ -138,15 +138,15 @@ def test_batch_norm_raises_value_error_for_one_value_over_ranks(rank: int, size:
 @pytest.mark.parametrize("first", [0, 1, 2])
 @on_ranks(("shm", 2))
 def test_batch_norm_uses_the_global_batch(rank: int, size: int, first: int) -> None:
-    rows, found = slice(first, 5) if rank else slice(0, first), []
+    rows, results = slice(first, 5) if rank else slice(0, first), []
     for sync in (False, True):
         layer = fl.nn.BatchNorm(4, sync=sync).astype("float64")
-        given = rows if sync else slice(None)
-        x = fl.param(BATCHES[0][given])
+        selected = rows if sync else slice(None)
+        x = fl.param(BATCHES[0][selected])
         y = layer(x)
-        y.backward(weights_of(BATCHES[0])[given])
+        y.backward(weights_of(BATCHES[0])[selected])
         grads = [fl.all_reduce(v.grad) if sync else v.grad for v in layer.params()]
-        own = (y.array, x.grad) if sync else (y.array[rows], x.grad[rows])
-        found.append([*own, *grads, layer.running_mean, layer.running_var])
-    for whole, together in zip(*found, strict=True):
-        np.testing.assert_allclose(together, whole, rtol=1e-10, atol=1e-12)
+        expected = (y.array, x.grad) if sync else (y.array[rows], x.grad[rows])
+        results.append([*expected, *grads, layer.running_mean, layer.running_var])
+    for alone, together in zip(*results, strict=True):
+        np.testing.assert_allclose(together, alone, rtol=1e-10, atol=1e-12)

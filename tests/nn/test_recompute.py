@@ -48,8 +48,6 @@ class Parts(nn.Module):
 
 
 class Net(nn.Module):
-    """A network that uses one block twice, another block in a chain, and ``Parts``."""
-
     def __init__(self, again: Callable[[Any], Any]) -> None:
         self.twice = again(Block())
         self.chain = again(nn.Sequential(nn.Linear(WIDTH, WIDTH), again(Block()), nn.ReLU()))
@@ -88,12 +86,12 @@ def trained(again: Callable[[Any], Any], steps: int = 3) -> dict[str, Any]:
     return {"grads": grads, "state": net.state_dict(), "next": drawn, "calls": net.twice.calls}
 
 
-def as_bits(found: Any) -> Any:
-    if isinstance(found, np.ndarray):
-        return found.tobytes()
-    if isinstance(found, (list, tuple)):
-        return [as_bits(each) for each in found]
-    return {k: as_bits(v) for k, v in found.items()} if isinstance(found, dict) else found
+def as_bits(result: Any) -> Any:
+    if isinstance(result, np.ndarray):
+        return result.tobytes()
+    if isinstance(result, (list, tuple)):
+        return [as_bits(entry) for entry in result]
+    return {k: as_bits(v) for k, v in result.items()} if isinstance(result, dict) else result
 
 
 def test_recompute_training_has_the_same_bits() -> None:
@@ -171,15 +169,15 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_recompute_supports_results_of_recomputed_modules(order: int) -> None:
-    found = []
+    results = []
     for wrap in (lambda module: module, nn.recompute):
         branches, first, second = wrap(Branches()), wrap(Residual()), wrap(Residual())
         x = fl.param(np.array([0.3, 0.4]))
         h, g = branches(x)
         factors = [first(g), second(h), h][::order]
         (factors[0] * factors[1] * factors[2]).sum().backward()
-        found.append(x.grad)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-14)
+        results.append(x.grad)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-14)
 
 
 def test_recompute_supports_unused_results() -> None:
@@ -188,12 +186,12 @@ def test_recompute_supports_unused_results() -> None:
         x, y = (fl.param(np.full((2, WIDTH), k, np.float32)) for k in (1, 2))
         parts = again(Parts())
         upstream = F.tanh(y)  # the first pass does not reach this node
-        found = parts(x, upstream, 2.0)
+        result = parts(x, upstream, 2.0)
         calls: list[int] = []
         y.register_grad_hook(lambda _: calls.append(1))
-        (found["both"][0].sum() + y.sum()).backward()
+        (result["both"][0].sum() + y.sum()).backward()
         assert calls == [1]
-        found["only y"][0].sum().backward()
+        result["only y"][0].sum().backward()
         assert calls == [1, 1]
         return [x.grad, y.grad, parts.inner.weight.grad]
 
@@ -282,9 +280,9 @@ def test_recompute_stores_only_inputs_of_blocks() -> None:
         net = nn.Sequential(*blocks)
         tracemalloc.start()
         net(x).sum().backward()
-        found = tracemalloc.get_traced_memory()[1]
+        result = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return found // x.array.nbytes
+        return result // x.array.nbytes
 
     assert peak(lambda module: module) >= 64  # Sigmoid's derivative needs only its input
     assert peak(fl.recompute) <= 8 + 16 + 4  # inputs, one block, gradients

@@ -43,14 +43,14 @@ OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", OF_SIZES)
 def test_layers_accept_any_integer_type_as_size(name: str, kind: Any) -> None:
     make, shape = OF_SIZES[name]
-    x, found = fl.input(np.linspace(-1, 1, math.prod(shape)).reshape(shape)), []
-    for each in (int, kind):
+    x, results = fl.input(np.linspace(-1, 1, math.prod(shape)).reshape(shape)), []
+    for integer_type in (int, kind):
         fl.set_seed(0)
-        module = make(each)
+        module = make(integer_type)
         y = module(x)
         result = y[0] if isinstance(y, tuple) else y
-        found.append((re.sub("0x[0-9a-f]+", "", repr(module)), result.array.tolist()))
-    assert found[0] == found[1]
+        results.append((re.sub("0x[0-9a-f]+", "", repr(module)), result.array.tolist()))
+    assert results[0] == results[1]
     for wrong in (bool, float, np.bool_, np.float64):
         with pytest.raises(TypeError, match=r"must be an integer|not iterable"):
             make(wrong)
@@ -72,8 +72,8 @@ def test_functions_accept_numpy_integers() -> None:
     x, weight = np.ones((1, 4, 5, 5), np.float32), np.ones((4, 2, 3, 3), np.float32)
     two, one = np.int64(2), np.uint8(1)
     options = (two, (one, np.int32(0)), one, two)
-    found = F.conv2d(x, weight, None, *options)
-    assert np.array_equal(found.array, F.conv2d(x, weight, None, 2, (1, 0), 1, 2).array)
+    result = F.conv2d(x, weight, None, *options)
+    assert np.array_equal(result.array, F.conv2d(x, weight, None, 2, (1, 0), 1, 2).array)
     assert np.array_equal(F.pool2d(x, two, one, one).array, F.pool2d(x, 2, 1, 1).array)
     for wrong in (True, 2.0, np.float32(2), np.True_):
         with pytest.raises(ValueError, match="groups must divide"):

@@ -92,18 +92,18 @@ def in_pieces(make: Make, dtype: str) -> list[Any]:
 
 @EVERY_RULE
 def test_instruction_sets_have_the_bits_of_numpy(make: Make, use: Any, without: Any) -> None:
-    found = {}
+    results = {}
     for name in ("baseline", "avx2", "avx512"):
         try:
             MODULE.use(name)
         except ValueError:
             continue  # not supported by this processor
         for dtype in ("float32", "float64"):
-            found[name, dtype] = stepped(make, dtype, SIZES), in_pieces(make, dtype)
+            results[name, dtype] = stepped(make, dtype, SIZES), in_pieces(make, dtype)
     without()
     for dtype in ("float32", "float64"):
         expected = stepped(make, dtype, SIZES), in_pieces(make, dtype)
-        for (name, other), result in found.items():
+        for (name, other), result in results.items():
             assert other != dtype or result == expected, (name, dtype)
 
 
@@ -138,12 +138,12 @@ def unusual() -> dict[str, tuple[Any, Any]]:
     }
 
 
-@pytest.mark.parametrize("what", unusual())
+@pytest.mark.parametrize("case", unusual())
 @pytest.mark.parametrize("make", [RULES["adam"], RULES["novograd"]])
-def test_unsupported_arrays_use_numpy_rules(make: Make, what: str, without: Any) -> None:
+def test_unsupported_arrays_use_numpy_rules(make: Make, case: str, without: Any) -> None:
 
     def run() -> list[Any]:
-        array, grad = unusual()[what]
+        array, grad = unusual()[case]
         variables = [param(np.ones(3)), param(np.ones(1))]
         variables[0].grad, variables[1].grad = np.ones(3), grad
         variables[1].data = array
@@ -257,10 +257,10 @@ def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
     sizes = [3, 100, 1, 30]
     eager, other = (make([param(array) for array in draw(0, dtype, sizes)]) for _ in "ab")
     grads = draw(1, dtype, sizes)
-    for each in (eager, other):
-        for variable, grad in zip(each.params[:3], grads, strict=False):
+    for item in (eager, other):
+        for variable, grad in zip(item.params[:3], grads, strict=False):
             variable.grad = grad
-        each.step()
+        item.step()
     steps = other.prepared(0.3, *grads[:3], None)
     for number in range(5):
         for grad in grads:
@@ -271,10 +271,10 @@ def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
     assert bits(other) == bits(eager)
 
 
-@pytest.mark.parametrize("what", unusual())
-def test_prepared_uses_python_for_unsupported_arrays(what: str) -> None:
+@pytest.mark.parametrize("case", unusual())
+def test_prepared_uses_python_for_unsupported_arrays(case: str) -> None:
     def make() -> Any:
-        array, grad = unusual()[what]
+        array, grad = unusual()[case]
         optimizer = RULES["adam"]([param(np.ones(3)), param(np.ones(array.shape, array.dtype))])
         optimizer.params[0].grad, optimizer.params[1].grad = np.ones(3), grad
         optimizer.params[1].data = array
@@ -375,17 +375,17 @@ def test_cuda_step_launches_once_per_dtype_and_rule(strict: StandInCupy) -> None
         for dtype in ("float32", "float64", "float32")
     ]
     optimizer = RULES["adam"](variables)
-    for given in (1, 3):
-        for variable in variables[:given]:
+    for count in (1, 3):
+        for variable in variables[:count]:
             variable.grad = strict.asarray(np.ones(3, variable.dtype))  # type: ignore[assignment]
         optimizer.step()
     assert [kernel.launches() for kernel in strict.kernels] == [2, 1]
 
 
 def test_strided_cuda_arrays_use_array_rules(strict: StandInCupy) -> None:
-    whole = strict.asarray(np.ones((3, 4), "float32"))
-    variable = param(whole[:, ::2])
+    array = strict.asarray(np.ones((3, 4), "float32"))
+    variable = param(array[:, ::2])
     variable.grad = strict.asarray(np.ones((3, 2), "float32"))  # type: ignore[assignment]
     RULES["sgd"]([variable]).step()
     assert not strict.kernels
-    np.testing.assert_array_equal(whole.get()[:, ::2], np.full((3, 2), np.float32(0.9)))
+    np.testing.assert_array_equal(array.get()[:, ::2], np.full((3, 2), np.float32(0.9)))

@@ -86,13 +86,13 @@ y = torch.cat([tensor.detach().ravel() for tensor in tensors])
 """
 
 
-@pytest.mark.parametrize(("make", "name", "options"), [each[1:] for each in SETTINGS])
+@pytest.mark.parametrize(("make", "name", "options"), [item[1:] for item in SETTINGS])
 def test_steps_equal_torch(make: Make, name: str, options: Any, oracle: Oracle) -> None:
     a, b = (v.array for v in parameters())
     c, d = (np.stack(grads) for grads in zip(*map(gradients, range(5)), strict=True))
-    theirs = oracle(TORCH, a=a, b=b, c=c, d=d, name=name, options=options)["y"]
+    expected = oracle(TORCH, a=a, b=b, c=c, d=d, name=name, options=options)["y"]
     ours = np.concatenate([v.array.ravel() for v in run(make, 5)])
-    np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    np.testing.assert_allclose(ours, expected, rtol=1e-12)
 
 
 def test_amsgrad_step_equals_its_formula() -> None:
@@ -225,9 +225,13 @@ class Own(optim.FirstOrderOptimizer):
 def test_user_defined_optimizer_keeps_its_attributes() -> None:
     optimizer = Own(parameters())
     optimizer.step()
-    for each in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        each.step()
-        assert (each._steps, each.lr, each.first is each.params[0].array) == ({"all": 2}, 0.5, True)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        copied.step()
+        assert (copied._steps, copied.lr, copied.first is copied.params[0].array) == (
+            {"all": 2},
+            0.5,
+            True,
+        )
     assert (optimizer._steps, copy.copy(optimizer).first is optimizer.first) == ({"all": 1}, True)
 
 
@@ -236,13 +240,13 @@ def test_copies_and_pickles_resume_like_the_original(make: Make) -> None:
     optimizer = make(parameters())
     for number in range(3):
         copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
-        for each in (optimizer, *copies):
-            each.lr = each.lr / 2
-            step(each, number)
-        for each in copies:
-            assert each.state_dict().keys() == optimizer.state_dict().keys()
-            for ours, theirs in zip(each.params, optimizer.params, strict=True):
-                np.testing.assert_array_equal(ours.array, theirs.array)
+        for copy_ in (optimizer, *copies):
+            copy_.lr = copy_.lr / 2
+            step(copy_, number)
+        for copy_ in copies:
+            assert copy_.state_dict().keys() == optimizer.state_dict().keys()
+            for ours, expected in zip(copy_.params, optimizer.params, strict=True):
+                np.testing.assert_array_equal(ours.array, expected.array)
 
 
 def test_shallow_copy_has_its_own_rate() -> None:

@@ -61,22 +61,22 @@ def made(name: str, optimizer: optim.SGDOptimizer) -> Any:
 
 
 def rates(schedule: Any, of: Callable[[], float], steps: int) -> list[float]:
-    found = []
+    results = []
     for step in range(steps):
-        found.append(of())
+        results.append(of())
         if step + 1 < steps:
             schedule.step()
-    return found
+    return results
 
 
 @EACH
 def test_rates_equal_the_published_formulas(name: str) -> None:
     expected, optimizer = SCHEDULES[name][1], optimizer_of_rate()
     schedule = made(name, optimizer)
-    found = rates(schedule, lambda: optimizer.lr, STEPS)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    result = rates(schedule, lambda: optimizer.lr, STEPS)
+    np.testing.assert_allclose(result, expected, rtol=1e-12)
     assert schedule.get_last_lr() == [optimizer.lr] == [schedule.last_lr]
-    assert found == [schedule.rate_at(step) for step in range(STEPS)]
+    assert result == [schedule.rate_at(step) for step in range(STEPS)]
 
 
 @EACH
@@ -122,7 +122,7 @@ for make in (lambda o: lr.CosineAnnealingLR(o, 9), lambda o: lr.LambdaLR(o, lamb
         schedule.step()
     y += [schedule.base_lrs[0], optimizer.param_groups[0]["lr"]]
 """
-    optimizer, found = optimizer_of_rate(0.1), []
+    optimizer, results = optimizer_of_rate(0.1), []
     for make in (
         lambda o: optim.CosineAnnealingLR(o, 9),
         lambda o: optim.LambdaLR(o, lambda t: t + 1),
@@ -130,8 +130,8 @@ for make in (lambda o: lr.CosineAnnealingLR(o, 9), lambda o: lr.LambdaLR(o, lamb
         schedule: Any = make(optimizer)
         for _ in range(3):
             schedule.step()
-        found += [schedule.base_lr, optimizer.lr]
-    np.testing.assert_allclose(found, oracle(code)["y"])
+        results += [schedule.base_lr, optimizer.lr]
+    np.testing.assert_allclose(results, oracle(code)["y"])
 
 
 def test_schedule_does_not_invalidate_a_captured_step() -> None:
@@ -269,7 +269,7 @@ for metric in metrics:
     schedule.step(metric)
     y.append(optimizer.param_groups[0]["lr"])
 """
-    optimizer, found = optimizer_of_rate(), []
+    optimizer, results = optimizer_of_rate(), []
     schedule = optim.ReduceLROnPlateau(optimizer, **options)
     for number, metric in enumerate(METRICS):
         if number == 7:  # another schedule continues
@@ -277,8 +277,8 @@ for metric in metrics:
             schedule = optim.ReduceLROnPlateau(optimizer, **options)
             schedule.load_state_dict(state)
         schedule.step(fl.input(np.array(metric)))
-        found.append(optimizer.lr)
-    np.testing.assert_allclose(found, oracle(code, metrics=METRICS, options=options)["y"])
+        results.append(optimizer.lr)
+    np.testing.assert_allclose(results, oracle(code, metrics=METRICS, options=options)["y"])
 
 
 def test_plateau_keeps_rates_below_the_minimum() -> None:

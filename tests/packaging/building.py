@@ -38,7 +38,6 @@ def run(*command: object, **variables: str) -> str:
 
 
 def empty_environment(folder: Path) -> Path:
-    """Create an empty virtual environment and return its interpreter."""
     venv.create(folder, with_pip=True)
     return folder / "bin" / "python"
 

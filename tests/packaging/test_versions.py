@@ -42,7 +42,7 @@ def interpreters() -> list[str]:
         done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
         if done.stdout.startswith("True"):
             versions[tuple(map(int, done.stdout.split()[1:]))] = str(python)
-    return [versions[each] for each in sorted(versions)]
+    return [versions[bound] for bound in sorted(versions)]
 
 
 @pytest.mark.slow
@@ -50,20 +50,20 @@ def interpreters() -> list[str]:
 @pytest.mark.parametrize("which", ["lowest", "highest"])
 def test_tests_pass_with_lowest_and_highest_versions(which: str, tmp_path: Path) -> None:
     """They run with the oldest and the newest supported Python of this machine."""
-    wanted = [name + each for name, each in DECLARED.items()]
+    expected = [name + bound for name, bound in DECLARED.items()]
     if which == "lowest":
-        wanted = [each.split(",")[0].replace(">=", "==") for each in wanted]
+        expected = [item.split(",")[0].replace(">=", "==") for item in expected]
     made, source = tmp_path / "environment", copy_of_sources(tmp_path)
     python, path = made / "bin" / "python", f"{made / 'bin'}{os.pathsep}{os.environ['PATH']}"
     try:
         run(interpreters()[-(which == "highest")], "-m", "venv", made)
-        run(python, "-m", "pip", "install", "--quiet", *wanted, *TOOLS)
-        install = "install", "--quiet", *wanted, "--no-build-isolation", "--editable"
+        run(python, "-m", "pip", "install", "--quiet", *expected, *TOOLS)
+        install = "install", "--quiet", *expected, "--no-build-isolation", "--editable"
         run(python, "-m", "pip", *install, f"{source}[mpi,torch]", PATH=path)
         print(run(python, "-VV"), run(python, "-m", "pip", "freeze"))
         (source / ".venv-bench-torch").symlink_to(made)  # tests search torch there
         options = "-q", "-m", "not slow", "-p", "no:cacheprovider"
-        tests = [source / "tests" / each for each in TESTS]
+        tests = [source / "tests" / value for value in TESTS]
         output = run(python, "-m", "pytest", *options, *tests, PATH=path)
         assert not re.search("could not import|needs (?!CuPy)", output), output
         print(output.splitlines()[-1])

@@ -89,7 +89,7 @@ def train_on_two_ranks(python: Path, folder: Path, backend: str) -> list[str]:
     ]
     codes, libraries, _ = zip(*finish_all(ranks, 60), strict=True)
     assert codes == (0, 0)
-    return [each.strip() for each in libraries]
+    return [library.strip() for library in libraries]
 
 
 def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_package_without_gloo_states_the_remedy(wheel: Path, reason: str, tmp_pa
         "print(fl.distributed_backend())\n"
     )
     assert "[3. 3.]" in run(python, "-c", alone)
-    asked = (
+    program = (
         "import flashlight_py as fl\n"
         "try:\n"
         "    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, 0, 2,\n"
@@ -142,7 +142,7 @@ def test_package_without_gloo_states_the_remedy(wheel: Path, reason: str, tmp_pa
         "except fl.errors.BackendUnavailableError as error:\n"
         "    print(error)\n"
     )
-    assert reason.strip() in run(python, "-c", asked)
+    assert reason.strip() in run(python, "-c", program)
     assert not list(tmp_path.glob("meet*"))
     assert train_on_two_ranks(python, tmp_path, "auto") == ["", ""]  # they use shared memory
 
@@ -155,7 +155,7 @@ def test_build_succeeds_without_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         # A shared library may lack a symbol, which is detected when it is loaded.
         ("void nowhere(void);", "was built and does not load: .*undefined symbol: nowhere"),
@@ -163,7 +163,7 @@ def test_build_succeeds_without_gloo(tmp_path: Path) -> None:
     ],
     ids=["does not load", "cannot be compiled"],
 )
-def test_build_fails_if_an_extension_fails(tmp_path: Path, broken: str, said: str) -> None:
+def test_build_fails_if_an_extension_fails(tmp_path: Path, broken: str, message: str) -> None:
     sources = copy_of_sources(tmp_path)
     module = sources / "csrc" / "fast" / "fast.c"
     module.write_text(f"{broken}\nvoid (*place)(void) = nowhere;\n{module.read_text()}")
@@ -171,7 +171,7 @@ def test_build_fails_if_an_extension_fails(tmp_path: Path, broken: str, said: st
     left_out = {f"FLASHLIGHT_WITHOUT_{name}": "1" for name in others}
     with pytest.raises(AssertionError) as failed:  # the message contains the output
         build(sources, tmp_path / "dist", **left_out)
-    assert re.search(rf"error: flashlight_py._native._fast.*{said}", str(failed.value))
+    assert re.search(rf"error: flashlight_py._native._fast.*{message}", str(failed.value))
     assert "FLASHLIGHT_WITHOUT_FAST=1 pip install" in str(failed.value)
     assert not list(tmp_path.rglob("*.whl"))
 

@@ -95,8 +95,8 @@ def test_container_holds_all_data_without_a_world() -> None:
 def test_container_uses_the_world_by_default(rank: int, size: int) -> None:
     part = fl.DistributedDataContainer(range(10))
     assert len(part) == {2: [5, 5], 3: [4, 3, 3]}[size][rank]
-    whole = fl.all_reduce(np.array([len(part), sum(part)]))
-    assert whole.tolist() == [10, 45]
+    totals = fl.all_reduce(np.array([len(part), sum(part)]))
+    assert totals.tolist() == [10, 45]
 
 
 def make_before_init(rank: int, size: int, path: str) -> None:
@@ -209,8 +209,8 @@ def test_shares_use_rank_and_size_of_the_group(rank: int, size: int, name: str) 
     message = raised(ValueError, lambda: make(rank=0, size=1, group=group))
     assert "rank=0, size=1 and a group" in message
     assert group.rank == RANKS.index(rank)
-    data, place = make(group=group), {"rank": group.rank, "size": group.size}
-    expected = samples(make(**place))
+    data, rank_and_size = make(group=group), {"rank": group.rank, "size": group.size}
+    expected = samples(make(**rank_and_size))
     assert samples(data) == samples(copy.deepcopy(data)) == expected
     assert sorted(fl.all_gather(np.array(expected), group=group)) == list(range(10))
     group.close()
@@ -228,8 +228,8 @@ def test_epochs_are_compared_within_the_group(rank: int, size: int, name: str) -
     state = data.state_dict()
     assert state == {"n": 10, "shuffle": True, "seed": 3, "epoch": 2, "consumed": 0}
     data.load_state_dict({**state, "consumed": 4})
-    own = samples(data)
-    left = fl.all_gather(np.array(own), group=group)
+    local_samples = samples(data)
+    left = fl.all_gather(np.array(local_samples), group=group)
     assert sorted(left) == sorted(epoch_order(10, 3, 2)[4:])
     differing = (
         lambda: make(seed=group.rank, group=group),
@@ -237,27 +237,32 @@ def test_epochs_are_compared_within_the_group(rank: int, size: int, name: str) -
         lambda: data.load_state_dict({**state, "consumed": group.rank}),
     )
     errors = [raised(fl.errors.MismatchError, call) for call in differing]
-    assert (data.epoch, data.consumed, samples(data)) == (2, 10, own)  # unchanged
+    assert (data.epoch, data.consumed, samples(data)) == (2, 10, local_samples)  # unchanged
     # Invalid arguments on one rank raise on the other rank as well.
     error: type[Exception] = fl.errors.MismatchError if group.rank else ValueError
     for arguments in ({"seed": -1}, {"rank": 0, "size": 1}):
         call = partial(make, group=group, **({} if group.rank else arguments))
         errors += [raised(error, call)]
-    for text, what in zip(errors, ("seed", "epoch", "consumed"), strict=False):
+    for text, field in zip(errors, ("seed", "epoch", "consumed"), strict=False):
         assert text.startswith(f"{name}: rank {group.rank} of 2: expected the same arguments")
-        assert f"{what} (rank(s) 0: " in text
+        assert f"{field} (rank(s) 0: " in text
         assert "on every rank of this group (ranks 2, 0" in text
     other = f"rank 0 called {name}, and rejected its arguments"
-    own = ("seed must be at least 0, got -1", "and a group") if group.rank == 0 else (other, other)
-    assert [words in text for words, text in zip(own, errors[3:], strict=True)] == [True, True]
+    local_samples = (
+        ("seed must be at least 0, got -1", "and a group") if group.rank == 0 else (other, other)
+    )
+    assert [words in text for words, text in zip(local_samples, errors[3:], strict=True)] == [
+        True,
+        True,
+    ]
 
 
 @on_ranks(("shm", 3))
 def test_worker_processes_keep_the_share_of_the_group(rank: int, size: int) -> None:
     group = fl.split(rank % 2)
     data = fl.ShardedDataset(ROWS, 4, shuffle=False, group=group)
-    own = samples(fl.dataset.PrefetchDataset(data, 1, 2, "processes"))
-    assert sorted(fl.all_gather(np.array(own), group=group)) == list(range(10))
+    local_samples = samples(fl.dataset.PrefetchDataset(data, 1, 2, "processes"))
+    assert sorted(fl.all_gather(np.array(local_samples), group=group)) == list(range(10))
 
 
 VALUES = np.random.default_rng(3).standard_normal(60)

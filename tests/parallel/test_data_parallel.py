@@ -20,13 +20,13 @@ def build(seed: int = 0) -> Any:
 
 @on_ranks(("shm", 2))
 def test_reducer_sums_in_the_gradient_buffer_of_the_user(rank: int, size: int) -> None:
-    layer, own = fl.nn.Linear(1, 2), np.zeros((2, 1), np.float32)
+    layer, buffer = fl.nn.Linear(1, 2), np.zeros((2, 1), np.float32)
     fl.broadcast_parameters(layer)
-    layer.weight.grad_buffer = own
+    layer.weight.grad_buffer = buffer
     fl.distribute_module_grads(layer, reducer=fl.InlineReducer(1.0))
     layer(fl.input(np.full((1, 1), rank + 1, np.float32))).backward(np.ones((1, 2), np.float32))
-    assert np.shares_memory(layer.weight.grad, own)
-    assert own.tolist() == [[3.0], [3.0]]
+    assert np.shares_memory(layer.weight.grad, buffer)
+    assert buffer.tolist() == [[3.0], [3.0]]
 
 
 class Branches(fl.nn.Module):
@@ -47,15 +47,15 @@ def test_join_keeps_none_for_unused_parameters(rank: int, size: int) -> None:
     """Only rank 0 has data in the second pass; in the last pass no rank counts samples."""
     model = Branches()
     fl.distribute_module_grads(model)
-    there = []
+    gradients = []
     with fl.join(model) as joined:
         for step in range(1 + 2 * (rank == 0)):
             model.zero_grad()
             joined.count(0 if step == 2 else 1)
             model(fl.input(np.ones((1, 2))), rank if step == 0 else 2).backward()
-            there.append([param.grad is not None for param in model.params()[::2]])
+            gradients.append([param.grad is not None for param in model.params()[::2]])
     expected = [[True, True, False], [False, False, True], [False] * 3]
-    assert there == expected[: len(there)]
+    assert gradients == expected[: len(gradients)]
 
 
 @on_ranks(("shm", 2))
@@ -85,17 +85,17 @@ def test_no_sync_keeps_gradients_local(rank: int, size: int) -> None:
     assert np.array_equal(first, reference.params()[0].grad)
 
 
-@pytest.mark.parametrize(("what", "number"), [("shape", 2), ("count", 4), ("dtype", 0)])
+@pytest.mark.parametrize(("difference", "number"), [("shape", 2), ("count", 4), ("dtype", 0)])
 @on_ranks(("shm", 2))
 def test_every_rank_raises_mismatch_error_if_modules_differ(
-    rank: int, size: int, what: str, number: int
+    rank: int, size: int, difference: str, number: int
 ) -> None:
-    width = 8 + (rank if what == "shape" else 0)
+    width = 8 + (rank if difference == "shape" else 0)
     layers = [fl.nn.Linear(6, 8), fl.nn.Linear(8, width)]
-    if what == "count" and rank == 1:
+    if difference == "count" and rank == 1:
         layers.append(fl.nn.Linear(8, 8))
     model = fl.nn.Sequential(*layers)
-    if what == "dtype" and rank == 1:
+    if difference == "dtype" and rank == 1:
         model.astype(np.float64)
     words = rf"rank {rank} of 2: .* in parameter {number} \(rank\(s\) 0: .*; rank\(s\) 1: "
     with pytest.raises(fl.errors.MismatchError, match=words):
@@ -127,17 +127,19 @@ def test_distribute_module_grads_raises_for_invalid_arguments() -> None:
         fl.distribute_module_grads(fl.nn.Sequential(fl.nn.ReLU()))
 
 
-@pytest.mark.parametrize("how", [{}, {"bucket_bytes": 100}, {"reducer": True}, {"hook": True}])
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 100}, {"reducer": True}, {"hook": True}])
 @on_ranks(("shm", 2))
-def test_check_finite_names_rank_and_parameter(rank: int, size: int, how: dict[str, Any]) -> None:
+def test_check_finite_names_rank_and_parameter(
+    rank: int, size: int, options: dict[str, Any]
+) -> None:
     """First rank 1 has a NaN, then the sums of finite gradients overflow."""
-    if "hook" in how:
-        how = {"hook": fl.Float16Compression()}
-    elif "reducer" in how:
-        how = {"reducer": fl.InlineReducer(1.0)}
+    if "hook" in options:
+        options = {"hook": fl.Float16Compression()}
+    elif "reducer" in options:
+        options = {"reducer": fl.InlineReducer(1.0)}
     model = build()
-    fl.distribute_module_grads(model, scale=None if how else 1.0, check_finite=True, **how)
-    said = []
+    fl.distribute_module_grads(model, scale=None if options else 1.0, check_finite=True, **options)
+    outputs = []
     large = 0.6 * np.finfo(float).max
     for value in (1.0, np.nan if rank == 1 else 1.0, large, 1.0):
         for param in model.params():
@@ -145,14 +147,14 @@ def test_check_finite_names_rank_and_parameter(rank: int, size: int, how: dict[s
         try:
             model(fl.input(np.full((1, 6), 0.1))).backward(np.full((1, 3), value))
             assert all(np.isfinite(param.grad).all() for param in model.params())
-            said.append("")
+            outputs.append("")
         except FloatingPointError as error:
             assert all(param.grad is None for param in model.params())
-            said.append(str(error))
-    assert said[0] == said[3] == ""
+            outputs.append(str(error))
+    assert outputs[0] == outputs[3] == ""
     words = "expected finite gradients, got NaN or infinity"
-    assert f"rank {rank} of 2: {words} (rank 1: 2.bias" in said[1]
-    assert "only in the sums over ranks" in said[2] or "hook" in how
+    assert f"rank {rank} of 2: {words} (rank 1: 2.bias" in outputs[1]
+    assert "only in the sums over ranks" in outputs[2] or "hook" in options
 
 
 @on_ranks(("shm", 2))
@@ -255,10 +257,10 @@ def test_parameters_can_be_frozen_removed_and_ignored(rank: int, size: int) -> N
     assert not np.array_equal(*fl.all_gather(model.last.weight.grad.ravel()[None])[:2])
 
 
-@pytest.mark.parametrize(("average", "found"), [(False, [6, 4, None]), (True, [2, 4 / 3, None])])
+@pytest.mark.parametrize(("average", "result"), [(False, [6, 4, None]), (True, [2, 4 / 3, None])])
 @on_ranks(("shm", 3))
 def test_optimizer_reduces_sums_means_and_missing_gradients(
-    rank: int, size: int, average: bool, found: list[Any]
+    rank: int, size: int, average: bool, result: list[Any]
 ) -> None:
     params = [fl.param(np.zeros(3, np.float32)), fl.param(np.zeros((2, 2))), fl.param(np.zeros(1))]
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(params, 1.0), average=average)
@@ -266,7 +268,7 @@ def test_optimizer_reduces_sums_means_and_missing_gradients(
     if rank == 1:
         params[1].grad = np.full((2, 2), 4.0)
     optimizer.step()
-    assert [None if p.grad is None else p.grad.ravel()[0] for p in params] == found
+    assert [None if p.grad is None else p.grad.ravel()[0] for p in params] == result
 
 
 @on_ranks(("shm", 2))

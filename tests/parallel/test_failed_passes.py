@@ -40,17 +40,17 @@ class Net(fl.nn.Module):
             x = layer(x)
         return self.trap(PLACES[0], last(x))
 
-    def trap(self, place: str, x: Any) -> Any:
+    def trap(self, point: str, x: Any) -> Any:
         def back(grad: Any) -> Any:
-            if self.fails_at == place and self.error is not None:
-                raise self.error(f"on purpose {place}")
+            if self.fails_at == point and self.error is not None:
+                raise self.error(f"on purpose {point}")
             return grad
 
         return record(x.array, (x, back))
 
 
-def in_background(model: Net, **how: Any) -> None:
-    replicated(model, bucket_bytes=500, **how)
+def in_background(model: Net, **options: Any) -> None:
+    replicated(model, bucket_bytes=500, **options)
     gradient_pass._passes[model].reducer._inline_bytes = 0
 
 
@@ -77,7 +77,7 @@ def one_pass(model: Net) -> None:
 
 
 @contextlib.contextmanager
-def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator[None]:
+def failing(model: Net, rank: int, places: dict[int, str], kind: str) -> Iterator[None]:
     """Make the enclosed pass fail at these points of ranks; the other ranks raise the reasons."""
     model.fails_at = places.get(rank)
     if rank in places and len(set(places.values())) > 1:  # another rank's error may arrive first
@@ -86,12 +86,12 @@ def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator
     elif rank in places:
         with pytest.raises(ValueError, match="on purpose"):
             yield
-    elif [*places.values()] == [PLACES[2]] and way in ("in buckets", "in the background"):
+    elif [*places.values()] == [PLACES[2]] and kind in ("in buckets", "in the background"):
         yield  # all buckets were sent with right values
         places = {}
     else:
         # With two messages per bucket, the first difference may be in the second message.
-        words = "ValueError: on purpose" + "|that has failed" * ("d in the background" in way)
+        words = "ValueError: on purpose" + "|that has failed" * ("d in the background" in kind)
         with pytest.raises(MismatchError, match=words):
             yield
     model.fails_at = None
@@ -99,35 +99,35 @@ def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator
         assert all(param.grad is None for param in model.params())
 
 
-CASES = [{1: place} for place in PLACES]
+CASES = [{1: point} for point in PLACES]
 CASES += [{0: PLACES[0], 1: PLACES[1]}, {0: PLACES[1], 1: PLACES[0]}, {0: PLACES[1]}]
 CASES += [dict.fromkeys(range(8), PLACES[1])]
-IN_ALL_WAYS = pytest.mark.parametrize("way", WAYS)
+IN_ALL_WAYS = pytest.mark.parametrize("kind", WAYS)
 
 
 @IN_ALL_WAYS
 @on_ranks()
 def test_failed_pass_raises_on_all_ranks_and_training_continues(
-    rank: int, size: int, way: str
+    rank: int, size: int, kind: str
 ) -> None:
     model = Net()
-    WAYS[way](model)
+    WAYS[kind](model)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.0)
-    wanted: list[Any] = []
+    expected: list[Any] = []
     for places in [{}, *CASES]:
         if places:
-            with failing(model, rank, places, way):
+            with failing(model, rank, places, kind):
                 one_pass(model)
         optimizer.zero_grad()
         one_pass(model)
-        if way.startswith("compressed"):
+        if kind.startswith("compressed"):
             optimizer.step()  # uses state of earlier passes as well
             continue
         fl.barrier()
-        found = [param.grad.copy() for param in model.params()]
-        wanted = wanted or found
-        for mine, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-12)
+        results = [param.grad.copy() for param in model.params()]
+        expected = expected or results
+        for result, other in zip(results, expected, strict=True):
+            np.testing.assert_allclose(result, other, rtol=1e-12)
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
@@ -135,34 +135,34 @@ def test_failed_pass_raises_on_all_ranks_and_training_continues(
 def test_failed_leaf_raises_on_all_ranks_and_training_continues(rank: int, size: int) -> None:
     model, x = Net(), np.linspace(-1, 1, 48).reshape(8, 6)
     fl.distribute_module_grads(model, leaves=4)
-    wanted = None
-    for place in (None, *PLACES, "no pass at all"):
+    expected = None
+    for point in (None, *PLACES, "no pass at all"):
         with contextlib.ExitStack() as stack:
-            if place is not None:
-                words = "got none for leaf" if place == "no pass at all" else "on purpose"
+            if point is not None:
+                words = "got none for leaf" if point == "no pass at all" else "on purpose"
                 error = MismatchError if rank != 1 else (ValueError, RuntimeError)
                 stack.enter_context(pytest.raises(error, match=words))
             for part in fl.leaves(model, x):
-                model.fails_at = place if rank == 1 else None
-                if rank != 1 or place != "no pass at all":
+                model.fails_at = point if rank == 1 else None
+                if rank != 1 or point != "no pass at all":
                     model(fl.param(part)).mean().backward()
         model.fails_at = None
         for part in fl.leaves(model, x):
             model(fl.param(part)).mean().backward()
-        found = [param.grad.tobytes() for param in model.params()]
-        wanted = wanted or found
-        assert found == wanted
+        results = [param.grad.tobytes() for param in model.params()]
+        expected = expected or results
+        assert results == expected
 
 
 @IN_ALL_WAYS
 @on_ranks()
 def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
-    rank: int, size: int, way: str
+    rank: int, size: int, kind: str
 ) -> None:
     """Rank 1 has a gradient that cannot be sent, which is detected at the end of the pass."""
     model = Net()
     model.spare = fl.param(np.ones(2))
-    WAYS[way](model)
+    WAYS[kind](model)
     if rank == 1:
         model.spare.grad = np.array(["a", "b"])
     with pytest.raises((ValueError, TypeError) if rank == 1 else MismatchError):
@@ -174,11 +174,11 @@ def test_rejected_gradient_at_the_end_of_a_pass_raises_on_all_ranks(
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_changed_parameter_raises_on_all_ranks(rank: int, size: int, way: str) -> None:
+def test_changed_parameter_raises_on_all_ranks(rank: int, size: int, kind: str) -> None:
     """Rank 1 changes a parameter after its forward pass; gradients of an earlier pass exist."""
     model = Net()
-    WAYS[way](model)
-    if not way.startswith("compressed"):
+    WAYS[kind](model)
+    if not kind.startswith("compressed"):
         one_pass(model)
         assert all(param.grad is not None for param in model.params())
     loss = model(fl.input(np.ones((2, 6)))).mean()
@@ -198,21 +198,20 @@ LOSSES: dict[str, Callable[[Net, Net, Any], Any]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("way", ["in buckets", "by themselves", "collected", "sharded"])
+@pytest.mark.parametrize("kind", ["in buckets", "by themselves", "collected", "sharded"])
 @on_ranks()
 def test_failed_pass_of_two_modules_raises_its_exception(
-    rank: int, size: int, way: str, loss: str
+    rank: int, size: int, kind: str, loss: str
 ) -> None:
-    """Two modules in one loss: both passes end, and the exception of the pass is raised."""
     models, x = [Net(), Net()], fl.input(np.ones((2, 6)))
     for model in models:
-        WAYS[way](model)
-    for which, place in itertools.product((0, 1), PLACES[:2]):
-        models[which].fails_at = place if rank == 1 else None
+        WAYS[kind](model)
+    for which, location in itertools.product((0, 1), PLACES[:2]):
+        models[which].fails_at = location if rank == 1 else None
         with pytest.raises(ValueError if rank == 1 else MismatchError) as caught:
             LOSSES[loss](*models, x).mean().backward()
-        said = str(caught.value)
-        assert "on purpose" in said or (way != "sharded" and "different calls" in said)
+        output = str(caught.value)
+        assert "on purpose" in output or (kind != "sharded" and "different calls" in output)
         for model in models:
             model.fails_at = None
             one_pass(model)
@@ -221,10 +220,10 @@ def test_failed_pass_of_two_modules_raises_its_exception(
 
 @IN_ALL_WAYS
 @on_ranks()
-def test_error_of_another_group_fails_the_pass(rank: int, size: int, way: str) -> None:
+def test_error_of_another_group_fails_the_pass(rank: int, size: int, kind: str) -> None:
     """The error is reported in another group only, so the pass must report it in its group."""
     pair, model = fl.new_group([0, 1]), Net()
-    WAYS[way](model)
+    WAYS[kind](model)
     one_pass(model)
 
     def pair_differs(grad: Any) -> Any:
@@ -239,12 +238,12 @@ def test_error_of_another_group_fails_the_pass(rank: int, size: int, way: str) -
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
-def two_dimensional(rank: int, size: int, way: str) -> None:
+def two_dimensional(rank: int, size: int, kind: str) -> None:
     """Use differentiable collectives within pairs and gradients between pairs; all ranks raise."""
     columns = [fl.new_group([0, 1]), fl.new_group([2, 3])]
     rows = [fl.new_group([0, 2]), fl.new_group([1, 3])]
     model = Net()
-    WAYS[way](model, group=rows[rank % 2])
+    WAYS[kind](model, group=rows[rank % 2])
     layers = [layer for _, layer in model.layers.children()]
 
     def loss() -> Any:
@@ -263,8 +262,8 @@ def two_dimensional(rank: int, size: int, way: str) -> None:
 
 
 def test_failed_pass_with_differentiable_collectives_raises_on_all_ranks() -> None:
-    for way in ("in buckets", "in the background"):
-        run_ranks(two_dimensional, 4, way, params={"BACKEND": "shm", "TIMEOUT": 20.0})
+    for name in ("in buckets", "in the background"):
+        run_ranks(two_dimensional, 4, name, params={"BACKEND": "shm", "TIMEOUT": 20.0})
 
 
 def pipelined(rank: int, size: int, fails: int) -> None:
@@ -284,9 +283,9 @@ def pipelined(rank: int, size: int, fails: int) -> None:
             model(y).mean().backward()
 
     one_pass()
-    wanted = [np.array(param.grad) for param in model.params()]
-    for place in PLACES[:2]:
-        model.fails_at = place if rank == fails else None
+    expected_error = [np.array(param.grad) for param in model.params()]
+    for point in PLACES[:2]:
+        model.fails_at = point if rank == fails else None
         error = ValueError if rank == fails else MismatchError
         # The second rank of a pipeline has finished when the first rank fails.
         with (
@@ -297,7 +296,7 @@ def pipelined(rank: int, size: int, fails: int) -> None:
             one_pass()
         model.fails_at = None
         one_pass()
-        for param, expected in zip(model.params(), wanted, strict=True):
+        for param, expected in zip(model.params(), expected_error, strict=True):
             np.testing.assert_array_equal(param.grad, expected)
     assert fl.all_reduce(np.ones(1))[0] == size
 
@@ -309,9 +308,9 @@ def test_failed_pass_with_differentiable_messages_raises_on_both_ranks(backend: 
         run_ranks(pipelined, 4, fails, params=params)
 
 
-def interrupted(rank: int, size: int, way: str) -> str:
+def interrupted(rank: int, size: int, kind: str) -> str:
     model = Net()
-    WAYS[way](model)
+    WAYS[kind](model)
     model.fails_at = PLACES[1]
     model.error = KeyboardInterrupt if rank == 1 else None
     with pytest.raises(KeyboardInterrupt if rank == 1 else PeerLostError):
@@ -321,7 +320,7 @@ def interrupted(rank: int, size: int, way: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("way", ["in buckets", "in the background", "sharded"])
-def test_interrupt_in_a_pass_closes_the_group(way: str) -> None:
-    for said in run_ranks(interrupted, 2, way, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
-        assert "KeyboardInterrupt" in said
+@pytest.mark.parametrize("kind", ["in buckets", "in the background", "sharded"])
+def test_interrupt_in_a_pass_closes_the_group(kind: str) -> None:
+    for run_rank in run_ranks(interrupted, 2, kind, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
+        assert "KeyboardInterrupt" in run_rank

@@ -26,7 +26,7 @@ def numbers(rank: int, *shape: int) -> Any:
     return np.random.default_rng([rank, *shape]).standard_normal(shape)
 
 
-def place() -> tuple[int, int]:
+def position() -> tuple[int, int]:
     return fl.get_world_rank(), fl.get_world_size()
 
 
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Callable[..., Any], Shape]] = {
         lambda x: F.sin(D.broadcast(x, fl.get_world_size() - 1)), (2, 2)),
     "all_to_all": (lambda x: F.exp(D.all_to_all(x)), lambda r, n: (2 * n, 2)),
     "all_to_all uneven": (
-        lambda x: F.exp(D.all_to_all(x, rows=parts(*place()))) * float(place()[0] + 1),
+        lambda x: F.exp(D.all_to_all(x, rows=parts(*position()))) * float(position()[0] + 1),
         lambda r, n: (sum(parts(r, n)), 2)),
     "two in one graph": (two_in_one_graph, (2, 2)),
     "one after the other": (one_after_the_other, (2, 2)),
@@ -143,14 +143,14 @@ def test_graph_with_collectives_can_be_used_twice(rank: int, size: int) -> None:
 
 def chain(x: Any) -> Any:
     """Each rank continues with the message of the previous rank; the last rank has the loss."""
-    rank, size = place()
+    rank, size = position()
     h = x if rank == 0 else F.tanh(D.recv(x, rank - 1)) * x
     return h * 1.0 if rank == size - 1 else D.send(F.exp(h), rank + 1)
 
 
 def there_and_back(x: Any) -> Any:
     """Rank 0 receives its own message back, so gradients go there and back as well."""
-    rank, _ = place()
+    rank, _ = position()
     if rank > 1:
         return x * 2.0
     if rank == 1:
@@ -162,7 +162,7 @@ def there_and_back(x: Any) -> Any:
 
 def back_and_there(x: Any) -> Any:
     """Like ``there_and_back``, with the operands in another order."""
-    if place()[0]:
+    if position()[0]:
         return there_and_back(x)
     token = D.send(x * x, 1, 5)
     answer = F.sum(D.recv(x, 1, 7) * x)
@@ -171,7 +171,7 @@ def back_and_there(x: Any) -> Any:
 
 def ring(x: Any) -> Any:
     """Every rank sends to its right; rank 0 begins, because a send ends when it is received."""
-    rank, size = place()
+    rank, size = position()
     right, left = (rank + 1) % size, (rank - 1) % size
     if rank == 0:
         token = D.send(F.exp(x), right)
@@ -181,7 +181,7 @@ def ring(x: Any) -> Any:
 
 
 def used_here_too(x: Any) -> Any:
-    rank, size = place()
+    rank, size = position()
     if rank == 0:
         h = F.exp(x)
         tokens = [D.send(h, peer, tag=peer) for peer in range(1, size)]
@@ -190,7 +190,7 @@ def used_here_too(x: Any) -> Any:
 
 
 def between_collectives(x: Any) -> Any:
-    rank, _ = place()
+    rank, _ = position()
     y = D.all_reduce(F.sin(x)) * x
     if rank == 0:
         token = D.send(y, 1)
@@ -272,8 +272,8 @@ def test_pipeline_of_two_ranks_trains_like_one_process(
 def test_messages_send_values_without_gradient(rank: int, size: int) -> None:
     if rank == 0:
         tag: Any = np.int64(1)
-        for value, how in ((np.arange(3), ()), (np.ones((2, 2), np.float32), (tag,))):
-            token = D.send(fl.input(value), 1, *how)
+        for value, arguments in ((np.arange(3), ()), (np.ones((2, 2), np.float32), (tag,))):
+            token = D.send(fl.input(value), 1, *arguments)
             assert (token.calc_grad, token.dtype, token.shape) == (False, np.float32, ())
         return
     received = D.recv(np.zeros(3, int), 0)
@@ -323,8 +323,8 @@ def test_gradcheck_raises_on_every_rank_for_a_wrong_gradient(rank: int, size: in
 
     with pytest.raises(AssertionError) as caught:
         gradcheck_over_ranks(halved, [np.ones(2)])
-    for each in (0, 1):
-        words = f"rank {each}: input 0, element 0: expected"
+    for number in (0, 1):
+        words = f"rank {number}: input 0, element 0: expected"
         assert words in str(caught.value)
     with pytest.raises(TypeError, match="float64"):
         gradcheck_over_ranks(lambda x: x, [np.ones(1, np.float32)])
@@ -354,8 +354,7 @@ def stay_away(rank: int, size: int, message: bool, fifo: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("backend", "message"),
-    [pytest.param("gloo", True, marks=pytest.mark.slow), ("shm", False)],
+    ("backend", "message"), [pytest.param("gloo", True, marks=pytest.mark.slow), ("shm", False)]
 )
 def test_timeout_error_names_a_rank_without_backward_pass(
     backend: str, message: bool, tmp_path: Path
@@ -438,4 +437,4 @@ def crossed_messages(rank: int, size: int) -> str:
 def test_gradients_of_two_messages_are_kept_apart(backend: str) -> None:
     params = {"BACKEND": backend, "TIMEOUT": 1}
     outcomes = run_outcomes(crossed_messages, 2, params=params)
-    assert all(outcome.ok for outcome in outcomes), [each.report() for each in outcomes]
+    assert all(outcome.ok for outcome in outcomes), [item.report() for item in outcomes]

@@ -11,11 +11,7 @@ from tests.distributed.hook_steps import HOOKS, make
 
 SAMPLES, FEATURES, OUTPUTS, STEPS = 120, 12, 6, 150
 # Allowed increase of the loss after STEPS steps, compared with no hook.
-WORSE = {
-    "Float16Compression": 1.001,
-    "Bfloat16Compression": 1.01,
-    "PowerSGDCompression": 1.05,
-}
+WORSE = {"Float16Compression": 1.001, "Bfloat16Compression": 1.01, "PowerSGDCompression": 1.05}
 
 
 def build(dtype: str = "float64") -> Any:
@@ -104,7 +100,7 @@ def test_full_bucket_is_sent_during_the_pass(rank: int, size: int, inline_bytes:
         assert param.grad.tobytes() == other.grad.tobytes()
     assert reports[:3] == reports[3:]
     assert [index for index, _ in reports[:3]] == [0, 1, 2]
-    first, second, third = (there for _, there in reports[:3])
+    first, second, third = (count for _, count in reports[:3])
     assert first[:2] == [False, False]  # gradients of the first layer are complete last
     assert first[3:] == [True, True, True]
     assert not second[0]
@@ -132,7 +128,6 @@ def test_hook_receives_accumulated_gradients(rank: int, size: int, name: str) ->
 
 @on_ranks(("shm", 2))
 def test_failed_pass_restores_the_state_of_the_hook(rank: int, size: int) -> None:
-    """The pass raises on every rank; the state is the memory of the hook."""
     model, hook = build(), make("PowerSGDCompression")
     fl.distribute_module_grads(model, hook=hook)
     backward(model, rank, size)

@@ -19,8 +19,6 @@ by_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 class Counting(fl.nn.Module):
-    """Two layers, and a buffer that counts the passes of this rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = fl.nn.Sequential(fl.nn.Linear(6, 8), fl.nn.Tanh(), fl.nn.Linear(8, 3))
@@ -37,7 +35,6 @@ def build() -> Any:
 
 
 def batch(rank: int, step: int) -> tuple[Any, Any]:
-    """Return a batch whose size depends on rank and step."""
     random = np.random.default_rng([rank, step])
     count = 1 + (3 * rank + 5 * step) % 7
     return random.standard_normal((count, 6)), random.standard_normal((count, 3))
@@ -81,9 +78,9 @@ def gradients(model: Any, x: Any, y: Any) -> list[Any]:
 
 def check(results: list[Any], expected: list[Any], tolerance: float = 1e-10) -> None:
     for got in results:
-        for mine, first, want in zip(got, results[0], expected, strict=True):
-            np.testing.assert_array_equal(mine, first)
-            np.testing.assert_allclose(mine, want, rtol=0, atol=tolerance)
+        for local, first, want in zip(got, results[0], expected, strict=True):
+            np.testing.assert_array_equal(local, first)
+            np.testing.assert_allclose(local, want, rtol=0, atol=tolerance)
 
 
 @contextlib.contextmanager
@@ -96,11 +93,13 @@ def small_buckets() -> Iterator[None]:
         fl.DistributedConstants.COALESCE_CACHE_SIZE = before
 
 
-def train(rank: int, size: int, *schedules: tuple[int, ...], count: bool = True, **how: Any) -> Any:
+def train(
+    rank: int, size: int, *schedules: tuple[int, ...], count: bool = True, **options: Any
+) -> Any:
     model = build()
     optimizer = sgd(model)
     with small_buckets():
-        fl.distribute_module_grads(model, **how)
+        fl.distribute_module_grads(model, **options)
     for schedule in schedules:
         with fl.join(model, optimizer) as joined:
             for step in range(schedule[rank]):
@@ -140,15 +139,15 @@ SUMS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
 @pytest.mark.parametrize("kind", SUMS)
 @on_ranks(("shm", 2))
 def test_join_without_counts_or_with_a_scale(rank: int, size: int, kind: str) -> None:
-    schedule, (how, total) = (1, 3), SUMS[kind]
-    found = fl.all_gather_object(train(rank, size, schedule, **how()))
-    check(found, alone(schedule, weighted=False, total=total))
+    schedule, (mode, total) = (1, 3), SUMS[kind]
+    results = fl.all_gather_object(train(rank, size, schedule, **mode()))
+    check(results, alone(schedule, weighted=False, total=total))
 
 
 @on_ranks(("shm", 3))
 def test_join_works_with_compression_hooks(rank: int, size: int) -> None:
-    found = train(rank, size, (1, 3, 0), hook=fl.Float16Compression())
-    check(fl.all_gather_object(found), alone((1, 3, 0)), 1e-2)
+    results = train(rank, size, (1, 3, 0), hook=fl.Float16Compression())
+    check(fl.all_gather_object(results), alone((1, 3, 0)), 1e-2)
 
 
 def accumulate(rank: int, size: int, steps: int) -> Any:

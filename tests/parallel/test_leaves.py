@@ -71,10 +71,10 @@ def optimizer_of(model: Any, kind: str) -> Any:
 
 
 def digest(model: Any) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for array in model.state_dict().values():
-        found.update(array.tobytes())
-    return found.hexdigest()
+        result.update(array.tobytes())
+    return result.hexdigest()
 
 
 def train(
@@ -97,8 +97,8 @@ def train(
     optimizer = optimizer_of(model, kind)
     begin = 0
     if folder:
-        found = fl.load(folder, module=model, optimizer=optimizer, rng=True)
-        begin = found.step if found else 0
+        result = fl.load(folder, module=model, optimizer=optimizer, rng=True)
+        begin = result.step if result else 0
     for step in range(begin, begin + steps):
         optimizer.zero_grad()
         for x, y in fl.leaves(model, *batch(step)):
@@ -142,8 +142,8 @@ def test_leaves_give_equal_bits_after_a_thousand_steps(
 ) -> None:
     name, size = world
     ranks = pool(size, **BACKENDS[name][1])
-    found = ranks.run(train, kind, 1000, deadline=500.0)
-    assert set(found) == {after_a_thousand_steps(kind)}
+    result = ranks.run(train, kind, 1000, deadline=500.0)
+    assert set(result) == {after_a_thousand_steps(kind)}
 
 
 def gradients(leaves: int, step: int) -> list[Any]:
@@ -162,10 +162,10 @@ def gradients(leaves: int, step: int) -> list[Any]:
 @pytest.mark.parametrize("step", [0, 1, 2])
 @on_ranks()
 def test_leaves_give_gradients_of_the_mean_over_the_batch(rank: int, size: int, step: int) -> None:
-    found = gradients(8, step)
-    assert [g is None for g in found] == [False] * 5 + [True] * 2
-    for got, wanted in zip(found[:5], gradients(0, step)[:5], strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
+    result = gradients(8, step)
+    assert [g is None for g in result] == [False] * 5 + [True] * 2
+    for got, gradient in zip(result[:5], gradients(0, step)[:5], strict=True):
+        np.testing.assert_allclose(got, gradient, rtol=0, atol=1e-12)
 
 
 def test_resume_with_other_numbers_of_ranks_gives_equal_bits(pool: Any, tmp_path: Path) -> None:
@@ -190,10 +190,10 @@ def test_leaves_replace_the_gradient_pass_of_a_sharded_module(rank: int, size: i
     assert model.params()[0].grad is not None
 
 
-def small(leaves: int | None = 4, **how: Any) -> Any:
+def small(leaves: int | None = 4, **options: Any) -> Any:
     fl.set_seed(0)
     model = fl.nn.Linear(12, 3)
-    fl.distribute_module_grads(model, leaves=leaves, **how)
+    fl.distribute_module_grads(model, leaves=leaves, **options)
     return model
 
 
@@ -203,7 +203,7 @@ def one_step(model: Any, x: Any, y: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "words"),
+    ("options", "error", "words"),
     [
         ({"reducer": fl.InlineReducer(1.0)}, ValueError, "leaves without reducer, got both"),
         ({"hook": fl.Float16Compression()}, ValueError, "leaves without hook, got both"),
@@ -214,9 +214,9 @@ def one_step(model: Any, x: Any, y: Any) -> None:
         ({"leaves": 2.5}, TypeError, "leaves must be"),
     ],
 )
-def test_leaves_raise_for_incompatible_options(how: Any, error: Any, words: str) -> None:
+def test_leaves_raise_for_incompatible_options(options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
-        small(**how)
+        small(**options)
 
 
 def test_other_reductions_raise_for_a_module_with_leaves() -> None:
@@ -301,7 +301,7 @@ def test_failed_pass_of_a_leaf_can_be_repeated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("difference", "words"),
     [
         ("order", r"array 0 \(rank\(s\) 0: .*first and last row.*; rank\(s\) 1"),
         ("seed", r"random numbers \(rank"),
@@ -312,21 +312,21 @@ def test_failed_pass_of_a_leaf_can_be_repeated() -> None:
 )
 @on_ranks(("shm", 2))
 def test_leaves_raise_mismatch_error_if_batches_differ(
-    rank: int, size: int, what: str, words: str
+    rank: int, size: int, difference: str, words: str
 ) -> None:
     model, (x, y) = small(), batch(0)
-    if what == "order" and rank == 1:
+    if difference == "order" and rank == 1:
         x, y = x[::-1], y[::-1]
-    if what == "seed" and rank == 1:
+    if difference == "seed" and rank == 1:
         fl.set_seed(17)
-    if what == "rows" and rank == 1:
+    if difference == "rows" and rank == 1:
         x, y = x[:-1], y[:-1]
-    if what == "arguments" and rank == 1:
+    if difference == "arguments" and rank == 1:
         y = y[:-1]
-    if what == "step" and rank == 1:
+    if difference == "step" and rank == 1:
         for _ in fl.leaves(model, x, y):
             break
-    is_own = what == "arguments" and rank == 1
+    is_own = difference == "arguments" and rank == 1
     with pytest.raises(ValueError if is_own else fl.errors.MismatchError, match=words):
         one_step(model, x, y)
 
@@ -365,10 +365,10 @@ def test_check_arithmetic_detects_another_openblas_core_type(tmp_path: Path) -> 
 def test_rows_are_freed_with_their_module() -> None:
     model = Net()
     fl.distribute_module_grads(model, leaves=4)
-    gone = weakref.ref(model)
+    references = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert references() is None
 
 
 @pytest.mark.parametrize(
@@ -386,8 +386,8 @@ def test_leaves_raise_if_arithmetic_differs_between_ranks(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and name in ("threads", "core"):
-            found = (2, "") if name == "threads" else (1, "Old")
-            patch.setattr(blas, "use_one_thread", lambda: found)
+            result = (2, "") if name == "threads" else (1, "Old")
+            patch.setattr(blas, "use_one_thread", lambda: result)
         elif rank == 1 and name == "features":
             patch.setattr(agreement, "_features", lambda: "Old")
         error = ValueError if name == "threads" else fl.errors.MismatchError
@@ -432,7 +432,7 @@ def test_reduction_adds_the_same_tree_for_any_number_of_ranks(hosts: str) -> Non
         sums = []
         for host, subtrees in enumerate(by_host):
             for places, own_steps in subtrees:
-                parts = [stacks[host * per_host + place][row] for place, row in places]
+                parts = [stacks[host * per_host + local_rank][row] for local_rank, row in places]
                 sums.append(added(parts, own_steps))
         assert added(sums, steps) == in_words(range(count), count)[0], (count, ranks)
 

@@ -40,7 +40,7 @@ def test_broadcast_parameters_copies_parameters_and_buffers_of_root(rank: int, s
 def test_all_reduce_parameters_averages(rank: int, size: int) -> None:
     model = build(rank)
     fl.all_reduce_parameters(model)
-    starts = [build(each).named_params() for each in range(3)]
+    starts = [build(seed).named_params() for seed in range(3)]
     for name, param in model.named_params().items():
         mean = np.mean([start[name].array for start in starts], axis=0)
         np.testing.assert_allclose(param.array, mean, rtol=1e-6)
@@ -85,29 +85,29 @@ STARTS = [*("broadcast", "averaged", "same seed", "ignored"),
           *("distribute_module_grads", "DistributedOptimizer")]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", STARTS)
+@pytest.mark.parametrize("kind", STARTS)
 @on_ranks(("shm", 3))
-def test_warning_names_ranks_with_other_parameters_once(rank: int, size: int, how: str) -> None:
-    model = build(rank if how != "same seed" else 0)
+def test_warning_names_ranks_with_other_parameters_once(rank: int, size: int, kind: str) -> None:
+    model = build(rank if kind != "same seed" else 0)
     optimizer = fl.DistributedOptimizer(fl.optim.SGDOptimizer(model.params(), 0.1))
-    if how == "averaged":
+    if kind == "averaged":
         fl.all_reduce_parameters(model)
-    if how == "broadcast":
+    if kind == "broadcast":
         fl.broadcast_parameters(model)
-    ignore = ["layer.weight", model.layer.bias] if how == "ignored" else []
+    ignore = ["layer.weight", model.layer.bias] if kind == "ignored" else []
     if ignore:
         model.other = fl.param(np.zeros(1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if how == "DistributedOptimizer":
+        if kind == "DistributedOptimizer":
             optimizer.step()
             optimizer.step()
         else:
             fl.distribute_module_grads(model, ignore=ignore)
-    found = [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
-    assert len(found) == (rank == 0 and how in STARTS[-2:])
-    for text in found:
-        assert text.startswith(f"test_parameters.py: {how}: rank 0 of 3: expected the same ")
+    results = [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
+    assert len(results) == (rank == 0 and kind in STARTS[-2:])
+    for text in results:
+        assert text.startswith(f"test_parameters.py: {kind}: rank 0 of 3: expected the same ")
         assert "got other values on rank(s) 1, 2 than on rank 0" in text
         assert "fl.broadcast_parameters(module)" in text
 
@@ -140,23 +140,23 @@ def test_forward_copies_buffers_of_rank_0_in_training(rank: int, size: int) -> N
 @on_ranks(("shm", 2))
 def test_forward_copies_buffers_after_a_rank_replaces_a_buffer(rank: int, size: int) -> None:
     """The plan of the buffers is kept, unless a rank has replaced or reshaped a buffer."""
-    model, found = fl.nn.BatchNorm(2), []
+    model, results = fl.nn.BatchNorm(2), []
     fl.distribute_module_grads(model)
     x = fl.input(np.array([[0.0, 1.0], [2.0, 3.0]], np.float32) * (1 + rank))
     for step in range(4):
         if step == 2 and rank == 1:
             model.running_mean = np.full(2, 9.0, np.float32)
         model(x)
-        found.append(model.running_mean.tolist())
+        results.append(model.running_mean.tolist())
     if rank == 1:
         model.running_mean = np.zeros(3, np.float32)
     with pytest.raises(fl.errors.MismatchError, match=r'tree\["running_mean"\] \(rank\(s\) 0: '):
         model(x)
     mean = np.zeros(2)
-    for own, other in zip(*fl.all_gather_object(found), strict=True):
-        np.testing.assert_allclose(own, mean * 0.9 + np.array([0.1, 0.2]), rtol=1e-6)
+    for buffers, other in zip(*fl.all_gather_object(results), strict=True):
+        np.testing.assert_allclose(buffers, mean * 0.9 + np.array([0.1, 0.2]), rtol=1e-6)
         np.testing.assert_allclose(other, mean * 0.9 + np.array([0.2, 0.4]), rtol=1e-6)
-        mean = np.array(own)
+        mean = np.array(buffers)
 
 
 @on_ranks(("shm", 2))

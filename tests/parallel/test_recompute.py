@@ -52,12 +52,12 @@ SHARDED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def sharded(rank: int, again: Callable[[Any], Any], how: str) -> list[bytes]:
+def sharded(rank: int, again: Callable[[Any], Any], kind: str) -> list[bytes]:
     """Train a model whose parameters change, or are freed, as soon as possible."""
     fl.set_seed(1)
     block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
     net = nn.Sequential(again(block), again(nn.Linear(4, 4)), again(block), nn.Linear(4, 2))
-    SHARDED[how](net)
+    SHARDED[kind](net)
     optimizer = fl.optim.AdamOptimizer(net.params(), 0.1)
     rng = np.random.default_rng(rank)
     for _ in range(3):
@@ -90,11 +90,11 @@ def test_recompute_replays_random_numbers_of_leaves(rank: int, size: int) -> Non
     assert fl.all_gather_object(plain) == [plain] * size
 
 
-@pytest.mark.parametrize("how", SHARDED)
+@pytest.mark.parametrize("kind", SHARDED)
 @on_ranks(("shm", 2))
-def test_recompute_keeps_training_of_a_sharded_model(rank: int, size: int, how: str) -> None:
+def test_recompute_keeps_training_of_a_sharded_model(rank: int, size: int, kind: str) -> None:
     with mock.patch.object(fully_sharded, "SMALL_BYTES", 0):
-        assert sharded(rank, fl.recompute, how) == sharded(rank, lambda module: module, how)
+        assert sharded(rank, fl.recompute, kind) == sharded(rank, lambda module: module, kind)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 64])

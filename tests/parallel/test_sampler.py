@@ -35,12 +35,12 @@ def test_sampler_step_has_equal_samples_for_any_number_of_ranks(
     order = epoch_order(n, 5, epoch).tolist() if shuffle else list(range(n))
     for size in SIZES:
         parts = [
-            list(each)
-            for each in samplers(n, size, epoch, shuffle=shuffle, seed=5, drop_last=drop_last)
+            list(sampler)
+            for sampler in samplers(n, size, epoch, shuffle=shuffle, seed=5, drop_last=drop_last)
         ]
         for step in range(n // batch if drop_last else -(-n // batch)):
-            mine = slice(step * batch // size, (step + 1) * batch // size)
-            taken = set(chain.from_iterable(part[mine] for part in parts))
+            local = slice(step * batch // size, (step + 1) * batch // size)
+            taken = set(chain.from_iterable(part[local] for part in parts))
             assert taken == set(order[step * batch : (step + 1) * batch])
         stop = n - n % size if drop_last else n
         assert sorted(chain(*parts)) == sorted(order[:stop])
@@ -63,8 +63,8 @@ def test_sampler_epochs_differ_and_repeat() -> None:
 def test_sampler_works_with_datasets() -> None:
     rows = fl.dataset.TensorDataset([np.arange(10)])
     sampler = fl.DistributedSampler(10, rank=1, size=2)
-    mine = fl.dataset.ResampleDataset(rows, list(sampler))
-    batches = fl.dataset.BatchDataset(mine, 2)
+    part = fl.dataset.ResampleDataset(rows, list(sampler))
+    batches = fl.dataset.BatchDataset(part, 2)
     assert list(chain(*(x.tolist() for (x,) in batches))) == list(sampler)
 
 
@@ -104,10 +104,10 @@ def test_iteration_and_explicit_ranks_do_not_communicate(rank: int, size: int) -
         thread.start()
         thread.join()
         assert seen == list(sampler)
-        given = fl.DistributedSampler(10, seed=42, rank=0, size=1)
-        given.set_epoch(7)
-        assert len(list(given)) == 10
-        next(iter(given))
+        explicit = fl.DistributedSampler(10, seed=42, rank=0, size=1)
+        explicit.set_epoch(7)
+        assert len(list(explicit)) == 10
+        next(iter(explicit))
     fl.barrier()
 
 
@@ -149,17 +149,17 @@ def test_worlds_of_different_sizes_share_one_epoch(
     state: dict[str, Any] | None = None
     for number, size in enumerate(sizes):
         made = samplers(n, size, 3, seed=2, shuffle=shuffle)
-        for each in made:
+        for sampler in made:
             if state:
-                each.load_state_dict(state)
+                sampler.load_state_dict(state)
         is_last = number == len(sizes) - 1
-        for each in made:
-            left, taken = len(each), list(each) if is_last else list(islice(each, steps))
+        for sampler in made:
+            left, taken = len(sampler), list(sampler) if is_last else list(islice(sampler, steps))
             assert len(taken) == (left if is_last else min(left, steps))
             used += taken
         state = through_json(made[0].state_dict())
         assert state["consumed"] == len(used)
-        assert all(each.consumed <= len(used) for each in made)
+        assert all(item.consumed <= len(used) for item in made)
     order = epoch_order(n, 2, 3).tolist() if shuffle else list(range(n))
     assert sorted(used) == sorted(order)
 
@@ -169,17 +169,17 @@ def test_drop_last_leaves_equal_numbers_on_every_rank(
     n: int, before: int, after: int, steps: int
 ) -> None:
     first = samplers(n, before, seed=2, drop_last=True)
-    assert {len(each) for each in first} == {n // before}
-    used = list(chain.from_iterable(list(islice(each, steps)) for each in first))
+    assert {len(value) for value in first} == {n // before}
+    used = list(chain.from_iterable(list(islice(entry, steps)) for entry in first))
     second = samplers(n, after, seed=2, drop_last=True)
-    for each in second:
-        each.load_state_dict(first[0].state_dict())
-    assert len({len(each) for each in second}) == 1
-    rest = [list(each) for each in second]
-    assert len({len(each) for each in rest}) == 1
+    for indices in second:
+        indices.load_state_dict(first[0].state_dict())
+    assert len({len(each_value) for each_value in second}) == 1
+    rest = [list(item) for item in second]
+    assert len({len(each_value) for each_value in rest}) == 1
     used += chain.from_iterable(rest)
     assert len(set(used)) == len(used)
-    assert {each.consumed for each in second} <= {n, first[0].consumed}
+    assert {element.consumed for element in second} <= {n, first[0].consumed}
     assert second[0].consumed == n or not rest[0]
 
 
@@ -214,20 +214,20 @@ def test_dataset_batches_remaining_samples_with_another_size(threads: int) -> No
     rows = TensorDataset([np.arange(21)])
     four = [fl.ShardedDataset(rows, 4, rank=rank, size=4) for rank in range(4)]
     used: list[int] = []
-    for each in four:
-        ahead = PrefetchDataset(PrefetchDataset(each, 0, 1), threads, 3)
+    for dataset in four:
+        ahead = PrefetchDataset(PrefetchDataset(dataset, 0, 1), threads, 3)
         used += chain.from_iterable(x.tolist() for (x,) in islice(ahead, 2))
-        assert each.consumed == 8
+        assert dataset.consumed == 8
     three = [fl.ShardedDataset(rows, 5, rank=rank, size=3) for rank in range(3)]
-    for each in three:
-        each.load_state_dict(through_json(four[3].state_dict()))
-        assert len(each) == 3
-        assert each.weight(2) == 1.0  # three samples for three ranks
-        used += chain.from_iterable(x.tolist() for (x,) in PrefetchDataset(each, threads, 3))
-        assert each.consumed == 21
-        each.set_epoch(1)
-        assert len(each) == 5
-        assert each.consumed == 0
+    for dataset in three:
+        dataset.load_state_dict(through_json(four[3].state_dict()))
+        assert len(dataset) == 3
+        assert dataset.weight(2) == 1.0  # three samples for three ranks
+        used += chain.from_iterable(x.tolist() for (x,) in PrefetchDataset(dataset, threads, 3))
+        assert dataset.consumed == 21
+        dataset.set_epoch(1)
+        assert len(dataset) == 5
+        assert dataset.consumed == 0
     assert sorted(used) == list(range(21))
 
 
@@ -286,16 +286,18 @@ def test_parts_of_the_ranks_form_the_global_batches(
     rows = TensorDataset([np.arange(n)])
     made = parts(rows, batch, size, shuffle=shuffle, seed=3, drop_last=drop_last)
     order = epoch_order(n, 3, 0) if shuffle else np.arange(n)
-    assert {len(each) for each in made} == {n // batch if drop_last else -(-n // batch)}
+    assert {len(batches_of_rank) for batches_of_rank in made} == {
+        n // batch if drop_last else -(-n // batch)
+    }
     for index, items in enumerate(zip(*made, strict=True)):
-        whole = order[index * batch : (index + 1) * batch]
-        assert np.concatenate([x for (x,) in items]).tolist() == whole.tolist()
+        global_batch = order[index * batch : (index + 1) * batch]
+        assert np.concatenate([x for (x,) in items]).tolist() == global_batch.tolist()
         lengths = [len(x) for (x,) in items]
         assert max(lengths) - min(lengths) <= 1
-        weights = [each.weight(index) for each in made]
-        assert weights == [length * size / len(whole) for length in lengths]
+        weights = [item.weight(index) for item in made]
+        assert weights == [length * size / len(global_batch) for length in lengths]
         means = [x.mean() if len(x) else 0.0 for (x,) in items]
-        assert np.average(means, weights=weights) == pytest.approx(whole.mean(), rel=1e-14)
+        assert np.average(means, weights=weights) == pytest.approx(global_batch.mean(), rel=1e-14)
 
 
 @pytest.mark.parametrize("dataset", [TensorDataset([X, Y]), Plain(X, Y)], ids=["rows", "own"])
@@ -327,17 +329,17 @@ def test_dataset_epochs_differ_and_repeat_with_prefetch() -> None:
 FIRST = {"n": 10, "global_batch_size": 4, "epoch": 0}  # arguments of rank 0
 
 
-@pytest.mark.parametrize(("what", "value"), FIRST.items())
+@pytest.mark.parametrize(("field", "value"), FIRST.items())
 @on_ranks(("shm", 2))
 def test_dataset_raises_mismatch_error_on_every_rank(
-    rank: int, size: int, what: str, value: int
+    rank: int, size: int, field: str, value: int
 ) -> None:
-    n, batch, epoch = (first + rank * (what == name) for name, first in FIRST.items())
+    n, batch, epoch = (first + rank * (field == name) for name, first in FIRST.items())
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.ShardedDataset(TensorDataset([np.arange(n)]), batch).set_epoch(epoch)
     message = str(caught.value)
     assert message.startswith(f"ShardedDataset: rank {rank} of 2: expected the same arguments")
-    assert f"{what} (rank(s) 0: {value}; rank(s) 1: {value + 1})" in message
+    assert f"{field} (rank(s) 0: {value}; rank(s) 1: {value + 1})" in message
 
 
 def build() -> Any:
@@ -346,11 +348,11 @@ def build() -> Any:
     return model.astype(np.float64)
 
 
-def train(rank: int, size: int, way: str) -> list[Any]:
+def train(rank: int, size: int, kind: str) -> list[Any]:
     model, criterion = build(), fl.nn.MeanSquaredError()
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
     batches = fl.ShardedDataset(TensorDataset([X, Y]), BATCH, seed=11)
-    if way == "hooks":
+    if kind == "hooks":
         fl.distribute_module_grads(model)
     for epoch in range(EPOCHS):
         batches.set_epoch(epoch)
@@ -361,7 +363,7 @@ def train(rank: int, size: int, way: str) -> list[Any]:
                 (criterion(prediction, fl.no_grad(y)) * batches.weight(t)).backward()
             else:
                 prediction.backward(prediction.array)  # no rows, so the gradients are zeros
-            if way == "by hand":
+            if kind == "by hand":
                 fl.all_reduce_gradients(model, 1 / size)
             optimizer.step()
     return [param.array.copy() for param in model.params()]
@@ -381,10 +383,10 @@ def train_plainly() -> list[Any]:
     return [param.array.copy() for param in model.params()]
 
 
-@pytest.mark.parametrize("way", ["hooks", "by hand"])
+@pytest.mark.parametrize("kind", ["hooks", "by hand"])
 @on_ranks(("single", 1), ("shm", 2), ("shm", 3))
-def test_dataset_training_is_equal_for_any_number_of_ranks(rank: int, size: int, way: str) -> None:
-    for got, want in zip(train(rank, size, way), train_plainly(), strict=True):
+def test_dataset_training_is_equal_for_any_number_of_ranks(rank: int, size: int, kind: str) -> None:
+    for got, want in zip(train(rank, size, kind), train_plainly(), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 

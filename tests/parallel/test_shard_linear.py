@@ -42,7 +42,7 @@ def data(*shape: int) -> Any:
 
 def train(net: Any, optimizer: Any, steps: int = 3) -> list[Any]:
     """Return the inputs' gradients and the losses."""
-    found = []
+    results = []
     for step in range(steps):
         optimizer.zero_grad()
         x = fl.param(data(3, 4) if step % 2 else data(2, 3, 4))
@@ -50,20 +50,20 @@ def train(net: Any, optimizer: Any, steps: int = 3) -> list[Any]:
         loss.backward()
         norm = fl.optim.clip_grad_norm(net.params(), 0.1)
         optimizer.step()
-        found += [x.grad, loss.array, norm]
-    return found
+        results += [x.grad, loss.array, norm]
+    return results
 
 
-def assert_close(found: Any, expected: Any) -> None:
+def assert_close(result: Any, expected: Any) -> None:
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert result.keys() == expected.keys()
         for name, value in expected.items():
-            assert_close(found[name], value)
+            assert_close(result[name], value)
     elif isinstance(expected, list):
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(result, expected, strict=True):
             assert_close(one, other)
     else:
-        np.testing.assert_allclose(found, expected, **EXACT)
+        np.testing.assert_allclose(result, expected, **EXACT)
 
 
 def equals_the_whole(rank: int, size: int, folder: str) -> None:
@@ -86,14 +86,14 @@ def equals_the_whole(rank: int, size: int, folder: str) -> None:
 def continues(net: Any, optimizer: Any, plain: Any, folder: str) -> None:
     """Continue an undivided network from a checkpoint of a divided one, and vice versa."""
     fl.save(folder, module=net, optimizer=optimizer, step=3)
-    whole, other = network(), cut(network())
-    for each in (whole, other):
-        again = fl.optim.AdamOptimizer(each.params(), 0.5)
-        loaded = fl.load(folder, module=each, optimizer=again)
+    undivided, other = network(), cut(network())
+    for item in (undivided, other):
+        again = fl.optim.AdamOptimizer(item.params(), 0.5)
+        loaded = fl.load(folder, module=item, optimizer=again)
         assert loaded is not None
         assert loaded.step == 3
-        train(each, again)
-    assert_close(other.state_dict(), whole.state_dict())
+        train(item, again)
+    assert_close(other.state_dict(), undivided.state_dict())
     other.load_state_dict(plain.state_dict())
     assert_close(other.state_dict(), plain.state_dict())
     with pytest.raises(ValueError, match="full array"):
@@ -130,8 +130,8 @@ def test_shard_linear_raises_for_invalid_use(rank: int, size: int) -> None:
         shard(layer, "column", sizes=[rank, 6 - rank, *[0] * (size - 2)])
     shard(layer, "column")
     shard(row, "row")
-    mine = np.ones((1, row.weight.shape[1]), np.float32)  # a Linear also accepts an array
-    assert row(mine).shape == (1, 4)
+    part = np.ones((1, row.weight.shape[1]), np.float32)  # a Linear also accepts an array
+    assert row(part).shape == (1, 4)
     with pytest.raises(ValueError, match="expected this rank's part"):
         row(fl.input(np.ones((1, 6), np.float32)))
     with pytest.raises(fl.errors.MismatchError, match=r"0 to \d of 6"):
@@ -172,11 +172,11 @@ def test_shard_linear_works_with_another_array_library(strict: Any) -> None:
     loss.backward()
     optimizer.step()
     assert_close(loss.numpy(), expected)
-    whole = net.state_dict()
-    assert {name: type(array) for name, array in whole.items()} == dict.fromkeys(
-        whole, strict.ndarray
+    state = net.state_dict()
+    assert {name: type(array) for name, array in state.items()} == dict.fromkeys(
+        state, strict.ndarray
     )
-    net.load_state_dict(whole)
+    net.load_state_dict(state)
     optimizer.load_state_dict(optimizer.state_dict())
 
 
@@ -193,11 +193,11 @@ def test_divided_layers_can_be_trained_data_parallel(rank: int, size: int) -> No
     net(fl.input(x[4 * twins.rank : 4 * twins.rank + 4])).mean().backward()
     plain = network()
     plain(fl.input(x)).mean().backward()
-    for variable, whole in zip(net.params(), plain.params(), strict=True):
+    for variable, reference in zip(net.params(), plain.params(), strict=True):
         grad = variable.grad
         if variable.placement is not None:
             grad = variable.placement.full_state(grad)
-        assert_close(grad, whole.grad)
+        assert_close(grad, reference.grad)
 
 
 @on_ranks()

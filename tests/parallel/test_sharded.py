@@ -59,13 +59,13 @@ def small_buckets() -> None:
     fully_sharded.SMALL_BYTES = 0
 
 
-def build(dtype: Any, way: str, **how: Any) -> Net:
+def build(dtype: Any, kind: str, **options: Any) -> Net:
     small_buckets()
     fl.set_seed(0 if fl.get_world_rank() == 0 else 99)
     model = Net(dtype)
     fl.broadcast_parameters(model)
-    if way == "sharded":
-        fl.fully_shard(model, **how)
+    if kind == "sharded":
+        fl.fully_shard(model, **options)
     else:
         fl.distribute_module_grads(model)
     return model
@@ -85,8 +85,8 @@ def loss_of(model: Any, rank: int, step: int, uses: bool = True) -> Any:
     return fl.nn.MeanSquaredError()(model.forward(fl.input(x), uses), fl.no_grad(y))
 
 
-def train(rank: int, size: int, way: str, dtype: str, rule: str, **how: Any) -> Any:
-    model = build(dtype, way, **how)
+def train(rank: int, size: int, kind: str, dtype: str, rule: str, **options: Any) -> Any:
+    model = build(dtype, kind, **options)
     optimizer, losses = optimizer_of(model, rule), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -101,8 +101,8 @@ def train(rank: int, size: int, way: str, dtype: str, rule: str, **how: Any) -> 
 
 
 def same(got: Any, expected: Any) -> None:
-    for mine, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+    for array, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(array, other, rtol=0, atol=1e-12)
 
 
 @on_ranks()
@@ -112,8 +112,8 @@ def test_sharded_training_equals_data_parallel_training(rank: int, size: int) ->
         expected = train(rank, size, "plain", dtype, rule)
         for across in (False, True):
             got = train(rank, size, "sharded", dtype, rule, across_hosts=across)
-            for found, wanted in zip(got, expected, strict=True) if dtype == "float64" else ():
-                same(found, wanted)
+            for result, reference in zip(got, expected, strict=True) if dtype == "float64" else ():
+                same(result, reference)
             if one_host and fl.distributed_backend() is not fl.DistributedBackend.MPI:
                 assert got[0] == expected[0], "the same bits"
                 assert all(map(np.array_equal, got[1], expected[1])), "the same bits"
@@ -167,15 +167,15 @@ def test_clip_grad_norm_finishes_on_all_ranks_before_a_rank_continues(rank: int,
 
 @on_ranks()
 def test_clip_grad_value_limits_gradients_on_all_ranks(rank: int, size: int) -> None:
-    found = []
-    for way in ("plain", "sharded"):
-        model = build("float64", way)
+    results = []
+    for name in ("plain", "sharded"):
+        model = build("float64", name)
         loss_of(model, rank, 0).backward()
         fl.optim.clip_grad_value(model.params(), 1e-3)
-        found.append([p.grad.copy() for p in model.params() if p.grad is not None])
+        results.append([p.grad.copy() for p in model.params() if p.grad is not None])
         fl.barrier()
-    same(*found)
-    assert max(np.abs(grad).max() for grad in found[0]) == 1e-3
+    same(*results)
+    assert max(np.abs(grad).max() for grad in results[0]) == 1e-3
 
 
 @on_ranks()
@@ -183,25 +183,25 @@ def test_another_thread_can_evaluate_during_a_step(rank: int, size: int) -> None
     """A thread of the last rank starts to evaluate in the middle of a step."""
     model = build("float32", "sharded")
     optimizer, x = optimizer_of(model, "sgd"), fl.input(np.ones((2, 30), np.float32))
-    step, found = optimizer._step_pieces, []
+    step, results = optimizer._step_pieces, []
     loss_of(model, rank, 0).backward()
     model.eval()
 
     def amid(*args: Any) -> Any:
-        if not found and rank == size - 1:
-            found.append(pool.submit(model, x))
-            wait(found, 0.1)
+        if not results and rank == size - 1:
+            results.append(pool.submit(model, x))
+            wait(results, 0.1)
         return step(*args)
 
     with ThreadPoolExecutor(1) as pool:
         optimizer._step_pieces = amid
         optimizer.step()
-    for each in found:
-        assert np.array_equal(each.result().array, model(x).array)
+    for result in results:
+        assert np.array_equal(result.result().array, model(x).array)
 
 
-def joined(rank: int, size: int, way: str) -> Any:
-    model = build("float64", way)
+def joined(rank: int, size: int, kind: str) -> Any:
+    model = build("float64", kind)
     optimizer = optimizer_of(model, "sgd")
     with fl.join(model, optimizer) as join:
         for step in range(1 + rank):
@@ -246,23 +246,23 @@ def test_fully_shard_moves_parameters_one_by_one(rank: int, size: int) -> None:
     small_buckets()
     model = fl.nn.Sequential(*[fl.nn.Linear(1024, 1024, bias=False) for _ in range(6)])
     one = model[0].weight.data.nbytes
-    found: list[int] = []
+    results: list[int] = []
     gc.collect()
     for param in model.params():
         # outside of the heap, so that it is freed at once
-        own = np.frombuffer(mmap.mmap(-1, one), np.float32).reshape(1024, 1024)
-        own[...] = param.data
-        weakref.finalize(own, lambda: found.append(resident()))
-        param.data = own
-    del own
+        private = np.frombuffer(mmap.mmap(-1, one), np.float32).reshape(1024, 1024)
+        private[...] = param.data
+        weakref.finalize(private, lambda: results.append(resident()))
+        param.data = private
+    del private
     before = resident()
     tracemalloc.start()
     fl.fully_shard(model)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < one
-    assert len(found) == 6, "nobody else has them"
-    assert max(found) < before + 3 * one, "of six"
+    assert len(results) == 6, "nobody else has them"
+    assert max(results) < before + 3 * one, "of six"
 
 
 BACKWARD, STEP = "backward of a sharded module", "optimizer.step of a sharded module"
@@ -284,8 +284,8 @@ def test_skipped_step_on_one_rank_raises_mismatch_error() -> None:
     world = {"params": {"BACKEND": "shm", "TIMEOUT": 20.0}}
     for outcome in run_outcomes(one_leaves_out_a_step, 3, **world):
         report = outcome.report()
-        for what in ("MismatchError", BACKWARD, STEP):
-            assert what in report
+        for case in ("MismatchError", BACKWARD, STEP):
+            assert case in report
         assert "TornStateError" not in report
 
 

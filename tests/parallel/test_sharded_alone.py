@@ -50,15 +50,15 @@ def test_step_changes_all_parameters_in_one_change(
     sharded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the optimizer has a parameter of this process alone."""
-    model, own = sharded[0], fl.param(np.ones(2, np.float32))
-    optimizer = fl.optim.SGDOptimizer([*model.params(), own], 0.5)
+    model, plain = sharded[0], fl.param(np.ones(2, np.float32))
+    optimizer = fl.optim.SGDOptimizer([*model.params(), plain], 0.5)
     (shards,), calls = optimizer._shards, []
     changing = shards.changing
-    monkeypatch.setattr(shards, "changing", lambda what: calls.append(what) or changing(what))
+    monkeypatch.setattr(shards, "changing", lambda label: calls.append(label) or changing(label))
     loss_of(model, 0, 0).backward()
-    own.grad = np.ones(2, np.float32)
+    plain.grad = np.ones(2, np.float32)
     optimizer.step()
-    assert (calls, own.array.tolist()) == (["SGDOptimizer.step"], [0.5, 0.5])
+    assert (calls, plain.array.tolist()) == (["SGDOptimizer.step"], [0.5, 0.5])
 
 
 def test_load_state_dict_raises_for_another_shape(sharded: Any) -> None:

@@ -19,11 +19,11 @@ ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4))
 
 
 def train(
-    rank: int, size: int, way: str, steps: range, loaded: str = "", saved: str = ""
+    rank: int, size: int, kind: str, steps: range, loaded: str = "", saved: str = ""
 ) -> tuple[list[Any], list[Any]]:
     """Return the loaded state and the final state; all ranks have equal samples."""
     model = Net(seed=1 + rank if loaded else 0)
-    WAYS[way](model)
+    WAYS[kind](model)
     optimizer = fl.optim.AdamOptimizer(model.params(), lr=0.01)
     if loaded:
         assert fl.load(loaded, module=model, optimizer=optimizer).step == steps.start
@@ -40,7 +40,7 @@ def train(
 
 def arrays_of(model: Any, optimizer: Any) -> list[Any]:
     state = optimizer.state_dict()
-    return [np.array(each) for each in (*model.state_dict().values(), *state["mean"])]
+    return [np.array(entry) for entry in (*model.state_dict().values(), *state["mean"])]
 
 
 SHM = {"params": {"BACKEND": "shm"}}
@@ -52,11 +52,11 @@ def test_sharded_run_resumes_on_any_number_of_ranks(pool: Any, tmp_path: Path, s
     _, undisturbed = train(0, 1, "one by one", range(6))
     file = str(tmp_path)
     _, saved = pool(4, **SHM).run(train, saver, range(3), "", file)[0]
-    found = [train(0, 1, "one by one", range(3, 6), file)]
-    for way in (*SHARDED, "in buckets"):
+    results = [train(0, 1, "one by one", range(3, 6), file)]
+    for method in (*SHARDED, "in buckets"):
         for size in (1, 3):
-            found += pool(size, **(SHM if size > 1 else {})).run(train, way, range(3, 6), file)
-    for loaded, trained in found:
+            results += pool(size, **(SHM if size > 1 else {})).run(train, method, range(3, 6), file)
+    for loaded, trained in results:
         assert all(map(np.array_equal, loaded, saved))
         same(trained, undisturbed)
 
@@ -64,12 +64,12 @@ def test_sharded_run_resumes_on_any_number_of_ranks(pool: Any, tmp_path: Path, s
 @on_ranks()
 def test_copy_of_a_sharded_module_is_not_sharded(rank: int, size: int) -> None:
     ways: list[dict[str, bool] | None] = [None, {}, {"across_hosts": True}]
-    for how in ways:
-        if how is None:
+    for kind in ways:
+        if kind is None:
             model = test_sharded.Net("float64")
             shard_by_gathering(model)
         else:
-            model = build("float64", "sharded", **how)
+            model = build("float64", "sharded", **kind)
         optimizer = optimizer_of(model, "adam")
         for step in range(2):
             optimizer.zero_grad()

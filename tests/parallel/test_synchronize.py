@@ -25,7 +25,6 @@ def values(tree: Any) -> tuple[bytes, list[str]]:
 
 
 def memory(tree: Any) -> list[int]:
-    """Return the addresses of the arrays."""
     return [array.ctypes.data for array in plan_of(tree).arrays]
 
 
@@ -34,13 +33,13 @@ def test_synchronize_sets_all_values_of_root_in_place(rank: int, size: int) -> N
     for root in range(size):
         tree = everything(10 * rank + 3)
         before = memory(tree)
-        own = tree["left alone"][1], tree["classes"][0].label
+        unsent = tree["left alone"][1], tree["classes"][0].label
         inside = {id(tree[name]) for name in tree if not isinstance(tree[name], tuple)}
         result = fl.synchronize(tree, root)
         assert result is tree
         assert values(tree) == values(everything(10 * root + 3))
         assert memory(tree) == before
-        assert (tree["left alone"][1], tree["classes"][0].label) == own
+        assert (tree["left alone"][1], tree["classes"][0].label) == unsent
         assert inside == {id(tree[name]) for name in tree if not isinstance(tree[name], tuple)}
         assert tree["shared"][0] is tree["shared"][1]["again"]
         assert tree["cycle"][1]["back"] is tree["cycle"]
@@ -70,8 +69,8 @@ def test_synchronize_sends_shared_arrays_once_in_one_transfer(rank: int, size: i
 
 @on_ranks(("shm", 2))
 def test_synchronize_keeps_the_bits_of_numbers(rank: int, size: int) -> None:
-    (mine,) = struct.unpack("=d", bytes.fromhex("230100000000f8ff" if rank == 0 else "00" * 8))
-    sent = struct.pack("=d", fl.synchronize({"value": mine})["value"])
+    (number,) = struct.unpack("=d", bytes.fromhex("230100000000f8ff" if rank == 0 else "00" * 8))
+    sent = struct.pack("=d", fl.synchronize({"value": number})["value"])
     assert sent.hex() == "230100000000f8ff"
 
 
@@ -97,9 +96,9 @@ def test_synchronized_optimizers_continue_equally(
         for param in model.params():
             param.grad = np.ones_like(param.array)
         optimizer.step()
-    found = [*(param.array for param in model.params()), optimizer.lr]
-    for other in fl.all_gather_object(found):
-        np.testing.assert_equal(other, found)
+    results = [*(param.array for param in model.params()), optimizer.lr]
+    for other in fl.all_gather_object(results):
+        np.testing.assert_equal(other, results)
 
 
 @on_ranks(("shm", 2))
@@ -107,8 +106,8 @@ def test_synchronize_accepts_keys_in_another_order(rank: int, size: int) -> None
     items = [("weight", np.full(2, rank)), ("bias", rank + 10), (3, [rank])]
     tree = {"model": dict(items if rank else items[::-1])}
     fl.synchronize(tree)
-    found = {key: np.asarray(value).tolist() for key, value in tree["model"].items()}
-    assert found == {"weight": [0, 0], "bias": 10, 3: [0]}
+    results = {key: np.asarray(value).tolist() for key, value in tree["model"].items()}
+    assert results == {"weight": [0, 0], "bias": 10, 3: [0]}
 
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
@@ -119,10 +118,10 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("case", DIFFERENT)
 @on_ranks(("shm", 3))
-def test_synchronize_raises_mismatch_error_if_trees_differ(rank: int, size: int, what: str) -> None:
-    make, path, kind = DIFFERENT[what]
+def test_synchronize_raises_mismatch_error_if_trees_differ(rank: int, size: int, case: str) -> None:
+    make, path, kind = DIFFERENT[case]
     tree = {"first": np.full(3, rank), "number": rank, "rest": make(min(rank, 1))}
     with pytest.raises(fl.errors.MismatchError) as caught:
         fl.synchronize(tree)
@@ -152,18 +151,18 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("case", BROKEN)
 @on_ranks(("shm", 2))
 def test_synchronize_raises_on_all_ranks_for_an_invalid_value(
-    rank: int, size: int, what: str
+    rank: int, size: int, case: str
 ) -> None:
-    value, kind, words = BROKEN[what]
+    value, kind, words = BROKEN[case]
     tree = {"first": np.full(3, rank), "second": value if rank == 1 else np.zeros(3)}
     for root in range(size):
         with pytest.raises(kind, match=words) as caught:
             fl.synchronize(tree, root)
         assert str(caught.value).startswith("[synchronize] rank 1 of 2: ")
-        assert what == "failing" or 'tree["second"]' in str(caught.value)
+        assert case == "failing" or 'tree["second"]' in str(caught.value)
     assert (tree["first"] == rank).all()
     assert fl.synchronize(rank, 1) == 1
 

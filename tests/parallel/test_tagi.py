@@ -107,9 +107,9 @@ def alone(make: Callable[[], Sequential], size: int, steps: int = TRAIN) -> Any:
     return net.state_dict()
 
 
-def together(rank: int, size: int, make: Callable[[], Sequential], how: dict[str, Any]) -> Any:
+def together(rank: int, size: int, make: Callable[[], Sequential], options: dict[str, Any]) -> Any:
     fl.set_seed(rank)  # like pytagi's examples: every rank draws other parameters
-    model = DDPSequential(make(), average=False, **how)
+    model = DDPSequential(make(), average=False, **options)
     train(
         model, range(TRAIN), lambda step: shares(rank, size, step), lambda step: total(size, step)
     )
@@ -161,11 +161,11 @@ def test_local_statistics_differ_until_they_are_averaged(rank: int, size: int) -
     first, second = fl.all_gather_object(model.state_dict()["BatchNorm2d.1"])
     model.average_statistics()
     means = model.state_dict()["BatchNorm2d.1"]
-    for own, other in zip(first[:4], second[:4], strict=True):
-        np.testing.assert_array_equal(own, other)  # parameters
-    for own, other, mean in zip(first[4:], second[4:], means[4:], strict=True):
-        assert not np.array_equal(own, other)
-        np.testing.assert_allclose(mean, (own + other) / 2, rtol=1e-6)
+    for statistic, other in zip(first[:4], second[:4], strict=True):
+        np.testing.assert_array_equal(statistic, other)  # parameters
+    for statistic, other, mean in zip(first[4:], second[4:], means[4:], strict=True):
+        assert not np.array_equal(statistic, other)
+        np.testing.assert_allclose(mean, (statistic + other) / 2, rtol=1e-6)
         np.testing.assert_array_equal(*fl.all_gather_object(mean))
 
 
@@ -202,8 +202,8 @@ def test_step_bound_uses_the_samples_of_all_ranks(rank: int, size: int, samples:
     model.backward()
     model.step()
     moved = np.abs(model.state_dict()["Linear.0"][0] - before[0])
-    found = float((moved / np.sqrt(before[1])).max())
-    assert found == pytest.approx(1 / BOUND_AT[samples], rel=1e-2)
+    result = float((moved / np.sqrt(before[1])).max())
+    assert result == pytest.approx(1 / BOUND_AT[samples], rel=1e-2)
 
 
 def joined(rank: int, size: int, schedule: tuple[int, ...], average: bool, sync: bool) -> Any:
@@ -334,12 +334,12 @@ def interrupted(rank: int, size: int, folder: str, first: int, last: int) -> Any
 
 
 def test_training_continues_with_another_number_of_ranks(pool: Any, tmp_path: Path) -> None:
-    whole = pool(1).run(interrupted, str(tmp_path / "whole"), 0, 6)
+    unbroken = pool(1).run(interrupted, str(tmp_path / "whole"), 0, 6)
     pool(2).run(interrupted, str(tmp_path / "half"), 0, 3)
     for size in (4, 1, 3):
         states = pool(size).run(interrupted, str(tmp_path / "half"), 3, 6)
         check_same_bits(states)
-        check_close(states[0], whole[0], 2e-6)
+        check_close(states[0], unbroken[0], 2e-6)
 
 
 def recorded(rank: int, size: int) -> str:
@@ -385,13 +385,13 @@ def test_backward_of_a_wrapped_network_raises(rank: int, size: int) -> None:
     fl.set_seed(rank)
     net = dense()
     DDPSequential(net, average=False)
-    own = copy.deepcopy(net)  # the copy is not wrapped
-    train(own, range(1), lambda _: slice(rank, rank + 2), lambda _: 4)
+    unwrapped = copy.deepcopy(net)  # the copy is not wrapped
+    train(unwrapped, range(1), lambda _: slice(rank, rank + 2), lambda _: 4)
     net(np.ones((2, 6)))
     OutputUpdater().update(net.output_z_buffer, np.ones(6), 0.1, net.input_delta_z_buffer)
     with pytest.raises(RuntimeError, match="a DDPSequential wraps this network"):
         net.backward()
-    one, other = fl.all_gather_object(own.state_dict()["Linear.0"][0])
+    one, other = fl.all_gather_object(unwrapped.state_dict()["Linear.0"][0])
     assert not np.array_equal(one, other)
 
 
@@ -454,7 +454,7 @@ def test_failed_backward_raises_on_all_ranks(rank: int, size: int) -> None:
         with pytest.raises(error, match=words):
             model.backward()
         trap.fails = False
-    parameters = np.concatenate([x.ravel() for each in net.state_dict().values() for x in each])
+    parameters = np.concatenate([x.ravel() for entry in net.state_dict().values() for x in entry])
     assert (fl.all_gather(parameters[None]) == parameters).all()
 
 

@@ -275,6 +275,6 @@ def test_plan_raises_if_a_container_changes_during_the_walk() -> None:
 def test_mismatch_error_names_the_first_difference(
     one: Any, other: Any, path: str, kinds: list[str]
 ) -> None:
-    found = [kinds_of(tree) for tree in (one, other, one)]
-    assert differences(found)[0] == f"{path} ({by_rank([*kinds, kinds[0]])})"
-    assert not differences(found[:1] * 2)
+    results = [kinds_of(tree) for tree in (one, other, one)]
+    assert differences(results)[0] == f"{path} ({by_rank([*kinds, kinds[0]])})"
+    assert not differences(results[:1] * 2)

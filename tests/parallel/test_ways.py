@@ -45,14 +45,14 @@ class Net(fl.nn.Module):
         return x + F.astype(self.narrow, "float64")
 
 
-def replicated(model: fl.nn.Module, **how: Any) -> None:
+def replicated(model: fl.nn.Module, **options: Any) -> None:
     fl.broadcast_parameters(model)
-    fl.distribute_module_grads(model, **how)
+    fl.distribute_module_grads(model, **options)
 
 
-def sharded(model: fl.nn.Module, **how: Any) -> None:
+def sharded(model: fl.nn.Module, **options: Any) -> None:
     fully_sharded.SMALL_BYTES = 0
-    fl.fully_shard(model, **how)
+    fl.fully_shard(model, **options)
 
 
 def computed_again(model: Net) -> None:
@@ -60,8 +60,8 @@ def computed_again(model: Net) -> None:
     fl.recompute(model)
 
 
-def reduced_by(kind: Any, **how: Any) -> Callable[..., None]:
-    return lambda model: replicated(model, reducer=kind(1 / fl.get_world_size(), **how))
+def reduced_by(kind: Any, **options: Any) -> Callable[..., None]:
+    return lambda model: replicated(model, reducer=kind(1 / fl.get_world_size(), **options))
 
 
 WAYS: dict[str, Callable[[Net], None]] = {
@@ -98,69 +98,69 @@ def one_pass(model: Any, step: int, rank: int, passes: int = 1, all_use: bool = 
         loss.backward(retain_graph=number + 1 < passes)
 
 
-def unsynchronised(model: Any, way: str) -> Any:
-    return contextlib.nullcontext() if way in WITHOUT_NO_SYNC else fl.no_sync(model)
+def unsynchronised(model: Any, kind: str) -> Any:
+    return contextlib.nullcontext() if kind in WITHOUT_NO_SYNC else fl.no_sync(model)
 
 
-def train(way: str, rule: str, kind: str, rank: int, size: int, all_use: bool) -> Any:
+def train(case: str, rule: str, kind: str, rank: int, size: int, all_use: bool) -> Any:
     """Train from rank 0's state, and return parameters, states and gradients."""
-    is_alone, grads = way == "one by one", list[Any]()
+    is_alone, grads = case == "one by one", list[Any]()
     model = Net(0 if is_alone else rank).train()
     params = model.params()
-    WAYS[way](model)
+    WAYS[case](model)
     assert model.params() == params
     optimizer = RULES[rule](params)
-    stepping = fl.DistributedOptimizer(optimizer) if way == "by the optimizer" else optimizer
+    stepping = fl.DistributedOptimizer(optimizer) if case == "by the optimizer" else optimizer
     for step in range(2):
         if kind == "no_sync":
-            with unsynchronised(model, way):
+            with unsynchronised(model, case):
                 one_pass(model, step + 9, rank)
         optimizer.zero_grad()  # drops accumulated gradients
-        for each in range(size) if is_alone else [rank]:
+        for part in range(size) if is_alone else [rank]:
             if kind == "no_sync":
-                with unsynchronised(model, way):
-                    one_pass(model, step + 3, each, all_use=all_use)
-                    one_pass(model, step + 6, each, all_use=all_use)
-            one_pass(model, step, each, 2 if kind == "retained" else 1, all_use)
+                with unsynchronised(model, case):
+                    one_pass(model, step + 3, part, all_use=all_use)
+                    one_pass(model, step + 6, part, all_use=all_use)
+            one_pass(model, step, part, 2 if kind == "retained" else 1, all_use)
             if kind == "several":
-                one_pass(model, step + 7, each, all_use=all_use)
+                one_pass(model, step + 7, part, all_use=all_use)
         if is_alone:
             for param in params:
                 param.grad = param.grad if param.grad is None else param.grad / size
-        if way == "after the passes":
+        if case == "after the passes":
             fl.all_reduce_gradients(model, 1 / size)
         if kind in CLIPPED:
             norms = fl.all_gather(np.array([fl.optim.clip_grad_norm(params, 1.0)]))
             assert (norms == norms[0]).all()
         stepping.step()
-        if way not in WITHOUT_WHOLE_GRADIENTS:
+        if case not in WITHOUT_WHOLE_GRADIENTS:
             grads += [None if param.grad is None else np.copy(param.grad) for param in params]
     entries = [value for name, value in optimizer.state_dict().items() if name != "lr"]
-    states = [np.copy(entry) for each in entries for entry in each]
+    states = [np.copy(entry) for item in entries for entry in item]
     return [np.copy(param.array) for param in params], states, grads
 
 
-def same(found: Any, expected: Any, way: str = "", exact: bool = True) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None), way
+def same(result: Any, expected: Any, kind: str = "", exact: bool = True) -> None:
+    for one, other in zip(result, expected, strict=True):
+        assert (one is None) == (other is None), kind
         if other is not None:
             error = 1e-9 if exact and other.dtype == np.float64 else 1e-5
-            np.testing.assert_allclose(one, other, error, error / 10, err_msg=way)
+            np.testing.assert_allclose(one, other, error, error / 10, err_msg=kind)
 
 
 def equal(rank: int, size: int, rule: str, kind: str) -> None:
     expected = [train("one by one", rule, kind, rank, size, all_use) for all_use in (False, True)]
-    for way in WAYS:
-        if way == "by the optimizer" and kind in CLIPPED:
+    for method in WAYS:
+        if method == "by the optimizer" and kind in CLIPPED:
             continue  # it reduces gradients after they are clipped
-        all_use = way == "gathered"  # needs all ranks in each module
-        params, states, grads = train(way, rule, kind, rank, size, all_use)
+        all_use = method == "gathered"  # needs all ranks in each module
+        params, states, grads = train(method, rule, kind, rank, size, all_use)
         bits = b"".join(array.tobytes() for array in params)
-        assert set(fl.all_gather_object(bits)) == {bits}, way
+        assert set(fl.all_gather_object(bits)) == {bits}, method
         exact = kind not in CLIPPED and rule != "novograd"  # norms include float32 gradients
-        wanted = expected[all_use]
-        same(params + states, wanted[0] + wanted[1], way, exact)
-        same(grads, wanted[2] if grads else [], way, exact)
+        reference = expected[all_use]
+        same(params + states, reference[0] + reference[1], method, exact)
+        same(grads, reference[2] if grads else [], method, exact)
 
 
 def test_all_training_modes_count_every_contribution(ranks: Any) -> None:

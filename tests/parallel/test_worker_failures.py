@@ -48,9 +48,9 @@ def test_killed_worker_is_replaced_and_nothing_remains() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c_is_raised")
-@pytest.mark.parametrize("what", ["model", "graph"])
+@pytest.mark.parametrize("event", ["model", "graph"])
 def test_ctrl_c_is_raised_while_workers_are_dropped(
-    what: str, monkeypatch: pytest.MonkeyPatch
+    event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGINT is pending; its handler runs in the next Python code, wherever that is."""
     lost: list[object] = []
@@ -62,15 +62,15 @@ def test_ctrl_c_is_raised_while_workers_are_dropped(
     out = model(rows(0, 0))
     out.backward(np.ones((2, 3)), retain_graph=True)
     pids = worker_pids(model)
-    held: list[object] = [[model, out] if what == "model" else out]
+    held: list[object] = [[model, out] if event == "model" else out]
     held.append(library.gc(library.cast("void *", signal.SIGINT), press))
     del out
-    if what == "model":
+    if event == "model":
         del model
     with pytest.raises(KeyboardInterrupt):
         held.clear()  # the last team first
     assert lost == []
-    if what == "graph":
+    if event == "graph":
         model(rows(0, 0))
         model.close()
     else:
@@ -82,8 +82,8 @@ def test_ctrl_c_is_raised_while_workers_are_dropped(
 def test_threads_end_dropped_workers_once() -> None:
     """One thread ends each team, because closed descriptors may be reused by other threads."""
     models = [fl.DataParallel(Net(), nprocs=2) for _ in range(2)]
-    for each in models:
-        each(rows(0, 0))
+    for item in models:
+        item(rows(0, 0))
     for _ in range(3):
         dropped = fl.DataParallel(Net(), nprocs=3)
         dropped(rows(0, 0, 0))
@@ -96,10 +96,10 @@ def test_threads_end_dropped_workers_once() -> None:
             model(rows(0, 0)).backward(np.ones((2, 3)))
 
         with ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(use, each) for each in models]:
+            for done in [threads.submit(use, value) for value in models]:
                 done.result()
-    for each in models:
-        each.close()
+    for item in models:
+        item.close()
 
 
 def _lose_a_worker(model: fl.DataParallel) -> None:
@@ -179,7 +179,7 @@ def _run(folder: Path, program: str, *arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "how",
+    "failure",
     [
         "kill",
         "kill after a first call in a thread",
@@ -187,14 +187,14 @@ def _run(folder: Path, program: str, *arguments: str) -> Any:
         pytest.param("fork", marks=pytest.mark.slow),
     ],
 )
-def test_workers_end_with_their_parent(tmp_path: Path, how: str) -> None:
-    done = _run(tmp_path, PROGRAM, how)
+def test_workers_end_with_their_parent(tmp_path: Path, failure: str) -> None:
+    done = _run(tmp_path, PROGRAM, failure)
     pid, *more = done.stdout.splitlines()
     processes.wait_for_end({int(pid)}, 5)
     command = Path(f"/proc/{pid}/cmdline")  # empty for a zombie
     assert not command.exists() or not command.read_text()
-    assert done.returncode == (-signal.SIGKILL if how.startswith("kill") else 0), done.stderr
-    if how == "fork":
+    assert done.returncode == (-signal.SIGKILL if failure.startswith("kill") else 0), done.stderr
+    if failure == "fork":
         assert "which was forked from it" in more[0]
         assert more[1] == "(2, 3)"
 

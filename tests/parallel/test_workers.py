@@ -37,8 +37,8 @@ class Pair:
         x = np.random.default_rng(count).standard_normal((count, 6))
         inputs = [fl.Variable(x.copy(), calc_grad) for _ in range(2)]
         losses = [
-            fl.nn.MeanSquaredError()(model(each), fl.no_grad(np.ones((count, 3))))
-            for model, each in zip((self.wrapped, self.alone), inputs, strict=True)
+            fl.nn.MeanSquaredError()(model(copied), fl.no_grad(np.ones((count, 3))))
+            for model, copied in zip((self.wrapped, self.alone), inputs, strict=True)
         ]
         assert losses[0].scalar() == pytest.approx(losses[1].scalar(), rel=1e-12)
         for loss in losses:
@@ -123,12 +123,12 @@ def test_retain_graph_keeps_the_graph_of_workers(pair: Pair) -> None:
 
 
 def test_results_have_equal_bits_each_time(pair: Pair) -> None:
-    found = []
+    results = []
     for _ in range(2):
         pair.zero_grad()
         pair.backward(7)
-        found.append([p.grad.tobytes() for p in pair.wrapped.params() if p.grad is not None])
-    assert found[0] == found[1]
+        results.append([p.grad.tobytes() for p in pair.wrapped.params() if p.grad is not None])
+    assert results[0] == results[1]
 
 
 def test_workers_use_modes_buffers_and_settings_of_the_module(pair: Pair) -> None:
@@ -225,15 +225,15 @@ def test_forward_accepts_nested_values_and_several_results(nprocs: int) -> None:
     labels = np.arange(5)
     for model in (wrapped, alone):
         x, y = (fl.param(np.linspace(0, 1, 10).reshape(5, 2) + n) for n in range(2))
-        found = model({"x": x, "y": [y]}, labels=labels, extra=3)
-        F.sum(found["product"] * found["sum"][0]).backward()
-        found["last"] = [x.grad, y.grad]
+        result = model({"x": x, "y": [y]}, labels=labels, extra=3)
+        F.sum(result["product"] * result["sum"][0]).backward()
+        result["last"] = [x.grad, y.grad]
         if model is wrapped:
-            ours = found
-    agree(ours["product"].array, found["product"].array)
+            ours = result
+    agree(ours["product"].array, result["product"].array)
     agree(ours["doubled"], labels * 2)
-    assert ours["name"] == found["name"] == "a result"
-    for one, other in zip(ours["last"], found["last"], strict=True):
+    assert ours["name"] == result["name"] == "a result"
+    for one, other in zip(ours["last"], result["last"], strict=True):
         agree(one, other)
     layers = [net.layers for net in (wrapped.module, alone) if isinstance(net, Everything)]
     for one, other in zip(*layers, strict=True):
@@ -256,13 +256,13 @@ def test_forward_accepts_nested_values_and_several_results(nprocs: int) -> None:
 def test_shares_have_different_random_numbers_from_the_seed(pair: Pair) -> None:
     net = pair.net
     net.dropout.ratio = 0.5
-    found = []
+    results = []
     for _ in range(2):
         fl.set_seed(5)
-        found.append([pair.wrapped(rows(1, 1, 1)).array.tolist() for _ in range(2)])
+        results.append([pair.wrapped(rows(1, 1, 1)).array.tolist() for _ in range(2)])
     net.dropout.ratio = 0.0
-    assert found[0] == found[1]
-    assert len({str(row) for result in found[0] for row in result}) == 6
+    assert results[0] == results[1]
+    assert len({str(row) for result in results[0] for row in result}) == 6
 
 
 def test_data_parallel_is_usable_after_errors_of_a_share(pair: Pair) -> None:
@@ -287,7 +287,7 @@ def test_data_parallel_is_usable_after_errors_of_a_share(pair: Pair) -> None:
 def test_recompute_runs_in_every_share(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     forward = Net.forward
-    monkeypatch.setattr(Net, "forward", lambda *given: calls.append(1) or forward(*given))
+    monkeypatch.setattr(Net, "forward", lambda *args: calls.append(1) or forward(*args))
     model = fl.DataParallel(fl.recompute(copy.deepcopy(pair.net)), nprocs=2)
     model(fl.input(np.ones((4, 6)))).sum().backward()
     assert len(calls) == 2
@@ -312,10 +312,10 @@ def test_one_process_calls_the_module_itself() -> None:
     model(fl.input(np.ones((4, 6))))
     assert model._team is None
     model.eval()
-    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(each, fl.DataParallel)
-        assert (each.nprocs, list(each.state_dict())) == (1, list(net.state_dict()))
-        assert not each.training
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(copied, fl.DataParallel)
+        assert (copied.nprocs, list(copied.state_dict())) == (1, list(net.state_dict()))
+        assert not copied.training
     assert fl.DataParallel(net).nprocs == len(os.sched_getaffinity(0))
 
 
@@ -336,8 +336,8 @@ class Counted(fl.nn.Module):
 def test_shares_differ_by_one_row_and_are_not_empty() -> None:
     model = fl.DataParallel(Counted(), nprocs=3)
     for count, shares in [(7, [3, 2, 2]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1])]:
-        found = model(fl.input(np.zeros((count, 1)))).array[:, 0].tolist()
-        assert found == [share for share in shares for _ in range(share)]
+        result = model(fl.input(np.zeros((count, 1)))).array[:, 0].tolist()
+        assert result == [share for share in shares for _ in range(share)]
     model.close()
 
 
@@ -381,8 +381,8 @@ def test_each_rank_has_its_own_workers(rank: int, size: int) -> None:
     fl.distribute_module_grads(wrapped)
     x = np.random.default_rng(0).standard_normal((8, 6))
     shares = [(wrapped, x[rank::size]), (alone, x)]
-    for model, own in shares:
-        F.mean(model(fl.input(own))).backward()
+    for model, share in shares:
+        F.mean(model(fl.input(share))).backward()
     wrapped.close()
     for ours, other in zip(wrapped.params(), alone.params(), strict=True):
         agree(ours.grad, other.grad)

@@ -55,7 +55,7 @@ def test_two_layers_are_gathered_and_the_next_is_prefetched(rank: int, size: int
         tracemalloc.stop()
     assert most / (WIDTH * WIDTH * 4) < LAYERS / size + 4.2
     forward = [f"gather {n}" for n in range(LAYERS)]
-    backward = [f"{what} {n}" for n in range(LAYERS - 1, 0, -1) for what in ("gather", "reduce")]
+    backward = [f"{event} {n}" for n in range(LAYERS - 1, 0, -1) for event in ("gather", "reduce")]
     # The last layer is still gathered from the forward pass; the first weight is not needed.
     assert happened == [*forward, "reduce 11", *backward[2:], "reduce 0"]
 
@@ -79,9 +79,9 @@ def test_inference_gathers_parameters(rank: int, size: int) -> None:
 def test_pass_that_raises_frees_gathered_parameters(rank: int, size: int) -> None:
     """Every rank raises at the same point; the next pass works as usual."""
     model, other = Net(), Net()
-    for each in (other, model):
-        shards = shard_by_gathering(each)
-        one_pass(each, 0, rank)
+    for model_of_pass in (other, model):
+        shards = shard_by_gathering(model_of_pass)
+        one_pass(model_of_pass, 0, rank)
     layer = model.twice[0].weight
     hook = layer.hook
 
@@ -93,8 +93,8 @@ def test_pass_that_raises_frees_gathered_parameters(rank: int, size: int) -> Non
         one_pass(model, 1, rank)
     layer.register_grad_hook(hook)
     assert all(flat._full is flat.reduction is None for flat in shards._buckets)
-    for each in (model, other):
-        one_pass(each, 2, rank)
+    for model_of_pass in (model, other):
+        one_pass(model_of_pass, 2, rank)
     for got, expected in zip(model.params(), other.params(), strict=True):
         if expected.grad is None:
             assert got.grad is None
@@ -113,7 +113,7 @@ def test_different_modules_on_ranks_raise_mismatch_error(rank: int, size: int) -
 @on_ranks(("gloo", 3))
 def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: int) -> None:
     model, plain = Net(), Net()
-    whole, weight = model.state_dict(), model.some.weight
+    state, weight = model.state_dict(), model.some.weight
     shard_by_gathering(model)
     with pytest.raises(ValueError, match=r"got sharded parameter 'bias'. Call fully_shard once"):
         shard_by_gathering(model)
@@ -125,7 +125,7 @@ def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: i
         fl.all_reduce_gradients,
         lambda _: fl.DistributedOptimizer(optimizer),
         lambda _: fl.synchronize({"optimizer": optimizer}),
-        lambda each: fl.synchronize([each.some.weight]),
+        lambda module: fl.synchronize([module.some.weight]),
     ):
         with pytest.raises(ValueError, match=r"parameter 0 \(shape .*\) a parameter of fl"):
             refused(model)
@@ -142,10 +142,10 @@ def test_sharded_parameters_raise_for_incompatible_operations(rank: int, size: i
     assert repr(weight) == "Variable(sharded, shape=(3, 3), dtype=float64)"
     copied = copy.deepcopy(model)  # the copy is local to this process
     assert all(type(param) is fl.Variable for param in copied.params())
-    for found in (copied, model, model.eval()):
-        np.testing.assert_equal(found.state_dict(), whole)
+    for result in (copied, model, model.eval()):
+        np.testing.assert_equal(result.state_dict(), state)
     with pytest.raises(ValueError, match="load_state_dict"):
-        weight.array = whole["some.weight"]
+        weight.array = state["some.weight"]
     plain.some.weight.register_grad_hook(print)
     with pytest.raises(ValueError, match=r"without gradient hook and buffer, got 'some\.weight'"):
         shard_by_gathering(plain)

@@ -75,9 +75,9 @@ class Counting(fl.nn.Module):
 def model_of(value: float) -> fl.nn.Module:
     """Return two nested modules; every parameter and buffer is ``value``."""
     model = fl.nn.Sequential(Counting(), fl.nn.ReLU(), fl.nn.Linear(3, 1))
-    for each in model.state_dict().values():
-        if isinstance(each, np.ndarray):
-            each[...] = value
+    for entry in model.state_dict().values():
+        if isinstance(entry, np.ndarray):
+            entry[...] = value
     model[0].mean = np.float64(value)
     return model
 
@@ -142,7 +142,7 @@ DTYPES = (
 
 def layouts(value: int) -> list[Any]:
     """Return arrays with gaps between elements or with swapped bytes."""
-    whole = np.full((4, 6), value, np.float64)
+    full = np.full((4, 6), value, np.float64)
     fortran = np.asfortranarray(np.full((3, 4), value, np.int16))
     swapped = np.full(3, value, ">i4")
-    return [whole[::2, ::-3], whole.T[1:2], fortran, swapped, swapped[::2]]
+    return [full[::2, ::-3], full.T[1:2], fortran, swapped, swapped[::2]]

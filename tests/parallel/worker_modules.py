@@ -46,12 +46,12 @@ def _interrupted(grad: Any) -> Any:
     return grad
 
 
-def _do(what: float) -> None:
-    if what == RAISE:
+def _do(code: float) -> None:
+    if code == RAISE:
         raise LookupError("a bad row")
-    if what == BE_KILLED:
+    if code == BE_KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == HANG:
+    if code == HANG:
         time.sleep(1000)  # until it is killed
 
 
@@ -81,6 +81,5 @@ class Everything(fl.nn.Module):
 
 
 def worker_pids(model: fl.DataParallel) -> set[int]:
-    """Return the process ids of the workers of ``model``."""
     team = model._team
     return set() if team is None else {worker._process.pid for worker in team._workers}

@@ -26,16 +26,17 @@ def report(ranks: int, seed: int) -> None:
     if start.errors:
         raise next(iter(start.errors.values()))
     first, *others = start.processes
-    busiest = max(others, key=lambda each: each.bytes_sent + each.bytes_received)
-    for name, each in (("rank 0", first), ("the busiest other rank", busiest)):
+    busiest = max(others, key=lambda value: value.bytes_sent + value.bytes_received)
+    for name, process in (("rank 0", first), ("the busiest other rank", busiest)):
         print(
-            f"{name}: {each.messages} messages, {each.most_connections} connections, "
-            f"{each.bytes_sent / 1e6:.3g} MB sent, {each.bytes_received / 1e6:.3g} MB received"
+            f"{name}: {process.messages} messages, {process.most_connections} connections, "
+            f"{process.bytes_sent / 1e6:.3g} MB sent, "
+            f"{process.bytes_received / 1e6:.3g} MB received"
         )
     up, messages = max(start.up.values()), start.world.messages
-    connections = max(each.most_connections for each in start.processes)
+    connections = max(item.most_connections for item in start.processes)
     bodies, memory = start.bodies, first.most_memory
-    del start, first, others, busiest, each  # two objects of 100,000 ranks need too much memory
+    del start, first, others, busiest, process  # two objects of 100,000 ranks need too much memory
     gc.collect()
     for name, rank in (("rank 0", 0), ("another one", ranks - 1)):
         takes = of_one_rank(bodies, rank)
@@ -47,9 +48,9 @@ def report(ranks: int, seed: int) -> None:
     other = Start(ranks, seed)
     other.dies = other.world.random.randrange(1, ranks), other.world.random.randint(2, 6)
     other.run()
-    known = max(other.ended.values()) - other.died
+    delay = max(other.ended.values()) - other.died
     print(
-        f"ranks {ranks} up {up:.3g} s, death known {known:.3g} s, connections {connections}, "
+        f"ranks {ranks} up {up:.3g} s, death known {delay:.3g} s, connections {connections}, "
         f"rank 0 {memory / 1e6:.3g} MB, {messages:.2g} messages"
     )
 
@@ -68,7 +69,7 @@ def replay(seed: int, ranks: int) -> bool:
     """Print a schedule and its result; return True if it is correct."""
     start, faults, wrong = trial(seed, ranks)
     for fault in sorted(faults):
-        print(f"{fault.at:8.3f} s  {fault.what}")
+        print(f"{fault.at:8.3f} s  {fault.description}")
     print(f"{start.world.loss:.0%} of messages are lost; {len(start.up)} of {ranks} ranks are up")
     for words in sorted({str(error).partition(": ")[2] for error in start.errors.values()})[:3]:
         print(f"  {words}")

@@ -53,8 +53,8 @@ class Growing(NamedTuple):
 def _derived(_: Any, roster: store.Roster, make: Callable[..., Any], *__: Any) -> float:
     if "key" in make.__name__:
         return PROVE_BYTE * len(roster.body) + PACK * len(roster)
-    each = DERIVE + (CHOOSE if make is topology._addresses_of_ranks else 0.0)
-    return each * len(roster) + LOAD_BYTE * len(roster.body)
+    seconds = DERIVE + (CHOOSE if make is topology._addresses_of_ranks else 0.0)
+    return seconds * len(roster) + LOAD_BYTE * len(roster.body)
 
 
 _growing = (
@@ -85,9 +85,9 @@ class Rosters:
         self._last = deque[store.Roster](maxlen=last)
 
     def __call__(self, body: bytes) -> store.Roster:
-        for each in self._last:
-            if each.body is body or each.body == body:
-                return each
+        for entry in self._last:
+            if entry.body is body or entry.body == body:
+                return entry
         self._last.append(store.Roster(body))
         return self._last[-1]
 

@@ -32,7 +32,7 @@ class Fault(NamedTuple):
     """
 
     at: float
-    what: str
+    description: str
     happen: Callable[[], object]
     culprits: Sequence[int] = ()
     are_cut_off: bool = False
@@ -84,8 +84,8 @@ def _rank_rests(start: Start, at: float) -> Fault:
     seconds = world.random.uniform(0, most)
     world.at(at + seconds, process.receive, signal.SIGCONT)
     stop = partial(process.receive, signal.SIGSTOP)
-    what = f"rank {rank} is stopped for {seconds:.2f} s"
-    return Fault(at, what, stop, rests=(rank, at + seconds))
+    description = f"rank {rank} is stopped for {seconds:.2f} s"
+    return Fault(at, description, stop, rests=(rank, at + seconds))
 
 
 def _hosts_part(start: Start, at: float) -> Fault:
@@ -123,9 +123,9 @@ def _bother(door: tuple[str, Any], manner: int, garbage: bytes) -> int:
     for wire_ in attempts.connected(me().world.clock() + 20.0):
         wire_.settimeout(20.0)
         hello = b"FLrv" + garbage[:40]
-        whole = wire._HEADER.pack(b"FLrv", wire._VERSION, wire.Kind.HELLO, 32) + nonce()
+        frame = wire._HEADER.pack(b"FLrv", wire._VERSION, wire.Kind.HELLO, 32) + nonce()
         proof = wire._HEADER.pack(b"FLrv", wire._VERSION, wire.Kind.PROOF, len(garbage) % 4096)
-        messages = ([garbage], [hello], [whole, proof + garbage[: len(garbage) % 4096]], [])[manner]
+        messages = ([garbage], [hello], [frame, proof + garbage[: len(garbage) % 4096]], [])[manner]
         try:
             for message in messages:
                 wire_.sendall(message)
@@ -145,35 +145,37 @@ _HARMFUL = (_rank_dies, _rank_dies, _rank_stops, _host_is_cut_off)
 def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
     """Return the conditions that do not hold."""
     culprits = {rank for fault in faults for rank in fault.culprits}
-    found = []
+    results = []
     if not culprits and start.errors:
         rank, error = next(iter(start.errors.items()))
-        found.append(f"nothing harmful has happened, and rank {rank} raises {error}")
+        results.append(f"nothing harmful has happened, and rank {rank} raises {error}")
     ended, last = start.up.keys() | start.errors.keys(), max([start.begun, *(f.at for f in faults)])
     hanging = [rank for rank in range(start.ranks) if rank not in ended | culprits]
     if hanging:
-        found.append(f"ranks {hanging} have not ended at {start.world.now:.1f} s")
+        results.append(f"ranks {hanging} have not ended at {start.world.now:.1f} s")
     late = [rank for rank, when in (start.up | start.ended).items() if when > last + BOUND]
     if late:
-        found.append(f"ranks {late} have ended later than {last + BOUND:.1f} s")
+        results.append(f"ranks {late} have ended later than {last + BOUND:.1f} s")
     missing = [rank for rank in range(start.ranks) if start.progress[rank] < max(start.progress)]
     if start.up and missing:
-        found.append(
+        results.append(
             f"ranks {list(start.up)[:5]} are up, and {missing} have not made all exchanges"
         )
     held_up, knows_none = _held_up(start, faults), "the run has failed, and other ranks report why"
-    told = {rank: error for rank, error in start.errors.items() if knows_none not in str(error)}
-    if start.errors and not told:
-        found.append(f"all ranks say that {knows_none}")
-    for rank, error in told.items():
+    errors_with_names = {
+        rank: error for rank, error in start.errors.items() if knows_none not in str(error)
+    }
+    if start.errors and not errors_with_names:
+        results.append(f"all ranks say that {knows_none}")
+    for rank, error in errors_with_names.items():
         if not isinstance(error, RendezvousError):
-            found.append(f"rank {rank} raises {error!r}")
+            results.append(f"rank {rank} raises {error!r}")
             break
         named, to_name = named_in(error), _to_name(start, faults, rank)
         if to_name and not (named & to_name and named <= to_name | held_up):
-            found.append(f"rank {rank} is to name some of {sorted(to_name)[:9]} alone: {error}")
+            results.append(f"rank {rank} is to name some of {sorted(to_name)[:9]} alone: {error}")
             break
-    return found
+    return results
 
 
 def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
@@ -182,14 +184,14 @@ def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
     A rank cannot determine which side is cut off. A rank that rests may find that other ranks have
     ended.
     """
-    hit = {each for fault in faults for each in fault.culprits}
+    hit = {item for fault in faults for item in fault.culprits}
     for fault in faults:
         if fault.are_cut_off and rank in fault.culprits:
-            dead = {each for other in faults if not other.are_cut_off for each in other.culprits}
+            dead = {value for other in faults if not other.are_cut_off for value in other.culprits}
             hit = (hit | {*range(start.ranks)}) - ({*fault.culprits} - dead)
         rests, until = fault.rests
         if hit and rests == rank and until > min(start.ended.values()):
-            hit |= {each for each, when in start.ended.items() if when < start.ended[rank]}
+            hit |= {element for element, when in start.ended.items() if when < start.ended[rank]}
     return hit
 
 
@@ -198,12 +200,12 @@ def _held_up(start: Start, faults: Sequence[Fault]) -> set[int]:
 
     If it was their first payload, rank 0 does not know these ranks.
     """
-    hit = {each for fault in faults for each in fault.culprits}
-    stopped = {each for each in hit if start.processes[each].is_stopped}
+    hit = {item for fault in faults for item in fault.culprits}
+    stopped = {value for value in hit if start.processes[value].is_stopped}
     if max(start.progress) > 1 or not stopped:
         return set()
-    told = ((rank, named_in(error)) for rank, error in start.errors.items())
-    return {rank for rank, named in told if named <= hit and named & stopped}
+    message = ((rank, named_in(error)) for rank, error in start.errors.items())
+    return {rank for rank, named in message if named <= hit and named & stopped}
 
 
 def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
@@ -216,8 +218,8 @@ def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
     begin, tree = gather if seed % 16 > 1 else meet, "2" if seed % 2 else "512"
     if seed % 16 in (2, 3):
         begin = partial(gather, most=8000)
-    how = {"timeout": TIMEOUT, "spread": 0.05, "begin": begin, "FLASHLIGHT_TREE_FROM": tree}
-    start = Start(ranks, seed, **how)
+    options = {"timeout": TIMEOUT, "spread": 0.05, "begin": begin, "FLASHLIGHT_TREE_FROM": tree}
+    start = Start(ranks, seed, **options)
     faults = schedule(start)
     start.run(until=4 * BOUND)
     return start, faults, objections(start, faults)

@@ -35,7 +35,6 @@ class File:
         return number
 
     def shut(self, process: Process, descriptor: int) -> None:
-        """Close one descriptor."""
         if self.world.files.pop(descriptor, None) is None:
             return
         process.descriptors.discard(descriptor)
@@ -145,17 +144,17 @@ class Selector(File):
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         self.world.spend(costs.SELECT)
         end = None if timeout is None else self.world.clock() + max(0.0, timeout)
-        while not (found := self._found()):
+        while not (result := self._ready_files()):
             if not self.wait(None if end is None else max(0.0, end - self.world.clock())):
-                return self._found()
-        return found
+                return self._ready_files()
+        return result
 
-    def _found(self) -> list[tuple[SelectorKey, int]]:
-        found, ready, numbers = [], self.ready, self.files
+    def _ready_files(self) -> list[tuple[SelectorKey, int]]:
+        results, ready, numbers = [], self.ready, self.files
         for file in tuple(ready):
             is_wanted, its = False, [file.descriptor]
             if file.references > 1:
-                its = [number for number, each in numbers.items() if each is file]
+                its = [number for number, registered in numbers.items() if registered is file]
             for number in its:
                 key = self.keys.get(number)
                 if key is None:
@@ -164,14 +163,14 @@ class Selector(File):
                 if key.events & EVENT_WRITE and file.is_writable():
                     events |= EVENT_WRITE
                 if events:
-                    found.append((key, events))
+                    results.append((key, events))
                     is_wanted = True
             if not is_wanted:
                 del ready[file]
-        return found
+        return results
 
     def is_readable(self) -> bool:
-        return bool(self._found())
+        return bool(self._ready_files())
 
     def closed(self) -> None:
         for file in self.files.values():

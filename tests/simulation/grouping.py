@@ -52,7 +52,7 @@ class _World(Joined):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.network = self.memory = self
-        self.network_ranks, self.memory_ranks = range(size), _Near(rank // _PER_HOST)
+        self.network_ranks, self.memory_ranks = range(size), _LocalNumbers(rank // _PER_HOST)
         self._listener = system.create_server(("", _PORT + rank % _PER_HOST), backlog=4096)
         self._wires: dict[int, Any] = {}
 
@@ -95,9 +95,7 @@ class _World(Joined):
         return self._wires[peer]
 
 
-class _Near:
-    """The local numbers of the ranks of ``host`` by rank; -1 for other ranks."""
-
+class _LocalNumbers:
     def __init__(self, host: int) -> None:
         self._host = host
 
@@ -145,7 +143,6 @@ class Grouping(Start):
         return self._cards_of_all
 
     def run(self, until: float = 1e4) -> Grouping:
-        """Run the simulation."""
         cached = SimpleNamespace(loads=lru_cache(None)(json.loads), dumps=json.dumps)
         with ExitStack() as ends:
             for name, value in (
@@ -159,5 +156,5 @@ class Grouping(Start):
 
     def made(self) -> Made:
         """Return the costs."""
-        most = max(each.most_connections for each in self.processes)
+        most = max(process.most_connections for process in self.processes)
         return Made(max(self.up.values()), self.world.messages, most)

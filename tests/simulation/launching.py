@@ -61,7 +61,7 @@ class Launch:
 
     def _ssh(self, command: Sequence[str]) -> SimpleNamespace:
         """Start an agent on another host, and a local process that ends with it."""
-        here, number = me(), int(command[1].removeprefix("host")) - 1
+        process, number = me(), int(command[1].removeprefix("host")) - 1
 
         def connect() -> int:
             with closing(Loop()) as loop:
@@ -71,10 +71,10 @@ class Launch:
             return 0
 
         agent = Process(self.world.hosts[number], connect, {}, costs.IMPORT)
-        ssh = here.child(lambda: self.world.park() or 0, {})
+        ssh = process.child(lambda: self.world.park() or 0, {})
         agent.on_end = lambda: agent.host.side or ssh.end(255 if agent.code else 0)
-        down, stdin = Socket.pair(agent, here)
-        stdout, up = Socket.pair(here, agent)
+        down, stdin = Socket.pair(agent, process)
+        stdout, up = Socket.pair(process, agent)
         ends = down.descriptor, up.descriptor
         self.agents[number] = agent
 
@@ -111,9 +111,9 @@ class Launch:
     def running(self) -> dict[int, int]:
         """Return the hosts on which a rank runs, and the number of ranks of their start."""
         return {
-            each.host.number - 1: int(each.environ["WORLD_SIZE"])
-            for each in self.world.processes.values()
-            if each.code is None and "RANK" in each.environ
+            process.host.number - 1: int(process.environ["WORLD_SIZE"])
+            for process in self.world.processes.values()
+            if process.code is None and "RANK" in process.environ
         }
 
     def run(self, until: float = 1e3, is_done: Callable[[], bool] = lambda: False) -> Launch:
@@ -138,7 +138,7 @@ class Loss(NamedTuple):
     """Fault of the agent of a host, and its duration in seconds."""
 
     at: float
-    what: str
+    kind: str
     host: int
     seconds: float
 
@@ -149,14 +149,14 @@ def losses(launch: Launch, most: int) -> list[Loss]:
     All agents have sent a message before; until then ssh itself detects a silent host.
     """
     world, random = launch.world, launch.world.random
-    begin, found = random.uniform(*RUNNING), list[Loss]()
+    begin, result = random.uniform(*RUNNING), list[Loss]()
     for host in random.sample(range(1, 1 + launch._hosts), random.randint(1, most)):
 
         def receive(number: int, host: int = host) -> None:
             if host in launch.agents:
                 launch.agents[host].receive(number)
 
-        what, *calls = random.choice(
+        loss, *calls = random.choice(
             (
                 ("killed", partial(receive, signal.SIGKILL)),
                 ("stopped", partial(receive, signal.SIGSTOP), partial(receive, signal.SIGCONT)),
@@ -167,15 +167,15 @@ def losses(launch: Launch, most: int) -> list[Loss]:
         seconds = random.choice((math.inf, random.uniform(*BRIEF), random.uniform(*LONG)))
         for when, call in zip((at, at + seconds), calls, strict=False):
             world.at(when, call)
-        found.append(Loss(at, what, host, seconds if len(calls) > 1 else math.inf))
-    return found
+        result.append(Loss(at, loss, host, seconds if len(calls) > 1 else math.inf))
+    return result
 
 
 def objections(launch: Launch, losses: Sequence[Loss]) -> str:
     """Return an error unless all remaining hosts have a rank of the same start."""
-    lost = {each.host for each in losses if each.seconds > BRIEF[1]}
+    lost = {loss.host for loss in losses if loss.seconds > BRIEF[1]}
     # The launcher cannot end ranks on hosts whose agents are stopped or dead.
-    unheard = {each.host for each in losses if each.what == "stopped" and each.seconds == math.inf}
+    unheard = {item.host for item in losses if item.kind == "stopped" and item.seconds == math.inf}
     seen = {host: size for host, size in launch.running().items() if host not in unheard}
     is_right = set(range(1, 15)) - lost <= seen.keys() and set(seen.values()) == {len(seen)}
     return "" if is_right else f"{losses} end with ranks of {seen}"

@@ -68,19 +68,19 @@ def of_calls() -> dict[str, float]:
     one.trust(0.0)
     selector = selectors.EpollSelector()
     selector.register(other.wire, selectors.EVENT_READ, other)
-    found = {"CONNECT": connecting, "ACCEPT": accepting}
+    results = {"CONNECT": connecting, "ACCEPT": accepting}
     body = bytes(400)
 
-    def there() -> None:
+    def exchange() -> None:
         one.send(Kind.PAYLOAD, body, until)
         while not other.inbox:
             other.receive(0.0)
         other.inbox.clear()
 
-    both = seconds_of(there)
+    both = seconds_of(exchange)
     sending = seconds_of(lambda: one.send(Kind.PAYLOAD, body, until))
-    found["SEND"], found["RECEIVE"] = sending, (both - sending) / 2  # a header, and its data
-    found["SELECT"] = seconds_of(lambda: selector.select(0.0))
+    results["SEND"], results["RECEIVE"] = sending, (both - sending) / 2  # a header, and its data
+    results["SELECT"] = seconds_of(lambda: selector.select(0.0))
     while selector.select(0.0):
         other.wire.recv(1 << 20)
     size = 1 << 20
@@ -93,21 +93,21 @@ def of_calls() -> dict[str, float]:
             other.receive(1.0)
         other.inbox.clear()
         sender.join()
-    found["BYTE"] = (time.process_time() - begun) / 50 / size / 2
-    return found
+    results["BYTE"] = (time.process_time() - begun) / 50 / size / 2
+    return results
 
 
 def of_heartbeats(rounds: int = 2000) -> dict[str, float]:
     """Return kWake and kSend of heartbeats.cc: seconds from a message until another process has
     it."""
-    ours, theirs = socket.socketpair()
+    ours, peer = socket.socketpair()
 
     def talk(rank: int) -> dict[str, float]:
         took = []
         for _ in range(rounds):
             begun = time.perf_counter()
             if rank == 1:
-                theirs.send(theirs.recv(64))
+                peer.send(peer.recv(64))
                 continue
             ours.send(bytes(48))
             sent = time.perf_counter()
@@ -115,25 +115,25 @@ def of_heartbeats(rounds: int = 2000) -> dict[str, float]:
             took.append((time.perf_counter() - begun, sent - begun))
         if rank == 1:
             return {}
-        both, sending = (sorted(each)[rounds // 2] for each in zip(*took, strict=True))
+        both, sending = (sorted(seconds)[rounds // 2] for seconds in zip(*took, strict=True))
         return {"kWake": both / 2 - sending, "kSend": sending}
 
-    found: dict[str, float] = in_processes(2, talk)[0]
-    return found
+    result: dict[str, float] = in_processes(2, talk)[0]
+    return result
 
 
 def of_ranks(n: int = 512) -> dict[str, float]:
     """Return the constants per rank in seconds."""
     peers = [Peer(f"host{rank}", rank, f"host{rank} boot", "1") for rank in range(n)]
     cards = [
-        ["host" * 10, "", "ff", "0" * 64, each, [f"10.0.0.{each.pid % 250}"]] for each in peers
+        ["host" * 10, "", "ff", "0" * 64, peer, [f"10.0.0.{peer.pid % 250}"]] for peer in peers
     ]
     texts = [json.dumps(card).encode() for card in cards]
     body = Roster.of(texts).body
     ends = {"0": [["10.0.0.1", 29500], ["10.0.0.2", 40000]]}
     host = topology.Card("h0", "h", "eth0", ["10.0.0.1"], sources=["10.0.0.1"], ends=ends)
     places = [host._replace(host=f"h{rank // 8}", own=[f"10.0.0.{rank // 8}"]) for rank in range(n)]
-    choices = [json.dumps(place).encode() for place in places]
+    choices = [json.dumps(choice).encode() for choice in places]
     entries = b"".join(entry(rank, 0, identity(peers[rank]), texts[rank]) for rank in range(n))
     reading = seconds_of(lambda: initialize.Facts.read(Roster(body)), 5) / n
     short, loads = json.dumps(cards[0][:1]).encode(), json.loads
@@ -169,8 +169,8 @@ def of_beginnings() -> dict[str, float]:
         for size in (1, _MANY)
     )
     return {
-        "FORK": min(each for each, _ in took),
-        "IMPORT": min(each for _, each in took),
+        "FORK": min(seconds for seconds, _ in took),
+        "IMPORT": min(item for _, item in took),
         "FIRST": first - second,
         "ADMITTED": of_admitting(),
         "MAP": of_joining(_MANY, lambda store: ShmBackend(store, 9.0)),
@@ -181,8 +181,6 @@ def of_beginnings() -> dict[str, float]:
 
 
 class _Threads(Store):
-    """Ranks of one host that are threads of this process."""
-
     def __init__(self, rank: int, cards: list[bytes], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.hosts = rank, len(cards), ["h"] * len(cards)
         self._cards, self.barrier = cards, barrier
@@ -212,10 +210,10 @@ def of_joining(size: int, join: Callable[[Store], Any], rounds: int = 20) -> flo
             joined.close()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return sorted(took)[rounds // 2]
 
 
@@ -225,12 +223,12 @@ def of_admitting(ranks: int = 1000) -> float:
     candidates = [_Candidate(rank, ranks) for rank in range(1, ranks)]
     node._candidates += candidates
     begun = time.process_time()
-    for each in candidates:
-        node._greet(each)
-        asked = time.process_time()
-        each.answer()
-        begun += time.process_time() - asked  # time of the client
-        node._greet(each)
+    for candidate in candidates:
+        node._greet(candidate)
+        started = time.process_time()
+        candidate.answer()
+        begun += time.process_time() - started  # time of the client
+        node._greet(candidate)
     seconds = time.process_time() - begun
     node.members.clear()
     node._candidates.clear()
@@ -280,7 +278,6 @@ def of_first_and_second() -> tuple[float, float]:
 
 
 def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Return the numbers that ``work(rank)`` returns in each of ``count`` forked processes."""
     fork = multiprocessing.get_context("fork")
     results = fork.SimpleQueue()
     started = [
@@ -292,8 +289,8 @@ def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
     for process in started:
         process.join()
         assert process.exitcode == 0
-    found = dict(results.get() for _ in started)
-    return [found[rank] for rank in range(count)]
+    result = dict(results.get() for _ in started)
+    return [result[rank] for rank in range(count)]
 
 
 class Kept(NamedTuple):
@@ -307,23 +304,23 @@ class Kept(NamedTuple):
 def of_one_rank(bodies: Sequence[bytes], rank: int, per_host: int = 8) -> Kept:
     """Run the package's processing of rosters for ``rank``, and return its costs without
     connections."""
-    world, found = World(), list[int | float]()
+    world, result = World(), list[int | float]()
     host = Host(world, rank // per_host + 1)
 
     def begin() -> None:
         begun = time.process_time()
         _connected(_Replayed(bodies, rank))
-        found.append(time.process_time() - begun)
+        result.append(time.process_time() - begun)
         tracemalloc.start()
         kept = _connected(_Replayed(bodies, rank))
-        found.extend(tracemalloc.get_traced_memory())
+        result.extend(tracemalloc.get_traced_memory())
         tracemalloc.stop()
         del kept
 
     with installed(world), native_stood_in_for():
         Process(host, begin, {"FLASHLIGHT_SECRET": "s"})
         world.run()
-    computes, stays, most = found
+    computes, stays, most = result
     return Kept(int(most), int(stays), computes)
 
 
@@ -355,10 +352,10 @@ class _Replayed(Store):
         texts = Roster(body)
         for first in range(1, self.size, self.size // FAN + 1):
             part = range(first, min(self.size, first + self.size // FAN + 1))
-            self._record.add_entries(b"".join([entry(each, 0, who, texts[each]) for each in part]))
+            self._record.add_entries(b"".join([entry(rank, 0, who, texts[rank]) for rank in part]))
         del texts
-        given = self._record.payloads
-        roster = Roster(Roster.of([given[each] for each in range(self.size)]).body)
+        payloads = self._record.payloads
+        roster = Roster(Roster.of([payloads[item] for item in range(self.size)]).body)
         self._record.end()
         return roster
 
@@ -375,8 +372,8 @@ class Seen(NamedTuple):
 def real(ranks: int, begin: Callable[[int, int, int], Any], rounds: int = 5) -> Seen:
     """Start ``ranks`` processes of this machine together at a port; return the fastest of several
     starts."""
-    found = [_real(ranks, begin, free_port()) for _ in range(rounds)]
-    return Seen(*map(min, zip(*found, strict=True)))
+    results = [_real(ranks, begin, free_port()) for _ in range(rounds)]
+    return Seen(*map(min, zip(*results, strict=True)))
 
 
 def _real(ranks: int, begin: Callable[[int, int, int], Any], port: int) -> Seen:
@@ -398,8 +395,6 @@ def meet(rank: int, size: int, port: int) -> None:
 
 
 def exchanges(times: int) -> Callable[[int, int, int], None]:
-    """Return a function that makes ``times`` exchanges."""
-
     def begin(rank: int, size: int, port: int) -> None:
         store = TcpStore("127.0.0.1", port, rank, size, 300.0)
         for _ in range(times):
@@ -411,8 +406,8 @@ def exchanges(times: int) -> Callable[[int, int, int], None]:
 
 def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -> Seen:
     """Return the same results from the simulation of one host with this machine's cores."""
-    there = None if begin is None else lambda rank, size, _: begin(rank, size, 29500)
-    start = Start(ranks, 0, per_host=ranks, cores=os.cpu_count(), begin=there).run()
+    begin_on = None if begin is None else lambda rank, size, _: begin(rank, size, 29500)
+    start = Start(ranks, 0, per_host=ranks, cores=os.cpu_count(), begin=begin_on).run()
     computed = [process.computed for process in start.processes]
     return Seen(max(start.up.values()), computed[0], sum(computed[1:]) / (ranks - 1))
 

@@ -131,7 +131,7 @@ class Socket(File):
     def pair(cls, *processes: Process) -> tuple[Socket, Socket]:
         """Return the reading and the writing end of a pipe between ``processes``."""
         processes = processes if len(processes) == 2 else processes * 2
-        ends = [cls.made(each.host, AF_INET, WINDOW_OF_PIPE) for each in processes]
+        ends = [cls.made(item.host, AF_INET, WINDOW_OF_PIPE) for item in processes]
         for end, other, process in zip(ends, ends[::-1], processes, strict=True):
             end.peer, end.is_connected = other, True
             end.descriptor = end.copy(process)
@@ -201,9 +201,9 @@ class Socket(File):
         self.world.spend(costs.CONNECT)
         if self.family == AF_UNIX:
             address = "127.0.0.1", address
-        own = address[0].startswith("127.") or address[0] == self.host.address
-        target = self.host if own else self.world.by_address.get(address[0])
-        self.local = address[0] if own else self.host.address, next(self.host.ports)
+        is_own_host = address[0].startswith("127.") or address[0] == self.host.address
+        target = self.host if is_own_host else self.world.by_address.get(address[0])
+        self.local = address[0] if is_own_host else self.host.address, next(self.host.ports)
         self.remote = address
         if target is not None:
             when = self.world.clock() + latency(self.host, target)
@@ -254,13 +254,13 @@ class Socket(File):
                 raise BlockingIOError
             if not self.wait(self.timeout):
                 raise TimeoutError("timed out")
-        first, taken = self._whole(), self.taken
+        first, taken = self._message(), self.taken
         if len(first) - taken <= most:
             self.inbox.popleft()
             data = first[taken:] if taken else first
             self.taken = 0
             while self.inbox and len(data) + len(self.inbox[0]) <= most:
-                data += self._whole()
+                data += self._message()
                 self.inbox.popleft()
         else:
             data = first[taken : taken + most]
@@ -280,7 +280,7 @@ class Socket(File):
             world.at(world.clock() + latency(self.host, peer.host), peer.changed)
         return data
 
-    def _whole(self) -> bytes:
+    def _message(self) -> bytes:
         """Return the next message; a large message is read completely."""
         first = self.inbox[0]
         if isinstance(first, _Large):
@@ -358,14 +358,14 @@ class Socket(File):
 
     def _begin_large(self, data: bytes | memoryview, sent: int) -> None:
         assert self.peer is not None
-        whole = data if isinstance(data, bytes) else data.obj
-        assert isinstance(whole, bytes)
-        assert len(whole) == len(data), "a part of a message"
-        self.large = _Large(whole, sent)
-        self.credit -= len(whole)
-        there = self._transmit(self.large)
+        data_bytes = data if isinstance(data, bytes) else data.obj
+        assert isinstance(data_bytes, bytes)
+        assert len(data_bytes) == len(data), "a part of a message"
+        self.large = _Large(data_bytes, sent)
+        self.credit -= len(data_bytes)
+        arrival = self._transmit(self.large)
         byte = LOCAL_BYTE if self.host is self.peer.host else BYTE
-        last = there - latency(self.host, self.peer.host) - self.window * byte
+        last = arrival - latency(self.host, self.peer.host) - self.window * byte
         self.world.at(last, self._look, self.large)
 
     def _look(self, large: _Large) -> None:
@@ -379,7 +379,7 @@ class Socket(File):
         """Return whether the process waits for data and is neither stopped nor cut off."""
         process = self.owner
         can = process is not None and not process.is_stopped and self.host.side == sender.side
-        return can and bool(self.waiters or any(each.waiters for each in self.selectors))
+        return can and bool(self.waiters or any(selector.waiters for selector in self.selectors))
 
     def _cut(self) -> None:
         """Stop the transmission of the message in transit."""
@@ -438,9 +438,9 @@ class Socket(File):
     def _transmit(self, data: bytes | _Large | None) -> float:
         """Send ``data`` or the end of the stream; return the arrival time."""
         assert self.peer is not None
-        there = self._arrives(FRAME + (0 if data is None else len(data)))
-        self.world.at(there, self.peer.arrive, data)
-        return there
+        arrival = self._arrives(FRAME + (0 if data is None else len(data)))
+        self.world.at(arrival, self.peer.arrive, data)
+        return arrival
 
     def arrive(self, data: bytes | _Large | None) -> None:
         """Receive data; None is the end of the stream."""
@@ -511,9 +511,10 @@ class Socket(File):
             self.changed()
 
     def maker(self) -> int:
-        """Return the process that owns the descriptor."""
         return next(
-            pid for pid, each in self.host.processes.items() if self.descriptor in each.descriptors
+            pid
+            for pid, process in self.host.processes.items()
+            if self.descriptor in process.descriptors
         )
 
 
@@ -537,7 +538,7 @@ def network_of(world: World) -> dict[str, Any]:
     File.world = world
     files = world.files
 
-    def there(descriptor: int) -> Any:
+    def file_of(descriptor: int) -> Any:
         if descriptor not in me().descriptors:
             raise OSError(EBADF, strerror(EBADF))
         return files[descriptor]
@@ -553,8 +554,8 @@ def network_of(world: World) -> dict[str, Any]:
         return new
 
     def getaddrinfo(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
-        found = world.by_name.get(host)
-        meant = found.address if found else {"localhost": "127.0.0.1"}.get(host, host)
+        result = world.by_name.get(host)
+        meant = result.address if result else {"localhost": "127.0.0.1"}.get(host, host)
         if not meant.replace(".", "").isdecimal():
             raise gaierror(-2, "Name or service not known")
         return [(AF_INET, SOCK_STREAM, 6, "", (meant, port))]
@@ -563,23 +564,23 @@ def network_of(world: World) -> dict[str, Any]:
         if descriptor in (1, 2):
             world.on_output(data)
             return len(data)
-        return int(there(descriptor).send(data))
+        return int(file_of(descriptor).send(data))
 
     def can_write(descriptor: int, seconds: float = 0.0) -> bool:
-        file = there(descriptor)
+        file = file_of(descriptor)
         if not file.is_writable() and seconds:
             file.wait(seconds)
         return bool(file.is_writable())
 
     def set_blocking(descriptor: int, blocking: bool) -> None:
-        there(descriptor).setblocking(blocking)
+        file_of(descriptor).setblocking(blocking)
 
     def pipe(_: int = 0) -> tuple[int, int]:
         reading, writing = Socket.pair(me())
         return reading.descriptor, writing.descriptor
 
     def fstat(descriptor: int) -> SimpleNamespace:
-        kind = stat.S_IFSOCK if there(descriptor).local[1] else stat.S_IFIFO
+        kind = stat.S_IFSOCK if file_of(descriptor).local[1] else stat.S_IFIFO
         return SimpleNamespace(st_mode=kind, st_ino=descriptor)
 
     return {
@@ -588,10 +589,10 @@ def network_of(world: World) -> dict[str, Any]:
         "create_server": create_server,
         "getaddrinfo": getaddrinfo,
         "has_dualstack_ipv6": lambda: False,
-        "read": lambda descriptor, most: there(descriptor).recv(most),
+        "read": lambda descriptor, most: file_of(descriptor).recv(most),
         "write": write,
-        "close": lambda descriptor: there(descriptor).shut(me(), descriptor),
-        "dup": lambda descriptor: there(descriptor).copy(me()),
+        "close": lambda descriptor: file_of(descriptor).shut(me(), descriptor),
+        "dup": lambda descriptor: file_of(descriptor).copy(me()),
         "set_blocking": set_blocking,
         "can_write": can_write,
         "pipe": pipe,

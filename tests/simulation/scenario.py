@@ -84,16 +84,16 @@ class _JoinedByNetwork(Joined):
     """Stand-in for ``GlooBackend``: its exchange of addresses, and connections to its
     neighbours."""
 
-    def __init__(self, store: Store, *given: Any) -> None:
+    def __init__(self, store: Store, *args: Any) -> None:
         super().__init__(store.rank, store.size)
-        _, _, _, key, host_timeout, lazily, _, _ = given
+        _, _, _, key, host_timeout, lazily, _, _ = args
         process, address = me(), b64encode(zlib.compress(bytes(128) + b"10.1")).decode()
         card = [this_process(), address, nonce().hex(), 40000, host_timeout]
         texts = store.exchange(json.dumps(card).encode())
         texts.derived(gloo._GlooCards.read)
         texts.derived(derived_key, key)
-        near = self.size if self.size <= costs.DIRECT else 2 * ceil(log2(self.size))
-        connected = 0 if lazily else near
+        direct = self.size if self.size <= costs.DIRECT else 2 * ceil(log2(self.size))
+        connected = 0 if lazily else direct
         proven, made = costs.PROVEN * 2 * self.size, costs.NATIVE_CONNECT * connected
         process.world.spend(costs.JOINED + proven + made)
         process.connections += connected
@@ -206,7 +206,6 @@ class Start:
         assert body is expected or body == expected, f"exchange {number}: not what others have"
 
     def run(self, until: float = 1e4) -> Start:
-        """Run the simulation."""
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             done = lambda: len(self.up) + len(self.errors) == self.ranks  # noqa: E731
             self.world.run(until, done)
@@ -230,7 +229,7 @@ def gather(rank: int, size: int, timeout: float, most: int = 200) -> None:
     try:
         for number in range(3):
             roster = store.exchange(_payload(number, rank, most))
-            is_right = roster.body == _given(number, size, most)
+            is_right = roster.body == _payloads(number, size, most)
             assert is_right, f"exchange {number}: not what was given"
         store.close()
     except RendezvousError as error:
@@ -243,15 +242,15 @@ def _payload(number: int, rank: int, most: int) -> bytes:
 
 
 @lru_cache
-def _given(number: int, size: int, most: int) -> bytes:
+def _payloads(number: int, size: int, most: int) -> bytes:
     """Return the roster of an exchange of ``gather``."""
     return Roster.of([_payload(number, rank, most) for rank in range(size)]).body
 
 
 def named_in(error: BaseException) -> set[int]:
     """Return the ranks that an error of a rendezvous names, without its own rank."""
-    said = str(error).partition(": ")[2].replace("where rank 0 sees it", "")
-    numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
+    output = str(error).partition(": ")[2].replace("where rank 0 sees it", "")
+    numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", output)
     return {int(number) for list_ in numbers for number in list_.split(", ")}
 
 

@@ -47,9 +47,9 @@ def test_heartbeats_report_any_faults(program: Path, ranks: int, count: int) -> 
 @pytest.mark.parametrize("ranks", [512, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["host", "rack", "cut", "freeze", "death"])
 def test_heartbeats_report_a_lost_host_soon(program: Path, ranks: int, fault: str) -> None:
-    found = simulate(program, ranks, 7, 1, fault)
-    match = re.search(r"loss known ([\d.e-]+) s, connections (\d+),", found)
-    assert match, found
+    result = simulate(program, ranks, 7, 1, fault)
+    match = re.search(r"loss known ([\d.e-]+) s, connections (\d+),", result)
+    assert match, result
     assert 0 < float(match[1]) < WITHIN
     assert int(match[2]) <= MOST_CONNECTIONS
 

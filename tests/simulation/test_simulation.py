@@ -24,8 +24,8 @@ from tests.simulation.world import Process, World, installed, me
 @pytest.mark.parametrize("tens", range(10))
 def test_schedules_of_faults_end_correctly(tens: int) -> None:
     """``make simulate SEED=... RANKS=64`` repeats a failure."""
-    found = {seed: trial(seed)[2] for seed in range(20 * tens, 20 * tens + 20)}
-    assert {seed: wrong for seed, wrong in found.items() if wrong} == {}
+    results = {seed: trial(seed)[2] for seed in range(20 * tens, 20 * tens + 20)}
+    assert {seed: wrong for seed, wrong in results.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(8636, 64), (227, 128), (5363, 256)])
@@ -99,7 +99,7 @@ def test_rendezvous_reports_a_silent_host_after_host_timeout(tree: str, at: floa
 def test_tree_limits_the_connections_of_each_process() -> None:
     start = Start(128, seed=4, FLASHLIGHT_TREE_FROM="2").run()
     assert start.up.keys() == set(range(128))
-    assert max(each.most_connections for each in start.processes) <= 64 + 8
+    assert max(process.most_connections for process in start.processes) <= 64 + 8
 
 
 def test_rank_0_names_ranks_that_do_not_leave_the_tree() -> None:
@@ -175,9 +175,9 @@ def _between_two(
         world.at(1.0, server.receive, signal.SIGSTOP)
         world.at(stopped, server.receive, signal.SIGCONT)
         world.run()
-    for each in (server, client):
-        if each.error is not None:
-            raise each.error
+    for process in (server, client):
+        if process.error is not None:
+            raise process.error
     return world
 
 
@@ -273,10 +273,10 @@ def test_flrun_ends_all_ranks_of_all_hosts_if_one_dies() -> None:
     launch.world.at(5.0, lambda: launch.ranks[61].end(-signal.SIGKILL))
     launch.run()
     assert launch.up.keys() == set(range(64))
-    ends = [each.ended_at for each in launch.ranks.values()]
+    ends = [rank.ended_at for rank in launch.ranks.values()]
     assert 5.0 <= max(ends) < 5.1
     assert launch.launcher.code == 128 + signal.SIGKILL
-    assert all(each.code is not None for each in launch.agents.values())
+    assert all(agent.code is not None for agent in launch.agents.values())
     assert b"rank 61 of 64 on host9 was killed by SIGKILL" in b"".join(launch.said)
 
 
@@ -285,7 +285,7 @@ def test_flrun_ends_the_ranks_of_a_cut_off_host() -> None:
     launch.world.at(5.0, divide, launch.world, [launch.world.hosts[3]], 1)
     launch.run()
     assert launch.launcher.code == 1
-    assert all(each.code is not None for each in launch.ranks.values())
+    assert all(rank.code is not None for rank in launch.ranks.values())
     assert b"on host4 is lost: received nothing from host host4 since" in b"".join(launch.said)
 
 
@@ -306,6 +306,5 @@ def test_flrun_restarts_without_lost_hosts(fate: str) -> None:
     "seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_flrun_continues_with_the_remaining_hosts(seeds: range) -> None:
-    """``lose(seed)`` repeats a failure."""
-    found = {seed: lose(seed) for seed in seeds}
-    assert {seed: wrong for seed, wrong in found.items() if wrong} == {}
+    results = {seed: lose(seed) for seed in seeds}
+    assert {seed: wrong for seed, wrong in results.items() if wrong} == {}

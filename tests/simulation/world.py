@@ -33,8 +33,6 @@ _DEADLY = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 
 
 class Fiber(greenlet):
-    """A thread of a process."""
-
     def __init__(self, process: Process, call: Callable[[], Any], at: float) -> None:
         super().__init__(self._work, process.world.hub)
         self.process, self.call = process, call
@@ -153,7 +151,6 @@ class Process:
             self.world.unwind(fiber)
 
     def receive(self, number: int) -> None:
-        """Receive a signal."""
         handler = self.handlers.get(number, signal.SIG_DFL)
         if self.code is not None:
             return
@@ -325,7 +322,6 @@ class World:
             fiber.clock = cores[free] = max(fiber.clock, cores[free]) + seconds
 
     def close(self) -> None:
-        """End every process."""
         for process in list(self.processes.values()):
             process.end(-signal.SIGKILL)
         for process in list(self.processes.values()):
@@ -376,7 +372,9 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
     def readlink(path: str) -> str:
         return f"{path.rpartition('/')[2]}:[4026531836]"
 
-    def popen(command: Any, env: Mapping[str, str] | None = None, **how: Any) -> SimpleNamespace:
+    def popen(
+        command: Any, env: Mapping[str, str] | None = None, **options: Any
+    ) -> SimpleNamespace:
         parent, files = me(), world.files
         world.spend(FORK)
         if env is None:
@@ -385,12 +383,12 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
         assert world.program is not None
         child = parent.child(lambda: 0, env)
         child.main = world.program(child, command)
-        passed = (how.get("stdout"), how.get("stderr"), *how.get("pass_fds", ()))
-        for number in (each for each in passed if each in files):
-            theirs = str(files[number].copy(child))
+        passed = (options.get("stdout"), options.get("stderr"), *options.get("pass_fds", ()))
+        for number in (item for item in passed if item in files):
+            copied = str(files[number].copy(child))
             for name, value in child.environ.items():
                 if value == str(number):  # it names an inherited descriptor
-                    child.environ[name] = theirs
+                    child.environ[name] = copied
         return SimpleNamespace(pid=child.pid, returncode=None)
 
     def waitid(_: int, __: int, options: int) -> SimpleNamespace | None:
@@ -399,8 +397,8 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
             if child.code is not None:
                 if not options & os.WNOWAIT:
                     del children[pid]
-                how = os.CLD_EXITED if child.code >= 0 else os.CLD_KILLED
-                return SimpleNamespace(si_pid=pid, si_status=abs(child.code), si_code=how)
+                reason = os.CLD_EXITED if child.code >= 0 else os.CLD_KILLED
+                return SimpleNamespace(si_pid=pid, si_status=abs(child.code), si_code=reason)
         if not children:
             raise ChildProcessError
         return None
@@ -468,9 +466,9 @@ def installed(world: World) -> Iterator[World]:
     """Let the package use ``world`` in place of the operating system."""
     from tests.simulation.network import network_of
 
-    there = {**_system(world), **network_of(world)}
-    before = {name: getattr(system, name) for name in there}
-    for name, value in there.items():
+    replacements = {**_system(world), **network_of(world)}
+    before = {name: getattr(system, name) for name in replacements}
+    for name, value in replacements.items():
         setattr(system, name, value)
     try:
         yield world

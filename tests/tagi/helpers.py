@@ -34,7 +34,6 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def channels_first(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return equal arrays in channel-first memory order."""
     return tuple(np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1) for a in arrays)
 
 

@@ -123,7 +123,7 @@ def own_step(network: str, params: dict[str, Entry], x: Any, y: Any, **options: 
 
 
 def compare(
-    network: str, x: Any, y: Any, var_y: Any = None, *, here: str | None = None,
+    network: str, x: Any, y: Any, var_y: Any = None, *, own_network: str | None = None,
     params: dict[str, Entry] | None = None, rtol: float = 1e-5, atol: float = 1e-5, **options: Any,
 ) -> tuple[Stepped, Stepped]:  # fmt: skip
     """Run the same steps with both libraries and compare all results.
@@ -143,7 +143,7 @@ def compare(
     """
     arguments = {"x": x, "y": y, "var_y": var_y, **options}
     reference = oracle_step(network, params=params, **arguments)
-    ours = own_step(here or network, reference.before, **arguments)
+    ours = own_step(own_network or network, reference.before, **arguments)
     close = functools.partial(assert_close, rtol=rtol, atol=atol)
     close("output means", ours.mu, reference.mu)
     close("output variances", ours.var, reference.var)

@@ -44,7 +44,6 @@ def names_of(library: Any) -> dict[str, Any]:
 
 
 def observe(net: Any, updater: Any, request: dict[str, Any]) -> None:
-    """Make the updater write the deltas of the outputs."""
     y, states, deltas = flat(request["y"]), net.output_z_buffer, net.input_delta_z_buffer
     if request["heteros"]:
         updater.update_heteros(states, y, deltas)
@@ -56,26 +55,27 @@ def observe(net: Any, updater: Any, request: dict[str, Any]) -> None:
 
 
 def step(library: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return all results of the last step of ``library`` on one batch."""
     library.manual_seed(request["seed"])
     net, updater = eval(request["network"], names_of(library)), library.nn.OutputUpdater("cpu")
     net.set_threads(1)
-    inputs = [flat(each) for each in (request["x"], request["var_x"]) if each is not None]
+    inputs = [flat(array) for array in (request["x"], request["var_x"]) if array is not None]
     net(*inputs)  # convolutions have no parameters before the first batch
     if request["params"] is not None:
         net.load_state_dict({k: tuple(a.tolist() for a in t) for k, t in request["params"].items()})
     net.reset_lstm_states()
     answer: dict[str, Any] = {"before": as_arrays(net.state_dict())}
     for _ in range(request["steps"]):
-        mu, var = (np.array(each, np.float32) for each in net(*inputs))
+        mu, var = (np.array(item, np.float32) for item in net(*inputs))
         observe(net, updater, request)
         buffer = net.input_delta_z_buffer  # read before backward(), which swaps the buffers
-        output_deltas = [np.array(each[: mu.size]) for each in (buffer.delta_mu, buffer.delta_var)]
+        output_deltas = [
+            np.array(value[: mu.size]) for value in (buffer.delta_mu, buffer.delta_var)
+        ]
         net.backward()
         deltas = {
             name: tuple(flat(getattr(layer, which)).copy() for which in DELTAS)
-            for number, each in enumerate(net.layers)
-            for name, layer in named_layers(each, str(number))
+            for number, element in enumerate(net.layers)
+            for name, layer in named_layers(element, str(number))
             if name in answer["before"]
         }
         net.step()

@@ -18,7 +18,7 @@ REAL = np.float32
 MEANS = [0, 1e-8, 1e-3, 0.1, 0.5, 0.99, 1, 1.01, 2, 3, 5, 8, 13, 40, 1e3, 1e6, 1e30]
 VARIANCES = [0, 1e-30, 1e-12, 1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.5, 1, 2, 10, 100, 1e4, 1e8]
 GRID = tuple(
-    each.ravel().astype(REAL) for each in np.meshgrid([*MEANS, *(-m for m in MEANS)], VARIANCES)
+    grid.ravel().astype(REAL) for grid in np.meshgrid([*MEANS, *(-m for m in MEANS)], VARIANCES)
 )
 
 
@@ -80,9 +80,9 @@ def test_mixture_activations_have_exact_moments(name: str) -> None:
     actual = EXACT[name](m, v)
     plain = globals()[name.removesuffix("_in_numpy")]
     expected = np.array([plain(float(a), float(b)) for a, b in zip(m, v, strict=True)])
-    for number, each in enumerate(actual):
-        assert each.dtype == REAL
-        equal(each, expected[:, number], rtol=1e-6, atol=2e-9)
+    for number, moment in enumerate(actual):
+        assert moment.dtype == REAL
+        equal(moment, expected[:, number], rtol=1e-6, atol=2e-9)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -169,9 +169,9 @@ def test_activation_is_linearised_at_the_mean(name: str) -> None:
     value, slope_of = FIRST_ORDER[name]
     m, v = GRID
     mean, variance, slope = getattr(activations, name)()._moments(m, v)
-    slopes = np.array([slope_of(float(each)) for each in m])
+    slopes = np.array([slope_of(float(item)) for item in m])
     for actual, expected in (
-        (mean, np.array([value(float(each)) for each in m])),
+        (mean, np.array([value(float(element)) for element in m])),
         (variance, slopes**2 * v),
         (slope, slopes),
     ):
@@ -199,12 +199,12 @@ def test_even_exp_is_finite_for_large_inputs() -> None:
 def test_tails_match_series_and_erfc() -> None:
     """Above 6, where differences lose all digits, by the asymptotic series; below by math.erfc."""
     for a in (0.0, 0.3, 0.66, 0.67, 2.0, 5.6, 5.7):
-        q, g, h = (float(each[0]) for each in tails(np.array([a])))
+        q, g, h = (float(tail[0]) for tail in tails(np.array([a])))
         assert math.isclose(q, cdf(-a), rel_tol=1e-14)
         assert math.isclose(g, pdf(a) - a * cdf(-a), rel_tol=1e-12)
         assert math.isclose(h, (a * a + 1) * cdf(-a) - a * pdf(a) - g * g, rel_tol=1e-10)
     for a in (12.0, 30.0):
-        q, g, h = (float(each[0]) for each in tails(np.array([a])))
+        q, g, h = (float(item[0]) for item in tails(np.array([a])))
         x = 1 / a**2
         assert math.isclose(g, pdf(a) * x * (1 - 3 * x + 15 * x**2 - 105 * x**3), rel_tol=1e-3)
         assert math.isclose(h, 2 * pdf(a) * x / a * (1 - 6 * x + 45 * x**2), rel_tol=1e-2)
@@ -247,8 +247,8 @@ def test_softmax_activations_match_formulas(name: str) -> None:
     actual = SHARES[name]()._moments(m, v)
     for row in range(len(m)):
         expected = plain(m[row].astype(np.float64), v[row].astype(np.float64))
-        for each, one in zip(actual, expected, strict=True):
-            equal(each[row], one, rtol=2e-5, atol=1e-7)
+        for item, one in zip(actual, expected, strict=True):
+            equal(item[row], one, rtol=2e-5, atol=1e-7)
 
 
 # Means and variances of units; then shares and slopes, computed with 50 digits.
@@ -359,6 +359,6 @@ def test_random_networks_with_softmax_activations_match_pytagi() -> None:
 @pytest.mark.slow
 def test_even_exp_equals_pytagi() -> None:
     network = "Sequential(Linear(4, 8), ReLU(), Linear(8, 6), EvenExp({}))"
-    here = network.format("slope_times_variance=True")
+    own_network = network.format("slope_times_variance=True")
     x, y = numbers(7, 4), numbers(7, 3, seed=1)
-    compare(network.format(""), x, y, heteros=True, here=here, rtol=1e-4)
+    compare(network.format(""), x, y, heteros=True, own_network=own_network, rtol=1e-4)

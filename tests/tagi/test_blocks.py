@@ -34,10 +34,10 @@ def test_layer_block_equals_its_layers() -> None:
     row = fl.tagi.Sequential(twin(first), fl.tagi.ReLU(), twin(last))
     net = fl.tagi.Sequential(block)
     x, y = numbers(3, 4), numbers(3, 2, seed=3)
-    for each in (net, row):
-        each.input_state_update = True
+    for network in (net, row):
+        network.input_state_update = True
         for _ in range(2):
-            learn(each, x, y)
+            learn(network, x, y)
     equal((net(x), net.get_input_states()), (row(x), row.get_input_states()))
     assert list(net.state_dict()) == ["Linear.0.0", "Linear.0.2"]
     assert repr(block) == "LayerBlock(4,2)"

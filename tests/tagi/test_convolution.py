@@ -191,8 +191,8 @@ def test_convolution_divides_large_images_into_rows(monkeypatch: pytest.MonkeyPa
             z = layer.forward(BaseHiddenStates(x, np.abs(x)))
             back = layer.backward(d, d, True)
             results.append([z.mean, z.variance, layer.delta_mu_w, layer.delta_var_w, *back])
-        for each in results[:-1]:
-            equal(each, results[-1], rtol=1e-5, atol=1e-5)
+        for result in results[:-1]:
+            equal(result, results[-1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_layer_raises_value_error_for_invalid_arguments(layers: str) -> None:
         network(layers)
 
 
-@pytest.mark.parametrize(("given", "words"), BATCHES.items())
-def test_network_raises_value_error_for_batches_of_wrong_shape(given: Any, words: str) -> None:
-    net, batch = network(given[0]), np.zeros(given[1])
+@pytest.mark.parametrize(("inputs", "words"), BATCHES.items())
+def test_network_raises_value_error_for_batches_of_wrong_shape(inputs: Any, words: str) -> None:
+    net, batch = network(inputs[0]), np.zeros(inputs[1])
     with pytest.raises(ValueError, match=words):
         net(batch)

@@ -122,20 +122,20 @@ def test_normalization_kernels_equal_numpy(positions: int) -> None:
                 actual = normalization.standardize(*arguments)
                 expected = in_numpy(normalization.standardize, *arguments)
                 equal(actual, expected, rtol=1e-6, atol=1e-6)
-                for wanted in (True, False):
-                    arguments = (actual[0], *arrays[2:4], j, scale, wanted)
+                for flag in (True, False):
+                    arguments = (actual[0], *arrays[2:4], j, scale, flag)
                     sums, deltas = normalization.standardize_back(*arguments)
                     sums_2, deltas_2 = in_numpy(normalization.standardize_back, *arguments)
                     close(sums, sums_2)
-                    assert (deltas is None) == (deltas_2 is None) == (not wanted)
+                    assert (deltas is None) == (deltas_2 is None) == (not flag)
                     equal(deltas or (), deltas_2 or (), rtol=1e-6, atol=1e-6)
 
 
 def test_normalization_of_exact_inputs_omits_their_variance() -> None:
     for make, shape, _, _ in CASES.values():
         layer, other = make(), make()
-        for each in (layer, other):
-            each.connect(shape[1:])
+        for norm in (layer, other):
+            norm.connect(shape[1:])
         mean = numbers(*shape)
         out = layer.forward(BaseHiddenStates(mean))
         expected = other.forward(BaseHiddenStates(mean, np.zeros_like(mean)))
@@ -184,8 +184,8 @@ def test_batch_norm2d_adds_up_over_processes(rank: int, size: int, offset: int) 
     x.mean += REAL(offset)
     d, e = numbers(*shape, seed=3), -np.square(numbers(*shape, seed=4))
     single, layer = (drawn(fl.tagi.BatchNorm2d(3)) for _ in range(2))
-    for each in (single, layer):
-        each.connect(shape[1:])
+    for net in (single, layer):
+        net.connect(shape[1:])
     expected = single.forward(x)
     expected_deltas = expected.mean, expected.variance, *single.backward(d, e, True)
 
@@ -197,7 +197,7 @@ def test_batch_norm2d_adds_up_over_processes(rank: int, size: int, offset: int) 
     rows = slice(7, 10) if rank else slice(0, 7)
     out = layer.forward(BaseHiddenStates(x.mean[rows], x.variance[rows], x.slope[rows]))
     actual = out.mean, out.variance, *layer.backward(d[rows], e[rows], True)
-    equal(actual, [each[rows] for each in expected_deltas], rtol=3e-6, atol=3e-6)
+    equal(actual, [item[rows] for item in expected_deltas], rtol=3e-6, atol=3e-6)
     equal(layer.statistics(), single.statistics(), rtol=1e-6)
     equal(fl.broadcast(layer.batch_mean.copy(), 0), layer.batch_mean)
     for sums in ("mean_sum", "variance_sum"):
@@ -231,8 +231,8 @@ def test_state_dict_includes_running_statistics() -> None:
     for step in range(3):
         net(numbers(5, 4, seed=step))
     state = net.state_dict()
-    assert [each.size for each in state["BatchNorm2d.1"]] == [3, 3, 0, 0, 3, 3]
-    assert [each.size for each in state["LayerNorm.shortcut.3"]] == [3, 3, 3, 3]
+    assert [value.size for value in state["BatchNorm2d.1"]] == [3, 3, 0, 0, 3, 3]
+    assert [element.size for element in state["LayerNorm.shortcut.3"]] == [3, 3, 3, 3]
     other.load_state_dict(state)
     statistics = net.get_norm_mean_var()
     assert list(statistics) == ["BatchNorm2d()_1", "ResNetBlock(3,3)_3"]
@@ -241,8 +241,8 @@ def test_state_dict_includes_running_statistics() -> None:
         statistics["ResNetBlock(3,3)_3"], (*inner.statistics(), inner.batch_mean), strict=False
     ):
         equal(array[0], one)
-    for each in (net, other):
-        each.eval()
+    for item in (net, other):
+        item.eval()
     x = numbers(7, 4, seed=9)
     equal(net(x), other(x))
 

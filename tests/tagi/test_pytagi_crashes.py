@@ -58,7 +58,6 @@ def test_get_norm_mean_var_returns_statistics() -> None:
 
 
 def test_batch_norm2d_after_linear_layers_has_correct_deltas() -> None:
-    """BatchNorm2d after a Linear after a convolution, compared with BatchNorm2d after a Linear."""
     behind = network(
         "Conv2d(1, 2, 8, in_width=8, in_height=8), Linear(2, 3), BatchNorm2d(3), ReLU()"
     )

@@ -67,8 +67,8 @@ def test_files_are_interchangeable_with_pytagi(tmp_path: Path, kind: str) -> Non
     net.save_csv(tmp_path / "here")
     net.load_csv(tmp_path / "here")
     for name in files:
-        own = tmp_path / name.replace("there", "here")
-        assert own.read_bytes() == (tmp_path / name).read_bytes(), name
+        local_file = tmp_path / name.replace("there", "here")
+        assert local_file.read_bytes() == (tmp_path / name).read_bytes(), name
 
 
 @pytest.mark.slow

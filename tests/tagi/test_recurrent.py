@@ -35,10 +35,10 @@ def exact_step(
 def test_lstm_steps_equal_pytagi(batch: int, window: int, certain: bool, steps: int) -> None:
     """Only one sample of one time step carries states between steps."""
     x, y = numbers(batch, window), numbers(batch, 1)
-    there = f"Sequential(LSTM(1, 8, {window}), LSTM(8, 5, {window}), Linear({5 * window}, 1))"
-    here = there.replace(f" {window})", f" {window}, window='independent')", 2)
+    remote = f"Sequential(LSTM(1, 8, {window}), LSTM(8, 5, {window}), Linear({5 * window}, 1))"
+    independent = remote.replace(f" {window})", f" {window}, window='independent')", 2)
     var_x = None if certain else np.full(x.shape, 0.2)
-    compare(there, x, y, np.full(y.shape, 0.3), var_x=var_x, here=here, steps=steps)
+    compare(remote, x, y, np.full(y.shape, 0.3), var_x=var_x, own_network=independent, steps=steps)
 
 
 # --- forward ----------------------------------------------------------------------------------
@@ -98,9 +98,9 @@ def test_lstm_inputs_affect_only_later_steps() -> None:
     x = numbers(2, 5)
     other = x[:, [1, 0, 2, 3, 4]]  # swaps the first two time steps
     for which in range(2):
-        before, after = (net(each)[which].reshape(2, 5, 4) for each in (x, other))
+        before, after = (net(sequence)[which].reshape(2, 5, 4) for sequence in (x, other))
         assert (np.abs(before - after) > 1e-7).all()
-        before, after = (apart(each)[which].reshape(2, 5, 4) for each in (x, other))
+        before, after = (apart(item)[which].reshape(2, 5, 4) for item in (x, other))
         equal(before[:, 2:], after[:, 2:])
     late = x.copy()
     late[:, 4] += 1
@@ -157,7 +157,7 @@ def test_lstm_deltas_of_means_are_the_gradient_through_time() -> None:
     layer.mu_w = w
     x, d = numbers(2, 8), numbers(2, 12, seed=1)
     mean, _ = net(x)
-    equal(mean, [exact(w, b, each.reshape(4, 2)) for each in x], 1e-4, 1e-5)
+    equal(mean, [exact(w, b, sequence.reshape(4, 2)) for sequence in x], 1e-4, 1e-5)
     net.set_delta_z(d, np.zeros_like(d))
     net.backward()
 
@@ -202,10 +202,10 @@ def test_lstm_deltas_of_variances_follow_the_recursion() -> None:
         back = slopes[:, :no] @ eh + slopes[:, no:] @ ec
         of_x.insert(0, back[:ni])
         of_h = back[ni:]
-        own = difference(lambda at: both(joined, b, at), c)  # noqa: B023
-        r = np.diag(own[:, :no]) / np.diag(own[:, no:])  # h through c only
+        slope = difference(lambda at: both(joined, b, at), c)  # noqa: B023
+        r = np.diag(slope[:, :no]) / np.diag(slope[:, no:])  # h through c only
         total_c = r**2 * eh + ec
-        of_c = np.diag(own[:, no:]) ** 2 * total_c
+        of_c = np.diag(slope[:, no:]) ** 2 * total_c
         gates = difference(lambda at: both(joined, at, c), b).reshape(4, no, 2 * no)  # noqa: B023
         every = np.arange(no)
         effect = gates[:3, every, no + every] ** 2 * total_c
@@ -326,7 +326,7 @@ def test_lstm_states_of_a_series_equal_pytagi() -> None:
 def test_lstm_carries_states_for_one_sample_of_one_step() -> None:
     net = network("LSTM(1, 3, 1), LSTM(3, 2, 1)")
     fresh = net.get_lstm_states()
-    assert [sorted(fresh), [each.size for each in fresh[1]]] == [[0, 1], [2] * 4]
+    assert [sorted(fresh), [state.size for state in fresh[1]]] == [[0, 1], [2] * 4]
     assert not any(array.any() for states in fresh.values() for array in states)
     x = numbers(1, 1)
     outputs = [net(x)[0] for _ in range(3)]
@@ -413,9 +413,9 @@ def test_lstm_kernel_equals_numpy(
         tagi.manual_seed(2)
         return passes(nn.LSTM(inputs, outputs, steps, bias), x, variance)
 
-    own = made()
+    numpy_net = made()
     monkeypatch.setattr("flashlight_py.tagi.native.tagi_kernels", lambda: None)
-    for number, (array, expected) in enumerate(zip(own, made(), strict=True)):
+    for number, (array, expected) in enumerate(zip(numpy_net, made(), strict=True)):
         largest = np.abs(expected).max(initial=0)
         np.testing.assert_allclose(array, expected, 1e-4, 2e-6 * largest, err_msg=str(number))
 

@@ -85,10 +85,7 @@ def test_forward_accepts_changing_batch_sizes() -> None:
             np.zeros((6, 5)),
             r"layer 0, Linear\(4,8\), after the input: expected 4 features per sample",
         ),
-        (
-            np.zeros(10),
-            r"Linear\(4,8\): expected a multiple of 4 elements, got 10",
-        ),
+        (np.zeros(10), r"Linear\(4,8\): expected a multiple of 4 elements, got 10"),
         (np.zeros((2, 0)), r"Linear\(4,8\): expected a batch of samples, got \(2, 0\)"),
         (3.0, r"Linear\(4,8\): expected a batch of samples, got \(\)"),
     ],
@@ -191,7 +188,7 @@ def test_load_state_dict_rejects_wrong_entries_without_changes() -> None:
     net, other = network(), network(seed=2)
     state = net.state_dict()
     assert list(state) == ["Linear.0", "Linear.2"]
-    assert [each.shape for each in state["Linear.0"]] == [(32,), (32,), (8,), (8,)]
+    assert [array.shape for array in state["Linear.0"]] == [(32,), (32,), (8,), (8,)]
     expected = other.state_dict()
     wrong = state | {"Linear.2": state["Linear.0"]}
     with pytest.raises(ValueError, match=r"'Linear.2': expected arrays of .* got \[32, 32"):
@@ -249,7 +246,7 @@ def test_params_from_copies_parameters_of_another_network() -> None:
 
 def test_layer_without_biases_returns_empty_arrays() -> None:
     net = nn.Sequential(nn.Linear(4, 2, bias=False))
-    assert [each.size for each in net.state_dict()["Linear.0"]] == [8, 8, 0, 0]
+    assert [array.size for array in net.state_dict()["Linear.0"]] == [8, 8, 0, 0]
     learn(net, X, Y)
     assert net.layers[0].delta_mu_b.size == 0
 

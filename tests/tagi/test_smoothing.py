@@ -71,9 +71,9 @@ def test_smoothed_states_match_formulas() -> None:
     for _ in run(net, y):
         net.step()
     steps = layer.time_steps
-    kept = [[np.asarray(each, np.float64) for each in [*s.prior, *s.posterior]] for s in steps]
+    kept = [[np.asarray(item, np.float64) for item in [*s.prior, *s.posterior]] for s in steps]
     cells, hidden = (
-        [np.asarray(each, np.float64) for each in covariances]
+        [np.asarray(value, np.float64) for value in covariances]
         for covariances in ([s.cell for s in steps], [s.hidden for s in steps])
     )
     h, c = (kept[-1][4], kept[-1][5]), (kept[-1][6], kept[-1][7])
@@ -96,12 +96,12 @@ def test_smoothed_states_match_formulas() -> None:
     linear = nn.Sequential(nn.Linear(3, 2))
     linear.load_state_dict({"Linear.0": net.state_dict()["SLinear.1"]})
     states = [net.get_lstm_states(t)[0] for t in range(STEPS)]
-    for own, each in zip(
+    for state, array in zip(
         (mean, variance),
         linear(np.stack([s[0] for s in states]), np.stack([s[1] for s in states])),
         strict=True,
     ):
-        equal(own.reshape(STEPS, 2), each, 1e-5)
+        equal(state.reshape(STEPS, 2), array, 1e-5)
 
 
 def test_slstm_covariances_match_random_draws() -> None:
@@ -125,7 +125,7 @@ def test_slstm_covariances_match_random_draws() -> None:
         ]
         joined = np.concatenate([np.full((draws, 1), 0.7), before[0]], 1)
         f, i, g, o = np.moveaxis(np.einsum("qkj,nj->nqk", w, joined) + b, 1, 0)
-        f, i, o = (1 / (1 + np.exp(-each)) for each in (f, i, o))
+        f, i, o = (1 / (1 + np.exp(-gate)) for gate in (f, i, o))
         c_now = f * before[1] + i * np.tanh(g)
         h_now = o * np.tanh(c_now)
         step = layer.time_steps[-1]
@@ -162,7 +162,7 @@ def test_reset_lstm_states_starts_a_new_series() -> None:
     for _ in run(net, y[:4]):
         pass
     first = net.smoother()
-    assert [each.shape for each in first] == [(4,), (4,)]  # the number of time steps
+    assert [array.shape for array in first] == [(4,), (4,)]  # the number of time steps
     equal(net.get_lstm_states()[0], np.zeros((4, 4)))
     for _ in run(net, y[:2]):
         pass
@@ -214,6 +214,6 @@ def test_smoother_works_on_a_gpu(strict: Any) -> None:
         for _ in run(net, series()["y"][:4]):
             net.set_lstm_states(net.get_lstm_states())
         actual.append([*net.smoother(), *net.get_lstm_states(2)[1]])
-    for own, expected in zip(*actual, strict=True):
-        assert isinstance(own, np.ndarray)
-        equal(own, expected, 1e-4, 1e-6)
+    for result, expected in zip(*actual, strict=True):
+        assert isinstance(result, np.ndarray)
+        equal(result, expected, 1e-4, 1e-6)

@@ -19,7 +19,7 @@ def pairs(noise: float) -> dict[str, Any]:
     """Return parameters of Linear(3, 4) whose odd outputs, error variances, are about ``noise``."""
     weight = RNG.standard_normal((4, 3)) * [[1], [0.01], [1], [0.01]]
     entry = (weight, np.full(12, 0.1), [0.5, noise, 0.2, noise], [0.2, 0.05, 0.2, 0.05])
-    return {"Linear.0": tuple(np.array(each, np.float32).ravel() for each in entry)}
+    return {"Linear.0": tuple(np.array(moment, np.float32).ravel() for moment in entry)}
 
 
 @pytest.mark.slow
@@ -44,7 +44,6 @@ def test_update_heteros_equals_pytagi(steps: int) -> None:
 
 
 def states(batch: int = 2, outputs: int = 4) -> nn.BaseHiddenStates:
-    """Return outputs of a network."""
     rng = np.random.default_rng(0)
     mean = rng.standard_normal((batch, outputs)).astype(np.float32)
     return nn.BaseHiddenStates(mean, np.full_like(mean, 0.5), np.full_like(mean, 0.7))

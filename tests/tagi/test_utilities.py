@@ -239,6 +239,6 @@ def test_names_of_the_migration_table_exist() -> None:
 
 
 def test_public_names_are_in_the_migration_table() -> None:
-    own = {"BaseLayer"}  # names of pytagi that no script calls
+    internal = {"BaseLayer"}  # names of pytagi that no script calls
     listed = re.findall(r"`(\w+)`", PAGE.partition("## Names")[2].partition("\n## ")[0])
-    assert set(fl.tagi.nn.__all__) - own <= set(listed)
+    assert set(fl.tagi.nn.__all__) - internal <= set(listed)

@@ -19,7 +19,7 @@ def compare(
     change: Callable[..., Any] | None = None,
     *,
     eager: int | None = 1,
-    told: str | None = "",
+    reason: str | None = "",
     raises: str | None = "",
     named: bool = False,
     check: bool = False,
@@ -35,7 +35,7 @@ def compare(
             state.
         change: ``change(number, *state)`` runs before each call.
         eager: Number of calls that are not replays. None: any number.
-        told: Pattern of the expected warning, empty for no warning. None: a warning is optional.
+        reason: Pattern of the expected warning, empty for no warning. None: a warning is optional.
         raises: Pattern of errors of some calls. None: any call may raise any error, which ends the
             test.
         named: Whether the state is passed to ``capture``.
@@ -52,9 +52,11 @@ def compare(
                 change(number, *held)
                 change(number, *others)
             memory: dict[int, Any] = {}  # copies share memory like the originals
-            given = call if type(call) is tuple else (call,)
-            args = [arg(*held) if _is_function(arg) else arg for arg in given]
-            copies = [arg(*others) if _is_function(arg) else _copied(arg, memory) for arg in given]
+            arguments = call if type(call) is tuple else (call,)
+            args = [arg(*held) if _is_function(arg) else arg for arg in arguments]
+            copies = [
+                arg(*others) if _is_function(arg) else _copied(arg, memory) for arg in arguments
+            ]
             random = fl.random.state_dict()
             expected, follows = _outcome(step, args, raises), fl.random.state_dict()
             fl.random.load_state_dict(random)
@@ -70,10 +72,10 @@ def compare(
             results += zip([array_of(x).copy("K") for x in now], now, items_in(got), strict=False)
     assert all(is_same(before, last) or is_same(now, last) for before, now, last in results)
     assert raised or not raises
-    if told is not None:
-        assert len(caught) == bool(told), captured.reason
-    if told:
-        assert re.search(told, str(caught[0].message)), caught[0].message
+    if reason is not None:
+        assert len(caught) == bool(reason), captured.reason
+    if reason:
+        assert re.search(reason, str(caught[0].message)), caught[0].message
         assert caught[0].filename == __file__
         assert captured.replays == 0
     elif not captured.reason and eager is not None:
@@ -166,11 +168,9 @@ def _copied(value: Any, memory: dict[int, Any]) -> Any:
 def training(
     optimizer: Any, loss_of: Callable[..., Any], before_step: Callable[[], Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a training step. The step returns the results of ``loss_of`` and ``before_step``."""
-
-    def step(*given: Any) -> Any:
+    def step(*args: Any) -> Any:
         optimizer.zero_grad()
-        result = loss_of(*given)
+        result = loss_of(*args)
         (result[0] if type(result) is tuple else result).backward()
         seen = before_step() if before_step is not None else None
         optimizer.step()

@@ -55,8 +55,8 @@ ALIASES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("step", ALIASES.values(), ids=ALIASES)
 def test_arguments_may_share_memory(step: Callable[..., Any]) -> None:
     apart = [(X[i][:-1].copy(), X[i + 5][1:].copy()) for i in range(5)]
-    same = [(each, each) for each in X[10:15, :5].copy()]
-    overlapping = [(each[:-1], each[1:]) for each in map(np.copy, X[10:15])]
+    same = [(array, array) for array in X[10:15, :5].copy()]
+    overlapping = [(item[:-1], item[1:]) for item in map(np.copy, X[10:15])]
     compare(lambda: step, [*apart, *same, *overlapping, *apart], eager=11)
     compare(lambda: step, [*same, *apart, *same], eager=11)
 
@@ -152,7 +152,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Any], int]] = {
     "objects": (scaled, with_each(Batch("a", 2.0), Batch("a", 3.0)), 2),
     "objects of any class": (
         lambda x, _, objects=OBJECTS: x * len(objects),
-        [(x, each) for x in X[:3] for each in OBJECTS],
+        [(x, other) for x in X[:3] for other in OBJECTS],
         len(OBJECTS),
     ),
 }
@@ -192,8 +192,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_arguments_stay_eager(name: str) -> None:
-    step, argument, told = REFUSED[name]
-    compare(lambda: step, [(argument,)] * 4, told=f"argument 0 {told}")
+    step, argument, reason = REFUSED[name]
+    compare(lambda: step, [(argument,)] * 4, reason=f"argument 0 {reason}")
 
 
 @dataclasses.dataclass(frozen=True)

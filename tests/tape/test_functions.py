@@ -35,8 +35,8 @@ def test_replay_of_functions_equals_eager(case: Case, dtype: str) -> None:
         params = [fl.param(array.astype(dtype)) for array in case.arrays]
 
         def loss_of(*noise: np.ndarray) -> Any:
-            given = [param + fl.input(each) for param, each in zip(params, noise, strict=True)]
-            out = case.ours(*given)
+            operands = [param + fl.input(item) for param, item in zip(params, noise, strict=True)]
+            out = case.ours(*operands)
             return (out * out).sum(), out
 
         return training(fl.optim.SGDOptimizer(params, 1e-4, momentum=0.5), loss_of), params
@@ -167,7 +167,7 @@ def test_replay_of_calls_equals_eager(case: Callable[[Array], Any], action: Any)
 
     with warnings.catch_warnings():  # outside the step, as replays run no Python code
         warnings.simplefilter(action, DeprecationWarning)
-        compare(lambda: step, X, told=None)
+        compare(lambda: step, X, reason=None)
 
 
 LIMITED = """
@@ -190,7 +190,9 @@ EXPONENTS = (9, 1), (70,), (9, 70), (1,), ()  # per row, per column, per element
 
 def of_matrices(shape: tuple[int, int]) -> list[tuple[Array, Array]]:
     choices = [[1.5, 2.5], [0.0, -0.0, 1.5], [-0.0, -1.5]] * 6
-    return [(RANDOM.choice(each, shape), RANDOM.choice(each, shape[::-1])) for each in choices]
+    return [
+        (RANDOM.choice(choice, shape), RANDOM.choice(choice, shape[::-1])) for choice in choices
+    ]
 
 
 def of_powers(dtype: str, shape: tuple[int, ...]) -> list[tuple[Array, Array]]:
@@ -200,9 +202,9 @@ def of_powers(dtype: str, shape: tuple[int, ...]) -> list[tuple[Array, Array]]:
 
 
 def classes(x: Array) -> Any:
-    given = x, x.mean(), x.mean(keepdims=True), x[0, 0], x[:1, :1]
+    operands = x, x.mean(), x.mean(keepdims=True), x[0, 0], x[:1, :1]
     kinds = float, np.floating, np.generic, np.ndarray
-    are = [isinstance(each, kinds[number]) for each in given for number in range(4)]
+    are = [isinstance(operand, kinds[number]) for operand in operands for number in range(4)]
     return x * 2, are, np.isscalar(x.sum())
 
 
@@ -222,11 +224,11 @@ def powers(x: Array, y: Array) -> Any:
 
 def truths(x: Array) -> Array:
     """Some of NumPy's loops write to wrong elements of strided results. Replays do the same."""
-    found = np.stack([x, -x]) > 2
+    result = np.stack([x, -x]) > 2
     for ufunc in (np.isnan, np.isinf, np.isfinite, np.signbit):
-        ufunc(x, out=found.T[:, 1])
-        ufunc(x, out=found.reshape(-1)[::2])
-    return found
+        ufunc(x, out=result.T[:, 1])
+        ufunc(x, out=result.reshape(-1)[::2])
+    return result
 
 
 # Functions with calls. Each shape and dtype needs a recording.
@@ -248,10 +250,10 @@ def test_replay_of_values_equals_eager(step: Callable[..., Any]) -> None:
 
 def test_overflowing_numbers_raise_like_numpy() -> None:
     def step(x: Array) -> Any:
-        whole = np.zeros_like(x, np.int8)
-        whole[1:] = x.max()
-        whole[0, 1:3] = [x.max(), 0]
-        return whole
+        integers = np.zeros_like(x, np.int8)
+        integers[1:] = x.max()
+        integers[0, 1:3] = [x.max(), 0]
+        return integers
 
     refused = [X[0] + number for number in (np.nan, np.inf, 300.0)]
     compare(lambda: step, [*X, *refused], raises="ValueError|OverflowError", eager=4)
@@ -295,7 +297,7 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
     "one of a row": lambda x: x[:1, :1],
     "one reversed": lambda x: x[0, :1][::-1],
 }
-UFUNCS = {each for each in vars(np).values() if isinstance(each, np.ufunc) and each.nout == 1}
+UFUNCS = {var for var in vars(np).values() if isinstance(var, np.ufunc) and var.nout == 1}
 
 
 @pytest.mark.parametrize("dtype", "?bBhHiIqQefdFD")
@@ -307,7 +309,7 @@ def test_replay_of_layouts_equals_eager(dtype: str) -> None:
         x, y = (values.real if dtype not in "FD" else values).astype(dtype).reshape(2, 70, 3)
         # For the integer 0, ARM returns the loop's conversion of infinity.
         undefined = {np.power, *([] if dtype in "efdFD" else [np.reciprocal])}
-        for ufunc in sorted(UFUNCS - undefined, key=lambda each: each.__name__):
+        for ufunc in sorted(UFUNCS - undefined, key=lambda function: function.__name__):
             parts = [x, y][: ufunc.nin]
 
             def step(*parts: Array, do: np.ufunc = ufunc) -> list[Any]:
@@ -361,7 +363,7 @@ def test_sums_remain_calls_if_the_order_is_unknown(monkeypatch: pytest.MonkeyPat
         results = [step(x) for x in X]
     assert all(is_same(a, (x * 2).sum(0)) for a, x in zip(results, X, strict=True))
     assert step.replays == len(X) - 1
-    assert [each.function for each in groups if isinstance(each, Note)] == [np.add.reduce]
+    assert [group.function for group in groups if isinstance(group, Note)] == [np.add.reduce]
 
 
 def memory_of_what_ends(x: Array, y: Array) -> Any:

@@ -220,8 +220,8 @@ def agree(rank: int, size: int) -> tuple[int, str]:
     """Rank 0 is in two groups, rank 1 has a shorter batch, and rank 2 has a graph."""
     groups = [fl.new_group([0, 1]), fl.new_group([0, 2])]
     graphs = Graphs(lambda: None, ())
-    mine: Any = [group for group in groups if group.is_member]
-    graphs._groups = mine
+    joined: Any = [group for group in groups if group.is_member]
+    graphs._groups = joined
     return graphs._agreed({0: 5, 1: 0, 2: 5}[rank]), graphs.reason
 
 
@@ -240,23 +240,21 @@ def test_ranks_agree_in_the_containing_group() -> None:
     assert _spanning([one, two]) == [one, two]  # type: ignore[list-item]
 
 
-def capture_on_one(rank: int, size: int, how: str) -> tuple[list[Any], str, int]:
+def capture_on_one(rank: int, size: int, problem: str) -> tuple[list[Any], str, int]:
     """Capture a step with a collective. Rank 0 captures no step, or a step with another factor."""
     nccl_stand_in.install(members_of(None).backend())
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         driver = StandInDriver(patch)
         reduce: Any = StandInNccl._do
-        patch.setattr(
-            StandInNccl, "_do", lambda *given: 0 if driver.is_capturing else reduce(*given)
-        )
+        patch.setattr(StandInNccl, "_do", lambda *args: 0 if driver.is_capturing else reduce(*args))
 
         def step(x: Any) -> Any:
             y, scale = x * 2, 1.0
             if driver.is_capturing and rank == 0:
-                if how == "reads":
+                if problem == "reads":
                     raise RuntimeError("cudaErrorStreamCaptureUnsupported")
-                scale = 2.0 if how == "differs" else 1.0
+                scale = 2.0 if problem == "differs" else 1.0
             fl.all_reduce(y, scale)
             return y
 
@@ -266,12 +264,14 @@ def capture_on_one(rank: int, size: int, how: str) -> tuple[list[Any], str, int]
         return results, captured.reason, captured.replays
 
 
-@pytest.mark.parametrize("how", ["reads", "differs", "alike"])
-def test_ranks_stay_eager_if_captures_differ(how: str) -> None:
-    for rank, (results, reason, replays) in enumerate(run_ranks(capture_on_one, 2, how)):
-        if how == "alike":
+@pytest.mark.parametrize("problem", ["reads", "differs", "alike"])
+def test_ranks_stay_eager_if_captures_differ(problem: str) -> None:
+    for rank, (results, reason, replays) in enumerate(run_ranks(capture_on_one, 2, problem)):
+        if problem == "alike":
             assert (reason, replays) == ("", 2)
         else:
             assert results == [[4.0, 8.0]] * 3
-            expected = "cudaErrorStreamCapture" if (how, rank) == ("reads", 0) else "another rank"
+            expected = (
+                "cudaErrorStreamCapture" if (problem, rank) == ("reads", 0) else "another rank"
+            )
             assert expected in reason

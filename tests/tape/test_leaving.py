@@ -36,8 +36,8 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("read", READS)
 def test_reading_a_value_stays_eager_and_names_the_line(read: str) -> None:
-    told = rf'test_leaving\.py:\d+ \("{read}": lambda loss, x:'
-    compare(partial(trained, READS[read]), X[:6], told=told)
+    reason = rf'test_leaving\.py:\d+ \("{read}": lambda loss, x:'
+    compare(partial(trained, READS[read]), X[:6], reason=reason)
 
 
 def test_returned_number_does_not_stop_the_capture() -> None:
@@ -88,8 +88,6 @@ def count_of_calls() -> Any:
 
 
 def changing_hands(keep: bool) -> Callable[[], Any]:
-    """Return the replaced array, or keep the array in a list."""
-
     def make() -> Any:
         state, before = SimpleNamespace(array=np.arange(12.0).reshape(4, 3)), list[Any]()
 
@@ -158,10 +156,10 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REASONS)
-def test_capture_reports_the_reason_to_stay_eager(what: str) -> None:
-    make, told = REASONS[what]
-    compare(make, X[:10], told=told)
+@pytest.mark.parametrize("case", REASONS)
+def test_capture_reports_the_reason_to_stay_eager(case: str) -> None:
+    make, reason = REASONS[case]
+    compare(make, X[:10], reason=reason)
 
 
 def asked_for(x: np.ndarray) -> Any:
@@ -193,10 +191,10 @@ ALONE: dict[str, tuple[Callable[..., Any], list[Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("step", "calls", "told"), ALONE.values(), ids=ALONE)
-def test_varying_steps_report_the_reason(step: Any, calls: list[Any], told: str) -> None:
+@pytest.mark.parametrize(("step", "calls", "reason"), ALONE.values(), ids=ALONE)
+def test_varying_steps_report_the_reason(step: Any, calls: list[Any], reason: str) -> None:
     captured = fl.capture(step)
-    with pytest.warns(RuntimeWarning, match=told):
+    with pytest.warns(RuntimeWarning, match=reason):
         results = [captured(*args) for args in calls]
     assert captured.replays == 0
     assert step is not asked_for or next(results[0]) is calls[0][0]
@@ -235,10 +233,10 @@ DRAWN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", DRAWN)
-def test_checks_of_random_values_raise_in_replays(what: str) -> None:
+@pytest.mark.parametrize("case", DRAWN)
+def test_checks_of_random_values_raise_in_replays(case: str) -> None:
     """The generator has changed before the check, so that the replay cannot restart."""
-    function, raised = DRAWN[what]
+    function, raised = DRAWN[case]
 
     def make() -> Any:
         fl.set_seed(1)
@@ -309,7 +307,7 @@ def on_a_gpu(gpu: Any) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-@pytest.mark.parametrize("what", ["argument", "parameters", "buffer", "tuple"])
-def test_gpu_step_stays_eager_and_warns_once(what: str, strict: Any) -> None:
-    calls = map(strict.asarray, X[:5]) if what == "argument" else [2.0] * 5
-    compare(lambda: on_a_gpu(strict)[what], calls, told="the stand-in captures nothing")
+@pytest.mark.parametrize("case", ["argument", "parameters", "buffer", "tuple"])
+def test_gpu_step_stays_eager_and_warns_once(case: str, strict: Any) -> None:
+    calls = map(strict.asarray, X[:5]) if case == "argument" else [2.0] * 5
+    compare(lambda: on_a_gpu(strict)[case], calls, reason="the stand-in captures nothing")

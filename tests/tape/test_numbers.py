@@ -71,14 +71,12 @@ class Slotted:
 
 
 class Reading(fl.nn.Module):
-    """A callable that reads an attribute, an item and a global."""
-
     def __init__(self) -> None:
         self.beta, self.weights = 1.0, {"beta": 1.0}
 
-    def forward(self, what: str) -> Any:
+    def forward(self, name: str) -> Any:
         values = {"attribute": self.beta, "item": self.weights["beta"], "global": NUMBER}
-        return values[what]
+        return values[name]
 
 
 def set_global(value: Any) -> None:
@@ -196,7 +194,7 @@ def test_value_that_changes_in_every_call_stays_eager(where: str) -> None:
 
     change = lambda number, write: write(float(number) + 2.5)  # noqa: E731
     named = r"(\w+(\.\w+|\[.*\])*|len\(.*\)) has another value in every call"
-    compare(make, X, change, told=f"{named}; keep it in an array, or pass it as an argument")
+    compare(make, X, change, reason=f"{named}; keep it in an array, or pass it as an argument")
 
 
 def test_values_without_a_name_are_not_compared() -> None:
@@ -344,13 +342,13 @@ PACKAGE = {"scaler": 1, "scaler that is not enabled": 2, "autocast": 2, "autocas
            "learning rate": 1, "schedule": 5, "dropout": 3, "clip": 3, "average": 3}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", PACKAGE)
-def test_numbers_of_package_objects_are_compared(what: str) -> None:
+@pytest.mark.parametrize("case", PACKAGE)
+def test_numbers_of_package_objects_are_compared(case: str) -> None:
     def make() -> Any:
-        return read_by_the_package()[what]
+        return read_by_the_package()[case]
 
     def change(number: int, write: Callable[[int], Any]) -> None:
         if number % 7 == 6:
             write(number // 7)
 
-    compare(make, X.astype(np.float32), change, eager=PACKAGE[what])
+    compare(make, X.astype(np.float32), change, eager=PACKAGE[case])

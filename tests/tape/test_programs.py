@@ -169,8 +169,8 @@ class Writer:
         self.names = ["x", "y", "s.p", "s.q", "s.w.array"]
         self.variables = ["s.w"]
 
-    def pick(self, what: Any) -> Any:
-        return self.draw(st.sampled_from(what))
+    def pick(self, choices: Any) -> Any:
+        return self.draw(st.sampled_from(choices))
 
     def filled(self, line: str) -> str:
         recent = self.names[-6:] + self.names[:3]
@@ -185,10 +185,10 @@ class Writer:
         return line.format(**names)
 
     def add(self) -> None:
-        way = self.pick([*WAYS, "line", "line"])
-        is_new = way not in ("in_place", "change")
-        parts = [each if type(each) is str else self.pick(each) for each in WAYS[way]]
-        line = self.filled(parts[0] % parts[1] if way == "operator" else "".join(parts))
+        statement = self.pick([*WAYS, "line", "line"])
+        is_new = statement not in ("in_place", "change")
+        parts = [part if type(part) is str else self.pick(part) for part in WAYS[statement]]
+        line = self.filled(parts[0] % parts[1] if statement == "operator" else "".join(parts))
         name = f"v{self.number}"
         if self.tries(f"{name}={line}" if is_new else line):
             self.number += 1
@@ -255,12 +255,12 @@ def arguments(drawn: Any, call: int) -> list[Any]:
         shape = shape | {"k": shape["k"] + 1, "n": max(1, shape["n"])}
     random = np.random.default_rng([seed, call])
     both = [
-        values(random, tuple(shape[each] for each in dims), dtype, call % 3 == 2)
+        values(random, tuple(shape[item] for item in dims), dtype, call % 3 == 2)
         for dims, dtype in zip(shapes, dtypes, strict=False)
     ]
     if call == 4 and seed % 3 == 0:
         return [both[0], both[0]]
-    return [np.asfortranarray(each) for each in both] if call == 5 and seed % 2 else both
+    return [np.asfortranarray(array) for array in both] if call == 5 and seed % 2 else both
 
 
 def run(drawn: tuple[str, Any]) -> Any:
@@ -281,7 +281,9 @@ def run(drawn: tuple[str, Any]) -> Any:
     x, p = calls[5][0], State(shape, dtypes[2], seed).p
     if seed % 3 == 1 and (x.shape, x.dtype) == (p.shape, p.dtype):
         calls[5] = lambda state: state.p, calls[5][1]
-    return compare(make, calls, change, eager=None, told=None, raises=None, named=True, stays=True)
+    return compare(
+        make, calls, change, eager=None, reason=None, raises=None, named=True, stays=True
+    )
 
 
 @pytest.mark.parametrize("examples", [FEW, MANY])

@@ -191,7 +191,7 @@ def begin_and_leave() -> Any:
 
 
 def wait(number: int, works: list[Any]) -> None:
-    works[:] = [each.wait() if hasattr(each, "wait") else each for each in works]
+    works[:] = [work.wait() if hasattr(work, "wait") else work for work in works]
 
 
 def differentiable(verb: Callable[..., fl.Variable]) -> Callable[[], Any]:
@@ -219,9 +219,9 @@ def beside_bytes(divide: Callable[[Any], Any]) -> Callable[[], Any]:
     """Return a module with a buffer that is sent and that programs do not support."""
 
     def model() -> fl.nn.Sequential:
-        found = with_buffers(("norm",), False)
-        found[3].add_buffer("seen", np.zeros(2, ">f4"))
-        return found
+        result = with_buffers(("norm",), False)
+        result[3].add_buffer("seen", np.zeros(2, ">f4"))
+        return result
 
     return of_layers(model, divide)
 
@@ -241,7 +241,7 @@ class Case(NamedTuple):
     """Arguments of ``compare``. ``data`` returns the calls of a rank."""
 
     make: Callable[[], Any]
-    told: str = ""
+    reason: str = ""
     change: Callable[..., Any] | None = None
     eager: int = 1
     data: Callable[[int], list[Any]] = data
@@ -282,7 +282,7 @@ CASES = {
         f"{name}, {divide.__name__}": Case(
             of_layers(model, divide),
             # recompute reads the random state. Leaves of other steps are compared by value.
-            told="random" if model is positions else "",
+            reason="random" if model is positions else "",
             eager=8 if model is positions else 1,
             data=lambda rank: few(0),
             sizes=(1, 2),
@@ -332,8 +332,8 @@ CASES = {
 
 
 def alike(rank: int, size: int, name: str) -> None:
-    make, told, change, eager, calls, *_ = CASES[name]
-    compare(make, calls(rank), change, told=told, eager=eager)
+    make, reason, change, eager, calls, *_ = CASES[name]
+    compare(make, calls(rank), change, reason=reason, eager=eager)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def all_verbs(rank: int, size: int) -> None:
 
 def joined(rank: int, size: int) -> None:
     """The numbers of batches differ, so that the step sends numbers of samples and stays eager."""
-    found = []
+    results = []
     for wrap in (fl.capture, lambda step: step):
         model = network(9)
         fl.distribute_module_grads(model)
@@ -364,10 +364,10 @@ def joined(rank: int, size: int) -> None:
         fl.set_seed(rank)
         with warnings.catch_warnings(), fl.join(model, optimizer):
             warnings.filterwarnings("ignore", f".*{NO_ARRAY}")
-            for given in calls:
-                step(*given)
-        found.append(model.state_dict())
-    assert_same_bits(*found)
+            for batch in calls:
+                step(*batch)
+        results.append(model.state_dict())
+    assert_same_bits(*results)
 
 
 def one_row_per_rank(rank: int, size: int) -> None:
@@ -387,11 +387,11 @@ def one_row_per_rank(rank: int, size: int) -> None:
 def one_rank_stays_eager(rank: int, size: int) -> None:
     """A replay and an eager step use the same calls, so that ranks may choose differently."""
     (step, model), (other, expected) = reduced()(), reduced()()
-    mine = fl.capture(step) if rank == 0 else step
-    for number, given in enumerate(data(rank)):
-        for each in (mine, other):
+    step_of_rank = fl.capture(step) if rank == 0 else step
+    for number, batch in enumerate(data(rank)):
+        for run in (step_of_rank, other):
             fl.set_seed(number)
-            each(*given)
+            run(*batch)
     assert_same_bits(model.state_dict(), expected.state_dict())
 
 
@@ -402,11 +402,11 @@ def test_captured_step_of_two_ranks_equals_eager(program: Callable[..., None]) -
 
 def lose_a_peer(rank: int, size: int) -> str:
     captured = fl.capture(reduced()()[0])
-    for number, given in enumerate(data(rank)):
+    for number, batch in enumerate(data(rank)):
         if rank == 1 and number == 10:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            captured(*given)
+            captured(*batch)
         except fl.errors.PeerLostError as error:
             assert captured.replays == 9
             return str(error)
@@ -491,11 +491,11 @@ if fl.get_world_rank() == 0:
 
 def test_restarted_job_captures_again(tmp_path: Path) -> None:
     script = write(tmp_path, PROGRAM)
-    found = []
-    for way in ("eager", "captured"):
-        done = launch("-n", 2, "--max-restarts", 1, script, tmp_path / way, way)
+    results = []
+    for method in ("eager", "captured"):
+        done = launch("-n", 2, "--max-restarts", 1, script, tmp_path / method, method)
         assert done.returncode == 0, done.stderr
-        assert ("was killed by SIGKILL" in done.stderr) == (way == "captured")
-        with np.load(f"{tmp_path / way}.npz") as saved:
-            found.append({name: saved[name].tobytes() for name in saved.files})
-    assert found[0] == found[1]
+        assert ("was killed by SIGKILL" in done.stderr) == (method == "captured")
+        with np.load(f"{tmp_path / method}.npz") as saved:
+            results.append({name: saved[name].tobytes() for name in saved.files})
+    assert results[0] == results[1]

@@ -87,7 +87,7 @@ def test_stand_ins_are_replaced_after_the_recording(raises: bool) -> None:
         step(x)
     except KeyError:
         assert raises
-    assert [type(each) for each in history][:2] == [np.ndarray] * 2
+    assert [type(value) for value in history][:2] == [np.ndarray] * 2
     assert type(history[2][1][0]) is np.ndarray
     assert history[1] is history[2][0] is x
     assert history[3] is weight.array
@@ -183,10 +183,12 @@ def test_captured_methods_keep_no_instance_alive() -> None:
             trainer.plain(x)
     assert Trainer.plain.replays == before + 15
     assert len(Trainer.plain.programs) == 5
-    gone = [weakref.ref(each) for each in trainers] + [weakref.ref(t.weight) for t in trainers]
+    references = [weakref.ref(item) for item in trainers] + [
+        weakref.ref(t.weight) for t in trainers
+    ]
     del trainer, trainers
     gc.collect()
-    assert [ref() for ref in gone] == [None] * 10
+    assert [ref() for ref in references] == [None] * 10
     assert Trainer.plain.programs == []
 
 
@@ -197,10 +199,10 @@ def test_cyclic_captured_step_is_collected(check: bool) -> None:
     for x in X[:10]:
         trainer.bound(x)
     assert trainer.bound.replays
-    gone = weakref.ref(trainer), weakref.ref(trainer.weight), weakref.ref(trainer.bound)
+    references = weakref.ref(trainer), weakref.ref(trainer.weight), weakref.ref(trainer.bound)
     del trainer
     gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
+    assert [ref() for ref in references] == [None] * 3
 
 
 @fl.capture
@@ -343,7 +345,7 @@ def press_ctrl_c_in_each_line() -> None:
     for at in range(1, lines + 1):
         (interrupted, model, _), (step, *_) = trained(), trained()
         interrupt(at, fl.capture(interrupted))
-        assert {type(each.array) for each in model.params()} == {np.ndarray}, at
+        assert {type(param.array) for param in model.params()} == {np.ndarray}, at
         assert type(fl.random.generator()) is np.random.Generator, at
         assert signal.getsignal(signal.SIGINT) is handler
         captured = fl.capture(step)

@@ -39,8 +39,6 @@ def of_a_module() -> Any:
 
 
 class Averaging(fl.optim.FirstOrderOptimizer):
-    """An object with arrays by variable and its number of steps in an array."""
-
     def __init__(self, params: list[fl.Variable], lr: float) -> None:
         super().__init__(params, lr)
         self.means = {param: np.zeros_like(param.array) for param in params}
@@ -95,9 +93,9 @@ def of_any_object_that_is_named() -> Any:
     registry: dict[str, Callable[[], Any]] = {"holder": lambda: holder}
 
     def step(x: np.ndarray) -> Any:
-        found = registry["holder"]()
-        found.total = found.total + x.sum(0)
-        return found.total
+        result = registry["holder"]()
+        result.total = result.total + x.sum(0)
+        return result.total
 
     return step, holder
 
@@ -296,9 +294,9 @@ def test_unknown_array_stays_eager_and_names_the_line(is_named: bool) -> None:
     def step(x: np.ndarray) -> Any:
         return x * vars(fl)["_elsewhere"].hidden
 
-    told = "" if is_named else r"neither an argument .*test_state\.py:\d+ \("
+    reason = "" if is_named else r"neither an argument .*test_state\.py:\d+ \("
     change = lambda number, _: np.copyto(elsewhere.hidden, number)  # noqa: E731
-    compare(lambda: (step, elsewhere), X[:6], change, told=told, named=is_named)
+    compare(lambda: (step, elsewhere), X[:6], change, reason=reason, named=is_named)
     del vars(fl)["_elsewhere"]
 
 
@@ -320,8 +318,8 @@ class Scaled(fl.nn.Module):
 NAMES = "function tuple item object attribute array none length variable module default"
 
 
-@pytest.mark.parametrize("what", NAMES.split())
-def test_names_lead_to_objects(what: str) -> None:
+@pytest.mark.parametrize("case", NAMES.split())
+def test_names_lead_to_objects(case: str) -> None:
     three, other = np.full(3, 3.0), fl.param(np.full(3, 3.0))
 
     def make() -> Any:
@@ -339,9 +337,9 @@ def test_names_lead_to_objects(what: str) -> None:
 
         def change() -> None:
             nonlocal holder, mask, offset
-            holder = SimpleNamespace(total=three) if what == "object" else holder
-            mask = three if what == "none" else mask
-            offset = three if what == "array" else offset
+            holder = SimpleNamespace(total=three) if case == "object" else holder
+            mask = three if case == "none" else mask
+            offset = three if case == "array" else offset
             changes: dict[str, Callable[[], Any]] = {
                 "function": lambda: setattr(module, "act", lambda x: x * 3.0),
                 "tuple": lambda: setattr(module, "pair", (three, None)),
@@ -352,7 +350,7 @@ def test_names_lead_to_objects(what: str) -> None:
                 "module": lambda: nets.update(net=module),
                 "default": lambda: setattr(default, "__defaults__", (other,)),
             }
-            changes.get(what, bool)()
+            changes.get(case, bool)()
 
         return step, change
 
@@ -370,7 +368,7 @@ def in_place(module: Any) -> None:
 
 
 HISTORY: list[int] = []
-ignore = lambda own, variable: None  # noqa: E731
+ignore = lambda self_, variable: None  # noqa: E731
 # Changes that are made four times, and the number of calls that are not replays. A state that
 # returns is not recorded again.
 STRUCTURE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
@@ -392,14 +390,14 @@ STRUCTURE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", STRUCTURE)
-def test_structural_change_is_recorded_again(what: str) -> None:
+@pytest.mark.parametrize("case", STRUCTURE)
+def test_structural_change_is_recorded_again(case: str) -> None:
     def change(number: int, model: Any, optimizer: Any) -> None:
         HISTORY.append(number)
         if number in (10, 15, 20, 25):
-            STRUCTURE[what][0](model.params()[0], model, optimizer)
+            STRUCTURE[case][0](model.params()[0], model, optimizer)
 
-    compare(trained, X, change, eager=STRUCTURE[what][1])
+    compare(trained, X, change, eager=STRUCTURE[case][1])
 
 
 def test_moved_memory_is_not_used() -> None:

@@ -14,8 +14,8 @@ from harness.environments import PEERS, ROOT, python_of
 
 def interpreter() -> str:
     """Return an interpreter with torch: FLASHLIGHT_TEST_TORCH, or the result of `make torch`."""
-    if given := os.environ.get("FLASHLIGHT_TEST_TORCH"):
-        return given
+    if path := os.environ.get("FLASHLIGHT_TEST_TORCH"):
+        return path
     python = python_of(PEERS["torch"], ROOT)
     if isinstance(python, str):
         pytest.skip(f"needs torch: {python}")

@@ -63,9 +63,9 @@ def case_of(backend: str) -> type[unittest.TestCase]:
             super().setUp()
             self._start_processes(multiprocessing.get_context("fork").Process)
 
-        def _check_return_codes(self, *given: Any) -> None:
+        def _check_return_codes(self, *args: Any) -> None:
             """Check every rank. Unless a rank raises, torch checks only the first rank."""
-            super()._check_return_codes(*given)
+            super()._check_return_codes(*args)
             codes = {process.exitcode for process in self.processes}
             assert len(codes) == 1, f"the ranks have ended with {codes}"
 
@@ -78,9 +78,9 @@ def outcome(backend: str, name: str) -> tuple[str, str, str, float]:
     case_of(backend)(name).run(result)
     seconds = round(time.monotonic() - begun, 1)
     kinds = {"failed": result.failures + result.errors, "skipped": result.skipped}
-    for word, found in kinds.items():
-        if found:
-            return name, word, found[0][1], seconds
+    for word, problems in kinds.items():
+        if problems:
+            return name, word, problems[0][1], seconds
     return name, "passed", "", seconds
 
 
@@ -94,26 +94,26 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="of a test, at most")
     parser.add_argument("--jobs", type=int, default=3, help="how many tests run at once")
     parser.add_argument("--json", default=os.devnull, help="where the outcomes go, a line each")
-    given = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        open(given.json, "w") as file,
-        ProcessPoolExecutor(given.jobs, multiprocessing.get_context("fork")) as pool,
+        open(options.json, "w") as file,
+        ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool,
     ):
         os.environ.update(
-            BACKEND=given.backend,
-            WORLD_SIZE=str(given.ranks),
+            BACKEND=options.backend,
+            WORLD_SIZE=str(options.ranks),
             INIT_METHOD=f"file://{folder}/meeting",
-            DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(given.seconds),
+            DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(options.seconds),
             OMP_NUM_THREADS="1",
         )
         from tests.torch.cases import Cases
 
-        torchs = [name for name in dir(case_of(given.backend)) if name.startswith("test_")]
+        torchs = [name for name in dir(case_of(options.backend)) if name.startswith("test_")]
         ours = {name for name in torchs if hasattr(Cases, name)}
-        names = given.names or sorted({*ours, *torchs[:: given.every]})
-        for found in pool.map(functools.partial(outcome, given.backend), names):
-            print(json.dumps(found), file=file, flush=True)
+        names = options.names or sorted({*ours, *torchs[:: options.every]})
+        for row in pool.map(functools.partial(outcome, options.backend), names):
+            print(json.dumps(row), file=file, flush=True)
 
 
 if __name__ == "__main__":

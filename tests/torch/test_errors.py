@@ -9,8 +9,8 @@ import pytest
 def test_mismatched_tensors_raise_on_every_rank(torch_ranks: Any) -> None:
     first, *others = torch_ranks("errors.mismatches", 3)
     for name in first:
-        for found in others:
-            assert re.match("MismatchError|ValueError|TypeError|Elsewhere", found[name]), name
+        for other in others:
+            assert re.match("MismatchError|ValueError|TypeError|Elsewhere", other[name]), name
     assert "errors.py:" in first["shape"]
     assert {*others[0]} == {*first}
 
@@ -18,20 +18,20 @@ def test_mismatched_tensors_raise_on_every_rank(torch_ranks: Any) -> None:
 WAYS = ("all_reduce", "wait", "future", "then", "recv", "barrier", "backward")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_killed_rank_is_named(torch_ranks: Any, way: str) -> None:
-    outcomes = torch_ranks.outcomes("errors.one_ends", 3, way, False)
+@pytest.mark.parametrize("end_kind", WAYS)
+def test_killed_rank_is_named(torch_ranks: Any, end_kind: str) -> None:
+    outcomes = torch_ranks.outcomes("errors.one_ends", 3, end_kind, False)
     assert outcomes.pop(1)["exitcode"] == -9
     for outcome in outcomes:
         words, is_torchs, seconds = outcome["returned"]
         assert "rank 1" in words
         assert seconds < 2.3
-        assert is_torchs or way in ("future", "then", "backward"), words
+        assert is_torchs or end_kind in ("future", "then", "backward"), words
 
 
-@pytest.mark.parametrize("way", ["all_reduce", "backward"])
-def test_other_ranks_get_the_traceback_of_a_failed_rank(torch_ranks: Any, way: str) -> None:
-    outcomes = torch_ranks.outcomes("errors.one_ends", 3, way, True)
+@pytest.mark.parametrize("end_kind", ["all_reduce", "backward"])
+def test_other_ranks_get_the_traceback_of_a_failed_rank(torch_ranks: Any, end_kind: str) -> None:
+    outcomes = torch_ranks.outcomes("errors.one_ends", 3, end_kind, True)
     assert "LookupError" in outcomes.pop(1)["raised"]
     for outcome in outcomes:
         words, _, _ = outcome["returned"]

@@ -18,23 +18,23 @@ DONE = [
 ]
 
 
-@pytest.mark.parametrize(("what", "size", "args", "result"), DONE)
+@pytest.mark.parametrize(("method", "size", "args", "result"), DONE)
 def test_ranks_join_a_process_group(
-    torch_ranks: Any, tmp_path: Path, what: str, size: int, args: list[str], result: Any
+    torch_ranks: Any, tmp_path: Path, method: str, size: int, args: list[str], result: Any
 ) -> None:
-    given = [*args[:-1], f"{tmp_path}/f"] if "file" in args[-1:] else args
-    assert torch_ranks(f"meeting.{what}", size, *given) == [result] * size
+    arguments = [*args[:-1], f"{tmp_path}/f"] if "file" in args[-1:] else args
+    assert torch_ranks(f"meeting.{method}", size, *arguments) == [result] * size
 
 
 def test_init_raises_value_error_for_another_rank_or_size(torch_ranks: Any, tmp_path: Path) -> None:
     words = torch_ranks("meeting.in_another_world", 2, f"{tmp_path}/f")
-    assert ["Pass the same to both" in each for each in words] == [True, True]
+    assert ["Pass the same to both" in word for word in words] == [True, True]
 
 
 @slow
 def test_fifty_worlds_leak_nothing(torch_ranks: Any, tmp_path: Path) -> None:
-    place = f"{tmp_path}/f"
-    for held in torch_ranks("meeting.again_and_again", 3, place, 50, seconds=300):
+    path = f"{tmp_path}/f"
+    for held in torch_ranks("meeting.again_and_again", 3, path, 50, seconds=300):
         for first, last in held.values():
             assert last <= first + 2
 

@@ -50,8 +50,8 @@ def ran(*command: object, folder: Path, **environ: str) -> str:
     """Return the output of a program in ``folder``, run by the interpreter with torch."""
     paths = os.pathsep.join([str(ROOT), str(folder)])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ}
-    how: Any = {"capture_output": True, "text": True, "timeout": 100, "cwd": folder, "env": env}
-    done = subprocess.run([interpreter(), *map(str, command)], check=False, **how)
+    options: Any = {"capture_output": True, "text": True, "timeout": 100, "cwd": folder, "env": env}
+    done = subprocess.run([interpreter(), *map(str, command)], check=False, **options)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
@@ -82,16 +82,16 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_torch_loads_the_backend_lazily(installed: Path) -> None:
-    found, modules = ran("-c", LOADED, folder=installed).splitlines()
-    assert found == "True"
+    result, modules = ran("-c", LOADED, folder=installed).splitlines()
+    assert result == "True"
     assert modules.split() == ["flashlight_py", "flashlight_py._version", "flashlight_py.torch"]
 
 
 def test_backend_registers_without_entry_points(installed: Path) -> None:
-    found, *modules = ran(
+    result, *modules = ran(
         "-c", LOADED, folder=installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
     ).splitlines()
-    assert (found, modules) == ("False", [""])
+    assert (result, modules) == ("False", [""])
 
 
 def test_import_torch_warns_if_registration_fails(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ print(caught[0].message)
 @slow
 @pytest.mark.parametrize("is_static", [False, True])
 def test_torchrun_restarts_ranks(tmp_path: Path, is_static: bool) -> None:
-    how = f"--master-port={free_port()}" if is_static else "--standalone"
+    rendezvous = f"--master-port={free_port()}" if is_static else "--standalone"
     more = "--nproc-per-node=3", "--max-restarts=3", "--monitor-interval=0.2"
-    said = started(TORCHRUN, RESTARTED, how, *more, folder=tmp_path)
-    assert said.count("sum 9 after 2") == 3
+    output = started(TORCHRUN, RESTARTED, rendezvous, *more, folder=tmp_path)
+    assert output.count("sum 9 after 2") == 3
 
 
 OURS = """
@@ -136,12 +136,12 @@ sys.stdout.write(f"{total} after {restarts}\\n")
 
 
 @slow
-@pytest.mark.parametrize("how", ["", "--standalone", "--master-port"])
-def test_torchrun_starts_programs_without_torch(tmp_path: Path, how: str) -> None:
-    option = [f"{how}={free_port()}" if how == "--master-port" else how] if how else []
+@pytest.mark.parametrize("kind", ["", "--standalone", "--master-port"])
+def test_torchrun_starts_programs_without_torch(tmp_path: Path, kind: str) -> None:
+    option = [f"{kind}={free_port()}" if kind == "--master-port" else kind] if kind else []
     option += ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
-    said = started(TORCHRUN, OURS, *option, folder=tmp_path, args=("fail",))
-    assert said.count("2 after 1") == 2
+    output = started(TORCHRUN, OURS, *option, folder=tmp_path, args=("fail",))
+    assert output.count("2 after 1") == 2
 
 
 @slow
@@ -149,8 +149,8 @@ def test_torchrun_starts_programs_on_several_nodes(tmp_path: Path) -> None:
     option = "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=run"
     command = TORCHRUN, OURS, *option, f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(2) as nodes:
-        said = list(nodes.map(lambda node: started(*command, folder=tmp_path / node), "ab"))
-    assert [each.count("4 after 0") for each in said] == [2, 2]
+        output = list(nodes.map(lambda node: started(*command, folder=tmp_path / node), "ab"))
+    assert [item.count("4 after 0") for item in output] == [2, 2]
 
 
 ENVIRONMENT = """
@@ -173,19 +173,19 @@ print(f"sum {x[0]:g} {total[0]:g}")
 
 @slow
 def test_flrun_sets_the_variables_of_torch(tmp_path: Path) -> None:
-    said = started(FLRUN, ENVIRONMENT, "-n", 2, folder=tmp_path)
-    assert said.count("sum 2 2") == 2
+    output = started(FLRUN, ENVIRONMENT, "-n", 2, folder=tmp_path)
+    assert output.count("sum 2 2") == 2
     ssh = tmp_path / "ssh"
     ssh.write_text('exec sh -c "$2"')
     over = "--hosts", "a,b", "--ssh", f"sh {ssh}"
-    said = started(FLRUN, ENVIRONMENT, *over, folder=tmp_path)
-    assert said.count("sum 2 2") == 2
+    output = started(FLRUN, ENVIRONMENT, *over, folder=tmp_path)
+    assert output.count("sum 2 2") == 2
 
 
 @slow
 def test_flrun_starts_programs_of_torch(tmp_path: Path) -> None:
-    said = started(FLRUN, MET, "-n", 3, folder=tmp_path)
-    assert said.count("sum 3") == 3
+    output = started(FLRUN, MET, "-n", 3, folder=tmp_path)
+    assert output.count("sum 3") == 3
 
 
 OPEN = """
@@ -205,7 +205,7 @@ work = operations[sys.argv[1]]()
 if "destroyed" in sys.argv:
     dist.destroy_process_group()
 """
-SLOW_OPERATIONS = [pytest.param(each, marks=slow) for each in ("whole", "list", "receive")]
+SLOW_OPERATIONS = [pytest.param(text, marks=slow) for text in ("whole", "list", "receive")]
 
 
 @pytest.mark.parametrize("end", [pytest.param("left", marks=slow), "destroyed"])
@@ -237,8 +237,8 @@ sys.exit(0)
 
 @pytest.mark.parametrize("when", [pytest.param("at once", marks=slow), "begun"])
 def test_callback_ends_before_the_program(tmp_path: Path, when: str) -> None:
-    said = started(FLRUN, CALLING_BACK, "-n", 2, folder=tmp_path, args=(when,))
-    assert when == "at once" or said.count("called back") == 2
+    output = started(FLRUN, CALLING_BACK, "-n", 2, folder=tmp_path, args=(when,))
+    assert when == "at once" or output.count("called back") == 2
 
 
 @slow

@@ -27,10 +27,10 @@ LISTED = {
 def ended(folder: Path, backend: str, ranks: int, *options: str) -> dict[str, dict[str, str]]:
     """Return the reasons of skipped, failed and passed tests, by outcome and test name."""
     file, log = folder / f"{backend}.json", folder / f"{backend}.txt"
-    given = backend, "--ranks", str(ranks), "--json", str(file), *options
+    arguments = backend, "--ranks", str(ranks), "--json", str(file), *options
     with log.open("w") as output:
         process = subprocess.Popen(
-            [interpreter(), "-m", "tests.torch.suite", *given],
+            [interpreter(), "-m", "tests.torch.suite", *arguments],
             cwd=ROOT,
             stdout=output,
             stderr=output,
@@ -42,11 +42,11 @@ def ended(folder: Path, backend: str, ranks: int, *options: str) -> dict[str, di
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    found: dict[str, dict[str, str]] = {"passed": {}, "failed": {}, "skipped": {}}
+    results: dict[str, dict[str, str]] = {"passed": {}, "failed": {}, "skipped": {}}
     for line in file.read_text().splitlines():
         name, word, why, _ = json.loads(line)
-        found[word][name] = why
-    return found
+        results[word][name] = why
+    return results
 
 
 def unexpected(failed: dict[str, str]) -> str:
@@ -57,9 +57,9 @@ def unexpected(failed: dict[str, str]) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("every", "least"), [(9, 10), pytest.param(3, 30, marks=pytest.mark.slow)])
 def test_part_of_the_torch_suite_passes(tmp_path: Path, every: int, least: int) -> None:
-    found = ended(tmp_path, "flashlight", 2, "--every", str(every))
-    assert not unexpected(found["failed"])
-    assert len(found["passed"]) >= least
+    result = ended(tmp_path, "flashlight", 2, "--every", str(every))
+    assert not unexpected(result["failed"])
+    assert len(result["passed"]) >= least
 
 
 @pytest.mark.slow

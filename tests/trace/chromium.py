@@ -56,10 +56,10 @@ class Browser:
     def command(self, method: str, **params: Any) -> dict[str, Any]:
         """Run one command and return its result."""
         self._number += 1
-        asked = {"id": self._number, "method": method, "params": params}
+        request = {"id": self._number, "method": method, "params": params}
         if self._session:
-            asked["sessionId"] = self._session
-        os.write(self._to, json.dumps(asked).encode() + b"\0")
+            request["sessionId"] = self._session
+        os.write(self._to, json.dumps(request).encode() + b"\0")
         while (answer := self._read()).get("id") != self._number:
             pass  # events
         assert "error" not in answer, answer
@@ -85,9 +85,8 @@ class Browser:
         self.value(loaded)
 
     def value(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression."""
-        asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
-        answer = self.command("Runtime.evaluate", **asked)
+        request = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        answer = self.command("Runtime.evaluate", **request)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 

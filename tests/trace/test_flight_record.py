@@ -28,8 +28,8 @@ def await_file(path: Path, seconds: float = 10.0) -> dict[str, Any]:
     while not path.exists():
         assert time.monotonic() < ends, f"{path} has not come"
         time.sleep(0.01)  # no event tells that another process has written
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
 def hang_then_part(rank: int, size: int, folder: str) -> str:
@@ -42,17 +42,17 @@ def hang_then_part(rank: int, size: int, folder: str) -> str:
             record.unlink(missing_ok=True)
             os.kill(pids[0], signal.SIGUSR1)
             state = await_file(record)["calls"][-1]["state"]
-        own = await_file(Path(folder) / "rank1.json")
-        assert own["reason"] == "another rank has written its own"
-        assert own["stands_at"].startswith("trace/test_flight_record.py:")
-        assert "in hang_then_part" in "\n".join(own["threads"])
+        record_of_rank = await_file(Path(folder) / "rank1.json")
+        assert record_of_rank["reason"] == "another rank has written its own"
+        assert record_of_rank["stands_at"].startswith("trace/test_flight_record.py:")
+        assert "in hang_then_part" in "\n".join(record_of_rank["threads"])
     fl.all_reduce(np.zeros(3))
     if rank == 0:
-        found = json.loads(record.read_text())
-        assert found["reason"] == "SIGUSR1"
-        assert found["calls"][-1]["state"] == "running"
-        assert found["calls"][-1]["verb"] == "all_reduce"
-        assert "in hang_then_part" in "\n".join(found["threads"])
+        result = json.loads(record.read_text())
+        assert result["reason"] == "SIGUSR1"
+        assert result["calls"][-1]["state"] == "running"
+        assert result["calls"][-1]["verb"] == "all_reduce"
+        assert "in hang_then_part" in "\n".join(result["threads"])
     return current_world().job
 
 
@@ -62,9 +62,9 @@ def test_signal_makes_all_ranks_dump_during_a_native_wait(tmp_path: Path, init: 
     jobs = run_ranks(hang_then_part, 2, str(folder), init=init, params={"TRACE_DIR": folder})
     assert len(set(jobs)) == 1
     for rank in range(2):
-        found = folder / f"rank{rank}.json"
-        assert stat.S_IMODE(found.stat().st_mode) == 0o600
-        assert json.loads(found.read_text())["job"] == jobs[0]
+        result = folder / f"rank{rank}.json"
+        assert stat.S_IMODE(result.stat().st_mode) == 0o600
+        assert json.loads(result.read_text())["job"] == jobs[0]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.name for path in folder.iterdir()} == {"rank0.json", "rank1.json"}
 
@@ -209,8 +209,8 @@ def test_record_stores_any_text_in_any_locale(tmp_path: Path) -> None:
         command, env={**os.environ, **plain}, capture_output=True, check=True, timeout=60
     )
     assert b"Caf\\xe9 caf\\udce9" in reported.stdout
-    (found,) = read_records(tmp_path / "records")
-    assert found.reason == "Caf\u00e9 caf\udce9"
+    (result,) = read_records(tmp_path / "records")
+    assert result.reason == "Caf\u00e9 caf\udce9"
     assert "# im Café" in (tmp_path / "records" / "rank0.json").read_text(encoding="utf-8")
 
 

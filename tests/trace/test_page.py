@@ -82,7 +82,7 @@ def _shows_tables_and_legend(browser: Browser) -> None:
     assert browser.value(names) == ["broadcast", "barrier", "all_reduce", "span"]
 
 
-def _place(browser: Browser, rank: int, name: str) -> tuple[float, float]:
+def _position(browser: Browser, rank: int, name: str) -> tuple[float, float]:
     """Return the window position of the middle of an event."""
     script = f"""(() => {{
         const box = canvas.getBoundingClientRect();
@@ -98,7 +98,7 @@ def _describes_what_is_pointed_at(browser: Browser) -> None:
     shown = (
         "document.getElementById('tip').style.display + document.getElementById('tip').innerText"
     )
-    browser.mouse("mouseMoved", *_place(browser, 0, "broadcast"))
+    browser.mouse("mouseMoved", *_position(browser, 0, "broadcast"))
     text = browser.value(shown)
     assert text.startswith("blockbroadcast(float32 (1024,), root=0)")
     for part in ("15.00 ms", "10.00 ms for rank 2", "4 KiB", "examples/train.py:7", "call 2"):
@@ -113,16 +113,16 @@ def _range(browser: Browser) -> tuple[float, float]:
 
 
 def _zooms_and_pans(browser: Browser) -> None:
-    whole = _range(browser)
-    left, top = _place(browser, 1, "broadcast")
+    full_range = _range(browser)
+    left, top = _position(browser, 1, "broadcast")
     browser.mouse("mouseWheel", left, top, deltaX=0, deltaY=-600)
-    near = _range(browser)
-    assert whole[0] < near[0] < 40_000 < near[1] < whole[1]
+    zoomed = _range(browser)
+    assert full_range[0] < zoomed[0] < 40_000 < zoomed[1] < full_range[1]
     browser.mouse("mousePressed", left, top, button="left", clickCount=1)
     browser.mouse("mouseMoved", left + 100, top, button="left", buttons=1)
     browser.mouse("mouseReleased", left + 100, top, button="left", clickCount=1)
     moved = _range(browser)
-    assert moved[0] < near[0]
-    assert moved[1] - moved[0] == pytest.approx(near[1] - near[0])
+    assert moved[0] < zoomed[0]
+    assert moved[1] - moved[0] == pytest.approx(zoomed[1] - zoomed[0])
     browser.value("document.getElementById('fit').click()")
-    assert _range(browser) == pytest.approx(whole)
+    assert _range(browser) == pytest.approx(full_range)

@@ -57,16 +57,16 @@ def test_profile_records_two_ranks(pool: Any, tmp_path: Path) -> None:
     assert_valid(trace)
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for rank in range(2):
-        own = [e for e in events if e["pid"] == rank and e["cat"] != "late"]
-        names = sorted(e["name"] for e in own)
+        local_events = [e for e in events if e["pid"] == rank and e["cat"] != "late"]
+        names = sorted(e["name"] for e in local_events)
         expected = ["Profile.start", *["all_reduce"] * 2, "overlap", "sendrecv"]
         expected += ["wait for all_reduce"]
         assert names == expected
-        lines = {e["args"]["line"].split(":")[0] for e in own if "line" in e["args"]}
+        lines = {e["args"]["line"].split(":")[0] for e in local_events if "line" in e["args"]}
         assert lines == {"trace/test_profile.py"}
-        beside = next(e for e in own if e["args"].get("async"))
+        beside = next(e for e in local_events if e["args"].get("async"))
         assert beside["args"]["bytes"] == 4_000_000
-        assert beside["tid"] != next(e for e in own if e["name"] == "overlap")["tid"]
+        assert beside["tid"] != next(e for e in local_events if e["name"] == "overlap")["tid"]
     assert {s["rank"] for s in trace["otherData"]["summary"]} == {0, 1}
 
 
@@ -151,7 +151,7 @@ def test_covered_counts_overlapping_time_once(times: Any) -> None:
 
 @hypothesis.given(TIMES, st.booleans())
 def test_threads_contain_events_without_overlap(times: Any, beside: bool) -> None:
-    calls = [call(n, *each, **{"async": beside}) for n, each in enumerate(times)]
+    calls = [call(n, *span, **{"async": beside}) for n, span in enumerate(times)]
     trace = chrome_trace([RankTimeline(0, "a", 1, 0, 0, calls)])
     assert_valid(trace)
     zero = min((start for start, _ in times), default=0)
@@ -161,7 +161,7 @@ def test_threads_contain_events_without_overlap(times: Any, beside: bool) -> Non
             start = round(event["ts"] * 1e3) + zero
             end = start + round(event["dur"] * 1e3)
             threads.setdefault(event["tid"], []).append((start, end))
-    assert sorted(each for thread in threads.values() for each in thread) == sorted(times)
+    assert sorted(item for thread in threads.values() for item in thread) == sorted(times)
     if beside:
         for thread in threads.values():
             assert all(later[0] >= event[1] for event, later in itertools.pairwise(thread))

@@ -22,7 +22,7 @@ def ranks_of(pool: Any, world: str = "shm") -> Any:
     return pool(4 if world == "hierarchical" else 2, **world_of(world))
 
 
-def here() -> str:
+def current_line() -> str:
     """Return the name of this file in records."""
     return "trace/test_recorder.py:"
 
@@ -70,8 +70,8 @@ def test_journal_numbers_and_describes_every_verb(pool: Any, world: str) -> None
         assert [call["number"] - before for call in calls] == list(range(1, len(VERBS) + 1))
         assert all(0 < call["started"] <= call["ended"] for call in calls)
         # Only calls that took the native fast path without waiting have no line.
-        lines = [call.get("line", here()) for call in calls[1:-1]]
-        assert all(line.startswith(here()) for line in lines)
+        lines = [call.get("line", current_line()) for call in calls[1:-1]]
+        assert all(line.startswith(current_line()) for line in lines)
         assert [call["bytes"] for call in calls[:5]] == [16, 16, 16, 48, 8 * (rank + 1)]
         assert calls[1]["op"] == "max"
         assert calls[1]["async"]
@@ -97,7 +97,9 @@ def test_journal_records_the_line_of_a_with_block_for_its_last_call(pool: Any, w
     for calls in ranks_of(pool, world).run(enter_and_leave):
         assert calls
         assert {call.get("via", "join") for call in calls} == {"join"}, calls
-        assert all(call.get("line", here()).startswith(here()) for call in calls), calls
+        assert all(call.get("line", current_line()).startswith(current_line()) for call in calls), (
+            calls
+        )
 
 
 def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
@@ -116,7 +118,7 @@ def test_journal_records_the_reason_of_a_failed_call_and_counts_on(pool: Any) ->
     for calls in ranks_of(pool).run(mismatch):
         assert [call["verb"] for call in calls] == ["all_reduce", "broadcast", "all_reduce"]
         assert all(call["error"].startswith("MismatchError: ") for call in calls[:2])
-        assert all(call["line"].startswith(here()) for call in calls[:2])
+        assert all(call["line"].startswith(current_line()) for call in calls[:2])
         assert "error" not in calls[2]
 
 
@@ -143,11 +145,11 @@ def test_journal_records_no_failure_if_a_wait_times_out(pool: Any) -> None:
 
 
 def in_groups(rank: int, size: int) -> tuple[list[str], list[dict[str, Any]]]:
-    known = set(journal.groups())
+    groups_before = set(journal.groups())
     groups = [fl.new_group([1, 0]), fl.new_group([1, 0])]
     for group in groups:
         group.all_reduce(np.zeros(3))
-    names = [name for name in journal.groups() if name not in known]
+    names = [name for name in journal.groups() if name not in groups_before]
     calls = [call for name in names for call in calls_since(0, name)]
     for group in groups:
         group.close()
@@ -168,10 +170,10 @@ class Flight:
 
 
 def test_device_call_ends_when_the_device_is_done() -> None:
-    own = journal.Journal("devices", (0,), "")
+    device_journal = journal.Journal("devices", (0,), "")
     work, flight = Done(None), Flight()
     work.flight = flight
-    own.run([Call(BROADCAST)], "broadcast", lambda: work)
+    device_journal.run([Call(BROADCAST)], "broadcast", lambda: work)
     assert "ended" not in calls_since(0, "devices")[0]
     flight.ended = time.monotonic()
     assert calls_since(0, "devices")[0]["ended"] == int(flight.ended * 1e9)
@@ -184,4 +186,4 @@ def test_journal_of_one_rank_ignores_invalid_calls() -> None:
     fl.all_reduce(np.zeros(3), scale=0.5)
     call = calls_since(before)[-1]
     assert call["number"] == before + 1
-    assert call["line"].startswith(here())
+    assert call["line"].startswith(current_line())

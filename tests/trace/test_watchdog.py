@@ -33,9 +33,9 @@ def own_reason(folder: Path) -> str:
 
 
 def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
-    mine = Flight(tmp_path, 0, 3, "this job")
-    other, foreign = replace(mine, rank=1), replace(mine, rank=1, job="another job")
-    records = OtherRecords(mine)
+    flight = Flight(tmp_path, 0, 3, "this job")
+    other, foreign = replace(flight, rank=1), replace(flight, rank=1, job="another job")
+    records = OtherRecords(flight)
     ticks = count(10**18)
 
     def counts(act: Callable[[], object], after: float = -math.inf) -> bool:
@@ -44,7 +44,7 @@ def test_watchdog_ignores_reports_of_other_jobs(tmp_path: Path) -> None:
         return records.have_written(after)
 
     assert not counts((tmp_path / "loss.txt").touch)
-    assert not counts(lambda: write_record(mine, "a test"))
+    assert not counts(lambda: write_record(flight, "a test"))
     assert not counts(lambda: write_record(foreign, "a test"))
     assert not counts(lambda: write_record(other, ANSWER))
     assert not counts(lambda: (tmp_path / "rank2.json").write_text("[]"))
@@ -140,6 +140,6 @@ def test_watchdog_start_survives_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(system, "Thread", Interrupted)
     with pytest.raises(SystemExit):
         Watchdog(Flight(tmp_path))
-    (thread,) = (each for each in threading.enumerate() if isinstance(each, Interrupted))
+    (thread,) = (item for item in threading.enumerate() if isinstance(item, Interrupted))
     thread._target.__self__.stop()  # type: ignore[attr-defined]
     assert not errors

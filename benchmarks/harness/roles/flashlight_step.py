@@ -24,7 +24,7 @@ class Flashlight(RankRole, StepRole):
             fl.distribute_module_grads(model, leaves=recipe.leaves)
         if recipe.trains:
             optimizer = _optimizer(recipe, model)
-        body: Any = _leaf_by_leaf if "leaves" in kind else _whole
+        body: Any = _leaf_by_leaf if "leaves" in kind else _training_step
         function = body(model, _criterion(recipe), optimizer)
         if "captured" in kind:
             function = fl.capture(function)
@@ -65,7 +65,7 @@ def _optimizer(recipe: Recipe, model: fl.nn.Module) -> Any:
     return fl.optim.AdamOptimizer(model.params(), LR)
 
 
-def _whole(model: fl.nn.Module, criterion: fl.nn.Module, optimizer: Any) -> Any:
+def _training_step(model: fl.nn.Module, criterion: fl.nn.Module, optimizer: Any) -> Any:
     """Return the function of a training step, or of a forward pass if there is no optimizer."""
 
     def forward(x: Any, y: Any) -> Any:

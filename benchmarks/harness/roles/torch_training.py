@@ -90,7 +90,7 @@ class Training(Role):
 
         def squares() -> list[float]:
             step()
-            grads = (_whole(parameter.grad) for parameter in model.parameters())
+            grads = (_full_tensor(parameter.grad) for parameter in model.parameters())
             return [grad.double().square().sum().item() for grad in grads]
 
         first = squares()
@@ -101,7 +101,7 @@ class Training(Role):
         return Prepared(step, first, check)
 
 
-def _whole(tensor: Any) -> Any:
+def _full_tensor(tensor: Any) -> Any:
     """Return the full tensor of a shard of FSDP2."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

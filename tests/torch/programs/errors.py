@@ -16,8 +16,8 @@ SUM, MAX, BAND = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.BAND
 ONES = torch.ones
 
 
-def begin(seconds: float = 30.0, **how: Any) -> None:
-    dist.init_process_group("flashlight", timeout=timedelta(seconds=seconds), **how)
+def begin(seconds: float = 30.0, **options: Any) -> None:
+    dist.init_process_group("flashlight", timeout=timedelta(seconds=seconds), **options)
 
 
 def _of(count: int, length: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -86,21 +86,21 @@ def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
 def mismatches(rank: int, size: int) -> dict[str, str]:
     """Return what was raised here for each of ``wrong_calls``; all goes on after each."""
     begin()
-    found = {}
+    results = {}
     for name, call in wrong_calls(rank, size).items():
         try:
             call()
         except (dist.DistBackendError, ValueError, TypeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            results[name] = f"{type(error).__name__}: {error}"
         x = ONES(2)
         try:
             dist.all_reduce(x)
         except dist.DistBackendError as error:  # of that call, from which a rank had returned
-            found.setdefault(name, f"{type(error).__name__}: {error}")
+            results.setdefault(name, f"{type(error).__name__}: {error}")
             dist.all_reduce(x)
         assert x.tolist() == [size, size], name
     dist.destroy_process_group()
-    return found
+    return results
 
 
 class Ends(torch.autograd.Function):
@@ -166,7 +166,7 @@ def _raise() -> None:
     raise LookupError("the sum is gone")
 
 
-def _told(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
+def _timed_error(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
     try:
         work()
     except dist.DistBackendError as error:
@@ -176,17 +176,17 @@ def _told(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
     return "nothing", False, 0.0
 
 
-def one_ends(rank: int, size: int, way: str, raises: bool) -> tuple[str, bool, float]:
+def one_ends(rank: int, size: int, end_kind: str, raises: bool) -> tuple[str, bool, float]:
     """Return what the others are told when rank 1 ends, whether in torch's type, and how late."""
     begin()
     end = _raise if raises else _die
     dist.barrier()
     began = time.monotonic()
-    if way == "backward":
-        return _told(began, lambda: _step(end if rank == 1 else lambda: None))
+    if end_kind == "backward":
+        return _timed_error(began, lambda: _step(end if rank == 1 else lambda: None))
     if rank == 1:
         end()
-    return _told(began, WAYS[way])
+    return _timed_error(began, WAYS[end_kind])
 
 
 def _late(call: Callable[[], Any]) -> tuple[list[str], str, float]:
@@ -206,14 +206,14 @@ def timeouts(rank: int, size: int) -> list[Any]:
     small = dist.new_group(range(size), timeout=timedelta(seconds=0.3))
     changed = dist.new_group(range(size))
     changed.set_timeout(timedelta(seconds=0.3))
-    found = []
+    results = []
     work = dist.all_reduce(x := ONES(4), async_op=True) if rank == 0 else None
     if work:
-        found.append(_late(lambda: work.wait(timedelta(seconds=0.3))))
+        results.append(_late(lambda: work.wait(timedelta(seconds=0.3))))
         assert not work.is_completed()
         for group in (small, changed):
-            found.append(_late(lambda group=group: dist.all_reduce(ONES(2), group=group)))
-            found.append(_late(lambda group=group: dist.all_reduce(ONES(2), group=group)))
+            results.append(_late(lambda group=group: dist.all_reduce(ONES(2), group=group)))
+            results.append(_late(lambda group=group: dist.all_reduce(ONES(2), group=group)))
     else:
         time.sleep(1.5)
         dist.all_reduce(x := ONES(4))
@@ -222,4 +222,4 @@ def timeouts(rank: int, size: int) -> list[Any]:
         assert work.is_success()
     assert x.tolist() == [size] * 4
     dist.barrier()
-    return found
+    return results

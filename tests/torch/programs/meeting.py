@@ -24,26 +24,26 @@ def total(group: Any = None) -> float:
 
 def by_method(rank: int, size: int, method: str) -> float:
     dist.init_process_group(FLASHLIGHT, init_method=method, rank=rank, world_size=size)
-    found = total()
+    result = total()
     dist.destroy_process_group()
-    return found
+    return result
 
 
-def again_at_a_file(rank: int, size: int, place: str) -> list[float]:
+def again_at_a_file(rank: int, size: int, path: str) -> list[float]:
     """Meet three times at a file that contains the keys of the earlier worlds.
 
     The last FileStore of a world removes the file, even while another rank writes to it for the
     next world. A FileStore that every rank keeps prevents the removal.
     """
-    kept = dist.FileStore(place, size)
-    found = [by_method(rank, size, f"file://{place}") for _ in range(3)]
+    kept = dist.FileStore(path, size)
+    results = [by_method(rank, size, f"file://{path}") for _ in range(3)]
     assert os.path.exists(kept.path)
-    return found
+    return results
 
 
-def by_store(rank: int, size: int, kind: str, place: str) -> float:
+def by_store(rank: int, size: int, kind: str, path: str) -> float:
     if kind == "file":
-        store = dist.FileStore(place, size)
+        store = dist.FileStore(path, size)
     elif kind == "hash":
         store = dist.HashStore()
     else:
@@ -55,16 +55,16 @@ def by_store(rank: int, size: int, kind: str, place: str) -> float:
     return total()
 
 
-def in_our_world(rank: int, size: int, place: str) -> list[float]:
+def in_our_world(rank: int, size: int, path: str) -> list[float]:
     """Meet by distributed_init, which torch is told of."""
-    fl.distributed_init("file://" + place, rank, size)
+    fl.distributed_init("file://" + path, rank, size)
     dist.init_process_group(FLASHLIGHT, init_method="flashlight://")
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
-    found = [total(), float(fl.all_reduce(np.ones(1))[0])]
+    results = [total(), float(fl.all_reduce(np.ones(1))[0])]
     dist.destroy_process_group()
-    found.append(float(fl.all_reduce(np.ones(1))[0]))  # our world was ours to end
+    results.append(float(fl.all_reduce(np.ones(1))[0]))  # our world was ours to end
     fl.distributed_shutdown()
-    return found
+    return results
 
 
 def in_torchs_world(rank: int, size: int) -> list[float]:
@@ -74,20 +74,20 @@ def in_torchs_world(rank: int, size: int) -> list[float]:
         warnings.simplefilter("error")
         fl.distributed_init()
     x = torch.ones(4)
-    found = [total(), float(fl.all_reduce(np.ones(1))[0]), total(), fl.all_reduce(x)[0].item()]
+    results = [total(), float(fl.all_reduce(np.ones(1))[0]), total(), fl.all_reduce(x)[0].item()]
     small = dist.new_group([0, size - 1])
     if rank in (0, size - 1):
-        found.append(total(small))
+        results.append(total(small))
         assert fl.get_world_rank() == rank
     dist.destroy_process_group()
     if not torch.__version__.startswith("2.6"):  # which ends groups without a word
         assert not fl.is_distributed_init()
         assert fl.get_world_size() == 1
-    return found[:4]
+    return results[:4]
 
 
-def in_another_world(rank: int, size: int, place: str) -> str:
-    fl.distributed_init("file://" + place, rank, size)
+def in_another_world(rank: int, size: int, path: str) -> str:
+    fl.distributed_init("file://" + path, rank, size)
     try:
         dist.init_process_group(FLASHLIGHT, rank=size - 1 - rank, world_size=size)
     except ValueError as error:
@@ -99,12 +99,12 @@ def _numbers() -> list[str]:
     return [n for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]
 
 
-def again_and_again(rank: int, size: int, place: str, times: int) -> dict[str, list[int]]:
+def again_and_again(rank: int, size: int, path: str, times: int) -> dict[str, list[int]]:
     """Begin and end so many worlds and groups; return what was held after some and after all."""
     held: dict[str, list[int]] = {"descriptors": [], "threads": []}
     for number in range(times):
-        how = {"init_method": f"file://{place}{number}", "rank": rank, "world_size": size}
-        dist.init_process_group(FLASHLIGHT, **how)
+        options = {"init_method": f"file://{path}{number}", "rank": rank, "world_size": size}
+        dist.init_process_group(FLASHLIGHT, **options)
         groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 0], range(size))]
         assert [total(group) for group in groups[1:]] == [2 if rank < 2 else 1, size]
         work = dist.all_reduce(torch.ones(100), async_op=True)
@@ -129,38 +129,40 @@ def overlapping(rank: int, size: int) -> list[float]:
         dropped = dist.new_group(range(size))
         assert total(dropped) == size
         del dropped
-    found = [total(group) for ranks, group in zip(sets, groups, strict=True) if rank in ranks]
-    assert found == [len(ranks) for ranks in sets if rank in ranks]
+    results = [total(group) for ranks, group in zip(sets, groups, strict=True) if rank in ranks]
+    assert results == [len(ranks) for ranks in sets if rank in ranks]
     x = torch.full((2,), float(rank))
     dist.broadcast(x, src=2, group=groups[3])
     assert x.tolist() == [2, 2]
     return [total()]
 
 
-def loads_data(rank: int, size: int, way: str) -> list[float]:
+def loads_data(rank: int, size: int, start_method: str) -> list[float]:
     """Have workers of a DataLoader begin and end while ranks are joined."""
     dist.init_process_group(FLASHLIGHT)
     data = TensorDataset(torch.arange(24.0))
     sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
-    found = []
+    results = []
     for _ in range(2):
-        loader = DataLoader(data, 4, sampler=sampler, num_workers=2, multiprocessing_context=way)
+        loader = DataLoader(
+            data, 4, sampler=sampler, num_workers=2, multiprocessing_context=start_method
+        )
         for (batch,) in loader:
             x = batch.sum()
             dist.all_reduce(x)
-            found.append(x.item())
-    return [sum(found)]
+            results.append(x.item())
+    return [sum(results)]
 
 
 def just_ends(rank: int, size: int) -> float:
     """Leave without a word, with a group, a future and an operation that have not ended."""
     dist.init_process_group(FLASHLIGHT)
     dist.new_group(range(size))
-    found = total()
+    result = total()
     dist.all_reduce(torch.ones(10), async_op=True).get_future().wait()
     if rank == 0:
         dist.irecv(torch.ones(2), 1).get_future()
-    return found
+    return result
 
 
 def with_params(rank: int, size: int) -> list[str]:

@@ -49,11 +49,11 @@ def _batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def _trained(model: nn.Module, rank: int, optimizer: Any = None, **how: Any) -> Result:
+def _trained(model: nn.Module, rank: int, optimizer: Any = None, **options: Any) -> Result:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
-        model(_batch(rank, step), **how).square().mean().backward()
+        model(_batch(rank, step), **options).square().mean().backward()
         optimizer.step()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -106,29 +106,29 @@ def ddp_power_sgd(rank: int) -> Result:
 
 def sync_batch_norm(rank: int) -> Result:
     """Exchange objects and buffers, as DDP does of every module."""
-    found = _trained(DDP(_net(), broadcast_buffers=True, find_unused_parameters=True), rank)
+    result = _trained(DDP(_net(), broadcast_buffers=True, find_unused_parameters=True), rank)
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, {"rank": rank})
     assert [one["rank"] for one in everyones] == list(range(len(everyones)))
-    return found
+    return result
 
 
 def zero(rank: int) -> Result:
     model = DDP(_net(_plain))
-    how = {"optimizer_class": torch.optim.AdamW, "lr": 0.1}
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), **how)
-    found = _trained(model, rank, optimizer)
+    options = {"optimizer_class": torch.optim.AdamW, "lr": 0.1}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), **options)
+    result = _trained(model, rank, optimizer)
     optimizer.consolidate_state_dict(0)
-    return found
+    return result
 
 
-def _sharded(mesh: Any = None, **how: Any) -> nn.Module:
+def _sharded(mesh: Any = None, **options: Any) -> nn.Module:
     from torch.distributed._composable.fsdp import fully_shard
 
     model = _net(_plain)
     for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh, **how)
-    return fully_shard(model, mesh=mesh, **how)
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def _full(state: Result) -> Result:
@@ -137,9 +137,9 @@ def _full(state: Result) -> Result:
 
 def fsdp(rank: int) -> Result:
     model = _sharded(init_device_mesh("cpu", (dist.get_world_size(),)))
-    found = _trained(model, rank, torch.optim.AdamW(model.parameters(), lr=0.1))
+    result = _trained(model, rank, torch.optim.AdamW(model.parameters(), lr=0.1))
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    return _full(found)
+    return _full(result)
 
 
 def fsdp_bfloat16(rank: int) -> Result:
@@ -168,9 +168,9 @@ def dtensor(rank: int) -> Result:
     model = parallel.parallelize_module(_net(_plain), mesh, plan)
     out = model(_batch(0, 0))
     out.sum().backward()
-    found = {"sums": sums.to_local(), "product": product.to_local(), "parts": parts, "out": out}
-    found["gradient"] = model[0].weight.grad.full_tensor()
-    return found
+    results = {"sums": sums.to_local(), "product": product.to_local(), "parts": parts, "out": out}
+    results["gradient"] = model[0].weight.grad.full_tensor()
+    return results
 
 
 def checkpoint(rank: int) -> Result:
@@ -180,12 +180,12 @@ def checkpoint(rank: int) -> Result:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = _sharded(mesh)
     _trained(model, rank)
-    place = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(place)
-    dcp.save(get_model_state_dict(model), checkpoint_id=place[0])
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder[0])
     other = _sharded(mesh)
     state = get_model_state_dict(other)
-    dcp.load(state, checkpoint_id=place[0])
+    dcp.load(state, checkpoint_id=folder[0])
     for name, value in get_model_state_dict(model).items():
         assert torch.equal(value.to_local(), state[name].to_local())
     return _full(state)
@@ -237,12 +237,14 @@ def pipeline(rank: int) -> Result:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8) for _ in range(size)]
     stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, wanted: (out - wanted).square().mean())
-    x, wanted = _batch(0, 0), torch.ones(6, 8)
+    schedule = ScheduleGPipe(
+        stage, 2, loss_fn=lambda out, expected: (out - expected).square().mean()
+    )
+    x, target = _batch(0, 0), torch.ones(6, 8)
     if rank == 0:
         schedule.step(x)
     elif rank == size - 1:
-        schedule.step(target=wanted)
+        schedule.step(target=target)
     else:
         schedule.step()
     return {"gradient": layers[rank].weight.grad}
@@ -257,15 +259,15 @@ def messages(rank: int) -> Result:
     ]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    found = {"batch": y}
+    results = {"batch": y}
     if rank == 0:
         got = [torch.empty(2) for _ in range(size - 1)]
-        senders = sorted(dist.recv(each) for each in got)
+        senders = sorted(dist.recv(source) for source in got)
         assert senders == list(range(1, size))
-        found["any"] = torch.stack(got).sort(0).values
+        results["any"] = torch.stack(got).sort(0).values
     else:
         dist.send(torch.full((2,), float(rank)), 0)
-    return found
+    return results
 
 
 def chained(rank: int) -> Result:
@@ -283,15 +285,15 @@ def chained(rank: int) -> Result:
 def in_place(rank: int) -> Result:
     """Gather into what holds this rank's part, and reduce into a part, as FSDP does."""
     size = dist.get_world_size()
-    found = {}
+    results = {}
     for dtype in (torch.float32, torch.bfloat16):
-        whole = torch.zeros(4 * size, dtype=dtype)
-        part = whole.narrow(0, 4 * rank, 4).fill_(rank + 1)
-        dist.all_gather_into_tensor(whole, part)
-        found[f"gathered {dtype}"] = whole.clone()
-        dist.reduce_scatter_tensor(part, whole)
-        found[f"reduced {dtype}"] = part.clone()
-    return found
+        gathered = torch.zeros(4 * size, dtype=dtype)
+        part = gathered.narrow(0, 4 * rank, 4).fill_(rank + 1)
+        dist.all_gather_into_tensor(gathered, part)
+        results[f"gathered {dtype}"] = gathered.clone()
+        dist.reduce_scatter_tensor(part, gathered)
+        results[f"reduced {dtype}"] = part.clone()
+    return results
 
 
 def bfloat16_moves(rank: int, size: int, backend: str | None, hosts: int) -> str:
@@ -309,21 +311,21 @@ def bfloat16_moves(rank: int, size: int, backend: str | None, hosts: int) -> str
     x, last, is_last = of(rank + 0.5), size - 1, rank == size - 1
     everyone = [of(peer + 0.5) for peer in range(size)]
     for is_async in (False, True):
-        how = {"async_op": is_async}
+        options = {"async_op": is_async}
         parts, one, sent, received = [room() for _ in range(size)], room(), room(), room()
-        whole, to_last = room(size), room(size * is_last)
+        gathered, to_last = room(size), room(size * is_last)
         works = [
-            dist.broadcast(one.copy_(x), last, **how),
-            dist.all_gather(parts, x, **how),
-            dist.scatter(sent, everyone if is_last else None, last, **how),
-            dist.all_to_all_single(whole, torch.cat([x] * size), **how),
-            dist.all_to_all_single(to_last, x, [int(is_last)] * size, [0] * last + [1], **how),
+            dist.broadcast(one.copy_(x), last, **options),
+            dist.all_gather(parts, x, **options),
+            dist.scatter(sent, everyone if is_last else None, last, **options),
+            dist.all_to_all_single(gathered, torch.cat([x] * size), **options),
+            dist.all_to_all_single(to_last, x, [int(is_last)] * size, [0] * last + [1], **options),
             dist.isend(x, (rank + 1) % size),
             dist.irecv(received, (rank - 1) % size),
         ]
         for work in filter(None, works):
             work.wait()
-        values = torch.cat([*parts, whole, one, sent, received, to_last])
+        values = torch.cat([*parts, gathered, one, sent, received, to_last])
         expected = [*everyone, *everyone, everyone[last], x, everyone[rank - 1]]
         assert torch.equal(values, torch.cat(expected + everyone * is_last))
         dist.gather(x, parts if is_last else None, last)
@@ -357,16 +359,16 @@ def beside_gloo(rank: int, size: int, places: list[str], names: list[str]) -> di
         cannot = ("fsdp", "fsdp_bfloat16", "hybrid", "checkpoint", "differentiated", "in_place")
         names = [name for name in names if name not in cannot]
     results: list[dict[str, Result]] = []
-    for backend, place in zip(("flashlight", "gloo"), places, strict=True):
-        how = {"init_method": f"file://{place}", "rank": rank, "world_size": size}
-        dist.init_process_group(backend, **how)
-        found = {}
+    for backend, path in zip(("flashlight", "gloo"), places, strict=True):
+        options = {"init_method": f"file://{path}", "rank": rank, "world_size": size}
+        dist.init_process_group(backend, **options)
+        result = {}
         for name in names:
             torch.manual_seed(1)
             torch._dynamo.reset()
-            given = ALL[name](rank)
-            found[name] = {key: (value.detach() + 0).clone() for key, value in given.items()}
-        results.append(found)
+            arguments = ALL[name](rank)
+            result[name] = {key: (value.detach() + 0).clone() for key, value in arguments.items()}
+        results.append(result)
         dist.barrier()
         if backend == "flashlight":  # gloo of torch 2.6 may hang there
             dist.destroy_process_group()
