@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
 def _is_here(module: str) -> bool:
     """Return False if ``module`` is an optional package whose folder was deleted, else True."""
-    from importlib.util import find_spec  # imported here, because it is slow
+    from importlib.util import find_spec  # imported here, because the import is slow
 
     return module not in ("amp", "tagi", "tape") or find_spec(f"{__name__}.{module}") is not None
 

@@ -123,7 +123,7 @@ class TensorDataset(Dataset):
         return tuple([_rows(array, indices) for array in self.arrays])
 
     def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
-        """Return an iterator over batches: views of ``batch_size`` or fewer rows before ``stop``.
+        """Return an iterator over the batches of rows [0, stop), as views. The last may be smaller.
 
         It runs no Python code per batch, because that would take as long as a small training step.
         """

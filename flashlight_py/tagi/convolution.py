@@ -207,7 +207,6 @@ class ConvTranspose2d(_Convolution):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return moments of shape ``[batch, *output_shape]``, with channels first in memory."""
         x = x.shaped(self.input_shape)
         over, batch = self._over, len(x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
@@ -259,9 +258,9 @@ class ConvTranspose2d(_Convolution):
 def _columns(
     windows: Windows, batch: int, inputs: int, matrices: int, like: Array
 ) -> list[tuple[WindowPart, Array]]:
-    """Divide the windows into chunks. Return each with memory ``[matrices, inputs, columns]``.
+    """Divide the windows into chunks. Return each chunk with an array for its columns.
 
-    All chunks use the same memory. The next call in this thread overwrites it.
+    Arrays are ``[matrices, inputs, columns]``. All arrays of a thread use the same memory.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
     columns = max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))

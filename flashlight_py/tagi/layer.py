@@ -190,7 +190,7 @@ class BaseLayer(abc.ABC):
         return 0 if self.biases is None else int(self.biases.mean.size)
 
     def _sum_biases(self, d: Array, e: Array, axis: int) -> None:
-        """Set the biases' sums over ``axis``, and call ``on_sums``: all sums are now set."""
+        """Set the biases' sums. Then call ``on_sums``: the weights' sums are set already."""
         if self.biases is not None:
             d.sum(axis=axis, out=self.biases.mean_sum)
             e.sum(axis=axis, out=self.biases.variance_sum)
@@ -321,7 +321,6 @@ class ResNetBlock(_Block):
         return main
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return the sums of the means and of the variances of both paths."""
         main = self.main_block.forward(x)
         other = x if self.shortcut is None else self.shortcut.forward(x)
         other = other.shaped(main.mean.shape[1:])

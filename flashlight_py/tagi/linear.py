@@ -142,7 +142,7 @@ class Embedding(BaseLayer):
         self._indices = np.empty((0, input_size), np.int64)
 
     def connect(self, shape: Shape) -> Shape:
-        """Return the output shape. A sample must have ``input_size`` indices; 0: any number."""
+        """Return the output shape. Samples must have ``input_size`` indices unless that is 0."""
         size = int(np.prod(shape))
         if self._size and size != self._size:
             raise ValueError(f"expected {self._size} indices per sample, got shape {shape}")

@@ -245,7 +245,7 @@ SHORTEST = 8  # minimum positions per row for which the kernels are faster
 
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
-    """Return each row's float64 sum. With ``centers``: sum of squared differences from them."""
+    """Return the float64 sum of each row, or of its squared differences from ``centers``."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
         centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])
@@ -343,9 +343,9 @@ class _Rows:
         return None if module is None else cls(module, units)
 
     def call(self, name: str, *arrays: Array | None) -> None:
-        """Call the kernel ``name``. Arrays with the shape of ``lead`` get its memory layout.
+        """Call the kernel ``name``. Copies arrays with the shape, but not the layout, of ``lead``.
 
-        Arrays of other shapes must be contiguous, such as ``affine``, which has 7 elements per row.
+        Arrays of other shapes must be contiguous.
         """
         arranged = [None if array is None else self._with_layout(array) for array in arrays]
         pointers = [data_pointer(self._module, array) for array in arranged]

@@ -1,9 +1,9 @@
 """Parameters of a network: initial values, memory layout, and the bounded step.
 
 Each layer has :class:`Parameter` objects. A network gathers them in :class:`ParameterBucket`
-objects, in the order in which a backward pass completes them. A bucket has three arrays: all means,
-all variances, and all sums of a backward pass. A step is therefore one kernel call, and the sums
-are sent to other processes without a copy.
+objects, in the order in which a backward pass completes their sums. A bucket has three arrays: all
+means, all variances, and all sums. A step is therefore one kernel call, and the sums are sent to
+other processes without a copy.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Parameter:
 
     Attributes:
         mean, variance: Float32 arrays of one shape.
-        mean_sum, variance_sum: Sums over the batch. A step changes the mean by ``variance *
-            mean_sum`` and the variance by ``variance ** 2 * variance_sum``, both bounded.
+        mean_sum, variance_sum: Sums of deltas over the batch. A step changes the mean by ``variance
+            * mean_sum`` and the variance by ``variance ** 2 * variance_sum``, both bounded.
     """
 
     __slots__ = ("mean", "mean_sum", "variance", "variance_sum")
@@ -87,7 +87,7 @@ class ParameterBucket:
 
     Attributes:
         mean, variance: Flat arrays of all parameters.
-        sums: Sums for the means, then for the variances, then ``extra`` elements, in which
+        sums: All ``mean_sum``, then all ``variance_sum``, then ``extra`` elements, in which
             data-parallel training stores the number of samples.
     """
 
