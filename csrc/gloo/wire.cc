@@ -7,8 +7,8 @@ namespace {
 constexpr size_t kMostWaiting = 1 << 20;
 constexpr size_t kSmall = 1 << 10;
 
-// Maximum number of polls of a wait. A polling thread reads the connections itself. This saves the wake-ups
-// of Gloo's thread and of the polling thread.
+// Maximum number of polls before a thread sleeps. A polling thread reads the connections itself. This saves
+// the wake-ups of Gloo's thread and of the polling thread.
 constexpr int kPolls = 200;
 
 // Maximum number of ranks for which a thread polls all connections. With more ranks it polls only one peer.
@@ -108,7 +108,7 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
  private:
   // First slot number of streams, above the numbers of all other slots.
   static constexpr uint64_t kFirstStream = uint64_t{1} << 40;
-  // Bytes per chunk, so few that other messages need not wait long. kAtOnce: number of chunks in transit.
+  // Bytes per chunk. Other messages must not wait long for a chunk. kAtOnce: number of chunks in transit.
   static constexpr size_t kPieceBytes = 4 << 20;
   static constexpr int kAtOnce = 2;
 
