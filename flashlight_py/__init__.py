@@ -14,7 +14,7 @@ from typing import Any
 
 from flashlight_py._version import __version__ as __version__
 
-# Submodule of each public name, and under "" the public modules. distributed.api has the verbs.
+# Public names by submodule. The entry "" lists public modules. distributed.api has the verbs.
 # `scripts/stubs` copies this table to __init__.pyi for type checkers.
 _HOMES = {
     "_version": ["__version__"],

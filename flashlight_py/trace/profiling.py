@@ -1,4 +1,4 @@
-"""Profiles: the calls of all ranks as a Chrome trace, which Perfetto reads as well, or as a page.
+"""Profiles: the calls of all ranks as a Chrome trace (for Chrome or Perfetto), or as an HTML page.
 
 The format is Chrome's JSON "Trace Event Format" with complete events (``"ph": "X"``) and times in
 microseconds. Each rank is a process of the trace. Its first thread has calls and waits that block
