@@ -47,7 +47,7 @@ bool Group::is_ahead(int rank, fl_signature& call) {
 std::shared_ptr<Operation> Group::lost() {
   const auto reason = mesh_->reason();
   if (!mesh_->is_broken() && !mesh_->has_farewell() && !reason) return nullptr;
-  // The loss of a host concerns other groups, too. So report it even if an operation has already raised it.
+  // The loss of a host concerns other groups: report it even if an operation of this group has raised it.
   const bool concerns_others = reason && reason->status == FL_HOST_LOST;
   const bool was_raised = mesh_->is_broken() && !concerns_others;
   const Failure found = was_raised ? mesh_->why_broken() : mesh_->explain(-1, "it gave up");

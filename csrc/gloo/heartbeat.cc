@@ -282,8 +282,9 @@ void Heartbeat::ask_hosts() {
 }
 
 // Choose a host for `entry` and connect to ranks of it. Return false if no host is left. Each rank asks the
-// rank with its own index there. If entry.distance is 1, the next host with present ranks is chosen. Other
-// distances are exact: otherwise, all ranks would ask the first host after a gap of lost hosts.
+// rank with its own index there, so that each is asked once. If entry.distance is 1, choose the next host
+// with present ranks. Other distances are exact: otherwise, all ranks would ask the first host after a gap of
+// lost hosts.
 bool Heartbeat::choose(Watched& entry) {
   const int count = hosts_->count();
   const int end = entry.distance == 1 ? count : entry.distance + 1;

@@ -63,7 +63,7 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// Announce a call. If `is_ahead`, it has no data and is compared later, so this rank waits for no other rank.
+// Announce a call. If `is_ahead`, it sends no data and is compared later, so this rank waits for no other rank.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
@@ -151,7 +151,7 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // If the previous call was in the same clock tick, do not compare calls before this announcement.
+    // In the clock tick of the previous call, do not compare: other ranks wait for this announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
     // If this call will raise, announce it as withdrawn, so that no other rank uses its payload as a result.
