@@ -35,7 +35,7 @@ def flatten_tree(tree: object) -> tuple[Any, Arrays]:
 
 
 def rebuild(structure: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return the tree whose structure, and arrays by name, ``flatten_tree`` has returned."""
+    """Return the tree with this structure and these arrays. Reverse of ``flatten_tree``."""
     if isinstance(structure, list):
         return [rebuild(value, arrays) for value in structure]
     if not isinstance(structure, dict):
@@ -79,7 +79,7 @@ def _flatten(tree: object, path: str, arrays: Arrays) -> Any:
 
 
 def _add_array(array: Any, path: str, arrays: Arrays) -> str:
-    """Add ``array`` as ``path``, with a number if that name exists already. Return the name."""
+    """Add ``array`` to ``arrays`` under ``path``, plus a number if that exists. Return the name."""
     name, number = path or "array", 1
     while name in arrays:
         number += 1
@@ -107,7 +107,7 @@ _ALIGNMENT = 8
 
 
 def pieces(tree: object) -> Iterator[Array]:
-    """Yield the file that contains ``tree``, as byte arrays (uint8, one dimension) of any length.
+    """Yield the bytes of a file that contains ``tree``, as uint8 arrays of one dimension.
 
     Arrays that are contiguous on the host are not copied. Other arrays are copied one at a time.
     Raises TypeError before the first piece if a value cannot be stored.

@@ -32,7 +32,7 @@ LIMITS = {
 
 
 def lines_in(location: Path) -> int:
-    """Return the number of lines of the source files in ``place``, or of the file ``place``."""
+    """Return the number of lines of the file ``location``, or of the sources in this folder."""
     if location.is_file():
         files = [location]
     elif location.is_relative_to(PACKAGE):

@@ -31,7 +31,7 @@ inline int64_t coarse_now() {
 
 // Maximum pause between messages of a rank in its shutdown. Messages that it began may still arrive. After
 // each of them the rank may begin queued messages. After a longer pause, a wait for a message that has not
-// arrived fails.
+// arrived fails: the rank in its shutdown waits for all ranks, so both would wait until the timeout.
 constexpr std::chrono::milliseconds kLastMessages{500};
 constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has not begun this message";
 

@@ -52,7 +52,7 @@ static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args,
 /* Store in `message` the arrays that travel with `first`, in list order, like plan_messages in
    flashlight_py/distributed/api/reductions.py. */
 static int choose(const list *all, const item *first) {
-  enum { MOST_PACKED = 64 };
+  enum { MOST_PACKED = 64 }; /* packed arrays of this many times the limit fit into the second-level cache */
   int number = 0;
   int64_t bytes = bytes_of(first);
   all->message[number++] = first;

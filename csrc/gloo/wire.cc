@@ -3,7 +3,8 @@
 namespace fl {
 namespace {
 
-// Maximum bytes that wait to be sent to a peer. Records up to kSmall bytes are accepted above this limit.
+// Maximum bytes that wait to be sent to a peer. Records up to kSmall bytes are always accepted, because there
+// may be no thread to send them later.
 constexpr size_t kMostWaiting = 1 << 20;
 constexpr size_t kSmall = 1 << 10;
 
@@ -108,7 +109,7 @@ class GlooWire::Stream final : public Flow, private Route, private Receiver::Mov
  private:
   // First slot number of streams, above the numbers of all other slots.
   static constexpr uint64_t kFirstStream = uint64_t{1} << 40;
-  // Bytes per chunk, so few that other messages need not wait long. kAtOnce: number of chunks in transit.
+  // Bytes per chunk: other packets wait for at most one chunk, some ms. kAtOnce: number of chunks in transit.
   static constexpr size_t kPieceBytes = 4 << 20;
   static constexpr int kAtOnce = 2;
 

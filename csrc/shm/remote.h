@@ -20,8 +20,8 @@ class Remote {
   bool can_read_all();
 
   // Copy `bytes` bytes from address `from` of rank r's process. Return the number of valid bytes. It is
-  // smaller if the system refuses (device memory, memfd_secret, undumpable process), or if rank r has ended,
-  // because its memory may be freed. Then can_read(r) is false from now on.
+  // smaller if the system refuses (device memory, memfd_secret, undumpable process), or if rank r has ended
+  // or given up, because its memory may be freed. Then can_read(r) is false from now on.
   size_t read(int r, uint64_t from, void* into, size_t bytes);
 
  private:

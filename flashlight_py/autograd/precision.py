@@ -53,7 +53,7 @@ def _set(dtype: np.dtype[Any] | None, casts: Casts) -> None:
 
 
 def as_half(x: Input) -> Variable:
-    """Return ``x`` as a variable in the autocast dtype. A parameter is cast once per context."""
+    """Return ``x`` in the autocast dtype, as a variable. Reuse the cast of an unchanged leaf."""
     x = x if isinstance(x, Variable) else Variable(x)
     return x if active_precision.dtype is None else _cast(x, active_precision.dtype)
 

@@ -202,8 +202,8 @@ class Softmax(_Shares):
     """``e^z`` divided by the sum over the sample, linearised at the means.
 
     With p = softmax(m) and J = p (1 - p), means are p and slopes J. The effect of other units on a
-    slope is neglected. Variances are ``J^2 (v + v_max)``; v_max belongs to the unit with the
-    largest m.
+    slope is neglected. Variances are ``J^2 (v + v_max)``, where v_max is the variance of the unit
+    with the largest m.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:

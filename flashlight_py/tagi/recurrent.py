@@ -114,7 +114,7 @@ class LSTM(BaseLayer):
         return BaseHiddenStates(mean.reshape(batch, -1), variance.reshape(batch, -1))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of the gates over batch and time, and return the deltas of the input."""
+        """Sum the gates' parameter deltas over batch and time; return the input's deltas."""
         joined, slopes, _ = self._pass
         xp = array_module(joined)
         width = self._outputs if self._independent else self.output_size

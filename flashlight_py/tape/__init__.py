@@ -1,4 +1,4 @@
-"""Capture of a training step: the first call is recorded, later calls are replayed natively."""
+"""Capture of a training step: the first calls are recorded, later calls are replayed natively."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _cublas() -> Any:
     for library in loaded_libraries("libcublas"):
         if hasattr(library, "cublasGemmEx"):
             return library
-    raise BackendUnavailableError("capture: matrix products need cuBLAS, which CuPy has not loaded")
+    raise BackendUnavailableError("capture: matrix products need cuBLAS. Install it for CuPy")
 
 
 def _require(status: int) -> None:

@@ -28,7 +28,7 @@ class RankTimeline:
 
 @dataclass(kw_only=True)
 class FlightRecord(RankTimeline):
-    """A rank's file. The common clock of its times is the wall clock: nanoseconds since 1970."""
+    """The flight record of a rank. ``offset`` converts its times to nanoseconds since 1970."""
 
     size: int
     job: str
@@ -71,7 +71,7 @@ def recorded_call_text(call: dict[str, Any]) -> str:
     return f"{call['verb']}({', '.join(filter(None, words))})"
 
 
-# Verbs for which ranks may pass different first dimensions, or different shapes.
+# Verbs whose arrays may differ between ranks: in the first dimension only, and in all dimensions.
 _ROWS_DIFFER = ("all_gather", "gather", "all_to_all")
 _SHAPES_DIFFER = ("scatter",)
 

@@ -136,7 +136,7 @@ def test_world_of_one_receives_partially_from_itself() -> None:
     assert part.base is room
     assert part.tolist() == [[1, 1]] * 3
     assert work.source == 0
-    with pytest.raises(ValueError, match="group of one rank"):
+    with pytest.raises(ValueError, match="several ranks, got one"):
         fl.recv(room, None)
     with pytest.raises(ValueError, match="must have a dimension"):
         fl.irecv(np.zeros(()), 0, partial=True)

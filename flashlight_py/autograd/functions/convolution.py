@@ -316,8 +316,8 @@ def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation
     for size, far, step in zip(kernel, stride, dilation, strict=True):
         if far != 1 or step * (size - 1) % 2:
             raise ValueError(
-                f"{name}: padding='same' must have a stride of 1 and windows of an odd size, got "
-                f"stride {far}, kernel {size} and dilation {step}"
+                f"{name}: padding='same' must have a stride of 1 and an even "
+                f"dilation * (kernel - 1), got stride {far}, kernel {size} and dilation {step}"
             )
     return tuple(step * (size - 1) // 2 for size, step in zip(kernel, dilation, strict=True))
 

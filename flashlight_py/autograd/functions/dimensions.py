@@ -323,7 +323,7 @@ def cumsum(x: Input, axis: int) -> Variable:
 
 
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
-    """Return the maximum over ``axis``. Equal maxima get equal gradients. ValueError if empty."""
+    """Return the maximum over ``axis``. Equal maxima share the gradient. ValueError if empty."""
     return _extremum("max", as_variable(x), axis, keepdims)
 
 

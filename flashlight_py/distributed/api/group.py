@@ -17,7 +17,7 @@ class ProcessGroup(Membership):
 
     ``rank`` is the rank of this process in the group. If this process is not in the group, ``rank``
     is -1 and every verb raises ValueError. ``size`` is the number of ranks. ``ranks`` lists the
-    ranks of the members in the world. All members must call the same collectives in the same order.
+    ranks of the members in the world. All members make the same collective calls in the same order.
     Only the sender and the receiver call the verb of a message. A verb blocks, or returns a
     ``Work`` if ``async_op=True``. A ``with`` block closes the group.
 

@@ -81,7 +81,7 @@ def host_array(
     Use it for data sets: eight ranks need one copy instead of eight. Writing to the array raises
     ValueError. The kernel frees the memory when no rank of the host has the array or a view of it
     any more, even if ranks were killed. The array remains valid after the group is closed. If ranks
-    of one machine cannot share memory, each of them loads a copy, and a warning is logged.
+    of one machine cannot share memory, they count as separate hosts, and a warning is logged.
 
     Collective; blocks. Other ranks wait while one rank loads, so loading must take less than the
     timeout of the group. ``load`` must not call a collective of the group.

@@ -284,8 +284,8 @@ class Communicator:
     def _settle(self, seconds: float, on_wait: Callable[[], None] | None = None) -> int:
         """Wait at most ``seconds`` until NCCL is no longer in progress; return its state.
 
-        ``on_wait`` makes the checks of the watchdog, which itself would wait for the lock of this
-        caller. The checks may end the communicator.
+        ``on_wait`` makes the checks of the watchdog. It also looks for lost ranks: the watchdog
+        does this only during a collective. The checks may end the communicator.
         """
         begin = checked = time.monotonic()
         while (state := self.poll()) == self.lib.ncclInProgress:
