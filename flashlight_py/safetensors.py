@@ -99,7 +99,7 @@ _NAMES = {
     "complex64": "C64",
 }
 _DTYPES = {short: name for name, short in _NAMES.items()}
-# The format has no complex128. It is stored as pairs of float64, and the metadata lists them.
+# The format has no complex128. Such an array is stored as float64 pairs and named in the metadata.
 _PAIRS = {"complex128": "float64"}
 
 _LENGTH = struct.Struct("<Q")
