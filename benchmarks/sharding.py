@@ -211,7 +211,7 @@ def main() -> None:
     print("| model | ranks | | step, ms | memory of all ranks, MiB |\n|---|---|---|---|---|")
     for (model, ranks, kind), results in results_by_case.items():
         seconds = statistics.median(seconds_of_run for seconds_of_run, _ in results)
-        taken = statistics.median(seconds_of_run for _, seconds_of_run in results)
+        taken = statistics.median(nbytes for _, nbytes in results)
         print(f"| {model} | {ranks} | {kind} | {seconds * 1e3:.2f} | {taken / 2**20:.0f} |")
         rows.append({"model": model, "ranks": ranks, "way": kind, "s": seconds, "bytes": taken})
     if options.json:

@@ -1,8 +1,8 @@
 """Mixed precision: matrix products in a half dtype, other functions in float32, and a loss scale.
 
-NumPy has no fast half-precision arithmetic. On CPUs, products are computed in float32 and rounded
-once. There, a half dtype halves stored and sent bytes, but the casts take additional time. See
-docs/mixed-precision.md.
+NumPy has no fast half-precision arithmetic, so on CPUs products are computed in float32 and rounded
+once. A half dtype (float16 or bfloat16) then saves memory and network traffic, but the casts take
+additional time. See docs/mixed-precision.md.
 """
 
 import math
@@ -64,7 +64,7 @@ class autocast(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def _recreate_cm(self) -> "autocast":
-        """Return a new context per call of a decorated function. Threads may share the function."""
+        """Return a context for one call of a decorated function. Several threads may call it."""
         return autocast(self.dtype, self.enabled)
 
     def __enter__(self) -> "autocast":
@@ -119,13 +119,13 @@ class DynamicScaler(HoldsState):
         backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
         self.enabled = bool(enabled)
-        # One scale per device. A replay of a captured step reads the new values of these arrays.
+        # One scale per device. It is changed in place, so that a captured step reads the new value.
         self._scales: dict[str, Any] = {"cpu": np.ones((), np.float32)}
         self._tracker = np.zeros((), np.int64)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
-        # Since update(): whether an optimizer's gradients are finite, and which optimizers stepped.
+        # For each optimizer unscaled since the last update(): whether its gradients are finite.
         self._are_finite: dict[Any, bool] = {}
-        self._stepped: set[Any] = set()
+        self._stepped: set[Any] = set()  # optimizers stepped since the last update()
 
     def _set(self, scale: float, growth: float, backoff: float, interval: int, steps: int) -> None:
         wrong = {
@@ -291,4 +291,4 @@ class DynamicScaler(HoldsState):
             )
         scale, *others = (state[name] for name in _STATE)
         self._set(scale or 1, *others)
-        self._set_scale(scale)  # _set() rejects 0, the scale after very many skipped steps
+        self._set_scale(scale)  # 0 after very many skipped steps, which _set() would reject

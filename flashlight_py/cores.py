@@ -1,4 +1,4 @@
-"""Cores, memory and descriptors of a host, and the number of processes that it can run."""
+"""Cores, memory and file descriptors of a host, and the number of processes that it can run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")  # tests replace it
-# Files of a control group with its CPU quota and period: in version 2; in version 1.
+# Files of a control group that contain its CPU quota and period, in cgroup version 2 and 1.
 _QUOTAS = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 MOST_RANKS = 1 << 17  # maximum number of ranks of a job
-# Minimum bytes of memory per process, and number of descriptors for other purposes.
+# Memory that a process needs at least, and file descriptors reserved for other purposes.
 _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
 
 
@@ -26,10 +26,10 @@ def usable_cores() -> int:
 
 
 def check_processes(operation: str, count: int, descriptors: int) -> None:
-    """Check that this process can start ``count`` processes, and open ``descriptors`` for each.
+    """Check that this process can start ``count`` processes, with ``descriptors`` open files each.
 
     Raises:
-        ValueError: If memory or descriptors do not suffice. The message names ``operation``.
+        ValueError: If memory or file descriptors do not suffice. The text names ``operation``.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # "max" (no limit), or no such file
@@ -60,10 +60,10 @@ def check_folder(name: str) -> None:
 
 
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """Return variables that limit the threads of each of ``processes`` to its share of ``cores``.
+    """Return environment variables that give each process ``cores // processes`` compute threads.
 
-    Variables that are set in ``environ`` are left out. If it has OMP_NUM_THREADS, the result is
-    empty, because OpenBLAS and MKL follow OMP_NUM_THREADS unless their own variable is set.
+    Variables that are set in ``environ`` are left out. If OMP_NUM_THREADS is set there, the result
+    is empty, because OpenBLAS and MKL follow OMP_NUM_THREADS unless their own variable is set.
     """
     if "OMP_NUM_THREADS" in environ:
         return {}
@@ -75,7 +75,7 @@ def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> 
 def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
     """Return the number of compute threads for ``rank``. ``affinities[i]`` has the cores of rank i.
 
-    It is at most the rank's number of cores, and at most an equal share of the cores of all ranks.
+    This is at most the rank's number of cores, and at most an equal share of all ranks' cores.
     """
     together = _within_quota(len(frozenset().union(*affinities)))
     return max(1, min(len(affinities[rank]), together // len(affinities)))
@@ -84,7 +84,7 @@ def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
 def _within_quota(cores: int) -> int:
     """Return ``cores``, or the quota of a control group if that is lower.
 
-    The quota is rounded up: 150 ms per 100 ms are two cores.
+    A quota of 150 ms of CPU time per 100 ms counts as two cores.
     """
     for group, files in itertools.product(control_groups(ROOT), _QUOTAS):
         with suppress(OSError, ValueError):  # "max" or -1 (no limit), or no such file
@@ -100,6 +100,6 @@ def control_groups(root: Path) -> Iterator[Path]:
             # Version 2 has one hierarchy. Version 1 has one per named set of controllers.
             for name in {names, *names.split(",")} if names else ("", "unified"):
                 mount = root / "sys/fs/cgroup" / name
-                # In a container, ``mount`` may be this group, and ``path`` its path on the host.
+                # In a container, ``path`` may not exist. The group's folder is then ``mount``.
                 groups = (mount / path.lstrip("/") / "x").parents
                 yield from (group for group in groups if group.is_relative_to(mount))

@@ -176,7 +176,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def host(option: str) -> Iterator[Finding]:
-    """Report on shared memory, host name, secret, and interface (see ``interface``)."""
+    """Report on shared memory, host name, interface and secret. ``option``: see ``interface``."""
     name, addresses = socket.gethostname(), list[str]()
     with contextlib.suppress(OSError):  # the name does not resolve
         addresses = [str(address).partition("%")[0] for address, *_ in resolved(name, 0)]
@@ -216,7 +216,8 @@ def host_name(name: str, addresses: list[str]) -> tuple[str, str, str]:
 
 
 def interface(option: str) -> tuple[str, str, str]:
-    """Report the address for ranks on other hosts. ``option``: INTERFACE, or "" for the default."""
+    """Report this host's address for other hosts. ``option``: value of INTERFACE, or "" if
+    unset."""
     names = ", ".join(map(" ".join, interfaces())) or "none"
     addresses = addresses_of(option) if option else own_addresses()
     if addresses:
@@ -275,7 +276,7 @@ def rendezvous_folder(path: Path) -> Iterator[Finding]:
 
 
 def failed_guarantees(folder: Path) -> Iterator[str]:
-    """Test each of ``GUARANTEES`` in an empty ``folder``. Yield the problem, or "" if it holds."""
+    """Test ``GUARANTEES`` in an empty ``folder``. Yield a problem or "" for each of them."""
     barrier, numbers = threading.Barrier(CREATORS), range(ROUNDS)
 
     def creates(file: Path) -> bool:
@@ -323,7 +324,7 @@ def file_system_of(path: Path, mountinfo: str) -> tuple[str, str]:
 def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, Any], str]:
     """Run ``command`` for at most ``timeout`` seconds, then end all its processes.
 
-    Return the output, the dict in the last line of JSON, and the problem ("" if there is none).
+    Return the output, the dict that its last JSON line contains, and the problem or "".
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
     pipes: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "start_new_session": True}
@@ -332,7 +333,7 @@ def outcome_of(command: Sequence[str], timeout: float) -> tuple[str, dict[str, A
             try:
                 output = process.communicate(timeout=timeout)[0].decode(errors="replace")
             except TimeoutExpired:
-                process.terminate()  # a launcher then ends its ranks, which have other sessions
+                process.terminate()  # a launcher then ends its ranks, which killpg() misses
                 with contextlib.suppress(TimeoutExpired):
                     process.wait(_GRACE_SECONDS)
                 return "", {}, f"did not end within {timeout:g} s"
@@ -425,7 +426,7 @@ def query_mpi() -> dict[str, Any]:
 
 SMALL_BYTES, LARGE_BYTES = 4, 4 << 20
 TITLE = f"all_reduce of {SMALL_BYTES} B and {LARGE_BYTES >> 20} MB, float32"
-_SIZES, _ROUNDS = {SMALL_BYTES: 50, LARGE_BYTES: 5}, 5  # calls per round by array bytes; rounds
+_SIZES, _ROUNDS = {SMALL_BYTES: 50, LARGE_BYTES: 5}, 5  # array bytes: calls per round; rounds
 # By name of the trial: number of ranks, BACKEND, and the findings that must be OK.
 TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "single": (1, "auto", ()),
@@ -438,7 +439,7 @@ TRIALS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 
 
 def trials(timeout: float, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Run each of ``TRIALS`` that ``findings`` allow, for at most ``timeout`` seconds per trial."""
+    """Run the ``TRIALS`` whose requirements are OK in ``findings``, at most ``timeout`` s each."""
     # Use mpirun even if it seems to belong to another MPI.
     works = {f.subject for f in findings if f.state == OK or f[:2] == ("mpirun", WARNING)}
     for name, (ranks, backend, requirements) in TRIALS.items():
@@ -478,7 +479,7 @@ def reduce_arrays(name: str, backend: str, timeout: str) -> dict[str, Any]:
 
 
 def _seconds(device: str, nbytes: int, times: int) -> float:
-    """Return the seconds per all_reduce of ``nbytes`` bytes, in the fastest of several rounds."""
+    """Return the seconds per all_reduce of ``nbytes`` bytes, in the fastest round."""
     array = to_device(np.ones(nbytes // 4, np.float32), device)
     fl.all_reduce(array)
     if not bool((array == fl.get_world_size()).all()):

@@ -89,7 +89,7 @@ class PeerLostError(DistributedError):
     The message names the rank and its process. It contains the traceback if the rank raised.
     """
 
-    for_others = ""  # text for the other ranks' errors if this rank was late
+    for_others = ""  # if this rank joined too late: the text for the errors of other ranks
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):

@@ -27,7 +27,7 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def own_addresses() -> list[str]:
-    """Return addresses at which other hosts can reach this host, beginning with default routes."""
+    """Return this host's addresses for other hosts. The addresses of default routes come first."""
     running = [address for _, address in interfaces()]
     by_default = [address for address in map(source_address, _OUTSIDE) if address in running]
     return list(dict.fromkeys([*by_default, *running]))

@@ -1,4 +1,4 @@
-"""Fused CuPy kernels: one launch replaces several launches. A launch takes some microseconds.
+"""Fused CuPy kernels: one launch instead of several, because each launch takes some microseconds.
 
 CuPy compiles each kernel at its first use. Types narrower than float32 are computed in float32.
 """
@@ -109,7 +109,7 @@ def _elementwise(name: str, real: str = "float32") -> Any:
 def capped_step(
     mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
 ) -> None:
-    """Add a capped step to ``mean`` and ``variance`` in place. Formula: ``tagi.parameters``.
+    """Change ``mean`` and ``variance`` in place as ``tagi.parameters.step_in_numpy`` does.
 
     All arrays are float32 and have the same shape.
     """
@@ -166,8 +166,8 @@ def mean_square_error(prediction: Array, target: Array) -> Array:
     return total
 
 
-# CuPy reduces an array in one block. Larger arrays are first reduced by up to _BLOCKS blocks, as
-# many as a large GPU runs at a time. The mean of equal arrays is always the same.
+# CuPy reduces an array in one thread block. Arrays of more than _ONE_BLOCK elements are first
+# reduced by _BLOCKS blocks at most, as many as a large GPU runs at a time. Sums have a fixed order.
 _ONE_BLOCK, _THREADS, _BLOCKS = 1 << 14, 256, 1024
 _SQUARES = """
 {head}
@@ -230,7 +230,7 @@ def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
 
 
 def add_moments(sums: Array, mean: Array, squares: Any, weight: float, count: int) -> None:
-    """Add ``count`` values, each with ``weight``, to ``sums``, an ``AverageValueMeter``'s array.
+    """Add ``count`` values of equal ``weight`` to ``sums``, the sums of an AverageValueMeter.
 
     ``mean`` is an array with the values' mean. ``squares`` is the sum of their squared deviations:
     a number, or a float64 array without dimensions.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-# Names of a function in builds of BLAS. NumPy's wheels use the first name. 64_: 64-bit integers.
+# Spellings of function names in BLAS builds. NumPy's wheels use the first. 64_: 64-bit integers.
 _SPELLINGS = ("scipy_{}64_", "{}64_", "scipy_{}", "{}")
 _RTLD_DI_LINKMAP = 2
 
@@ -30,7 +30,7 @@ def loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
 def functions_of(name: str, *names: str) -> Iterator[list[Any]]:
     """For each loaded library that has all functions ``names``, yield a list of these functions.
 
-    ``name`` is a part of the library's file name. Prefixes and suffixes of BLAS builds are tried.
+    ``name`` is a part of the library's file name. Functions may have the affixes of a BLAS build.
     """
     for library, spelling in itertools.product(loaded_libraries(name), _SPELLINGS):
         spelled = [spelling.format(function_name) for function_name in names]

@@ -13,9 +13,9 @@ from flashlight_py.structure import thread_state
 
 _seed: int | None = None
 _generators: dict[str, Any] = {}
-_entropy: Sequence[int] | None = None  # seed of NumPy's generator while use() is active
+_entropy: Sequence[int] | None = None  # seed that use() has set for NumPy's generator, or None
 _kept: dict[str, Any] = {}  # by library: the generator that use() has replaced
-# For each active noting() block, the innermost last: used generators with their first states.
+# One dict per active noting() block, the innermost last: used generators and initial states.
 _notes: list[dict[str, tuple[Any, Any]]] = []
 
 
@@ -56,7 +56,7 @@ def generator(library: ModuleType = np) -> Any:
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Record the states of generators, so that ``replaying`` can repeat the block's numbers.
+    """Record the states of generators, so that ``replaying`` can repeat the block's random numbers.
 
     NumPy's generator is always recorded, CuPy's only if the block calls ``generator(cupy)``.
     """
@@ -71,7 +71,7 @@ def noting() -> Iterator[dict[str, tuple[Any, Any]]]:
 
 @contextlib.contextmanager
 def replaying(noted: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
-    """Repeat the numbers that a ``noting`` block drew. Restores the generators afterwards."""
+    """Make this block draw the numbers of a ``noting`` block again, then restore the generators."""
     before = dict(_generators)
     now = [(original, _copied_state(original)) for original, _ in noted.values()]
     try:
@@ -128,7 +128,7 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Restore the result of ``state_dict``. The same random numbers follow.
+    """Set the generators to ``state``, a result of ``state_dict``, to draw the same numbers again.
 
     Raises:
         ModuleNotFoundError: If a CuPy generator was saved and CuPy is not installed.

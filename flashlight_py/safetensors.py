@@ -1,7 +1,7 @@
 """Trees of arrays as safetensors files: a length, a JSON header, then the bytes of the arrays.
 
-This module does not use the library "safetensors", so no package must be installed, bfloat16 can be
-read, and one pass can write, digest and flush the file without a second copy of the arrays. Format:
+This module does not use the library "safetensors". So it needs no other package, reads bfloat16,
+and can write, digest and flush a file in one pass, without a second copy of the arrays. Format:
 https://huggingface.co/docs/safetensors
 
 The structure of a tree is stored as JSON in the metadata. A value that JSON does not support is
@@ -35,7 +35,7 @@ def flatten_tree(tree: object) -> tuple[Any, Arrays]:
 
 
 def rebuild(structure: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return the tree whose structure, and arrays by name, ``flatten_tree`` has returned."""
+    """Return the tree with this structure and these arrays. Reverse of ``flatten_tree``."""
     if isinstance(structure, list):
         return [rebuild(value, arrays) for value in structure]
     if not isinstance(structure, dict):
@@ -79,7 +79,7 @@ def _flatten(tree: object, path: str, arrays: Arrays) -> Any:
 
 
 def _add_array(array: Any, path: str, arrays: Arrays) -> str:
-    """Add ``array`` as ``path``, with a number if that name exists already. Return the name."""
+    """Add ``array`` to ``arrays`` under ``path``, plus a number if that exists. Return the name."""
     name, number = path or "array", 1
     while name in arrays:
         number += 1
@@ -99,7 +99,7 @@ _NAMES = {
     "complex64": "C64",
 }
 _DTYPES = {short: name for name, short in _NAMES.items()}
-# The format has no complex128. It is stored as pairs of float64, and the metadata lists them.
+# The format has no complex128. Such an array is stored as float64 pairs and named in the metadata.
 _PAIRS = {"complex128": "float64"}
 
 _LENGTH = struct.Struct("<Q")
@@ -107,7 +107,7 @@ _ALIGNMENT = 8
 
 
 def pieces(tree: object) -> Iterator[Array]:
-    """Yield the file that contains ``tree``, as byte arrays (uint8, one dimension) of any length.
+    """Yield the bytes of a file that contains ``tree``, as uint8 arrays of one dimension.
 
     Arrays that are contiguous on the host are not copied. Other arrays are copied one at a time.
     Raises TypeError before the first piece if a value cannot be stored.

@@ -30,7 +30,7 @@ class HoldsState:
 
 
 class Structured(HoldsState):
-    """An object whose attributes determine a step's computation. A new value calls ``changed``."""
+    """An object whose attributes determine a step's computation. Changing one calls ``changed``."""
 
     def __setattr__(self, name: str, value: object) -> None:
         is_changed = vars(self).get(name, self) is not value
@@ -52,7 +52,7 @@ thread_state = _Here()
 
 
 def as_one(function: Function) -> Function:
-    """Decorate ``function`` so that replays repeat the whole call as one operation.
+    """Decorate ``function`` so that a replay repeats a whole call of it as one operation.
 
     ``function`` may modify arrays in place. Results other than arrays must be equal in each replay.
     """

@@ -87,7 +87,7 @@ def children() -> list[int]:
     for pid in filter(str.isdigit, os.listdir("/proc") if Path("/proc/self").exists() else ()):
         with suppress(FileNotFoundError, ProcessLookupError):
             stat = Path(f"/proc/{pid}/stat").read_bytes()
-            # The name is in brackets and may contain ")". State and parent are the next two fields.
+            # The command is in brackets and may contain ")". State and parent are the next fields.
             if int(stat.rpartition(b")")[2].split()[1]) == parent:
                 pids.append(int(pid))
     return pids

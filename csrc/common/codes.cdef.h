@@ -33,16 +33,16 @@ typedef enum {
 #define FL_DIMENSIONS 8
 #define FL_SITE_BYTES 256
 
-/* Special values of fl_signature.ndim, which describes them. */
+/* Special values of fl_signature.ndim. The comment on fl_signature explains them. */
 #define FL_ANY -1
 #define FL_REFUSED -2
 #define FL_WITHDRAWN -3
 
-/* Flags in fl_signature.dtype: the array is on a GPU; the call only compares signatures. */
+/* Flags in fl_signature.dtype. ON_GPU: array on a GPU. COMPARED: signatures are only compared. */
 #define FL_ON_GPU 32
 #define FL_COMPARED 64
 
-/* Verbs that only flight records use. Object verbs have the order of COMPOSED in call.py. */
+/* Verbs of flight records only. The object verbs are in the order of COMPOSED in call.py. */
 #define FL_SENDRECV 32
 #define FL_BROADCAST_OBJECT 33
 #define FL_ALL_GATHER_OBJECT 34
@@ -55,7 +55,7 @@ typedef enum {
 #define FL_RECORDED_PLACED 2
 #define FL_RECORDED_ASYNC 4
 
-/* Flags that describe a verb for csrc/fast. */
+/* Bits that tell csrc/fast the properties of a verb (a collective operation or a message). */
 #define FL_VERB_KNOWN 1
 #define FL_VERB_ROOTED 2
 #define FL_VERB_IN_PLACE 4

@@ -1,4 +1,4 @@
-"""Native extensions. All are optional. The error for a missing extension has reason and remedy."""
+"""Native extensions, all optional. The error for a missing extension has a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_extension(name: str) -> ModuleType:
 def optional(name: str, without: str) -> Any | None:
     """Return extension ``name``. If it is missing, log a warning once and return None.
 
-    The warning begins with ``without``, a text about the effect, and ends with the reason.
+    ``without`` says what happens without the extension. The warning is ``without`` and the reason.
     """
     try:
         return load_extension(name)

@@ -13,7 +13,7 @@
     SUM, PROD, MIN, MAX, AVG, AND, OR, XOR
 ) = range(0, 8)
 
-# Names of dtypes by code.
+# Names of dtypes, indexed by dtype code.
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
     "bfloat16", "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble"
@@ -23,16 +23,16 @@ DTYPES = (
 DIMENSIONS = 8
 SITE_BYTES = 256
 
-# Special values of fl_signature.ndim, which describes them.
+# Special values of fl_signature.ndim. The comment on fl_signature explains them.
 ANY = -1
 REFUSED = -2
 WITHDRAWN = -3
 
-# Flags in fl_signature.dtype: the array is on a GPU; the call only compares signatures.
+# Flags in fl_signature.dtype. ON_GPU: array on a GPU. COMPARED: signatures are only compared.
 ON_GPU = 32
 COMPARED = 64
 
-# Verbs that only flight records use. Object verbs have the order of COMPOSED in call.py.
+# Verbs of flight records only. The object verbs are in the order of COMPOSED in call.py.
 SENDRECV = 32
 BROADCAST_OBJECT = 33
 ALL_GATHER_OBJECT = 34
@@ -45,7 +45,7 @@ RECORDED_FAILED = 1
 RECORDED_PLACED = 2
 RECORDED_ASYNC = 4
 
-# Flags that describe a verb for csrc/fast.
+# Bits that tell csrc/fast the properties of a verb (a collective operation or a message).
 VERB_KNOWN = 1
 VERB_ROOTED = 2
 VERB_IN_PLACE = 4

@@ -79,7 +79,7 @@ class PrefetchDataset(Dataset):
         self._seed, self._epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of ``transform``'s random numbers. Calls ``dataset.set_epoch`` if any.
+        """Set the epoch for ``transform``'s random numbers, and for ``dataset`` if it has epochs.
 
         Raises:
             ValueError: If ``epoch`` is negative.
@@ -149,7 +149,7 @@ _worker_datasets: list[PrefetchDataset] = []
 
 
 def _begin_worker(pickled: bytes) -> None:
-    """Make this process a worker for ``pickled``, until its parent ends. It ignores Ctrl-C."""
+    """Prepare a worker process: load ``pickled``, ignore Ctrl-C, and exit when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()

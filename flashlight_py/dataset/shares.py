@@ -22,9 +22,9 @@ def contiguous_share(n: int, share: int, shares: int) -> range:
 def strided_share(n: int, share: int, shares: int, drop_last: bool = False) -> range:
     """Return every ``shares``-th position in [0, n), starting at position ``share``.
 
-    Sizes differ by at most one. With ``drop_last`` the last n % shares positions are left out, and
-    all sizes are equal. The first k positions of all shares together are [0, k * shares). So if
-    each share uses k positions per step, step t uses [k * shares * t, k * shares * (t + 1)).
+    Sizes of shares differ by at most one. With ``drop_last`` the last n % shares positions are left
+    out, and all sizes are equal. If each share uses its next k positions in every step, step t uses
+    the positions [k * shares * t, k * shares * (t + 1)) of all shares together.
 
     Example:
         >>> [list(strided_share(5, share, 3)) for share in range(3)]
@@ -44,9 +44,9 @@ def batch_positions(index: int, n: int, batch_size: int) -> range:
 
 
 def weight_of_part(part: int, total: int, parts: int) -> float:
-    """Return the weight of one of ``parts`` parts, which has ``part`` of all ``total`` samples.
+    """Return the weight of a part with ``part`` samples, for an average over ``parts`` parts.
 
-    The mean over all samples is the average over the parts of weight times mean of the part.
+    The average of the parts' means, each times its weight, is the mean over all ``total`` samples.
     """
     return part * parts / total
 
@@ -54,13 +54,13 @@ def weight_of_part(part: int, total: int, parts: int) -> float:
 def partition_by_round_robin(
     n: int, partition: int, partitions: int, batch_size: int = 1, allow_empty: bool = False
 ) -> Indices:
-    """Return the indices, in [0, n), of the samples of ``partition``, one of ``partitions``.
+    """Return the indices, in [0, n), of the samples that belong to partition ``partition``.
 
     Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. Remaining
-    samples, too few for one more batch per partition, are divided evenly. If they are fewer than
-    ``partitions``, they are dropped, so that all partitions have equally many batches. With
-    ``allow_empty`` they are kept, and some partitions may have one batch fewer. The rule is
-    flashlight's ``partitionByRoundRobin``. The result is a new ascending int64 array.
+    samples, too few for one more batch per partition, are divided evenly. If less than one sample
+    per partition remains, these samples are dropped, so that all partitions have equally many
+    batches. With ``allow_empty`` they are kept, and some partitions may have one batch fewer. The
+    rule is flashlight's ``partitionByRoundRobin``. The result is a new ascending int64 array.
 
     Raises:
         ValueError: If ``n`` < 0, ``batch_size`` < 1, or ``partition`` is not in [0, partitions).

@@ -190,8 +190,8 @@ class GradientBucket(PassBucket):
 class GradientSync(GradientPass[GradientBucket]):
     """A pass that gives complete buckets to ``reducer``, which sums them in place.
 
-    ``flags`` is the end of the last bucket. It has one number per parameter: 1 if this rank used
-    the parameter, else 0. The reducer sums it too. If ``flags`` is None, a separate message
+    ``flags`` are the last elements of the last bucket, one for each parameter: 1 if this rank used
+    the parameter, else 0. The reducer sums them, too. If ``flags`` is None, a separate message
     exchanges the numbers. ``averages`` is True if the reducer returns the mean over ranks.
     ``checked`` has the names of parameters whose gradients must be finite, or is None.
     """

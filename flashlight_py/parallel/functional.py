@@ -238,7 +238,7 @@ class DifferentiableCall(InPasses):
         row = np.array([self._number, backward, *facts], np.int64)
         table = np.zeros((group.size, row.size), np.int64)
         table[group.rank] = row
-        group.all_reduce(table)  # rows of other ranks are 0: a gather
+        group.all_reduce(table)  # a gather: each rank adds its row to zeros
         if (table[:, :2] != row[:2]).any():
             calls = [
                 f"rank {rank}: call {number} in the {'backward' if backward else 'forward'} pass"
@@ -364,7 +364,7 @@ class _GradientMessage(InPasses):
         return self._transfer(allocate())
 
     def send(self, below: Array, grad: Array) -> Array:
-        """Send ``grad`` to the peer. Blocks. Return ``below``, the gradient of a dummy source."""
+        """Send ``grad`` to the peer. Blocks. Return ``below``, zeros for ``source`` in ``recv``."""
         self._transfer(grad)
         return below
 

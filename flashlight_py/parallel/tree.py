@@ -424,7 +424,7 @@ def _copy_with(container: Any, entries: Mapping[Any, Any]) -> Any:
             return container._replace(**entries)
         values = [entries.get(position, value) for position, value in enumerate(container)]
         return type(container)(values)
-    # A frozen dataclass: __init__ computes dependent attributes, then the other fields are set.
+    # A frozen dataclass: replace() calls __init__, and the fields without a parameter are set here.
     fields = {field.name: field for field in dataclasses.fields(container)}
     init_fields = {name: entry for name, entry in entries.items() if fields[name].init}
     copy = dataclasses.replace(container, **init_fields)

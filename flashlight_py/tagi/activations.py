@@ -133,8 +133,8 @@ class EvenExp(Activation):
     As the last layer, it gives pairs: a value, and the positive variance of its observation error.
 
     Args:
-        slope_times_variance: False: the slope of e^z is its mean. True: the slope is its mean times
-            v = var(z), as in pytagi 0.2.1. The deltas of means are then v times too large, and the
+        slope_times_variance: False: the slope is the mean E of e^z. True: the slope is v E with v =
+            var(z), as in pytagi 0.2.1. The deltas of means are then v times too large, and the
             deltas of variances v^2 times.
     """
 
@@ -202,8 +202,8 @@ class Softmax(_Shares):
     """``e^z`` divided by the sum over the sample, linearised at the means.
 
     With p = softmax(m) and J = p (1 - p), means are p and slopes J. The effect of other units on a
-    slope is neglected. Variances are ``J^2 (v + v_max)``; v_max belongs to the unit with the
-    largest m.
+    slope is neglected. Variances are ``J^2 (v + v_max)``, where v_max is the variance of the unit
+    with the largest m.
     """
 
     def _shares(self, mean: Array, variance: Array) -> Moments:

@@ -82,7 +82,7 @@ class _Convolution(ImageLayer):
             variance += self.biases.variance[:, None]
 
     def _set_sums(self, sums: Array, d: Array, e: Array) -> None:
-        """Set the weights' sums to ``sums``. Compute the biases' sums from ``d`` and ``e``."""
+        """Set the sums of the weights' deltas to ``sums``. Sum ``d`` and ``e`` for the biases."""
         for array, values in zip(
             (self.weight.mean_sum, self.weight.variance_sum), sums, strict=True
         ):
@@ -146,7 +146,7 @@ class Conv2d(_Convolution):
         return BaseHiddenStates(batch_first(z, shape), batch_first(zv, shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of the weights: ``d`` times input means, and ``e`` times their squares.
+        """Sum the weights' deltas: ``d`` times input means, and ``e`` times their squares.
 
         Return the deltas of the input: ``d @ W`` and ``e @ W**2`` of each window, times the input's
         slope and squared slope. Overlapping windows are added.
@@ -207,7 +207,6 @@ class ConvTranspose2d(_Convolution):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return moments of shape ``[batch, *output_shape]``, with channels first in memory."""
         x = x.shaped(self.input_shape)
         over, batch = self._over, len(x.mean)
         xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
@@ -230,7 +229,7 @@ class ConvTranspose2d(_Convolution):
         return BaseHiddenStates(images, images_v)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of the weights: input means times ``d``, and their squares times ``e``.
+        """Sum the weights' deltas: input means times ``d``, and their squares times ``e``.
 
         Return the deltas of the input: the sums over each window of ``d * W`` and of ``e * W**2``,
         times the input's slope and squared slope.
@@ -259,9 +258,9 @@ class ConvTranspose2d(_Convolution):
 def _columns(
     windows: Windows, batch: int, inputs: int, matrices: int, like: Array
 ) -> list[tuple[WindowPart, Array]]:
-    """Divide the windows into chunks. Return each with memory ``[matrices, inputs, columns]``.
+    """Divide the windows into chunks. Return each chunk with an array for its columns.
 
-    All chunks use the same memory. The next call in this thread overwrites it.
+    Arrays are ``[matrices, inputs, columns]``. All arrays of a thread use the same memory.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
     columns = max(COLUMNS, memory // (REAL.itemsize * inputs * matrices))

@@ -1,7 +1,7 @@
 """Data-parallel training of TAGI networks.
 
-Each rank computes the sums of a backward pass over its samples. The ranks then add their sums in
-buckets. Each rank takes the same step as one process with all samples would take.
+Each rank sums each parameter's deltas over its samples, and the ranks add these sums in buckets.
+Each rank then takes the same step as one process with all samples would take.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class DDPSequential:
     """A network that all ranks train together, each with different samples.
 
     The constructor is collective and blocks. Every rank passes the same network and receives the
-    parameters and running statistics of rank 0. ``backward()`` is collective as well: it adds the
-    sums of all parameters over the ranks. Afterwards the sums, and the results of ``step()``, have
-    the same bits on every rank.
+    parameters and running statistics of rank 0. ``backward()`` is collective as well: it adds each
+    parameter's deltas over the samples of all ranks. The sums, and the results of ``step()``, then
+    have the same bits on every rank.
 
     With ``average=False``, training equals training in one process with the samples of all ranks in
     one batch, even if ranks have different numbers of samples. The bound of a step depends on the
@@ -104,8 +104,8 @@ class DDPSequential:
         TypeError: If ``model`` is not a Sequential.
         ValueError: If rank or size in ``config`` differ from the world, ``bucket_bytes`` is not
             positive, or the network has no parameters.
-        MismatchError: If networks or arguments differ between ranks. The text names the first
-            layer that differs.
+        MismatchError: If networks or arguments differ between ranks. The text names the first layer
+            that differs.
         DistributedError: See :func:`flashlight_py.all_reduce`.
 
     Example:
@@ -181,7 +181,7 @@ class DDPSequential:
         return self.model.forward(mu_x, var_x)
 
     def backward(self) -> None:
-        """Run the backward pass and add all sums over the ranks. Collective, blocking.
+        """Run the backward pass and add parameter deltas over the ranks. Collective, blocking.
 
         Raises:
             RuntimeError: If there are no deltas, or the parameters or the number of ranks have
@@ -224,15 +224,15 @@ class DeltaBucket(PassBucket):
         self.parameters = bucket
 
 
-# The ranks add sums that are not yet multiplied by the variances of the parameters. The step
+# The ranks add deltas that are not yet multiplied by the variances of the parameters. The step
 # multiplies them in the same kernel on every rank, so the results have equal bits. The bound of a
 # step depends on the total number of samples. This number is the last element of the last bucket,
 # because a separate message would cost a small network one more round trip.
 class DeltaSync(GradientPass[DeltaBucket]):
-    """Data-parallel backward pass: it adds the parameters' sums over the ranks, bucket by bucket.
+    """Data-parallel backward pass: it adds parameter deltas over the ranks, bucket by bucket.
 
-    After a pass, ``learnt`` of the network is the number of samples on all ranks. If ``average``,
-    ``learnt`` is the mean number of samples on the ranks that have samples.
+    A pass sets ``learnt`` of the network to the number of samples on all ranks. If ``average``,
+    the number is the mean over the ranks that have samples.
     """
 
     ends_with_message = False
@@ -263,7 +263,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
         for bucket in planned:
             parameters = [parameter for layer in bucket for parameter in layer.parameters_in_use]
-            has_samples = int(bucket is planned[-1])  # element for the number of samples
+            has_samples = int(bucket is planned[-1])  # the last bucket stores the number of samples
             storage = ParameterBucket(parameters, zeros_on(device), sums, has_samples)
             self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:
@@ -275,7 +275,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         return self._members if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
-        """If the forward pass is collective, compute the factor of this rank's sums before it."""
+        """Call ``weigh`` now, and not in the backward pass, if the forward pass is collective."""
         if self.ranks_of_forward() is not None and self.weigh is not None:
             self._weight = self.weigh(True)
 
@@ -311,7 +311,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._running = True
 
     def _on_sums(self, bucket: DeltaBucket, _: BaseLayer) -> None:
-        """Count a layer whose sums are complete. Send ``bucket`` after its last layer."""
+        """Count a layer whose deltas are summed. Send ``bucket`` after the last of its layers."""
         if not self._running:
             raise RuntimeError(
                 "backward: a DDPSequential wraps this network. Call backward() of the "
@@ -336,7 +336,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._model.learnt = round(float(self._parameter_buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return the factor of the sums: ``ranks / training`` if ``self.averages``, else 1."""
+        """Return the factor for this rank's deltas. ``training``: number of ranks with samples."""
         return ranks / training if self.averages else 1.0
 
     def send_zeros(self) -> None:

@@ -76,7 +76,7 @@ class Linear(BaseLayer):
         return BaseHiddenStates(mean, variance)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums ``d.T @ m`` and ``e.T @ m**2``; return the deltas of the input."""
+        """Set the weights' sums to ``d.T @ m`` and ``e.T @ m**2``. Return the input's deltas."""
         x, weight = self._x, self.weight
         xp = array_module(x.mean)
         d, e = d.reshape(len(x.mean), -1), e.reshape(len(x.mean), -1)
@@ -142,7 +142,7 @@ class Embedding(BaseLayer):
         self._indices = np.empty((0, input_size), np.int64)
 
     def connect(self, shape: Shape) -> Shape:
-        """Return the output shape. A sample must have ``input_size`` indices; 0: any number."""
+        """Return the output shape. Samples must have ``input_size`` indices unless that is 0."""
         size = int(np.prod(shape))
         if self._size and size != self._size:
             raise ValueError(f"expected {self._size} indices per sample, got shape {shape}")
@@ -176,7 +176,7 @@ class Embedding(BaseLayer):
         return BaseHiddenStates(mean.reshape(len(values), -1), variance.reshape(len(values), -1))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of each row from ``d`` and ``e``. Return zeros: indices do not learn."""
+        """Sum ``d`` and ``e`` of each row over the batch. Return zeros: indices do not learn."""
         indices = self._indices
         xp = array_module(indices)
         d, e = (array.reshape(-1, self.embedding_dim) for array in (d, e))

@@ -100,7 +100,7 @@ def classification_error(prediction: Any, label: Any) -> float:
 
 
 def _matching(metric: str, **arrays: Any) -> list[Array]:
-    """Return flat float64 arrays. Otherwise NumPy would broadcast ``(n,)`` with ``(n, 1)``."""
+    """Return flat float64 arrays, or raise ValueError if their shapes do not match."""
     flat = [
         np.asarray(to_device(unmasked(name, values, np.nan), "cpu"), np.float64)
         for name, values in arrays.items()

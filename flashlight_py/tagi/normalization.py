@@ -61,7 +61,7 @@ class Normalization(BaseLayer):
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the parameters' sums. Return ``d r W s``, ``e (r W s)^2``; s: slope of the input."""
+        """Sum the parameters' deltas. Return ``d r W s``, ``e (r W s)^2``; s: the input's slope."""
         t = self._t
         deltas = d.reshape(t.shape), e.reshape(t.shape)
         sums, back = standardize_back(t, *deltas, self._slope, self._back, needs_input)
@@ -245,7 +245,7 @@ SHORTEST = 8  # minimum positions per row for which the kernels are faster
 
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
-    """Return each row's float64 sum. With ``centers``: sum of squared differences from them."""
+    """Return the float64 sum of each row, or of its squared differences from ``centers``."""
     xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
         centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])
@@ -297,10 +297,10 @@ def standardize(
 def standardize_back(
     t: Array, d: Array, e: Array, slope: Array | None, back: Array, needs_input: bool
 ) -> tuple[Array, Deltas | None]:
-    """Return the sums of the parameters, and new deltas of the input if ``needs_input``.
+    """Return the sums of the parameters' deltas, and the input's deltas if ``needs_input``.
 
-    The sums are float64 ``[4, features]``: of t d, t^2 e, d and e. The deltas are ``d * back *
-    slope`` and ``e * back^2 * slope^2``.
+    The sums of t d, t^2 e, d and e are float64 ``[4, features]``. The input's deltas are new: ``d *
+    back * slope`` and ``e * back^2 * slope^2``.
     """
     xp, rows = array_module(t), _Rows.of(t)
     if rows is None:
@@ -343,9 +343,9 @@ class _Rows:
         return None if module is None else cls(module, units)
 
     def call(self, name: str, *arrays: Array | None) -> None:
-        """Call the kernel ``name``. Arrays with the shape of ``lead`` get its memory layout.
+        """Call the kernel ``name``. Copies arrays with the shape, but not the layout, of ``lead``.
 
-        Arrays of other shapes must be contiguous, such as ``affine``, which has 7 elements per row.
+        Arrays of other shapes must be contiguous.
         """
         arranged = [None if array is None else self._with_layout(array) for array in arrays]
         pointers = [data_pointer(self._module, array) for array in arranged]

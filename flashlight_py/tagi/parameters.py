@@ -1,9 +1,9 @@
 """Parameters of a network: initial values, memory layout, and the bounded step.
 
 Each layer has :class:`Parameter` objects. A network gathers them in :class:`ParameterBucket`
-objects, in the order in which a backward pass completes them. A bucket has three arrays: all means,
-all variances, and all sums of a backward pass. A step is therefore one kernel call, and the sums
-are sent to other processes without a copy.
+objects, in the order in which a backward pass computes their deltas. A bucket has three arrays: all
+means, all variances, and all sums of deltas over the batch. A step is therefore one kernel call,
+and the sums are sent to other processes without a copy.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ METHODS = ("He", "Xavier")
 
 
 class Parameter:
-    """An array of independent Gaussian parameters, and the sums of the last backward pass.
+    """An array of independent Gaussian parameters, and sums that a backward pass computes.
 
     Attributes:
         mean, variance: Float32 arrays of one shape.
-        mean_sum, variance_sum: Sums over the batch. A step changes the mean by ``variance *
-            mean_sum`` and the variance by ``variance ** 2 * variance_sum``, both bounded.
+        mean_sum, variance_sum: Sums of deltas over the batch. A step changes the mean by ``variance
+            * mean_sum`` and the variance by ``variance ** 2 * variance_sum``, both bounded.
     """
 
     __slots__ = ("mean", "mean_sum", "variance", "variance_sum")
@@ -87,7 +87,7 @@ class ParameterBucket:
 
     Attributes:
         mean, variance: Flat arrays of all parameters.
-        sums: Sums for the means, then for the variances, then ``extra`` elements, in which
+        sums: All ``mean_sum``, then all ``variance_sum``, then ``extra`` elements, in which
             data-parallel training stores the number of samples.
     """
 
@@ -123,8 +123,8 @@ class ParameterBucket:
     def step(self, cap: float) -> None:
         """Change means and variances in place, each by at most ``sqrt(variance) / cap``.
 
-        With the sums d and e of a backward pass and the variance s, the mean changes by ``clip(s d,
-        +-sqrt(s) / cap)`` and the variance by ``clip(s^2 e, +-sqrt(s) / cap)``. A variance that
+        With d = ``mean_sum``, e = ``variance_sum`` and the variance s, the mean changes by ``clip(s
+        d, +-sqrt(s) / cap)`` and the variance by ``clip(s^2 e, +-sqrt(s) / cap)``. A variance that
         would not be positive becomes 1e-5. Both bounds are equal although their units differ:
         pytagi's published accuracies were measured with these bounds.
 

@@ -124,7 +124,7 @@ class Sequential(Network):
         return output_copies(x, flat, is_cupy(mu_x))  # other threads may replace the buffer
 
     def backward(self) -> None:
-        """Compute the sums of every parameter from the deltas of the outputs.
+        """Compute ``mean_sum`` and ``variance_sum`` of each parameter from the outputs' deltas.
 
         Raises:
             RuntimeError: If there are no deltas since the last forward pass, or that pass ran in
@@ -331,7 +331,7 @@ class Sequential(Network):
         return BaseHiddenStates(mean, variance)
 
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
-        """Return the shape of a sample in inputs of ``shape``. Set layers' shapes if it is new."""
+        """Return the sample shape of a batch of ``shape``. If it is new, connect the layers."""
         size = math.prod(shape)
         if not shape or 0 in shape[1:]:
             raise ValueError(f"{self.layers[0]}: expected a batch of samples, got {shape}")
@@ -349,7 +349,7 @@ class Sequential(Network):
         return sample
 
     def _connect(self, sample: Shape) -> None:
-        """Set the layers' shapes for samples of ``sample``. Restore old shapes if that fails."""
+        """Connect the layers for the shape ``sample``. If that fails, restore the old ones."""
         try:
             self._row.connect(sample, "")
         except ValueError:

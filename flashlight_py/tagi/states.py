@@ -193,8 +193,11 @@ def _stacked(values: Any) -> Any:
 
 
 def fits_in(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Return whether an array of ``shape`` may be reshaped to ``expected``: it is flat, or has the
-    batch first and samples for which :func:`reads_as` is true. Dimensions of size 1 are ignored."""
+    """Return whether an array of ``shape`` may be reshaped to ``expected``.
+
+    It must be flat, or have the same batch size and a sample shape that :func:`reads_as` accepts.
+    Axes of size 1 are ignored.
+    """
     if shape == expected:
         return True
     dimensions = _without_ones(shape)
@@ -206,7 +209,7 @@ def fits_in(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
 
 
 def reads_as(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether two shapes of one size match: equal without axes of size 1, or one is flat."""
+    """Return whether two shapes of equal size match: one is flat, or only axes of size 1 differ."""
     shape, other = _without_ones(shape), _without_ones(other)
     return shape == other or min(len(shape), len(other)) <= 1
 

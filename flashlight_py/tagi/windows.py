@@ -87,7 +87,7 @@ class Windows:
         return padded[:, :, self._every_stride(y, self.out_height)]
 
     def along(self, rows: Array, x: int) -> Array:
-        """Return column ``x`` of the windows from ``rows``, a result of :meth:`down`."""
+        """Return element ``x`` of each window's row in ``rows``, a result of :meth:`down`."""
         return rows[..., self._every_stride(x, self.out_width)]
 
     def _every_stride(self, first: int, count: int) -> slice:
@@ -262,7 +262,7 @@ class ImageLayer(BaseLayer):
         return (*channels, *size, self.kernel_size)
 
     def _cover(self, images: Shape, channels: int) -> Shape:
-        """Set the shapes. Return the output shape ``(channels, out_height, out_width)``."""
+        """Set the layer's shapes. Return the output shape ``(channels, out_height, out_width)``."""
         self._over = self._windows(*images[1:])
         self.input_shape = images
         self.output_shape = (channels, self._over.out_height, self._over.out_width)
@@ -300,7 +300,6 @@ class _Pool(ImageLayer):
     _like = np.empty((0, 0, 0, 0), REAL)
 
     def connect(self, shape: Shape) -> Shape:
-        """Return the output shape. Raises ValueError if windows do not cover the images exactly."""
         images = images_of(shape)
         return self._cover(images, images[0])
 
@@ -406,8 +405,8 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
 
 
 def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
-    """Return images: each element is ``factor`` times the sum of the deltas of its windows. The
-    result has the shape and memory order of ``like``."""
+    """Return images in which an element is ``factor`` times the sum of the deltas of all windows
+    that contain it. Shape and memory order are those of ``like``."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     arguments = (deltas, images, *_steps(deltas), factor)
     if call_kernel("spread_windows", windows, None, images, *arguments):
@@ -455,8 +454,8 @@ def largest(
 
 
 def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> Array:
-    """Return images: 0, plus the delta of each window at its index ``taken`` from :func:`largest`.
-    The result has the shape and memory order of ``like``."""
+    """Return images with each window's delta added to the element that ``taken`` selects (see
+    :func:`largest`), and 0 elsewhere. Shape and memory order are those of ``like``."""
     images, deltas = empty_images(like, like.shape[1:]), contiguous_channels(deltas)
     images[...] = 0
     arguments = (deltas, *_steps(deltas), taken, *_steps(taken))

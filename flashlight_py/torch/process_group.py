@@ -77,7 +77,7 @@ Method = Callable[..., Any]
 
 
 def _in_torchs_terms(method: Method, name: str) -> Method:
-    """Make ``method`` raise torch's errors. For a tensor of another device, call its backend."""
+    """Make ``method`` raise torch's errors. For tensors not on the CPU, call another backend."""
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
@@ -151,7 +151,7 @@ def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
 
 
 def _options_of_message() -> Any:
-    """Return blocking options if torch's ``send`` or ``recv`` called the method, else None."""
+    """Return blocking options if torch's ``send`` or ``recv`` makes the current call, else None."""
     frame = sys._getframe(2).f_back  # the caller of the decorated method, or None if C++ called it
     callers = frame, frame and frame.f_back
     waits = any(caller and caller.f_code in _WAIT_AT_ONCE for caller in callers)

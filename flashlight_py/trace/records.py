@@ -28,7 +28,7 @@ class RankTimeline:
 
 @dataclass(kw_only=True)
 class FlightRecord(RankTimeline):
-    """A rank's file. The common clock of its times is the wall clock: nanoseconds since 1970."""
+    """The flight record of a rank. ``offset`` converts its times to nanoseconds since 1970."""
 
     size: int
     job: str
@@ -71,7 +71,7 @@ def recorded_call_text(call: dict[str, Any]) -> str:
     return f"{call['verb']}({', '.join(filter(None, words))})"
 
 
-# Verbs for which ranks may pass different first dimensions, or different shapes.
+# Verbs whose arrays may differ between ranks: in the first dimension only, and in all dimensions.
 _ROWS_DIFFER = ("all_gather", "gather", "all_to_all")
 _SHAPES_DIFFER = ("scatter",)
 
@@ -118,7 +118,7 @@ class _Group:
         return behind and self._first_different(lambda call: call.get("line"), line) + behind
 
     def _first_different(self, key: Callable[[dict[str, Any]], Any], text: str) -> list[str]:
-        """Return lines on the first call for which ``key(call)`` differs, headed by ``text``."""
+        """Return ``text`` and lines on the first call whose ``key(call)`` differs between ranks."""
         for number in sorted({number for calls in self._calls.values() for number in calls}):
             by_rank = {rank: calls.get(number) for rank, calls in self._calls.items()}
             if len({key(call) for call in by_rank.values() if call} - {None}) > 1:
