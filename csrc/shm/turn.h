@@ -38,7 +38,6 @@ class Turn {
     released_.notify_one();
   }
 
-  // Releases the turn at the end of the block.
   class Guard {
    public:
     explicit Guard(Turn& turn) : turn_(turn) {}
