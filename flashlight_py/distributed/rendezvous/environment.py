@@ -131,7 +131,8 @@ def _check_inner(
 ) -> None:
     """Raise ValueError if RANK and WORLD_SIZE contradict the variables of mpirun or srun.
 
-    Values of an earlier launch may remain. A launcher inside mpirun or srun sets one of ``marks``.
+    They may be left from an earlier launch. A launcher inside mpirun or srun also sets a variable
+    of ``marks``; its RANK and WORLD_SIZE are valid.
     """
     marks = {"TORCHELASTIC_RUN_ID", "FLASHLIGHT_FILE", "FLASHLIGHT_RESTART_COUNT"}
     is_marked = not marks.isdisjoint(environ)
@@ -185,7 +186,7 @@ def _with_hints(
         raise ValueError(f"{present} is set and {missing} is not. Set both, or unset both")
     listed = tuple(environ.get(ADDRESSES, "").split(","))
     port_of_rank_0, _, other_port = environ.get(PORT, "").partition(":")
-    # An outer launcher may have set the list: it must contain MASTER_ADDR and fit MASTER_PORT.
+    # ADDRESSES and PORT may be from an outer launcher: they must fit MASTER_ADDR and MASTER_PORT.
     addresses = listed if address in listed and other_port in ("", str(port)) else ()
     if addresses and port_of_rank_0:
         port = _integer({PORT: port_of_rank_0}, PORT)
@@ -361,7 +362,7 @@ def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
 
 
 def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
-    """Raise RendezvousError if variables describe a file or several nodes, but no rank.
+    """Raise RendezvousError if variables set a rendezvous file or several nodes, but no rank.
 
     A single process in a Slurm job of several tasks only logs a warning: users try out single
     processes in shells and batch scripts of a job.
