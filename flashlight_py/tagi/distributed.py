@@ -263,7 +263,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
         for bucket in planned:
             parameters = [parameter for layer in bucket for parameter in layer.parameters_in_use]
-            has_samples = int(bucket is planned[-1])  # element for the number of samples
+            has_samples = int(bucket is planned[-1])  # the last bucket stores the number of samples
             storage = ParameterBucket(parameters, zeros_on(device), sums, has_samples)
             self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:

@@ -145,7 +145,7 @@ class Pass(NamedTuple):
 class Gates(NamedTuple):
     """The gates of an LSTM for windows of ``steps`` time steps.
 
-    ``weight``: ``[4, no, ni + no]``; ``biases``: ``[4, no]``, or None.
+    ``weight`` is ``[4, no, ni + no]`` for ni elements of x and no of h. ``biases`` is ``[4, no]``.
     """
 
     weight: Parameter

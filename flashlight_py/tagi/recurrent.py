@@ -87,7 +87,7 @@ class LSTM(BaseLayer):
         self._carried: States | None = None  # initial states, each [1, output_size]; None: 0
         self._x = BaseHiddenStates(np.empty((0, self.input_size)))
         empty = np.empty((0, 0, input_size + output_size))
-        self._pass = Pass(empty, empty[..., None], False)  # of the last forward pass
+        self._pass = Pass(empty, empty[..., None], False)  # arrays of the last forward pass
 
     def connect(self, shape: Shape) -> Shape:
         """Return the output shape. A sample must have ``seq_len * input_size`` elements."""

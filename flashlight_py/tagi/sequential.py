@@ -349,7 +349,7 @@ class Sequential(Network):
         return sample
 
     def _connect(self, sample: Shape) -> None:
-        """Connect the layers for the shape ``sample``. If that fails, restore their shapes."""
+        """Connect the layers for the shape ``sample``. If that fails, restore the old ones."""
         try:
             self._row.connect(sample, "")
         except ValueError:

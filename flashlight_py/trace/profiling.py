@@ -130,7 +130,7 @@ class Profile:
 def profile(
     path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
 ) -> Profile:
-    """Record all calls of verbs in a ``with`` block, on all ranks of ``group``, in one file.
+    """Record the collectives and messages in a ``with`` block on all ranks of ``group``.
 
     Start and end of the block are collective and blocking, as are ``start()`` and ``stop()``. Rank
     0 of the group writes the Chrome trace ``path`` and replaces an existing file. Perfetto and
