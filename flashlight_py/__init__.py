@@ -1,7 +1,7 @@
 """A small tensor framework in the style of flashlight, for NumPy and CuPy arrays.
 
-The package has variables, modules and optimizers for training, and collectives. The same script
-runs in one process, in one process per core, or on many hosts. Begin with ``distributed_init``.
+It has collectives, and variables, modules and optimizers for training. The same script runs in one
+process, in one process per core, or on many hosts. Begin with ``distributed_init``.
 
 A name is imported at its first use. So the launcher starts without NumPy, and a program that only
 reduces arrays does not load modules and optimizers.
@@ -14,7 +14,7 @@ from typing import Any
 
 from flashlight_py._version import __version__ as __version__
 
-# Submodule of each public name, and under "" the public modules. distributed.api has the verbs.
+# Public names by submodule. The entry "" lists public modules. distributed.api has the verbs.
 # `scripts/stubs` copies this table to __init__.pyi for type checkers.
 _HOMES = {
     "_version": ["__version__"],

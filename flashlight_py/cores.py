@@ -75,7 +75,7 @@ def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> 
 def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
     """Return the number of compute threads for ``rank``. ``affinities[i]`` has the cores of rank i.
 
-    It is at most the rank's number of cores, and at most an equal share of the cores of all ranks.
+    This is at most the rank's number of cores, and at most an equal share of all ranks' cores.
     """
     together = _within_quota(len(frozenset().union(*affinities)))
     return max(1, min(len(affinities[rank]), together // len(affinities)))

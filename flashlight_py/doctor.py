@@ -276,7 +276,7 @@ def rendezvous_folder(path: Path) -> Iterator[Finding]:
 
 
 def failed_guarantees(folder: Path) -> Iterator[str]:
-    """Test each of ``GUARANTEES`` in an empty ``folder``. Yield the problem, or "" if it holds."""
+    """Test ``GUARANTEES`` in an empty ``folder``. Yield a problem or "" for each of them."""
     barrier, numbers = threading.Barrier(CREATORS), range(ROUNDS)
 
     def creates(file: Path) -> bool:

@@ -230,7 +230,7 @@ def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
 
 
 def add_moments(sums: Array, mean: Array, squares: Any, weight: float, count: int) -> None:
-    """Add ``count`` values, each with ``weight``, to ``sums``, an ``AverageValueMeter``'s array.
+    """Add ``count`` values of equal ``weight`` to ``sums``, the sums of an AverageValueMeter.
 
     ``mean`` is an array with the values' mean. ``squares`` is the sum of their squared deviations:
     a number, or a float64 array without dimensions.

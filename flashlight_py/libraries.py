@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-# Spellings of function names in BLAS builds, that of NumPy's wheels first. 64_: 64-bit integers.
+# Spellings of function names in BLAS builds. NumPy's wheels use the first. 64_: 64-bit integers.
 _SPELLINGS = ("scipy_{}64_", "{}64_", "scipy_{}", "{}")
 _RTLD_DI_LINKMAP = 2
 

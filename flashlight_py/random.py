@@ -128,7 +128,7 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Restore the result of ``state_dict``. The same random numbers follow.
+    """Set the generators to ``state``, a result of ``state_dict``, to draw the same numbers again.
 
     Raises:
         ModuleNotFoundError: If a CuPy generator was saved and CuPy is not installed.

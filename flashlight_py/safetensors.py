@@ -1,7 +1,7 @@
 """Trees of arrays as safetensors files: a length, a JSON header, then the bytes of the arrays.
 
-This module does not use the library "safetensors", so no package must be installed, bfloat16 can be
-read, and one pass can write, digest and flush the file without a second copy of the arrays. Format:
+This module does not use the library "safetensors". So it needs no other package, reads bfloat16,
+and can write, digest and flush a file in one pass, without a second copy of the arrays. Format:
 https://huggingface.co/docs/safetensors
 
 The structure of a tree is stored as JSON in the metadata. A value that JSON does not support is
@@ -99,7 +99,7 @@ _NAMES = {
     "complex64": "C64",
 }
 _DTYPES = {short: name for name, short in _NAMES.items()}
-# The format has no complex128. It is stored as pairs of float64, and the metadata lists them.
+# The format has no complex128. Such an array is stored as float64 pairs and named in the metadata.
 _PAIRS = {"complex128": "float64"}
 
 _LENGTH = struct.Struct("<Q")

@@ -81,7 +81,7 @@ void Collectives::post_header(int r, uint32_t number, bool grants) {
   mesh_.expect(*incoming_buffers_[r], r, kHeaderSlot, number % kTurns * sizeof(Frame), sizeof(Frame), grants);
 }
 
-// Send this rank's call to every rank, and with it give[r] of `data` to each rank r, if give[r] is small.
+// Send this rank's call to every rank, with the range give[r] of `data` for rank r if this range is small.
 // Throws Mismatch if calls differ. payload() is valid until the next call. With a relay, call fetch() first.
 void Collectives::exchange_calls(Call& call, const void* data, const Parts& give) {
   waiter_ = &call.waiter;
@@ -107,11 +107,11 @@ void Collectives::exchange_calls(Call& call, const void* data, const Parts& give
   }
 }
 
-// A rank need not receive all calls. For example, the root of a small broadcast returns after it has copied
-// its data, before the other ranks call, as in shm/entering.cc. Such a rank compares the other calls later,
-// and may be at most kMostAhead calls ahead of the last compared call. If calls differ, each rank that
-// detects it raises immediately. In the next call in which every rank waits for all ranks, no data is moved
-// and every rank raises.
+// A rank need not wait for the calls of all ranks. For example, the root of a small broadcast returns after
+// it has copied its data, before the other ranks call, as in shm/entering.cc. Such a rank compares the other
+// calls later, and may be at most kMostAhead calls ahead of the last compared call. If calls differ, each
+// rank that detects it raises immediately. In the next call in which every rank waits for all ranks, no data
+// is moved and every rank raises.
 
 void Collectives::enter(Call& call, const void* data, const Parts& give) {
   while (calls_ + 1 - compared_ > kMostAhead) compare_call(compared_ + 1);
@@ -125,8 +125,8 @@ void Collectives::enter(Call& call, const void* data, const Parts& give) {
   receive_all(call);
 }
 
-// Raise a mismatch of an earlier call if this rank has not raised it. First announce the current call as
-// withdrawn, because the other ranks would otherwise use its payload as a result.
+// If this rank has not yet raised a mismatch of an earlier call, raise it. Before that, announce the current
+// call as withdrawn: otherwise, other ranks would use its payload as a result.
 void Collectives::raise_new_mismatch(const Call& call) {
   while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
   const auto news = mismatches_.to_raise(calls_, true);
@@ -136,7 +136,7 @@ void Collectives::raise_new_mismatch(const Call& call) {
   raise_earlier(news);
 }
 
-// Return the ranks whose calls `rank` must receive in `call`: all ranks if the data is too large for headers.
+// Return the ranks that `rank` must wait for in `call`: all ranks if the data is too large for headers.
 Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   const bool is_scan = call.verb == FL_SCAN || call.verb == FL_EXSCAN;
   const size_t bytes = static_cast<size_t>(call.count) * call.itemsize * (is_scan ? size_ - 1 : 1);
@@ -162,7 +162,7 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.data + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = reposted_; number != read;) post_header(r, ++number + kTurns, false);
-    // In a gather, rank r waits for all headers if its data is large. This rank does not know that size.
+    // In a gather, rank r waits for all headers if its own data is large. This rank does not know its size.
     const bool may_wait = mode == kWaits || first_dimension_is_free(signature.verb);
     const bool is_needed = may_wait || fl::needed_by(r, size_, signature).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
@@ -175,7 +175,7 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
   reposted_ = read;
 }
 
-// Wait until one of the kLeaving outgoing frames for rank r is free.
+// Wait until fewer than kLeaving headers to rank r are unsent, so that the next header has a free frame.
 void Collectives::await_leaving(int r) {
   for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
@@ -191,8 +191,8 @@ void Collectives::ignore_if_left(int r, Send send) {
   }
 }
 
-// Receive the calls of the ranks `needed`. If they show that the root's data is large, return false: then
-// this rank needs all calls.
+// Receive the calls of the ranks `needed` and return true. If these calls show that the root's data is large,
+// return false: then this rank needs the calls of all ranks.
 bool Collectives::receive_some(Call& call, Ranks needed) {
   call.report = last_;
   call.report.ago = 0;
@@ -235,7 +235,7 @@ void Collectives::wait_for(uint32_t number, int r) {
   for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*incoming_buffers_[r], r);
 }
 
-// True if the header of rank r for call `number` has arrived, even if wait_for() has not been called.
+// True if the header of rank r for call `number` has arrived, also if wait_for() has not been called for it.
 bool Collectives::has_arrived(uint32_t number, int r) const {
   return !is_before(received_[r], number) || !is_before(received_[r] + incoming_buffers_[r]->received(), number);
 }
@@ -247,7 +247,7 @@ bool Collectives::all_have_called(uint32_t number) const {
   return true;
 }
 
-// Return call `number` of this rank and of all ranks whose header for it has arrived.
+// Return call `number` of each rank. A rank has no entry if its header has not arrived.
 CallReport Collectives::report_of(uint32_t number) const {
   CallReport report;
   report.reset(size_);
@@ -261,8 +261,8 @@ CallReport Collectives::report_of(uint32_t number) const {
   return report;
 }
 
-// Receive call `number` of all ranks and compare the calls. Return true if they agree. Otherwise, ranks that
-// did not wait for this call raise the mismatch in a later call.
+// Receive call `number` of all ranks and return true if the calls agree. If they differ, a rank that has
+// returned from this call early raises the mismatch in a later call.
 bool Collectives::compare_call(uint32_t number) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) wait_for(number, r);
@@ -300,7 +300,7 @@ void Collectives::flush(Clock::time_point end) noexcept {
 
 // Many ranks ------------------------------------------------------------------------------------
 
-// Return the payload's size if all receivers get the same payload and the relay has space for it, else 0.
+// Return the size of the payload if it is equal for all receivers and the relay has space for it, else 0.
 size_t Collectives::common_bytes(const Parts& give) const {
   Part common;
   for (int r = 0; r < size_; ++r) {
@@ -319,7 +319,7 @@ void Collectives::relay_calls(Call& call, const void* data, const Parts& give, s
   relay_.exchange(call.signature, call.site, static_cast<const char*>(data) + begin, bytes, call.waiter);
 }
 
-// Send small payloads that the relay did not carry.
+// Send the small payloads that were not sent through the relay.
 void Collectives::send_separately(const void* data, const Parts& give) {
   const char* const source = static_cast<const char*>(data);
   for (int step = 1; step < size_; ++step) {
@@ -364,7 +364,7 @@ void Collectives::store_calls(Call& call) {
 CallReport Collectives::last_calls() const {
   CallReport report = last_;
   report.ago = 0;
-  // Use later calls that have arrived, although they were not compared yet.
+  // Also report calls that have arrived and are not compared yet.
   for (uint32_t number = compared_; !uses_relay_ && number != calls_;) {
     const CallReport later = report_of(++number);
     for (int r = 0; r < size_; ++r) {
@@ -386,8 +386,8 @@ bool Collectives::is_ahead(int rank, fl_signature& call) const {
   return true;
 }
 
-// Return the ranks that have not called. With a relay, ask the ranks whose calls are missing: perhaps they
-// have called, but the rank that forwards their calls is late.
+// Return the ranks whose call has not arrived. With a relay, such a rank may have called, although the rank
+// that forwards its call is late. So ask each of them, and return the ranks that have not called.
 std::vector<int> Collectives::not_arrived(const Call& call) {
   if (uses_relay_ && has_begun_) return mesh_.not_called(relay_.missing(), call.signature.sequence);
   std::vector<int> missing;

@@ -85,15 +85,15 @@ class Collectives {
   // the header would take longer.
   static constexpr size_t kInlineBytes = 65 << 10;
   // kMostAhead: maximum number of calls between the last compared call and this rank's call. kTurns: number
-  // of header frames per peer. Header k uses the frame of header k - 2 n, with n = kMostAhead + 1. This frame
-  // is free: the sender of header k has received the headers of call k - n from all ranks, and each rank has
-  // released the frames of call k - 2 n before it sent its header of call k - n.
+  // of header frames per peer. With n = kMostAhead + 1, headers k and k - 2 n use the same frame. When header
+  // k is sent, this frame is free: its sender has received header k - n of every rank, and each rank released
+  // the frames of call k - 2 n before it sent its header k - n.
   static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
   // Maximum number of headers to one peer that wait until the kernel accepts them.
   static constexpr uint32_t kLeaving = 8;
-  // Headers that no rank waits for are sent with MSG_MORE, except in every kHurryEvery-th call.
+  // Headers that no rank waits for are sent with MSG_MORE (delayed), except in every kHurryEvery-th call.
   static constexpr uint32_t kHurryEvery = 16;
-  // How a rank makes a call: it waits for all other ranks, or it may return before they call.
+  // How a rank makes a call: it waits for all other ranks (kWaits), or it may return before they call.
   enum WaitMode : uint32_t { kWaits, kRunsAhead };
   struct Frame {
     fl_signature signature;
@@ -183,16 +183,16 @@ class Collectives {
   std::vector<int> pending_;  // ranks whose payloads send_separately() is sending
   uint32_t calls_ = 0;        // number of this rank's calls; 0 with a relay
   uint32_t compared_ = 0;     // number of the last compared call
-  uint32_t reposted_ = 0;     // receives are posted for calls up to reposted_ + kTurns
+  uint32_t reposted_ = 0;     // receives are posted for the headers up to reposted_ + kTurns
   uint32_t awaited_ = 0;      // number of the call that this rank awaits
   Mismatches mismatches_{rank_, kMostAhead};
-  // last_: the latest call that has arrived from all ranks. received_at_: the time of its arrival.
+  // last_: calls of the latest collective that all ranks have called. received_at_: when calls last arrived.
   CallReport last_;
   Clock::time_point received_at_;
   // Memory for received chunks in large reductions. It is kept between calls.
   std::unique_ptr<char[]> scratch_;
   std::vector<Buffer> rooms_;
-  size_t taken_ = 0;  // chunks received so far from each peer
+  size_t taken_ = 0;  // number of chunks received from each peer so far, equal for all peers
 };
 
 }  // namespace fl

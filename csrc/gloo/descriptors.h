@@ -15,7 +15,7 @@ namespace fl {
 // Throw the errno of a failed system call.
 [[noreturn]] inline void fail_in(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
 
-// A descriptor, with device and inode: they show whether its number was reused for another file.
+// A file descriptor. Its device and inode show whether its number now refers to another file.
 struct Descriptor {
   int number = -1;  // no descriptor
   dev_t device = 0;
@@ -33,7 +33,7 @@ class Descriptors {
   // Add a descriptor, unless there are `capacity` already. Not thread-safe.
   void add(int descriptor);
 
-  // In a forked child: close all descriptors whose numbers were not reused.
+  // In a forked child: call close_if_same() for every descriptor.
   void close_all() const noexcept;
 
  private:

@@ -79,7 +79,7 @@ bool Family::has_ended() const {
   return std::all_of(groups_.begin(), groups_.end(), [](const auto& entry) { return entry.second->has_ended; });
 }
 
-// Peers that connect during this function receive the text here or from connected().
+// If a peer connects during this function, either this function or connected() sends it the text.
 void Family::notify(Mesh& group, const std::string& text) noexcept {
   std::vector<Pair*> connections;
   {
@@ -119,7 +119,7 @@ void Family::deliver() const noexcept {
   }
 }
 
-// Gloo's thread calls this function before other threads send on the connection.
+// Gloo's thread calls this function before any other thread sends on the connection.
 void Family::connected(int peer, Pair& pair) {
   std::vector<std::pair<uint64_t, Notes>> unsent;
   {
@@ -179,7 +179,7 @@ int Family::listen_for_hosts() {
 void Family::watch_hosts(std::shared_ptr<const Hosts> hosts) {
   if (!(hosts->seconds > 0)) return heartbeat_.reset();
   links->keep_alive_for(patience_ = hosts->seconds);
-  if (heartbeat_ == nullptr) return;  // another group monitors the hosts: see Companion
+  if (heartbeat_ == nullptr) return;  // a group that has this one as Companion monitors the hosts
   heartbeat_->begin(std::move(hosts));
   beats_ = std::thread(&Family::beat, this);
 }
@@ -192,7 +192,7 @@ void Family::beat() {
   }
 }
 
-// End each group with ranks on lost hosts. First set all groups' reasons: later steps may break connections.
+// End each group that contains lost ranks. First set all reasons, because later steps may break connections.
 void Family::lose(const Failure& failure) {
   const std::lock_guard<std::mutex> losing(losing_);
   std::vector<std::pair<Mesh*, Failure>> lost;

@@ -68,13 +68,13 @@ class Family {
   bool has_ended() const;
 
   double patience_ = 0;
-  std::mutex losing_;  // locked while groups end after a loss: no group is removed then
-  std::mutex mutex_;   // guards the members below; lock a pair's mutex before this one
+  std::mutex losing_;  // held while groups end after a loss, so that no group is removed then
+  std::mutex mutex_;   // guards the members below; lock order: a pair's mutex, this mutex
   std::map<uint64_t, Mesh*> groups_;
   std::vector<Pair*> connections_;  // index: rank; null if not connected
-  // Key: rank. Notes of removed groups, for members that connect later.
+  // Key: rank. Notes of removed groups. A member that connects later receives them.
   std::map<int, std::vector<std::pair<uint64_t, Notes>>> late_notes_;
-  // Key: group number. (rank, note) for groups that this rank has not created yet.
+  // Key: group number. (rank, note) of groups that this rank has not created yet.
   std::map<uint64_t, std::vector<std::pair<int, std::string>>> early_;
   std::unique_ptr<Heartbeat> heartbeat_;  // null if all ranks are on one host
   std::atomic<bool> is_going_{false};

@@ -8,7 +8,7 @@ namespace {
 
 fl_site site_of(const Request& call) { return call.site != nullptr ? *call.site : fl_site{}; }
 
-// True if `timeout` names one rank that has begun the same call, and so waits for another rank itself.
+// True if `timeout` names one late rank that has begun the same call: it waits for another rank itself.
 bool waits_in(const Failure& timeout, const fl_signature& call) {
   return timeout.missing.size() == 1 && timeout.report.calls[timeout.missing[0]].sequence == call.sequence;
 }
@@ -47,7 +47,7 @@ bool Group::is_ahead(int rank, fl_signature& call) {
 std::shared_ptr<Operation> Group::lost() {
   const auto reason = mesh_->reason();
   if (!mesh_->is_broken() && !mesh_->has_farewell() && !reason) return nullptr;
-  // The loss of a host concerns other groups too: report it even if an operation of this group raised it.
+  // The loss of a host concerns other groups: report it even if an operation of this group has raised it.
   const bool concerns_others = reason && reason->status == FL_HOST_LOST;
   const bool was_raised = mesh_->is_broken() && !concerns_others;
   const Failure found = was_raised ? mesh_->why_broken() : mesh_->explain(-1, "it gave up");

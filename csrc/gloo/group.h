@@ -26,7 +26,7 @@ class Group {
   bool is_ahead(int rank, fl_signature& call);
   // Return null if the group is usable, else a failed operation whose error is the reason.
   std::shared_ptr<Operation> lost();
-  // Announce that this rank starts no more messages.
+  // Announce that this rank will start no more sends and receives.
   void leave() { mesh_->leave(); }
   // End the group with the reason `why`, and send the reason to the other ranks.
   void give_up(const std::string& why);

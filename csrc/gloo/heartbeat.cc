@@ -10,20 +10,21 @@
 namespace fl {
 namespace {
 
-// First byte of a message: a beat; news of a loss; a notice that the end of the connection will be no loss.
-// News contains the kind of loss, milliseconds since the loss, the first and last number of each range of
-// lost hosts or ranks, and a zero byte. Rank r has the number r + number of hosts.
+// First byte of a message. kBeat: a beat. kNews: news of a loss. kLeave: the sender leaves, so the end of its
+// connection is no loss. News contains the kind of loss, milliseconds since the loss, the first and last
+// number of each range of lost hosts or ranks, and a zero byte. Rank r has the number r + number of hosts.
 constexpr char kBeat = 1, kNews = 2, kLeave = 3;
 // Kinds of losses: host does not answer; only its kernel answers; this host is cut off; a process has died.
 constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
-// For one message of news: minimum bytes (fewer do not wake the receiver), maximum ranges, maximum bytes.
+// Sizes of one message of news. It has at least kLeastNews bytes, because fewer bytes (beats) do not wake the
+// receiver. It has at most kMostRuns ranges. A receiver rejects more than kMostNews bytes.
 constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
 // Minimum time between messages of news. If many hosts are lost, one message contains several losses.
 constexpr std::chrono::milliseconds kPause{10};
 
 // Sizes in bytes of the rank number and the proof that a rank sends first on its new connection.
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
-constexpr size_t kMostStrangers = 64;  // maximum unproven connections, plus Hosts::most
+constexpr size_t kMostStrangers = 64;  // this plus Hosts::most: maximum number of unproven connections
 
 // Fractions of Hosts::seconds. kLook: time between beats. kDoubt: silence after which other ranks are asked.
 // kJudge: silence after which the host is lost. The remaining time is for news and the end of operations.
@@ -33,7 +34,7 @@ constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
 constexpr int kAsleep = 4;
 // Maximum number of other hosts that this rank asks if a host is silent.
 constexpr int kWitnesses = 8;
-// If a host has at most kDirect ranks, each of them sends news to all others. Otherwise ranks forward news.
+// If a host has at most kDirect ranks, each notifies all ranks of the host. Otherwise, ranks forward news.
 constexpr size_t kDirect = 8;
 constexpr size_t kMostNames = 20;
 
@@ -87,7 +88,8 @@ void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   interval_ = std::min<Clock::duration>(seconds(hosts_->seconds * kLook), kLongestInterval);
   doubt_ = seconds(hosts_->seconds * kDoubt);
   limit_ = seconds(hosts_->seconds * kJudge);
-  // The ranks of this host may detect a loss at different times, at most two intervals apart.
+  // settling_: time from the detection of a loss to its report. The ranks of this host may detect the same
+  // loss up to two intervals apart.
   settling_ = hosts_->count() > 2 ? 2 * interval_ : Clock::duration{};
   looked_ = beats_ = due_ = time_now();
   // Every rank of this host watches the next host. The hosts at distance 2, 4, 8, ... are divided among the
@@ -189,7 +191,7 @@ void Heartbeat::listen_to(Link& link) {
   link.line.send({kBeat});
 }
 
-// True if the peer has shown a valid proof. The rank that asks sends its proof first.
+// True if the peer has sent a valid proof. The rank that opened the connection sends its proof first.
 bool Heartbeat::is_proven_now(Link& link) {
   if (link.is_proven) return true;
   int32_t rank = rank_;
@@ -232,8 +234,8 @@ bool Heartbeat::has_beaten(Link& link) {
   return has_beaten;
 }
 
-// The peer of the link `answers` has answered, so its host is alive: close the other new connections to the
-// host. The old connection to the silent rank stays open, because its end shows that the process has died.
+// The peer of `answers` has answered, so its host is alive. Close the other new connections to this host. An
+// old connection to a silent rank stays open: if it ends, the process of that rank has died.
 void Heartbeat::handle_answer(Link& answers) {
   Watched* const entry = watched(host(answers.peer));
   if (entry == nullptr) return;
@@ -279,9 +281,10 @@ void Heartbeat::ask_hosts() {
   }
 }
 
-// Choose the host and its ranks to ask; return false if no host is left. Ranks ask the rank with their own
-// index on that host, so that each rank is asked by one rank. Distance 1 means the next host with present
-// ranks. Other distances are exact: otherwise all ranks would ask the first host after a gap of lost hosts.
+// Choose a host for `entry` and connect to ranks of it. Return false if no host is left. Each rank asks the
+// rank with its own index there, so that each is asked once. If entry.distance is 1, choose the next host
+// with present ranks. Other distances are exact: otherwise, all ranks would ask the first host after a gap of
+// lost hosts.
 bool Heartbeat::choose(Watched& entry) {
   const int count = hosts_->count();
   const int end = entry.distance == 1 ? count : entry.distance + 1;
@@ -397,8 +400,8 @@ std::vector<int> Heartbeat::local_receivers() const {
   return result;
 }
 
-// Send news; with the first news, connect to ranks of this host. If this host is cut off, notify only its own
-// ranks: other hosts must not receive a wrong loss when the network returns.
+// Send news. Before the first news, connect to ranks of this host. If this host is cut off, send the news
+// only to its own ranks: when the network returns, other hosts must not receive a wrong loss.
 void Heartbeat::send_news() {
   if (!unsent_.empty() && news_.empty()) {
     for (int peer : local_receivers()) ask(peer, false);
@@ -441,7 +444,7 @@ void Heartbeat::send_news() {
   }
 }
 
-// Return the lost hosts first. Lost processes are returned by the next call.
+// Return a new loss. Lost hosts are returned first, and lost processes by the next call.
 std::optional<Failure> Heartbeat::report() {
   if (looked_ < reports_) return std::nullopt;
   const int count = hosts_->count();

@@ -27,7 +27,6 @@ class Line {
   bool is_connected() const { return is_connected_; }
   // True if the peer has closed the connection or does not listen. In both cases its host has answered.
   bool has_left() const { return has_left_; }
-  // True if has_left(), or if the connection is broken.
   bool has_ended() const { return has_left_ || is_broken_; }
 
   // Return the received bytes that take() has not removed, at most some kilobytes.
@@ -41,7 +40,6 @@ class Line {
   // Return the event for which Listener::await() polls this connection.
   pollfd awaited() const;
 
-  // Mark the connection as broken.
   void give_up() { is_broken_ = true; }
   // In a forked child: close the socket.
   void abandon() const noexcept { descriptor_.close_if_same(); }

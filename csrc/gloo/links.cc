@@ -18,8 +18,8 @@ namespace {
 // Maximum number of attempts to connect, in addition to two per rank.
 constexpr size_t kSpareAttempts = 64;
 
-// Maximum time for which a waiting thread reads a connection itself. The alternative, to schedule Gloo's
-// thread and then the waiting thread, takes a fraction of this time.
+// Maximum time for which a waiting thread reads a connection itself. This saves the wake-ups of Gloo's thread
+// and of the waiting thread, which take a fraction of this time.
 constexpr std::chrono::microseconds kBrief{600};
 
 // Thrown if the peer closed the connection or is not in this group. The right peer may still connect.
@@ -95,7 +95,7 @@ class Links::Attempt : public Handler {
   bool is_taken = false;  // a Pair has the socket now
 
  private:
-  // Each end sends a Greeting: first the connecting end, then the other end if the proof is valid.
+  // The connecting end sends its Greeting first. If the proof is valid, the other end answers with its own.
   struct Greeting {
     int32_t rank;
     int32_t asks;  // 1: only asks for the number of calls in `group`
@@ -215,7 +215,7 @@ void Links::close() noexcept {
   }
 }
 
-// Wait until Gloo's thread no longer uses this object: it handles registrations in order.
+// Wait until Gloo's thread no longer uses this object. Gloo's thread handles registrations in their order.
 void Links::settle() const {
   device_->registerDescriptor(settles_->socket, EPOLLIN, settles_.get());
   device_->unregisterDescriptor(settles_->socket, settles_.get());
@@ -295,7 +295,7 @@ void Links::begin(int peer, std::optional<uint64_t> asks_of) {
   device_->registerDescriptor(connection, EPOLLOUT, begun);
 }
 
-// Do not replace kStranger: the peer then closes the connection, and that error is only a consequence.
+// Do not replace kStranger: after this problem, the peer closes the connection, which causes another error.
 void Links::explain(int peer, const std::string& problem) {
   if (problems_[peer] != Attempt::kStranger) problems_[peer] = problem;
 }
@@ -316,7 +316,8 @@ void Links::accept() {
   device_->registerDescriptor(connection, EPOLLIN, begun);
 }
 
-// True if the accepted connection is used. If both ends connect, the connection of the lower rank is used.
+// True if the accepted connection becomes the connection with its peer. If both ranks connect to each other,
+// the connection that the lower rank opened is used.
 bool Links::has_slot(Attempt& attempt) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;
@@ -348,7 +349,7 @@ void Links::adopt(Attempt& attempt) {
   listener_->close();
 }
 
-// If `is_refused`, await() may connect again: the peer closed this connection and perhaps uses another.
+// If `is_refused`, await() may connect again: the peer has closed this connection and may open another one.
 void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;

@@ -14,13 +14,13 @@ namespace fl {
 
 class Links : public Context {
  public:
-  // Gloo's thread calls it before other threads use the new connection. A later send could block Gloo's
-  // thread: another thread whose read fails keeps the pair locked until Gloo's thread is free.
+  // Gloo's thread calls it before other threads use the new connection, so a send in it cannot block. Later,
+  // a send could: another thread whose read fails keeps the pair locked until Gloo's thread is free.
   using ConnectedHandler = std::function<void(int peer, Pair& pair)>;
   // Returns the number of collectives that this rank has begun in `group`.
   using Calls = std::function<int64_t(uint64_t group)>;
 
-  // Listen, but accept no connections before open(). If `listens_on`, listen until close(), for calls_of().
+  // Listen, but accept no connections before open(). If `listens_on`, listen until close(): see calls_of().
   Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on);
   ~Links() override;
 
@@ -54,7 +54,6 @@ class Links : public Context {
   // In a forked child: close the descriptors.
   void abandon() const noexcept { descriptors_.close_all(); }
 
-  // Return the connection with `peer`, or null if it does not exist.
   Pair* pair(int peer) const {
     return is_connected(peer) ? static_cast<Pair*>(pairs_[peer].get()) : nullptr;
   }
@@ -86,14 +85,14 @@ class Links : public Context {
   Calls calls_;
   Parcels* parcels_ = nullptr;
   std::unique_ptr<Listener> listener_;
-  const std::unique_ptr<Listener> settles_;  // opened early, because descriptors may run out
+  const std::unique_ptr<Listener> settles_;  // for settle(); opened early, because descriptors may run out
   Descriptors descriptors_;
   double seconds_ = 0;
   Persistence reading_;
   std::unique_ptr<std::atomic<int>[]> states_;  // a State for each peer; written under lock_
 
-  std::mutex closing_;  // held by close()
-  std::mutex asking_;   // held by calls_of()
+  std::mutex closing_;  // held by close(): a second caller waits for the first
+  std::mutex asking_;   // held by calls_of(), so that only one thread uses answers_
   std::mutex lock_;     // guards the members below
   std::condition_variable changed_;
   bool is_open_ = false;

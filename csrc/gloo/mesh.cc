@@ -24,7 +24,7 @@ bool is_silence(const std::string& what) {
   });
 }
 
-// If a wait times out on several ranks: maximum time between the timeouts, and time between checks.
+// After a timeout, maximum time to wait for timeouts that other ranks report, and time between checks.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
 
 std::string text_for_peers(std::string message, const std::string& name) {
@@ -75,7 +75,7 @@ int index_in(const std::vector<int>& ranks, int rank) {
 
 }  // namespace
 
-// The base class needs the watch of the family before the members are initialised: see the third constructor.
+// The base class Connections needs the family's watch, so the family is created first, in this call.
 Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
            double connect_seconds)
     : Mesh(std::make_shared<Family>(rank, size, host, interface, size > kDirect), all_ranks(size), 0,
@@ -153,7 +153,7 @@ void Mesh::require(int peer) {
   }
 }
 
-// Return the failure if `peer` cannot be connected: a reason that other ranks send soon, else `problem`.
+// Return the failure to raise: the reason that another rank sends soon, if any, else `problem`.
 Failure Mesh::not_connected(int peer, const std::string& problem) {
   await_reason(is_silence(problem));
   if (const auto why = reason()) return *why;
@@ -196,7 +196,7 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
 
 // Notifications between members ---------------------------------------------------------------
 
-// Store a note. The calling thread has locked a pair, so another thread forwards a reason to the other ranks.
+// Store a note. The calling thread has locked a pair. So another thread forwards a reason to the other ranks.
 void Mesh::receive_note(int peer, const std::string& text) {
   const bool is_hearsay = text[0] == kHearsay;
   bool is_first = false;
@@ -295,7 +295,8 @@ Clock::time_point Mesh::end_of(int peer) const {
 void Mesh::stop() { end(Failure(FL_CLOSED, {}, kWasClosed)); }
 
 // If a peer has closed the connection because of a lost host, this rank receives the news within kNewsTakes.
-// If `is_silent`, wait longer, until the heartbeats report a loss. This needs a Waiter, which has a deadline.
+// If `is_silent` and this thread has a Waiter, wait longer: until the heartbeats report a loss, or until the
+// Waiter's deadline.
 void Mesh::await_reason(bool is_silent) {
   const Waiter* const waiter = Waiter::current();
   auto end = Clock::now();
@@ -348,9 +349,9 @@ std::map<int, std::string> Mesh::broken_peers() {
   return broken;
 }
 
-// Return the peers in `broken` that ended first, at most kGoodbye / 2 apart. Other ranks may have ended
-// because of them: they close their connections after their reason is delivered or kGoodbye has passed. A
-// rank that announced its end with leave() counts only if it is `peer`, or if all ranks in `broken` did so.
+// Return the peers in `broken` that ended within kGoodbye / 2 after the first one. Peers that ended later may
+// have ended because of it: they close their connections after their reason is delivered or kGoodbye has
+// passed. A peer that has called leave() counts only if it is `peer`, or if all peers in `broken` did so.
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
   std::vector<int> suspects, result;
   for (const auto& entry : broken) {
@@ -372,8 +373,8 @@ std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
   return await_cause(timeout.missing);
 }
 
-// If the rank in `missing` reports a timeout as well, continue with the rank for which it waited. Return the
-// first rank without such a report.
+// If `missing` is one rank, and this rank reports a timeout as well, replace `missing` by the ranks that it
+// waited for. Repeat this until no such report arrives. Return the last `missing`.
 std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   const auto end = Clock::now() + kSettling;
   for (int steps = 0; steps < size && missing.size() == 1 && missing[0] != rank; ++steps) {
@@ -390,7 +391,7 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   return missing;
 }
 
-// If the heartbeats have detected the loss, all ranks know it, and no connections are made to report it.
+// If the heartbeats have detected the loss, they notify all ranks. So make no connections to report it.
 void Mesh::give_up(const Failure& failure) noexcept {
   report_to_others(failure);
   if (!reason()) connect_neighbours(failure.missing);
@@ -399,8 +400,8 @@ void Mesh::give_up(const Failure& failure) noexcept {
   family_->end(*this);
 }
 
-// Connect to the neighbours, except ranks in `missing`. Otherwise, a neighbour that connects later does not
-// receive the reason and reports this rank as lost.
+// Connect to the neighbours, except ranks in `missing`. A neighbour that connected only later would not
+// receive the reason and would report this rank as lost.
 void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   const auto end = Clock::now() + kGoodbye;
   const std::vector<int> peers = neighbours();
@@ -419,7 +420,7 @@ void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   });
 }
 
-// Only the first failure is reported, because the others may be its consequences.
+// Report only the first failure, because later failures may be its consequences.
 void Mesh::report_to_others(const Failure& failure) noexcept {
   if (has_reported_.exchange(true)) return;
   const Farewell farewell{failure.status, failure.missing, text_for_peers(failure.what(), name(rank))};

@@ -18,7 +18,7 @@ enum Slot : uint64_t {
   kRelaySlot,
 };
 
-// If this group loses hosts, `give_up` ends another group, `other`, with an error that ends with `advice`.
+// Another group that ends if this group loses hosts: give_up(other, why) ends it. `why` ends with `advice`.
 struct Companion {
   int (*give_up)(void* other, const char* why);
   void* other;
@@ -35,9 +35,9 @@ class Mesh : public Transport, public Connections, public Route {
 
   const int rank, size;
 
-  // Maximum size of a group whose ranks send calls to all ranks. In larger groups, ranks forward calls.
+  // Maximum size of a group in which each rank sends its calls to all ranks. Larger groups forward calls.
   static constexpr int kDirect = 8;
-  // Return the ranks with which this rank exchanges calls directly.
+  // Return the ranks that exchange calls directly with this rank.
   std::vector<int> neighbours() const;
 
   // Return the address that peers connect to.
@@ -60,16 +60,16 @@ class Mesh : public Transport, public Connections, public Route {
   void hurry() {
     for (int peer : neighbours()) links_.pair(ranks_[peer])->hurry();
   }
-  // Let no call return before all ranks have made it, also in subgroups. Call it before any operation.
+  // Let each call wait until all ranks have made it, also in subgroups. Use this before any operation.
   void compare_at_once() { family_->engine.check_at_once(); }
   bool compares_at_once() const { return family_->engine.checks_at_once(); }
   const std::shared_ptr<ThreadPool>& crew() const { return family_->crew; }
   // Return the port for messages of this group. Destroy it before the mesh.
   std::unique_ptr<Port> port();
-  // Return the rank to which connect() is connecting, or -1.
+  // Return the rank that connect() is waiting for, or -1.
   int awaited() const { return awaited_; }
 
-  // Call both before connect(). listen_for_hosts() returns a port, or throws std::runtime_error.
+  // Call both functions before connect(). listen_for_hosts() returns a port or throws std::runtime_error.
   int listen_for_hosts() { return family_->listen_for_hosts(); }
   void watch_hosts(std::shared_ptr<const Hosts> hosts) {
     family_->watch_hosts(std::move(hosts));
@@ -88,7 +88,7 @@ class Mesh : public Transport, public Connections, public Route {
     return std::make_unique<Receiver>(family_->links, *this, const_cast<void*>(data), bytes);
   }
 
-  // Announce to all peers that this rank starts no more messages. Peers that connect later are notified then.
+  // Announce that this rank will start no more sends and receives, also to peers that connect later.
   void leave();
 
   bool is_lost(int peer) override;
@@ -98,7 +98,7 @@ class Mesh : public Transport, public Connections, public Route {
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
     links_.read(buffer, ranks_[peer]);
   }
-  // Return the cause of `what`: a reason that a rank has sent, or lost ranks. `peer`: awaited rank, or -1.
+  // Return the cause of the error `what`: another rank's reason, or lost ranks. `peer`: awaited rank, or -1.
   Failure explain(int peer, const std::string& what) override;
 
   // has_called(): store the number of this rank's last collective. not_called(): ask `ranks` for their
@@ -110,8 +110,8 @@ class Mesh : public Transport, public Connections, public Route {
   // True if a rank has sent the reason why it has ended the group.
   bool has_farewell() const { return has_farewell_; }
 
-  // Report the timeout to the other ranks. Return the ranks that caused it: if the awaited rank waits for
-  // another rank, it times out at about the same time and reports that rank.
+  // Report the timeout to the other ranks. Return the ranks that caused it. If the rank that this rank awaits
+  // is itself waiting for another rank, it times out at about the same time and reports that other rank.
   std::vector<int> cause_of(const Failure& timeout) noexcept;
 
   void enforce_deadline() override {}  // Watch does this
@@ -125,7 +125,8 @@ class Mesh : public Transport, public Connections, public Route {
   void give_up(const Failure& failure) noexcept override;
   void report_to_others(const Failure& failure) noexcept;
 
-  // First bytes of notes: leave() was called; the group is closed; another rank's reason, forwarded.
+  // First bytes of notes. kLeaving: the sender has called leave(). kClosed: the sender has closed the group.
+  // kHearsay: the note forwards the reason of another rank.
   static constexpr char kLeaving[] = "L", kClosed[] = "C", kHearsay = 'H';
   static bool is_last(const std::string& text) { return text == kClosed; }
   void receive_note(int peer, const std::string& text);
@@ -154,9 +155,9 @@ class Mesh : public Transport, public Connections, public Route {
   // Return the peers whose connection has ended or that have closed the group, with the error text of each.
   std::map<int, std::string> broken_peers();
   Clock::time_point end_of(int peer) const;
-  // Return the ranks in `broken` that ended first. `peer` is the awaited rank, or -1.
+  // Return the ranks in `broken` that ended first. `peer` is the rank that this rank awaits, or -1.
   std::vector<int> first_of(const std::map<int, std::string>& broken, int peer) const;
-  // Wait until a reason arrives, or none can arrive any more. `is_silent`: whether a host did not answer.
+  // Wait until a reason arrives, or until none can arrive any more. `is_silent`: a host did not answer.
   void await_reason(bool is_silent);
   Failure not_connected(int peer, const std::string& problem);
   bool is_explained() const { return reason() || has_farewell(); }

@@ -5,7 +5,6 @@
 namespace fl {
 namespace {
 
-// Call `visit(offset, bytes)` for each chunk.
 template <typename Visit>
 void for_each_piece(size_t bytes, Visit visit) {
   for (size_t at = 0; at < bytes; at += kChunkBytes) visit(at, std::min(kChunkBytes, bytes - at));
@@ -64,8 +63,8 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
   }
 }
 
-// If the array is large, the root sends one part to each other rank, which forwards it to all. So the root
-// sends the array once and not n-1 times. Only the root knows the size before the headers arrive.
+// If the array is large, the root sends one part to each other rank, which forwards it to the other ranks. So
+// the root sends the array once, not n-1 times. Only the root knows the size before the headers arrive.
 Bytes Collectives::broadcast(Call& call, void* data) {
   const int root = call.signature.root;
   const auto in_one_piece = [&](size_t bytes) { return bytes <= kInlineBytes || size_ == 2; };

@@ -100,7 +100,6 @@ Parcel copied(const char* bytes, size_t size) {
 
 }  // namespace
 
-// A buffer that owns its bytes.
 class Pair::OwnedBuffer : private Memory, public Buffer {
  public:
   explicit OwnedBuffer(Parcel contents)
@@ -137,7 +136,7 @@ void Pair::set_served(bool served) {
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo's function would use ADD
 }
 
-// If another thread has the lock, return: it may wait for this thread, Gloo's. The event will occur again.
+// If another thread has the lock, return, because it may wait for Gloo's thread. The event will occur again.
 void Pair::handleEvents(int events) {
   if (!m_.try_lock()) return void(sched_yield());
   m_.unlock();
@@ -261,7 +260,7 @@ void Pair::erase_if_idle(Queues& slots, uint64_t slot) {
   if (!queues.is_open && queues.ready == 0 && queues.sends.empty() && queues.receives.empty()) slots.erase(line);
 }
 
-// A partly sent message is completed from a copy, because the peer expects all its bytes.
+// If a message is partly sent, its remaining bytes are copied and sent later, because the peer expects them.
 void Pair::forget(const Receiver& buffer, uint64_t group) {
   const std::lock_guard<std::mutex> lock(m_);
   drop_sends(buffer, group);
@@ -299,7 +298,7 @@ void Pair::drop_sends(const Receiver& buffer, uint64_t group) {
   }
 }
 
-// Send the rest of `op`; return true if it is done. An op is also done if its buffer no longer exists.
+// Send the rest of `op`, and return true if it is done. It is also done if its buffer no longer exists.
 bool Pair::write(tcp::Op& op) {
   if (state_ == CLOSED) return false;
   const bool notifies = op.preamble.opcode == kReady;
@@ -423,7 +422,7 @@ iovec Pair::next_room(Alive& buffer) {
   return {discarded_.get(), std::min(remaining, kDiscardBytes)};
 }
 
-// Select the first waiting receive of the message's slot. If this rank has left the group, drop the message.
+// Select the first waiting receive in the message's slot. After this rank has left the group, drop messages.
 void Pair::match_buffer() {
   GroupState& group_state = group_states_[rx_.preamble.roffset];
   SlotQueues& line = group_state.slots[rx_.preamble.slot];
@@ -512,7 +511,8 @@ void Pair::signal_all() noexcept {
 Receiver::Receiver(std::shared_ptr<Context> context, Route& route, void* data, size_t bytes, Mover* mover)
     : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
-// ~UnboundBuffer waits until no thread uses the buffer. That is too late, because ~Receiver runs before it.
+// The base class also waits, in ~UnboundBuffer, until no thread uses the buffer. That is too late, because
+// the members of Receiver no longer exist then.
 Receiver::~Receiver() {
   if (unfinished_ == 0) return;
   for (Pair* pair : pairs_) pair->forget(*this, group_);

@@ -1,7 +1,7 @@
 // A connection with one rank. Gloo's base class has the socket and the send queue, and Gloo's thread serves
 // them. The protocol differs from Gloo's: a receiver announces that it is ready, and then the sender sends.
-// Gloo also announces each send, although only a receive from an arbitrary rank needs this, and searches all
-// slots for every message. Here, messages of an ended group do not block other groups.
+// In Gloo, a sender also announces each send, which only a receive from an arbitrary rank needs. Gloo also
+// searches all slots for every message. Here, messages of an ended group do not block other groups.
 #pragma once
 
 #include <gloo/transport/tcp/address.h>
@@ -44,8 +44,8 @@ struct Parcel {
   size_t bytes;
 };
 
-// Receives events about parcels. The caller holds the lock of a pair. So a function must not wait for a lock
-// whose owner may wait for a pair.
+// Receives events about parcels. The thread that calls these functions has locked a pair. So a function must
+// not wait for a lock if the owner of the lock may wait for a pair.
 class Parcels {
  public:
   virtual ~Parcels() = default;
@@ -54,7 +54,6 @@ class Parcels {
   virtual void received(int peer, uint64_t group, bool is_over, Parcel parcel) = 0;
   // The kernel has accepted `bytes` bytes.
   virtual void sent(int peer, size_t bytes) = 0;
-  // The connection has ended.
   virtual void ended(int peer) noexcept = 0;
 };
 
@@ -77,8 +76,8 @@ class Pair : public gloo::transport::tcp::Pair {
   void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void hurry();
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
-  // Post a receive in a slot in which the peer sends without requests after one permission. If `grants`, give
-  // this permission. Post the receives for the first messages before.
+  // Post a receive in a slot for which the peer needs only one permission to send any number of messages. If
+  // `grants`, give this permission. Before that, post the receives for the first messages.
   void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool grants);
   // Send `text` after all earlier data. If `is_last`, leave the group and drop this rank's waiting messages.
   void send_note(uint64_t group, const std::string& text, bool is_last);
@@ -86,8 +85,8 @@ class Pair : public gloo::transport::tcp::Pair {
   void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
 
-  // Stop using `buffer`, which will be destroyed. Partly sent messages are still completed, and other
-  // messages are dropped. Data that arrives for the buffer is dropped.
+  // Stop using `buffer`, which will be destroyed. Partly sent messages are completed. Other messages, and
+  // data that arrives for the buffer, are dropped.
   void forget(const Receiver& buffer, uint64_t group);
 
   // Return the time when the connection ended, or kNever. problem() returns the text of the error.
@@ -95,8 +94,8 @@ class Pair : public gloo::transport::tcp::Pair {
   std::string problem();
   // True if the kernel has accepted all data, or the connection has ended.
   bool has_written();
-  // True if the peer's kernel has acknowledged all data, has not answered for `silence`, or the connection
-  // has ended. Then nothing is gained by a delay before the connection is closed.
+  // True if the peer's kernel has acknowledged all data or has been silent for `silence`, or if the
+  // connection has ended. Then it is useless to wait any longer before the connection is closed.
   bool has_delivered(std::chrono::milliseconds silence);
 
  private:
@@ -139,7 +138,7 @@ class Pair : public gloo::transport::tcp::Pair {
   const NoteHandler note_handler_;
   Parcels& parcels_;
   std::atomic<Clock::time_point> ended_at_{kNever};
-  // Guarded by the pair's mutex.
+  // The pair's mutex guards the members below.
   std::unordered_map<uint64_t, GroupState> group_states_;  // key: group number
   std::list<OwnedBuffer> owned_;
   bool is_matched_ = false;  // match_buffer() was called for this message
@@ -165,7 +164,7 @@ class Route {
   const uint64_t group;  // number of the subgroup, or 0
 };
 
-// Memory from which a group sends, or into which it receives. `context` has the connections.
+// A buffer from which a group sends, or into which it receives. `context` has the connections.
 class Receiver : public gloo::transport::tcp::UnboundBuffer {
  public:
   // Called after each transfer, before the buffer counts the transfer. It must outlive the buffer.

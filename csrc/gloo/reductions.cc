@@ -6,20 +6,21 @@
 namespace fl {
 namespace {
 
-// Minimum chunks per part, so that reductions overlap transfers; fewer if a chunk would be below kLeastPiece.
+// kPieces: minimum number of chunks per part, so that reductions overlap transfers. A part has fewer chunks
+// if they would otherwise be smaller than kLeastPiece bytes.
 constexpr size_t kPieces = 8, kLeastPiece = 64 << 10;
 
 // Maximum number of requested chunks per rank, and maximum bytes of the requested chunks of all ranks.
 constexpr size_t kMostSlots = 8, kAllBytes = 8 << 20;
 
-// Maximum bytes of an array that two ranks exchange completely and both reduce. Larger arrays take two steps,
-// but each rank adds only half of the elements, which saves more time.
+// Maximum bytes of an array that two ranks exchange completely, so that both reduce it. A larger array takes
+// two steps, but each rank reduces only half of the elements, which saves more time.
 constexpr size_t kInOneStep = 4 << 20;
 
 // Value of `collector` if all ranks receive the reduced parts.
 constexpr int kAllRanks = -2;
 
-// Return the bytes that are reserved for one chunk of one rank.
+// Return the bytes of memory that are reserved for one chunk from one rank.
 size_t slot_bytes(int ranks) {
   return std::max(kAllBytes / ranks / kMostSlots / kLeastPiece * kLeastPiece, kLeastPiece);
 }
@@ -49,8 +50,8 @@ Parts even_parts(const fl_signature& signature, int ranks, int without = -1) {
 // A direct reduce-scatter: rank p receives part p from every rank and reduces it in rank order. Then it sends
 // the reduced part to the collecting ranks.
 //
-// While one chunk is reduced, the next chunks are sent. A collecting rank receives a reduced chunk into its
-// own data. This overwrites only data that the sender of the chunk has already received from this rank.
+// While one chunk is reduced, the next chunks are sent. A collecting rank receives reduced chunks into its
+// own array. A reduced chunk overwrites only data that its sender has already received from this rank.
 class Collectives::ReductionInParts {
  public:
   // `output` receives this rank's reduced part. If it is null, the part is only sent to the collector.
@@ -156,7 +157,7 @@ class Collectives::ReductionInParts {
   const Buffer sends_, results_;
   std::vector<Buffer> collected_;
   std::vector<const void*> from_;
-  std::vector<int> sent_, pending_;  // destinations: of sent chunks of data_; of sent results
+  std::vector<int> sent_, pending_;  // destinations of chunks of data_, and of results
 };
 
 // Return the buffer for chunks of rank r. room(rank_) stores results if there is no output array.
@@ -169,7 +170,7 @@ void Collectives::make_rooms() {
   for (size_t at = 0; at < bytes; at += slot_bytes(size_)) request_chunk(at);
 }
 
-// Request a chunk from each rank in advance. A rank can send it as soon as it has compared the calls.
+// Request a chunk from each rank in advance. Each rank can then send it as soon as it has compared the calls.
 void Collectives::request_chunk(size_t at) {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) mesh_.request(room(r), r, kReduceSlot, at, slot_bytes(size_));
@@ -189,9 +190,9 @@ void Collectives::reduce_inline(const Call& call, const void* data, size_t skip,
   fl::reduce(call.signature.dtype, call.signature.op, call.signature.scale, into, from.data(), size_, count);
 }
 
-// If the array is small, or two ranks have at most kInOneStep bytes, each rank sends its array to all ranks
-// and reduces all arrays. Otherwise each rank sends 2 (n-1)/n times the bytes of the array, as in a ring, but
-// in 2 steps instead of 2 (n-1), and the elements are added in rank order, unlike in a ring.
+// If the array is small, or if it has at most kInOneStep bytes and there are two ranks, each rank sends its
+// array to all ranks and reduces all arrays. Otherwise each rank sends 2 (n-1)/n times the bytes of the
+// array, as in a ring. But it needs only 2 steps instead of 2 (n-1), and adds the elements in rank order.
 void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   exchange_calls(call, data, same_for_all(small ? call.bytes() : 0));

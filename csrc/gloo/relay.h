@@ -6,8 +6,9 @@
 
 namespace fl {
 
-// In step k each rank sends all its blocks to the rank whose number is 2^k higher (modulo n). So the number
-// of blocks of each rank doubles (Bruck et al., 1997), and log2(n) messages replace n-1. Not thread-safe.
+// Each rank first has one block: its call with the payload. In step k, each rank sends all its blocks to the
+// rank whose number is 2^k higher (modulo n). So the number of blocks of each rank doubles (Bruck et al.,
+// 1997), and log2(n) messages replace n-1. Not thread-safe.
 class Relay {
  public:
   // Maximum total of all payloads, in bytes.
@@ -58,7 +59,7 @@ class Relay {
   size_t bytes(int rank) const { return head(rank).bytes; }
   const char* payload(int rank) const { return &blocks_[begins_[index_of(rank)]] + sizeof(Head); }
 
-  // After a failed exchange: return the ranks whose blocks have not arrived.
+  // After a failed exchange: return the ranks with missing blocks.
   std::vector<int> missing() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < mesh_.size; ++rank) {
@@ -80,7 +81,7 @@ class Relay {
   }
 
  private:
-  // Number of receives per step. The early request of the next message saves half a round trip.
+  // Number of posted receives per step. Requesting the next message early saves half a round trip.
   static constexpr size_t kTurns = 2;
   static constexpr size_t kAlignment = 16;  // bytes; for reductions of complex long double
   struct alignas(kAlignment) Head {

@@ -41,7 +41,7 @@ class Pieces {
 };
 
 // For large arrays: each rank receives a chunk from the previous rank, reduces it with its own chunk, and
-// sends the result to the next rank. Each rank is one chunk later than the previous rank.
+// sends the result to the next rank. Each rank works one chunk behind the previous rank.
 class Chain {
  public:
   Chain(Mesh& mesh, Call& call, char* data)

@@ -42,7 +42,7 @@ void Watch::soon(std::function<void()> chore) {
   changed_.notify_one();
 }
 
-// Tick until one tick after the last wait. An operation that starts before then need not wake this thread.
+// Tick until one tick after the last wait has ended. Operations that start before need not wake this thread.
 void Watch::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closing_) {
@@ -158,7 +158,7 @@ void Waiter::leave() noexcept {
   buffer_ = nullptr;
 }
 
-// Requires the watch's mutex. If the wait has ended already, this wakes the next wait, which then repeats.
+// Requires the watch's mutex. If the wait has ended, this wakes the next wait, which then waits again.
 void Waiter::wake() noexcept {
   if (buffer_ != nullptr) (buffer_->*abort_)();
 }
@@ -173,7 +173,7 @@ void Waiter::check(int peer) {
   if (is_interrupted()) throw Failure(FL_CLOSED, {}, kInterrupted);
   if (Clock::now() >= deadline_) throw TimedOut(peer);
   if (!connections_.is_lost(peer)) return;
-  // Gloo does not wake every wait for a lost peer. Raise at the second check: data may still arrive.
+  // Gloo does not wake every wait for a lost peer. Raise only at the second check: data may arrive before it.
   if (peer_is_lost_) throw connections_.explain(peer, "the connection broke");
   peer_is_lost_ = true;
 }

@@ -8,8 +8,8 @@ namespace {
 constexpr size_t kMostWaiting = 1 << 20;
 constexpr size_t kSmall = 1 << 10;
 
-// Maximum number of polls of a wait. A polling thread reads the connections itself. This saves the wake-ups
-// of Gloo's thread and of the polling thread.
+// Maximum number of polls before a thread sleeps. A polling thread reads the connections itself. This saves
+// the wake-ups of Gloo's thread and of the polling thread.
 constexpr int kPolls = 200;
 
 // Maximum number of ranks for which a thread polls all connections. With more ranks it polls only one peer.
@@ -173,7 +173,7 @@ void GlooWire::parcels(int peer, StoredParcel parcel) {
   {
     const std::lock_guard<std::mutex> lock(state.mutex);
     state.parcels.push_back(std::move(parcel));
-    // A thread that waits sees this change, or this thread sees the waiting thread: see Futex.
+    // Either a waiting thread sees this change, or this thread sees the waiting thread: see Futex.
     state.count.fetch_add(1, std::memory_order_seq_cst);
   }
   wake_all();

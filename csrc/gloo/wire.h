@@ -43,7 +43,6 @@ class GlooWire final : public Wire, public Parcels {
     uint64_t group;
     Parcel parcel;
   };
-  // State of the records from and to one peer.
   struct PeerState {
     std::mutex mutex;                 // guards `parcels`
     std::list<StoredParcel> parcels;  // not a deque, which uses memory even if it is empty

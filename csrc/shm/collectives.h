@@ -28,7 +28,7 @@ struct Region {
 constexpr uint32_t kIsLarge = 1u << 30;  // the call has the address of the data, not the data
 constexpr uint32_t kCanRead = 1u << 31;  // this rank can read the memory of all ranks
 
-// The calls that this rank needs: some have not arrived; all have arrived; all have arrived with their data.
+// Calls that this rank needs. kAwaited: some are missing. kCalled: all have come. kComplete: with their data.
 enum class Progress { kAwaited, kCalled, kComplete };
 
 // The collectives of one group. Call begin() before each call. If calls differ, a verb throws Mismatch before
@@ -49,7 +49,7 @@ class Collectives {
   // Continue the announced call, perhaps on another thread. Both parameters replace the values of begin().
   void go_on(double seconds, InterruptCheck interrupt);
   Progress progress();
-  // From now on, let no call return before all ranks have made it.
+  // From now on, let each call wait until all ranks have made it.
   void compare_at_once() { compares_at_once_ = true; }
 
   // The functions of the verbs. Use them after call(); see common/verbs.h.
@@ -59,7 +59,7 @@ class Collectives {
   void scan(const fl_signature& signature, void* data);
   void reduce_scatter(const fl_signature& signature, const void* data, void* output);
   void reduce_scatter_uneven(const fl_signature& signature, const fl_sections& sections, void* output);
-  // If this rank does not know the size, it passes null as `data`, and the result contains the data.
+  // If this rank does not know the size, `data` is null, and the result contains the data.
   Bytes broadcast(const fl_signature& signature, void* data);
   // If `room` is null or has another size than the received data, the result contains the data.
   Bytes all_gather(const fl_signature& signature, const void* data, const fl_room* room);
@@ -69,7 +69,6 @@ class Collectives {
   void all_to_all(const fl_signature& signature, const void* data, void* output);
   void all_to_all_uneven(const fl_signature& signature, const fl_sections& sections, void* output);
 
-  // Return every rank's current call.
   std::vector<fl_signature> calls() const { return calls(calls_); }
   // After a mismatch: publish this rank's call site.
   void publish_site(const fl_site& site);
@@ -165,7 +164,7 @@ class Collectives {
   Routes routes_of(const Sections& sections) const;
   void stream_sections(const Routes& routes, const void* data, const std::function<void(uint32_t)>& consume);
 
-  // Choose the copy path of a large call.
+  // Choose how the data of a large call is copied.
   CopyPath choose(const fl_signature& signature, size_t bytes, bool may_read = true);
   CopyPath choose_in(uint32_t number, const fl_signature& signature, size_t bytes, bool may_read);
   // True if `rank` reads this rank's data in the current call.

@@ -1,10 +1,10 @@
 // Start of a call: each rank announces its call, waits for the calls of other ranks, and compares them.
 //
-// A rank need not receive all calls. For example, the root of a small broadcast needs none, and returns
-// before the other ranks call. Such a rank compares the other calls later, and may be at most kMostAhead
-// calls ahead of the last compared call. If calls differ, each rank that detects it raises immediately. In
-// the next call in which every rank waits for all ranks, no data is moved and every rank raises. All ranks
-// derive this from the announced calls.
+// A rank need not wait for the calls of all ranks. For example, the root of a small broadcast needs none, and
+// returns before the other ranks call. Such a rank compares the other calls later, and may be at most
+// kMostAhead calls ahead of the last compared call. If calls differ, each rank that detects it raises
+// immediately. In the next call in which every rank waits for all ranks, no data is moved and every rank
+// raises. All ranks compare the same announced calls, so they agree on this.
 
 #include "../common/signature.h"
 #include "collectives.h"
@@ -17,8 +17,8 @@ namespace {
 constexpr uint32_t kRunsAhead = 1u << 23;  // this rank may return before other ranks have called
 constexpr uint32_t kAny = 1u << 29;        // the rank knows only verb and root
 
-// Maximum bytes of a call that may return early if each rank has a processor. With more data, the next call
-// would slow down ranks that still read the data of this call (docs/shared-memory.md).
+// Maximum bytes of a call that may return early, if each rank has its own processor. With more data, the next
+// call would slow down ranks that still read the data of this call (docs/shared-memory.md).
 constexpr size_t kAheadBytes = sized(1024, 32);
 
 // Maximum seconds to wait for the call site of another rank after a mismatch.
@@ -63,12 +63,12 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// Announce a call. If `is_ahead`, it sends no data and is compared later, so it needs no other rank.
+// Announce a call. If `is_ahead`, it sends no data and is compared later, so this rank need not wait.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
   const size_t bytes = static_cast<size_t>(signature.count) * signature.itemsize;
-  // A rank that waits for no rank publishes its call site now. If `site` is null, it waits for all ranks.
+  // A rank that waits for no rank publishes its call site now. Without a site, it waits for all ranks.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
   if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
   is_shown_ = find_room(outgoing.inline_bytes);
@@ -117,15 +117,15 @@ size_t Collectives::bytes_with_call(const fl_signature& signature) const {
   return bytes <= kInlineBytes ? bytes : 0;
 }
 
-// Return the ranks whose calls `rank` must receive in `call`: all ranks if the data is not in the calls.
+// Return the ranks that `rank` must wait for in `call`: all ranks if the data is not in the calls.
 Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   const bool travels = may_be_small(rank, call) || travels_whole(call);
   return travels && !is_compared(call) ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
-// True if the next call can be announced. Call k replaces this rank's call k - kCalls, which all ranks have
-// used: this rank has compared call k - kMostAhead, and before that call they compared call k - kCalls. A
-// payload is free if all ranks made a later call.
+// True if the next call, k, can be announced. It replaces this rank's call k - kCalls, which no rank reads
+// any more: all ranks compared it before their call k - kMostAhead, which this rank has compared. A payload
+// is free if all ranks have made a later call than the call that used it.
 bool Collectives::find_room(size_t inline_bytes) {
   while (calls_ + 1 - compared_ > kMostAhead || (inline_bytes > kTinyBytes && !find_payload())) {
     if (!all_have_called(compared_ + 1)) return false;
@@ -151,10 +151,10 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // Do not compare within a clock tick of the previous call: other ranks wait for this announcement.
+    // In the clock tick of the previous call, do not compare: other ranks wait for this announcement.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
-    // Announce a call that will raise as withdrawn. Otherwise, other ranks would use its payload as a result.
+    // If this call will raise, announce it as withdrawn, so that no other rank uses its payload as a result.
     if (news_ && !is_compared(signature)) return write_call(withdrawn(signature, compared_), {nullptr, 0}, site, now);
   }
   write_call(signature, outgoing, site, now);
@@ -193,8 +193,8 @@ void Collectives::write_call(const fl_signature& signature, const Outgoing& outg
   call.number.raise(number);
 }
 
-// Announce the address of large data, and the costs of the copy paths. A rank that does not know the total
-// size also does this, because the data may be large.
+// Announce the address of large data, and the costs of the copy paths. A rank that does not know how much
+// data the call moves also does this, because it may be large.
 void Collectives::announce_large(const fl_signature& signature, const void* data, Call& call) {
   if (is_compared(signature)) return;
   const bool knows = signature.ndim != FL_ANY && signature.verb != FL_ALL_TO_ALL_UNEVEN;
@@ -213,7 +213,7 @@ int Collectives::key_of(const fl_signature& signature, const Call& call) {
 const char* Collectives::inline_data(int rank, size_t bytes) const {
   const Call& call = call_of(rank);
   if (bytes <= kTinyBytes) return call.tiny;
-  // The index is usually equal on both ranks: the data can be loaded before the index of rank `rank`.
+  // Both ranks usually use the same index. With this guess, the data is loaded before the index of `rank`.
   uint32_t payload = payload_;
   if (call.payload != payload || needed_.count() < size_) {
     payload = call.payload;
@@ -239,7 +239,7 @@ Progress Collectives::progress() {
   return complete ? Progress::kComplete : Progress::kCalled;
 }
 
-// Wait for the calls that this rank needs. If these are all calls, compare them.
+// Wait for the calls that this rank needs. If it needs the calls of all ranks, compare them.
 void Collectives::receive_calls(const fl_signature& signature) {
   if (!is_shown_) wait_and_show();
   only_reader_ = -1;
@@ -321,8 +321,8 @@ bool Collectives::all_have_called(uint32_t number) const {
   return true;
 }
 
-// Compare call `number` of all ranks and return true if the calls agree. Otherwise, ranks that did not wait
-// for this call raise the mismatch in a later call.
+// Compare call `number` of all ranks, and return true if the calls agree. If they differ, a rank that has
+// returned from this call early raises the mismatch in a later call.
 bool Collectives::compare_call(uint32_t number) {
   const Call& own_call = call_of(rank_, number);
   const int verb = static_cast<int>(own_call.kind >> 16 & 0x1f);
@@ -369,7 +369,7 @@ std::vector<fl_signature> Collectives::calls(uint32_t number) const {
 // Mismatches ----------------------------------------------------------------------------------
 
 // Raise the mismatch of this call. If a rank has withdrawn its call because of an earlier mismatch, raise the
-// earlier one: this rank can compare the same calls as that rank.
+// earlier mismatch. This rank detects it, too, because it can compare the same calls as that rank.
 void Collectives::raise_now() {
   if (withdrawn_after(calls().data(), needed_)) {
     compare_earlier(calls_);
@@ -400,7 +400,7 @@ CallReport Collectives::report_of(uint32_t number) {
   return report;
 }
 
-// Wait for the call site of `rank`. Return false if it is not published: the rank ended or sees no mismatch.
+// Wait for the call site of `rank`. Return false if `rank` has ended or has detected no mismatch.
 bool Collectives::has_site(int rank, uint32_t number) {
   Counter& site_known = description_of(rank, number).site_known;
   if (number == 0) return false;  // 0 is also the initial value

@@ -31,7 +31,7 @@ ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, co
 
 ShmGroup::~ShmGroup() { close(); }
 
-// End the group. If a collective still runs, other ranks may need this rank and get FL_CLOSED as the reason.
+// End the group. If a collective still runs, ranks that need this rank in it get FL_CLOSED as the reason.
 void ShmGroup::close() {
   if (closed_.exchange(true, std::memory_order_relaxed)) return;
   Result begun;

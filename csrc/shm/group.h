@@ -21,7 +21,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   using Result = std::shared_ptr<Operation>;
 
   ShmGroup(Mapping mapping, int rank, int size);
-  // Create a subgroup. `number` is not 0, equal on its ranks, and different for other subgroups of a rank.
+  // Create a subgroup. `number` is not 0, equal on all its ranks, and unique among the subgroups of a rank.
   ShmGroup(const ShmGroup& whole, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number)
       : ShmGroup(whole.family_, std::move(mapping), rank, ranks, number) {}
   ~ShmGroup();
@@ -29,12 +29,12 @@ class ShmGroup : private Helper, private Family::Ticking {
   // that it has interrupted on this thread ends after the handler returns.
   void close();
 
-  // Run an operation. If its site is null, the function of on_mismatch() finds it when it is needed.
+  // Run an operation. If its site is null, the function of on_mismatch() finds the site when it is needed.
   Handle run(const Request& call);
   // Start an operation. A call with `is_ahead` moves no data and ends immediately: look_back() compares it.
   Handle start(const Request& call);
-  // Compare the calls with `is_ahead` that all ranks have made. `is_behind`: set to true if some are not
-  // compared yet. Return null unless calls differ or a rank is more than `seconds` late.
+  // Compare the calls with `is_ahead` that all ranks have made. Set `is_behind` to true if some calls are not
+  // compared yet. Return a failed operation if calls differ or a rank is more than `seconds` late, else null.
   Result look_back(double seconds, bool& is_behind);
 
   // Run several sends and receives; see Port.
@@ -70,7 +70,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   bool is_ahead(int rank, fl_signature& call);
   // Return null if the group is usable, else a failed operation whose error is the reason.
   Result lost();
-  // Announce that this rank starts no more messages.
+  // Announce that this rank will start no more sends and receives.
   void leave() { peers_.leave(); }
   // End the group with the reason `why`, and send the reason to the other ranks.
   void give_up(const std::string& why);
@@ -144,8 +144,8 @@ auto ShmGroup::reporting(const fl_site* site, Body body) {
   }
 }
 
-// Run `body` and convert its exceptions into a failed operation. `body` writes calls to `report` if the
-// result needs them.
+// Run `body` and convert its exceptions into a failed operation. If the caller needs the shapes of the
+// result, `body` stores the calls of all ranks in `report`.
 template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
   if (peers_.is_broken()) return ended(peers_.why_broken());

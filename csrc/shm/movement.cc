@@ -37,8 +37,8 @@ size_t Collectives::chunk_for(size_t bytes) const {
 }
 
 // Send chunks from producers to consumers through slots. produce(c, slot) fills this rank's slot. consume(c,
-// filled) waits until a producer's counter has reached `filled`, and reads the producer's slot. A rank also
-// counts chunks that it does not move, so that all counters are equal at the end.
+// filled) waits until a producer's counter has reached `filled`, and reads the producer's slot. A rank that
+// does not produce or consume increases its counters, too, so that all counters are equal at the end.
 void Collectives::stream(size_t chunks, bool produces, bool consumes, const Produce& produce,
                          const Consume& consume) {
   RankBlock& block = segment_.block(rank_);
@@ -139,7 +139,7 @@ Bytes Collectives::gather_to(const fl_signature& signature, const void* data, co
     if (!is_here || peer_bytes == 0) continue;
     copy(into + rows.begin[r], r == rank_ ? data : inline_data(r, peer_bytes), peer_bytes);
   }
-  // In a gather, wait only for the root: other ranks with little data may have returned already.
+  // In a gather, only the root reads this rank's data. Other ranks with little data may have returned.
   if (signature.verb == FL_GATHER) only_reader_ = signature.root;
   if (rows.largest > kInlineBytes) move_rows(signature, rows, data, into);
   return output;

@@ -31,7 +31,7 @@ std::shared_ptr<Process> Process::find(int32_t pid) {
   const std::lock_guard<std::mutex> lock(cache.mutex);
   auto& slot = cache.processes[pid];
   auto process = slot.lock();
-  if (process != nullptr && !process->has_ended()) return process;  // else the PID may belong to another
+  if (process != nullptr && !process->has_ended()) return process;  // else another process may have the PID
   process = std::make_shared<Process>(open_process(pid));
   slot = process;
   return process;

@@ -55,7 +55,7 @@ class Peers : public Transport {
     return left_at != 0 && coarse_now() - left_at > std::chrono::nanoseconds(kLastMessages).count();
   }
   bool has_given_up(int r) override { return segment_.block(r).farewell.is_set.value() != 0; }
-  // Announce that this rank starts no more messages.
+  // Announce that this rank will start no more sends and receives.
   void leave() { segment_.block(rank_).left_at.store(coarse_now(), std::memory_order_relaxed); }
   // Return the ranks that have not made collective concern.call.
   std::vector<int> not_called(const Concern& concern) const;
@@ -141,7 +141,7 @@ class Watch {
     }
   }
 
-  // Return the reason to end another kind of wait. Before that, check whether the awaited result has arrived.
+  // For other kinds of waits: the reason to end the wait, if any. First check whether the result has arrived.
   std::optional<Failure> loss() { return peers_->loss(concern_); }
   void check(Clock::time_point since, int peer);
 

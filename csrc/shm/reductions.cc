@@ -153,7 +153,7 @@ void Collectives::reduce_read(const fl_signature& signature, size_t begin, const
 }
 
 // For more ranks: every rank reduces its part of each chunk and copies the result to its slot. `collector`
-// (-1: every rank) copies the results to `data`. No other rank reads this rank's part of its `data`.
+// (-1: every rank) copies the results to `data`. `fill` omits this rank's own part: no other rank reads it.
 void Collectives::reduce_in_parts(const fl_signature& signature, char* data, int collector) {
   const Chunks chunks(signature, segment_.chunk_bytes());
   const size_t item = chunks.itemsize;

@@ -35,7 +35,7 @@ class Rings final : public Wire {
   // State of the rings to and from one peer. The numbers wrap around.
   struct Ends {
     uint32_t sent = 0, seen_drained = 0;  // number of records
-    uint32_t at = 0, drained_at = 0;      // bytes: written, released by the peer
+    uint32_t at = 0, drained_at = 0;      // bytes: `at` written, `drained_at` released by the peer
     uint32_t reserved_at = 0;
     std::vector<uint32_t> ends;  // for each record in the ring: value of `at` after its data
     uint32_t received = 0;       // number of records

@@ -25,8 +25,8 @@ void Collectives::scan(const fl_signature& signature, void* data) {
   choice_.end(trial_);
 }
 
-// For more ranks: each rank computes one part of each chunk for all ranks. The reduction of ranks 0 to r
-// replaces the data in slot r, from the last rank to the first, because shorter reductions do not need that
+// For more ranks: each rank computes one part of each chunk for all ranks. In slot r, the reduction of ranks
+// 0 to r replaces the data of rank r. The last slot comes first, because the other slots do not need its
 // data. Then each rank copies its result.
 void Collectives::scan_in_parts(const fl_signature& signature, char* data, int terms) {
   const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(signature.count) * signature.itemsize;

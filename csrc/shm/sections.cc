@@ -52,7 +52,7 @@ struct Collectives::Sections {
 };
 
 // Routes of all sections from and to one rank. Each section has one piece in every chunk, so that sections of
-// any size are complete with the last chunk.
+// all sizes are complete with the last chunk.
 struct Collectives::Routes {
   uint32_t chunks = 1;
   std::vector<Route> give, take;  // give: one per destination; take: one per source

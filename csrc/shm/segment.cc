@@ -28,7 +28,7 @@ size_t chunk_for(int ranks) {
 
 size_t pairs_of(int ranks) { return static_cast<size_t>(ranks) * (ranks - 1); }
 
-// Return `most`, halved until the items of all channels fit into `budget` bytes, but at least `least`.
+// Return `most`, halved until the items of all channels need at most `budget` bytes, but at least `least`.
 size_t halved(size_t most, size_t least, size_t item_bytes, int ranks, size_t budget) {
   while (most > least && pairs_of(ranks) * most * item_bytes > budget) most /= 2;
   return most;

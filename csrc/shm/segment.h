@@ -30,7 +30,7 @@ class Mapping {
   void close_file();
 
   // Lock byte `number` until the file is closed or the process ends. Return false if this fails. is_locked():
-  // whether another process has the lock. Unlike a pidfd, a lock can be checked from another container.
+  // true if another process has the lock. Unlike a pidfd, a lock can be checked from another container.
   bool lock(int number) const;
   bool is_locked(int number) const;
 
@@ -65,7 +65,7 @@ struct alignas(2 * kLine) Call {
   uint64_t location;  // location_of() the data
   union {
     char tiny[kTinyBytes];
-    uint32_t payload;  // index in `payloads`, for up to kInlineBytes
+    uint32_t payload;  // index of the data in `payloads`; for up to kInlineBytes
     struct {
       uint64_t address;  // of the data in this rank's process
       Costs costs;
@@ -79,7 +79,7 @@ struct alignas(kLine) Description {
   fl_signature signature;
   int64_t called_at;   // coarse_now()
   Counter site_known;  // raised to the call's number when `site` is set
-  fl_site site;        // set early if the call may return early
+  fl_site site;        // set with the announcement if this rank waits for no rank
 };
 
 // The reason why a rank has left or ended the group.
@@ -106,7 +106,7 @@ struct alignas(kLine) RankBlock {
   Description descriptions[kCalls];
   alignas(4096) char payloads[kPayloads][kInlineBytes];
   alignas(kLine) Counter filled;   // number of chunks that this rank has filled
-  alignas(kLine) Counter reduced;  // number of chunks whose part this rank has reduced
+  alignas(kLine) Counter reduced;  // number of chunks in which this rank has reduced its part
   alignas(kLine) Counter drained;  // number of chunks that this rank has read
   ReadRequest request;
   Farewell farewell;

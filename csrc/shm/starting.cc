@@ -10,14 +10,14 @@
 namespace fl {
 namespace {
 
-// kNoTime: patience if no thread waits for the operation. kLittleTime: patience before the next call.
+// Polling for the end of an operation. kNoTime: no thread waits for it. kLittleTime: before the next call.
 constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
 constexpr int kSpins = sized(1000, 1);
 
 }  // namespace
 
 ShmGroup::Result ShmGroup::make_collective(const Request& call, const fl_site& site, bool is_begun) {
-  // At the end of the operation, finish() destroys this lambda, which decreases queued_.
+  // The operation stores `queued`. At its end, finish() destroys `queued`, and `leave` decreases queued_.
   queued_.fetch_add(1, std::memory_order_relaxed);
   const auto leave = [](std::atomic<int>* count) { count->fetch_sub(1, std::memory_order_relaxed); };
   const std::shared_ptr<std::atomic<int>> queued(&queued_, leave);
@@ -102,7 +102,7 @@ ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   if (peers_.has_ended()) return ended(peers_.why_ended());
   if (!starting_.try_take()) return nullptr;
   const Turn::Guard guard(starting_);
-  // Nothing to do: queued operations compare the calls before them.
+  // Nothing to do: the operations in the queue first compare all earlier calls.
   if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
   if (!turn_.try_take()) return nullptr;
   const Turn::Guard running(turn_);

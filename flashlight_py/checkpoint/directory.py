@@ -80,7 +80,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _sha256_of(pieces: Iterable[Array], move: Callable[[memoryview], object]) -> str:
-    """Read or write each part of ``pieces`` with ``move``; return the SHA-256 of all parts."""
+    """Call ``move`` to read or write each part of ``pieces``. Return the SHA-256 of all parts."""
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as thread:
         added = thread.submit(digest.update, b"")

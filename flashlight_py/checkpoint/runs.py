@@ -161,7 +161,7 @@ class Checkpoint(NamedTuple):
 
 
 class _IntactCheckpoint(NamedTuple):
-    """Facts about the newest intact checkpoint, which rank 0 sends to the other ranks."""
+    """The message of rank 0 to the other ranks about the newest intact checkpoint."""
 
     path: Path
     manifest: Manifest
@@ -242,9 +242,10 @@ def load(
 
 
 def _newest_intact(path: Path, context: str) -> tuple[_IntactCheckpoint | None, Array]:
-    """Return the newest intact checkpoint and its state (uint8).
+    """Return the newest intact checkpoint and the bytes of its state (uint8).
 
-    If no checkpoint exists, return None and no bytes. Log a warning for each damaged checkpoint.
+    If no checkpoint exists, return None and no bytes. If all are damaged, raise CheckpointError.
+    Log a warning for each damaged checkpoint that is newer than the returned one.
     """
     reasons: dict[Path, str] = {}
     # The folder is listed again after each failure, because a job may have replaced the checkpoint.
@@ -351,8 +352,8 @@ class Attempt:
     def share(self, value: object = None) -> list[Any]:
         """Return the ``value`` of every rank, or raise on all ranks if a rank has failed.
 
-        Collective, blocking. Raises the errors of :meth:`end`. If a rank does not call this in
-        time, the other ranks raise an error that names "save" or "load".
+        Collective, blocking. Raises the errors of :meth:`end`. If a rank ends or does not call this
+        before the timeout, the other ranks raise PeerLostError or CollectiveTimeoutError.
         """
         sent = json.dumps([self.failure, value]).encode()
         call = next(call for call in COMPOSED if call.startswith(f"{self._operation}("))
@@ -374,7 +375,7 @@ class Attempt:
             )
 
     def end(self, failures: Sequence[Any]) -> None:
-        """Raise if any rank failed. ``failures`` has the property ``failure`` of every rank.
+        """Raise an exception if any rank failed. ``failures[r]`` is the ``failure`` of rank r.
 
         If this rank caught a TypeError, ValueError or CheckpointError, it raises this exception.
         Otherwise it raises the TypeError or ValueError of the first failed rank. If that rank

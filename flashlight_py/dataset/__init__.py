@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-# Module of each public name. `scripts/stubs` copies this table to a stub for type checkers.
+# Public names by module. `scripts/stubs` copies this table to a stub for type checkers.
 _HOMES = {
     "dataset": [
         *("Dataset", "TensorDataset", "BatchDataset", "BatchFunction", "BatchPolicy"),

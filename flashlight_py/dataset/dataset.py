@@ -54,7 +54,7 @@ class Dataset(abc.ABC):
         return map(self.get, range(len(self)))
 
     def handed_out(self, index: int) -> None:  # noqa: B027 - optional for subclasses
-        """Called after an iteration has returned sample ``index``. The default does nothing."""
+        """Called when an iteration returns sample ``index``. This implementation does nothing."""
 
 
 def stack_samples(samples: Sequence[Sample]) -> Sample:
@@ -153,10 +153,10 @@ BatchFunction: TypeAlias = Callable[[Sequence[Any]], Array]
 class BatchDataset(Dataset):
     """Batches of ``batch_size`` consecutive samples of ``dataset``, in a new first dimension.
 
-    ``policy`` for an incomplete last batch: "include_last" keeps it, "skip_last" drops it,
-    and "divisible_only" raises ValueError. ``batch_functions`` has one function per field, which
-    makes an array from a list of values. Fields without a function are stacked. Without
-    ``batch_functions``, batches of a ``TensorDataset`` are views of its arrays.
+    ``policy`` selects what happens to an incomplete last batch: "include_last" keeps it,
+    "skip_last" drops it, and "divisible_only" raises ValueError. ``batch_functions`` has one
+    function per field, which makes an array from a list of values. Fields without a function are
+    stacked. Without ``batch_functions``, batches of a ``TensorDataset`` are views of its arrays.
 
     Raises:
         ValueError: If ``batch_size`` < 1, ``policy`` is unknown, or ``policy`` is "divisible_only"

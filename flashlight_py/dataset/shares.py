@@ -54,13 +54,13 @@ def weight_of_part(part: int, total: int, parts: int) -> float:
 def partition_by_round_robin(
     n: int, partition: int, partitions: int, batch_size: int = 1, allow_empty: bool = False
 ) -> Indices:
-    """Return the indices, in [0, n), of the samples of ``partition``, one of ``partitions``.
+    """Return the indices, in [0, n), of the samples that belong to partition ``partition``.
 
     Batches of ``batch_size`` consecutive samples are assigned to the partitions in turn. Remaining
-    samples, too few for one more batch per partition, are divided evenly. If they are fewer than
-    ``partitions``, they are dropped, so that all partitions have equally many batches. With
-    ``allow_empty`` they are kept, and some partitions may have one batch fewer. The rule is
-    flashlight's ``partitionByRoundRobin``. The result is a new ascending int64 array.
+    samples, too few for one more batch per partition, are divided evenly. If less than one sample
+    per partition remains, these samples are dropped, so that all partitions have equally many
+    batches. With ``allow_empty`` they are kept, and some partitions may have one batch fewer. The
+    rule is flashlight's ``partitionByRoundRobin``. The result is a new ascending int64 array.
 
     Raises:
         ValueError: If ``n`` < 0, ``batch_size`` < 1, or ``partition`` is not in [0, partitions).

@@ -33,9 +33,9 @@ class Backend(abc.ABC):
     processes: Sequence[str] = ()  # one text per rank for errors: "process 12 on host a"
     hosts: Sequence[Sequence[int]] = ()  # ranks of each host that share memory; (): none do
     finds_shape = False  # True: receivers of a broadcast may pass no array
-    packed_bytes = 32 << 10, 32 << 10  # max. bytes of an array to pack: blocking, async_op
+    packed_bytes = 32 << 10, 32 << 10  # max. bytes of arrays to pack: blocking, async
     count: Sequence[int] = (0,)  # number of collectives that users called in this group
-    composite: object = None  # object that all parts of a hierarchical backend have
+    composite: object = None  # the same in all parts of a hierarchical backend
     network: Any = None  # backend whose TCP connections subgroups reuse, or None
     memory: Any = None  # backend whose shared memory subgroups reuse, or None
     memory_ranks: Sequence[int] = ()  # for each rank: its rank in ``memory``, or -1
@@ -49,11 +49,11 @@ class Backend(abc.ABC):
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start ``calls``, all blocking or none, as one operation. Its result is a list."""
+        """Start ``calls`` as one operation with a list as result. All calls block, or none does."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run one step of another call in at most ``seconds``, and return the result. Blocks."""
+        """Run ``verb`` as one step of another call, for at most ``seconds``. Return the result."""
         return self.start(Call(verb, array, seconds=seconds)).wait()
 
     def bind(self, journal: Journal) -> FastPath:
@@ -61,8 +61,7 @@ class Backend(abc.ABC):
         return EntryPoints()
 
     def limit(self, seconds: float) -> None:
-        """Set ``timeout`` of new operations. Existing fast paths keep the old one. Not
-        collective."""
+        """Set ``timeout`` for new operations, except on existing fast paths. Not collective."""
         self.timeout = seconds
 
     @abc.abstractmethod
@@ -92,7 +91,7 @@ class Backend(abc.ABC):
         """Close file descriptors only. A child that was forked from a rank calls this."""
 
     def is_busy(self) -> bool:
-        """Return whether an operation has not ended, so that other ranks may wait for this rank."""
+        """Return whether an operation of this rank has not ended. Other ranks may wait for it."""
         return False
 
     def is_calling(self) -> bool:

@@ -143,7 +143,7 @@ class Then(Work):
         try:
             value = self._work.wait(timeout)
         except FAILURES as failure:
-            self.is_settled = not getattr(failure, "goes_on", False)  # only this wait has ended
+            self.is_settled = not getattr(failure, "goes_on", False)  # goes_on: the work continues
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):

@@ -95,7 +95,6 @@ class DaskRanks:
             self._tasks[rank] = self._client.submit(start.serve, rank, addresses[first], **pinned)
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Return the outcomes of the ended ``ranks``. If none has ended, wait at most 0.5 s."""
         import distributed
 
         seconds = min(engine.POLL_SECONDS, max(until - time.monotonic(), 0.0))

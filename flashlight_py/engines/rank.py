@@ -35,7 +35,7 @@ class RendezvousAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Description of one attempt, sent to every rank. Each attempt has a different ``key``."""
+    """One attempt to run all ranks, as sent to each rank. Every attempt has a different ``key``."""
 
     size: int
     restarts: int = 0
@@ -206,6 +206,6 @@ def _raise_if_ended(key: str) -> None:
 
 
 def _raise_in(thread: int, exception_type: type[BaseException] | None) -> None:
-    """Raise ``exception_type`` when ``thread`` next runs Python code. None: cancel this."""
+    """Make ``thread`` raise ``exception_type`` soon. None cancels an exception that is pending."""
     exception = None if exception_type is None else ctypes.py_object(exception_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

@@ -114,7 +114,7 @@ class RayRanks:
 
 @contextmanager
 def ray_cluster(ray: Any) -> Iterator[None]:
-    """Join the cluster at RAY_ADDRESS, or start one if it is not set, unless Ray is initialised."""
+    """If Ray is not initialised, join or start a cluster as ``run`` does, and leave it on exit."""
     if ray.is_initialized():
         yield
         return
@@ -194,7 +194,7 @@ def _format_resources(resources: Resources) -> str:
 
 
 def listen_on_node(key: str) -> RendezvousAddress:
-    """Open the listener for ranks in this process, at the address that Ray reports for its node."""
+    """Open the listener to which the ranks connect, at the address of this node in Ray."""
     import ray
 
     return listen_for_ranks(key, ray.util.get_node_ip_address())

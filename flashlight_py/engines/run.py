@@ -32,8 +32,8 @@ def run(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``nprocs`` ranks, like ``spawn``.
 
-    ``attempt`` starts all ranks and returns their pickled results in rank order. If it raises, it
-    has ended all ranks.
+    ``attempt`` starts all ranks and returns their pickled results in rank order. Before it raises
+    an exception, it must end all ranks.
     """
     call = SpawnCall.checked(name, fn, args, nprocs, params, timeout, max_restarts)
     content, subject = (fn, tuple(args), dict(params or {})), "the function or its arguments"
@@ -50,7 +50,7 @@ class EngineRanks(Protocol):
     def outcomes(self, ranks: Set[int], until: float) -> Outcomes:
         """Wait until one of ``ranks`` ends, or until the ``time.monotonic`` time ``until``.
 
-        Returns the outcomes of the ended ranks. This may be no outcome, even before ``until``.
+        Returns the outcomes of the ended ranks. The dict may be empty, even before ``until``.
         """
 
     def end(self) -> None:

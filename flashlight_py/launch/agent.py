@@ -80,7 +80,7 @@ class Agent:
         self._task = task
 
     def start(self, slots: Sequence[Sequence[int]]) -> None:
-        """Start one rank per round of the event loop, which handles signals between two starts."""
+        """Start the ranks ``slots``: one per round of the event loop, which handles signals too."""
         task = self._task
         self._ranks = RankProcesses(self._loop, self._on_output)
         self._cleanup.callback(self._ranks.close)
@@ -168,7 +168,10 @@ class Agent:
 
     @contextmanager
     def _input_of(self, slot: Slot, is_sent: bool) -> Iterator[int]:
-        """Yield a rank's input: for rank 0 ``stdin``, or a pipe if ``is_sent``; else DEVNULL."""
+        """Yield the descriptor for standard input: DEVNULL, except for rank 0.
+
+        Rank 0 reads ``stdin`` of the agent or, if ``is_sent``, the input that the launcher sends.
+        """
         if slot.rank != 0 or not (is_sent or self._stdin is not None):
             yield DEVNULL
         elif self._stdin is not None:
@@ -194,8 +197,8 @@ class Agent:
 class LauncherConnection:
     """The connection of an agent to its launcher over the descriptors ``reading`` and ``writing``.
 
-    If no message has arrived for ``lost_after`` seconds, ``silence`` is a text with the duration.
-    Before, it is "".
+    ``silence`` is "". If no message has arrived for ``lost_after`` seconds, it becomes a text with
+    the duration.
     """
 
     def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
@@ -219,7 +222,7 @@ class LauncherConnection:
         self.has_ended = True
 
     def run(self, agent: Agent) -> None:
-        """Pass messages to ``agent`` until "leave" or until the launcher is lost; end the ranks."""
+        """Pass messages to ``agent`` until "leave" or the launcher's loss. Then end the ranks."""
         while not self.has_ended:
             self._loop.once()
             # Messages are not handled in the callback, because ``finish`` itself waits for events.

@@ -1,4 +1,4 @@
-"""Descriptions of failed ranks, from reports, exit codes and tracebacks. Choice of the cause."""
+"""Failures of ranks: descriptions from reports, exit codes and tracebacks, and the first cause."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of_exit(cls, code: int, errors: Sequence[str] = ()) -> Failure:
-        """Describe an exit with ``code``, or with signal ``-code``. ``errors``: see ``Tail``."""
+        """Describe exit ``code``, or a kill by signal ``-code``. ``errors`` is ``Tail.errors``."""
         error = errors[-1] if errors else ""
         if len(error) > _LONGEST_CAUSE:  # the output of the rank has the full text
             error = f"{error[:_LONGEST_CAUSE]} [...]"
@@ -117,7 +117,7 @@ def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
 
 
 def _distance_from_cause(error: BaseException) -> int:
-    """Return the number in CONSEQUENCES of ``error`` or of its nearest cause there, else 0."""
+    """Find ``error`` or its nearest cause in CONSEQUENCES. Return its number there, or 0."""
     visited: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in visited:

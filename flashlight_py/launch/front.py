@@ -88,7 +88,10 @@ def _run_copy(front: int, work: Callable[[], int]) -> None:
 
 
 def signal_if_parent_ends(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send ``number`` when the thread of ``parent`` that started us ends."""
+    """Make the kernel send signal ``number`` to this process if its parent ends.
+
+    The kernel waits for the end of the thread of ``parent`` that started this process.
+    """
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the call of prctl
         os.kill(os.getpid(), number)

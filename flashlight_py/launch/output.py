@@ -78,7 +78,7 @@ class RankOutput:
         return min(self._due_times().values(), default=math.inf)
 
     def flush(self, now: float = math.inf) -> None:
-        """Show each unfinished line that must be shown at the time ``now``. See PARTIAL_SECONDS."""
+        """Show the unfinished lines for which PARTIAL_SECONDS have passed at the time ``now``."""
         for source, due_time in self._due_times().items():
             if due_time <= now:
                 partial_line, self._partial_lines[source] = self._partial_lines[source], b""
@@ -110,7 +110,6 @@ class RankOutput:
         self._put("err", f"flrun: {text}\n".encode())
 
     def last_errors(self, rank: int) -> list[str]:
-        """Return ``Tail.errors`` of the standard error of ``rank``."""
         return self._tails[rank].errors
 
     def files_of(self, rank: int) -> str:

@@ -1,15 +1,15 @@
 """The program of a spawned rank or worker: ``python rank_main.py FOLDER TASK LINK PARENT``.
 
-FOLDER is where the ranks rendezvous. TASK and LINK are inherited descriptors: of memory with the
-two pickles of ``pack_task``, and of a connection to the parent. PARENT is the pid of the parent.
-The parent first sends the authentication key of ``multiprocessing``. The rank sends its result or
-its failure. After all results have arrived, the parent sends a message that allows the rank to
-leave the world.
+The ranks rendezvous in FOLDER. TASK is an inherited descriptor of memory that has the two pickles
+of ``pack_task``. LINK is an inherited descriptor of a connection to the parent. PARENT is the pid
+of the parent. The parent first sends the authentication key of ``multiprocessing``. The rank sends
+its result or its failure. After all results have arrived, the parent sends a message that allows
+the rank to leave the world.
 
 If FOLDER is empty, the process is a worker, which is in no world. It calls the function of the task
 and reports success or a failure. Then it calls the returned function with the link as argument.
 
-The program runs by its path. It sets ``sys.path`` of the parent before it imports this package.
+The program runs by its path. It copies the parent's ``sys.path`` before it imports this package.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def kill_if_parent_ends(parent: int) -> None:
-    """When the thread of ``parent`` that started this process ends, let the kernel kill us."""
+    """Make the kernel kill this process if the thread of ``parent`` that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -96,10 +96,11 @@ def _detach_from_parent(link: Connection) -> None:
 
 
 def _load(task: int) -> tuple[Any, Any, Any]:
-    """Import the parent's script with the parent's ``sys.path`` and ``sys.argv``; return the task.
+    """Import the parent's script with the parent's ``sys.path`` and ``sys.argv``.
 
-    During the import, multiprocessing rejects new processes. A script that starts processes
-    unconditionally would otherwise start them again in every process.
+    Returns the function of the task, its arguments and ``params``. During the import,
+    multiprocessing rejects new processes. A script that starts processes unconditionally would
+    otherwise start them again in every process.
     """
     process: Any = multiprocessing.current_process()
     # Mapped, because the ranks share the descriptor and therefore its file position.

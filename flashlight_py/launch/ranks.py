@@ -23,7 +23,7 @@ RECORDS = "FLASHLIGHT_RECORDS"  # pipe to which ranks write the paths of their f
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor of rank 0's listening socket
 SECRET = "FLASHLIGHT_SECRET"  # secret of the job, which authenticates its ranks
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # addresses of rank 0's host; MASTER_ADDR is the first
-PORT = "FLASHLIGHT_PORT"  # "port of rank 0:MASTER_PORT"; used if MASTER_PORT is equal
+PORT = "FLASHLIGHT_PORT"  # "rank 0's port:MASTER_PORT"; ignored if MASTER_PORT has changed
 # Rendezvous variables. A rank must not inherit the values of an outer launcher.
 _RENDEZVOUS = (
     *("MASTER_ADDR", "MASTER_PORT", "FLASHLIGHT_FILE"),
@@ -53,7 +53,7 @@ def remaining_counts(counts: Sequence[int], lost: Collection[int]) -> list[int]:
 
 
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
-    """Return the variables of ``rank`` in a world on one host with the rendezvous path ``file``."""
+    """Return environment variables of ``rank`` in a world on one host, with rendezvous ``file``."""
     return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
 
 
@@ -97,10 +97,11 @@ def _numbers(slot: Slot, size: int) -> dict[str, str]:
 
 
 class RankProcesses:
-    """Processes of ranks. ``on_output(source, data)`` receives their output on ``streams``.
+    """Processes of ranks. Their output on ``streams`` is passed to ``on_output(source, data)``.
 
-    A stream that is not in ``streams`` is inherited from this process. Each process leads a
-    session, so a signal reaches its children as well, and Ctrl-C reaches only the launcher.
+    ``streams`` has "out", "err" or both. The ranks inherit other streams from this process. Each
+    process leads a session, so a signal reaches its children as well, and Ctrl-C reaches only the
+    launcher.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class RankProcesses:
         return [process.wait() for process in self._processes.values()]
 
     def close(self) -> None:
-        """Read the available output and close the pipes, even if children of ranks have them."""
+        """Read the available output and close the pipes, even if children of ranks may write."""
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)

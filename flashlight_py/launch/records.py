@@ -79,9 +79,9 @@ def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None
 def store_records(records: Mapping[int, tuple[str, bytes]], size: int) -> str:
     """Write the records of all hosts into one folder on this host, and return a message.
 
-    ``records`` has for each rank the folder on the rank's host, and the content. If the user chose
-    that folder and it exists on this host, the records are written there, else to the default
-    folder.
+    ``records`` has for each rank the folder on the rank's host, and the content of the record. If
+    the user chose the folder of the lowest rank and it exists on this host, the records are written
+    to it. Otherwise they are written to the default folder.
     """
     from flashlight_py.distributed.internal import flight_record
 

@@ -23,7 +23,7 @@ class Supervisor:
     detected before this SIGTERM. ``undecided`` are the ranks that have neither failed nor returned.
     ``interrupted`` is the signal that the launcher received, SIGPIPE if output could not be
     written, or 0. If ranks still run STAYING_SECONDS after the latest exit of a rank, ``say`` is
-    called once.
+    called once with a text for the user.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Supervisor:
 
     @property
     def lost(self) -> set[int]:
-        """Ranks to leave out in a restart: of lost hosts, and ranks that caused the failure."""
+        """Ranks of lost hosts, and ranks that caused a failure. A restart does not start them."""
         causes = {rank for rank, failure in self.failures.items() if not failure.follows}
         return causes | self._ranks_of_lost_hosts or ({self.cause[0]} if self.cause else set())
 

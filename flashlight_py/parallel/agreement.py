@@ -51,9 +51,9 @@ def check_modules_agree(
 def check_entries_agree(
     differ: str, remedy: str, entries: Sequence[str], group: ProcessGroup, values: int = 0
 ) -> list[int]:
-    """Compare ``entries`` over the ranks, and return ``values`` of each rank. Collective, blocking.
+    """Compare ``entries`` over the ranks, and return the number ``values`` of each rank.
 
-    If entries differ, every rank raises MismatchError. The message consists of ``differ``, the
+    Collective, blocking. If entries differ, every rank raises MismatchError with ``differ``, the
     index of the first entry that differs, this entry on each rank, and ``remedy``.
     """
     of_ranks = gather_json([entries, values], group)
@@ -113,9 +113,9 @@ def check_arrays_agree(operation: str, arrays: Sequence[Array], group: ProcessGr
 
 
 def equal_on_all_ranks(data: bytes, group: ProcessGroup, *others: int) -> tuple[bool, list[int]]:
-    """Return whether ``data`` is equal on all ranks, and the maximum over ranks of ``others``.
+    """Return whether ``data`` is equal on all ranks. Also return the maxima of ``others``.
 
-    Collective, blocking: one small all_reduce.
+    Each maximum is over the ranks. Collective, blocking: one small all_reduce.
     """
     data_digest = digest(data)
     numbers = np.array([data_digest, ~data_digest, *others], np.int64)
@@ -124,7 +124,6 @@ def equal_on_all_ranks(data: bytes, group: ProcessGroup, *others: int) -> tuple[
 
 
 def digest(data: bytes) -> int:
-    """Return a 63-bit SHA-1 digest of ``data``."""
     sha1 = hashlib.sha1(data, usedforsecurity=False).digest()
     return int.from_bytes(sha1[:8], "little") >> 1
 
@@ -149,7 +148,7 @@ def by_rank(entries: Sequence[object]) -> str:
 
 
 def reject_sharded(operation: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
-    """Raise ValueError if a parameter is sharded. ``may_be_cut`` allows ``shard_linear``."""
+    """Raise ValueError if a parameter is sharded. If ``may_be_cut``, accept ``shard_linear``."""
     for position, param in enumerate(params):
         if param.placement is not None and not (may_be_cut and param.placement.is_cut):
             description = (

@@ -14,7 +14,7 @@ from flashlight_py.parallel.agreement import check_settings_agree
 
 
 class Share:
-    """Rank and size that the user passed, or of ``group`` if ``is_of_group`` is True."""
+    """Rank and size that the user passed or, if ``is_of_group``, in ``group`` (None: the world)."""
 
     def __init__(
         self, label: str, rank: int | None, size: int | None, group: ProcessGroup | None
@@ -107,8 +107,7 @@ class DistributedDataContainer(Dataset):
         if not hasattr(data, "__getitem__"):
             raise TypeError(f"{problem}, which has no []")
         try:
-            # zarr arrays have no len(). If an object has len(), its shape may be that of one
-            # sample.
+            # zarr arrays have no len(). The shape of a dataset may be the shape of one sample.
             length = len(data) if hasattr(data, "__len__") or not data.shape else data.shape[0]
         except TypeError as error:
             raise TypeError(f"{problem}, which has no length ({error})") from error
@@ -168,8 +167,8 @@ class InEpochs:
     """The order of ``n`` samples in each epoch, and the number of samples used so far.
 
     All ranks together have always used the first ``consumed`` samples of the epoch's order, so this
-    number is valid for any number of ranks. Iterators start at position ``_begin`` of the order. It
-    is 0, or ``consumed`` of a loaded state. ``_left`` is the number of samples that follow.
+    number is valid for any number of ranks. ``_begin`` is the position in the order at which
+    iterators start: 0, or ``consumed`` of a loaded state. ``_left`` is ``n - _begin``.
     """
 
     _label: str  # class name in error messages
@@ -462,7 +461,7 @@ class ShardedDataset(InEpochs, Dataset):
             yield part
 
     def handed_out(self, index: int) -> None:
-        """Count batch ``index``, which an iterator has returned, and earlier batches as used."""
+        """Count all batches up to ``index`` as used, because an iterator has returned ``index``."""
         is_last = index + 1 >= len(self)
         self._count(self._left if is_last else (index + 1) * self._batch_size)
 

@@ -152,7 +152,7 @@ def distribute_module_grads(
     sync: GradientPass[Any]
     if leaves is not None:
         agreement.check_arithmetic("distribute_module_grads", leaves, members)
-        random.generator()  # creates the package's generator if needed
+        random.generator()  # state_dict() contains only generators that were used
         random.load_state_dict(members.broadcast_object(random.state_dict()))
         sync = LeafSync(module, in_order, buffers, leaves, group)
     elif reducer is not None:
@@ -190,8 +190,8 @@ class GradientBucket(PassBucket):
 class GradientSync(GradientPass[GradientBucket]):
     """A pass that gives complete buckets to ``reducer``, which sums them in place.
 
-    ``flags`` is the end of the last bucket. It has one number per parameter: 1 if this rank used
-    the parameter, else 0. The reducer sums it too. If ``flags`` is None, a separate message
+    ``flags`` are the last elements of the last bucket, one for each parameter: 1 if this rank used
+    the parameter, else 0. The reducer sums them, too. If ``flags`` is None, a separate message
     exchanges the numbers. ``averages`` is True if the reducer returns the mean over ranks.
     ``checked`` has the names of parameters whose gradients must be finite, or is None.
     """
@@ -282,9 +282,10 @@ def _is_finite(array: Array) -> bool:
 
 
 # The backward pass accumulates into shared memory, so gradients are not packed or copied. The flags
-# show which parameters no rank used: their gradients must become None. Flags are summed at the end
-# of the last bucket, because a separate message would cost a small step a round trip. A hook gets
-# no flags, because it need not compute a sum.
+# show which parameters no rank used: their gradients must become None. Flags are appended to the
+# last
+# bucket and summed with it, because a separate message would add a round trip to each step. A hook
+# gets no flags, because it need not compute a sum.
 def _bucketed(
     params: Sequence[Variable],
     scale: float | None,

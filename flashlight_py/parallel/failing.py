@@ -1,6 +1,6 @@
 """Failure of a backward pass on all ranks if it fails on one rank.
 
-The failing rank rejects the next collective of the other ranks, so that they raise in it. Before,
+The failing rank rejects the next collective of the other ranks, so that they raise in it. By then,
 the ranks may have started different numbers of collectives. So after a failure all ranks call
 ``end_together``, which returns when all of them have left the pass.
 """
@@ -26,14 +26,14 @@ _FAILED = "flashlight_py_failed"
 _WORDS = "backward, and failed"
 
 
-# After a failure, a pass of fully_shard sends zeros for the remaining buckets and rejects only its
-# last collective, because only there all ranks of its three groups are at the same call.
+# A failed pass of fully_shard sends zeros for the remaining buckets. It rejects only its last
+# collective, which all ranks call. Earlier collectives may be in smaller groups.
 def fail_pass(group: ProcessGroup, error: BaseException | None, sent: Iterable[Array] = ()) -> bool:
     """Reject the next collective of the other ranks, because ``error`` ends the pass here.
 
     The other ranks raise MismatchError. ``sent`` are the arrays that they reduce next. If they
     already know of the error, nothing is sent. If ``error`` is an interrupt, all groups fail.
-    Return True if a rank has rejected a call. Then all ranks must call ``end_together``.
+    Return True if any rank has rejected a call. All ranks must then call ``end_together``.
     """
     if error is None or group.size == 1:
         return False

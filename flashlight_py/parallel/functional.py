@@ -194,7 +194,7 @@ _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 # A small message before each call detects different calls, so their gradients are never added.
 class DifferentiableCall(InPasses):
-    """A collective of ``group`` on ``v``. ``rows[r]`` are the ``rows`` that rank r passed."""
+    """One call of a differentiable collective. ``rows[r]`` are the ``rows`` that rank r passed."""
 
     def __init__(
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
@@ -212,7 +212,7 @@ class DifferentiableCall(InPasses):
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()
     ) -> Variable:
-        """Return ``result`` as a variable. ``vjp(grad)`` is the gradient of ``v``. Collective."""
+        """Return ``result`` as a variable. ``vjp`` computes the gradient of ``v``. Collective."""
         table = self._check_same_call(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
         if not any(row[0] for row in table):
@@ -238,7 +238,7 @@ class DifferentiableCall(InPasses):
         row = np.array([self._number, backward, *facts], np.int64)
         table = np.zeros((group.size, row.size), np.int64)
         table[group.rank] = row
-        group.all_reduce(table)  # rows of other ranks are 0: a gather
+        group.all_reduce(table)  # a gather: each rank adds its row to zeros
         if (table[:, :2] != row[:2]).any():
             calls = [
                 f"rank {rank}: call {number} in the {'backward' if backward else 'forward'} pass"
@@ -364,7 +364,7 @@ class _GradientMessage(InPasses):
         return self._transfer(allocate())
 
     def send(self, below: Array, grad: Array) -> Array:
-        """Send ``grad`` to the peer. Blocks. Return ``below``, the gradient of a dummy source."""
+        """Send ``grad`` to the peer. Blocks. Return ``below``, zeros for ``source`` in ``recv``."""
         self._transfer(grad)
         return below
 

@@ -1,16 +1,14 @@
 """Sharding (ZeRO-3): a rank stores a part of each parameter, and gathers parameters for use.
 
 The method is for ranks that cannot read each other's memory, such as GPUs. When a module reads its
-parameters, they are gathered. The parameters that the previous pass read next are prefetched, and
-parameters that this pass has read before are freed. A backward pass reads parameters again. The
-gradients of a module are reduced as soon as they are complete, and each rank keeps its part.
+parameters, they are gathered. Then the parameters of the next module in the previous pass are
+prefetched, and the parameters of earlier modules are freed. A backward pass reads parameters again.
+The gradients of a module are reduced as soon as they are complete, and each rank keeps its part.
 
 Modules are not wrapped: reading a parameter gathers it, so every module works. Memory is saved by
 operations that read their operands again in the backward pass instead of keeping them: ``linear``,
 ``linear_relu`` and ``matmul``. After other operations, such as a product with a vector, parameters
 stay in memory until the backward pass has used them. The results are the same.
-
-NumPy and CuPy arrays both work.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ GRAIN = 16
 
 
 def shard_by_gathering(module: Module, group: ProcessGroup | None = None) -> GatheringSharder:
-    """Shard the floating-point parameters of ``module``; see ``fully_shard``."""
     members = group_or_world(group)
     params = module.named_params()
     for name, param in params.items():
@@ -84,10 +81,11 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
 class Flat(PassBucket):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
-    Rank r keeps row r as ``part``. ``arrays`` has all parameters from ``finish`` to ``release``.
+    Rank r keeps row r as ``part``. ``arrays`` has all parameters after ``finish`` until
+    ``release``.
 
-    Each flat must have a different ``row``. So collectives for different modules have different
-    shapes, and ranks that call them together get an error instead of mixed data.
+    Each flat has a different ``row``, so collectives for different modules have different shapes.
+    If ranks call them together, they get an error instead of mixed data.
     """
 
     def __init__(self, params: Sequence[Variable], group: ProcessGroup, row: int) -> None:
@@ -202,7 +200,7 @@ class Reduction:
 
 
 class PartPlacement(Placement, GradSink):
-    """Placement of a parameter of which this rank stores a part, with its optimizer state."""
+    """Placement of a parameter if this rank stores only a part of it and of its optimizer state."""
 
     shards: GatheringSharder
 

@@ -49,8 +49,8 @@ AnyBucket = TypeVar("AnyBucket", bound=PassBucket)
 class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
     """A sum over the ranks in every backward pass. Ranks without data can join it with zeros.
 
-    If ``weigh`` is set, the next bucket is multiplied by ``weigh(first)``; ``first`` is True for
-    the first bucket of a pass. If the factor is 0, all parameters count as unused on this rank.
+    If ``weigh`` is set, each bucket is multiplied by ``weigh(first)``. ``first`` is True for the
+    first bucket of a pass. If the factor is 0, all parameters count as unused on this rank.
     ``enabled`` is False within ``no_sync``. ``ignored`` are names of parameters and buffers that
     are not synchronised.
     """
@@ -77,7 +77,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         self._module: Callable[[], Module | None] = lambda: None
         self._known_params: set[Variable] = set()
         self._new_params: dict[str, Variable] = {}  # parameters that no bucket contains
-        self._structure = self._pending = 0  # counters at the last search for parameters
+        self._structure = self._pending = 0  # values of ``count`` and ``pending`` at the last check
 
     def register_hooks(self) -> None:
         for bucket in self._buckets:
@@ -121,7 +121,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
 
     def _check_params(self) -> None:
         pending = sum(bucket.pending for bucket in self._buckets)
-        if pending != self._pending:  # a list may contain a new parameter
+        if pending != self._pending:  # a parameter in a list may have been replaced
             self._find_new_params()
         if self._new_params:
             raise ValueError(
@@ -233,7 +233,7 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyBucket]):
         """Raise an error for ``operation`` if a rank has ended in the middle of a step."""
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return 1 unless ``averages``, else ``samples * ranks / all_samples`` (0 if all are 0)."""
+        """If ``averages``, return ``samples * ranks / all_samples`` (0 if no samples), else 1."""
         if not self.averages:
             return 1.0
         return samples * ranks / all_samples if all_samples else 0.0
@@ -314,7 +314,7 @@ def install_pass(
     sync: GradientPass[Any],
     before_forward: Callable[[GradientPass[Any], Module], None] | None = None,
 ) -> None:
-    """Register ``sync`` for ``module``. If ``before_forward`` is passed, the module calls it."""
+    """Register ``sync``. Forward passes first call ``before_forward(sync, module)``, if passed."""
     _passes[module] = sync
     changed()
     sync.watch(module)
@@ -358,7 +358,6 @@ def require_gradient_pass(module: Module, caller: str) -> GradientPass[Any]:
 
 
 def is_synchronised(param: Variable) -> bool:
-    """Return whether a backward pass reduces the gradient of ``param`` over the ranks."""
     return isinstance(_owner_of(param), GradientPass)
 
 

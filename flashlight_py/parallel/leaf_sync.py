@@ -277,7 +277,7 @@ class LeafSync(GradientPass[PassBucket]):
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
         if leaf == self._own_leaves[-1]:
-            self._reduce()  # also adds the other rows of this rank, so memory is read only once
+            self._reduce()  # this includes the merges of the last leaf, so rows are read once
         elif merges := push(self._stack, range(leaf, leaf + 1), self._count):
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
@@ -300,7 +300,7 @@ class LeafSync(GradientPass[PassBucket]):
 
     @as_one
     def _compare(self, used: Sequence[int]) -> Sequence[int]:
-        """Return whether any rank used each parameter. MismatchError if the steps differ."""
+        """Return for each parameter whether any rank used it; MismatchError if the steps differ."""
         if self.members.size == 1:
             return used
         facts = json.dumps(self._facts).encode()
@@ -320,7 +320,6 @@ def is_leaf_by_leaf(module: object) -> bool:
 
 
 def describe_batch(array: Array) -> str:
-    """Return text that identifies a batch: shape, dtype and a digest of first and last row."""
     rows = () if array.dtype.hasobject else (array[:1], array[-1:])
     ends = b"".join([row.reshape(-1)[:_DIGESTED].tobytes() for row in rows])
     return f"{array.dtype} {array.shape}, first and last row {crc32(ends):08x}"
@@ -358,7 +357,7 @@ class LeafBuffers(HoldsState):
         self._set(self._before)
 
     def changes(self, is_first: bool) -> dict[str, Array]:
-        """Return this leaf's changes of averaged buffers. If ``is_first``, store other buffers."""
+        """Return this leaf's changes of averaged buffers; copy other buffers if ``is_first``."""
         now = self._current()
         if is_first:
             self._first = {name: array_module(now[name]).array(now[name]) for name in self._others}

@@ -5,7 +5,7 @@ that begin at a multiple of their size. If the number of leaves is not a power o
 one child equals this child. A rank processes its contiguous leaves with a stack. It pushes each
 leaf, and replaces the top two entries by their sum if they are the children of one node. Complete
 subtrees remain on the stack and become terms of the sums above them. So the additions are the same
-for any number of ranks.
+for any number of ranks. In this module, ``count`` is the number of leaves of the batch.
 """
 
 import functools
@@ -21,17 +21,17 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.internal import hosts_of, made_together, shared_arrays, store_of
 from flashlight_py.structure import HoldsState
 
+# Additions in their order: (a, b) adds sum b to sum a.
 Steps: TypeAlias = "list[tuple[int, int]]"
-
-# A sum that a host computes: the rows as (rank on the host, row), and the order of additions.
+# A sum of leaves that one host computes: its rows as (rank on the host, row), and the additions.
 Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
-_LINE = 64  # elements; the shares of ranks begin at multiples, in different cache lines
+_LINE = 64  # elements; each rank's share begins at a multiple, so ranks write different cache lines
 _BLOCK_BYTES = 64 << 10  # bytes of each array in a block; sums stay in the L2 cache
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
-    """Push ``leaves``; merge the top two while they form a node. Return the number of merges."""
+    """Push ``leaves``. Merge the top two while they form a node. Return the number of merges."""
     stack.append(leaves)
     merges = 0
     while len(stack) > 1:
@@ -47,7 +47,7 @@ def push(stack: list[range], leaves: range, count: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
-    """Return the stack of ``rank`` with its last leaf not merged, and the maximum stack depth."""
+    """Return the stack of ``rank`` before its last leaf is merged, and the maximum depth."""
     stack: list[range] = []
     depth = 0
     leaves = contiguous_share(count, rank, ranks)
@@ -60,7 +60,7 @@ def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
 
 
 def additions(sums: Sequence[range], count: int) -> Steps:
-    """Return pairs (a, b). If each sum b is added to sum a in this order, sum 0 is the total."""
+    """Return additions (a, b): if sum b is added to sum a in this order, sum 0 is the total."""
     stack: list[range] = []
     numbers: list[int] = []
     steps = []
@@ -74,7 +74,7 @@ def additions(sums: Sequence[range], count: int) -> Steps:
 
 @functools.lru_cache(maxsize=256)
 def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]], Steps]:
-    """Return the sums that each host computes, and the steps that add the sums of all hosts."""
+    """Return the ``Subtree`` sums of each host, and the additions of the sums of all hosts."""
     hosts, everywhere = [], []
     for first in range(0, ranks, per_host):
         sums = {
@@ -132,10 +132,11 @@ def fold(
 
 
 def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Return the groups of this host's ranks and of the ranks with this position on all hosts.
+    """Return the group of this host's ranks, and the group of one rank from each host.
 
-    The second group is None for a single host. If hosts have unequal numbers of ranks, or ranks
-    that are not consecutive, return ``members`` and None. Collective, blocking.
+    The ranks of the second group have the same position on their hosts. For a single host it is
+    None. If hosts have unequal numbers of ranks, or ranks that are not consecutive, return
+    ``members`` and None. Collective, blocking.
     """
     hosts = hosts_of(members)
     per_host = len(hosts[0])
@@ -201,7 +202,7 @@ class Rows(HoldsState):
             np.multiply(self.rows[row], self.dtype.type(factor), out=self.rows[row])
 
     def merge(self, first: int, count: int) -> None:
-        """Set row ``first`` to the sum of ``count`` rows from it on, added from the last back."""
+        """Sum ``count`` rows into row ``first``: add each row to the row before, last row first."""
         steps = [(a, a + 1) for a in reversed(range(count - 1))]
         fold(list(self.rows[first : first + count]), steps, 1.0, [self.rows[first]])
 
@@ -229,7 +230,7 @@ class Rows(HoldsState):
             sums.append(np.empty_like(sources[0]) if steps else sources[0])
             if steps:
                 fold(sources, steps, 1.0, [sums[-1]])
-        # A share has one part per host. The rank with this position on each host adds one part.
+        # Ranks with the same position on the hosts have the same share. Each adds one part of it.
         size, part = across.size, share // across.size
         empty = np.empty((size, 0, part), self.dtype)  # what a rank without leaves sends
         parts = [array.reshape(size, 1, part) for array in sums] or [empty]

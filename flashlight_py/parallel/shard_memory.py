@@ -140,7 +140,7 @@ class HostMemory:
         self._scale = 1.0 / group.size if len(hosts) == 1 else 1.0
         self._alone = self.local.size == 1
         self._parity = 0
-        self._lock = threading.RLock()  # held by the thread that changes parameters
+        self._lock = threading.RLock()  # guards ``_change`` and the parameters; check() is nested
         self._change = ""  # name of the operation that changes parameters
         self._unwritten = 0  # bytes of this host's arrays that do not use memory yet
         self.is_debugged = os.environ.get(DEBUG, "0") == "1"
@@ -161,7 +161,7 @@ class HostMemory:
                 self.grads[name] = self.new_flat(length, same_kind[0].dtype)
                 if name.endswith(FROZEN):  # never written, so no memory backs these zeros
                     self._unwritten -= self.grads[name].nbytes
-            # Each rank's counter of begun and ended changes of parameters: odd during a change.
+            # Each rank's count of begins and ends of parameter changes. It is odd during a change.
             self._marks = map_zeros(local, local.size * 64, "fully_shard").view(np.int64)[::8]
             self.protect(True)
             largest = max(
@@ -215,14 +215,17 @@ class HostMemory:
         return slice(length * host // count, length * (host + 1) // count)
 
     def staging(self, chunk: slice, total: Array, adds: bool) -> Array:
-        """Return this rank's next staging buffer, or ``total[chunk]`` if nothing is added to it."""
+        """Return the array for this rank's gradients of ``chunk``, normally a staging buffer.
+
+        If this rank is alone on its host and ``adds`` is False, it is ``total[chunk]`` itself.
+        """
         if self._alone and not adds:
             return total[chunk]
         self._parity ^= 1
         return self.staging_of_ranks(chunk, total.dtype)[self.local.rank]
 
     def staging_of_ranks(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return the staging buffers of all local ranks that the last ``staging`` selected."""
+        """Return the staging buffers that all ranks of this host use since the last ``staging``."""
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         staging: list[Array] = [rank[self._parity, :nbytes].view(dtype) for rank in self._staging]
         return staging
@@ -243,7 +246,7 @@ class HostMemory:
         if not adds:
             add_up(arrays, self._scale, total)
             return
-        if len(self.hosts) > 1:  # the sum over hosts must contain the earlier sum once
+        if len(self.hosts) > 1:  # all hosts add the earlier sum; the result must contain it once
             host_range = self.host_range(name, self.host)
             edges = (host_range.start - part.start, host_range.stop - part.start)
             low, high = (min(max(edge, 0), total.size) for edge in edges)
@@ -313,7 +316,7 @@ class HostMemory:
         self.protect(True)
 
     def protect(self, on: bool) -> None:
-        """If FLASHLIGHT_DEBUG_SHARED is 1, forbid or (``on`` is False) allow parameter writes."""
+        """With FLASHLIGHT_DEBUG_SHARED=1: forbid parameter writes, or (``on=False``) allow them."""
         if not self.is_debugged:
             return
         libc = ctypes.CDLL(None, use_errno=True)

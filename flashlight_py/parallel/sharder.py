@@ -39,8 +39,8 @@ Gradients: TypeAlias = "Sequence[Array | tuple[Array, Array] | None]"
 class HostPlacement(Placement, GradSink):
     """Position of one parameter in the memory of its host, and receiver of its gradient.
 
-    ``total`` is the view of the gradient summed over ranks. This rank's gradient that was not sent
-    yet is ``unsent`` if ``Variable.grad`` is ``total``, else ``Variable.grad``.
+    ``total`` is the gradient summed over ranks, in shared memory. This rank's gradient before it is
+    sent is ``unsent`` if ``Variable.grad`` is ``total``; otherwise it is ``Variable.grad``.
     """
 
     shards: HostSharder
@@ -50,7 +50,7 @@ class HostPlacement(Placement, GradSink):
         self.shards, self.bucket = shards, bucket
         self.shape, self.dtype = param.shape, param.dtype
         self._range = slice(start, start + param.size)
-        # Ranges of the parameter's elements that this host and this rank step.
+        # Ranges of the parameter's elements that optimizers of this host and of this rank update.
         host = memory.host_range(bucket.name, memory.host)
         low, high = (min(max(edge - start, 0), param.size) for edge in (host.start, host.stop))
         self._host_range = slice(low, high)
@@ -136,7 +136,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         self._taken: Counter[tuple[int, str]] = Counter()
         # Optimizers that all ranks step together, in the order of creation.
         self._optimizers = weakref.WeakKeyDictionary[FirstOrderOptimizer, None]()
-        self._error: Exception | None = None  # of this rank, not yet reported
+        self._error: Exception | None = None  # error of this rank that other ranks do not know
 
     def adopt_params(self) -> None:
         """Move rank 0's parameters into shared memory, bucket by bucket. Collective, blocking.
@@ -177,7 +177,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
             if param.buffer is placement:
                 param.buffer = None
                 param.clear_grad_hook()
-        # Breaking reference cycles frees the shared memory at once; it may be most of the host's.
+        # Breaking reference cycles frees shared memory now. It may be most of the host's memory.
         for bucket in self.memory.buckets:
             bucket.placements = []
 
@@ -191,7 +191,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return self.group.in_step(name)
 
     def new_state(self, placement: HostPlacement, dtype: DTypeLike) -> Array:
-        """Return a flat array for another state of a parameter. Creating it is collective."""
+        """Return a shared array for the next state of a parameter. Creating it is collective."""
         name, kind = placement.bucket.name, np.dtype(dtype).str
         key = name, kind, self._taken[id(placement), kind]
         self._taken[id(placement), kind] += 1
@@ -319,7 +319,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
             return
         try:
             self._send_remaining()
-        except Exception as error:  # the exception that ended the pass is raised
+        except Exception as error:  # the exception that ended the pass is raised instead
             self._error = None
             if not isinstance(error, DistributedError):
                 raise

@@ -142,7 +142,7 @@ class _Walk:
         return number < count
 
     def _visit(self, node: int, name: Any, key: Any, value: Any) -> bool:
-        """Record ``value`` in the plan; return whether it is a container to visit now."""
+        """Record ``value`` in the plan. Return whether its entries must be visited next."""
         if isinstance(value, Variable):
             value = _array_of(value)
         content, plan = inspect_value(value), self._plan
@@ -424,7 +424,7 @@ def _copy_with(container: Any, entries: Mapping[Any, Any]) -> Any:
             return container._replace(**entries)
         values = [entries.get(position, value) for position, value in enumerate(container)]
         return type(container)(values)
-    # A frozen dataclass: __init__ computes dependent attributes, then the other fields are set.
+    # A frozen dataclass: replace() calls __init__, and the fields without a parameter are set here.
     fields = {field.name: field for field in dataclasses.fields(container)}
     init_fields = {name: entry for name, entry in entries.items() if fields[name].init}
     copy = dataclasses.replace(container, **init_fields)

@@ -117,7 +117,7 @@ class WorkerMemory:
 
 
 class WorkerShare:
-    """The module in worker ``number``: its parameters in shared memory, and graphs of passes."""
+    """The module in worker ``number``: its parameters in shared memory, and its stored graphs."""
 
     def __init__(
         self, takes_output: bool, number: int, fds: Sequence[int], params: Any, grads: Any
@@ -133,8 +133,9 @@ class WorkerShare:
     def __call__(self, link: Connection) -> None:
         """Send (failure, answer, output) for each request until ``link`` is closed.
 
-        ``failure`` is None, or a Failure if the request fails. Then ``answer`` is a pickle of the
-        exception, or empty if the exception cannot be pickled.
+        ``failure`` is None, or a Failure if the request fails. In this case, ``answer`` is a pickle
+        of
+        the exception, or empty if the exception cannot be pickled.
         """
         while True:
             try:
@@ -155,7 +156,7 @@ class WorkerShare:
     def _answer(
         self, module: bytes | None, kept: list[int], method: str, places: Any, *arguments: Any
     ) -> Answer:
-        """Call ``method`` and return its arrays by their layout in shared memory.
+        """Call ``method``, and return its answer with the layouts of arrays in shared memory.
 
         Gradients of parameters are None, because the parent has mapped their memory. ``module`` is
         a pickle, or None if it has not changed. ``places`` is None if this worker has no rows.
@@ -173,7 +174,7 @@ class WorkerShare:
     def forward(
         self, arrays: list[Array], graph: int, seed: int, form: bytes, calc_grads: list[bool | None]
     ) -> Answer:
-        """Return the results for ``arrays``. ``calc_grads``: flags of parameters, then inputs."""
+        """Return results for ``arrays``. ``calc_grads`` has flags of parameters, then of inputs."""
         for param, flag in zip(self._params, calc_grads, strict=False):
             param.calc_grad = bool(flag)
         # Copy, because the graph needs the inputs, which the answer overwrites.
@@ -215,7 +216,7 @@ def _leaves_below(result: Part) -> list[Variable]:
     if result.node is None:
         return [result]
     walk = Walk(result.node, result.array, False)
-    with suppress(RuntimeError):  # no second pass: backward() raises this as well
+    with suppress(RuntimeError):  # freed graph or changed leaf: backward() raises this too
         walk.count([result.node], (), walk.pending)
     return [target for target in walk.pending if isinstance(target, Variable)]
 
@@ -277,7 +278,7 @@ class Team:
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
-        self.numbers: dict[weakref.ref[Any], int] = {}  # numbers of graphs in the workers
+        self.numbers: dict[weakref.ref[Any], int] = {}  # by WorkersGraph: its number
         self._params = list(params)
         self._module: bytes | None = None  # pickle of the module that the workers have
         self._answers: list[Any] = []  # answers of the workers to the last request
@@ -306,7 +307,7 @@ class Team:
             resources.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
-        """Return False if ``params`` need other workers; else copy replaced arrays to them."""
+        """Return whether the workers can use ``params``. Copy replaced arrays to their memory."""
         if not self.resources.is_open or [*map(id, params)] != [*map(id, self._params)]:
             return False
         for param, view in zip(self._params, self._views, strict=True):
@@ -565,7 +566,7 @@ def _rows(parts: Sequence[Part]) -> int:
 class WorkersGraph:
     """The graphs that the workers store for forward pass ``number``, until this object is freed.
 
-    ``shares`` are the workers' rows of the batch. The graph here keeps this object alive.
+    ``shares`` are the workers' rows of the batch. This process's graph keeps the object alive.
     """
 
     def __init__(self, team: Team, number: int, shares: Sequence[slice]) -> None:
@@ -625,7 +626,7 @@ class WorkersGraph:
         return grad
 
     def _gradient(self, leaf: Leaf, like: Array, _: object) -> Array:
-        """Return the workers' sum for a parameter, or for an input their rows, and 0 elsewhere."""
+        """Return the workers' gradient of ``leaf``. For an input, the first share's rows are 0."""
         answers = enumerate(self._team.fill(self._answers))
         parts = [(worker, arrays.pop(leaf)) for worker, (arrays, _) in answers if leaf in arrays]
         if not leaf[0]:

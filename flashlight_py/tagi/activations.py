@@ -133,8 +133,8 @@ class EvenExp(Activation):
     As the last layer, it gives pairs: a value, and the positive variance of its observation error.
 
     Args:
-        slope_times_variance: False: the slope of e^z is its mean. True: the slope is its mean times
-            v = var(z), as in pytagi 0.2.1. The deltas of means are then v times too large, and the
+        slope_times_variance: False: the slope is the mean E of e^z. True: the slope is v E with v =
+            var(z), as in pytagi 0.2.1. The deltas of means are then v times too large, and the
             deltas of variances v^2 times.
     """
 

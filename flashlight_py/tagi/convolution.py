@@ -82,7 +82,7 @@ class _Convolution(ImageLayer):
             variance += self.biases.variance[:, None]
 
     def _set_sums(self, sums: Array, d: Array, e: Array) -> None:
-        """Set the weights' sums to ``sums``. Compute the biases' sums from ``d`` and ``e``."""
+        """Set the sums of the weights' deltas to ``sums``. Sum ``d`` and ``e`` for the biases."""
         for array, values in zip(
             (self.weight.mean_sum, self.weight.variance_sum), sums, strict=True
         ):
@@ -146,7 +146,7 @@ class Conv2d(_Convolution):
         return BaseHiddenStates(batch_first(z, shape), batch_first(zv, shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of the weights: ``d`` times input means, and ``e`` times their squares.
+        """Sum the weights' deltas: ``d`` times input means, and ``e`` times their squares.
 
         Return the deltas of the input: ``d @ W`` and ``e @ W**2`` of each window, times the input's
         slope and squared slope. Overlapping windows are added.
@@ -229,7 +229,7 @@ class ConvTranspose2d(_Convolution):
         return BaseHiddenStates(images, images_v)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of the weights: input means times ``d``, and their squares times ``e``.
+        """Sum the weights' deltas: input means times ``d``, and their squares times ``e``.
 
         Return the deltas of the input: the sums over each window of ``d * W`` and of ``e * W**2``,
         times the input's slope and squared slope.

@@ -181,7 +181,7 @@ class DDPSequential:
         return self.model.forward(mu_x, var_x)
 
     def backward(self) -> None:
-        """Run the backward pass and add all sums over the ranks. Collective, blocking.
+        """Run the backward pass and add parameter deltas over the ranks. Collective, blocking.
 
         Raises:
             RuntimeError: If there are no deltas, or the parameters or the number of ranks have
@@ -224,12 +224,12 @@ class DeltaBucket(PassBucket):
         self.parameters = bucket
 
 
-# The ranks add sums that are not yet multiplied by the variances of the parameters. The step
+# The ranks add deltas that are not yet multiplied by the variances of the parameters. The step
 # multiplies them in the same kernel on every rank, so the results have equal bits. The bound of a
 # step depends on the total number of samples. This number is the last element of the last bucket,
 # because a separate message would cost a small network one more round trip.
 class DeltaSync(GradientPass[DeltaBucket]):
-    """Data-parallel backward pass: it adds each parameter's sums over the ranks, bucket by bucket.
+    """Data-parallel backward pass: it adds parameter deltas over the ranks, bucket by bucket.
 
     A pass sets ``learnt`` of the network to the number of samples on all ranks. If ``average``,
     the number is the mean over the ranks that have samples.
@@ -263,7 +263,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
         for bucket in planned:
             parameters = [parameter for layer in bucket for parameter in layer.parameters_in_use]
-            has_samples = int(bucket is planned[-1])  # element for the number of samples
+            has_samples = int(bucket is planned[-1])  # the last bucket stores the number of samples
             storage = ParameterBucket(parameters, zeros_on(device), sums, has_samples)
             self._buckets.append(DeltaBucket(storage, len(bucket)))
             for layer in bucket:
@@ -311,7 +311,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._running = True
 
     def _on_sums(self, bucket: DeltaBucket, _: BaseLayer) -> None:
-        """Count a layer with complete sums. Send ``bucket`` if it is the bucket's last layer."""
+        """Count a layer whose deltas are summed. Send ``bucket`` after the last of its layers."""
         if not self._running:
             raise RuntimeError(
                 "backward: a DDPSequential wraps this network. Call backward() of the "
@@ -336,7 +336,7 @@ class DeltaSync(GradientPass[DeltaBucket]):
         self._model.learnt = round(float(self._parameter_buckets[-1].extra[0]))
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return the factor of this rank's sums. ``training``: number of ranks with samples."""
+        """Return the factor for this rank's deltas. ``training``: number of ranks with samples."""
         return ranks / training if self.averages else 1.0
 
     def send_zeros(self) -> None:

@@ -59,9 +59,9 @@ class BaseLayer(abc.ABC):
         input_shape, output_shape: Shapes of one sample; None before :meth:`connect`. A layer whose
             arguments determine the shape of its input has ``input_shape`` from the start.
         training: Whether the layer is in training: it uses batch statistics and keeps its inputs.
-        on_sums: None, or a function that a backward pass calls with the layer as argument after the
-            sums of its parameters are complete. Most layers call ``on_sums`` before they compute
-            the deltas of the input.
+        on_sums: None, or a function that ``backward`` calls with the layer as argument after it has
+            set ``mean_sum`` and ``variance_sum`` of the parameters. Most layers call ``on_sums``
+            before they compute the deltas of the input.
     """
 
     # Whether files and dictionaries of parameters have an entry for the layer.
@@ -105,7 +105,7 @@ class BaseLayer(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of the parameters, call ``on_sums``, and return the deltas of the input.
+        """Set each parameter's ``mean_sum`` and ``variance_sum``; return the deltas of the input.
 
         Args:
             d, e: Deltas of the means and variances of the output: float32, ``[batch,
@@ -119,7 +119,7 @@ class BaseLayer(abc.ABC):
         """Join the collective calls of a forward pass on a rank without samples."""
 
     def backward_nothing(self) -> None:
-        """Set the sums of the parameters to 0 and call ``on_sums``, for a batch without samples."""
+        """For an empty batch: set each ``mean_sum`` and ``variance_sum`` to 0; call ``on_sums``."""
         for parameter in self.parameters_in_use:
             parameter.mean_sum[...] = parameter.variance_sum[...] = 0
         self._sums_are_complete()

@@ -76,7 +76,7 @@ class Linear(BaseLayer):
         return BaseHiddenStates(mean, variance)
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums ``d.T @ m`` and ``e.T @ m**2``; return the deltas of the input."""
+        """Set the weights' sums to ``d.T @ m`` and ``e.T @ m**2``. Return the input's deltas."""
         x, weight = self._x, self.weight
         xp = array_module(x.mean)
         d, e = d.reshape(len(x.mean), -1), e.reshape(len(x.mean), -1)
@@ -176,7 +176,7 @@ class Embedding(BaseLayer):
         return BaseHiddenStates(mean.reshape(len(values), -1), variance.reshape(len(values), -1))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of each row from ``d`` and ``e``. Return zeros: indices do not learn."""
+        """Sum ``d`` and ``e`` of each row over the batch. Return zeros: indices do not learn."""
         indices = self._indices
         xp = array_module(indices)
         d, e = (array.reshape(-1, self.embedding_dim) for array in (d, e))

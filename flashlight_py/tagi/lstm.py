@@ -94,7 +94,7 @@ def cell_backward(
     """Write the deltas of the gate inputs; return the deltas of c of the previous step.
 
     Args:
-        dh, eh: Deltas of h from the output and from the next step, ``[rows, n]``.
+        dh, eh: Deltas of h, summed over the output and the next step, ``[rows, n]``.
         dc, ec: Deltas of c from the next step, or None without a next step. This function adds the
             deltas of c from h.
         slopes: The array that :func:`cell_forward` wrote.
@@ -145,7 +145,7 @@ class Pass(NamedTuple):
 class Gates(NamedTuple):
     """The gates of an LSTM for windows of ``steps`` time steps.
 
-    ``weight``: ``[4, no, ni + no]``; ``biases``: ``[4, no]``, or None.
+    ``weight`` is ``[4, no, ni + no]`` for ni elements of x and no of h. ``biases`` is ``[4, no]``.
     """
 
     weight: Parameter

@@ -295,7 +295,7 @@ class Network:
 
 
 def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
-    """Return error texts for invalid ``arrays``, which are means and variances in turn."""
+    """Return a text for each invalid array. ``arrays`` has means and variances in turn."""
     named = list(zip(names, arrays, strict=False))
     invalid = [f"{name} is not finite" for name, array in named if not np.isfinite(array).all()]
     return invalid + [f"{name} has negative variances" for name, a in named[1::2] if (a < 0).any()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# Names by module. `scripts/stubs` generates the declarations for type checkers from them.
+# Public names by module. `scripts/stubs` copies this table to a stub for type checkers.
 _HOMES = {
     "activations": [
         *("ClosedFormSoftmax", "EvenExp", "LeakyReLU", "MixtureReLU", "MixtureSigmoid"),

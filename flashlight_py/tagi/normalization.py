@@ -61,7 +61,7 @@ class Normalization(BaseLayer):
         return BaseHiddenStates(mean.reshape(x.mean.shape), variance.reshape(x.mean.shape))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the parameters' sums. Return ``d r W s``, ``e (r W s)^2``; s: slope of the input."""
+        """Sum the parameters' deltas. Return ``d r W s``, ``e (r W s)^2``; s: the input's slope."""
         t = self._t
         deltas = d.reshape(t.shape), e.reshape(t.shape)
         sums, back = standardize_back(t, *deltas, self._slope, self._back, needs_input)
@@ -297,10 +297,10 @@ def standardize(
 def standardize_back(
     t: Array, d: Array, e: Array, slope: Array | None, back: Array, needs_input: bool
 ) -> tuple[Array, Deltas | None]:
-    """Return the sums of the parameters, and new deltas of the input if ``needs_input``.
+    """Return the sums of the parameters' deltas, and the input's deltas if ``needs_input``.
 
-    The sums are float64 ``[4, features]``: of t d, t^2 e, d and e. The deltas are ``d * back *
-    slope`` and ``e * back^2 * slope^2``.
+    The sums of t d, t^2 e, d and e are float64 ``[4, features]``. The input's deltas are new: ``d *
+    back * slope`` and ``e * back^2 * slope^2``.
     """
     xp, rows = array_module(t), _Rows.of(t)
     if rows is None:

@@ -1,9 +1,9 @@
 """Parameters of a network: initial values, memory layout, and the bounded step.
 
 Each layer has :class:`Parameter` objects. A network gathers them in :class:`ParameterBucket`
-objects, in the order in which a backward pass completes their sums. A bucket has three arrays: all
-means, all variances, and all sums. A step is therefore one kernel call, and the sums are sent to
-other processes without a copy.
+objects, in the order in which a backward pass computes their deltas. A bucket has three arrays: all
+means, all variances, and all sums of deltas over the batch. A step is therefore one kernel call,
+and the sums are sent to other processes without a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METHODS = ("He", "Xavier")
 
 
 class Parameter:
-    """An array of independent Gaussian parameters, and the sums of the last backward pass.
+    """An array of independent Gaussian parameters, and sums that a backward pass computes.
 
     Attributes:
         mean, variance: Float32 arrays of one shape.
@@ -123,8 +123,8 @@ class ParameterBucket:
     def step(self, cap: float) -> None:
         """Change means and variances in place, each by at most ``sqrt(variance) / cap``.
 
-        With the sums d and e of a backward pass and the variance s, the mean changes by ``clip(s d,
-        +-sqrt(s) / cap)`` and the variance by ``clip(s^2 e, +-sqrt(s) / cap)``. A variance that
+        With d = ``mean_sum``, e = ``variance_sum`` and the variance s, the mean changes by ``clip(s
+        d, +-sqrt(s) / cap)`` and the variance by ``clip(s^2 e, +-sqrt(s) / cap)``. A variance that
         would not be positive becomes 1e-5. Both bounds are equal although their units differ:
         pytagi's published accuracies were measured with these bounds.
 

@@ -87,7 +87,7 @@ class LSTM(BaseLayer):
         self._carried: States | None = None  # initial states, each [1, output_size]; None: 0
         self._x = BaseHiddenStates(np.empty((0, self.input_size)))
         empty = np.empty((0, 0, input_size + output_size))
-        self._pass = Pass(empty, empty[..., None], False)  # of the last forward pass
+        self._pass = Pass(empty, empty[..., None], False)  # arrays of the last forward pass
 
     def connect(self, shape: Shape) -> Shape:
         """Return the output shape. A sample must have ``seq_len * input_size`` elements."""
@@ -114,7 +114,7 @@ class LSTM(BaseLayer):
         return BaseHiddenStates(mean.reshape(batch, -1), variance.reshape(batch, -1))
 
     def backward(self, d: Array, e: Array, needs_input: bool) -> Deltas | None:
-        """Set the sums of the gates over batch and time, and return the deltas of the input."""
+        """Sum the gates' parameter deltas over batch and time; return the input's deltas."""
         joined, slopes, _ = self._pass
         xp = array_module(joined)
         width = self._outputs if self._independent else self.output_size

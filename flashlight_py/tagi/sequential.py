@@ -124,7 +124,7 @@ class Sequential(Network):
         return output_copies(x, flat, is_cupy(mu_x))  # other threads may replace the buffer
 
     def backward(self) -> None:
-        """Compute the sums of every parameter from the deltas of the outputs.
+        """Compute ``mean_sum`` and ``variance_sum`` of each parameter from the outputs' deltas.
 
         Raises:
             RuntimeError: If there are no deltas since the last forward pass, or that pass ran in
@@ -349,7 +349,7 @@ class Sequential(Network):
         return sample
 
     def _connect(self, sample: Shape) -> None:
-        """Connect the layers for the shape ``sample``. If that fails, restore their shapes."""
+        """Connect the layers for the shape ``sample``. If that fails, restore the old ones."""
         try:
             self._row.connect(sample, "")
         except ValueError:

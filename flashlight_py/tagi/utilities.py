@@ -81,8 +81,8 @@ def _checked_labels(labels: Any, num_classes: int, missing: float | None = None)
 def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     """Return the probability of each class: NumPy float32 ``[batch, classes]``.
 
-    This is the product of the probabilities of the branches on its path, as in pytagi. The sum over
-    classes is 1 only if their number is a power of 2. Means and variances of the outputs are
+    It is the product of the probabilities of the branches on the class's path, as in pytagi. The
+    sum is 1 only if the number of classes is a power of 2. Means and variances of the outputs are
     ``[batch, tree.len]`` or flat, of any dtype.
     """
     m, v = as_real("means", mean, "cpu"), as_real("variances", variance, "cpu")

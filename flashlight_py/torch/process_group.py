@@ -57,7 +57,7 @@ _OF_BOOL = {"sum": "or", "prod": "and"}
 _ALL_REDUCE = v.ALL_REDUCE.code
 # Before torch 2.7 the options do not state whether the call is asynchronous.
 _OPTIONS = dist.AllreduceOptions if hasattr(dist.AllreduceOptions, "asyncOp") else None
-_MOST_COMPARED = 60  # maximum number of lengths; an array has at most this many dimensions
+_MOST_COMPARED = 60  # maximum number of lengths, which are sent as the shape of an array
 # torch's send and recv wait for the Work immediately, so a call from them may block.
 _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 _BLOCKING = SimpleNamespace(asyncOp=False)
@@ -77,7 +77,7 @@ Method = Callable[..., Any]
 
 
 def _in_torchs_terms(method: Method, name: str) -> Method:
-    """Make ``method`` raise torch's errors. For a tensor of another device, call its backend."""
+    """Make ``method`` raise torch's errors. For tensors not on the CPU, call another backend."""
 
     @functools.wraps(method)
     def called(self: FlashlightGroup, *args: Any, **options: Any) -> Any:
@@ -151,7 +151,7 @@ def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
 
 
 def _options_of_message() -> Any:
-    """Return blocking options if torch's ``send`` or ``recv`` called the method, else None."""
+    """Return blocking options if torch's ``send`` or ``recv`` makes the current call, else None."""
     frame = sys._getframe(2).f_back  # the caller of the decorated method, or None if C++ called it
     callers = frame, frame and frame.f_back
     waits = any(caller and caller.f_code in _WAIT_AT_ONCE for caller in callers)

@@ -121,7 +121,7 @@ class TensorWork(dist.Work):
                 self._future = begun
                 begun.set_result(list(self.tensors))
                 return begun
-            # If the callback raises, this future fails, also in C++, where DDP waits for it.
+            # If result() raises, the future fails, also in C++, where DDP waits for it.
             self._future = begun.then(lambda _: self.result())
             if has_ended:
                 begun.set_result(None)

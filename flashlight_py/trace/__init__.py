@@ -1,4 +1,4 @@
-"""Calls of the ranks with their times: profiles, flight records, and tools to read them.
+"""Profiles and flight records of the calls of all ranks, and tools to read them.
 
 ``python -m flashlight_py.trace diff DIR`` compares the flight records of the ranks. ``python -m
 flashlight_py.trace view trace.json`` converts a profile to an HTML page.

@@ -1,4 +1,4 @@
-"""Profiles: the calls of all ranks as a Chrome trace, which Perfetto reads as well, or as a page.
+"""Profiles: the calls of all ranks as a Chrome trace (for Chrome or Perfetto), or as an HTML page.
 
 The format is Chrome's JSON "Trace Event Format" with complete events (``"ph": "X"``) and times in
 microseconds. Each rank is a process of the trace. Its first thread has calls and waits that block
@@ -130,7 +130,7 @@ class Profile:
 def profile(
     path: str | os.PathLike[str] = "trace.json", *, group: ProcessGroup | None = None
 ) -> Profile:
-    """Record all calls of verbs in a ``with`` block, on all ranks of ``group``, in one file.
+    """Record the collectives and messages in a ``with`` block on all ranks of ``group``.
 
     Start and end of the block are collective and blocking, as are ``start()`` and ``stop()``. Rank
     0 of the group writes the Chrome trace ``path`` and replaces an existing file. Perfetto and

@@ -118,7 +118,7 @@ class _Group:
         return behind and self._first_different(lambda call: call.get("line"), line) + behind
 
     def _first_different(self, key: Callable[[dict[str, Any]], Any], text: str) -> list[str]:
-        """Return lines on the first call for which ``key(call)`` differs, headed by ``text``."""
+        """Return ``text`` and lines on the first call whose ``key(call)`` differs between ranks."""
         for number in sorted({number for calls in self._calls.values() for number in calls}):
             by_rank = {rank: calls.get(number) for rank, calls in self._calls.items()}
             if len({key(call) for call in by_rank.values() if call} - {None}) > 1:

@@ -25,7 +25,7 @@ class ProcessGroup(Membership):
     """
 
     def in_step(self, name: str) -> reject_together:
-        """Return a block for checks of arguments. If a rank raises in it, all ranks raise."""
+        """Return a context manager for checks of arguments; if one rank raises, all ranks raise."""
         return reject_together(self, name)
 
 
@@ -44,5 +44,5 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in api.__all__:
-    if _name not in ("Grid", "P2POp", "sync_distributed"):  # classes, an inherited method
+    if _name not in ("Grid", "P2POp", "sync_distributed"):
         setattr(ProcessGroup, _name, _method(getattr(api, _name)))

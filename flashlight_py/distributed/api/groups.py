@@ -156,10 +156,10 @@ def _create_group(
     timeout: float | None,
     select_members: Callable[[Sequence[Any]], list[int]],
 ) -> ProcessGroup:
-    """Send ``choice`` to all ranks. Return the group of ``select_members(choices of all ranks)``.
+    """Return a new group, whose members depend on the ``choice`` of every rank of ``parent``.
 
-    A ``choice`` that is a string must be equal on all ranks, and ``timeout`` too. Otherwise every
-    rank raises MismatchError.
+    ``select_members`` receives the choices of all ranks and returns the members. Every rank raises
+    MismatchError if ranks differ in ``timeout``, or in a ``choice`` that is a string.
     """
     seconds, backend = check_seconds(verb, timeout), parent.backend()
     with parent.journal.recording(verb):
@@ -186,8 +186,8 @@ def _create_group(
 class MemberStore(Store):
     """A store for the members of a new group. The backend of the old group sends its messages.
 
-    The members form a tree, so each member exchanges messages with few members. The member above
-    another one has the same rank in base FAN, except that the last nonzero digit is 0.
+    The members form a tree, so each member exchanges messages with few members. To find the parent
+    of a member, write the member's rank in base FAN, and set the last nonzero digit to 0.
     """
 
     def __init__(self, backend: Backend, verb: str, members: Sequence[int]) -> None:

@@ -150,7 +150,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
 
     With a ``layout``, ``load`` fills an array of this layout. Otherwise ``load`` returns an array.
     """
-    exchange_process_info(store, checks=True)  # FLASHLIGHT_CHECKS was compared at the start
+    exchange_process_info(store, checks=True)  # distributed_init has compared FLASHLIGHT_CHECKS
     sharing = ranks_by_memory(store)
     if sharing.apart and store.rank == 0:
         _log.warning("host_array: a host has more than one copy of the array: %s", sharing.apart)
@@ -228,7 +228,7 @@ def _check_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copy ``source`` in steps. Free copied pages of a read-only ``numpy.memmap``."""
+    """Copy ``source`` in steps. If it is a read-only ``numpy.memmap``, free its copied pages."""
     source, target = np.atleast_1d(source, target)
     rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
     base: Any = source
@@ -245,8 +245,8 @@ def _copy(source: Array, target: Array) -> None:
 def _raise_first(store: Store, doing: str, problems: list[str], failure: Exception | None) -> None:
     """Raise an error if a rank failed. ``problems`` has one text for each rank, "" for success.
 
-    If a rank has too little memory, every rank raises OutOfMemoryError. Otherwise a rank with a
-    ``failure`` raises it, and other ranks raise RankFailedError with the text ``doing``.
+    If a rank has too little memory, every rank raises OutOfMemoryError. Otherwise a rank that
+    failed raises ``failure``, and other ranks raise RankFailedError, whose text contains ``doing``.
     """
     lacking = f"{OutOfMemoryError.__name__}: "
     for rank, problem in enumerate(problems):

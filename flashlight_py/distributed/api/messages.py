@@ -62,8 +62,8 @@ def recv(x: X, src: int | None, tag: int = 0, *, partial: bool = False, group: G
     Args:
         x: Array to fill, with the shape and dtype of the sent array.
         src: Rank in the group. None: any other rank, for NumPy arrays only. If messages of several
-            ranks are waiting, each receive begins its search at another rank. To learn the sender,
-            use :func:`irecv` and read ``source`` of its ``Work``. With None, no rank may leave the
+            ranks are waiting, successive receives prefer different ranks. To learn the sender, use
+            :func:`irecv` and read ``source`` of its ``Work``. With None, no rank may leave the
             group until the receive has ended.
         tag: An integer from 0 to 2**31 - 1. If several receives match a message, the receive that
             was called first takes it.

@@ -135,8 +135,8 @@ def scatter(
 
     Args:
         xs: On rank ``root``: a list or tuple with one array per rank. All arrays have the same
-            dtype and the same shape of at most eight dimensions. Or one array whose first dimension
-            is split into equal parts. With ``rows``, the first dimensions may differ. Other ranks
+            dtype and the same shape of at most eight dimensions. With ``rows``, only their first
+            dimensions may differ. Or one array that is split along its first dimension. Other ranks
             may pass an array, which is not sent, to get a result of its library.
         root: Rank in the group that sends.
         out: Array to fill. If it overlaps ``xs``, ``xs`` is copied first.
@@ -376,7 +376,7 @@ def _concatenate_parts(xs: Any, size: int, counts: list[int] | None = None) -> A
         return as_packed(array).reshape(size, array.shape[0] // size, *array.shape[1:])
     if len(xs) != size:
         raise ValueError(f"scatter: xs must have {size} arrays, one for each rank, got {len(xs)}")
-    first, free = arrays[0], counts is not None  # True: the first dimensions may differ
+    first, free = arrays[0], counts is not None  # for ``free``, True: first dimensions may differ
     for rank, array in enumerate(arrays):
         is_alike = array.ndim >= free and array.shape[free:] == first.shape[free:]
         if not is_alike or array.dtype != first.dtype:

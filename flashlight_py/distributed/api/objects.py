@@ -45,15 +45,16 @@ T = TypeVar("T")
 # Maximum bytes of a frame in the first collective of a gather. A longer frame is sent in a second
 # collective, and only to the root. csrc/fast/objects.c has the same limits.
 _SHORT_BYTES = 1024
-# A scatter pads frames to one length if this adds at most the bytes of all frames plus this number.
+# A scatter pads its frames to equal length if the padding has at most this number of bytes more
+# than all frames.
 _MOST_PADDING = 65536
 # Maximum bytes of the text that explains why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
 _NOTHING = np.empty(0, np.uint8)
 # Maximum bytes of the first message of send_object. Its first byte gives its content: 0x80 is a
 # pickle; 1 is a pickling error; 0 is a header (size of the pickle, a number, the sender). After a
-# header, the pickle follows in a second message. The number selects a negative tag for this
-# message, because several threads may send.
+# header, the pickle follows in a second message. Its negative tag depends on the number, because
+# several threads may send.
 _FIRST_BYTES = 16384
 _LATER, _NO_PICKLE = 0, b"\1"
 _LATER_TAGS = -2
@@ -224,7 +225,7 @@ def _run_in_python(members: Membership, verb: Verb, obj: Any, root: Any) -> Any:
 
 
 def _pickled(objs: Sequence[Any]) -> list[Array]:
-    """Return one frame for each object. If one fails to pickle, all frames contain the reason."""
+    """Return one frame per object. If an object cannot be pickled, all frames contain the error."""
     try:
         return [Frame(pickle.dumps(obj, 5)).pack() for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
@@ -232,10 +233,10 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 
 
 class _Move:
-    """A call of the object verb ``verb`` on this rank, which sends the frames ``arrays``.
+    """A call of the object verb ``verb`` on this rank. The rank sends the frames ``arrays``.
 
-    If a frame is too long for the first collective, this collective sends only its length. A second
-    collective then sends the frame.
+    If a frame is too long for the first collective, the first collective sends only the length of
+    this frame. A second collective then sends the frame.
     """
 
     def __init__(
@@ -314,7 +315,7 @@ class _Move:
 
 
 def _rows(frames: Sequence[Array]) -> Array:
-    """Return ``frames`` padded to equal length, or only their lengths if they need much padding."""
+    """Return ``frames`` padded to equal length. If that wastes memory, return their lengths."""
     longest, total = max(map(len, frames)), sum(map(len, frames))
     if longest * len(frames) > 2 * total + _MOST_PADDING:
         return np.stack(list(map(_announced, frames)))

@@ -350,7 +350,7 @@ setattr(all_reduce_multiple, "finish", _unpacked_later)  # noqa: B010  (native c
 
 
 def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
-    """Copy results to the arrays. Each list of ``packs`` is a buffer, then its arrays."""
+    """Copy results to the arrays. Each entry of ``packs`` is a buffer and the arrays in it."""
     for flat, *arrays in packs:
         parts = split_rows(flat, [array.size for array in arrays])
         for array, part in zip(arrays, parts, strict=True):
@@ -396,10 +396,10 @@ def _run_in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, gr
 
 
 def _pending_calls(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
-    """Yield ``COLLECTIVE`` for each collective that other ranks start if this rank raises."""
+    """Yield ``COLLECTIVE`` for each collective that this rank omits if it rejects its arguments."""
     values = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in values if hasattr(x, "nbytes")]
-    invalid = len(values) - len(arrays) if limit < 0 else 0  # other ranks make one call for each
+    invalid = len(values) - len(arrays) if limit < 0 else 0  # one call per invalid value
     yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + invalid))
 
 

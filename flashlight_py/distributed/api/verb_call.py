@@ -116,8 +116,8 @@ def resolve_reduction(
 ) -> tuple[ReduceOp, float]:
     """Return the checked ``op`` and ``scale``.
 
-    An average becomes a sum with ``scale / size``. With ``of_some`` it remains an average, because
-    each rank of a prefix reduction has another number of terms.
+    An average becomes a sum with ``scale / size``. For a prefix reduction (``of_some``) it remains
+    an average, because each rank divides by another number of terms.
     """
     reduce_op = parse_op(verb, op)
     factor = check_op_and_scale(verb, dtype, reduce_op, scale)
@@ -220,11 +220,11 @@ def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> 
 
 
 class Output(NamedTuple):
-    """The place where a result is stored.
+    """The array for a result, as the user passed it and as the backend fills it.
 
-    ``argument`` is the user's array for the result, ``array`` a view of it, and ``packed`` is
-    ``array`` or a copy for the backend. If the user passed none, ``argument`` is an input of the
-    same library, and the other fields are None: the backend creates an array.
+    ``argument`` is the user's ``out``, and ``array`` is a view of it. ``packed`` is the array that
+    the backend fills: ``array`` or a copy. If the user passed no ``out``, ``argument`` is an input
+    of the same library, and the other fields are None. The backend then creates an array.
     """
 
     argument: Any
@@ -240,8 +240,8 @@ def prepare_output(
 ) -> Output:
     """Return the ``Output`` for a result of ``shape``: ``out``, or a new array like ``argument``.
 
-    Raises ValueError if ``out`` does not have this shape and the dtype of ``like``. If ``shape[0]``
-    is None, any first dimension is accepted.
+    Raises ValueError if the shape of ``out`` is not ``shape``, or its dtype is not the dtype of
+    ``like``. If ``shape[0]`` is None, any first dimension is accepted.
     """
     if out is None:
         return NEW if type(argument) is np.ndarray else Output(argument, None, None)
@@ -299,9 +299,9 @@ _OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": 
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}
 
 _make_entry: Any = None
-with contextlib.suppress(BackendUnavailableError):  # the first call warns of this
+with contextlib.suppress(BackendUnavailableError):  # the first call then warns about the error
     _make_entry = _native.load_extension("fast").verb
-    # An entry is pickled by name, and behaves like the function as a method and in repr().
+    # Entries are pickled by name. They can be methods, and repr() shows the wrapped function.
     _make_entry.__reduce__ = lambda entry: entry.__qualname__
     _make_entry.__get__ = lambda entry, one, _=None: (
         entry if one is None else MethodType(entry, one)
@@ -312,8 +312,8 @@ with contextlib.suppress(BackendUnavailableError):  # the first call warns of th
 def native_entry(verb: Verb, **constants: Any) -> Callable[[F], F]:
     """Return a decorator that runs calls of a public function in native code, as ``verb``.
 
-    If native code cannot handle a call, the Python function runs. ``constants`` are arguments that
-    native code always gets with this value. Calls that pass one of them run in Python.
+    If native code cannot handle a call, the Python function runs. ``constants`` are arguments with
+    fixed values in native code. Calls that pass one of these arguments run in Python.
     """
 
     def decorated(function: F) -> F:
@@ -344,13 +344,13 @@ COLLECTIVE = None  # stands for a collective in ``begun`` of ``reject_together``
 
 
 class reject_together:
-    """A block in which a rank checks arguments. If it raises, the other ranks raise too.
+    """A ``with`` block in which a rank checks arguments. If it raises, the other ranks raise too.
 
     ``begun`` lists the calls that the other ranks make in the block, and that this rank omits if it
     raises: ``COLLECTIVE``, or a ``P2POp`` for each message. If one of ``arrays`` is a CuPy array,
-    these are calls of the GPU backend. ``outcome`` describes the failure for other ranks. With
-    ``first``, errors after the first collective are not reported. Ctrl-C in the block ends the
-    group.
+    these are calls of the GPU backend. ``outcome`` explains the failure in the errors of other
+    ranks. With ``first``, the other ranks are notified only if no collective has begun in the
+    block. Ctrl-C in the block ends the group.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class reject_together:
         if error is not None and not isinstance(error, Exception):
             group.end(error)
         if isinstance(error, MismatchError) and self._calls == group.journal.count[0]:
-            # The call counts on this rank too, as on the rank that rejected it.
+            # The rejecting rank counts the call, so this rank counts it as well.
             group.journal.record_rejection(str(self._verb), error)
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return  # other ranks raise the same error, or have been notified
@@ -382,7 +382,7 @@ class reject_together:
             return
         if self._calls not in (None, group.journal.count[0]):
             return
-        if not group.journal.has_recorded(error):  # otherwise a call has notified them
+        if not group.journal.has_recorded(error):  # else a call has notified the other ranks
             self.reject(error)
 
     def reject(self, error: Exception) -> None:

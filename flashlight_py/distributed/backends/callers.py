@@ -23,17 +23,17 @@ SITE_BYTES = codes.SITE_BYTES - 1  # without the terminating zero
 class Callers:
     """Threads that are inside a blocking call of a backend.
 
-    A signal handler that interrupts such a call must not call the same backend: the new call would
-    wait for the interrupted call, and ranks could not agree on the order of the two calls. The
-    handler is only allowed to end the group. It may raise an exception at any point, so a caller
-    adds the result of ``check`` to ``threads`` inside a ``try`` block, and discards it in
+    A signal handler that interrupts such a call must not start another call of the backend: the new
+    call would wait for the interrupted call, and ranks could not agree on the order of the two
+    calls. The handler may end the group. An exception of the handler can occur at any point, so a
+    caller adds the result of ``check`` to ``threads`` inside a ``try`` block, and discards it in
     ``finally``.
     """
 
     def __init__(self, name: str, parts: Sequence[Backend] = ()) -> None:
         self._name, self._parts = name, parts  # ``parts``: backends that this backend uses
         self.threads: set[int] = set()
-        self.native_header: Sequence[int] | None = None  # journal's native header; None: not bound
+        self.native_header: Sequence[int] | None = None  # of the journal; None before ``bind``
 
     def contains_this_thread(self) -> bool:
         """Return whether the current thread is inside a call of this backend."""
@@ -82,10 +82,10 @@ def call_site_callback(native: ModuleType) -> Any:
 
 
 def interrupt_callback(native: ModuleType) -> Any:
-    """Return the C function that lets Python run its signal handlers during a wait."""
+    """Return the C function by which a waiting native call lets Python run signal handlers."""
 
     @native.ffi.def_extern(name="fl_interrupted", error=1, onerror=_store_exception)  # type: ignore[untyped-decorator]
     def interrupted() -> int:
-        return 0  # entering Python has run the handlers; ``onerror`` stores their exception
+        return 0  # before this line Python has run the handlers; ``onerror`` stores their exception
 
     return native.lib.fl_interrupted

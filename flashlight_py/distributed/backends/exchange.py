@@ -14,9 +14,9 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import ALL_GATHER
 
-# Header of a frame: length of the content, kind, number of buffers. Then follow the lengths of the
-# buffers, the buffers and the content, each padded to ``_ALIGNED`` bytes. csrc/fast/objects.c uses
-# the same format.
+# A frame consists of a header (length of the content, kind, number of buffers), the lengths of the
+# buffers, the buffers, and the content. Each part is padded to ``_ALIGNED`` bytes.
+# csrc/fast/objects.c uses the same format.
 _HEAD = struct.Struct("=qii")
 _ALIGNED = 16
 CONTENT, PROBLEM, LATER = range(3)
@@ -25,9 +25,9 @@ CONTENT, PROBLEM, LATER = range(3)
 class Frame(NamedTuple):
     """A message: ``content`` and ``buffers``. The lengths of both are sent as well.
 
-    ``kind`` is ``CONTENT`` for data, and ``PROBLEM`` for an error message. ``LATER`` means that the
-    frame itself follows in the next call, and that ``content`` is its size in bytes. Only native
-    code sends buffers.
+    ``kind`` is ``CONTENT`` for data, and ``PROBLEM`` for an error message. ``LATER`` announces a
+    frame that the next call sends; ``content`` is the size of that frame in bytes. Only native code
+    sends buffers.
     """
 
     content: bytes | memoryview
@@ -59,7 +59,7 @@ def read_frames(data: Array, limit: int | None = None) -> list[Frame]:
 def exchange_bytes(
     backend: Backend, payload: bytes, part_of: str = "", seconds: float | None = None
 ) -> list[bytes]:
-    """Return the payloads of all ranks in rank order. ``Call`` explains the other arguments."""
+    """Return the payloads of all ranks in rank order. ``part_of`` and ``seconds``: see ``Call``."""
     frame = Frame(payload).pack()
     data = backend.start(Call(ALL_GATHER, frame, part_of=part_of, seconds=seconds)).wait()
     return [bytes(frame.content) for frame in read_frames(data)]

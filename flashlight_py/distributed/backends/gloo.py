@@ -27,7 +27,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# Seconds between two checks, while ranks connect, whether the process of a rank has ended.
+# While ranks connect: seconds between two checks for ranks whose process has ended.
 _LOOK_SECONDS = 0.1
 _ADDRESS_BYTES = 1024  # Maximum length of an address
 
@@ -36,7 +36,7 @@ _RANK_BITS = 24
 
 
 class _GlooCards(NamedTuple):
-    """Data that all ranks exchange before they connect. Each field has an entry per rank."""
+    """Data that all ranks exchange before they connect. All fields are in rank order."""
 
     peers: Sequence[Peer]
     addresses: bytes  # addresses of all ranks, concatenated
@@ -64,8 +64,8 @@ class GlooBackend(NativeBackend):
         timeout: Seconds that one operation may take.
         joining: Seconds that connecting may take.
         key: Secret of the job. Both ends of a connection prove that they know it.
-        host_timeout: Seconds of silence after which a host is lost (csrc/gloo/heartbeat.h); 0: no
-            limit. The largest value of all ranks applies; 0 counts as the largest.
+        host_timeout: Seconds of silence after which a host is lost (csrc/gloo/heartbeat.h). All
+            ranks use the largest value of any rank. If any rank passes 0, no rank has a limit.
         lazily: If True, two ranks connect when they first exchange data. If False, the constructor
             connects the pairs of ranks that small collectives use.
         is_watched: True if a larger group watches the hosts and aborts this group after a loss.
@@ -115,16 +115,16 @@ class GlooBackend(NativeBackend):
         return self
 
     def subgroup(self, ranks: Sequence[int], count: int, is_flat: bool) -> Subgroup:
-        """Return a ``Subgroup``, whose number consists of ``count`` and its first rank."""
+        """Return a ``Subgroup``. Its number consists of ``count`` and the subgroup's first rank."""
         number = (count << _RANK_BITS | self.network_ranks[ranks[0]]) << 1
         return Subgroup(self, ranks, number, is_flat)
 
     def part(self, store: Store, timeout: float) -> GlooBackend:
-        """Return a backend for ``store``. Use it after all its ranks have called this method."""
+        """Return a backend for ``store``, usable once all ranks of ``store`` have called this."""
         return _Part(self, store, timeout)
 
     def _create(self, address: str) -> Any:
-        interface = address.encode(), b""  # no interface name: it may have several addresses
+        interface = address.encode(), b""  # no interface name, which may mean several addresses
         group = self.lib.fl_gloo_create(self.rank, self.size, *interface, self._joining)
         if group == self.ffi.NULL:
             raise BackendUnavailableError(
@@ -168,7 +168,7 @@ class GlooBackend(NativeBackend):
         self._of_machine = [rank for rank in ranks if machine and peers[rank].machine == machine]
 
     def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
-        """Start to watch ``hosts``. ``connecting``: all addresses, bytes per address, the key."""
+        """Start to watch ``hosts``. ``connecting``: all addresses, bytes of each one, the key."""
         host_names = dict(zip(hosts, (peer.host for peer in self._peers), strict=True))
         numbers = {host: number for number, host in enumerate(host_names)}
         texts = [self.ffi.new("char[]", name.encode()) for name in host_names.values()]
@@ -184,7 +184,7 @@ class GlooBackend(NativeBackend):
     def lost(self, doing: str) -> DistributedError | None:
         """See ``Backend``. Only ``Work.wait`` detects a dead process on another machine."""
         dead = self._dead(doing)
-        return super().lost(doing) or dead  # the library's error comes first: it has a reason
+        return super().lost(doing) or dead  # prefer the library's error, which has a reason
 
     def _dead(self, doing: str) -> PeerLostError | None:
         """Return an error if a rank's process on this machine has ended. Gloo cannot detect it."""

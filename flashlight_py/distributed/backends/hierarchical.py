@@ -4,7 +4,7 @@ The ranks compare each call before it changes an array. The messages of the comp
 the data of small arrays. Large arrays are sent afterwards; see ``hierarchical_calls.py``. A
 reduction first combines the arrays of each host, and then combines the results of the hosts in a
 fixed order. The result therefore has the same bits on every rank, and in every run with the same
-placement. A receive from any rank waits for a message of this host and of other hosts.
+placement. A receive from any rank waits for the first message of this host or another host.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HierarchicalBackend(Backend):
         hosts: Ranks of each host. Every rank is in exactly one list.
         inside: Backend for the ranks of this host, in the order of their list in ``hosts``.
         between: Backend for the ranks that have the same position in their lists as this rank; None
-            if some list is too short.
+            if some list has no such position.
         flat: Backend for all ranks. It runs the verbs that the hierarchy would not make faster.
         timeout: Seconds for each operation inside a host. Operations between hosts get more time.
         checked: If True, ranks compare calls before data moves. If False, a mismatch between hosts
@@ -168,7 +168,7 @@ class HierarchicalBackend(Backend):
         return Done(receive.receive()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
-        """Compare what ``_agreement`` has not: row counts, or the shape of a scatter's parts."""
+        """Compare what ``_run`` has not compared: row counts, or the shape of a scatter's parts."""
         differs = call.is_ragged or call.verb is verbs.SCATTER
         return self._on_all_ranks(call) if differs or not self._checked else None
 
@@ -272,7 +272,7 @@ class HierarchicalBackend(Backend):
             raise
 
     def guarded(self, doing: str, wait: Callable[[], Any]) -> Any:
-        """Return ``wait()``. If its error breaks one backend, end the other backends too."""
+        """Return ``wait()``. If it raises an error that breaks one backend, end the others too."""
         try:
             return wait()
         except GroupClosedError as error:
@@ -381,8 +381,8 @@ class FutureWork(Work):
 class PartWork(Work):
     """A send or receive ``call`` in one backend, or a receive from any rank in two backends.
 
-    ``works`` has an operation and the ranks of its backend, as numbered in this group, for each
-    backend. A receive from any rank has a ``claim`` (see ``Call``). If it fails, all backends end.
+    ``works`` has for each backend an operation, and the backend's ranks as numbered in this group.
+    A receive from any rank has a ``claim`` (see ``Call``). If ``call`` fails, all backends end.
     """
 
     def __init__(
@@ -437,7 +437,7 @@ class PartWork(Work):
             work.cancel()
 
     def _finish(self, timeout: float | None) -> Any:
-        """Cancel operations that have no message; wait for the other one and return its result."""
+        """Cancel the operations that have no message. Return the result of the other operation."""
         self._cancel()
 
         def wait() -> Any:

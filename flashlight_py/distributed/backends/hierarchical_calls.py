@@ -33,7 +33,7 @@ from flashlight_py.distributed.verbs import (
 )
 from flashlight_py.distributed.work import Done, Work
 
-# Maximum bytes of array data from one host to another in a comparison: one message of Gloo.
+# Maximum bytes of array data that a host sends to another in a comparison: one Gloo message.
 _MAX_BYTES = 63 << 10
 
 # Arrays up to this number of bytes are sent by one leader: sections would need more messages.
@@ -51,13 +51,13 @@ _MOVED = (ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST)
 class HostCalls:
     """The collectives of rank ``rank`` in ``hosts``.
 
-    Ranks send small arrays with the comparison of the call: ``load`` returns the data of this rank,
-    and ``take`` returns the result. This saves one or two exchanges, and a mismatch is detected
-    before any array changes. The other methods send large arrays, after all ranks have made the
-    same call.
+    Ranks send small arrays with the comparison of the call: ``load`` returns the data that this
+    rank sends, and ``take`` returns the result. This saves one or two exchanges, and detects a
+    mismatch before any array changes. The other methods send large arrays, after all ranks have
+    made the same call.
 
     ``inside`` and ``between``: see ``HierarchicalBackend``. ``far`` is the timeout between hosts in
-    seconds. ``runs_ahead`` is called if this rank returns before another rank of its host.
+    seconds. ``runs_ahead`` is called if this rank may end a call before other ranks of its host.
     """
 
     far: float
@@ -104,7 +104,7 @@ class HostCalls:
         return rows * row_bytes(call.array) <= self._max_rank_bytes
 
     def has(self, call: Call, message: RankMessage) -> bool:
-        """Return whether ``message``, from the comparison, includes the result of ``call``."""
+        """Return whether ``message``, received in the comparison, has the result of ``call``."""
         if call.compared or call.array is None:
             return False
         if call.verb in _GATHERS:
@@ -132,7 +132,7 @@ class HostCalls:
     def _combined(
         self, name: str, dtype: np.dtype[Any], op: int, scale: float, parts: Sequence[Array]
     ) -> Array:
-        """Reduce ``parts`` in their order. Each part has the bytes of an array of ``dtype``."""
+        """Reduce ``parts`` in their order. Each part is an array of ``dtype``, as bytes."""
         ffi, count = self._native.ffi, parts[0].size // dtype.itemsize
         result = np.empty_like(parts[0])
         where = ffi.from_buffer("char[]", result, require_writable=True)
@@ -159,8 +159,8 @@ class HostCalls:
         return array
 
     def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
-        """For each chunk of ``array``, run ``inside``, then ``between`` on leaders, then
-        ``_share``."""
+        """Run the calls ``inside`` and then ``between`` (on leaders only) for each chunk of
+        ``array``; then ``_share`` the chunk."""
         flat, index = array.reshape(-1), self._inside.rank
         before: tuple[Sequence[Array], Work] = (), _DONE
         for chunk in cut_evenly(flat, max(1, array.nbytes // _CHUNK_BYTES)):
@@ -207,7 +207,7 @@ class HostCalls:
         return array
 
     def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
-        """Gather the arrays of all ranks; ``rows`` has the row counts, sorted by host."""
+        """Gather the arrays of all ranks; ``rows`` has a row count for each rank, host by host."""
         total = sum(rows)
         gathered = (call if self._in_order else replace(call, out=None)).room(total)
         lengths = [count * row_bytes(call.array) for count in rows]
@@ -319,7 +319,7 @@ def cut_evenly(flat: Any, count: int) -> list[Any]:
 
 
 class Region(NamedTuple):
-    """The data of one host's ranks in one array, and its sections, one for each leader."""
+    """The data of one host's ranks in one array, ``flat``, which has a section for each leader."""
 
     flat: Array
     sections: Sequence[Array]

@@ -69,10 +69,10 @@ _ARRAY = object()
 _LEAST_RUNNING = 8  # minimum number of tracked operations before ended operations are removed
 SLOWER = "small calls take some microseconds longer"
 _SEEN = 1024  # Maximum number of dtype names that are remembered
-# By name of a composed call: the number that marks its steps in signatures; 0: no step.
+# By name of a composed call: its number in the signatures of its steps. 0: the call is no step.
 _STEPS = {"": 0, SHUTDOWN: 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
-# Properties of each verb for csrc/fast/plain.h, by the code of the verb.
+# Bits that tell csrc/fast/plain.h the properties of a verb. The index is the code of the verb.
 _flags = bytearray(codes.VERBS)
 for _verb in VERBS:
     _flags[_verb.code] = (
@@ -88,9 +88,9 @@ FLAGS = bytes(_flags)
 def signature_of(ffi: Any, call: Call, like: Array | None, code: int, root: int) -> tuple[Any, str]:
     """Return (signature, name) of ``call``, with dtype and shape of ``like``.
 
-    ``name`` names a dtype that the library has no code for, or the barrier of the shutdown;
-    otherwise it is "". For such a dtype, the signature has a number of the dtype after the extents
-    of the shape. The call sends ``name`` before its call site.
+    ``name`` is the name of a dtype that the library has no code for, or of the barrier of the
+    shutdown; otherwise it is "". The call sends ``name`` in front of its call site. The signature
+    has the number of such a dtype after the extents of the shape.
     """
     name, size, dtype = "", (0, 0), call.compared * codes.COMPARED
     if like is None:
@@ -140,7 +140,7 @@ class NativeBackend(Backend):
     """
 
     journal: Journal | None = None  # None until ``bind``
-    steps: tuple[str, ...] = ()  # names of C functions for calls in several steps
+    steps: tuple[str, ...] = ()  # names of C functions that run a call in several steps
     finds_shape = True
     asks_for_sites = False  # whether the library asks for the call site of a blocking call
 
@@ -171,8 +171,7 @@ class NativeBackend(Backend):
         return self._bound(fast, journal)
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
-        """Run ``verb`` as a step of another call; the journal does not record it. See
-        ``Backend``."""
+        """Run ``verb`` as a step of another call, with no entry in the journal; see ``Backend``."""
         if (path := self._step) is None:
             fast = _native.optional("fast", SLOWER)
             path = self._step = EntryPoints() if fast is None else self._bound(fast, Ring())
@@ -285,7 +284,7 @@ class NativeBackend(Backend):
         return self._launch(replace(call, blocking=False), result=None)
 
     def call_ahead(self, rank: int) -> str:
-        """Return the text of a collective that ``rank`` has begun and this rank has not, or ""."""
+        """Return as text a collective that ``rank`` has begun before this rank, or ""."""
         call, group = self.ffi.new("fl_signature *"), self.group
         ahead = group is not None and self.lib.fl_is_ahead(group, rank, call) > 0
         return signature_text(call) if ahead else ""
@@ -332,8 +331,8 @@ class NativeBackend(Backend):
                 site = self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)})
             else:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
-                # In a rooted or prefix verb, this rank may return before another rank asks for this
-                # call site.
+                # In a verb with a root and in a scan, this rank may return before another rank asks
+                # for its call site.
                 runs_ahead = verb.rooted or verb.prefix
                 site = self.ffi.NULL if asks and not runs_ahead else self._call_site()
             addresses = source, target, call.peer
@@ -357,7 +356,7 @@ class NativeBackend(Backend):
         dropped, self._first[:] = list(self._first), []
         self._first += [array for array in dropped if not self.lib.fl_drop_region(group, array)]
 
-    # If Ctrl-C ends a blocking wait, the library still writes into the arrays.
+    # Even after Ctrl-C has ended a blocking wait, the library writes into the arrays.
     def _track(self, work: NativeWork) -> None:
         """Keep ``work`` and its arrays until it has ended, even if the caller drops the Work."""
         self._running[work] = None
@@ -404,7 +403,7 @@ class NativeBackend(Backend):
         return Then(work, lambda number: _store_number(call, number))
 
     def _table(self, rows: Sequence[int]) -> Array:
-        """Return a matrix of row counts, sender by receiver, in which every row is ``rows``."""
+        """Return a matrix of row counts: a row of the matrix for each sender, equal to ``rows``."""
         return np.tile(np.array(rows, np.int64), (self.size, 1))
 
     def _plain(self, call: Call) -> Work:

@@ -104,7 +104,7 @@ def _ended_normally(
     """Return as text that the first ``missing`` rank left the group, and after how many calls."""
     words, calls = "it ended normally or closed this group", backend.lib.fl_op_signatures(handle)
     if calls == backend.ffi.NULL or not missing:
-        return words  # unknown counts: a message, or the group failed earlier
+        return words  # no counts: this is a message, or the group failed earlier
     own_count, peer_count = (calls[rank].sequence for rank in (backend.rank, missing[0]))
     if peer_count >= own_count:
         return words
@@ -114,7 +114,7 @@ def _ended_normally(
 
 
 def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> str:
-    """Return a message that makes other ranks raise ``cause`` (a traceback or an error)."""
+    """Return a message that makes other ranks raise ``cause``, or an error with this traceback."""
     if isinstance(cause, str):
         who = f"rank {backend.numbers[backend.rank]}"
         return _LOST + peer_raised(who, process_list([backend.rank], backend.processes), cause)
@@ -126,7 +126,7 @@ def error_for_peers(backend: NativeBackend, cause: str | DistributedError) -> st
 
 
 def _late_rank_for_peers(backend: NativeBackend, who: str, why: str) -> str:
-    """Return the message for other ranks if ``who`` gave up waiting for this rank."""
+    """Return the message for other ranks after the ranks ``who`` gave up waiting for this rank."""
     processes = process_list([backend.rank], backend.processes)
     late = f"rank {backend.numbers[backend.rank]} did not join"
     return did_not_join("", late, f"the limit of {who}", why, processes).removeprefix(": ")
@@ -186,7 +186,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
     if signatures == backend.ffi.NULL:
         return ""  # the timeout's message already names the tag
     own_call = signatures[backend.rank]
-    extra = own_call.sequence - number if number else 0  # number of steps that users do not see
+    extra = own_call.sequence - number if number else 0  # steps that ``number`` does not count
     sentences = [f"Call {own_call.sequence - extra} of this group is {signature_text(own_call)}"]
     for rank in missing[:MOST_RANKS]:
         who = f"rank {backend.numbers[rank]}"
@@ -227,7 +227,7 @@ def _call_in_other_group(backend: NativeBackend, rank: int) -> str:
 
 
 def signature_text(signature: Any, name: str = "") -> str:
-    """Return a call as text, from its ``signature`` and the ``name`` of its dtype or barrier."""
+    """Return the call of ``signature`` as text; for ``name`` see ``signature_of``."""
     if signature.ndim == codes.REFUSED:
         return "a verb whose arguments were invalid"
     if signature.ndim == codes.WITHDRAWN:

@@ -57,7 +57,7 @@ def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object
 
 def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     """Return ``pointer``, which keeps ``kept`` alive."""
-    return freed_by(ffi, pointer, id, kept)  # ``id`` has no effect
+    return freed_by(ffi, pointer, id, kept)  # ``id`` frees nothing
 
 
 @functools.cache
@@ -157,7 +157,7 @@ class NativeWork(Work):
         if signatures == self._backend.ffi.NULL:
             return None
         verb = signatures[self._backend.rank].verb
-        if verb in (codes.SEND, codes.RECV):  # the sender numbers messages
+        if verb in (codes.SEND, codes.RECV):  # the number of a message is from its sender
             return max(signatures[rank].sequence for rank in range(size))
         if verb not in _WITH_SHAPES:
             return None
@@ -203,6 +203,6 @@ class NativeWork(Work):
         return array
 
     def _fetched(self) -> tuple[Any, int]:
-        """Return address and length of the received bytes; NULL if they are in the result array."""
+        """Return address and length of the received bytes. NULL: the result array contains them."""
         count = self._backend.ffi.new("size_t *")
         return self._lib.fl_op_output(self._handle, count), count[0]

@@ -52,7 +52,7 @@ class ShmBackend(NativeBackend):
     kind = DistributedBackend.SHM
     path = "shared memory"
     asks_for_sites = True
-    packed_bytes = 8 << 10, 0  # blocking, async: copying 8 KiB takes as long as one more call
+    packed_bytes = 8 << 10, 0  # see ``Backend``: copying 8 KiB takes as long as one more call
     steps = ("fl_begin", "fl_ready", "fl_finish", "fl_post", "fl_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:

@@ -159,7 +159,7 @@ def _advice(verb: str, value: Any) -> str:
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
-    """Return the number of ``dtype`` in native code. Raises TypeError if it cannot be reduced."""
+    """Return native code's number for ``dtype``. Raises TypeError if no reduction accepts it."""
     code = native_code(dtype)
     if code == MOVED or dtype == BFLOAT16_BYTES:
         advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
@@ -171,7 +171,7 @@ def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
 
 @functools.lru_cache(maxsize=_SEEN)  # NumPy needs 2 us for dtype.name
 def native_code(dtype: np.dtype[Any]) -> int:
-    """Return the number of ``dtype`` in native code, or ``MOVED`` if it cannot be reduced."""
+    """Return native code's number for ``dtype``, or ``MOVED`` for a dtype without reductions."""
     return _CODES["bfloat16"] if dtype == BFLOAT16_BYTES else _CODES.get(dtype.name, MOVED)
 
 
@@ -349,7 +349,7 @@ def check_op_and_scale(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: flo
 
 
 def as_packed(array: Array) -> Array:
-    """Return ``array``, or a copy that is C-contiguous, aligned and in native byte order."""
+    """Return ``array`` if C-contiguous, aligned and in native byte order, else such a copy."""
     flags = array.flags
     if flags.c_contiguous and array.dtype.isnative and getattr(flags, "aligned", True):  # for CuPy
         return array

@@ -70,7 +70,7 @@ class Call:
         partial: True if a receive accepts fewer rows than ``array`` has. They fill its first rows.
         patience: Seconds after which a receive returns None if no message has arrived. Negative: no
             limit.
-        claim: An int32 that several receives from any rank share if only one of them may take a
+        claim: An int32 that several receives from any rank share, so that only one of them takes a
             message. It is 0 until a receive takes a message, and then 1.
         received: List to which the backend appends the number of rows that each rank sent, before
             the call ends. For a ``compared`` message: one number that is unique for this pair of
@@ -84,7 +84,7 @@ class Call:
         refusal: Error text if this rank rejects its arguments, else "". Then the call moves no
             data, and other ranks raise ``MismatchError`` instead of waiting.
         is_ahead: True if a comparison may end before the other ranks join. Only a backend that
-            ``ComparesAhead`` (nccl/comparing.py) sets it. This backend compares the call later.
+            ``ComparesAhead`` (nccl/comparing.py) sets it. The backend then compares the call later.
     """
 
     verb: Verb

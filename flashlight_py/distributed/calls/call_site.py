@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
-# Lines of contextlib.py are skipped, too: records would name __exit__ instead of a verb.
+# Lines of contextlib.py are skipped, too. Otherwise records would name __exit__ instead of a verb.
 # csrc/fast/binding.c skips the same files.
 _folders = [PACKAGE, contextlib.__file__]
 
@@ -41,7 +41,7 @@ def hide_folder(folder: str) -> None:
 
 
 def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
-    """Return the frame of user code that called this package, and the code object it called.
+    """Return the frame of the calling user code, and the code object of the called function.
 
     The first ``depth`` frames belong to this package, so they are skipped without a check.
     """
@@ -75,13 +75,13 @@ def site_of(site: Site) -> str:
 
 
 def instruction_of_caller(depth: int) -> Instruction:
-    """Return the line of user code that called this package as an ``Instruction``."""
+    """Return the calling line of user code as an ``Instruction``, without its line number."""
     frame, ours = frame_of_caller(depth + 1)
     return frame.f_code, frame.f_lasti, ours.co_name
 
 
 def line_of(code: CodeType, instruction: int) -> str:
-    """Return "folder/file.py:12" for the instruction ``f_lasti`` of a frame."""
+    """Return "folder/file.py:12" for the first two fields of an ``Instruction``."""
     lines = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
     return site_of((code.co_filename, lines[0] if lines else code.co_firstlineno))
 

@@ -143,7 +143,7 @@ _MOST_WORK = 100_000
 class OverlapCheck:
     """A check that an array which ``verb`` fills shares no memory with its other arrays.
 
-    Errors name the first ``outs`` arrays ``out[i]``, and the others ``x[i]``.
+    If ``outs`` > 0, errors name the first ``outs`` arrays ``out[i]``, and later arrays ``x[i]``.
     """
 
     def __init__(self, verb: str, outs: int = 0) -> None:
@@ -154,9 +154,9 @@ class OverlapCheck:
         self._count = 0
 
     def add(self, array: Array, writes: bool = True, beside: int = -1) -> None:
-        """Add an array. Raises ValueError if it overlaps an earlier array, and either is filled.
+        """Add an array. Raises ValueError if it overlaps an earlier array and the verb fills one.
 
-        If ``writes``, the verb fills ``array``. It may overlap the earlier array number ``beside``.
+        ``writes``: the verb fills ``array``. ``beside``: index of an array that may be overlapped.
         """
         index, self._count = self._count, self._count + 1
         start, end = _bounds(array)

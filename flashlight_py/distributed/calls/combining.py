@@ -1,4 +1,4 @@
-"""The definition of each verb: it computes a rank's result from the arrays of all ranks.
+"""The definition of each verb: a function from the arrays of all ranks to a rank's result.
 
 Tests compare every backend with these functions. A backend uses them for verbs that its library
 lacks.

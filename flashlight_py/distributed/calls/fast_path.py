@@ -70,7 +70,7 @@ def left_to_python(*arguments: object) -> Any:
 class EntryPoints:
     """A ``FastPath`` whose functions are replaced when the group is closed or changes.
 
-    Read the attribute for each call. A stored function would keep the memory of a closed group.
+    Get the function for each call. A stored function would keep the memory of a closed group.
     """
 
     __slots__ = ("barrier", "collective", "objects", "sendrecv")

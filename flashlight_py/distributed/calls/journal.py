@@ -78,9 +78,9 @@ class Record:
 
     ended = 0
     error = ""
-    id = 0  # position of the call in the ring, from 1; it grows without limit
+    id = 0  # number of this call among all calls of the ring, from 1
     is_async = False
-    size: int | None = None  # bytes, if not known when the call started
+    size: int | None = None  # bytes, if they were not known when the call started
     waits: tuple[tuple[int, int], ...] = ()
     work: weakref.ref[Work] | None = None
     flight: Any = None  # for a GPU collective: an object with its end time

@@ -81,7 +81,7 @@ def copy_to_fill(array: Array) -> Array:
 def _by_protocol(value: Any) -> Array | None:
     if is_instance(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
         value = value.get_obj()  # the ctypes array inside the lock of multiprocessing.Array
-    with contextlib.suppress(TypeError):  # since 3.12, isinstance(value, collections.abc.Buffer)
+    with contextlib.suppress(TypeError):  # for an object without the buffer protocol
         return np.asarray(memoryview(value))
     if hasattr(value, "__dlpack__"):
         return _by_dlpack(value)

@@ -35,7 +35,7 @@ def between_hosts(seconds: float, times: int = 1) -> float:
     """Return the timeout between hosts if the timeout inside a host is ``seconds``.
 
     If a rank is late, its host must time out first, because only this host can name the rank. If
-    ``times`` ranks wait for each other in a chain, the increase is applied ``times`` times.
+    ``times`` ranks wait for each other in a chain, the timeout is increased once for each rank.
     """
     for _ in range(times):
         seconds += min(2.0, 0.2 * seconds)
@@ -63,7 +63,7 @@ NO_LOAD = Load()
 
 
 class RankMessage(NamedTuple):
-    """Call of one or more ranks: its digest, their numbers of rows, and their ``data``."""
+    """The call of one or more ranks as a message: digest, row count of each rank, and ``data``."""
 
     digest: bytes
     lengths: Sequence[int]

@@ -238,8 +238,9 @@ class OtherRecords:
     def have_written(self, after: float) -> bool:
         """Return whether another rank has written a record since the last call of this method.
 
-        Records that answer another record do not count. Files of a time up to ``after`` (seconds of
-        the file system) do not count, because network file systems may show old files late.
+        Ignores records that a rank wrote only because another rank wrote one. Ignores files up to
+        the time ``after`` (seconds of the file system), because network file systems may show old
+        files late.
         """
         for path, _, when in self._new_records():
             with suppress(OSError, ValueError):  # the file was removed, or is no record
@@ -276,8 +277,8 @@ _QUIET_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 # Size of the pipe in bytes: more than the stacks of a hundred threads.
 _PIPE_BYTES = 1 << 20
-# Maximum seconds to wait while another thread writes its record. That thread may wait for this
-# thread, because a signal handler has interrupted it. So this thread then writes, too.
+# Maximum seconds to wait while another thread writes a record. A signal handler may have
+# interrupted that thread, and may wait for this thread. So this thread then writes, too.
 _LOCK_SECONDS = 1.0
 # If the pipe has no new data for this number of seconds, the stacks are complete.
 _WRITING_SECONDS = 0.05
@@ -294,7 +295,7 @@ class Watchdog:
         self._others = OtherRecords(flight)
         with contextlib.ExitStack() as undo:
             self._reader, self._writer = _pipe(os.O_CLOEXEC | os.O_NONBLOCK, undo)
-            with suppress(OSError):  # the limit of this user is lower
+            with suppress(OSError):  # the pipe limit of this user is lower
                 fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             self._stopping, self._stop = _pipe(os.O_CLOEXEC, undo)
             self._answers_signal = _register_signal(signal.SIGUSR1, self._writer)
@@ -308,7 +309,7 @@ class Watchdog:
             raise
 
     def stop(self, is_child: bool = False) -> None:
-        """End the thread, which does not exist in a forked child, and release all resources."""
+        """End the thread and release all resources. A forked child has no such thread."""
         self.release_signal()
         system.close(self._stop)
         if not is_child:
@@ -322,7 +323,6 @@ class Watchdog:
             faulthandler.unregister(signal.SIGUSR1)
 
     def record(self, reason: str, threads: list[str] | None = None) -> Path:
-        """Write the record and return its path. Raises OSError if it cannot be written."""
         with self._locked():
             self._written = system.wall_clock()  # used if writing fails
             path = write_record(self.flight, reason, threads)

@@ -41,7 +41,7 @@ def different_calls(
     """Return the text of a MismatchError. ``calls`` are pairs of rank and call.
 
     ``number`` is the number of this rank's current call. If ``ago`` is not 0, the ranks differed in
-    the call ``ago`` calls before it. ``which`` describes that call (default: by its number).
+    the earlier call ``number - ago``. ``which`` describes that call (default: by its number).
     """
     outcome, made = EARLIER_ADVICE if ago else NOTHING_CHANGED, number - ago - 1
     earlier = f"an earlier call of this group, {ago} before this one"
@@ -73,7 +73,7 @@ def peer_raised(who: str, which: str, traceback: str) -> str:
 
 
 def indented_traceback(words: str) -> str:
-    """Indent the traceback of another rank, so that launchers do not treat it as this rank's."""
+    """Indent another rank's traceback: launchers must not show it as a traceback of this rank."""
     before, mark, rest = words.partition("\n\nThe traceback of ")
     who, newline, lines = rest.partition("\n")
     return f"{before}{mark}{who}{newline}{textwrap.indent(textwrap.dedent(lines), '  ')}"

@@ -184,10 +184,10 @@ class Membership:
     ) -> Self:
         """Return the group of the ranks ``members`` of this group.
 
-        Collective among the members; blocks. Other ranks pass None as ``store`` and get a group
-        without this process. ``timeout`` is in seconds; None: as in this group. ``count`` is the
-        number that the first member took from ``subgroup_numbers``. If it is None, the members
-        exchange it.
+        Collective among the members; blocks. If this process is no member, pass None as ``store``:
+        nothing is sent. ``timeout`` is in seconds; None: as in this group. ``count`` is the number
+        that the first member took from ``subgroup_numbers``. If it is None, the members exchange
+        it.
         """
         ranks, joiner = [self.ranks[member] for member in members], self._joiner
         if store is None:
@@ -244,7 +244,7 @@ class Membership:
         return self.journal.run(calls, name, start)
 
     def keep(self, work: Then) -> Then:
-        """Keep ``work`` until it has ended, so that ``synchronize`` can store its result."""
+        """Keep ``work`` until it has ended, so that ``synchronize`` can wait for it."""
         self._unfinished.append(work)
         if len(self._unfinished) > self._most_unfinished:
             self._unfinished = [other for other in self._unfinished if not other.is_settled]
@@ -254,7 +254,7 @@ class Membership:
     def synchronize(self) -> None:
         """Block until every operation that this rank started in the group has ended."""
         wait_for(self._unfinished)
-        if self.gpus is not None:  # first, because the CPU backend may run parts of its operations
+        if self.gpus is not None:  # first: GPU operations may have steps on the CPU
             self.gpus.synchronize()
         self.backend().synchronize()
 
@@ -279,7 +279,7 @@ class Membership:
             backend.close()
 
     def _leave(self, forked: bool = False) -> list[Backend]:
-        """Make the group unusable. Return its backends, which a forked child must not close."""
+        """Make the group unusable and return its backends. A forked child must not close them."""
         self._forked |= forked
         backends, self._backends = self._backends, []
         self.gpus = self._backend = None

@@ -131,7 +131,7 @@ def made_together(store: Store, make: Callable[[], Any]) -> Any:
 
 
 def _attempt(do: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
-    """Return ``do()`` and ("", ""), or None and (text, "") for lack of memory, else ("", text)."""
+    """Return ``do()`` and a pair of error texts: for lack of memory, and for another error."""
     try:
         return do(), ("", "")
     except OutOfMemoryError as error:

@@ -62,7 +62,7 @@ def available(ranks: int = 1) -> tuple[int, str]:
 
 
 def require_memory(nbytes: int, purpose: str, ranks: int = 1) -> None:
-    """Raise MemoryError for ``purpose`` if less than ``nbytes`` is free for each of ``ranks``."""
+    """Raise MemoryError with ``purpose`` if ``ranks`` processes cannot get ``nbytes`` each."""
     if nbytes * ranks < LITTLE:
         return
     if nbytes >= 16 * LITTLE:  # read the limits again (1 ms)

@@ -309,17 +309,17 @@ def choose_addresses(cards: Sequence[Card]) -> list[str]:
 
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
     good = [source for source in card.sources if source not in bad and not is_loopback(source)]
-    for family in _FAMILIES:  # if a host has only one address of a family, try it
+    for family in _FAMILIES:  # a host's only address of a family is a candidate
         only = [address for address in _of_family(card.addresses, family) if address not in bad]
         good += only if len(only) == 1 else []
     return list(dict.fromkeys([*proven, *good]))
 
 
 def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
-    """Return two tables by host: proven addresses, and addresses that a NAT has translated.
+    """Return the proven addresses of each host, and its addresses that a NAT translates.
 
     An address is proven if both ends of a connection with rank 0 report the same addresses, and the
-    host lists this address. The second table maps an address that a host reports to the address
+    host lists this address. The second result maps an address that a host reports to the address
     that rank 0 sees.
     """
     proven: dict[str, list[str]] = {card.host: [] for card in cards}

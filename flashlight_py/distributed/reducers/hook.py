@@ -39,7 +39,7 @@ class Bucket:
     scale: float
     group: ProcessGroup
     inline_bytes: float = 0
-    in_background: bool = dataclasses.field(default=False, init=False)  # some message did not block
+    in_background: bool = dataclasses.field(default=False, init=False)  # some messages are async
 
     def __post_init__(self) -> None:
         self.parts = tuple(self.parts)
@@ -141,8 +141,8 @@ class Compression(abc.ABC):
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Restore the state that ``state_dict`` of this rank returned. It is copied.
 
-        The next step then has the same bits as without the interruption. It raises ValueError if
-        the shapes do not fit its buckets.
+        The next step then has the same bits as without the interruption. If the shapes do not fit
+        the buckets, the next step raises ValueError.
 
         Raises:
             ValueError: If a name does not belong to this hook. Nothing is loaded.

@@ -82,7 +82,7 @@ def map_zeros(group: ProcessGroup, nbytes: int, purpose: str, unwritten: int = 0
             memory.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(memory, np.uint8)
     store = store_of(group)
-    exchange_process_info(store, checks=True)  # FLASHLIGHT_CHECKS was compared at the start
+    exchange_process_info(store, checks=True)  # distributed_init has compared FLASHLIGHT_CHECKS
 
     def map_path(path: str, create: bool) -> Array:
         try:

@@ -73,7 +73,7 @@ class _Names(NamedTuple):
         return cls(launcher, *(prefix + n for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
     def read(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """Return the values of this launcher, or None if it did not start this process."""
+        """Return what the launcher has set, or None if the launcher did not start this process."""
         rank, size, local_rank, local_size = (_integer(environ, name) for name in self[1:])
         if rank is None and size is None:
             return None
@@ -131,7 +131,8 @@ def _check_inner(
 ) -> None:
     """Raise ValueError if RANK and WORLD_SIZE contradict the variables of mpirun or srun.
 
-    Values of an earlier launch may remain. A launcher inside mpirun or srun sets one of ``marks``.
+    RANK and WORLD_SIZE may be left from an earlier launch. They are valid if a launcher inside
+    mpirun or srun has set them: it also sets a variable of ``marks``.
     """
     marks = {"TORCHELASTIC_RUN_ID", "FLASHLIGHT_FILE", "FLASHLIGHT_RESTART_COUNT"}
     is_marked = not marks.isdisjoint(environ)
@@ -185,7 +186,7 @@ def _with_hints(
         raise ValueError(f"{present} is set and {missing} is not. Set both, or unset both")
     listed = tuple(environ.get(ADDRESSES, "").split(","))
     port_of_rank_0, _, other_port = environ.get(PORT, "").partition(":")
-    # An outer launcher may have set the list: it must contain MASTER_ADDR and fit MASTER_PORT.
+    # ADDRESSES and PORT may be from an outer launcher: they must fit MASTER_ADDR and MASTER_PORT.
     addresses = listed if address in listed and other_port in ("", str(port)) else ()
     if addresses and port_of_rank_0:
         port = _integer({PORT: port_of_rank_0}, PORT)
@@ -277,7 +278,7 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 class _Scheduler(NamedTuple):
-    """The variables of one scheduler; ``address`` is a shell expression for the first node.
+    """The names of one scheduler's variables. ``address`` is a shell expression for the first node.
 
     ``ranks_per_node`` names the variable with the number of ranks per node; "": no such variable.
     """
@@ -361,7 +362,7 @@ def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
 
 
 def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
-    """Raise RendezvousError if variables describe a file or several nodes, but no rank.
+    """Raise RendezvousError if variables set a rendezvous file or several nodes, but no rank.
 
     A single process in a Slurm job of several tasks only logs a warning: users try out single
     processes in shells and batch scripts of a job.

@@ -50,7 +50,7 @@ _FORMS = {"run": r"-\d+", "ask": rf"-{_NONCE}", "tmp": r"-\d+"}
 
 
 class Name(NamedTuple):
-    """Parts of a file name: kind, run, and a number (kind "ask": the asking rank's nonce)."""
+    """Parts of a file name. ``rest`` is a number, or the nonce of the asking rank (kind "ask")."""
 
     kind: str
     run: str
@@ -214,8 +214,8 @@ class FileStore(TreeStore):
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
         self.next_poll = 0.0
-        # Names of other runs. ``_earlier``: they have older files than this run. ``_alive``: their
-        # rank 0 is alive. ``_contacted``: this rank 0 has contacted their rank 0.
+        # Names of other runs. ``_earlier``: runs that had files before this run. ``_alive``: runs
+        # whose rank 0 is alive. ``_contacted``: runs whose rank 0 this rank 0 has contacted.
         self._earlier: set[str] = set()
         self._alive: set[str] = set()
         self._contacted: set[str] = set()

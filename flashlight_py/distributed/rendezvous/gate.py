@@ -51,14 +51,14 @@ from flashlight_py.interfaces import family_of
 # Seconds between attempts to find rank 0: the first pause, its growth factor, the longest pause.
 # With the longest pause, a waiting rank sends a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
-_BUSY_SECONDS = 0.001  # additional seconds of a wait for rank 0, for each rank of the job
+_BUSY_SECONDS = 0.001  # a wait for rank 0 takes these seconds longer for each rank
 # Seconds to wait for the assigned parent (plus one second per tree level), and for a silent rank 0
 # after the loss of a parent.
 _PARENT_SECONDS, _LOST_SECONDS = 5.0, 6.0
 SHORT_SECONDS = 2.0  # seconds to send a short message, or to read why a rank failed
 _SPARE_CANDIDATES = 64  # maximum of open connections without proof, minus the number of ranks
-# In a tree: maximum number of connections without proof, and seconds after which such a connection
-# may be dropped for a new one. The kernel queues further connections.
+# In a tree: maximum number of connections without proof. After ``_CANDIDATE_SECONDS``, such a
+# connection may be dropped for a new one. The kernel queues further connections.
 _TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
 _MAX_NAMED = 8  # Maximum number of hosts with rejected processes in an error
 TREE_FROM = "FLASHLIGHT_TREE_FROM"
@@ -142,14 +142,14 @@ class Gate(abc.ABC):
         self._process = this_process()
         self._position = Position(point.rank, 0, 0, str(self._process))
         self._lost_parent = ANY_RANK  # rank of a parent that was lost; ANY_RANK: none
-        self._loss = ""  # why that parent is lost, or ""
+        self._loss = ""  # why the parent was lost, or ""
         self._problem = ""  # why the assigned parent was not reached, or ""
         self._deadline = math.inf
-        self._host, self._is_speaker = "", False  # listening address; is this rank a speaker
+        self._host, self._is_speaker = "", False  # "": no address for other hosts yet
 
     @abc.abstractmethod
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
-        """Notify all neighbours of ``reason`` and return the error; see ``TreeNode._failure``."""
+        """Notify parent and children of ``reason``; return the error. See ``TreeNode._failure``."""
 
     @abc.abstractmethod
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
@@ -157,7 +157,7 @@ class Gate(abc.ABC):
 
     @abc.abstractmethod
     def _handle_messages(self, connection: Connection) -> None:
-        """Handle the messages of a rank, and the end of ``connection`` if it has ended."""
+        """Handle messages of a rank. If ``connection`` has ended, handle its end as well."""
 
     def _listen(self, listener: system.Socket) -> None:
         listener.setblocking(False)
@@ -181,7 +181,7 @@ class Gate(abc.ABC):
         return bool(ready)
 
     def _open_or_close(self) -> float:
-        """Stop accepting while there are too many candidates; return the seconds until a change."""
+        """While there are too many candidates, accept none; return the seconds until a change."""
         is_full = len(self._candidates) >= _TREE_CANDIDATES and self._round == 0
         oldest = self._candidates[0] if is_full else None
         left = oldest.since + _CANDIDATE_SECONDS - system.monotonic() if oldest else 0.0
@@ -325,7 +325,7 @@ class Gate(abc.ABC):
                                 self._problem = "the run has failed, and other ranks report why"
                                 self._deadline = now
                             self._deadline = min(self._deadline, speaks_from + _LOST_SECONDS)
-                # Report only rank 0: after a late start, it reports other missing ranks itself.
+                # Report rank 0 only: after its start, rank 0 itself reports other missing ranks.
                 waiting.log_missing([0] if problem else [], problem)
                 system.sleep(max(0.0, min(pause, self._deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
@@ -347,7 +347,7 @@ class Gate(abc.ABC):
         busy = self._size * _BUSY_SECONDS if point.is_tree else 0.0
         until = system.monotonic() + (patience or point.patience) + busy
         until = min(self._deadline, inside or until)
-        if is_asking and offer.secret is point.job_secret:  # known secret: local ranks can connect
+        if is_asking and offer.secret is point.job_secret:  # listen before rank 0 answers
             self._become_speaker(offer.secret)
         connection = greet(offer, partial(self._make_greeting, is_asking=is_asking), until)
         point.secret = offer.secret.common
@@ -386,7 +386,7 @@ class Gate(abc.ABC):
             connection.wire.close()
 
     def _make_greeting(self, connection: Connection, is_asking: bool) -> Greeting:
-        """Return this rank's greeting; to rank 0 (``is_asking``), with this rank's address."""
+        """Return this rank's greeting. If ``is_asking``, tell rank 0 where this rank listens."""
         listens_at = ""
         if self._point.is_tree:
             listens_at = self._listen_at(connection.local_address) if is_asking else LEAF

@@ -14,8 +14,8 @@ from flashlight_py.interfaces import family_of, is_loopback
 
 FAN = 8  # children of a host: a larger value loads each host more, a smaller value adds levels
 
-# A rank that asks for a parent again within ``_SOON`` seconds has not reached its parent. Its
-# second request may use ``_SPARE`` extra slots of rank 0; its fourth always gets a slot (``_ANY``).
+# A rank that asks again for a parent within ``_SOON`` seconds has not reached its parent. On its
+# second and third request, rank 0 has ``_SPARE`` extra slots, and then ``_ANY`` (no limit).
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
 # Header of an entry: rank, parent's rank, length of the identity, length of the payload.
@@ -23,7 +23,7 @@ _ENTRY = struct.Struct("!4I")
 
 
 def entry(rank: int, parent: int, who: bytes, payload: bytes) -> bytes:
-    """Return the entry that ``rank`` sends to ``parent``. Parents concatenate unparsed entries."""
+    """Return the entry that ``rank`` sends to ``parent``; ``who`` is its ``identity``, or b""."""
     return _ENTRY.pack(rank, parent, len(who), len(payload)) + who + payload
 
 
@@ -60,7 +60,7 @@ class _Opening:
 
 
 class TreeRecord:
-    """The tree below rank 0, the process ``peer``. Hosts get positions in order of arrival."""
+    """The tree below rank 0, the process ``peer``. Hosts get positions in the order of requests."""
 
     def __init__(self, peer: Peer) -> None:
         self.payloads: dict[int, bytes] = {}  # payloads of this round, by rank
@@ -71,7 +71,7 @@ class TreeRecord:
         self._parents: dict[int, int] = {}
         self._root = _Opening(0, 0, str(peer), "", 0, FAN)
         self._openings: dict[int, _Opening] = {}
-        # By rank that lost its parent: time of its last request, and number of requests.
+        # For each rank that lost its parent: time of its last request, and number of requests.
         self._returned: dict[int, tuple[float, int]] = {}
 
     def begin(self, payload: bytes, is_first: bool) -> None:
@@ -110,7 +110,7 @@ class TreeRecord:
         return self._identities.get(rank, b"unknown").decode().partition("\n")[0]
 
     def remove(self, rank: int, parent: int) -> None:
-        """If ``parent`` is the parent of ``rank``, remove ``rank`` and its subtree's payloads.
+        """If ``parent`` is the parent of ``rank``, remove ``rank`` and all payloads of its subtree.
 
         Live ranks of the subtree send their payloads again, from their new position.
         """
@@ -130,9 +130,9 @@ class TreeRecord:
         return self._parents.get(rank) == parent
 
     def missing(self, size: int) -> list[int]:
-        """Return ranks without a payload, or instead of them their ancestor that does not answer.
+        """Return the ranks without a payload; if a rank's ancestor is silent, return the ancestor.
 
-        All live ranks answer after ``ask``, so such an ancestor is the cause.
+        All live ranks answer after ``ask``, so a silent ancestor is the cause.
         """
         named, silent = set(), set(range(size)) - self.payloads.keys()
         silent_parents = set[int]()
@@ -174,8 +174,8 @@ class TreeRecord:
             del self._openings[opening.rank]
         self._parents[rank] = opening.rank
         self._identities[rank] = identity(greeting.peer)
-        # Only a rank whose own address equals the address that rank 0 sees gets children: behind a
-        # NAT the addresses differ. An IPv6 address with a zone is valid on one link only.
+        # A rank gets children only if its own address is the one that rank 0 sees (behind a NAT
+        # they differ), without a zone: an IPv6 address with a zone is valid on one link only.
         host, _, port = greeting.listens_at.partition(" ")
         if host == address and port.isdecimal() and not any(candidate.address[3:]):
             room = self._openings[rank].room if rank in self._openings else FAN

@@ -31,7 +31,7 @@ class Store(abc.ABC):
     rank: int
     size: int
     processes: Sequence[str] = ()  # description of each rank's process, for errors; empty: unknown
-    numbers: Sequence[int] = ()  # numbers of the ranks in a larger group, if this is a sub-store
+    numbers: Sequence[int] = ()  # in a sub-store: number of each rank in the larger group
     total: int = 0
     hosts: Sequence[str] = ()  # identity of each rank's host; empty if unknown
     spaces: Sequence[str] = ("",)  # kernel and PID namespace of each rank; "": unknown
@@ -39,10 +39,10 @@ class Store(abc.ABC):
     # For each rank with a rendezvous connection to this rank: (address, port) of this end of the
     # connection, and (address, port) of the other end.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
-    secret: bytes = b""  # secret that all ranks knew before the first exchange, if any
+    secret: bytes = b""  # secret known to all ranks before the first exchange; b"": none
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit
     subgroup: Subgroup | None = None  # set if the ranks have connections already
-    memory_subgroup: Subgroup | None = None  # set if ranks share memory; a rank -1 does not
+    memory_subgroup: Subgroup | None = None  # set if ranks share memory; other ranks are -1 in it
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> Roster:

@@ -66,7 +66,7 @@ class TreeNode(Gate):
         self._record = TreeRecord(self._process)  # used by rank 0
         self._payload, self._roster = b"", b""
         self._pending: list[tuple[Kind, bytes]] = []  # messages for the parent
-        self._log: list[tuple[int, Kind, bytes]] = []  # of the first round: (child, kind, body)
+        self._log: list[tuple[int, Kind, bytes]] = []  # messages of round 0: (child, kind, body)
         self._complete: set[int] = set()  # children that sent all payloads of their subtree
         self._sends_partial = True  # True: send payloads up before the subtree is complete
         self._is_late = False  # whether the deadline has passed and the parent was notified
@@ -306,11 +306,11 @@ class TreeNode(Gate):
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
         """Give a process its position in the tree, or reject it with a reason.
 
-        In the first round, two processes that contradict each other make the run fail.
+        In the first round, the run fails if two processes claim one rank or differ in a setting.
         """
         rank, size, peer, listens_at, _ = greeting
         if self._round == 0 and rank in self.members and self._processes[rank] == peer:
-            self._handle_end(self.members[rank], False, True)  # otherwise its end is detected later
+            self._handle_end(self.members[rank], False, True)  # the same process connects again
         reason, own_rank = "", self._point.rank
         own_text = f"rank {own_rank}: {self._processes[own_rank]}"
         if rank in self.members or rank == own_rank:
@@ -381,8 +381,8 @@ class TreeNode(Gate):
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not leave")
-                # A rank deeper in the tree waits for a shorter time. It ends first, and its error
-                # names the absent ranks.
+                # A rank deeper in the tree waits for a shorter time, because its error must come
+                # first: it names the absent ranks.
                 settle = _QUERY_SECONDS / (self._position.depth or 0.5)
                 has_asked, self._deadline = True, system.monotonic() + settle
                 self._ask(self._departed)
@@ -409,7 +409,7 @@ class TreeNode(Gate):
         self._failure(reason, joining=True)
 
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
-        """Notify all neighbours of ``reason``, and return the error to raise.
+        """Notify the parent and all children of ``reason``, and return the error to raise.
 
         With ``joining``, notify ranks that connect within the next two seconds as well.
         """

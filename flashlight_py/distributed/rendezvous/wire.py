@@ -2,8 +2,8 @@
 
 A message is a header (magic, version, kind, length) and a body; nothing is unpickled. A connection
 begins with a handshake. Client and server (such as rank 0) exchange nonces. The client sends a
-proof made of both nonces, and its greeting; the server answers with its proof. Before the proof is
-checked, only lengths are used. Without a secret, no content of a greeting can do harm.
+proof made of both nonces, and its greeting; the server answers with its proof. A server uses only
+lengths before it has checked the proof. If a job has no secret, no greeting can do harm.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _CHUNK_BYTES = 1 << 28  # maximum bytes of one read
 _SMALL_BYTES = 1 << 16  # a body up to this size is sent in one call with its header
 PROOF_BYTES = 32
 _UNPROVEN_LIMIT, _MEMBER_LIMIT = 4096, 1 << 40  # maximum bytes of a message: before a proof, after
-_LOCAL_ENDS = ("127.0.0.1", 0)  # both ends of a local socket, which has no addresses
+_LOCAL_ENDS = ("127.0.0.1", 0)  # stands for both addresses of a local socket
 LEAF = "leaf"  # in a greeting: no rank connects to its sender
 _LONGEST_CONNECT = 5.0  # Maximum seconds of one attempt to connect to all addresses
 _NEXT_SECONDS = 0.25  # Seconds until the next address is tried in parallel (RFC 8305)
-# If an address rejects: maximum seconds for the others, because rank 0 may not listen yet.
+# After a rejected connection: maximum seconds for other addresses. Rank 0 may not listen yet.
 _REFUSED_SECONDS = 1.0
 
 
@@ -340,7 +340,7 @@ class SecretError(WrongServerError):
     """The rank 0 that answers has another secret."""
 
 
-# If all addresses of an offer fail, ``greet`` raises the error with the last class of this list.
+# If all addresses of an offer fail, ``greet`` raises the error whose class is last in this list.
 # Errors of a rank 0 (silent, or another secret) say more than errors of other programs.
 _BY_PRIORITY = (WrongServerError, NoServerError, SilentError, SecretError)
 
@@ -408,7 +408,7 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
 
 
 def claim(offer: Offer, size: int, seconds: float) -> str:
-    """Greet the rank 0 of ``offer`` as another rank 0; return why ``offer``'s rank 0 rejects it.
+    """Greet the rank 0 of ``offer`` as another rank 0; return its reason to reject this process.
 
     Return "" if no rejection arrives within ``seconds``. Raises like ``greet``.
     """

@@ -49,7 +49,7 @@ def use_one_thread() -> tuple[int, str]:
 
 
 def restore(limited: list[tuple[Any, int]] = _limited) -> None:
-    """Restore the threads that ``limit_each`` returned, and empty the list. Default: all limits."""
+    """Restore the numbers of threads in ``limited``, and empty the list. Default: all limits."""
     while limited:  # in reverse order
         set_threads, threads = limited.pop()
         set_threads(threads)

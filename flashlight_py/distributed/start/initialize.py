@@ -70,10 +70,10 @@ def distributed_init(
             FLASHLIGHT_ALONE=1 also gives a world of one. Names of torch are accepted: ``"env://"``
             (ENV), ``"file://PATH"`` (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (a port of rank 0's host;
             rank and size are passed or in the environment), and ``"nccl"``, ``"gloo"`` or ``"mpi"``
-            (None, with that BACKEND).
+            (like None, with this BACKEND).
         world_rank: Rank of this process, from 0. Required for FILE_SYSTEM. Optional with an address
             of rank 0 (``"tcp://HOST:PORT"`` or MASTER_ADDR in ``params``). MPI ignores it.
-        world_size: Number of processes, for the same methods.
+        world_size: Number of processes. Required, optional or ignored like ``world_rank``.
         params: Keys of ``DistributedConstants``: FILE_PATH; MASTER_ADDR and MASTER_PORT (like
             ``"tcp://HOST:PORT"``); TIMEOUT (seconds for initialisation and for each operation,
             default 300); HOST_TIMEOUT (seconds until an unreachable host is declared lost, default

@@ -93,12 +93,12 @@ def _by_memory(store: Store, settings: Settings, sharing: topology.Sharing) -> C
     host_ranks = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
-    if len(host_ranks) == 1:  # on other hosts, ShmBackend exchanges twice
+    if len(host_ranks) == 1:  # other hosts call exchange() twice in ShmBackend
         store.exchange(b"")
         store.exchange(b"")
     else:
         try:
-            # With several hosts, ranks of a host compare calls before another host gets one.
+            # A call goes to other hosts only after all ranks of this host have made it.
             at_once = settings.compares_at_once or len(hosts) > 1
             inside = ShmBackend(SubStore(store, host_ranks), settings.timeout, at_once)
         except BackendUnavailableError as error:
@@ -139,7 +139,7 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect the ranks of ``store`` by Gloo. A subgroup shares the connections of its parent."""
+    """Create a ``GlooBackend`` for ``store``. A subgroup shares the connections of its parent."""
     if store.subgroup is not None:
         part: Backend = store.subgroup.parent.part(store, settings.timeout)
         return part

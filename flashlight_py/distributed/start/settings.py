@@ -43,7 +43,7 @@ class Settings:
     trace_dir: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    joining: float = 0.0  # if above ``timeout``, the seconds to connect the ranks
+    joining: float = 0.0  # seconds to connect the ranks, if more than ``timeout``
     job_key: bytes = field(default=b"", repr=False)
     address: str = ""  # address of this host for other hosts
 

@@ -80,7 +80,7 @@ def choose_store(
 
 
 def _check_passed(rank: int, size: int, settings: Settings, call: str) -> LaunchEnvironment:
-    """Check ``rank`` and ``size``. ``call`` is named if a launcher started more than one rank."""
+    """Check ``rank`` and ``size``. ``call`` is the text of the user's call, for errors."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"distributed_init: {name} must be an integer, got {value!r}")
@@ -110,7 +110,7 @@ def _create_store(launch: LaunchEnvironment, settings: Settings) -> Store:
         if launch.local_size == size:
             file = str(private_folder(system.environ) / f"torchrun-{port}")
         else:
-            port = environment.derived_port(port, 1)  # offset 0 could give the same port
+            port = environment.derived_port(port, 1)  # part 0 could return ``port`` itself
     store: FileStore | TcpStore
     if file is not None:
         store = FileStore(file, rank, size, timeout)

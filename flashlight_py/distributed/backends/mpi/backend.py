@@ -52,11 +52,11 @@ _COMPARISON_SECONDS = 0.5
 _CLOSED = "the group was closed"
 
 # MPI has no wait with a time limit, so a wait polls: first without a pause, then it yields the
-# processor, then it sleeps, for a tenth of the time for which MPI has run no operation.
+# processor, then it sleeps. A sleep takes a tenth of the time since MPI last ran an operation.
 _POLLS = 20
 _YIELDING_SECONDS = 1e-3
 _LONGEST_SLEEP = 2e-3
-# Seconds of a wait that does nothing but show the CPU backend that a caller waits.
+# Seconds of a wait that only shows the CPU backend that a caller waits.
 _NO_TIME = 1e-4
 # Seconds that the background thread may take to end its last step.
 _STOP_SECONDS = 10.0
@@ -67,7 +67,7 @@ _abandoned: list[Any] = []
 
 
 class Operation(Work):
-    """A started call. Its ``steps`` wait for ``comparison``, then up to ``seconds`` for MPI."""
+    """A started call. Its ``steps`` wait for ``comparison``, and at most ``seconds`` for MPI."""
 
     def __init__(self, group: MpiBackend, name: str, seconds: float) -> None:
         self.name, self.seconds, self.where = name, seconds, f"[{name}] {group.rank_text}"
@@ -86,7 +86,7 @@ class Operation(Work):
         if self.ended:  # a signal handler has closed the group in the meantime
             return
         if inspect.getgeneratorstate(self.steps) != inspect.GEN_RUNNING:
-            self.steps.close()  # impossible in a signal handler that interrupted a step
+            self.steps.close()  # a signal handler may run inside a step, which cannot be closed
         self._end_time, group = time.monotonic(), self._group
         if error is None and self.room is not None:
             try:
@@ -100,7 +100,7 @@ class Operation(Work):
         try:
             if self.comparison is not None:
                 self.comparison.wait(_COMPARISON_SECONDS)
-        except DistributedError as error:  # other ranks cause only the two errors below
+        except DistributedError as error:  # only the two classes below blame another rank
             if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
                 return error
         return None
@@ -215,7 +215,7 @@ class MpiBackend(Backend):
                     self._unreported = [op for op in begun if not (op.ended and op.is_settled)]
                     self.advance()
             except BaseException as error:
-                if not isinstance(error, DistributedError):  # the other ranks wait for this call
+                if not isinstance(error, DistributedError):  # notify the other ranks, which wait
                     self.interrupt(operation, error)
                 raise
         if not call.blocking and not operation.ended:
@@ -299,7 +299,7 @@ class MpiBackend(Backend):
                 self._break(operation, closed, reason)
 
     def _lost(self, name: str, reason: str) -> PeerLostError:
-        """Return the error for the other ranks: they lose this rank because of ``reason``."""
+        """Return the error that other ranks raise because they lose this rank, for ``reason``."""
         processes = process_list([self.rank], self.control.processes)
         return PeerLostError(
             f"[{name}] {self.rank_text}: lost rank {self.rank} ({reason}){processes}. Read the "
@@ -354,7 +354,7 @@ class MpiBackend(Backend):
             if self._unusable == _CLOSED:
                 return
             healthy = not self._unusable and not self.pending()
-            if not healthy:  # waiting peers must raise
+            if not healthy:  # ranks that wait for this rank must raise
                 self.control.abort(self._lost("close", "it has left the group"))
             self.control.close()
             self.leaving.leave(self._moved_count if healthy else UNFINISHED)

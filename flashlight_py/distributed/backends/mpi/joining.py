@@ -76,7 +76,7 @@ def _check_cards(cards: Sequence[MpiCard]) -> None:
 
 
 def _library_text(progress: Progress) -> str:
-    """Return names and versions of library and mpi4py, and whether threads may call MPI."""
+    """Return the names and versions of MPI and mpi4py, and which threads may call MPI."""
     import mpi4py
 
     line = progress.mpi.Get_library_version().splitlines()[0].split(",")[0]

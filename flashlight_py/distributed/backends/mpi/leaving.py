@@ -1,8 +1,8 @@
 """The end of a rank: its last message to the other ranks, and the end of the job after an error.
 
 An uncaught exception on a rank ends the job, because the other ranks and MPI_Finalize would wait
-for this rank. The exception is printed and reported. Other ranks have a second to print their
-errors. After mpirun has read the output, MPI ends all processes with exit code 1.
+for this rank. The rank prints the exception and sends it to the other ranks, which have a second to
+print their errors. After mpirun has read the output, MPI ends all processes with exit code 1.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Leaving:
 
 
 def abort_job(mpi: Any, linger: Callable[[float], None]) -> None:
-    """Call ``linger(end)``, which gives the other ranks time to print, and abort the job."""
+    """Abort the job, after a call of ``linger(end)`` that gives the other ranks time to print."""
     if mpi.Is_finalized():
         return
     end = time.monotonic() + _LINGER_SECONDS

@@ -1,8 +1,8 @@
 """The steps of each verb. MPI reduces arrays if ``_form_of`` allows it; otherwise this module does.
 
-Arrays are sent as bytes, by collectives of MPI or by messages between pairs of ranks. Messages can
-send more than 2 GB and GPU memory, which some libraries reject in non-blocking collectives. The
-choice depends only on values that are equal on all ranks, so all ranks choose the same method.
+Arrays are sent as bytes, by collectives of MPI. Data of more than 2 GB or on a GPU is sent by
+messages between pairs of ranks, because some libraries reject it in non-blocking collectives. The
+choice depends only on values that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class VerbSteps:
         return part
 
     def _combine_gathered(self, call: Call, _: None) -> Steps:
-        """Run a verb that the library lacks: every rank gathers all arrays in chunks."""
+        """Run a verb that MPI lacks: each rank gathers all arrays, in chunks, and combines them."""
         flat, xp, combine = call.array.reshape(-1), array_module(call.array), RESULTS[call.verb]
         step = max(1, _CHUNK_BYTES // (flat.itemsize * self._size))
         for start in range(0, flat.size, step):
@@ -182,7 +182,7 @@ class VerbSteps:
     def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
         part, like = call.out, call.like
         library: Any = np if like is None else array_module(like)
-        if self._gpu_aware:  # a receiver may not know whether the array is on a GPU
+        if self._gpu_aware:  # a receiver without ``out`` does not know if the array is on a GPU
             on_gpu = np.array([library is not np], np.uint8)
             yield from self.broadcast(on_gpu, call.root)
             library = sys.modules["cupy"] if on_gpu[0] else np
@@ -225,7 +225,7 @@ class VerbSteps:
         yield from self.swap({}, {source: as_bytes(part)}, call.received[0])
         return array if match is None else match
 
-    # The verbs consist of the methods below. They move flat arrays of bytes; counts are in bytes.
+    # The methods above use these methods, which send flat arrays of bytes. Counts are in bytes.
 
     def shares(self, count: int) -> list[int]:
         """Divide ``count`` elements evenly among the ranks; return the number for each rank."""
@@ -247,7 +247,7 @@ class VerbSteps:
     def gather(
         self, data: Array, target: Array | None, counts: Sequence[int], root: int | None = None
     ) -> Steps:
-        """Write every rank's ``data`` to ``target``: on all ranks, or on ``root`` only."""
+        """Write ``counts[r]`` bytes of each rank r to ``target``, on all ranks or on ``root``."""
         comm, layout = self._comm, None if target is None else [target, counts]
         if self._needs_pairs(data, sum(counts)):
             receivers = range(self._size) if root is None else [root]
@@ -277,8 +277,8 @@ class VerbSteps:
     ) -> Steps:
         """Send ``sizes_out[r]`` bytes of ``source`` to rank r, and receive ``sizes_in[r]`` bytes.
 
-        By default all parts have the same size. If they differ, ``limit`` must be equal on all
-        ranks, and at least the number of bytes that any rank sends or receives.
+        By default all parts have the same size. For parts of different sizes, pass a ``limit`` that
+        is equal on all ranks, and at least the number of bytes that any rank sends or receives.
         """
         if self._needs_pairs(source, limit or source.size):
             even = [source.size // self._size] * self._size

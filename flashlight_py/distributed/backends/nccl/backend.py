@@ -60,7 +60,7 @@ class NcclBackend(Backend):
             # This stream does not wait for the legacy default stream, so both can overlap.
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._make_event = functools.partial(cupy.cuda.Event, disable_timing=True)
-            # One event serves every call: a wait refers to the latest record before the wait.
+            # All calls share this event: a wait uses the event's latest record before the wait.
             self._ready = self._make_event()
             self._flights = Flights(self._make_event() for _ in range(MAX_PENDING))
         self._launcher = Launcher(nccl, int(self._stream.ptr), int(self._ready.ptr))
@@ -110,7 +110,7 @@ class NcclBackend(Backend):
 
     @property
     def _comparing(self) -> Any:
-        """The object that compares calls. While CUDA captures a graph, it records calls instead."""
+        """The object that compares calls or, while CUDA captures a graph, records them."""
         return thread_state.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:
@@ -130,7 +130,7 @@ class NcclBackend(Backend):
         return self._reduce_pairs(call, launching.ALL_REDUCE, [(array, array)], array)
 
     def _reduce_scatter(self, call: Call) -> Work:
-        """Reduce to this rank's part. Unequal parts are reduced one after another."""
+        """Reduce arrays; each rank gets its part. Unequal parts are reduced one after another."""
         array, rows = call.array, call.rows or [len(call.array) // self.size] * self.size
         with self.on_device():
             part = call.room(rows[self.rank])
@@ -197,7 +197,7 @@ class NcclBackend(Backend):
     def _scatter(self, call: Call) -> Work:
         out = call.out
         if out is None:
-            assert call.array is not None  # without ``out``, ``array`` has selected this backend
+            assert call.array is not None  # a call of this backend has ``out`` or ``array``
             out = self._empty(call.array.shape[1:], call.array.dtype)
         self._comparing.compare(call)
         sent = dict.fromkeys(range(self.size), out.nbytes)
@@ -281,13 +281,12 @@ class NcclBackend(Backend):
                 self._comparisons.find_lost("close")  # do not wait for ranks that have ended
             seconds = min(FINALIZE_SECONDS, self.communicator.timeout)
             if self.communicator.close(poll(self._is_over, seconds)):
-                self._comparisons.finish(FINALIZE_SECONDS)  # not after an abort: ranks may be lost
+                self._comparisons.finish(FINALIZE_SECONDS)  # skip after an abort: ranks may be lost
         self._flights.clear()
         # Break reference cycles: the garbage collector would free stream and events late.
         self.communicator.on_wait = self.communicator.find_missing = None
 
     def _is_over(self) -> bool:
-        """Return whether the device has ended all collectives, or an error has ended them."""
         return self._flights.oldest() is None or self.communicator.broken is not None
 
     def _launch(
@@ -303,8 +302,8 @@ class NcclBackend(Backend):
     ) -> Work:
         """Launch ``steps`` on the device as one operation, unless all ``arrays`` are empty.
 
-        ``arrays`` are all arrays that the device reads or writes. Set ``together`` if the operation
-        may have several steps on another rank. ``prepare`` runs on the communication stream and
+        ``arrays`` are all arrays that the device reads or writes. If some rank may have several
+        steps, set ``together`` on every rank. ``prepare`` runs on the communication stream and
         returns the steps; ``finish`` runs after the steps. A blocking call blocks the caller's
         current stream, never the host. Raises the errors of :meth:`Communicator.call`.
         """
@@ -315,8 +314,7 @@ class NcclBackend(Backend):
             if not kept:
                 return Done(result)
             caller, recorder = int(self.current_stream().ptr), thread_state.recorder
-            # While CUDA captures a graph, an event never reports its end, so the call needs a new
-            # event.
+            # During a capture no event reports its end and becomes free, so create a new event.
             event = self._free_event(verb) if recorder is None else self._make_event()
             by_one_call = communicator.child and prepare is None and finish is None
             if not by_one_call:
@@ -455,7 +453,7 @@ def _address(array: Array) -> int:
 
 
 def _moving(kind: int, peer: int, start: int, nbytes: int) -> Step:
-    """Return the step of ``kind`` (send, receive or broadcast) for the bytes at ``start``."""
+    """Return the step that sends, receives or broadcasts (``kind``) the bytes at ``start``."""
     return kind, start, start, nbytes, BYTES, 0, peer
 
 

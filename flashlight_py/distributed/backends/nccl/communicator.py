@@ -2,12 +2,12 @@
 
 The first communicator is non-blocking. A call that must wait for other ranks returns
 ``ncclInProgress``, and the caller polls until the call has ended or the time limit has passed: NCCL
-has no wait with a time limit. NCCL starts a thread for each such call, which takes 150 us.
+has no wait with a time limit. For each call, NCCL starts a thread, which takes 150 us.
 
 Collectives are therefore launched on a second, blocking communicator, which is split from the first
-one and shares its connections. All connections of collectives exist before the first launch, so a
-launch waits for no other rank. If a launch blocks nevertheless, another thread aborts the first
-communicator. This ends the launch too, because both communicators use one abort flag.
+one and shares its connections. All connections that collectives use exist before the first launch,
+so a launch waits for no other rank. If a launch blocks nevertheless, another thread aborts the
+first communicator. This ends the launch too, because both communicators use one abort flag.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 _CONFIG_VERSION = 21800  # version of the fields in csrc/nccl/nccl.cdef.h
 _UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
-# Seconds of polling without a sleep: NCCL starts most calls within a few hundred microseconds, the
-# duration of the shortest sleep. Then seconds between polls, and between calls of ``on_wait``.
-_BUSY_SECONDS = 0.001
-_POLL_SECONDS = 0.0005
-_LOOK_INTERVAL = 0.2
+# NCCL starts most calls within a few hundred microseconds, the duration of the shortest sleep.
+_BUSY_SECONDS = 0.001  # seconds of polling without a sleep
+_POLL_SECONDS = 0.0005  # seconds between later polls
+_LOOK_INTERVAL = 0.2  # seconds between calls of ``on_wait``
 # Seconds between polls. CUDA has no wait with a time limit, and its wait would block Ctrl-C.
 LOOK_SECONDS = 0.0002
 _MAX_SCALED_SUMS = 64
@@ -70,7 +69,7 @@ class Communicator:
         self.lock = threading.RLock()
         # Held while the first communicator is used or freed, but never during a launch.
         self._using = threading.RLock()
-        self._launching = threading.RLock()  # held during a launch on ``child`` or its abort
+        self._launching = threading.RLock()  # held while ``child`` launches or is aborted
         self.broken: DistributedError | None = None
         self._was_raised = False
         self.handle = self.child = nccl.ffi.NULL
@@ -244,7 +243,7 @@ class Communicator:
     def _abort_child(self) -> None:
         """Abort the second communicator after all launches on it have ended.
 
-        The first communicator was aborted before: that has set the common flag that ends launches.
+        The first communicator is already aborted. Its abort has set the flag that ends launches.
         """
         if self.child == self.nccl.ffi.NULL:
             return

@@ -50,7 +50,7 @@ _STARTED_TEXT = (
 
 @runtime_checkable
 class ComparesAhead(Protocol):
-    """A backend that can return from a comparison before other ranks join (``Call.is_ahead``)."""
+    """A backend that can compare ahead: it returns before other ranks join (``Call.is_ahead``)."""
 
     def look_back(self, name: str, seconds: float) -> bool:
         """Return whether all ranks have joined the calls that this rank made ahead. Does not block.
@@ -74,7 +74,8 @@ class Comparisons:
         # a launch holds the communicator's lock.
         self._lock = threading.RLock()  # reentrant, because a signal handler may need it
         self.latest: Work = Done()
-        # _ahead: number of calls made ahead. compared_ahead: how many are compared, and since when.
+        # ``_ahead``: number of calls made ahead. ``compared_ahead``: number of them that have been
+        # compared, and the time at which the latest comparison ended.
         self._ahead, self.compared_ahead, self._name = 0, (0, 0.0), ""
 
     def post(self, call: Call) -> None:
@@ -194,13 +195,13 @@ class Comparisons:
         self._cpu.abort(error)
 
     def find_missing(self) -> tuple[type[DistributedError] | None, str]:
-        """Ask all ranks. Return (a more precise error class or None, a sentence on lost ranks)."""
+        """Ask all ranks. Return (more precise error class or None, sentence about lost ranks)."""
         seconds = min(self.communicator.timeout, _DIAGNOSIS_SECONDS)
         refusal = f"nothing more, because NCCL failed: {self.communicator.broken}"
         try:
             self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
         except MismatchError:
-            # All ranks may answer if one rank made a call ahead and its process ended afterwards.
+            # A rank that made a call ahead and then ended seems to answer. Look for its loss.
             if (lost := self._lost_within(_ENDING_SECONDS)) is not None:
                 return PeerLostError, f"Asked over {self._cpu.path}: {lost}"
             return None, f"Every rank answered over {self._cpu.path}, so no rank is lost"
@@ -213,7 +214,7 @@ class Comparisons:
         return None, f"No missing rank was found over {self._cpu.path}"
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return the error of a lost rank, or None. If NCCL lost a rank, wait up to ``seconds``."""
+        """Return a lost rank's error, or None. If NCCL reports a loss, wait up to ``seconds``."""
         if isinstance(self.communicator.broken, PeerLostError):
             poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
         lost = self._cpu.lost("NCCL")
@@ -230,7 +231,7 @@ def _failure(work: Work, seconds: float | None = None) -> DistributedError | Non
 
 
 class _Ahead(Work):
-    """The comparison of the ``number``-th call made ahead; ``look_back`` makes it later."""
+    """The pending comparison of the ``number``-th call made ahead; ``look_back`` completes it."""
 
     def __init__(self, comparisons: Comparisons, number: int) -> None:
         self._comparisons, self._number, self._ended = comparisons, number, 0.0

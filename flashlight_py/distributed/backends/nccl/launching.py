@@ -1,4 +1,4 @@
-"""Launch of collectives: one native call orders two streams and calls NCCL.
+"""Launch of collectives: one native call calls NCCL and makes two streams wait for each other.
 
 The arguments are documented in ``csrc/nccl/launch.cdef.h``.
 """
@@ -77,7 +77,7 @@ class GraphLauncher:
     def __init__(self, graph: Any, targets: Sequence[Any]) -> None:
         module: Any = _native.load_extension("launch")
         self._lib, self._graph = module.lib, graph
-        self._lock = threading.Lock()  # NCCL may free a communicator on another thread
+        self._lock = threading.Lock()  # guards ``_graph``: another thread may call ``release``
         functions = "cuMemcpyDtoDAsync_v2", "cuGraphLaunch", "cuEventRecord"
         addresses = (*map(driver_address, functions), int(graph.graphExec))
         self._struct = module.ffi.new("fl_replayer *", addresses)

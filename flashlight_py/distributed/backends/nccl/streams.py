@@ -29,8 +29,8 @@ _PROFILE_INTERVAL = 0.0005
 MAX_PENDING = 256
 # Minimum seconds between checks for lost ranks: a check takes some system calls per rank.
 _LOSS_INTERVAL = 0.15
-# Statuses of an event that has not failed: success, cudaErrorNotReady, and errors because another
-# thread captures (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
+# Statuses of an event that has not failed: success, cudaErrorNotReady, and errors during a capture
+# by another thread (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
 _NO_FAILURES = {0, 600, *range(900, 909)}
 
 
@@ -52,7 +52,7 @@ class DeviceFlight:
     ended: float | None = None
 
     def start_time(self, free: float = 0.0) -> float:
-        """Return the earliest possible start on the device: after all ranks' calls and ``free``."""
+        """Return when the device could start: all ranks have called, and ``free`` has passed."""
         if not self.compared.is_completed():
             return math.inf  # not late: the comparison has its own timeout
         return max(self.started, self.compared.end_time() or 0.0, free)
@@ -75,7 +75,7 @@ class Flights:
         self._pending: deque[DeviceFlight] = deque()
         self._events = deque(events)
         self._lock = threading.RLock()  # reentrant: releasing an array may run any code
-        self.last_end = 0.0  # time in seconds at which the latest end was detected
+        self.last_end = 0.0  # time at which the end of a collective was last detected
 
     def free_event(self) -> Any | None:
         """Return an event for the next collective, or None if all are in use."""
@@ -85,7 +85,7 @@ class Flights:
             return self._events[0] if self._events else None
 
     def add(self, flight: DeviceFlight) -> None:
-        """Add ``flight`` with the event of ``free_event``. Remove the oldest flight if it ended."""
+        """Add ``flight``, whose event is from ``free_event``. Remove the oldest one if it ended."""
         with self._lock:
             self._events.popleft()
             self._pending.append(flight)
