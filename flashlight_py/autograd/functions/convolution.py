@@ -51,7 +51,7 @@ class _Windows(NamedTuple):
         return image, image[:, down : down + height, across : across + width]
 
     def taken(self, images: Array, beyond: float = 0) -> Iterator[tuple[_Two, Array]]:
-        """Yield each position in a window, and its pixel of every window. Pad with ``beyond``."""
+        """Yield each position in a window, and its pixels in all windows. Pad with ``beyond``."""
         padded, inside = self.padded(images, beyond)
         inside[...] = images
         return ((position, padded[part]) for position, part in self.places())
