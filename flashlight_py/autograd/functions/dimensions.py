@@ -53,7 +53,7 @@ def flat(x: Input) -> Variable:
 
 
 def squeeze(x: Input, axis: Axis = None) -> Variable:
-    """Return a view without dimensions ``axis``, which have size 1. Default: all of size 1."""
+    """Return a view without dimensions ``axis``, which must have size 1. Default: all of size 1."""
     x = as_variable(x)
     return reshape(x, x.data.squeeze(None if axis is None else _axes(axis, x.ndim)).shape)
 
