@@ -24,7 +24,7 @@ constexpr std::chrono::milliseconds kPause{10};
 
 // Sizes in bytes of the rank number and the proof that a rank sends first on its new connection.
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
-constexpr size_t kMostStrangers = 64;  // maximum unproven connections, plus Hosts::most
+constexpr size_t kMostStrangers = 64;  // this plus Hosts::most: maximum number of unproven connections
 
 // Fractions of Hosts::seconds. kLook: time between beats. kDoubt: silence after which other ranks are asked.
 // kJudge: silence after which the host is lost. The remaining time is for news and the end of operations.

@@ -63,7 +63,7 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// Announce a call. If `is_ahead`, it sends no data and is compared later, so this rank waits for no other rank.
+// Announce a call. If `is_ahead`, it sends no data and is compared later, so this rank need not wait.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
@@ -239,7 +239,7 @@ Progress Collectives::progress() {
   return complete ? Progress::kComplete : Progress::kCalled;
 }
 
-// Wait for the calls that this rank needs. If these are all calls, compare them.
+// Wait for the calls that this rank needs. If it needs the calls of all ranks, compare them.
 void Collectives::receive_calls(const fl_signature& signature) {
   if (!is_shown_) wait_and_show();
   only_reader_ = -1;

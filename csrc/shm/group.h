@@ -21,7 +21,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   using Result = std::shared_ptr<Operation>;
 
   ShmGroup(Mapping mapping, int rank, int size);
-  // Create a subgroup. All its ranks pass the same `number`, which is not 0 and differs for each subgroup.
+  // Create a subgroup. `number` is not 0, equal on all its ranks, and unique among the subgroups of a rank.
   ShmGroup(const ShmGroup& whole, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number)
       : ShmGroup(whole.family_, std::move(mapping), rank, ranks, number) {}
   ~ShmGroup();
@@ -29,7 +29,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   // that it has interrupted on this thread ends after the handler returns.
   void close();
 
-  // Run an operation. If its site is null, the function of on_mismatch() finds it when it is needed.
+  // Run an operation. If its site is null, the function of on_mismatch() finds the site when it is needed.
   Handle run(const Request& call);
   // Start an operation. A call with `is_ahead` moves no data and ends immediately: look_back() compares it.
   Handle start(const Request& call);
