@@ -44,8 +44,7 @@ class _Windows(NamedTuple):
             yield position, (slice(None), slice(*ranges[0]), slice(*ranges[1]))
 
     def padded(self, like: Array, value: float) -> tuple[Array, Array]:
-        """Return new padded images with all pixels ``value``, and a view of them without
-        padding."""
+        """Return new padded images filled with ``value``, and a view of them without padding."""
         (batch, height, width, channels), (down, across) = self.inputs, self.pad
         shape = batch, height + 2 * down, width + 2 * across, channels
         image: Array = array_module(like).full(shape, value, like.dtype)
