@@ -161,7 +161,7 @@ class Checkpoint(NamedTuple):
 
 
 class _IntactCheckpoint(NamedTuple):
-    """Facts about the newest intact checkpoint, which rank 0 sends to the other ranks."""
+    """The message of rank 0 to the other ranks about the newest intact checkpoint."""
 
     path: Path
     manifest: Manifest

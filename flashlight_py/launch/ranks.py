@@ -53,7 +53,7 @@ def remaining_counts(counts: Sequence[int], lost: Collection[int]) -> list[int]:
 
 
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
-    """Return the variables of ``rank`` in a world on one host with the rendezvous path ``file``."""
+    """Return environment variables of ``rank`` in a world on one host, with rendezvous ``file``."""
     return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
 
 

@@ -152,7 +152,7 @@ def distribute_module_grads(
     sync: GradientPass[Any]
     if leaves is not None:
         agreement.check_arithmetic("distribute_module_grads", leaves, members)
-        random.generator()  # creates the package's generator if needed
+        random.generator()  # state_dict() contains only generators that were used
         random.load_state_dict(members.broadcast_object(random.state_dict()))
         sync = LeafSync(module, in_order, buffers, leaves, group)
     elif reducer is not None:
@@ -282,9 +282,10 @@ def _is_finite(array: Array) -> bool:
 
 
 # The backward pass accumulates into shared memory, so gradients are not packed or copied. The flags
-# show which parameters no rank used: their gradients must become None. Flags are summed at the end
-# of the last bucket, because a separate message would cost a small step a round trip. A hook gets
-# no flags, because it need not compute a sum.
+# show which parameters no rank used: their gradients must become None. Flags are appended to the
+# last
+# bucket and summed with it, because a separate message would add a round trip to each step. A hook
+# gets no flags, because it need not compute a sum.
 def _bucketed(
     params: Sequence[Variable],
     scale: float | None,

@@ -194,7 +194,7 @@ _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 # A small message before each call detects different calls, so their gradients are never added.
 class DifferentiableCall(InPasses):
-    """A collective of ``group`` on ``v``. ``rows[r]`` are the ``rows`` that rank r passed."""
+    """One call of a differentiable collective. ``rows[r]`` are the ``rows`` that rank r passed."""
 
     def __init__(
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
@@ -212,7 +212,7 @@ class DifferentiableCall(InPasses):
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()
     ) -> Variable:
-        """Return ``result`` as a variable. ``vjp(grad)`` is the gradient of ``v``. Collective."""
+        """Return ``result`` as a variable. ``vjp`` computes the gradient of ``v``. Collective."""
         table = self._check_same_call(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
         if not any(row[0] for row in table):

@@ -81,10 +81,11 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
 class Flat(PassBucket):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
-    Rank r keeps row r as ``part``. ``arrays`` has all parameters from ``finish`` to ``release``.
+    Rank r keeps row r as ``part``. ``arrays`` has all parameters after ``finish`` until
+    ``release``.
 
-    Each flat must have a different ``row``. So collectives for different modules have different
-    shapes, and ranks that call them together get an error instead of mixed data.
+    Each flat has a different ``row``, so collectives for different modules have different shapes.
+    If ranks call them together, they get an error instead of mixed data.
     """
 
     def __init__(self, params: Sequence[Variable], group: ProcessGroup, row: int) -> None:
@@ -199,7 +200,7 @@ class Reduction:
 
 
 class PartPlacement(Placement, GradSink):
-    """Placement of a parameter of which this rank stores a part, with its optimizer state."""
+    """Placement of a parameter if this rank stores only a part of it and of its optimizer state."""
 
     shards: GatheringSharder
 

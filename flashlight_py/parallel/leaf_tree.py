@@ -26,7 +26,7 @@ Steps: TypeAlias = "list[tuple[int, int]]"
 # A sum of leaves that one host computes: its rows as (rank on the host, row), and the additions.
 Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
-_LINE = 64  # elements; the shares of ranks begin at multiples, in different cache lines
+_LINE = 64  # elements; each rank's share begins at a multiple, so ranks write different cache lines
 _BLOCK_BYTES = 64 << 10  # bytes of each array in a block; sums stay in the L2 cache
 
 

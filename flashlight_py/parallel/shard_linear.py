@@ -150,7 +150,7 @@ class ShardedLinear(Linear):
 
 
 class Cut(Shards):
-    """Division of a layer: the dimension of its weight, and the size of each rank's part."""
+    """Division of a layer along dimension ``axis`` of its weight, in parts of the ``sizes``."""
 
     def __init__(self, group: ProcessGroup | None, axis: int, sizes: tuple[int, ...]) -> None:
         self._group, self.axis, self.sizes = group, axis, sizes

@@ -191,7 +191,7 @@ class HostSharder(Shards, GradientPass[HostBucket]):
         return self.group.in_step(name)
 
     def new_state(self, placement: HostPlacement, dtype: DTypeLike) -> Array:
-        """Return a flat array for another state of a parameter. Creating it is collective."""
+        """Return a shared array for the next state of a parameter. Creating it is collective."""
         name, kind = placement.bucket.name, np.dtype(dtype).str
         key = name, kind, self._taken[id(placement), kind]
         self._taken[id(placement), kind] += 1

@@ -142,7 +142,7 @@ class _Walk:
         return number < count
 
     def _visit(self, node: int, name: Any, key: Any, value: Any) -> bool:
-        """Record ``value`` in the plan; return whether it is a container to visit now."""
+        """Record ``value`` in the plan. Return whether its entries must be visited next."""
         if isinstance(value, Variable):
             value = _array_of(value)
         content, plan = inspect_value(value), self._plan

@@ -57,7 +57,7 @@ _OF_BOOL = {"sum": "or", "prod": "and"}
 _ALL_REDUCE = v.ALL_REDUCE.code
 # Before torch 2.7 the options do not state whether the call is asynchronous.
 _OPTIONS = dist.AllreduceOptions if hasattr(dist.AllreduceOptions, "asyncOp") else None
-_MOST_COMPARED = 60  # maximum number of lengths; an array has at most this many dimensions
+_MOST_COMPARED = 60  # maximum number of lengths, which are sent as the shape of an array
 # torch's send and recv wait for the Work immediately, so a call from them may block.
 _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 _BLOCKING = SimpleNamespace(asyncOp=False)
