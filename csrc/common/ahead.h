@@ -1,4 +1,5 @@
-// Comparison of calls if a rank may return before the other ranks have called: see shm/entering.cc.
+// Comparison of the ranks' calls, in groups where a rank may return from a call before the other ranks have
+// made it: see shm/entering.cc.
 #pragma once
 
 #include <optional>
@@ -33,7 +34,7 @@ inline Ranks needed_by(int rank, int size, const fl_signature& call) {
   }
 }
 
-// True if `rank` does not know how many bytes it receives. The root's call contains the data if it is small.
+// True if `rank` does not know how many bytes the root sends. If they are few, the root's call contains them.
 inline bool may_be_small(int rank, const fl_signature& call) {
   return root_must_know(call.verb) && call.ndim == FL_ANY && rank != call.root;
 }
@@ -50,8 +51,8 @@ inline bool sees_difference(const fl_signature* calls, int rank, Ranks needed) {
   return false;
 }
 
-// A withdrawn call stores in `count` the number of the last call that its rank has compared. Return the
-// highest of these numbers among the ranks `needed`, or nothing if none of their calls is withdrawn.
+// Return the highest `count` of the withdrawn calls of the ranks `needed`, or nothing if no call is
+// withdrawn. The `count` of a withdrawn call is the number of the last call that its rank has compared.
 inline std::optional<uint32_t> withdrawn_after(const fl_signature* calls, Ranks needed) {
   std::optional<uint32_t> last;
   for (int r = needed.first; r < needed.last; ++r) {
@@ -79,7 +80,7 @@ class Mismatches {
     uint32_t number;
     CallReport report;
     std::vector<bool> raised;  // by rank: whether it has raised this mismatch, in this call or a later one
-    bool is_raised = false;  // whether this rank has raised the mismatch, even in a call not compared yet
+    bool is_raised = false;  // this rank has raised it, perhaps in a call not yet compared
   };
   // `most_ahead`: number of calls by which a rank may be ahead of another rank.
   Mismatches(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}
@@ -90,8 +91,8 @@ class Mismatches {
     forget([&](const Call& call) { return number - call.number > most_ahead_; });
   }
 
-  // Record the comparison of call `number`, the call after the last recorded call. `needed(r)`: ranks whose
-  // calls rank r awaits in this call. It returns all ranks if r can raise an earlier mismatch.
+  // Record the calls with this number, and whether they were the `same`. Record all calls in order.
+  // `needed(r)`: ranks whose calls rank r awaits in this call; all ranks if r may raise an earlier mismatch.
   template <typename Needed>
   void compared(uint32_t number, bool same, const std::vector<fl_signature>& calls, Needed needed,
                 CallReport report) {
@@ -112,9 +113,9 @@ class Mismatches {
     forget([](const Call& c) { return std::find(c.raised.begin(), c.raised.end(), false) == c.raised.end(); });
   }
 
-  // Return the mismatch to raise in call `number`: the first mismatch that this rank has not raised. If there
-  // is none, return nothing if `only_news`, else the last mismatch. Call forget_old() first if all earlier
-  // calls were compared, and only then.
+  // Return the mismatch that this rank must raise in call `number`: the first one that it has not raised. If
+  // it has raised all, return the last one, or nothing if `only_news`. If all earlier calls have been
+  // compared, call forget_old() before. Otherwise do not call forget_old().
   std::optional<Call> to_raise(uint32_t number, bool only_news) {
     const auto is_news = [&](const Call& call) {
       return !call.raised[rank_] && !call.is_raised && number - call.number <= most_ahead_;

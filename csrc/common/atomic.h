@@ -23,7 +23,7 @@ namespace fl {
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
 
-// Users of a futex: several processes, or the threads of one process.
+// Which threads use a futex: threads of several processes, or only threads of one process.
 enum class FutexScope { kProcesses, kThreads };
 constexpr uint32_t kAllBits = ~0u;
 
@@ -64,7 +64,7 @@ constexpr T sized(T real, T) {
   return real;
 }
 
-// Sleep while `word` equals `expected`. End at a wake with a matching bit, a spurious wake, or the timeout.
+// Sleep if `word` equals `expected`, until a wake with one of the `bits`, the timeout, or without any reason.
 inline void futex_wait(const void* word, uint32_t expected, int64_t nanoseconds, uint32_t bits, FutexScope scope) {
   timespec end;
   clock_gettime(CLOCK_MONOTONIC, &end);
@@ -80,8 +80,9 @@ inline void futex_wake(const void* word, uint32_t bits, FutexScope scope) {
   syscall(SYS_futex, word, operation, INT_MAX, nullptr, nullptr, bits);
 }
 
-// Order accesses to memory that the kernel reads on behalf of another process. C++ fences do not cover these
-// reads. ThreadSanitizer rejects std::atomic_thread_fence. x86 orders two stores, or two loads, by itself.
+// Order this thread's memory accesses before the fence and after it. Needed if another process reads the
+// memory through the kernel: C++ fences do not cover such reads, and ThreadSanitizer rejects
+// std::atomic_thread_fence. On x86, the processor itself keeps two stores, or two loads, in order.
 inline void full_fence() {
 #if defined(__x86_64__) || defined(__i386__)
   asm volatile("" ::: "memory");

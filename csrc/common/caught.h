@@ -1,4 +1,4 @@
-// Wrapper for functions in Python method tables that may run out of memory. Include Python.h first.
+// Wrapper that lets Python call a C++ function that may run out of memory. Include Python.h first.
 #pragma once
 
 #include <new>

@@ -36,7 +36,7 @@ class Choice {
   struct History;
 
  public:
-  // Cost of each path for its slowest rank. Other ranks may only write, return early and measure too little.
+  // By path, the highest cost that a rank measured. A rank that only writes returns early and measures less.
   class Slowest {
    public:
     void add(const Costs& costs) {
@@ -91,8 +91,9 @@ class Choice {
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.history->cost[trial.path];
     const double now = seconds / static_cast<double>(trial.bytes);
-    // A call faster than `cost` was not disturbed and gets a larger weight. A much slower call was probably
-    // disturbed. One call must not change the best path, because its path would then rarely be tried again.
+    // If the call was faster than `cost`, nothing disturbed it: give it a large weight. If it was much
+    // slower, something probably disturbed it: raise `cost` by at most 1/16. Otherwise one slow call could
+    // end the use of the best path, and a path that is not used is rarely measured.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
@@ -102,9 +103,9 @@ class Choice {
   static constexpr uint32_t kFirst = 9;  // initial calls, which try the paths in turn
   static constexpr uint32_t kRun = 3;    // consecutive calls on a path under trial
   static constexpr uint32_t kTryEvery = 256;
-  // If a path costs more than this multiple of the best path, take only every kTryHopeless-th trial of it.
+  // A path that costs more than kHopeless times the best path gets only every kTryHopeless-th of its trials.
   static constexpr int kHopeless = 3;
-  static constexpr uint32_t kTryHopeless = 9;  // odd, so that these trials reach each path
+  static constexpr uint32_t kTryHopeless = 9;  // odd, because trials alternate between the two other paths
 
   struct History {
     uint32_t calls;

@@ -38,11 +38,11 @@ typedef enum {
 #define FL_REFUSED -2
 #define FL_WITHDRAWN -3
 
-/* Flags in fl_signature.dtype. ON_GPU: array on a GPU. COMPARED: signatures are only compared. */
+/* Flags in fl_signature.dtype. ON_GPU: the array is on a GPU. COMPARED: the call moves no data. */
 #define FL_ON_GPU 32
 #define FL_COMPARED 64
 
-/* Verbs of flight records only. The object verbs are in the order of COMPOSED in call.py. */
+/* Verbs that only flight records use. The object verbs are in the order of COMPOSED in call.py. */
 #define FL_SENDRECV 32
 #define FL_BROADCAST_OBJECT 33
 #define FL_ALL_GATHER_OBJECT 34

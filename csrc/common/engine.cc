@@ -53,8 +53,6 @@ uint16_t Engine::site_number(const fl_site& site) {
   return number = found->second;
 }
 
-// Completion ----------------------------------------------------------------------------------
-
 uint32_t Engine::token_for(Message& message) {
   if (free_tokens_.empty()) {
     if (tokens_.size() >= kTokens) throw Failure(FL_FAILED, {}, "too many messages are open");
@@ -86,7 +84,7 @@ void Engine::drop_moving(Message& message) {
   moving_.erase(std::remove(moving_.begin(), moving_.end(), &message), moving_.end());
 }
 
-// Complete `message` after its removal from tables and queues, even during a transfer. This may free it.
+// End `message`, which must not be in a table or queue. Its transfer, if any, ends too. May free `message`.
 void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   if (message.state_ == Message::kOffered) free_token(message.token_);
   if (message.is_moving()) {
@@ -148,8 +146,8 @@ void Engine::for_each(const Port& port, Visit visit) const {
   for (Message* message : moving_) visit_own_message(message);
 }
 
-// End all open messages of the group of `port`. The failure `found` is set for the message `about` and for
-// messages that wait for a rank in `found->missing`. The failure of other messages is `why`.
+// End all open messages of the group of `port`. If `found` is not null, it becomes the failure of the message
+// `about` and of all messages that wait for a rank in `found->missing`. Other messages get the failure `why`.
 void Engine::end_all(Port& port, const Failure& why, const Failure* found, const Message* about) {
   take_all(port, [&](Message& message) {
     const auto waits_for = [&](int rank) { return rank == message.peer_ || message.peer_ < 0; };
@@ -200,8 +198,6 @@ void Engine::send_answers(Port& port) {
     sleep(true, kSliceMilliseconds, {});
   }
 }
-
-// Waiting -------------------------------------------------------------------------------------
 
 // Poll without sleeping. Return true if the awaited messages have ended.
 bool Engine::poll(const Awaited& awaited, Patience patience, int hint) {
@@ -275,7 +271,8 @@ bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   return moved;
 }
 
-// Advance messages on the engine's thread, until a caller begins or awaits a message and so advances them.
+// Called regularly on the engine's thread: advance the open messages until a thread begins or awaits a
+// message, and so advances them itself.
 void Engine::tick() {
   if (open_.load(std::memory_order_relaxed) == 0) return;
   ticker_.activate();
@@ -320,7 +317,8 @@ void Engine::check_waits() {
   }
 }
 
-// End the group of `port` with `found`. The caller has increased failing_, so no other thread ends the group.
+// End the group of `port` with the failure `found`. `about`: the message that it concerns, or null. The
+// caller has increased failing_, so that no other thread ends the group.
 void Engine::fail(Port& port, const Failure& found, const Message* about) {
   const Failure failure = port.transport_.with_details(found);
   port.transport_.fail(failure);  // may block while it notifies other ranks

@@ -35,7 +35,8 @@ enum Kind : uint8_t { kMessage, kOffer, kTaken, kAccepted, kData, kRefused, kLat
 
 constexpr size_t kTinyMessage = 32;  // bytes of data that fit into the first cache line of a record
 
-// A message between ranks. If its data is tiny and the digests are equal, the receiver reads one cache line.
+// A message between ranks. The receiver reads only the first of three cache lines if the data has at most
+// kTinyMessage bytes and the sender's digest equals the digest of the receiver's signature.
 struct Record {
   Record() = default;
   Record(const Record& other) { std::memcpy(static_cast<void*>(this), &other, sizeof other); }
@@ -88,11 +89,12 @@ class Wire {
   // From now on, treat records for `group` as records for a group that this rank has left.
   virtual void forget(uint64_t /* group */) {}
 
-  // A transfer between two ranks' memory, in chunks of which several are in flight. For each finished chunk,
-  // next() returns a kData record with `token`, and the bytes' number as digest. The engine then calls go_on().
+  // A transfer between two ranks' memory, several chunks at a time. For each finished chunk, Wire::next()
+  // returns a kData record with Moves::token and, as digest, the chunk's bytes. The engine then calls
+  // go_on().
   class Flow {
    public:
-    virtual ~Flow() = default;  // no transfer accesses the memory afterwards
+    virtual ~Flow() = default;  // afterwards this transfer accesses no memory
     virtual void go_on() = 0;
   };
   struct Moves {
@@ -104,13 +106,13 @@ class Wire {
     uint32_t receiver;  // token of the receiver's message
     bool out;
   };
-  // Return a transfer, or null if data travels in records of up to `most_bytes`, on a path from choice().
+  // Return a transfer. Null: data travels in records of up to most_bytes(), on a path that choice() selects.
   virtual std::unique_ptr<Flow> flow(const Moves&) { return nullptr; }
   virtual size_t most_bytes() const { return 0; }
   virtual Choice* choice(int) { return nullptr; }  // null if flow() returns transfers
 
-  // can_read(): whether this process can read a peer's memory. read(): read it without the lock, and return
-  // the number of bytes read.
+  // can_read(): return whether this process can read the memory of a peer. read(): read such memory and
+  // return the number of bytes read; the caller does not hold the lock.
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
@@ -193,13 +195,13 @@ class Message final : public fl_op {
   int64_t* stamp_ = nullptr;
   Port* port_;
   union {
-    fl_match* match_;  // of a receive without a match: where to store its match
+    fl_match* match_;  // of a receive that has not matched: its fl_match, or null
     uint32_t token_;   // of an offered message: its token
     Movement* movement_;
     Outcome* outcome_;  // kHasOutcome
   };
   char* data_;
-  fl_signature call_;  // an unmatched receive has its posting order in `sequence`
+  fl_signature call_;  // `sequence` of a receive that has not matched: its posting order
   int32_t peer_;       // group rank
   uint16_t site_;
   union {
@@ -212,7 +214,7 @@ class Message final : public fl_op {
 };
 static_assert(sizeof(Message) <= 200, "there may be many of them");
 
-// Messages that a caller waits for. Null entries have ended. has_ended() is false for an empty list.
+// Messages that a caller waits for. An entry is null if its message has ended. An empty list has not ended.
 struct Awaited {
   Message* const* messages = nullptr;
   size_t count = 0;
@@ -237,13 +239,13 @@ class Port {
   Handle start(const fl_message& request, double seconds);
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds, InterruptCheck interrupt);
   std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds);
-  // The two steps of exchange(). post() does not sleep. It returns an empty list if all messages have
-  // succeeded before `spins` consecutive polls brought no progress. If `spins` is negative, it does not poll.
+  // The two steps of exchange(). post() begins the messages. It then polls without sleep until `spins` polls
+  // in a row made no progress (negative: no polls). It returns an empty list if all messages have succeeded.
   using Posted = std::vector<Message*>;
   Posted post(const fl_message* messages, int count, double seconds, int spins);
   std::vector<Handle> finish(const Posted& posted, InterruptCheck interrupt, Clock::time_point until = kNever);
 
-  // A send may return before its call is compared. Return the next mismatch of such a send, or null.
+  // Return the next mismatch of a send that had returned before its call was compared. Null: there is none.
   Handle refused();
   bool has_refusal() const { return has_refusal_.load(std::memory_order_relaxed); }
 
@@ -253,7 +255,7 @@ class Port {
   // An arrived message without a matching receive.
   struct Arrival {
     Arrival* next;
-    Record record;  // number: source rank
+    Record record;  // a copy, in which `number` is the source rank
     char data[];
 
     static Arrival* make(int from, const Record& record, const char* data) {
@@ -307,7 +309,6 @@ class Engine {
   // Make every send wait until it is received or rejected. Call this before the first message.
   void check_at_once() { checks_at_once_ = true; }
   bool checks_at_once() const { return checks_at_once_; }
-  // Stop the thread and wait for its end.
   void stop();
   // Drop records for `group`, which has ended; the wire discards later records.
   void forget(uint64_t group);
@@ -418,7 +419,7 @@ class Engine {
   std::vector<fl_site> sites_;
   std::unordered_map<std::string, uint16_t> site_numbers_;
   std::pair<const fl_site*, uint16_t> last_sites_[16] = {};
-  // Read without the lock: a wrong value is corrected by the next tick.
+  // Read without the lock: if a thread reads an old value, the next tick corrects the effect.
   std::atomic<size_t> open_{0};     // open messages and queued answers
   std::atomic<int> callers_{0};     // waiting threads
   std::atomic<uint32_t> calls_{0};  // calls so far

@@ -4,9 +4,9 @@
    handle: of a failure, of received data, or of a running operation. With `async`, or if earlier started
    operations must come first, the operation runs on a thread of the group. `data` and `output` must stay
    alive and unchanged until it has ended. `site` is the call site; NULL: unknown, and shared memory calls the
-   function of fl_on_mismatch. `seconds` is the timeout: with Gloo of the operation, from when it begins to
-   run; in shared memory of each wait of the operation. Collectives run in call order. Messages run
-   concurrently and are matched by peer and tag in call order.
+   function of fl_on_mismatch. `seconds` is the timeout. With Gloo it begins when the operation begins to run;
+   in shared memory it begins with each wait. Collectives run in the order of their calls. Messages run
+   concurrently and are matched by peer, tag and the order of their calls.
 
    all_reduce, broadcast: in place on data. If the signature of a broadcast has FL_ANY, data is NULL and
      fl_op_output returns the received data.
@@ -27,7 +27,7 @@
 fl_op *fl_run(fl_group *group, const fl_signature *signature, void *data, void *output, int peer,
               double seconds, int async, const fl_site *site);
 /* A value of `async` in shared memory, for comparison-only calls: fl_run usually returns NULL before the
-   other ranks have called, and fl_look_back compares the call. */
+   other ranks have called. fl_look_back then compares the call. */
 enum { FL_AHEAD = 2 };
 
 /* Run several messages concurrently on the caller's thread, or start them (`async`). results[i] is NULL if
@@ -42,8 +42,8 @@ int fl_compare_at_once(fl_group *group);
 /* Set a function that is called regularly while a caller's thread waits. A nonzero result ends the group. */
 int fl_on_interrupt(fl_group *group, int (*check)(void));
 
-/* Return 1 if `rank` has begun a collective that this rank has not, and write its call. Only for error texts,
-   because the state may change at any moment. */
+/* Return 1 if `rank` has begun a collective that this rank has not begun, and write the call of `rank` to
+* *call. Only for error texts, because the state may change at any moment. */
 int fl_is_ahead(fl_group *group, int rank, fl_signature *call);
 /* Return NULL while the group is usable, as far as known without waiting; else the handle of a failed
    operation with the reason, such as a rank that died or gave up. A rank that left in order is no failure. */

@@ -7,6 +7,7 @@ namespace fl {
 namespace {
 
 // kMostCredit: maximum number of a sender's bytes that a peer buffers before its program receives them.
+// kReadAtOnce: maximum bytes of one read from a sender's memory. kLeastPiece: minimum bytes of a chunk.
 constexpr size_t kMostCredit = sized(1 << 20, 512);
 constexpr size_t kReadAtOnce = sized(4 << 20, 128), kLeastPiece = sized(8 << 10, 64);
 constexpr size_t kMostWanted = 16;
@@ -42,9 +43,7 @@ const char* data_of(const Record& record, const char* data) {
 
 }  // namespace
 
-// Sending -------------------------------------------------------------------------------------
-
-// Send a message without a table entry if no caller must wait for it. Otherwise return false.
+// Send a message without a Message object, if no caller must wait for it. Return false if it was not sent.
 bool Engine::send_now(Port& port, const fl_message& request) {
   const Peer& peer = peers_[port.ranks_[request.peer]];
   if (peer.waiting != nullptr || !peer.controls.empty()) return false;
@@ -70,7 +69,7 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
   Port::Arrival* found = nullptr;
   if ((message.flags_ & Message::kAny) == 0) {
     if (port.arrived_[message.peer_] > 0) found = port.arrivals_.first(message.key());
-  } else {  // each search begins with another rank
+  } else {  // each receive from any rank begins its search with another rank
     const int size = static_cast<int>(port.ranks_.size());
     const uint32_t first = port.searches_++;
     for (int i = 0; i < size && found == nullptr; ++i) {
@@ -100,7 +99,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   const bool has_credit = state.charged + all + 64 <= kMostCredit;
   const bool is_whole = all <= kTinyMessage || (all <= wire_.eager_bytes() && has_credit);
   const bool waits = !is_whole || !has_credit || checks_at_once_ || is_compared(call) ||
-                     port.transport_.has_given_up(peer);  // without a wait, the failure is not reported
+                     port.transport_.has_given_up(peer);  // only a wait reports that failure
   if (waits && message == nullptr) return Sent::kNot;
   const bool is_read = !is_whole && wire_.can_read(to);
   const size_t part = has_credit && !is_read ? std::min(all, wire_.eager_bytes()) : 0;
@@ -222,8 +221,6 @@ bool Engine::flow_out(Message& message) {
   return true;
 }
 
-// Receiving -----------------------------------------------------------------------------------
-
 // Handle arrived records, usually only from rank `hint`, and continue transfers. True if there was progress.
 bool Engine::progress(Lock& lock, int hint) {
   bool moved = hint != kNoPeer && read_records(hint);
@@ -340,7 +337,7 @@ Message* Engine::take_receive(Port& port, int peer, int32_t tag) {
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
-  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // the claim protects no memory
+  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // relaxed: it guards no memory
   futex_wake(shared, kAllBits, FutexScope::kThreads);
   return true;
 }

@@ -29,9 +29,9 @@ inline int64_t coarse_now() {
   return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
 }
 
-// Maximum pause between messages of a rank in its shutdown. Messages that it began may still arrive. After
-// each of them the rank may begin queued messages. After a longer pause, a wait for a message that has not
-// arrived fails: the rank in its shutdown waits for all ranks, so both would wait until the timeout.
+// Maximum pause between two messages of a rank that has begun its shutdown. Messages that it began earlier
+// may still arrive, and after each of them it may begin a queued one. After a longer pause, other ranks'
+// waits for its messages fail. Otherwise all would wait until the timeout: the rank waits for all ranks.
 constexpr std::chrono::milliseconds kLastMessages{500};
 constexpr const char* kIsLeaving = "it waits in distributed_shutdown() and has not begun this message";
 
@@ -68,7 +68,7 @@ class Transport {
   // Send every peer `failure`, the reason why this rank gives up. Transport::fail() calls it once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
-  // For sends and receives, on any thread. loss_of(): the reason why a wait for a rank fails, or nothing.
+  // Used by sends and receives, on any thread. loss_of(): return why a wait for a rank must fail, or nothing.
   virtual std::optional<Failure> loss_of(int) { return std::nullopt; }
   virtual bool has_left(int) { return false; }      // the rank's last message has arrived
   virtual bool has_given_up(int) { return false; }  // the rank may have changed or freed its data
@@ -136,7 +136,7 @@ struct Stamp {
 
 struct Operation;
 
-// An object that runs operations without a thread, when a caller waits for them.
+// Completes operations without a thread of their own, on the thread of a caller that polls or waits for them.
 class Helper {
  public:
   // Complete `operation` if this does not block. `waits`: whether the caller will then wait for it.

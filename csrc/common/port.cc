@@ -11,8 +11,6 @@ Failure closed_by_this_rank() { return {FL_CLOSED, {}, kWasClosed}; }
 
 }  // namespace
 
-// Messages ------------------------------------------------------------------------------------
-
 Message::Message(Port& port, const fl_message& request, double seconds, uint16_t site)
     : port_(&port),
       match_(request.match),
@@ -78,8 +76,6 @@ void Message::stamp(int64_t* ended, int64_t running) {
   }
   fl_stamp(ended, running);
 }
-
-// Ports ---------------------------------------------------------------------------------------
 
 Port::Port(Engine& engine, uint64_t group, int rank, std::vector<int> ranks, Transport& transport)
     : engine_(engine),

@@ -56,8 +56,8 @@ inline fl_signature fitted(const fl_signature& room, const fl_signature& sent) {
   return same_message(sent, part) ? part : room;
 }
 
-// True if the calls of all ranks agree. A call with FL_ANY is compared with a call that has a full signature,
-// so every rank gets the same answer.
+// True if the calls of all ranks agree. All are compared with a call that has a full signature, if there is
+// one, because a call with FL_ANY agrees with different calls. So every rank gets the same answer.
 inline bool all_same(const fl_signature* calls, int ranks) {
   const auto* full = std::find_if(calls, calls + ranks, [](const fl_signature& call) { return call.ndim != FL_ANY; });
   const fl_signature& measure = full == calls + ranks ? *calls : *full;
@@ -70,7 +70,8 @@ inline bool are_one_call(const fl_signature* calls, int ranks) {
   return all_same(calls, ranks) && (!root_must_know(calls->verb) || calls[calls->root].ndim != FL_ANY);
 }
 
-// Return a replacement for `call`, whose rank raises an earlier mismatch. `compared`: last compared call.
+// Return the call that replaces `call` because its rank raises an earlier mismatch. `compared`: number of the
+// last call that the rank has compared.
 inline fl_signature withdrawn(const fl_signature& call, uint32_t compared) {
   fl_signature instead{};
   instead.verb = FL_BARRIER;

@@ -18,8 +18,8 @@ class Ticker {
   ~Ticker() { stop(); }
   Ticker(const Ticker&) = delete;
 
-  // Tick for at least kTicks more milliseconds. Calls that follow soon do not need to wake the thread. Not
-  // thread-safe. Throws if no thread can be created.
+  // Tick for at least kTicks more milliseconds. If activate() is called again in this time, it need not wake
+  // the thread. Not thread-safe. Throws if no thread can be created.
   void activate() {
     remaining_ticks_.store(kTicks);
     if (is_awake_.load()) return;
@@ -47,7 +47,7 @@ class Ticker {
       // Either a concurrent activate() sees false and notifies, or this thread sees the new count (seq_cst).
       is_awake_.store(false);
       activated_.wait(lock, [this] { return stopping_ || remaining_ticks_.load() > 0; });
-      is_awake_.store(true, std::memory_order_relaxed);  // an old value only costs a needless wake-up
+      is_awake_.store(true, std::memory_order_relaxed);  // relaxed: reading false only wakes in vain
       while (!stopping_ && remaining_ticks_.fetch_sub(1, std::memory_order_acquire) > 0) {
         activated_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
         if (stopping_) break;

@@ -15,8 +15,8 @@
 typedef struct {
   uint64_t sequence; /* number of this call in the group, from 1; set by the library */
   int32_t verb;      /* fl_verb */
-  int32_t dtype;     /* fl_dtype plus FL_ON_GPU and FL_COMPARED. Other dtypes are only moved; their number is
-                        stored after the dimensions, like the number of a dtype reduced as another dtype */
+  int32_t dtype;     /* fl_dtype plus FL_ON_GPU and FL_COMPARED. FL_MOVED: any other dtype. With FL_MOVED, or
+                        if the array is reduced as another dtype, `shape` ends with a dtype's digest */
   int32_t op;        /* fl_reduce_op */
   int32_t root;      /* root rank; send, recv: tag; reduce_scatter_uneven: digest of the parts' sizes */
   double scale;
@@ -40,22 +40,22 @@ typedef struct {
   size_t bytes;
 } fl_room;
 
-/* Call site in the user's program: the end of "folder/file.py:12", or of the reason why the call was
-   rejected. Zero-terminated; empty: unknown. */
+/* Call site in the user's program, such as "folder/file.py:12", or the reason why the call was rejected. Only
+   the end of a long text is kept. Zero-terminated; empty: unknown. */
 typedef struct {
   char text[FL_SITE_BYTES];
 } fl_site;
 
-/* Output of a receive that does not know its source (peer -1) or its number of rows. Receives are matched
-   in posting order, receives from any rank included. Among messages that have already arrived, a receive
-   from any rank takes turns between the ranks. */
+/* Output of a receive that does not know its source (peer -1) or its number of rows. Receives are matched in
+   the order of their calls, also those from any rank. If messages of several ranks have arrived, the receives
+   from any rank take them from one rank after the other. */
 typedef struct {
   int32_t source;  /* result: source rank; -1: no message in time */
   int32_t partial; /* nonzero: the first dimension may be shorter than in the signature */
   int64_t rows;    /* result: first dimension of the received array */
   double patience; /* seconds after which the receive succeeds without a message; negative: no limit */
-  int32_t *claim;  /* NULL, or a flag shared by several receives, also of several groups, of which only one
-                      takes a message: 0, then 1. The others end with source -1 if cancelled or matched. */
+  int32_t *claim;  /* NULL, or a flag that several receives share, also of several groups. Only one of them
+                      takes a message, and sets the flag from 0 to 1. The others end with source -1. */
 } fl_match;
 
 /* A send or receive; the signature's root is the tag. */

@@ -14,7 +14,7 @@ int batch_names(void) {
 
 typedef struct {
   PyObject *arrays;  /* list: array of each P2POp */
-  PyObject *matches; /* bytes: one fl_match per message; NULL: no message needs one */
+  PyObject *matches; /* bytes with one fl_match per P2POp; NULL: no message needs a match */
   started_op *ops;   /* one per P2POp; its peer is -1 if the peer of the P2POp is None */
   fl_message *messages;
   plain_span *spans;
@@ -22,7 +22,7 @@ typedef struct {
   int count, sent; /* number of P2POps, and number of P2POps with a peer */
 } batch;
 
-/* Give the message of the last P2POp a copy of `match` that lives as long as the operation; 0: exception. */
+/* Give the message of the last P2POp a copy of `match`. `all->matches` owns the copy. 0: an exception. */
 static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   if (all->matches == NULL) {
     all->matches = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof *match);
@@ -35,7 +35,8 @@ static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   return 1;
 }
 
-/* Read one of `count` P2POps (calls/call.py), a tuple. Return 1; or 0, with or without an exception. */
+/* Read one of `count` P2POps: a tuple, see calls/call.py. Return 1, or 0 if Python must handle the batch. An
+   exception may then be set; the caller clears it. */
 static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssize_t count) {
   enum { KIND, ARRAY, PEER, TAG, PARTIAL, FIELDS };
   if (!PyTuple_Check(op) || PyTuple_CheckExact(op) || PyTuple_Size(op) != FIELDS) return 0;

@@ -1,7 +1,8 @@
-/* Flight records with the line of user code: the innermost frame outside this package and its callers.
+/* Flight records, each with the line of user code: the innermost frame that is neither in this package nor in
+   a library that calls it.
 
-   This file runs no Python code, so that no signal handler can raise inside a collective. Exception: a new
-   line is looked up in Python before a call begins. */
+   This file runs no Python code, so that no signal handler can raise inside a collective. Only one thing runs
+   Python: a line that is not in the cache is looked up before the call begins. */
 
 #include "binding.h"
 

@@ -30,7 +30,7 @@ typedef struct {
   const fl_signature *(*signatures)(fl_op *);
   void *(*output)(fl_op *, size_t *);
   void (*free)(fl_op *);
-  /* The two steps of a collective and of messages in shared memory; NULL otherwise. */
+  /* Collectives: steps begin, ready, finish. Messages: steps post, deliver. NULL outside shared memory. */
   int (*begin)(void *, const fl_signature *, const void *, double, const fl_site *);
   int (*ready)(void *, int);
   fl_op *(*finish)(void *, const fl_signature *, void *, void *);
@@ -38,8 +38,8 @@ typedef struct {
   void (*deliver)(void *, fl_op **);
 } native_library;
 
-/* Objects are kept alive by the functions' `self`: a tuple whose first item is the capsule of this struct.
-   The garbage collector traverses the tuple. */
+/* The native functions of a group share this struct. Their `self` is a tuple: a capsule with the struct, and
+   the arguments of bind(), which keep the objects below alive. The garbage collector traverses the tuple. */
 typedef struct {
   void *group;
   int rank, size;
@@ -49,29 +49,28 @@ typedef struct {
   PyObject *ended;         /* called with an ended operation: raises its error or fetches its result */
   PyObject *started;       /* called with a running operation; returns the Work */
   PyObject *together;      /* combines a list of Works into one */
-  PyObject *forked;        /* called with the verb's code of a Work from before a fork; raises */
+  PyObject *forked;        /* called for a Work from before a fork, with its verb's code; raises */
   PyObject *work;          /* type of light Works: see works.c */
   PyObject *running;       /* dict; its keys are Works that may not have ended */
   Py_ssize_t most_running; /* size of `running` at which it is next cleaned */
   PyObject *here;          /* returns the address of the fl_site of user code */
   PyObject *memory;        /* array with the ring */
   ring *calls;
-  PyObject *notes;   /* list: per call of the ring, the line of user code or None */
+  PyObject *notes;   /* list: for each entry of the ring, the line of user code or None */
   PyObject *folders; /* tuple of folders whose code is not user code */
-  PyObject *inside;  /* set: ids of further threads inside a call, if `callers` of ring.h is full */
-  PyObject *first;   /* list; while it is not empty, Python handles all calls */
-  PyObject *dropped; /* container for all groups; while it is not empty, Python handles all calls */
+  PyObject *inside;  /* set: ids of threads inside a call for which `callers` of ring.h has no space */
+  PyObject *first;   /* list: shared arrays that Python must free before the group's next call */
+  PyObject *dropped; /* container: lost groups that Python must close before any group's next call */
   cached_site sites[SITES];
   cached_code codes[CODES];
 } Binding;
 
-/* A recorded call. */
 typedef struct {
   ring_call *row;
   uint64_t id;
 } recorded;
 
-/* Name of the verb that this thread calls, if no Python function of the package calls it: see entry.c. */
+/* Name of the verb that this thread has called through entry.c, without a Python function; else NULL. */
 extern _Thread_local PyObject *called_verb;
 
 static inline Binding *binding_of(PyObject *self) {
@@ -79,8 +78,8 @@ static inline Binding *binding_of(PyObject *self) {
 }
 static inline int is_alone(const Binding *binding) { return binding->library.run == NULL; }
 
-/* Return 1 if Python must handle the call: work is pending that only Python does, Python requested every call,
-   or this thread is in a signal handler that interrupted a call. -1: an exception. */
+/* Return 1 if Python must handle the call: Python has other work to do first or has requested every call, or
+   this thread is in a signal handler that interrupted a call. -1: an exception. */
 int is_left_to_python(const Binding *binding);
 /* Mark this thread as inside a call. Return the slot to pass to leave(), or -1 with an exception. */
 int enter(const Binding *binding);
@@ -93,10 +92,12 @@ recorded record(const Binding *binding, const fl_signature *signature, int peer,
 recorded record_alone(Binding *binding, const fl_signature *shown);
 /* Add the line of the current call to `row`. Takes some 200 ns and raises no exception. */
 void note_place(Binding *binding, ring_call *row);
-/* Return 1 if calls follow each other so quickly that 200 ns for recording the line are too expensive. */
+/* Return 1 if the group's calls follow so quickly that recording the line, some 200 ns, is too slow.
+   `before`: id of the previous call. `now`: time in ticks. */
 int is_hurried(const Binding *binding, uint64_t before, int64_t now);
 
-/* Return the caller's place (borrowed: code, instruction, name of the called function) and site; 0: error. */
+/* Set *place to a borrowed tuple (code, instruction, name of the called function) of the caller, and *site to
+   its call site. Return 0 with an exception. */
 int place_and_site(Binding *binding, PyObject **place, const fl_site **site);
 
 int binding_names(void);

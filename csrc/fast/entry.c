@@ -8,15 +8,17 @@
 #include "verbs.h"
 #include <structmember.h>
 
-/* Parts of the limited API from Python 3.12 on. Earlier versions have the same values. */
+/* These names are in the limited API from Python 3.12 on. Their values are the same in earlier versions. */
 enum { HAVE_VECTORCALL = 1 << 11 };
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
 typedef PyObject *(*vectorcall)(PyObject *self, PyObject *const *args, size_t count, PyObject *keywords);
 
-/* Argument slots of native_call; or, from slot 1, of native_sendrecv (PAIR slots); then the group. */
+/* Indices of arguments. 1 to 7: arguments of native_call after the verb, or 1 to PAIR: those of
+   native_sendrecv. GROUP: the group. ONLY_IN_PYTHON: native code does not take the argument. */
 enum { ONLY_IN_PYTHON, PAIR = 6, GROUP = 8, PLACES, MOST_PARAMETERS = 8 };
 
-/* A parameter. Native code only knows the default of an ONLY_IN_PYTHON parameter. */
+/* A parameter. `place`: index of its argument. If ONLY_IN_PYTHON, native code only takes the value
+   `fallback`. */
 typedef struct {
   PyObject *name, *fallback;
   int place;
@@ -29,7 +31,7 @@ typedef struct {
   PyObject *(*native)(PyObject *, PyObject *const *, Py_ssize_t); /* native_call or native_sendrecv */
   PyObject *kept; /* tuple that keeps the objects below alive */
   PyObject *function, *name;
-  PyObject *points, *world, *groups; /* attribute name; the EntryPoints of the world; the class of groups */
+  PyObject *points, *world, *groups; /* attribute of EntryPoints; EntryPoints of the world; class of groups */
   PyObject *arguments[PLACES];       /* values of omitted arguments */
   parameter parameters[MOST_PARAMETERS];
   Py_ssize_t count, positional; /* parameters */

@@ -11,7 +11,8 @@
 
 #include "verbs.h"
 
-/* Return an object that owns the memory of the call's fl_match or fl_room, used by the library later; or None. */
+/* Copy the call's fl_match or fl_room, if any, into a new bytes object that can outlive the call. Else: None.
+   */
 static PyObject *kept_room(plain_call *call) {
   const size_t bytes = call->output == &call->room    ? sizeof call->room
                        : call->output == &call->match ? sizeof call->match
@@ -48,7 +49,7 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
   return work;
 }
 
-/* Return 1 for an all_to_all with a list or tuple of rows; Python handles other verbs with rows. */
+/* Return 1 for an all_to_all with row counts (list or tuple). With other verbs, Python handles row counts. */
 static int has_rows(PyObject *const *args) {
   int overflow;
   return (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3])) && PyLong_Check(args[0]) &&
@@ -57,7 +58,7 @@ static int has_rows(PyObject *const *args) {
 
 enum { MOST_ARGUMENTS = 9 };
 
-/* Like native_call, for arrays, after is_left_to_python() has returned 0. */
+/* Run native_call for arrays. is_left_to_python() has returned 0 before. */
 static PyObject *call_arrays(PyObject *self, PyObject *const *args, double seconds) {
   Binding *binding = binding_of(self);
   PyObject *x = args[1], *out = args[2];

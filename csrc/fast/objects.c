@@ -139,7 +139,6 @@ static PyObject *short_frame(PyObject *frame) {
   return length_frame;
 }
 
-/* A call of an object verb. */
 typedef struct {
   Binding *binding;
   int32_t verb, root;

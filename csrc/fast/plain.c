@@ -9,7 +9,7 @@
 /* Codes of csrc/reduce/reduce.h. */
 enum { OPS = FL_XOR + 1 };
 
-/* Operations of each kind of dtype, as bits, like arrays.py. */
+/* Bits of the operations that reductions of each kind of dtype allow. arrays.py has the same rules. */
 enum {
   BITS = 1 << FL_AND | 1 << FL_OR | 1 << FL_XOR,
   EXTREMES = 1 << FL_MIN | 1 << FL_MAX,
@@ -152,7 +152,7 @@ static void *read_memory(PyObject *x, int writes, fl_signature *out) {
   return describe(array, out);
 }
 
-/* Names of operations are literals, so they are compared by identity. Members of ReduceOp are ints. */
+/* Return the operation's code, or -1. Names are literals in programs, so they are compared by identity. */
 static int read_op(PyObject *value) {
   for (int op = 0; op < OPS; ++op) {
     if (value == names[op]) return op;
@@ -174,7 +174,8 @@ static int read_scale(PyObject *value, double *out) {
   return 1;
 }
 
-/* An average becomes a sum with another scale, except in scans, where the divisor depends on the rank. */
+/* Read operation and scale; return 0 if Python must handle them. An average becomes a sum with another scale,
+   except in scans, where the divisor depends on the rank. */
 static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, fl_signature *out) {
   const int code = out->dtype, op = read_op(given_op);
   if (op < 0 || !read_scale(given_scale, &out->scale)) return 0;
@@ -253,8 +254,8 @@ PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows) {
   return new_array(x, &all);
 }
 
-/* Read `out`: memory like `expected` from dimension `first` on. It must not overlap the input, except: the
-   input may be its row `own_row`, which is then not written; -1: no row may be the input. */
+/* Read `out`, which must have the dtype of the input and, from dimension `first` on, the shape of `expected`.
+   It must not overlap the input, except that the input may be its row `own_row` (-1: no exception). */
 static int read_output(PyObject *out, const fl_signature *expected, int first, int own_row, plain_call *call) {
   const fl_signature *s = &call->signature;
   fl_signature room;
@@ -278,8 +279,9 @@ int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
   return out == Py_None ? PyArray_CheckExact(x) : read_output(out, s, 1, -1, call);
 }
 
-/* Set the result: `out`, like `expected`; or a new array if `x` is an array. The library checks the first
-   dimension of a gather's `out`. If the input is memory of one row, all ranks send one row. */
+/* Set the result: `out`, which must be like `expected`, or a new array if `x` is an array. For a gather, the
+   library checks the first dimension of `out`. In an all_gather of memory of one row, `x` may be this rank's
+   row of `out`, because every rank sends one row. */
 static int make_result(PyObject *x, PyObject *out, const fl_signature *expected, int rank, plain_call *call) {
   const fl_signature *s = &call->signature;
   const int gathers = s->verb == FL_ALL_GATHER || s->verb == FL_GATHER;
@@ -295,7 +297,7 @@ static int make_result(PyObject *x, PyObject *out, const fl_signature *expected,
     call->output = PyArray_DATA((PyArrayObject *)call->result);
     call->room = (fl_room){call->output, (size_t)(expected->count * expected->itemsize)};
   }
-  /* A gather without bytes has no room; its rows are counted at the end. */
+  /* If a gather's result has no bytes, pass no room. The rows are then counted at the end. */
   if (gathers) call->output = call->room.bytes != 0 ? &call->room : NULL;
   return 1;
 }
@@ -416,7 +418,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   if (verb == FL_SEND || verb == FL_RECV) {
     return plain_message(verb, x, args[5], args[6], args[3], rank, size, call);
   }
-  if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* args[3] has rows */
+  if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* row counts */
   plain_begin(call, verb);
   const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* digest of packed arrays, or the root */
   if ((verb == FL_ALL_REDUCE || (flags & FL_VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;

@@ -21,7 +21,7 @@ enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
 typedef struct {
   fl_signature signature;
   void *data, *output; /* arguments of fl_..._run */
-  fl_room room;        /* output buffer of a gather */
+  fl_room room;        /* for all_gather and gather: `output` then points here */
   fl_match match;      /* for a receive from any rank or of fewer rows: `output` then points here */
   int64_t rows;        /* rows of `out` in an uneven all_to_all */
   int peer;            /* peer of a message (-1: any rank); -1 for other calls */
@@ -30,8 +30,8 @@ typedef struct {
   PyObject *result;    /* return value on success; an owned reference, or NULL */
 } plain_call;
 
-/* Read (verb, x, out, op, scale, root or peer, tag) for rank `rank` of `size`. Return 1, or 0 if the call is
-   not plain; Python then raises the error if there is one. -1: an exception. */
+/* Read (verb, x, out, op, scale, root or peer, tag) for rank `rank` of `size`. Return 1, or -1 with an
+   exception. Return 0 if the call is not plain: Python then handles it, or raises its error. */
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
 /* Initialise a call of `verb` without arguments. */
 void plain_begin(plain_call *call, int verb);
@@ -54,14 +54,15 @@ PyObject *plain_received(const fl_signature *described, const void *data);
 
 /* Return 1 if `x` is a number instead of an array: a float, a small int, or a NumPy scalar. */
 int plain_has_number(PyObject *const *args);
-/* Return an array that contains the number (NULL: exception); and convert the result to the type of `like`. */
+/* plain_of_number: return an array with the number `x`. plain_number_of: return the element of `array` as a
+   number of the type of `like`. NULL: an exception. */
 PyObject *plain_of_number(PyObject *x);
 PyObject *plain_number_of(PyArrayObject *array, PyObject *like);
 
 /* Convert an int from 0 to `limit`; return 0 for other values and types. */
 int plain_int(PyObject *given, int limit, int32_t *out);
 
-/* Return 1 if this rank may finish the call without calls of other ranks: see csrc/shm/entering.cc. */
+/* Return 1 if this rank may finish the call before other ranks have made it: see csrc/shm/entering.cc. */
 int plain_needs_nobody(const plain_call *call, int rank);
 
 int plain_overlap(const plain_call *first, const plain_call *second);
@@ -72,7 +73,7 @@ typedef struct {
   int is_written;
 } plain_span;
 
-/* Return 1 if a span that the call writes overlaps another span; Python then raises. Sorts `spans`. */
+/* Return 1 if a span that the call writes overlaps another span, which is an error. Sorts `spans`. */
 int plain_mixed_up(plain_span *spans, int count);
 
 /* verbs(bytes): set the flags of the verbs, by code from 0. */

@@ -6,8 +6,8 @@
 
 #include "../shm/shm.cdef.h"
 
-/* Polls (about 3 us) before the GIL is released. A release must be rare: it takes so long that the peer, which
-   waits for this rank, would release its GIL too, and so on in later calls. */
+/* Number of polls (about 3 us) before this thread releases the GIL. It should rarely do so: a release takes
+   so long that the peer, which waits for this rank, would release its GIL too, and so on in later calls. */
 enum { SPINS_WITH_GIL = 100, SPINS_FOR_MESSAGES = 400 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
 
@@ -75,7 +75,7 @@ static PyObject *end(Binding *binding, fl_op *op, PyObject *x, PyObject *out, pl
   return result;
 }
 
-/* Record the line of the call if the call must wait anyway, or if it takes long compared with recording. */
+/* Record the line of user code only if the call must wait or takes long, so that this costs little time. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row) {
   const int64_t bytes = call->signature.count * call->signature.itemsize;
   const int is_small = bytes <= SMALL_BYTES;
@@ -97,7 +97,8 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
-/* A rank that needs no other rank's call may have returned when its site is requested, so pass the site now. */
+/* If this rank may return before other ranks have called, pass the call site now: they cannot ask for it
+   later. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                  recorded *entry) {
   static const fl_site not_known = {""};
@@ -141,7 +142,7 @@ PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_cal
     return end(binding, NULL, x, out, call, entry);
   }
   int has_run = run_in_steps(binding, call, &call->signature, &op, &entry);
-  /* A call behind other calls may continue after Ctrl-C, when the buffer of a gather is already freed. */
+  /* A call behind other calls may continue after Ctrl-C. By then the buffer of a gather is freed. */
   const int may_wait = binding->library.begin == NULL || call->output != &call->room;
   if (!has_run && may_wait && PyErr_Occurred() == NULL) {
     has_run = run_at_once(binding, call, &call->signature, &op, &entry);

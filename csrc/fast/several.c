@@ -9,7 +9,7 @@
 typedef struct {
   plain_call call;
   PyObject *x;           /* a reference */
-  int is_done, is_first; /* is_done: the array is in a message. is_first: it is the first one there */
+  int is_done, is_first; /* is_done: the array has its message. is_first: it is the message's first */
 } item;
 
 typedef struct {
@@ -114,7 +114,6 @@ static PyObject *describe(const item *const *message, int number, plain_call *ca
   return x;
 }
 
-/* Reduce a message; 0 with an exception. */
 static int run_message_of(Binding *binding, const item *const *message, int number) {
   plain_call call;
   PyObject *x = describe(message, number, &call);
@@ -140,8 +139,8 @@ static PyObject *run_all(Binding *binding, PyObject *xs, const list *all) {
   return xs;
 }
 
-/* Mark the arrays that travel with `first` as done. Append the message's array to `arrays`. If the
-   message is packed, append (packed array, its arrays ...) to `packs`. 0 with an exception. */
+/* Mark the arrays in the message of `first` as done. Append the array that the message sends to `arrays`. If
+   it is a packed array, append (packed array, its arrays ...) to `packs`. Return 0 with an exception. */
 static int pack_message(const list *all, item *first, PyObject *arrays, PyObject *packs) {
   const int number = choose(all, first);
   plain_call call;

@@ -38,7 +38,7 @@ static plain_call table_of(int size, int64_t *counts, int64_t *table) {
   return call;
 }
 
-/* Run the next step of the call. No call of another thread may come in between. */
+/* Run the next step of the call. Between the steps, no other thread may begin a call. */
 static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row) {
   if (binding->library.begin(binding->group, &call->signature, call->data, binding->seconds, NULL)) {
     return finish_collective(binding, call, row);
@@ -51,7 +51,7 @@ static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row)
   return op;
 }
 
-/* Join the call of the other ranks with a rejected call, as there is no memory for this rank's result. */
+/* No memory for this rank's result: answer the other ranks' call with a rejected call, so that they raise. */
 static void refuse(Binding *binding, ring_call *row) {
   plain_call call;
   plain_begin(&call, FL_BARRIER);

@@ -13,9 +13,9 @@ PyObject *entry_type(void);
    has the wrong number of rows, the result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
-/* Run all_reduce on a list of arrays; return the list, or NotImplemented like native_uneven. Asynchronous:
-   return a Work, or (Work, list with a tuple (packed array, its arrays ...) per packed message). Small arrays
-   are packed if `out` is True. */
+/* Run all_reduce on a list of arrays, in place, and return the list; or NotImplemented like native_uneven. If
+   `out` is True, small arrays are packed into one message. Asynchronous: return a Work, or with packed arrays
+   (Work, list with a tuple (packed array, its arrays ...) for each packed message). */
 PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* Begin the messages of `ops`, a list of P2POp, and return their Work; NotImplemented like native_uneven. */
@@ -23,8 +23,8 @@ PyObject *native_batch(PyObject *self, PyObject *ops);
 int batch_names(void);
 
 /* native_object(verb, object, root): return the list of received objects, or None if only the root receives.
-   If Python must continue: (array of frames, number of the call, this rank's frame or None). If Python must
-   handle the whole call: NotImplemented, without effect. */
+   If Python must receive the rest: return (array of frames, number of the call, this rank's frame or None).
+   If Python must handle the whole call: return NotImplemented, without effect. */
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count);
 int object_names(void);
 
@@ -32,8 +32,10 @@ int object_names(void);
    meanwhile, these objects are leaked, because the operation still writes to them. */
 PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
                    PyObject *result, PyObject *room);
-/* Return a light Work. With `count` 0 it has one operation and its `result`; `kept` is (array, out, room),
-   room being the bytes of a receive's fl_match or None. Otherwise it has `count` messages, `result` lists
-   their arrays, `kept` is the bytes of as many fl_match or NULL, and it frees `ops` with PyMem_Free. */
+/* Return a light Work.
+   If `count` is 0, it has the one operation *ops. `kept` is (array, out, room); room is the bytes of a
+   receive's fl_match, or None.
+   Otherwise it has `count` messages and frees `ops` with PyMem_Free. `result` is the list of their arrays,
+   and `kept` the bytes with their fl_match, or NULL. */
 PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *result, PyObject *kept);
 PyObject *work_type(void);

@@ -54,8 +54,8 @@ static void free_work(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* Keep `work` alive, because the library writes into its arrays. When the number of kept Works has doubled,
-   release the Works that ended well. Failed Works stay for sync_distributed(). 0 with an exception. */
+/* Keep `work` alive, because the library writes into its arrays. Whenever the number of kept Works has
+   doubled, release those that ended well. Failed Works stay for sync_distributed(). 0 with an exception. */
 static int track(Binding *binding, PyObject *work) {
   PyObject *running = binding->running;
   if (PyDict_SetItem(running, work, Py_None) < 0) return 0;
@@ -72,8 +72,8 @@ static int track(Binding *binding, PyObject *work) {
   return all != NULL;
 }
 
-/* Evaluate the matches of receives that ended well; may be repeated. Sets the source and returns `result`
-   with partial arrays cut to the received rows: a new reference, or NULL with an exception. */
+/* After receives ended well: set the source, and return `result` with arrays cut to their received rows, a
+   new reference. NULL: an exception. May be called again. */
 static PyObject *matched(work_object *work, PyObject *result) {
   const int is_one = work->count == 0, receives = !is_one || work->ops->verb == FL_RECV;
   PyObject *room = is_one && work->kept != NULL ? PyTuple_GetItem(work->kept, 2) : work->kept;
@@ -151,7 +151,6 @@ PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *resul
   return (PyObject *)work;
 }
 
-/* Return the Python Work of one operation. */
 static PyObject *handed_over(work_object *work, int i) {
   started_op *one = &work->ops[i];
   fl_op *op = one->op;
@@ -190,7 +189,8 @@ static int hand_over(work_object *work) {
   return work->python != NULL;
 }
 
-/* Wait up to `seconds` per operation. Return the joint status: FL_OK, FL_PENDING, or the first failure. */
+/* Wait up to `seconds` for each operation. Return FL_PENDING if one still runs, else the first failure or
+   FL_OK. */
 static fl_status status_of(work_object *work, double seconds) {
   fl_status first_failure = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {

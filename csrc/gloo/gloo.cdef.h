@@ -25,9 +25,9 @@ typedef struct {
   double seconds;           /* silence after which a host is lost; 0: hosts are not monitored */
 } fl_hosts;
 
-/* Start to monitor the hosts. If a host is lost, the running operations, or else the next one, fail with
-   FL_HOST_LOST. If fl_listen_for_hosts was not called, another group must monitor the hosts and end this
-   group: see fl_take_along. For `addresses` and `key` see fl_connect. */
+/* Start to monitor the hosts. If a host is lost, all running operations fail with FL_HOST_LOST. If none is
+   running, the next operation fails. If fl_listen_for_hosts was not called, another group must monitor the
+   hosts and end this group: see fl_take_along. For `addresses` and `key` see fl_connect. */
 int fl_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses, size_t address_bytes,
                    const char *key);
 

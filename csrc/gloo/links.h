@@ -14,13 +14,13 @@ namespace fl {
 
 class Links : public Context {
  public:
-  // Gloo's thread calls it before other threads use the new connection, so its sends cannot block. Later
-  // sends could: another thread whose read fails keeps the pair locked until Gloo's thread is free.
+  // Gloo's thread calls it before other threads use the new connection, so a send in it cannot block. Later,
+  // a send could: another thread whose read fails keeps the pair locked until Gloo's thread is free.
   using ConnectedHandler = std::function<void(int peer, Pair& pair)>;
   // Returns the number of collectives that this rank has begun in `group`.
   using Calls = std::function<int64_t(uint64_t group)>;
 
-  // Listen, but accept no connections before open(). If `listens_on`, listen until close(), for calls_of().
+  // Listen, but accept no connections before open(). If `listens_on`, listen until close(): see calls_of().
   Links(std::shared_ptr<Device> device, int rank, int size, bool listens_on);
   ~Links() override;
 

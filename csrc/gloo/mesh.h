@@ -18,7 +18,7 @@ enum Slot : uint64_t {
   kRelaySlot,
 };
 
-// If this group loses hosts, `give_up` ends another group, `other`, with an error that ends with `advice`.
+// Another group that ends if this group loses hosts: give_up(other, why) ends it. `why` ends with `advice`.
 struct Companion {
   int (*give_up)(void* other, const char* why);
   void* other;
@@ -46,7 +46,6 @@ class Mesh : public Transport, public Connections, public Route {
   // `bytes` bytes each. For `key` see fl_connect. Throws Failure.
   void connect(const char* addresses, size_t bytes, const char* key, bool lazily, Clock::time_point deadline);
   bool is_connected(int peer) const { return links_.is_connected(ranks_[peer]); }
-  // Begin to connect to all `peers`.
   void reach(const std::vector<int>& peers);
   // Wait until `peer` is connected, at most until the deadline of this thread's operation. Throws Failure.
   void require(int peer);
@@ -69,7 +68,7 @@ class Mesh : public Transport, public Connections, public Route {
   // Return the rank that connect() is waiting for, or -1.
   int awaited() const { return awaited_; }
 
-  // Call both before connect(). listen_for_hosts() returns a port, or throws std::runtime_error.
+  // Call both functions before connect(). listen_for_hosts() returns a port or throws std::runtime_error.
   int listen_for_hosts() { return family_->listen_for_hosts(); }
   void watch_hosts(std::shared_ptr<const Hosts> hosts) {
     family_->watch_hosts(std::move(hosts));

@@ -138,7 +138,7 @@ class Pair : public gloo::transport::tcp::Pair {
   const NoteHandler note_handler_;
   Parcels& parcels_;
   std::atomic<Clock::time_point> ended_at_{kNever};
-  // Guarded by the pair's mutex.
+  // The pair's mutex guards the members below.
   std::unordered_map<uint64_t, GroupState> group_states_;  // key: group number
   std::list<OwnedBuffer> owned_;
   bool is_matched_ = false;  // match_buffer() was called for this message

@@ -173,7 +173,7 @@ void GlooWire::parcels(int peer, StoredParcel parcel) {
   {
     const std::lock_guard<std::mutex> lock(state.mutex);
     state.parcels.push_back(std::move(parcel));
-    // A thread that waits sees this change, or this thread sees the waiting thread: see Futex.
+    // Either a waiting thread sees this change, or this thread sees the waiting thread: see Futex.
     state.count.fetch_add(1, std::memory_order_seq_cst);
   }
   wake_all();

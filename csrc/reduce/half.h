@@ -55,7 +55,6 @@ struct Bfloat16 {
 
   float widen() const { return float_of(static_cast<uint32_t>(bits) << 16); }
 
-  // Convert `value`; round to nearest, ties to even.
   static Bfloat16 narrow(float value) {
     const uint32_t bits = bits_of(value);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;

@@ -13,7 +13,7 @@ struct fl_posted {
   int count;
   fl::ShmGroup* group;
   fl::Port::Posted messages;
-  std::exception_ptr error;  // the error of fl_post(), in `not_posted`
+  std::exception_ptr error;  // error of a failed fl_post(); set only in `not_posted`
 };
 
 struct fl_region {

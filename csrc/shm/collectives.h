@@ -28,7 +28,7 @@ struct Region {
 constexpr uint32_t kIsLarge = 1u << 30;  // the call has the address of the data, not the data
 constexpr uint32_t kCanRead = 1u << 31;  // this rank can read the memory of all ranks
 
-// The calls that this rank needs: some have not arrived; all have arrived; all have arrived with their data.
+// Calls that this rank needs. kAwaited: some are missing. kCalled: all have come. kComplete: with their data.
 enum class Progress { kAwaited, kCalled, kComplete };
 
 // The collectives of one group. Call begin() before each call. If calls differ, a verb throws Mismatch before
@@ -69,7 +69,6 @@ class Collectives {
   void all_to_all(const fl_signature& signature, const void* data, void* output);
   void all_to_all_uneven(const fl_signature& signature, const fl_sections& sections, void* output);
 
-  // Return every rank's current call.
   std::vector<fl_signature> calls() const { return calls(calls_); }
   // After a mismatch: publish this rank's call site.
   void publish_site(const fl_site& site);

@@ -63,7 +63,7 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-// Announce a call. If `is_ahead`, it sends no data and is compared later, so this rank waits for no other rank.
+// Announce a call. If `is_ahead`, it sends no data and is compared later, so this rank need not wait.
 void Collectives::call(const fl_signature& signature, const void* data, const fl_site* site, bool is_ahead) {
   const Outgoing outgoing = outgoing_of(signature, data);
   needed_ = is_ahead ? Ranks{} : needed_by(rank_, signature);
@@ -151,7 +151,7 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // In the clock tick of the previous call, do not compare: other ranks wait for this announcement.
+    // If the clock has not ticked since the last call, compare nothing: other ranks wait for this call.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
     // If this call will raise, announce it as withdrawn, so that no other rank uses its payload as a result.
@@ -239,7 +239,7 @@ Progress Collectives::progress() {
   return complete ? Progress::kComplete : Progress::kCalled;
 }
 
-// Wait for the calls that this rank needs. If these are all calls, compare them.
+// Wait for the calls that this rank needs. If it needs the calls of all ranks, compare them.
 void Collectives::receive_calls(const fl_signature& signature) {
   if (!is_shown_) wait_and_show();
   only_reader_ = -1;

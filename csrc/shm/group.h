@@ -21,7 +21,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   using Result = std::shared_ptr<Operation>;
 
   ShmGroup(Mapping mapping, int rank, int size);
-  // Create a subgroup. All its ranks pass the same `number`, which is not 0 and differs for each subgroup.
+  // Create a subgroup. `number` is not 0, equal on all its ranks, and unique among the subgroups of a rank.
   ShmGroup(const ShmGroup& whole, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number)
       : ShmGroup(whole.family_, std::move(mapping), rank, ranks, number) {}
   ~ShmGroup();
@@ -29,7 +29,7 @@ class ShmGroup : private Helper, private Family::Ticking {
   // that it has interrupted on this thread ends after the handler returns.
   void close();
 
-  // Run an operation. If its site is null, the function of on_mismatch() finds it when it is needed.
+  // Run an operation. If its site is null, the function of on_mismatch() finds the site when it is needed.
   Handle run(const Request& call);
   // Start an operation. A call with `is_ahead` moves no data and ends immediately: look_back() compares it.
   Handle start(const Request& call);
@@ -47,11 +47,11 @@ class ShmGroup : private Helper, private Family::Ticking {
   }
   std::vector<Handle> deliver(const Port::Posted& posted) { return port_.finish(posted, interrupt_); }
 
-  // A collective in two steps on the caller's thread, which can release a lock in between. begin() never
-  // waits. It returns false, and does nothing, if another collective has not ended or the group has ended. If
-  // it returns true, call finish() on the same thread. After ready() has returned kComplete, finish() does
-  // not wait. If `site` is not null, it must exist until finish(), and the call may end before other ranks
-  // have made it.
+  // A collective in two steps on the caller's thread, which can release a lock between the steps. begin()
+  // never waits. It returns false, and does nothing, if another collective has not ended or the group has
+  // ended. If it returns true, call finish() on the same thread. After ready() has returned kComplete,
+  // finish() does not wait. If `site` is not null, it must exist until finish(), and the call may end before
+  // other ranks have made it.
   bool begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site = nullptr);
   Progress ready(int spins);
   Result finish(const fl_signature& signature, void* data, void* output);

@@ -141,7 +141,7 @@ class Watch {
     }
   }
 
-  // Return the reason to end another kind of wait. Before that, check whether the awaited result has arrived.
+  // For other kinds of waits: the reason to end the wait, if any. First check whether the result has arrived.
   std::optional<Failure> loss() { return peers_->loss(concern_); }
   void check(Clock::time_point since, int peer);
 

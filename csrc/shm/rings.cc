@@ -43,7 +43,7 @@ void Rings::send(int peer, const Room& room) {
   const uint32_t number = ++ends.sent;
   ends.ends[number % segment_.records()] = ends.at = ends.reserved_at;
   room.record->group = static_cast<uint32_t>(room.group);
-  // A waiting thread sees this number, or this thread sees the waiting thread: see Futex.
+  // Either a waiting thread sees this number, or this thread sees the waiting thread: see Futex.
   room.record->number.exchange(number, std::memory_order_seq_cst);
   segment_.block(peer).futex.wake(kCallers | kThread);
   expect_to_write(&segment_.record(rank_, peer, number + 1));

@@ -30,7 +30,7 @@ class Mapping {
   void close_file();
 
   // Lock byte `number` until the file is closed or the process ends. Return false if this fails. is_locked():
-  // whether another process has the lock. Unlike a pidfd, a lock can be checked from another container.
+  // true if another process has the lock. Unlike a pidfd, a lock can be checked from another container.
   bool lock(int number) const;
   bool is_locked(int number) const;
 

@@ -11,19 +11,19 @@ size_t fl_shm_bytes(int ranks);
    `is_named` the file stays open and its memory is reserved, because ranks that do not see each other's
    processes need its locks. NULL on failure. */
 fl_group *fl_shm_open(const char *path, int create, int is_named, int rank, int size);
-/* Like fl_shm_open, for a subgroup of `size` ranks of `whole`, whose engine sends its messages. `number`
-   is nonzero and equal on all its ranks. */
+/* Like fl_shm_open, for a subgroup of `size` ranks of `whole`. The engine of `whole` sends the messages of the
+   subgroup. `number` is nonzero and equal on all ranks of the subgroup. */
 fl_group *fl_shm_part(fl_group *whole, const int *ranks, unsigned number, const char *path, int create,
                       int is_named, int rank, int size);
 
-/* Compare the calls with FL_AHEAD that all ranks have made. *is_behind becomes 1 if some are not compared yet,
-   else 0. Return a failure if calls differ or a rank is more than `seconds` late, else NULL. */
+/* Compare the calls with FL_AHEAD that all ranks have made. Set *is_behind to 1 if some are not compared
+   yet, else to 0. Return a failure if calls differ or a rank is more than `seconds` late, else NULL. */
 fl_op *fl_look_back(fl_group *group, double seconds, int *is_behind);
 
-/* fl_exchange on the caller's thread, in two steps. fl_post does not sleep. It returns NULL if all
-   messages ended well within `spins` consecutive polls without progress (negative: no polling). Otherwise
-   fl_deliver must follow on the same thread; it waits for the messages and writes the results. The data
-   must not change until then. */
+/* fl_exchange on the caller's thread, in two steps. fl_post does not sleep. It polls until all messages have
+   ended or `spins` consecutive polls made no progress (negative: no polling). It returns NULL if all messages
+   have ended without an error. Otherwise, call fl_deliver on the same thread: it waits for the messages and
+   writes the results. The data must not change until then. */
 fl_posted *fl_post(fl_group *group, const fl_message *messages, int count, double seconds, int spins);
 void fl_deliver(fl_posted *posted, fl_op **results);
 

@@ -51,7 +51,7 @@ class Turn {
   bool is_owner() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
  private:
-  // Both members have seq_cst: a waiting thread sees the release, or release() sees the waiting thread.
+  // owner_ and waiting_ use seq_cst: a waiting thread sees the release, or release() sees the waiting thread.
   std::atomic<std::thread::id> owner_{};
   std::atomic<int> waiting_{0};
   std::mutex mutex_;  // prevents a notification between a waiter's check and its sleep

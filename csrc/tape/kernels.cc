@@ -110,8 +110,6 @@ Loops all_loops() {
   return loops;
 }
 
-// Products ---------------------------------------------------------------------------------------------
-
 enum { ROW_MAJOR = 101, COLUMN_MAJOR = 102, AS_IT_IS = 111 };  // values of cblas.h; 112 is transposed
 
 template <typename R>

@@ -36,7 +36,6 @@ void destroy(PyObject* self) {
   Py_DECREF(type);
 }
 
-/* Program(description, signature, stamp) */
 PyObject* create_program(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *description, *signature;
   long long stamp;

@@ -28,11 +28,11 @@ ANY = -1
 REFUSED = -2
 WITHDRAWN = -3
 
-# Flags in fl_signature.dtype. ON_GPU: array on a GPU. COMPARED: signatures are only compared.
+# Flags in fl_signature.dtype. ON_GPU: the array is on a GPU. COMPARED: the call moves no data.
 ON_GPU = 32
 COMPARED = 64
 
-# Verbs of flight records only. The object verbs are in the order of COMPOSED in call.py.
+# Verbs that only flight records use. The object verbs are in the order of COMPOSED in call.py.
 SENDRECV = 32
 BROADCAST_OBJECT = 33
 ALL_GATHER_OBJECT = 34

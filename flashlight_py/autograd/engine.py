@@ -5,12 +5,12 @@ input, or to a leaf ``Variable``. Each edge has the vector-Jacobian product ("vj
 vjp is a function that maps the gradient of the result to the gradient of the input.
 
 A vjp returns a new array, its argument, or a view of its argument. The returned array has the shape
-of the input. It may have another dtype, which the pass casts. A vjp does not modify its argument.
-The pass copies a gradient only if it would share memory with another gradient.
+of the input. If it has another dtype than the input, the pass casts it. A vjp does not modify its
+argument. The pass copies a gradient only if it would share memory with another gradient.
 
-A result that was computed without recording is a ``Part`` in the graph (see ``graph``). When the
-pass reaches a part, it repeats the computation with recording, and continues in the new graph. It
-visits nodes and calls hooks in the same order as without parts.
+A module under ``recompute`` does not record its operations. Its results are ``Part`` nodes (see
+``graph``). When the pass reaches a part, it runs the module again with recording, and continues in
+the new graph. It visits nodes and calls hooks in the same order as without parts.
 """
 
 import functools
@@ -30,7 +30,7 @@ from flashlight_py.device import Array, array_module
 
 
 class GradSink:
-    """An object that stores a leaf's gradient. ``Leaf.buffer`` is this object or an array."""
+    """An object that stores a leaf's gradient. ``Leaf.buffer`` may be such an object."""
 
     __slots__ = ()
 
@@ -45,15 +45,15 @@ class GradSink:
         raise NotImplementedError
 
     def product(self, leaf: Any, a: Array, b: Array) -> "Array | GradSink":
-        """Add ``a @ b`` to the gradient and return ``self``, or only return ``a @ b``."""
+        """Add ``a @ b`` and return ``self``, or return ``a @ b``, which the pass adds later."""
         raise NotImplementedError
 
 
 class InPasses:
-    """Base class of objects with methods that are hooks or vjps, in a ``functools.partial``.
+    """Base class of objects whose methods a backward pass calls as hooks or vjps.
 
-    If a pass raises before it calls such a method, it calls ``join_failed``. An outermost pass
-    first calls ``on_begin`` of the objects in ``engine.watching``.
+    The hook or vjp is a ``functools.partial`` of the method. If a pass raises before this call, it
+    calls ``join_failed``. An outermost pass first calls ``on_begin`` of objects in ``watching``.
     """
 
     def on_begin(self) -> None:
@@ -97,8 +97,8 @@ def on_backward_end(callback: EndCallback) -> None:
 def at_end(callback: EndCallback, turn: int) -> None:
     """Call ``callback`` at the end of the running pass, before callbacks of ``on_backward_end``.
 
-    Callbacks run in ascending order of ``turn``. All ranks pass the same turns, so all ranks run
-    their callbacks in the same order, even if the pass of a rank stopped early.
+    Callbacks run in ascending order of ``turn``. All ranks pass equal numbers, so they run their
+    callbacks in the same order, even if the pass of a rank stopped early.
     """
     assert _current.walk is not None
     _current.walk.callbacks.append((turn, callback))
@@ -224,7 +224,7 @@ def _sum(walk: Walk, node: Node, contribution: Array) -> Array:
 
 
 def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
-    """Add ``contribution``, a vjp's result for the gradient ``incoming``, to ``leaf.grad``."""
+    """Add ``contribution`` to ``leaf.grad``. A vjp computed it from the gradient ``incoming``."""
     buffer, previous = leaf.buffer, leaf.grad
     like = leaf.data if buffer is None else buffer
     shape = like.shape

@@ -1,9 +1,9 @@
 """The graph of a backward pass. Each operation creates a node with edges to its inputs.
 
 A module under ``recompute`` does not record its operations. Each operation of the module creates an
-``Outline``, which has only the sources of its result: other outlines, nodes and leaves. Each result
-of the module is a ``Part``, with edges to the nodes and leaves that its outlines lead to. The
-backward pass computes the module again, and the new graph replaces the parts.
+``Outline``, which refers to the outlines, nodes and leaves of its inputs, but not to arrays. Then
+each result of the module gets a ``Part``: a node with edges to the nodes and leaves that its
+outline leads to. The backward pass runs the module again, and the new graph replaces the parts.
 """
 
 import itertools
@@ -99,7 +99,7 @@ class Outline(Node):
         self.ordered = False
 
     def targets(self) -> tuple[list[Target], bool]:
-        """Return the nodes and leaves that outlines lead to, and whether one is ``ordered``."""
+        """Follow outlines to nodes and leaves. Return these, and whether an outline is ordered."""
         seen: dict[Target, None] = {self: None}
         unseen: list[Outline] = [self]
         ordered = False
@@ -122,11 +122,11 @@ recording = Outlining()
 
 
 class Part(Node):
-    """A result of a computation without recording: item ``position`` of all its results.
+    """The node of a result that was computed without recording, such as by a recomputed module.
 
     ``edges`` lead to the sources of the result. ``repeat`` repeats the computation with recording
-    and returns all its results. All parts of one computation have the same ``repeat``. ``ordered``
-    states whether the computation has ordered operations.
+    and returns all results, with this result at ``position``. All parts of one computation have the
+    same ``repeat``. ``ordered`` states whether the computation has ordered operations.
     """
 
     __slots__ = ("position", "repeat", "turn")
@@ -161,14 +161,14 @@ class Walk:
         self.owned: set[Node] = set()
         self.callbacks: list[tuple[int, EndCallback]] = []
         self.replaced: dict[Target, Node] = {}  # for a part: its new node
-        self._inside: set[Node] = set()  # parts whose new node is used inside the new graph
+        self._inside: set[Node] = set()  # parts whose new node is an input of other new nodes
 
     def count(
         self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]
     ) -> None:
-        """For each target that ``roots`` reach, set ``counts[target]`` to its number of edges.
+        """Count the edges to each target that ``roots`` reach, and store the numbers in ``counts``.
 
-        ``roots`` and ``ends`` are keys even if no edge leads to them. Edges of ``ends`` are not
+        A root or an item of ``ends`` gets 0 if no edge leads to it. Edges of ``ends`` are not
         followed. If the graph was freed or a leaf was changed, this raises RuntimeError, but only
         after it has completed ``counts``.
         """
@@ -199,10 +199,10 @@ class Walk:
             raise RuntimeError(problem)
 
     def replace(self, part: Part) -> list[Node]:
-        """Repeat the computation of ``part``. Return ``[node]``, its new node.
+        """Return ``[node]``, the new node in place of ``part``, or [] if it is not ready.
 
-        If the walk must visit other new nodes first, return []. The new graph replaces all parts of
-        the computation. Gradients are then summed in the same order as without parts.
+        The first call for a computation repeats it and replaces all its parts. A new node is not
+        ready if other new nodes use its result. This keeps the order of sums of gradients.
         """
         if part not in self.replaced:
             assert part.repeat is not None
@@ -221,7 +221,7 @@ class Walk:
         return [] if part in self._inside else [self.replaced[part]]
 
     def _done_again(self, results: Sequence[Leaf], parts: Sequence[Part]) -> list[Node]:
-        """Return the node of ``results`` for each of ``parts``, and update ``pending``."""
+        """Return the new node of each part, from ``results``, and update ``pending``."""
         announced = [target for part in parts for target, _ in part.edges or ()]
         candidates = [results[part.position].node for part in parts if part.position < len(results)]
         nodes = [node for node in candidates if node is not None]
@@ -230,7 +230,7 @@ class Walk:
         counts = {target: count for target, count in counts.items() if count}
         reached = {target for target in counts if not isinstance(target, Node)}
         missing, added = set(announced) - counts.keys(), reached - set(announced)
-        # Each repetition creates a new object for a leaf that is created inside the computation.
+        # The computation may create leaves, which are other objects in each repetition.
         is_same = len(missing) == len(added) and all(
             not isinstance(x, Node) and x.hook is None for x in missing
         )

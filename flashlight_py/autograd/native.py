@@ -85,7 +85,7 @@ def channels_second(array: Array) -> Array:
 
 
 def is_channels_last(x: Array) -> bool:
-    """Return whether channels may be last: ``x.ndim > 2``, and ``x`` is not C-contiguous."""
+    """Return whether ``x`` may store channels last: ``x.ndim > 2``, and it is not C-contiguous."""
     return x.ndim > 2 and not x.flags.c_contiguous
 
 
@@ -95,8 +95,8 @@ def apply_elementwise(
 ) -> Any:  # fmt: skip
     """Return the results of the elementwise kernel ``name``, or None if there is no kernel.
 
-    If ``is_last``, the kernel visits the elements with channels last, and the results have this
-    layout. The default is ``is_channels_last(x)``.
+    If ``is_last``, arguments and results of the kernel store channels last. The default is
+    ``is_channels_last(x)``.
     """
     native = kernel(name, x)
     if native is None:

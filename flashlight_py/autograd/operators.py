@@ -133,7 +133,7 @@ def _call_function(self: Variable, function: Any, _: Any, args: Any, options: An
 
 
 def _arrays_of(value: Any, function: str = "") -> Any:
-    """Replace variables by arrays. If ``function`` is set, reject variables with ``calc_grad``."""
+    """Replace variables by arrays. If ``function`` is set, a variable with ``calc_grad`` raises."""
     if isinstance(value, Variable):
         if function and value.calc_grad:
             raise TypeError(

@@ -98,7 +98,7 @@ class Variable(Leaf):
         if value:
             _require_floating(self)
         self._calc_grad = bool(value)
-        # A result of record_all() has no ``changed``, which it may need as a leaf.
+        # record_all() does not set ``changed``, which every leaf needs.
         self.changed = getattr(self, "changed", 0)
         structure.changed()
 
@@ -117,10 +117,10 @@ class Variable(Leaf):
 
         A buffer may be a view into a larger array. If ``grad`` is None, a pass copies the first
         contribution to the buffer, and ``grad`` becomes the buffer. Later contributions are added
-        in place. Always None for parameters of a sharded module (see ``fl.fully_shard``). Setting
-        it raises TypeError if the buffer is not an array or has another dtype than the variable. It
-        raises ValueError if the buffer has another shape or is read-only, or if the variable is
-        sharded or the result of an operation.
+        in place. Always None for parameters of a sharded module (see ``fl.fully_shard``).
+        Assignment raises TypeError if the buffer is not an array or has another dtype than the
+        variable. It raises ValueError if the buffer has another shape or is read-only, or if the
+        variable is sharded or the result of an operation.
         """
         return None if isinstance(self.buffer, GradSink) else self.buffer
 

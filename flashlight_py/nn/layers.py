@@ -256,8 +256,7 @@ def check_sizes(layer: str, least: int = 1, **sizes: Any) -> tuple[int, ...]:
 class Container(Module):
     """A list of modules with the names "0", "1" and so on. Subclasses define ``forward``.
 
-    ``modules``: the modules of the list, each as an argument or as an item of a list or tuple.
-    Raises TypeError for other objects.
+    ``modules``: modules, or lists and tuples of modules. Raises TypeError for other objects.
     """
 
     _unsearched = "_members"
@@ -283,8 +282,7 @@ class Container(Module):
         changed()
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield listed modules with their positions, then modules in attributes with their
-        names."""
+        """Yield listed modules with their positions, then modules in attributes by name."""
         for position, module in enumerate(self._members):
             yield str(position), module
         yield from super().children()
@@ -398,9 +396,9 @@ class MeanAbsoluteError(Function):
 
 
 class HuberLoss(Function):
-    """The mean of ``d * d / 2`` if ``d = abs(prediction - target)`` is at most ``delta``.
+    """The mean of the losses, which depend on ``d = abs(prediction - target)``.
 
-    If d is larger, ``delta * (d - delta / 2)`` replaces ``d * d / 2``.
+    A loss is ``d * d / 2`` if d is at most ``delta``, else ``delta * (d - delta / 2)``.
 
     Raises:
         ValueError: If ``delta`` is not above 0.

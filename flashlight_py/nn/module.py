@@ -270,7 +270,7 @@ class Module(Structured, ABC):
         return walked
 
     def _visit(self, prefix: str, met: set[int], visited: _Named, in_containers: _Named) -> _Named:
-        """Append ``self`` and modules in attributes to ``visited``, others to ``in_containers``."""
+        """Add modules of attributes to ``visited``, modules of containers to ``in_containers``."""
         visited.append((prefix, self))
         met.add(id(self))
         for name, child in self.children():
@@ -278,7 +278,7 @@ class Module(Structured, ABC):
                 in_containers.append((f"{prefix}{name}.", child))
             elif id(child) not in met:
                 child._visit(f"{prefix}{name}.", met, visited, in_containers)
-        met.remove(id(self))  # may be visited again from another attribute
+        met.remove(id(self))  # another attribute may lead to this module again
         return visited
 
     def _own_params(self) -> Iterator[tuple[str, Variable]]:
@@ -325,8 +325,8 @@ def _holds_module(owner: Module, container: Any) -> bool:
     return is_found
 
 
-# A cache for large containers. Key: ids of module and container. Value: the module (a later module
-# may get the same id), structure changes and length at the search, and its result.
+# A cache for large containers. Key: ids of module and container. Value: the module (its id may be
+# reused), ``structure.count`` and the container's length at the search, and the result.
 _searched: dict[tuple[int, int], tuple[weakref.ref[Module], tuple[int, int], bool]] = {}
 
 
@@ -340,7 +340,7 @@ def _modules_in(container: Any, path: str, met: set[int]) -> Iterator[tuple[str,
 
 
 def _words(module: Module) -> str:
-    """Return the ``repr`` of a module without submodules if it is one line, else the class name."""
+    """Return the class name, or the ``repr`` if it is one line and there are no submodules."""
     name, text = type(module).__name__, repr(module)
     is_short = text.startswith(name) and "\n" not in text
     return name if any(True for _ in module.children()) or not is_short else text

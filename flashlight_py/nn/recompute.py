@@ -94,7 +94,7 @@ def _has_changed(before: Array, module: Module, name: str) -> bool:
 
 
 def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
-    """Return ``result`` with new variables. Their ``Part`` calls ``repeat`` in a backward pass."""
+    """Return ``result`` with new variables, each with a ``Part`` that can call ``repeat``."""
     variables = _variables(result)
     targets = {
         id(variable): (position, *variable.node.targets())

@@ -1,4 +1,4 @@
-"""The optimizers: for each, its update rule in rules.inc, numbers for the rule, and state arrays.
+"""The optimizers. Each defines state arrays, an update rule in rules.inc and numbers of the rule.
 
 See :class:`FirstOrderOptimizer` for common arguments and errors.
 """

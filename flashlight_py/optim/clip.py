@@ -104,14 +104,14 @@ def _scale(grads: Iterable[Array], factor: float) -> None:
 
 
 def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]:
-    """Return gradients, of sharded parameters the shards of this process, and their ``Shards``."""
+    """Return the gradients (if sharded, the shards of this process), and the ``Shards``."""
     grads, sharded = _by_shards(params)
     pieces = [grad for shards, group in sharded.items() for grad in shards.own_gradients(group)]
     return [*grads, *pieces], list(sharded)
 
 
 def _by_shards(params: Iterable[Variable]) -> tuple[list[Array], dict[Shards, list[Variable]]]:
-    """Return gradients of unsharded parameters, and the sharded parameters with a gradient."""
+    """Return gradients of unsharded parameters, and the sharded parameters of each ``Shards``."""
     grads: list[Array] = []
     sharded: dict[Shards, list[Variable]] = {}
     for param in params:

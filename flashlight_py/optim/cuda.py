@@ -140,7 +140,7 @@ class CapturedStep:
         self._written: Any = None
 
     def table(self, packed: bytes, numbers: int, params: Sequence[Any]) -> Any:
-        """Return a new GPU table for ``params`` that ends with ``numbers`` bytes for the rule."""
+        """Return a new GPU table for ``packed``, which ends with ``numbers`` bytes of numbers."""
         import cupy
 
         positions = [self._at[id(param)] for param in params]

@@ -30,7 +30,7 @@ class Summing(Protocol):
 
 
 class Shards:
-    """A sharded module, to which its parameters refer. Ranks of ``group`` update the parameters."""
+    """Base class of objects that shard a module's parameters between the ranks of ``group``."""
 
     group: Summing
 
@@ -38,7 +38,7 @@ class Shards:
         """Register ``optimizer``, which has parameters of this module."""
 
     def making(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for the constructor of optimizer class ``name``, like ``in_step``."""
+        """Return the context in which the constructor of optimizer class ``name`` runs."""
         return nullcontext()
 
     def in_step(self, name: str) -> AbstractContextManager[None]:
@@ -48,7 +48,7 @@ class Shards:
         """Raise TornStateError, which names ``operation``, if a process ended during an update."""
 
     def loading(self) -> AbstractContextManager[None]:
-        """Return the context in which each process sets the parameters of this module."""
+        """Return the context in which each process may write to the parameters of this module."""
         return nullcontext()
 
     def changing(self, operation: str) -> AbstractContextManager[None]:
@@ -74,7 +74,7 @@ class Shards:
 
 
 class Placement(HoldsState, ABC):
-    """The memory of a sharded parameter, its gradient and states. ``shape``: unsharded shape."""
+    """The memory of a sharded parameter and its states. ``shape``: shape of the whole parameter."""
 
     shards: Shards
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ class Placement(HoldsState, ABC):
         return value
 
     def words(self) -> str:
-        """Return text on this process's part that must be equal on compared ranks. Default: ""."""
+        """Return a description of this process's part, for comparisons of ranks. Default: ""."""
         return ""
 
 
@@ -275,7 +275,7 @@ def listed(entries: Any) -> list[Any]:
 
 
 def is_in_common(variable: Variable) -> bool:
-    """Return whether processes share the variable's memory. A copy has memory of its own."""
+    """Return whether several processes use the same memory for this variable."""
     return variable.placement is not None and not variable.placement.is_cut
 
 
@@ -358,16 +358,16 @@ class RuleOptimizer(FirstOrderOptimizer):
                 return
         self._check_placements()
         grads = [variable.grad for variable in self.params]
-        placed = self._placed(left, grads)  # may raise, so before any change
+        placed = self._placed(left, grads)  # may raise: nothing has changed yet
         note_changes([self.params[position] for position, *_ in placed])
         self._step_placed(placed, grad_scale)
 
     def prepared(self, grad_scale: float, *grads: Array | None) -> Callable[[], None]:
-        """Return a function that runs one step with ``grads``. All arrays must keep their memory.
+        """Return a function that runs one step with ``grads`` whenever it is called.
 
-        Each of ``grads`` is the gradient of an unsharded parameter, or None. If native kernels
-        support all arrays, the function runs no Python. It reads the current ``lr`` and counts its
-        steps.
+        All arrays must stay at their addresses. Each of ``grads`` is the gradient of an unsharded
+        parameter, or None. If native kernels support all arrays, the function is native code. It
+        reads the current ``lr`` and counts its steps.
         """
         placed = self._placed(range(len(self.params)), grads)
         pieces = [(position, *piece) for position, _, (piece,) in placed]

@@ -94,7 +94,7 @@ class LearningRateSchedule:
     def _go_to(self, base: float, step: int) -> None:
         self.optimizer.lr = self._formula(base, step)  # may raise: nothing has changed yet
         self.base_lr, self.last_step = base, step
-        if hasattr(self.optimizer, "__dict__"):  # in an array, which replays do not compare
+        if hasattr(self.optimizer, "__dict__"):  # an array, because captured steps compare numbers
             vars(self.optimizer).setdefault("_scheduled", np.empty(2))[:] = self.optimizer.lr, base
 
     def __repr__(self) -> str:

@@ -74,7 +74,7 @@ def reject_read(operation: str, value: Any = None) -> Any:
 
 
 class Recorded(NDArrayOperatorsMixin):
-    """A stand-in for the array ``plain``. Notes have ``noted`` in its place, or None at first."""
+    """A stand-in for the array ``plain``. In notes, ``noted`` (at first None) represents it."""
 
     __slots__ = ("__weakref__", "noted", "plain")
     plain: Array
@@ -208,7 +208,7 @@ KINDS: set[type] = {Recorded, RecordedScalar}
 
 
 class Number:
-    """A stand-in for a Python number that the step reads from an array, and may only return."""
+    """A stand-in for the Python number ``array.item()``. The step may return it, but not use it."""
 
     __slots__ = ("__weakref__", "array", "value")
 
@@ -303,7 +303,7 @@ def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
 
 
 def _as_scalar(value: Any) -> Any:
-    """Return ``value``, from a number's method. Convert 0-d stand-ins to numbers, copy others."""
+    """Return a number for a 0-d ``Recorded``, a copy for another ``Recorded``, else ``value``."""
     if type(value) is not Recorded:
         return value
     return value.copy() if value.ndim else RecordedScalar(value.plain)

@@ -5,8 +5,8 @@ the ranks. CUDA captures the second call. Later calls copy the arguments and lau
 
 NCCL requires that either all ranks or no ranks launch a graph with collectives (NCCL, "Using NCCL
 with CUDA Graphs"). The ranks of a step therefore compare their graphs before each call, in the
-group of the step that has the most ranks. It must contain the ranks of all other groups. Else the
-step stays eager, because ranks that agree inside each group could disagree between groups.
+group of the step that has the most ranks. If this group lacks a rank of another group, the step
+stays eager, because ranks that agree inside each group could disagree between groups.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from flashlight_py.tape.state import ITEMS, EveryCall, State, format_path, plain
 
 _MOST_GRAPHS = 8  # maximum number of graphs; each keeps the memory of a step
 _MOST_FORMS = 64  # maximum number of argument forms in Graphs._warm
-_LEAST_CAPTURES = 16  # with more captures than this and than replays, the step stays eager
+_LEAST_CAPTURES = 16  # beyond it, a step with more captures than replays stays eager
 _EAGER, _CAPTURE, _NEVER = 0, -1, -2  # votes of a rank; a vote above 0 is the number of a graph
 
 
 class _CannotSend(CannotCapture, DistributedError):
-    """An error: this rank cannot capture a communication call. The vote informs the other ranks."""
+    """An error: this rank cannot capture a communication call, so no rank captures the step."""
 
 
 class Recorder(Watcher):
@@ -131,11 +131,11 @@ class Recorder(Watcher):
     refuse = post
 
     def compare(self, call: Call) -> list[int]:
-        """Return the number of rows of each rank, as on this rank. ``digest`` compares it later."""
+        """Return this rank's number of rows for each rank. Ranks compare the numbers later."""
         return [len(call.like)] * self._size
 
     def run(self, calls: Any) -> Any:
-        """Raise ``_CannotSend``: the ranks would have to exchange data before this call."""
+        """Raise ``_CannotSend``, because this call needs data of other ranks during the capture."""
         call = calls if isinstance(calls, Call) else calls[0]
         raise _CannotSend(f"{call.name} needs data of other ranks at {line_of_user()}")
 
@@ -148,7 +148,7 @@ class Graph:
     ``recorder`` has recorded the step. ``state`` is the state before the capture. ``pairs`` has,
     for each argument, the passed array and the array that the graph reads. After all ranks have
     captured the step, ``number`` identifies the graph in votes. ``signature``: ``State.signature``
-    after the capture. ``stamp``: ``structure.count`` when the state was last found to have it.
+    after the capture. ``stamp``: ``structure.count`` at the latest check of the signature.
     """
 
     number: int
@@ -227,7 +227,7 @@ class Graph:
         return map_items(self._result, self._copied)
 
     def changes(self, arrays: Sequence[Any]) -> bool:
-        """Return whether the latest replay changed a copy of an argument. Blocks until its end."""
+        """Return whether the latest replay changed a copy of an argument. Waits for the replay."""
         pairs = zip(arrays, self.inputs, strict=True)
         return any(before.tobytes() != array.tobytes() for before, array in pairs)
 
@@ -245,7 +245,7 @@ class Graphs:
     def __init__(self, step: Callable[..., Any], roots: Sequence[Any]) -> None:
         self._step, self._roots = step, roots
         self._graphs: list[Graph] = []
-        self._warm: dict[Any, int] = {}  # for each argument form that ran eagerly: structure.count
+        self._warm: dict[Any, int] = {}  # by argument form: structure.count after the eager run
         # Groups of the step. None before its first run.
         self._groups: list[Membership] | None = None
         self._numbers = itertools.count(1)
@@ -420,7 +420,7 @@ class Graphs:
 
 @contextmanager
 def _capturing(stream: Any) -> Iterator[list[Any]]:
-    """In the ``with`` block, capture launches on ``stream``. Then put the graph into the list."""
+    """Capture the launches on ``stream``. After the block, the yielded list has the graph."""
     captured: list[Any] = []
     stream.begin_capture()
     try:

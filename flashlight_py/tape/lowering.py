@@ -310,7 +310,8 @@ class _Rules:
 def _longest_sum() -> int:
     """Return the maximum number of adjacent floats that replays sum in NumPy's order.
 
-    NumPy 2.2: the size of a buffer. Later: unlimited. If native sums differ, warn and return 0.
+    In NumPy 2.2 this is the size of a buffer, in later versions there is no maximum. If native sums
+    have other bits than NumPy's sums, warn and return 0.
     """
     for longest, columns in ((sys.maxsize, 9_001), (_BUFFERED, 1_001)):
         x = np.random.default_rng(0).standard_normal((7, columns))
@@ -327,7 +328,7 @@ def _longest_sum() -> int:
 
 
 def _is_added_in_order(x: Array) -> bool:
-    """Return whether native sums over ``x``, its rows and its columns have the bits of NumPy's."""
+    """Return whether sums over ``x``, its rows and its columns have the same bits as in NumPy."""
     (rows, columns), size, types = x.shape, x.itemsize, (x.dtype.num,) * 3
     copy = f"copy:{size}", (), (0, 1), ((size,), (size,)), (size, size)
     add = np.add, types, (1, 2), ((size,), (0,)), (size, size)
@@ -418,7 +419,7 @@ def _is_plain_power(args: Any, out: Array) -> bool:
 
 
 def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
-    """Return (rows, columns) of ``source``, and True if rows are reduced, False if columns."""
+    """Return (rows, columns), and True if a row is reduced to one element, False if a column."""
     shape, ndim = source.shape, source.ndim
     need(source.flags.c_contiguous and ndim)
     numbers = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)

@@ -24,10 +24,10 @@ class CannotCapture(Exception):
 class Piece:
     """A range of memory: an ``array`` that the step created, an argument, or other memory.
 
-    In a replay, the piece starts at address ``at`` in the array ``home``. Arguments and arrays that
-    each replay allocates have another address in each call. They have a number ``argument``, and
-    ``at`` is an offset in bytes from the first element. If a Python function needs an argument,
-    ``home`` has a copy of it.
+    In a replay, the piece starts at address ``at`` in the array ``home``. But arguments, and
+    results that each replay allocates, have a new address in each call. For them, ``argument`` is a
+    number, and ``at`` is an offset in bytes from the first element. If a Python function uses an
+    argument, ``home`` is memory for a copy of it.
     """
 
     low: int
@@ -58,7 +58,7 @@ class Operand:
 
 
 class Memory:
-    """The memory of a recorded step. ``arguments`` has None for arguments that are not arrays."""
+    """The memory of a recorded step. ``arguments``: arrays, and None for other arguments."""
 
     def __init__(self, recording: Recording, arguments: Sequence[Array | None]) -> None:
         self.recording, self.arguments = recording, arguments
@@ -73,7 +73,7 @@ class Memory:
         self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
         self._operands: dict[int, Operand] = {}  # by id of the array
         where, notes = self.elsewhere, list(map(self.with_operands, recording.notes))
-        self.touched, self.changed = (  # address ranges of the state: used, written
+        self.touched, self.changed = (  # address ranges of the state that notes use, and write
             merged([(x.low, x.high) for n in notes for x in getattr(n, name) if x.piece is where])
             for name in ("operands", "written")
         )
@@ -117,12 +117,12 @@ def may_raise(note: Note) -> bool:
 
 
 def hoisted(memory: Memory) -> tuple[Sequence[Note], bool]:
-    """Return the notes, conditions before changes, and whether a replay may stop at a condition.
+    """Move conditions before changes. Return notes, and whether a replay may stop at a condition.
 
-    If a condition fails, for example for an invalid label, the replay has changed nothing, and the
-    step runs eagerly. A check by ``structure.require_all`` may need values that the step changes,
-    such as drawn indices. Then it keeps its place and raises its error. Other conditions that need
-    changed values raise CannotCapture.
+    A replay stops if a condition fails, for example for an invalid label. It has changed nothing,
+    and the step runs eagerly. A check by ``structure.require_all`` may need values that the step
+    changes, such as drawn indices. Then the check keeps its place, and raises its error in replays.
+    Other conditions that need changed values raise CannotCapture.
     """
     notes = memory.recording.notes
     end = max((at for at, note in enumerate(notes, 1) if note.required is not None), default=0)

@@ -112,8 +112,8 @@ def _product(a: Any, b: Any, out: Any, workspace: Any) -> Array:
 def _operand(x: Any, outer: tuple[int, ...], is_first: bool) -> tuple[Any, int, int, int]:
     """Return ``x`` for cuBLAS, whether it is transposed, its leading dimension and batch stride.
 
-    ``outer`` is the shape of the batch. If a matrix is contiguous by rows and by columns, its
-    layout is that of CuPy's call: the first operand by rows, the second by columns.
+    ``outer`` is the shape of the batch. A matrix may be contiguous by rows and by columns. Then the
+    first operand is stored by rows and the second by columns, as in CuPy's call.
     """
     import cupy
 

@@ -30,9 +30,9 @@ _LARGE_RESULT = 1 << 14  # each replay allocates results of at least this size i
 class Builder:
     """A builder of the program of a recorded step.
 
-    ``values``: arguments of the step. ``kept``: for each gradient that the step sets, its stand-in
-    and its array. ``result``: the returned value. ``forget``: function to call when one of
-    ``values`` is deleted.
+    ``values``: arguments of the step. ``kept``: for each gradient that the step sets, the array
+    that represents it in notes, and the gradient. ``result``: the returned value. ``forget``:
+    function to call when one of ``values`` is deleted.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Builder:
         self._kept.append(piece)
 
     def describe(self, names: tuple[str, ...], state: Any, bindings: list[Any]) -> tuple[Any, ...]:
-        """Return the program for csrc/tape/program.cc. CannotCapture if it is not supported."""
+        """Return the program for csrc/tape/program.cc, or raise CannotCapture."""
         notes, may_leave = hoisted(self._memory)
-        # A replay that may stop at a condition must keep gradients, so ``lend`` is False.
+        # If a replay may stop at a condition, it must not overwrite gradients: they are not lent.
         memory, grads, lend = self._memory, [*self._kept], not may_leave
         notes = self._needed(notes)
         groups = lowered(notes, memory)
@@ -105,8 +105,8 @@ class Builder:
     def _needed(self, notes: Sequence[Note]) -> list[Note]:
         """Return the notes with side effects, or with results that the user or other notes need.
 
-        A note that creates a constant array is dropped, and all replays use this array. The note
-        stays if the step writes to the array, or if the user may: it is a gradient or returned.
+        All replays use the array of a note that creates a constant. But replays copy the constant
+        if the step writes to it, or if it is a gradient or result.
         """
         changed = {*self._kept, *(x.piece for x in self._returned)}
         needed = {*changed, self._memory.elsewhere, *self._memory.inputs.values()}
@@ -129,9 +129,9 @@ class Builder:
         return kept[::-1]
 
     def _find_homes(self, called: set[Piece], written: set[Piece]) -> None:
-        """Assign memory to arguments of Python functions, and mark large returned arrays.
+        """Assign a ``home`` to arguments that Python functions use, and mark large returned arrays.
 
-        A replay copies each such argument to its memory, and allocates the marked arrays.
+        A replay copies these arguments to their ``home``, and allocates the marked arrays.
         """
         cells = {piece for piece in called if piece.argument >= 0}
         if not cells.isdisjoint(written):
@@ -165,8 +165,7 @@ class Builder:
         return self._entries([operand])[0], array
 
     def _view(self, value: Any) -> Any:
-        """Return ``value`` for a Python function of a replay: views of ``Piece.home`` for
-        arrays."""
+        """Return ``value`` for a Python call, with views of ``Piece.home`` in place of arrays."""
         if isinstance(value, Variable):
             view = self._view(value.data)
             return value if view is value.data else Variable(view)
@@ -250,11 +249,11 @@ Part = tuple[int, int, int, int]
 
 
 class Arena:
-    """Memory for pieces that the step creates. After the last use of a piece, others reuse it.
+    """Memory for pieces that the step creates. Pieces may use the same memory one after another.
 
-    Pieces ``returned`` are in use until the end. ``grads`` have arrays of their own. If ``lend``,
-    other pieces may use these arrays before the gradients are written. ``since`` maps the id of
-    each such array to the index of the first instruction that uses its gradient.
+    Pieces ``returned`` are in use until the end. ``grads`` are gradients, which have separate
+    arrays. If ``lend``, pieces may use the array of a gradient before the gradient is written.
+    ``since`` maps the id of this array to the index of the first instruction for the gradient.
     """
 
     def __init__(
@@ -282,9 +281,9 @@ class Arena:
     def _share(self, group: Loops, when: int) -> None:
         """Select large arrays that need only one strip, or can use the memory of another array.
 
-        A strip has the elements that a loop processes at a time. A new array can use the memory of
-        an array that is read for the last time. The loop must visit all elements of both in the
-        same order: it reads an element before it writes the new one.
+        A strip has the elements that a loop processes at a time. An array that no other loop uses
+        needs one strip. A new array can use the memory of an array that is read for the last time,
+        if the loop visits all elements of both arrays in the same order.
         """
         columns = group.dimensions[-1] if len(group.dimensions) > 1 else 1
         strip_elements = max(1, _STRIP // columns) * columns  # elements per strip

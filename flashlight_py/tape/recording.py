@@ -2,8 +2,8 @@
 
 Notes identify arrays by their memory. Views therefore need no notes, and every reader of an array
 sees writes in place. Memory that existed before the step is state or an argument. Memory that NumPy
-allocates during the step gets a number. Notes have stand-ins for this memory, so that a recording
-does not keep it.
+allocates during the step gets a number. Notes refer to it by stand-ins, so that it can be freed
+while the recording continues.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Note:
     """One call ``function(*args, **options)`` of plain arrays.
 
     ``made``: new arrays that the call returned. ``changed``: arrays that the call modified. A note
-    with ``effect`` has side effects and is never dropped. ``operands``: operands of all arrays,
+    with ``effect`` has side effects and is never dropped. ``operands``: one ``Operand`` per array,
     written arrays first. A note with ``required`` is a condition: if ``required`` is False in a
     replay, the step runs eagerly. Its ``function`` is ``numpy.all`` or ``structure.require_all``.
     """
@@ -149,7 +149,7 @@ class Recording(Watcher):
     def end(self) -> None:
         self._draws.recording = None
         for stand_in in [stand_in for ref in self.stand_ins if type(stand_in := ref()) in KINDS]:
-            keep(stand_in, None)  # numbers of memory differ in the next recording
+            keep(stand_in, None)  # the next recording numbers memory anew
 
     def leave_reading(self, reader: str) -> None:
         self.leave(
@@ -219,7 +219,7 @@ class Recording(Watcher):
         return owns, noted
 
     def _changed(self, value: Any) -> Any:
-        """Return the stand-in for a note of ``value``, an array that the call modifies."""
+        """Return the array that represents ``value``, which the call modifies, in notes."""
         noted = getattr(value, "noted", None)
         if noted is None:
             noted = self._noted(unwrap(value))
@@ -233,8 +233,8 @@ class Recording(Watcher):
     def truth(self, value: Any, is_true: bool, function: Any = np.all, args: Any = ()) -> None:
         """Note that this package has read ``value`` as a truth value, which was ``is_true``.
 
-        If ``value`` differs in a replay before it modifies arrays, the step runs eagerly. Later,
-        ``function`` is called and raises. If user code reads a truth value, the recording ends.
+        If a replay reads another truth value before it modifies arrays, the step runs eagerly.
+        After that, ``function`` raises. If user code reads a truth value, the recording ends.
         """
         frame, _ = user_frame((_FOLDER, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -265,7 +265,7 @@ class Recording(Watcher):
         return value.array if type(value) is Number else unwrap(value)
 
     def noted(self, value: Any) -> Any:
-        """Return ``value`` with stand-ins for a note in place of arrays."""
+        """Return ``value`` for a note, with stand-ins for arrays that the step created."""
         return map_items(value, self._noted)
 
     def _noted(self, value: Any) -> Any:
@@ -413,7 +413,7 @@ class CtrlC:
 
 
 class _Noted:
-    """First base of observed variables' classes. A call of such a class makes a usual variable."""
+    """Base of the classes of observed variables. New variables of such a class are not observed."""
 
     __slots__ = ()
     __init_subclass__ = object.__init_subclass__  # skips the method of a user's class

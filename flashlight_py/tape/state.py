@@ -49,7 +49,7 @@ ITEMS = object()  # key of a field: the number of items of the holder, or the it
 
 
 class Field(NamedTuple):
-    """The place of a value: an item, an attribute, or a variable that a function uses."""
+    """A reference from ``holder`` to a value: an item, an attribute or a variable of a function."""
 
     holder: Any
     key: Any
@@ -93,8 +93,8 @@ def format_path(path: Any) -> str:
     return str(text).replace("._members", "")
 
 
-# Origins of a value: a holder that reports changes, another holder, or a name in a function.
-# Attributes of a value are searched only if its origin is a name.
+# How the search found a value: in a holder that reports changes, in another holder, or by a name in
+# a function. Attributes of a value are searched only if it was found by a name.
 _REPORTED, _HELD, _NAMED = range(3)
 _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 
@@ -102,11 +102,11 @@ _ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 class State:
     """The state that ``function`` and ``roots`` refer to when this object is created.
 
-    ``held``: fields with arrays, or tuples of arrays, and their values. ``names``: fields that
-    report no changes, and their values, which replays require. ``variables``: each variable once.
-    ``signature``: a key that is equal if a program for one state is valid for another. ``numbers``:
-    paths of attributes with numbers, and the numbers as text. ``reason``: why the step cannot be
-    recorded, or "".
+    ``held``: fields with arrays, or tuples of arrays, and their values. ``names``: fields whose
+    holders report no changes, and their values. Replays compare these values. ``variables``: each
+    variable once. ``signature``: a key. States with equal keys can use the same program.
+    ``numbers``: paths of attributes with numbers, and the numbers as text. ``reason``: why the step
+    cannot be recorded, or "".
     """
 
     def __init__(self, function: Callable[..., Any], roots: Iterable[Any] = ()) -> None:
@@ -165,7 +165,8 @@ class State:
                 self._note_value(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _note_loaded(self) -> bool:
-        """Add the attributes that functions load. Return whether there are new values to visit."""
+        """Add the attributes whose names occur in functions. Return whether values remain to
+        visit."""
         attributes, methods = self._loads.values()
         for one, path in self._objects:  # the loop appends to the list
             members, items = getattr(one, "__dict__", None), parts(one)
@@ -178,7 +179,7 @@ class State:
             for name in sorted(others):
                 with suppress(AttributeError, LookupError):  # the object may lack the name
                     value = getattr(one, name)
-                    # Other values may be new objects in each read, so that the search never ends.
+                    # Other values may be new objects in each read: the search would never end.
                     items += [(one, name, value)] if self._kind(value) == "simple" else []
             if isinstance(members, dict) and "hasattr" in methods and attributes - first.keys():
                 self._compare(members, ITEMS, (path, _LENGTH, ""), len(members))
@@ -269,7 +270,7 @@ class State:
             self._structure += [name, type(value)]
             if kind != "simple":
                 self._note_value(members, name, of, value, via)
-            if name == "enabled":  # of a loss scale, which does not report changes
+            if name == "enabled":  # a loss scale does not report that it changes
                 self._compare(members, name, of, value)
             if has_numbers or name == "enabled":
                 items = parts(value) if kind is State._visit_items else [(members, name, value)]
@@ -287,7 +288,7 @@ class State:
         if len(entries) > _MANY and not isinstance(first, Variable):
             return
         is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
-        if is_parameter or isinstance(first, Module):  # a list of results may grow
+        if is_parameter or isinstance(first, Module):  # other lists, such as of results, may grow
             self._structure.append(len(entries))
             if via != _REPORTED:
                 self._compare(items, ITEMS, path, len(entries))
@@ -320,7 +321,7 @@ class State:
                 self._read_object(sys.modules.get(module), module)
         values = [(field, kind, field.get()) for field, kind in fields]
         for field, kind, value in sorted(values, key=lambda x: not isinstance(x[2], Module)):
-            is_loaded = not kind or field.path in loads[kind]  # sorted: paths begin with modules
+            is_loaded = not kind or field.path in loads[kind]  # modules first: they begin paths
             is_loaded &= is_yours or self._kind(value) == "other"
             self._note_value(*field, value, _NAMED if is_loaded else _HELD)
 
@@ -340,7 +341,7 @@ class State:
         return [x.path for x, v in self.names if v is not None and is_value(v) and not x.has(v)]
 
     def save(self, others: dict[str, Any]) -> State:
-        """Copy the state for ``restore`` and ``differences``, which also compares ``others``."""
+        """Copy the state for ``restore``. Save bits of it and of ``others`` for ``differences``."""
         self._random = random.state_dict()
         pairs = [*others.items(), ("the random numbers that follow", self._random)]
         pairs += [(format_path(field.path), value) for field, value in self.held]
@@ -376,7 +377,7 @@ _VISITORS: tuple[tuple[Any, Any], ...] = (
 
 def _is_implicit(name: str, one: Any) -> bool:
     """Return whether Python or a library calls ``name``, such as ``__len__`` or ``forward``."""
-    is_of_all = name[:2] != "__" or name in vars(object)  # not special, or a method of all objects
+    is_of_all = name[:2] != "__" or name in vars(object)  # no special method, or one of object
     return not is_of_all or name == "forward" or (name == "__init__" and isinstance(one, type))
 
 
@@ -419,7 +420,7 @@ def _package_of(one: Any) -> str:
 
 
 class EveryCall:
-    """A detector of names with a new value in each of the last ``most`` + 1 recordings."""
+    """A detector of names whose values differ in all of the last ``most`` + 1 recordings."""
 
     def __init__(self, most: int) -> None:
         self._most, self._replays = most, 0
@@ -453,7 +454,7 @@ def _mark(value: Any) -> Any:
         return _mark(value.__func__), _mark(value.__self__)
     try:
         return weakref.ref(value)
-    except TypeError:  # not weakly referable: the object, or its repr if that has a value
+    except TypeError:  # cannot have weak references: use its repr if its class defines one
         return value if repr(value) == object.__repr__(value) else repr(value)
 
 
@@ -473,7 +474,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
         return [(one, *item) for item in list(one.items())]
     if isinstance(one, _CONTAINERS):
         return [(one, *item) for item in enumerate(list(one))]
-    attributes = getattr(one, "__dict__", None)  # a write to it calls no setter
+    attributes = getattr(one, "__dict__", None)  # writing to this dict calls no setter
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
     slots += ["cell_contents"] if isinstance(one, CellType) else []
     names: Any = chain(*([slot] if isinstance(slot, str) else slot for slot in slots))

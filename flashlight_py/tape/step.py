@@ -86,7 +86,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return self.__wrapped__(*args, **(options or {}))
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
-        # Read it before testing the lock, since a recording on another thread first increases it.
+        # Read the count before the lock: a recording on another thread locks, then increases it.
         stamp = int(count[0])
         if self.reason or thread_state.recorder is not None:
             return self._run_eagerly(args, options)
@@ -154,7 +154,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         recording = call.recording
         try:
             call.record(ctrl_c)
-            # The result of a call without arrays is a constant if it is equal in two recordings.
+            # Results of calls without arrays are constants if they are equal in two recordings.
             constants = recording.constants
             if constants and constants not in self._constants:
                 before, lines = [*self._constants, []][0][: len(constants)], recording.lines
@@ -339,7 +339,7 @@ class _Call:
         return array_or_number(value)
 
     def _settle(self, after: State) -> None:
-        """If the step replaced arrays of the state, record copies of the new arrays to ``home``."""
+        """For each replaced array of the state, record a copy of the new one to a fixed array."""
         recording, made = self.recording, []
         seen = {(id(field.holder), field.key) for field, _ in self._before}
         for field, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in seen]:
@@ -428,8 +428,7 @@ class _Call:
         names = [
             x.described(moved.get(id(value), value))
             for x, value in self.state.names
-            # Do not compare the result of an earlier call that the user keeps: it differs each
-            # time.
+            # Skip the kept result of an earlier call, which differs each time.
             if not (isinstance(value, Variable) and value.node)
             or overlaps(memory.touched, value.data)
         ]

@@ -201,8 +201,8 @@ def glu(x: Input, axis: int = -1) -> Variable:
 def erf_of(array: Array) -> Any:
     """Return the error function of a float32 or float64 array, as a new array, within 4 ulp.
 
-    Cody's third approximation, for absolute values of at least 4, is not used. For these values 1 -
-    erf is below 2e-8, and 8 digits of it suffice, which the second approximation has.
+    Cody has a third approximation for absolute values of at least 4. It is not used: there, 1 - erf
+    is below 2e-8, so that the 8 correct digits of the second approximation suffice.
     """
     xp = array_module(array)
     size = xp.minimum(xp.abs(array), 6.0)  # erf(6) rounds to 1

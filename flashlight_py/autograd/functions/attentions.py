@@ -99,7 +99,7 @@ def self_attention(
 
 
 class _Attention:
-    """The arrays and options of a call. ``packed``: one array with q, k and v, or None."""
+    """Arrays and options of an attention call. ``packed``: one array with q, k and v, or None."""
 
     def __init__(
         self, arrays: list[Array], mask: Input | None, causal: bool, dropout: float,
@@ -172,7 +172,7 @@ class _Attention:
     # Array operations, one sample at a time -------------------------------------------------------
 
     def _weights(self, sample: int) -> tuple[Array, Array | float]:
-        """Return weights [heads, queries, keys] of ``sample``, and their factors from dropout."""
+        """Return weights [heads, queries, keys] of ``sample``, and the factors of dropout."""
         q, k = self.arrays[0][sample], self.arrays[1][sample]
         xp = array_module(q)
         _, heads, queries, keys = self.shape
@@ -213,7 +213,7 @@ class _Attention:
 
 
 def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
-    """Return a contiguous ``x``, its strides, and whether its heads and rows are swapped."""
+    """Return ``x`` as a contiguous array, its strides, and whether rows precede heads in memory."""
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:

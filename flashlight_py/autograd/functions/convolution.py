@@ -37,7 +37,7 @@ class _Windows(NamedTuple):
     numbers: tuple[int, ...]  # arguments of native kernels, see csrc/nn/windows.h
 
     def places(self) -> Iterator[tuple[_Two, tuple[slice, ...]]]:
-        """Yield (position, index): ``padded[index]`` has the pixels at ``position`` of windows."""
+        """Yield each position in a window, and the index of its pixels in padded images."""
         for position in np.ndindex(self.kernel):
             steps = zip(position, self.dilation, self.outputs[1:3], self.stride, strict=True)
             ranges = [(i * step, i * step + (n - 1) * far + 1, far) for i, step, n, far in steps]
@@ -51,7 +51,7 @@ class _Windows(NamedTuple):
         return image, image[:, down : down + height, across : across + width]
 
     def taken(self, images: Array, beyond: float = 0) -> Iterator[tuple[_Two, Array]]:
-        """Yield (position, pixels): the pixel of each window. Padding has value ``beyond``."""
+        """Yield each position in a window, and its pixel of every window. Pad with ``beyond``."""
         padded, inside = self.padded(images, beyond)
         inside[...] = images
         return ((position, padded[part]) for position, part in self.places())
@@ -219,7 +219,6 @@ def _rows(images: Array) -> Array:
 def _compute(
     name: str, otherwise: Callable[..., Array], w: _Windows, shape: tuple[int, ...], *arrays: Any
 ) -> Array:
-    """Return the result of kernel ``name``, or ``otherwise(w, *arrays)`` if there is no kernel."""
     native, dtype = kernel(name, arrays[0]), arrays[0].dtype
     if native is None:
         return otherwise(w, *arrays)
@@ -311,7 +310,7 @@ def as_two(name: str, value: Any, least: int) -> _Two:
 
 
 def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation: Any) -> Any:
-    """Return (down, across). ValueError for "same" with windows of even size or stride above 1."""
+    """Return the padding (down, across). "same" requires a stride of 1 and an odd window size."""
     if padding != "same":
         return as_two(f"{name}: padding", padding, 0)
     for size, far, step in zip(kernel, stride, dilation, strict=True):
@@ -367,7 +366,7 @@ def _windows(
     name: str, x: Variable, expected: str, ends: _Two, kernel: Any, stride: Any, pad: Any,
     dilation: Any = (1, 1), groups: int = 1,
 ) -> _Windows:  # fmt: skip
-    """Return the sizes. ``ends``: channels of ``x`` and result. 0 means the channels of ``x``."""
+    """Return the sizes. ``ends``: channels of ``x`` and of the result, or (0, 0) for pooling."""
     if x.ndim != 4 or not all(x.shape[:2]) or ends[0] not in (0, x.shape[1]):
         raise ValueError(f"{name}: expected x of shape {expected}, not empty, got {x.shape}")
     batch, channels, *size = x.shape

@@ -249,7 +249,7 @@ def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "
 def _of_pairs(
     name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
 ) -> Variable:
-    """Return ``value(xp, p, t)`` after ``reduction``. ``vjps``: for prediction p and target t."""
+    """Return ``value(xp, p, t)``, reduced. ``vjps``: one for prediction p and one for target t."""
     prediction, target = as_floating(as_float32(prediction)), as_floating(as_float32(target))
     check_loss_reduction(reduction)
     _check_pair(name, prediction, target)
@@ -302,10 +302,10 @@ def connectionist_temporal_classification(
     states = 2 * labels.shape[1] + 1  # a blank before, between and after classes
     kinds = xp.zeros((batch, states), "int64") + blank
     kinds[:, 1::2] = labels
-    jumps = xp.full((batch, states), -xp.inf, logs.dtype)  # 0 if a blank before may be skipped
+    jumps = xp.full((batch, states), -xp.inf, logs.dtype)  # 0 if the blank before is optional
     jumps[:, 2:] = xp.where((kinds[:, 2:] != blank) & (kinds[:, 2:] != kinds[:, :-2]), 0, -xp.inf)
     emitted = xp.take_along_axis(logs.transpose(1, 0, 2), kinds[None], axis=2)
-    # Two additional states of probability 0 in front: the first states need no special case.
+    # Two additional leading states of probability 0, so that the first states need no special case.
     forward = xp.full((time, batch, states + 2), -xp.inf, logs.dtype)
     forward[0, :, 2:4] = emitted[0, :, :2]
     for t in range(1, time):
@@ -343,7 +343,7 @@ def connectionist_temporal_classification(
 def _check_sequences(
     logs: Array, targets: Input, inputs: Input | None, lengths: Input | None, blank: int
 ) -> tuple[Array, Array, Array]:
-    """Return targets (``blank`` after the end), input lengths and target lengths, all int64."""
+    """Return int64 targets, padded with ``blank``, then the input lengths and target lengths."""
     name = "connectionist_temporal_classification"
     if logs.ndim != 3 or not logs.size or not 0 <= blank < logs.shape[2]:
         raise ValueError(

@@ -148,7 +148,7 @@ def _of_channels(
     name: str, x: Variable, params: _Given, eps: float, samples: int, groups: int,
     moments: Sequence[Array] = (),
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
-    """Normalize groups of channels: over the batch if ``samples`` is 1, else in each sample."""
+    """Normalize each group of channels over the batch (``samples`` is 1) or in each sample."""
     n, channels, *rest = x.shape
     positions = math.prod(rest)
     is_last = positions == 1 or not x.data.flags.c_contiguous

@@ -15,7 +15,7 @@ from flashlight_py.device import Array, array_module, narrowed, widened
 
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
 # The backward pass of one step. Arguments: the step, and the gradients of h and c after the step.
-# Returns the gradients of ``u`` and ``v`` (one if equal), and of h and c before the step.
+# Returns the gradients of ``u`` and ``v`` (one if they are equal), and of h and c before the step.
 _Back: TypeAlias = Callable[[int, Array, Any], tuple[Any, Any]]
 _Prepare: TypeAlias = Callable[[], _Back]
 

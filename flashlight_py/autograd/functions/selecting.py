@@ -228,7 +228,7 @@ def _flat(index: Array, array: Array, axis: int) -> Array:
 
 
 def added(shape: Any, positions: Array, source: Array, start: Array | None = None) -> Array:
-    """Return an array of ``shape``: ``start``, or zeros, plus ``source`` at flat ``positions``."""
+    """Return ``start`` (or zeros) in ``shape``, with ``source`` added at flat ``positions``."""
     xp = array_module(source)
     wide = widened(source)
     sums = xp.zeros(math.prod(shape), wide.dtype) if start is None else start.reshape(-1).copy()

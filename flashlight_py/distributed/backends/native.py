@@ -403,7 +403,7 @@ class NativeBackend(Backend):
         return Then(work, lambda number: _store_number(call, number))
 
     def _table(self, rows: Sequence[int]) -> Array:
-        """Return a matrix of row counts, sender by receiver, in which every row is ``rows``."""
+        """Return a matrix of row counts: a row of the matrix for each sender, equal to ``rows``."""
         return np.tile(np.array(rows, np.int64), (self.size, 1))
 
     def _plain(self, call: Call) -> Work:

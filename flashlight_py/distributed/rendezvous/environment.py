@@ -73,7 +73,7 @@ class _Names(NamedTuple):
         return cls(launcher, *(prefix + n for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 
     def read(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """Return the values of this launcher, or None if it did not start this process."""
+        """Return what the launcher has set, or None if the launcher did not start this process."""
         rank, size, local_rank, local_size = (_integer(environ, name) for name in self[1:])
         if rank is None and size is None:
             return None
@@ -131,8 +131,8 @@ def _check_inner(
 ) -> None:
     """Raise ValueError if RANK and WORLD_SIZE contradict the variables of mpirun or srun.
 
-    They may be left from an earlier launch. A launcher inside mpirun or srun also sets a variable
-    of ``marks``; its RANK and WORLD_SIZE are valid.
+    RANK and WORLD_SIZE may be left from an earlier launch. They are valid if a launcher inside
+    mpirun or srun has set them: it also sets a variable of ``marks``.
     """
     marks = {"TORCHELASTIC_RUN_ID", "FLASHLIGHT_FILE", "FLASHLIGHT_RESTART_COUNT"}
     is_marked = not marks.isdisjoint(environ)
@@ -278,7 +278,7 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 class _Scheduler(NamedTuple):
-    """The variables of one scheduler; ``address`` is a shell expression for the first node.
+    """The names of one scheduler's variables. ``address`` is a shell expression for the first node.
 
     ``ranks_per_node`` names the variable with the number of ranks per node; "": no such variable.
     """

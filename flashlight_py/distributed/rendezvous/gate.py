@@ -51,14 +51,14 @@ from flashlight_py.interfaces import family_of
 # Seconds between attempts to find rank 0: the first pause, its growth factor, the longest pause.
 # With the longest pause, a waiting rank sends a file server ten requests a second.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
-_BUSY_SECONDS = 0.001  # additional seconds of a wait for rank 0, for each rank of the job
+_BUSY_SECONDS = 0.001  # a wait for rank 0 takes these seconds longer for each rank
 # Seconds to wait for the assigned parent (plus one second per tree level), and for a silent rank 0
 # after the loss of a parent.
 _PARENT_SECONDS, _LOST_SECONDS = 5.0, 6.0
 SHORT_SECONDS = 2.0  # seconds to send a short message, or to read why a rank failed
 _SPARE_CANDIDATES = 64  # maximum of open connections without proof, minus the number of ranks
-# In a tree: maximum number of connections without proof, and seconds after which such a connection
-# may be dropped for a new one. The kernel queues further connections.
+# In a tree: maximum number of connections without proof. After ``_CANDIDATE_SECONDS``, such a
+# connection may be dropped for a new one. The kernel queues further connections.
 _TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
 _MAX_NAMED = 8  # Maximum number of hosts with rejected processes in an error
 TREE_FROM = "FLASHLIGHT_TREE_FROM"
@@ -142,14 +142,14 @@ class Gate(abc.ABC):
         self._process = this_process()
         self._position = Position(point.rank, 0, 0, str(self._process))
         self._lost_parent = ANY_RANK  # rank of a parent that was lost; ANY_RANK: none
-        self._loss = ""  # why that parent is lost, or ""
+        self._loss = ""  # why the parent was lost, or ""
         self._problem = ""  # why the assigned parent was not reached, or ""
         self._deadline = math.inf
         self._host, self._is_speaker = "", False  # "": no address for other hosts yet
 
     @abc.abstractmethod
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
-        """Notify all neighbours of ``reason`` and return the error; see ``TreeNode._failure``."""
+        """Notify parent and children of ``reason``; return the error. See ``TreeNode._failure``."""
 
     @abc.abstractmethod
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
@@ -157,7 +157,7 @@ class Gate(abc.ABC):
 
     @abc.abstractmethod
     def _handle_messages(self, connection: Connection) -> None:
-        """Handle the messages of a rank, and the end of ``connection`` if it has ended."""
+        """Handle messages of a rank. If ``connection`` has ended, handle its end as well."""
 
     def _listen(self, listener: system.Socket) -> None:
         listener.setblocking(False)

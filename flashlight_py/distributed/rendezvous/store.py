@@ -39,7 +39,7 @@ class Store(abc.ABC):
     # For each rank with a rendezvous connection to this rank: (address, port) of this end of the
     # connection, and (address, port) of the other end.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
-    secret: bytes = b""  # secret that all ranks knew before the first exchange, if any
+    secret: bytes = b""  # secret known to all ranks before the first exchange; b"": none
     host_timeout: float = 0.0  # seconds until a silent host is lost; 0: no limit
     subgroup: Subgroup | None = None  # set if the ranks have connections already
     memory_subgroup: Subgroup | None = None  # set if ranks share memory; other ranks are -1 in it

@@ -306,7 +306,7 @@ class TreeNode(Gate):
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
         """Give a process its position in the tree, or reject it with a reason.
 
-        In the first round, two processes that contradict each other make the run fail.
+        In the first round, the run fails if two processes claim one rank or differ in a setting.
         """
         rank, size, peer, listens_at, _ = greeting
         if self._round == 0 and rank in self.members and self._processes[rank] == peer:
@@ -409,7 +409,7 @@ class TreeNode(Gate):
         self._failure(reason, joining=True)
 
     def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
-        """Notify all neighbours of ``reason``, and return the error to raise.
+        """Notify the parent and all children of ``reason``, and return the error to raise.
 
         With ``joining``, notify ranks that connect within the next two seconds as well.
         """

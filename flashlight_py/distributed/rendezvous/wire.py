@@ -2,8 +2,8 @@
 
 A message is a header (magic, version, kind, length) and a body; nothing is unpickled. A connection
 begins with a handshake. Client and server (such as rank 0) exchange nonces. The client sends a
-proof made of both nonces, and its greeting; the server answers with its proof. A server that has
-not checked the proof uses only lengths. If a job has no secret, no greeting can do harm.
+proof made of both nonces, and its greeting; the server answers with its proof. A server uses only
+lengths before it has checked the proof. If a job has no secret, no greeting can do harm.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class SecretError(WrongServerError):
     """The rank 0 that answers has another secret."""
 
 
-# If all addresses of an offer fail, ``greet`` raises the error with the last class of this list.
+# If all addresses of an offer fail, ``greet`` raises the error whose class is last in this list.
 # Errors of a rank 0 (silent, or another secret) say more than errors of other programs.
 _BY_PRIORITY = (WrongServerError, NoServerError, SilentError, SecretError)
 

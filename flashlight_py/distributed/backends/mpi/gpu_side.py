@@ -86,7 +86,7 @@ class MpiGpuBackend(Backend):
 
 
 def _pinned(array: Array) -> Array:
-    """Return new, uninitialised, pinned host memory, to which the GPU can copy directly."""
+    """Return pinned host memory like ``array``, uninitialised. The GPU can copy to it directly."""
     if not array.size:
         return np.empty(array.shape, array.dtype)
     memory = array_module(array).cuda.alloc_pinned_memory(array.nbytes)

@@ -287,7 +287,6 @@ class NcclBackend(Backend):
         self.communicator.on_wait = self.communicator.find_missing = None
 
     def _is_over(self) -> bool:
-        """Return whether the device has ended all collectives, or an error has ended them."""
         return self._flights.oldest() is None or self.communicator.broken is not None
 
     def _launch(

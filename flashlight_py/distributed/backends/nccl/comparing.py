@@ -195,7 +195,7 @@ class Comparisons:
         self._cpu.abort(error)
 
     def find_missing(self) -> tuple[type[DistributedError] | None, str]:
-        """Ask all ranks. Return (a more precise error class or None, a sentence on lost ranks)."""
+        """Ask all ranks. Return (more precise error class or None, sentence about lost ranks)."""
         seconds = min(self.communicator.timeout, _DIAGNOSIS_SECONDS)
         refusal = f"nothing more, because NCCL failed: {self.communicator.broken}"
         try:
@@ -214,7 +214,7 @@ class Comparisons:
         return None, f"No missing rank was found over {self._cpu.path}"
 
     def _lost_within(self, seconds: float) -> DistributedError | None:
-        """Return the error of a lost rank, or None. If NCCL reports a loss, wait ``seconds``."""
+        """Return a lost rank's error, or None. If NCCL reports a loss, wait up to ``seconds``."""
         if isinstance(self.communicator.broken, PeerLostError):
             poll(lambda: self._cpu.lost("NCCL") is not None, seconds)
         lost = self._cpu.lost("NCCL")

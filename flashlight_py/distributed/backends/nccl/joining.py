@@ -59,7 +59,7 @@ def connect_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend)
 
 
 def _tools(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
-    """Return (tools, card). Tools are NCCL, CuPy and the device index; None after a problem."""
+    """Return (tools, card). Tools are NCCL, CuPy and the device index; None after an error."""
     try:
         if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
             raise BackendUnavailableError(

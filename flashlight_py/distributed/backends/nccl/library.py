@@ -25,7 +25,7 @@ DRIVER = "libcuda.so.1"
 
 MINIMUM = 21400
 SPLITS = 21800  # first version that has ncclCommSplit with shared resources
-# Variable that the first communicator of a process reads. 0: connect all algorithms immediately.
+# Variable that a process's first communicator reads. 0: connect for all algorithms immediately.
 CONNECT = "NCCL_RUNTIME_CONNECT"
 _WHY_MINIMUM = (
     "2.14 is needed for ncclCommInitRankConfig and ncclCommFinalize. Without these non-blocking "
@@ -81,7 +81,7 @@ class NcclLibrary:
 
 @functools.cache
 def load_nccl() -> NcclLibrary:
-    """Return NCCL from the first source that has it: variable, wheel, CuPy, system.
+    """Return NCCL from the first source that has it: ``VARIABLE``, a wheel, CuPy, the system.
 
     Sets ``NCCL_RUNTIME_CONNECT=0`` in the environment of this process, unless it is set or another
     library has loaded NCCL before. Raises BackendUnavailableError, which names every source, if
