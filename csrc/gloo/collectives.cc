@@ -162,7 +162,7 @@ void Collectives::announce(const fl_signature& signature, const fl_site& site, c
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.data + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = reposted_; number != read;) post_header(r, ++number + kTurns, false);
-    // In a gather, rank r waits for all headers if its own data is large. This rank does not know its size.
+    // In a gather, rank r waits for all headers if its own data is large. This rank does not know that size.
     const bool may_wait = mode == kWaits || first_dimension_is_free(signature.verb);
     const bool is_needed = may_wait || fl::needed_by(r, size_, signature).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;

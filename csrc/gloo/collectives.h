@@ -171,7 +171,7 @@ class Collectives {
   const int rank_;
   const int size_;
   const bool uses_relay_;          // other ranks forward the calls: see Relay
-  bool compares_at_once_ = false;  // no call returns before all ranks have made it
+  bool compares_at_once_ = false;  // each call waits until all ranks have made it
   bool has_begun_ = false;
   Frames outgoing_, incoming_;
   // Index: peer. leaving_: number of unsent headers. received_: number of the last received call.

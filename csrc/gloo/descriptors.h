@@ -30,7 +30,7 @@ class Descriptors {
  public:
   explicit Descriptors(size_t capacity) : descriptors_(new Descriptor[capacity]), capacity_(capacity) {}
 
-  // Add a descriptor, unless there are `capacity` already. Not thread-safe.
+  // Add a descriptor, unless `capacity` descriptors have been added already. Not thread-safe.
   void add(int descriptor);
 
   // In a forked child: call close_if_same() for every descriptor.

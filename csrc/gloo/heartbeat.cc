@@ -14,7 +14,8 @@ namespace {
 // connection is no loss. News contains the kind of loss, milliseconds since the loss, the first and last
 // number of each range of lost hosts or ranks, and a zero byte. Rank r has the number r + number of hosts.
 constexpr char kBeat = 1, kNews = 2, kLeave = 3;
-// Kinds of losses: host does not answer; only its kernel answers; this host is cut off; a process has died.
+// Kinds of losses. kSilent: a host does not answer. kStopped: only the kernel of a host answers. kCutOff:
+// this host is cut off. kDead: a process has died.
 constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
 // Sizes of one message of news. It has at least kLeastNews bytes, because fewer bytes (beats) do not wake the
 // receiver. It has at most kMostRuns ranges. A receiver rejects more than kMostNews bytes.

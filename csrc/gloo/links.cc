@@ -104,7 +104,7 @@ class Links::Attempt : public Handler {
     char proof[FL_PROOF_BYTES];
   };
 
-  // ended() destroys this object, so it is the last call.
+  // ended() destroys this object, so serve() calls it last.
   void serve() {
     if (!is_connected_) {
       int error = 0;

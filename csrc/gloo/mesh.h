@@ -46,7 +46,6 @@ class Mesh : public Transport, public Connections, public Route {
   // `bytes` bytes each. For `key` see fl_connect. Throws Failure.
   void connect(const char* addresses, size_t bytes, const char* key, bool lazily, Clock::time_point deadline);
   bool is_connected(int peer) const { return links_.is_connected(ranks_[peer]); }
-  // Begin to connect to all `peers`.
   void reach(const std::vector<int>& peers);
   // Wait until `peer` is connected, at most until the deadline of this thread's operation. Throws Failure.
   void require(int peer);

@@ -99,7 +99,7 @@ class Relay {
   };
 
   static size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-  // Return the index of the block of `rank`. Order: this rank, then the previous ranks.
+  // Return the index of the block of `rank`. Blocks are ordered downwards from this rank (modulo n).
   size_t index_of(int rank) const { return (mesh_.rank - rank + mesh_.size) % mesh_.size; }
   const Head& head(int rank) const {
     return *reinterpret_cast<const Head*>(&blocks_[begins_[index_of(rank)]]);

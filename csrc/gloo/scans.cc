@@ -1,4 +1,4 @@
-// Prefix reductions: rank r gets the reduction of the arrays of ranks 0 to r, or for exscan of 0 to r-1.
+// Prefix reductions: rank r gets the reduction of the arrays of ranks 0 to r (scan) or 0 to r-1 (exscan).
 
 #include "../reduce/half.h"
 #include "../reduce/reduce.h"

@@ -151,7 +151,7 @@ void Collectives::announce(const fl_signature& signature, const Outgoing& outgoi
   const int64_t now = coarse_now();
   news_.reset();
   if (needed_.count() < size_) {
-    // In the clock tick of the previous call, do not compare: other ranks wait for this announcement.
+    // If the clock has not ticked since the last call, compare nothing: other ranks wait for this call.
     if (now != description_of(rank_, calls_).called_at) compare_earlier(number);
     news_ = mismatches_.to_raise(number, true);
     // If this call will raise, announce it as withdrawn, so that no other rank uses its payload as a result.

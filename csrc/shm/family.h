@@ -12,7 +12,7 @@ namespace fl {
 
 class Family {
  public:
-  // A group's function tick(). After activate() it is called every millisecond for some time.
+  // A group with a function tick(). After activate(), tick() is called every millisecond for some time.
   class Ticking {
    public:
     virtual void tick() = 0;

@@ -47,11 +47,11 @@ class ShmGroup : private Helper, private Family::Ticking {
   }
   std::vector<Handle> deliver(const Port::Posted& posted) { return port_.finish(posted, interrupt_); }
 
-  // A collective in two steps on the caller's thread, which can release a lock in between. begin() never
-  // waits. It returns false, and does nothing, if another collective has not ended or the group has ended. If
-  // it returns true, call finish() on the same thread. After ready() has returned kComplete, finish() does
-  // not wait. If `site` is not null, it must exist until finish(), and the call may end before other ranks
-  // have made it.
+  // A collective in two steps on the caller's thread, which can release a lock between the steps. begin()
+  // never waits. It returns false, and does nothing, if another collective has not ended or the group has
+  // ended. If it returns true, call finish() on the same thread. After ready() has returned kComplete,
+  // finish() does not wait. If `site` is not null, it must exist until finish(), and the call may end before
+  // other ranks have made it.
   bool begin(const fl_signature& signature, const void* data, double seconds, const fl_site* site = nullptr);
   Progress ready(int spins);
   Result finish(const fl_signature& signature, void* data, void* output);

@@ -158,7 +158,7 @@ void Collectives::move_rows(const fl_signature& signature, const Rows& rows, con
   choice_.end(trial_);
 }
 
-// Count the chunks of gather `number`, from which this rank returned before large rows were sent.
+// Count the chunks of gather `number`. This rank returned from it before large rows were sent.
 void Collectives::pass_rows(uint32_t number) {
   const fl_signature& signature = description_of(rank_, number).signature;
   size_t largest = 0;

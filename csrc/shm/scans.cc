@@ -1,4 +1,4 @@
-// Prefix reductions: rank r gets the reduction of the arrays of ranks 0 to r, or for exscan of 0 to r-1.
+// Prefix reductions: rank r gets the reduction of the arrays of ranks 0 to r (scan) or 0 to r-1 (exscan).
 
 #include "collectives.h"
 #include "../common/copying.h"
@@ -26,8 +26,8 @@ void Collectives::scan(const fl_signature& signature, void* data) {
 }
 
 // For more ranks: each rank computes one part of each chunk for all ranks. In slot r, the reduction of ranks
-// 0 to r replaces the data of rank r. The last slot comes first, because the other slots do not need its
-// data. Then each rank copies its result.
+// 0 to r replaces the data of rank r. The last slot is reduced first, because the reductions in the other
+// slots do not need its data. Then each rank copies its result.
 void Collectives::scan_in_parts(const fl_signature& signature, char* data, int terms) {
   const size_t chunk = segment_.chunk_bytes(), bytes = static_cast<size_t>(signature.count) * signature.itemsize;
   const uint32_t base = chunks_;

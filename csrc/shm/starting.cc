@@ -140,7 +140,7 @@ void ShmGroup::help(const Operation& operation, bool waits) {
   end_begun(waits ? limited : kNoTime, waits);
 }
 
-// Called every millisecond: give a collective that was begun before the previous tick to a thread.
+// Called every millisecond. If a collective was begun before the previous tick, give it to a thread.
 void ShmGroup::tick() {
   if (!starting_.try_take()) return;
   const Turn::Guard guard(starting_);

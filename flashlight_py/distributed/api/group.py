@@ -25,7 +25,7 @@ class ProcessGroup(Membership):
     """
 
     def in_step(self, name: str) -> reject_together:
-        """Return a context manager for checks of arguments; if one rank raises, all ranks raise."""
+        """Return a ``with`` block for argument checks. If a rank raises in it, all ranks raise."""
         return reject_together(self, name)
 
 

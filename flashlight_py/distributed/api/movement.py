@@ -337,7 +337,7 @@ def _scatter_rows(
 def _agree(
     members: Membership, call: Call, counts: list[int]
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return dtype and ``shape[1:]`` of the root's array.
+    """Compare the arguments of all ranks. Return dtype and ``shape[1:]`` of the root's array.
 
     Every rank raises MismatchError if ranks differ in ``counts`` or ``root``, or if the ``out`` of
     a rank has another dtype or ``shape[1:]`` than the root's array.

@@ -453,7 +453,7 @@ def _reduce_together(
         flat, digest = array_module(arrays[0]).concatenate([x.ravel() for x in arrays]), 0
         for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
             digest = (digest * 1099511628211 + extent) % 2**64
-        root = 1 + (digest >> 34)  # ranks compare it, because equal sizes may hide other shapes
+        root = 1 + (digest >> 34)  # ranks compare it: buffers of equal size may differ in shapes
         y = collective(members, ALL_REDUCE, flat, root=root, **options)
         unpack = partial(_unpack, [(flat, *arrays)], [])
     together = Then(y if isinstance(y, Work) else Done(), unpack)

@@ -293,7 +293,8 @@ def store_result(value: Any, space: Output, back: Callable[[Array], Array] | Non
     return user_result(argument, part, array is not None)
 
 
-# Default values of native code. ``_ALIASES`` maps names of arguments to native names.
+# Arguments of native code with their default values (``...``: none). ``_ALIASES`` maps the names in
+# public functions to the names here.
 _GIVEN = {"x": ..., "out": None, "op": "sum", "scale": 1.0, "root": 0, "tag": 0, "async_op": False}
 _OF_PAIR = {"x": ..., "dst": ..., "out": ..., "src": ..., "tag": 0, "recv_tag": None, "": None}
 _ALIASES = {"xs": "x", "contiguous": "out", "partial": "op", "dst": "root", "src": "root"}

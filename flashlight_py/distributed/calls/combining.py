@@ -47,7 +47,7 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 
 
 def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, float]:
-    """Return two factors: for the result of each host, and for the result of all hosts.
+    """Split ``scale`` into a factor for each host's result and a factor for the final result.
 
     A 16-bit mean is scaled on each host, because the sum over all hosts could overflow.
     """
@@ -85,5 +85,5 @@ RESULTS: dict[Verb, Callable[[Sequence[Any], int, Call], Any]] = {
     verbs.SCATTER: lambda xs, rank, call: _part(xs[call.root], rank, len(xs), call.rows),
     verbs.ALL_TO_ALL: lambda xs, rank, call: concatenated([_part(x, rank, len(xs)) for x in xs]),
 }
-"""For each verb with a result: a function of the arrays of all ranks, the rank and its call. Parts
-are equal, or have the same ``rows`` on all ranks."""
+"""For each verb with a result: a function that computes a rank's result from the arrays of all
+ranks, the rank and its call. Parts must be equal, or ``rows`` must be the same on all ranks."""

@@ -1,7 +1,7 @@
 """The journal of a group: a counter of its calls, and a ring buffer with its latest calls.
 
-Native code writes its calls as entries of the layout in csrc/fast/ring.h. A call of Python code
-also reserves an entry, but its data is a ``Record`` in ``notes``.
+Native code writes each call as an entry with the layout of csrc/fast/ring.h. A call of Python code
+reserves an entry, too, but its data is a ``Record`` in ``Ring.notes``.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ _FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "t
 class Record:
     """A recorded call. Times are in ``time.monotonic_ns``; ``ended`` is 0 while the call runs.
 
-    ``values`` are the values of ``_FIELDS``. While a profile is active, ``waits`` has the start and
-    the end of each ``Work.wait`` for this call.
+    ``values`` has the values of the fields in ``_FIELDS``. While a profile is active, ``waits`` has
+    the start and the end of each ``Work.wait`` for this call.
     """
 
     ended = 0

@@ -18,7 +18,7 @@ BFLOAT16_BYTES = np.dtype([("bfloat16", "V2")])
 
 
 class ArrayKind(NamedTuple):
-    """A class of arrays, ``module.name``. The module is not imported here.
+    """The class of arrays ``module.name``. This package does not import the module.
 
     ``view`` returns a NumPy or CuPy array of the same memory, or None if that is impossible.
     ``make(array, like)`` converts a NumPy or CuPy array to this class, on the device of ``like``.

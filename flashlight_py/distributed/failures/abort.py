@@ -1,9 +1,9 @@
 """Notification of the other ranks if an exception ends the program of this rank.
 
 An uncaught exception is printed, and its traceback is sent to the ranks of every open group. These
-ranks raise ``PeerLostError`` with the traceback instead of waiting. If the exception ends only a
-thread, it is sent when the process exits with open groups. ``abort_on_exception`` is for exceptions
-that the program catches.
+ranks raise ``PeerLostError`` with the traceback instead of waiting. If an exception ends only a
+thread, it is sent when the process exits, if groups are still open. ``abort_on_exception`` is for
+exceptions that the program catches.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _hooks: _Hooks | None = None
 
 
 def watch(backend: Backend) -> None:
-    """Notify the other ranks of ``backend`` of uncaught exceptions while ``backend`` exists."""
+    """Send uncaught exceptions to the other ranks of ``backend`` as long as ``backend`` exists."""
     _open[weakref.ref(backend, _open.pop)] = None
 
 
@@ -115,7 +115,7 @@ def uninstall_hooks() -> None:
 
 
 def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
-    """Notify the other ranks of ``backends`` (default: all) that ``error`` ends this rank."""
+    """Notify the other ranks of ``backends`` (None: all open) that ``error`` ends this rank."""
     words = _report_text(error)
     for backend in open_backends() if backends is None else backends:
         backend.abort(words)

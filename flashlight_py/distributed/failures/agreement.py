@@ -49,8 +49,8 @@ def concatenated_bytes(parts: Sequence[Array]) -> Array:
 class Load(NamedTuple):
     """Data that a rank sends with its call: the number of rows of its array, and ``data``.
 
-    ``inside`` combines ``data`` of the ranks of a host. ``between`` combines the results of all
-    hosts.
+    The function ``inside`` combines ``data`` of the ranks of a host, and ``between`` combines the
+    results of all hosts.
     """
 
     length: int = 0

@@ -49,7 +49,7 @@ _log = logging.getLogger("flashlight_py")
 
 @dataclass(frozen=True)
 class Flight:
-    """Where this process writes its record: folder, rank, size and job.
+    """The folder for the record of this process, and the rank, size and job of the process.
 
     ``chosen``: True if the user chose the folder. Only then may the folder be a link or belong to
     another user.
@@ -218,7 +218,7 @@ def stands_at() -> str:
 
 
 ANSWER = "another rank has written its own"
-"""The reason of a record that answers another record. No rank answers such a record."""
+"""Reason of a record that a rank writes because another rank wrote one. No rank answers it."""
 
 _NAME = re.compile(r"rank\d+\.json")
 
@@ -238,9 +238,8 @@ class OtherRecords:
     def have_written(self, after: float) -> bool:
         """Return whether another rank has written a record since the last call of this method.
 
-        Ignores records that a rank wrote only because another rank wrote one. Ignores files up to
-        the time ``after`` (seconds of the file system), because network file systems may show old
-        files late.
+        Ignores records with the reason ``ANSWER``. Also ignores files up to the time ``after``
+        (seconds of the file system), because network file systems may show old files late.
         """
         for path, _, when in self._new_records():
             with suppress(OSError, ValueError):  # the file was removed, or is no record
@@ -251,7 +250,7 @@ class OtherRecords:
         return False
 
     def _new_records(self) -> set[tuple[str, int, int]]:
-        """Return path, inode and time of other ranks' records, if new since the last call."""
+        """Return path, inode and time of other ranks' records that are new since the last call."""
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
             # Two changes may have the same time. So read the folder once more after its time has

@@ -1,8 +1,8 @@
 """The base class of groups, without their verbs: members, backends and subgroups.
 
-The garbage collector may free a group on any thread, even during a call. Closing backends at that
-moment could cause a deadlock. So the next call of any group closes them. Before that, their pending
-operations must end, because other ranks may wait for them. A shutdown closes all groups.
+The garbage collector may free a group on any thread, even during a call. Closing the backends of
+the group at that moment could cause a deadlock. So the next call of any group closes them, unless
+an operation is pending, for which other ranks may wait. A shutdown closes all groups.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Backends of each open group. A weak reference runs no Python code when a group is collected. If a
-# signal handler raised in such code, Python would ignore the exception.
+# Backends of each open group. When a group is collected, only the C function ``dropped.append``
+# runs. In Python code a signal handler could raise, and Python would ignore its exception.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
 
 _LEAST_UNFINISHED = 8  # number of unfinished results before the first cleanup
@@ -52,7 +52,7 @@ class HasCupySide(Protocol):
 
 @dataclass(frozen=True)
 class Joiner:
-    """Functions that create backends: for the ranks of a store, or for the GPUs of these ranks.
+    """Functions that create backends: ``join`` for ranks of a store, ``join_gpus`` for their GPUs.
 
     ``limited`` returns a Joiner with another timeout in seconds.
     """
@@ -101,7 +101,7 @@ class Membership:
         self.size = len(self.ranks)
 
     def open_fast_path(self) -> None:
-        """Use the current fast path of the backend from now on."""
+        """Replace the functions of ``fast`` by the backend's current fast path."""
         self.on_first_use = None
         self.fast.replace_by(self.backend().bind(self.journal))
         if self.gpus is not None:

@@ -2,8 +2,8 @@
 
 If the processes see each other in /proc, the file has no name (``memfd_create``), and the kernel
 frees it after the last process. Containers of one pod often share /dev/shm but not /proc. For them,
-the file has a name in /dev/shm until all processes have mapped it. If its owner is killed before, a
-later job removes it.
+the file has a name in /dev/shm until all processes have mapped it. If the process that created the
+file is killed before that, a later job removes the file.
 """
 
 from __future__ import annotations

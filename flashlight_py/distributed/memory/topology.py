@@ -1,9 +1,9 @@
 """Topology: hosts, GPUs and shared memory of the ranks, and addresses between hosts.
 
-Host names do not show which ranks share memory (containers), so ranks test it with a file. The
+In containers, host names do not show which ranks share memory, so ranks test it with a file. The
 address of a host name may be the loopback, and hosts behind a NAT may have the same address. So
-each rank has a connection with rank 0 and compares the addresses that both ends report. If they are
-equal, other hosts can use them. Otherwise the routing table of the host gives an address.
+each rank compares the addresses that both ends of its connection with rank 0 report. If they agree,
+other hosts can use the addresses. Otherwise the routing table of the host gives an address.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def ranks_by_memory(store: Store) -> Sharing:
 
 
 def _kernel(host: str) -> str:
-    """Return the id of the kernel. Only hosts (containers) with one kernel may share memory."""
+    """Return the kernel's id. Only hosts (containers) with the same kernel can share memory."""
     return host.partition(" ")[0]
 
 
@@ -195,7 +195,7 @@ def _read_problem(offer: Sequence[str], own_domain: str) -> str:
 class Card(NamedTuple):
     """The addresses that a rank reports.
 
-    ``host`` identifies the host, and errors show ``name``. ``has`` lists its interfaces as text. If
+    ``host`` identifies the host. Errors show its ``name``, and ``has``: its interfaces as text. If
     the user chose an ``interface``, ``interface_addresses`` are its addresses. ``sources`` are
     addresses from which the host sends packets to other hosts, best first. For ``ends`` see
     ``Store``.
@@ -271,7 +271,7 @@ def address_inside(interface: str) -> str:
 
 
 def choose_addresses(cards: Sequence[Card]) -> list[str]:
-    """Return the address of each rank: of one IP version, and different on each host.
+    """Return one address for each rank: of one IP version, and different on each host.
 
     Raises ValueError if a host has no such address. The text names the host and the reason.
     """

@@ -204,7 +204,7 @@ def leave() -> None:
 
 
 def leave_first_at_exit() -> None:
-    """Register the cleanup at exit again: it then runs before functions registered earlier."""
+    """Register the cleanup at exit again, so that it runs before functions registered earlier."""
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
 
