@@ -80,7 +80,7 @@ class Mismatches {
     uint32_t number;
     CallReport report;
     std::vector<bool> raised;  // by rank: whether it has raised this mismatch, in this call or a later one
-    bool is_raised = false;  // this rank has raised it, perhaps in a call not yet compared
+    bool is_raised = false;  // this rank has raised the mismatch, perhaps in a call not yet compared
   };
   // `most_ahead`: number of calls by which a rank may be ahead of another rank.
   Mismatches(int rank, uint32_t most_ahead) : rank_(rank), most_ahead_(most_ahead) {}

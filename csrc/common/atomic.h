@@ -64,7 +64,7 @@ constexpr T sized(T real, T) {
   return real;
 }
 
-// Sleep if `word` equals `expected`, until a wake with one of the `bits`, the timeout, or without any reason.
+// Sleep if `word` equals `expected`: at most until a wake with one of the `bits` or until the timeout.
 inline void futex_wait(const void* word, uint32_t expected, int64_t nanoseconds, uint32_t bits, FutexScope scope) {
   timespec end;
   clock_gettime(CLOCK_MONOTONIC, &end);

@@ -27,9 +27,9 @@ inline void expect_to_write(const volatile void* line) {
 // (docs/shared-memory.md). For fewer bytes, streaming to memory costs more than it saves.
 constexpr size_t kStreamBytes = 2048;
 
-// From this size in bytes, the C library copies with the instruction rep movsb. The instruction takes two to
-// five times as long if source and destination have different offsets in a cache line, as arrays and slots
-// often have (docs/shared-memory.md).
+// From this size in bytes, the C library copies with the instruction rep movsb. This takes two to five times
+// as long if source and destination have different offsets in a cache line, as arrays and slots often have
+// (docs/shared-memory.md).
 constexpr size_t kLongBytes = 2048;
 
 #ifdef FL_HAS_SSE2

@@ -14,7 +14,7 @@
 
 namespace fl {
 
-// By rank: signature of its last known call, site, and age in seconds (-1: unknown).
+// For each rank, its last known call: signature, call site, and age in seconds (-1: unknown).
 struct CallReport {
   std::vector<fl_signature> calls;
   std::vector<fl_site> sites;

@@ -3,10 +3,10 @@
 /* Run an operation on the caller's thread. The result is NULL after success without a result to fetch, else a
    handle: of a failure, of received data, or of a running operation. With `async`, or if earlier started
    operations must come first, the operation runs on a thread of the group. `data` and `output` must stay
-   alive and unchanged until it has ended. `site` is the call site; NULL: unknown, and shared memory calls the
-   function of fl_on_mismatch. `seconds` is the timeout. With Gloo it begins when the operation begins to run;
-   in shared memory it begins with each wait. Collectives run in the order of their calls. Messages run
-   concurrently and are matched by peer, tag and the order of their calls.
+   alive and unchanged until it has ended. `site` is the call site; NULL: unknown. Shared memory then calls
+   the function of fl_on_mismatch if other ranks need the site. `seconds` is the timeout. With Gloo it begins
+   when the operation begins to run; in shared memory it begins with each wait. Collectives run in the order
+   of their calls. Messages run concurrently and are matched by peer, tag and the order of their calls.
 
    all_reduce, broadcast: in place on data. If the signature of a broadcast has FL_ANY, data is NULL and
      fl_op_output returns the received data.
@@ -42,8 +42,8 @@ int fl_compare_at_once(fl_group *group);
 /* Set a function that is called regularly while a caller's thread waits. A nonzero result ends the group. */
 int fl_on_interrupt(fl_group *group, int (*check)(void));
 
-/* Return 1 if `rank` has begun a collective that this rank has not begun, and write the call of `rank` to
-* *call. Only for error texts, because the state may change at any moment. */
+/* Return 1 if `rank` has begun a collective that this rank has not begun, and write this call to
+   `call`. Only for error texts, because the state may change at any moment. */
 int fl_is_ahead(fl_group *group, int rank, fl_signature *call);
 /* Return NULL while the group is usable, as far as known without waiting; else the handle of a failed
    operation with the reason, such as a rank that died or gave up. A rank that left in order is no failure. */

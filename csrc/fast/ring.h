@@ -1,5 +1,5 @@
-/* The flight record of a group: its last calls, in memory that Python allocates and reads (journal.py). An
-   entry takes some 25 ns. The caller holds the GIL. Needs csrc/common/types.cdef.h. */
+/* The flight record of a group: its last calls, in memory that Python allocates and reads (journal.py). To
+   write an entry takes some 25 ns. The caller holds the GIL. Needs csrc/common/types.cdef.h. */
 #pragma once
 
 #include <stdint.h>

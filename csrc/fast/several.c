@@ -49,8 +49,8 @@ static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args,
   return 1;
 }
 
-/* Store in `message` the arrays that travel with `first`, in list order, like plan_messages in
-   flashlight_py/distributed/api/reductions.py. */
+/* Store in `all->message` the arrays that share a message with `first`, in list order, and return their
+   number. plan_messages in flashlight_py/distributed/api/reductions.py makes the same choice. */
 static int choose(const list *all, const item *first) {
   enum { MOST_PACKED = 64 }; /* packed arrays of this many times the limit fit into the second-level cache */
   int number = 0;
@@ -67,7 +67,7 @@ static int choose(const list *all, const item *first) {
   return number;
 }
 
-/* Describe the arrays as one. The root is a digest of their shapes, which the ranks compare. */
+/* Return the call for the packed arrays. Its root is a digest of their shapes, which the ranks compare. */
 static plain_call packed_call(const item *const *message, int number) {
   plain_call call = message[0]->call;
   fl_signature *s = &call.signature;
@@ -85,7 +85,7 @@ static plain_call packed_call(const item *const *message, int number) {
   return call;
 }
 
-/* Copy the arrays into contiguous memory, or back. */
+/* Copy the arrays of a message to `flat`, or from `flat` if `is_back`. */
 static void copy_parts(const item *const *message, int number, char *flat, int is_back) {
   for (int i = 0; i < number; ++i) {
     const size_t bytes = (size_t)bytes_of(message[i]);

@@ -33,7 +33,7 @@ static int ops_of(const work_object *work) { return work->count == 0 ? 1 : work-
 
 static void count_fork(void) { ++forks; }
 
-/* Free everything except the result after all operations have ended well. */
+/* After all operations have ended well: free everything except the result. */
 static void release(work_object *work) {
   for (int i = 0; i < ops_of(work); ++i) {
     if (work->ops[i].op != NULL) work->binding->library.free(work->ops[i].op);

@@ -170,7 +170,7 @@ class Program {
   };
   struct Name {  // the value of a name that the function uses
     PyObject *holder, *name, *value;
-    bool is_items;         // `value`: length of the container `holder`, or a copy if it is a set
+    bool is_items;         // `value`: length of the container `holder`, or a copy of a set
     bool is_number;        // a number or a string, so compare values
     PyObject* descriptor;  // descriptor in C of the attribute `name`; None: no such descriptor
     bool is_in_dict;       // `holder` is a dict; otherwise a list if `index` >= 0
@@ -182,7 +182,7 @@ class Program {
   };
   struct Binding {
     PyObject *variable, *value;
-    Py_ssize_t since;  // first instruction that writes its array; -1: no instruction does
+    Py_ssize_t since;  // first instruction that writes the array of `value`; -1: none does
   };
 
   bool read_argument(PyObject* described);
@@ -217,7 +217,7 @@ class Program {
   bool is_busy_ = false, may_leave_ = false;
 };
 
-// Create an instruction from a description of tape/program.py, which keeps its objects; null: exception.
+// Create an instruction from a description (tape/program.py), which keeps objects alive; null: exception.
 std::unique_ptr<Instruction> read_instruction(PyObject* described);
 
 // Return 1 if two values have one type and are equal, floats bit by bit; -1 with an exception.

@@ -11,7 +11,7 @@ namespace fl::tape {
 // Addresses of the operands. Instructions name operands by index, so that each call can use other addresses.
 using Table = char* const*;
 
-enum class Outcome { done, failed, left };  // failed: a Python exception; left: another path is needed
+enum class Outcome { done, failed, left };  // failed: a Python exception; left: a Require is false
 
 class Instruction {
  public:

@@ -1,4 +1,4 @@
-// The memory that NumPy allocates on a thread while it is watched: the arrays that a step creates.
+// An allocator that records the memory of all NumPy arrays that a thread creates while a step is captured.
 
 #include <sys/mman.h>
 
@@ -13,10 +13,10 @@
 namespace fl::tape {
 namespace {
 
-// Freed memory may be allocated again, as in a step that is not watched. Therefore each block gets a second,
-// unique address, and an array at this address represents the block after it is freed. Nothing writes to
-// these addresses; reads give zeros. If the reservation fails, for example under a shell limit, a smaller one
-// is tried. The reservation leaves address space for other uses.
+// Freed memory may be allocated again. Therefore each block gets a second, unique address, and an array at
+// this address represents the block after it is freed. Nothing writes to these addresses; reads give zeros.
+// If the reservation of addresses fails, for example under a shell limit, a smaller one is tried. The
+// reservation leaves address space for other uses.
 constexpr uintptr_t LINE = 64, MOST = uintptr_t(1) << 40, FEWEST = uintptr_t(1) << 28;
 
 uintptr_t reserved() {
@@ -95,7 +95,7 @@ void release(void* context, void* memory, size_t size) {
   base.free(base.ctx, memory, size);
 }
 
-// Name of the capsules of allocators. Arrays refer to their capsule until they are freed.
+// Name that NumPy requires for an allocator's capsule. An array keeps the capsule of its allocator alive.
 constexpr char CAPSULE[] = "mem_handler";
 
 struct Handler {
