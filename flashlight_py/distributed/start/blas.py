@@ -14,7 +14,7 @@ from typing import Any
 
 from flashlight_py import libraries, system
 
-# Variables that OpenBLAS reads when it is loaded. Users set one of them to choose a number.
+# Variables from which OpenBLAS reads the number of threads when it is loaded. Users may set one.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _NAMES = ("get_num_threads", "set_num_threads", "get_num_procs", "get_config", "get_corename")
 _limited: list[tuple[Any, int]] = []
